@@ -1,0 +1,1 @@
+"""leapahead: several tokens per forward pass, with exactly the text of one at a time."""

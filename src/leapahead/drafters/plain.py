@@ -1,0 +1,17 @@
+"""Plain decoding as a drafter: it drafts nothing."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from leapahead.drafter import Context, Drafter, Proposal
+from leapahead.tree import Budget, TokenTree
+
+
+class Plain(Drafter):
+    """Plain decoding: one token per step, the reference that every other drafter's text must equal."""
+
+    name: ClassVar[str] = "plain"
+
+    def propose(self, context: Context, budget: Budget) -> Proposal:
+        return Proposal(TokenTree.root(context.root))

@@ -1,0 +1,27 @@
+"""The errors that a user can cause, each one clear sentence. Knows nothing of any other room."""
+
+from __future__ import annotations
+
+
+class LeapaheadError(Exception):
+    """Base of every error raised on purpose: its text names the value that is wrong and the remedy."""
+
+
+class BadParameter(LeapaheadError, ValueError):
+    """A parameter that cannot be: an impossible temperature, an unknown option, an empty prompt."""
+
+
+class Refused(LeapaheadError):
+    """A capability that is missing, refused by name before any work is done."""
+
+
+class ContextOverflow(LeapaheadError, ValueError):
+    """A prompt that does not fit the target's context."""
+
+
+class BadLogits(LeapaheadError, ArithmeticError):
+    """Logits from which no token can be chosen: NaN, +inf, or every token banned."""
+
+
+class DraftError(LeapaheadError):
+    """A drafter broke its contract (a token outside the vocabulary, a tree beyond its budget)."""

@@ -1,0 +1,103 @@
+"""Counters of a generation. Counted once, in the loop; every rate is a property, so that no two can disagree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+PHASES = ("draft", "forward", "verify", "commit", "observe")
+
+
+@dataclass
+class Stats:
+    """What one sequence, or the sum of many, has cost and yielded.
+
+    Attributes:
+        prompt_tokens: tokens given.
+        prefill_forwards: target forwards that read the prompt; not steps.
+        reused_tokens: prompt tokens whose cache entries were there already.
+        steps: target forwards after the prefill (a batched forward is one step of each of its sequences).
+        committed: tokens that steps emitted.
+        nodes: tree nodes that went through the target, roots included.
+        drafted: nodes without the roots.
+        accepted: committed tokens that had been drafted.
+        drafted_by: source -> nodes drafted. accepted_by: source -> nodes accepted.
+        accepted_at: depth -> nodes accepted at that depth (1 is the first token after the root).
+        seconds: phase -> wall-clock seconds; a batched forward counts in equal shares.
+        drafter: what the drafter says of itself (pool size, hit rate, ...).
+    """
+
+    prompt_tokens: int = 0
+    prefill_forwards: int = 0
+    reused_tokens: int = 0
+    prefill_seconds: float = 0.0
+    steps: int = 0
+    committed: int = 0
+    nodes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_by: Counter[str] = field(default_factory=Counter)
+    accepted_by: Counter[str] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    drafter: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Committed tokens per step; 1.0 for plain decoding."""
+        return self.committed / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted per drafted node. For wide trees small by nature: siblings exclude each other."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def nodes_per_step(self) -> float:
+        return self.nodes / self.steps if self.steps else 0.0
+
+    @property
+    def decode_seconds(self) -> float:
+        """Wall-clock seconds of all steps, the prefill not among them."""
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Committed tokens per second of decoding, the prefill not counted."""
+        return self.committed / self.decode_seconds if self.decode_seconds else 0.0
+
+    def __add__(self, other: Stats) -> Stats:
+        """Sums the counters; `drafter` is per sequence and is left out."""
+        total = Stats()
+        for name in self.__dataclass_fields__:
+            if name == "drafter":
+                continue
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if name == "seconds":
+                total.seconds = {phase: mine[phase] + theirs[phase] for phase in PHASES}
+            else:
+                setattr(total, name, mine + theirs)
+        return total
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`: counters and rates, plain types."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
+            "prefill_forwards": self.prefill_forwards,
+            "prefill_seconds": round(self.prefill_seconds, 6),
+            "steps": self.steps,
+            "committed": self.committed,
+            "acceptance_length": round(self.acceptance_length, 4),
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": round(self.acceptance_rate, 4),
+            "nodes_per_step": round(self.nodes_per_step, 3),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "drafted_by": dict(self.drafted_by),
+            "accepted_by": dict(self.accepted_by),
+            "accepted_at": {str(depth): n for depth, n in sorted(self.accepted_at.items())},
+            "seconds": {phase: round(s, 6) for phase, s in self.seconds.items()},
+            "drafter": self.drafter,
+        }

@@ -1,0 +1,129 @@
+"""What the loop asks of a model: open a sequence, run one forward over trees, keep the accepted path.
+
+Knows no backend. Glossary:
+
+    target      a loaded model whose output is preserved
+    session     one sequence of it: its tokens, its sampler, its part of the KV cache
+    step        one target forward, for all sessions of the batch
+    Choices     what a forward gives back: the target's own next token after every node, computed when read
+
+Invariant, asserted by every target after a commit: the cache holds every committed token but the last; the last is the
+next root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from leapahead.errors import Refused
+from leapahead.sampling import Array, Sampler, SamplingParams, checked
+from leapahead.stats import Stats
+from leapahead.tree import IntArray, TokenTree
+from leapahead.verify import Verdict
+
+CHAIN, TREE, LOGITS = "chain", "tree", "logits"
+
+
+class Choices:
+    """The target's next token after each node of one tree, chosen when first read and then kept.
+
+    Choosing costs O(vocab) a node (filters, noise) and verification reads only the path, so a target on the host
+    chooses row by row; one on an accelerator passes `chosen` and pays a single transfer.
+
+    Args:
+        logits: float [nodes, vocab].
+        tree: the draft that went through the target.
+        sampler: the session's.
+        chosen: int64 [nodes], if they are known already.
+    """
+
+    def __init__(self, logits: Array, tree: TokenTree, sampler: Sampler, chosen: IntArray | None = None) -> None:
+        self.tree = tree
+        self._logits = logits
+        self._sampler = sampler
+        self._chosen = np.full(len(tree), -2, dtype=np.int64) if chosen is None else chosen
+        self._length = len(sampler.tokens)  # of the prefix that these logits belong to
+
+    def __getitem__(self, node: int) -> int:
+        return int(self.of(np.array([node]))[0])
+
+    def of(self, nodes: Sequence[int] | IntArray) -> IntArray:
+        """int64 [len(nodes)]; nodes not read before are chosen in one call."""
+        nodes = np.asarray(nodes, dtype=np.int64)
+        missing = nodes[self._chosen[nodes] == -2]
+        if len(missing):
+            rows = self._logits if len(missing) == len(self.tree) else self._logits[missing]
+            chosen = self._sampler.choose(rows, self.tree, missing)
+            self._chosen[missing] = checked(np.asarray(chosen), f"the step at position {self._length}")
+        return self._chosen[nodes]
+
+    @property
+    def logits(self) -> Array:
+        """float [nodes, vocab], unprocessed, of the target's kind and on its device."""
+        return self._logits
+
+
+@runtime_checkable
+class Session(Protocol):
+    """One sequence of a target."""
+
+    tokens: list[int]
+    """Committed tokens, prompt included. Read it, never write it."""
+    sampler: Sampler
+
+    def commit(self, verdict: Verdict) -> None:
+        """Makes the verdict's path final and forgets every other node of the last step's tree."""
+
+    def close(self) -> None:
+        """Gives the cache rows back. Closing twice is harmless."""
+
+
+@runtime_checkable
+class Target(Protocol):
+    """A loaded model.
+
+    Attributes:
+        name: for reports and messages.
+        vocab_size: length of a row of logits.
+        context_length: greatest number of tokens of a sequence.
+        max_leaves: greatest number of leaves of a tree.
+        capabilities: which of "chain" (several tokens in one forward), "tree" (branches too), "logits" (of every node,
+            to drafters) it has. Without any it decodes plainly.
+    """
+
+    name: str
+    vocab_size: int
+    context_length: int
+    max_leaves: int
+    capabilities: frozenset[str]
+
+    def open(self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None) -> Session:
+        """Reads the prompt but its last token into the cache (counted in `stats`).
+
+        Raises:
+            BadParameter: no tokens, or one outside the vocabulary.
+            ContextOverflow: the prompt leaves no room in the context.
+        """
+
+    def step(self, sessions: Sequence[Session], trees: Sequence[TokenTree]) -> list[Choices]:
+        """ONE forward for all trees, each over its session's last committed token."""
+
+
+def require(target: Target, needs: frozenset[str], drafter: str) -> None:
+    """Refuses by name, before any work, what the target cannot give."""
+    missing = sorted(needs - target.capabilities)
+    if missing:
+        raise Refused(
+            f"drafter {drafter!r} needs {' and '.join(missing)} from the target, which {target.name} does not have"
+            f"{REASONS.get(missing[0], '')}; use drafter='plain'"
+            + (", or one that drafts chains such as 'prompt_lookup'" if target.capabilities >= {CHAIN} else "")
+        )
+
+
+REASONS = {
+    TREE: " (its attention cannot be told which tokens of a tree see each other)",
+    CHAIN: " (its state cannot forget rejected tokens)",
+}
