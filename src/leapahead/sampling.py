@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from array_api_compat import array_namespace, is_numpy_namespace
+from array_api_compat import array_namespace, is_torch_namespace
 
 from leapahead.errors import BadLogits, BadParameter
 from leapahead.tree import IntArray, TokenTree
@@ -300,20 +300,30 @@ def checked(chosen: Sequence[int] | IntArray, where: str) -> IntArray:
     return array
 
 
+FIRST_LOOK = 1024  # so many of the likeliest tokens nearly always hold the mass that top-p asks for
+
+
 def _filtered(scores: Array, params: SamplingParams) -> Array:
-    """Top-k, then top-p, then min-p. Each keeps the tokens whose score is at least some floor, so no order is built."""
+    """Top-k, then top-p, then min-p. Each keeps the tokens whose score is at least some floor, none needs an order."""
     xp = array_namespace(scores)
     vocab = scores.shape[-1]
-    if 0 < params.top_k < vocab or params.top_p < 1:
-        top = _largest(xp, scores, min(params.top_k or vocab, vocab))  # [rows, k], falling
-        floor = top[:, -1:]
-        if params.top_p < 1:
-            mass = xp.exp(top - top[:, :1])
-            mass = mass / xp.sum(mass, axis=-1, keepdims=True)
-            above = xp.cumulative_sum(mass, axis=-1) - mass
-            count = xp.sum(xp.astype(above < params.top_p, xp.int64), axis=-1, keepdims=True)
-            floor = xp.take_along_axis(top, xp.where(count > 0, count - 1, count), axis=-1)
+    top_k = params.top_k if 0 < params.top_k < vocab else vocab
+    if params.top_p < 1:
+        best = xp.max(scores, axis=-1, keepdims=True)
+        top = _largest(xp, scores, min(top_k, FIRST_LOOK))  # [rows, k], falling
+        whole = xp.exp((scores if top_k == vocab else top) - best)
+        if FIRST_LOOK < top_k < vocab:
+            whole = xp.exp(_largest(xp, scores, top_k) - best)
+        total = xp.sum(whole, axis=-1, keepdims=True)
+        if not bool(xp.all(xp.sum(xp.exp(top - best), axis=-1, keepdims=True) >= params.top_p * total)):
+            top = _largest(xp, scores, top_k)
+        mass = xp.exp(top - best) / total
+        above = xp.cumulative_sum(mass, axis=-1) - mass  # of the tokens likelier than each
+        count = xp.sum(xp.astype(above < params.top_p, xp.int64), axis=-1, keepdims=True)
+        floor = xp.take_along_axis(top, xp.where(count > 0, count - 1, count), axis=-1)
         scores = xp.where(scores < floor, -math.inf, scores)
+    elif top_k < vocab:
+        scores = xp.where(scores < _largest(xp, scores, top_k)[:, -1:], -math.inf, scores)
     if params.min_p > 0:
         floor = xp.max(scores, axis=-1, keepdims=True) + math.log(params.min_p)
         scores = xp.where(scores < floor, -math.inf, scores)
@@ -321,7 +331,9 @@ def _filtered(scores: Array, params: SamplingParams) -> Array:
 
 
 def _largest(xp: Any, scores: Array, k: int) -> Array:
-    """[rows, k], falling. The array standard only has the full sort; numpy can do better for a small k."""
-    if is_numpy_namespace(xp) and k < scores.shape[-1]:
+    """[rows, k], falling. The array standard only has the full sort; both libraries can do better for a small k."""
+    if k < scores.shape[-1]:
+        if is_torch_namespace(xp):
+            return xp.topk(scores, k, dim=-1).values
         scores = np.partition(scores, -k, axis=-1)[:, -k:]
-    return xp.sort(scores, axis=-1, descending=True)[:, :k]
+    return xp.sort(scores, axis=-1, descending=True)

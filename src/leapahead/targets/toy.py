@@ -1,8 +1,8 @@
 """A target small enough to check by hand: a table of logits over the last few tokens, and a cache that can be wrong.
 
 It keeps what a real backend keeps, entries of (token, position) of which each node sees some, and computes a node's
-logits from what that node *sees*, so that a wrong mask, a wrong position or a wrong commit changes the text. Used by the
-tests, the tutorial, and anyone who wants to watch the engine without a model.
+logits from what that node *sees*, so that a wrong mask, a wrong position or a wrong commit changes the text. For tests,
+the tutorial, and anyone who wants to watch the engine without a model.
 """
 
 from __future__ import annotations
