@@ -127,8 +127,9 @@ class Dice:
         """float32 [vocab]; the noise of the token *at* `position`. Kept until `forget`."""
         kept = self._kept.get(position)
         if kept is None:
-            bits = np.random.Philox(key=np.array([self.seed, position], dtype=np.uint64)).random_raw(self.vocab_size)
-            uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in the open interval (0, 1)
+            generator = np.random.Philox(key=np.array([self.seed, position], dtype=np.uint64))
+            bits = generator.random_raw((self.vocab_size + 1) // 2).astype("<u8").view("<u4")[: self.vocab_size]
+            uniform = (bits.astype(np.float64) + 0.5) * 2.0**-32  # in the open interval (0, 1)
             kept = self._kept[position] = (-np.log(-np.log(uniform))).astype(np.float32)
         return kept
 
