@@ -32,7 +32,7 @@ tests: $(INSTALLED)
 DATA ?= ../shared/data
 figures: $(INSTALLED)
 	$(BIN)/python -m leapahead.lab.figures --data $(DATA) --out docs/figures.json
-	$(BIN)/python -m leapahead.lab.docs
+	$(BIN)/python tools/docs.py
 
 $(INSTALLED): pyproject.toml
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "leapahead needs Python 3.10 or newer"; exit 1; }

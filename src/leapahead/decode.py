@@ -9,12 +9,13 @@ drafter.observe(step)                        pools, windows, automata learn from
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from time import perf_counter
 
 from leapahead.drafter import Context, Drafter, Proposal, Step
 from leapahead.errors import DraftError
+from leapahead.sampling import checked
 from leapahead.stats import Stats
 from leapahead.stop import Stopper
 from leapahead.target import Choices, Session, Target
@@ -58,6 +59,7 @@ class Generation:
         """Verify, cut, commit, learn, count."""
         position = len(self.session.tokens) - 1
         verdict = self.stopper.cut(verify(proposal.tree, choices))
+        checked(verdict.tokens, f"position {position + len(verdict.tokens)}")  # after the cut: EOS needs no successor
         clock.charge("verify", self.stats)
         self.session.commit(verdict)
         clock.charge("commit", self.stats)
@@ -98,7 +100,7 @@ class Clock:
         self.last = now
 
 
-def decode(target: Target, generations: list[Generation]) -> Iterator[tuple[Generation, Step]]:
+def decode(target: Target, generations: list[Generation]) -> Generator[tuple[Generation, Step], None, None]:
     """Steps all `generations` together until each has finished.
 
     Args:

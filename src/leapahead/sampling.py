@@ -95,9 +95,11 @@ class SamplingParams:
             if not ok:
                 raise BadParameter(f"{name}={getattr(self, name)!r} is not possible: it must be {rule}")
 
-        for field in fields(self):  # NaN fails every comparison below, a string every one of them by an exception
-            value = getattr(self, field.name)
-            if not isinstance(value, tuple) and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        for field in fields(self):  # NaN fails every comparison below
+            value, many = getattr(self, field.name), isinstance(field.default, tuple)
+            if many and not isinstance(value, tuple):
+                raise BadParameter(f"{field.name}={value!r} is not possible: it must be a tuple")
+            if not many and (isinstance(value, bool) or not isinstance(value, (int, float))):
                 raise BadParameter(f"{field.name}={value!r} is not possible: it must be a number")
         demand(0 <= self.temperature < math.inf, "temperature", "a finite number >= 0")
         demand(isinstance(self.top_k, int) and self.top_k >= 0, "top_k", "a whole number >= 0 (0 is off)")
@@ -106,7 +108,9 @@ class SamplingParams:
         demand(0 < self.repetition_penalty < math.inf, "repetition_penalty", "a finite number > 0 (1 is off)")
         demand(math.isfinite(self.presence_penalty), "presence_penalty", "a finite number")
         demand(math.isfinite(self.frequency_penalty), "frequency_penalty", "a finite number")
-        demand(self.min_new_tokens >= 0, "min_new_tokens", "a whole number >= 0")
+        demand(
+            isinstance(self.min_new_tokens, int) and self.min_new_tokens >= 0, "min_new_tokens", "a whole number >= 0"
+        )
         demand(isinstance(self.seed, int) and 0 <= self.seed < 2**64, "seed", "a whole number from 0 to 2**64 - 1")
         demand(all(len(word) > 0 for word in self.bad_words), "bad_words", "made of non-empty token sequences")
 
@@ -183,13 +187,14 @@ class Sampler:
             for position in [p for p in self._noise if p < self._counted]:
                 del self._noise[position]
 
-    def choose(self, logits: Array, tree: TokenTree, nodes: IntArray) -> Array:
+    def choose(self, logits: Array, tree: TokenTree, nodes: IntArray, length: int | None = None) -> Array:
         """The target's own next token after each of `nodes`.
 
         Args:
             logits: float [rows, vocab], of any float type; row i belongs to nodes[i].
             tree: the draft over the last committed token.
             nodes: int64 [rows].
+            length: how many tokens were committed when the tree was drafted; by default all that are now.
 
         Returns:
             int64 [rows], of the target's kind; -1 where no token can be chosen (see `checked`). Of equal scores the
@@ -197,11 +202,12 @@ class Sampler:
         """
         xp = array_namespace(logits)
         depths = tree.depths[nodes]
-        scores = self.scores(logits, tree, nodes)
+        length = len(self.tokens) if length is None else length
+        scores = self.scores(logits, tree, nodes, length)
         if self.dice is not None:
             for depth in np.unique(depths).tolist():
                 rows = np.flatnonzero(depths == depth)
-                noise = self._noise_at(len(self.tokens) + depth)
+                noise = self._noise_at(length + depth)
                 if len(rows) == len(nodes):
                     scores = scores + noise
                 else:
@@ -218,24 +224,26 @@ class Sampler:
             noise = self._noise[position] = self._to_array(self.dice.noise(position))
         return noise
 
-    def scores(self, logits: Array, tree: TokenTree, nodes: IntArray) -> Array:
+    def scores(self, logits: Array, tree: TokenTree, nodes: IntArray, length: int | None = None) -> Array:
         """float32 or float64 [rows, vocab]; a new array: log-probabilities up to a constant, -inf where banned."""
         xp = array_namespace(logits)
         scores = xp.astype(logits, logits.dtype if logits.dtype == xp.float64 else xp.float32, copy=True)
         if not self._plain_rows:
+            length = len(self.tokens) if length is None else length
             for row, node in enumerate(nodes.tolist()):
-                self._adjust(scores, row, tree.path_tokens(node))
-            scores = self._call_processors(scores, tree, nodes)
+                self._adjust(scores, row, tree.path_tokens(node), length)
+            scores = self._call_processors(scores, tree, nodes, length)
         if self.params.temperature > 0:
-            scores = _filtered(scores / self.params.temperature, self.params)
+            with np.errstate(all="ignore"):  # bad logits are told once, by `checked`
+                scores = _filtered(scores / self.params.temperature, self.params)
         return scores
 
-    def _adjust(self, scores: Array, row: int, path: list[int]) -> None:
+    def _adjust(self, scores: Array, row: int, path: list[int], committed: int) -> None:
         """Bans and penalties of one node, in place."""
-        p, length = self.params, len(self.tokens) + len(path)
+        p, length = self.params, committed + len(path)
         for word in p.bad_words:
             need = len(word) - 1
-            if need == 0 or (self.tokens[-need:] + path)[-need:] == list(word[:-1]):
+            if need == 0 or (self.tokens[max(committed - need, 0) : committed] + path)[-need:] == list(word[:-1]):
                 scores[row, word[-1]] = -math.inf
         if length - self.prompt_length < p.min_new_tokens:
             for token in p.eos_token_ids:
@@ -243,6 +251,7 @@ class Sampler:
         if self._penalised:
             xp = array_namespace(scores)
             counts = self._counts.copy()
+            np.subtract.at(counts, self.tokens[committed : self._counted], 1)
             np.add.at(counts, path, 1)
             line = scores[row]
             seen = self._to_array(self._in_prompt | (counts > 0))
@@ -251,10 +260,10 @@ class Sampler:
             subtract = p.frequency_penalty * counts + p.presence_penalty * (counts > 0)
             scores[row] = line - xp.astype(self._to_array(subtract.astype(np.float32)), line.dtype)
 
-    def _call_processors(self, scores: Array, tree: TokenTree, nodes: IntArray) -> Array:
+    def _call_processors(self, scores: Array, tree: TokenTree, nodes: IntArray, length: int) -> Array:
         """Each processor sees every node with its own prefix: one call per depth, or one in all if prefix-free."""
         depths = tree.depths[nodes]
-        committed = np.array(self.tokens, dtype=np.int64)
+        committed = np.array(self.tokens[:length], dtype=np.int64)
         groups = [np.flatnonzero(depths == depth) for depth in np.unique(depths)] if self.params.processors else []
         for processor in self.params.processors:
             for rows in [np.arange(len(nodes))] if isinstance(processor, PrefixFree) else groups:
@@ -308,23 +317,19 @@ def _filtered(scores: Array, params: SamplingParams) -> Array:
     """Top-k, then top-p, then min-p. Each keeps the tokens whose score is at least some floor, none needs an order."""
     xp = array_namespace(scores)
     vocab = scores.shape[-1]
-    top_k = params.top_k if 0 < params.top_k < vocab else vocab
+    if 0 < params.top_k < vocab:
+        scores = xp.where(scores < _largest(xp, scores, params.top_k)[:, -1:], -math.inf, scores)
     if params.top_p < 1:
         best = xp.max(scores, axis=-1, keepdims=True)
-        top = _largest(xp, scores, min(top_k, FIRST_LOOK))  # [rows, k], falling
-        whole = xp.exp((scores if top_k == vocab else top) - best)
-        if FIRST_LOOK < top_k < vocab:
-            whole = xp.exp(_largest(xp, scores, top_k) - best)
-        total = xp.sum(whole, axis=-1, keepdims=True)
+        top = _largest(xp, scores, min(vocab, FIRST_LOOK))  # [rows, k], falling
+        total = xp.sum(xp.exp(scores - best), axis=-1, keepdims=True)
         if not bool(xp.all(xp.sum(xp.exp(top - best), axis=-1, keepdims=True) >= params.top_p * total)):
-            top = _largest(xp, scores, top_k)
+            top = _largest(xp, scores, vocab)
         mass = xp.exp(top - best) / total
         above = xp.cumulative_sum(mass, axis=-1) - mass  # of the tokens likelier than each
         count = xp.sum(xp.astype(above < params.top_p, xp.int64), axis=-1, keepdims=True)
         floor = xp.take_along_axis(top, xp.where(count > 0, count - 1, count), axis=-1)
         scores = xp.where(scores < floor, -math.inf, scores)
-    elif top_k < vocab:
-        scores = xp.where(scores < _largest(xp, scores, top_k)[:, -1:], -math.inf, scores)
     if params.min_p > 0:
         floor = xp.max(scores, axis=-1, keepdims=True) + math.log(params.min_p)
         scores = xp.where(scores < floor, -math.inf, scores)

@@ -76,6 +76,8 @@ class Stopper:
     def cut(self, verdict: Verdict) -> Verdict:
         """The verdict up to and including the token that ends the text; unchanged if none does."""
         for count, token in enumerate(verdict.tokens, start=1):
+            if token < 0:
+                break  # no token could be chosen: the loop says so
             self._look(token)
             if self.finish_reason is not None:
                 return verdict.cut(count)

@@ -14,12 +14,12 @@ next root.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from leapahead.errors import Refused
-from leapahead.sampling import Array, Sampler, SamplingParams, checked
+from leapahead.sampling import Array, Sampler, SamplingParams
 from leapahead.stats import Stats
 from leapahead.tree import IntArray, TokenTree
 from leapahead.verify import Verdict
@@ -48,16 +48,21 @@ class Choices:
         self._length = len(sampler.tokens)  # of the prefix that these logits belong to
 
     def __getitem__(self, node: int) -> int:
-        return int(self.of(np.array([node]))[0])
+        """For the verifier: -1 where no token can be chosen, which is an error only if the text comes there."""
+        return int(self._read(np.array([node]))[0])
 
     def of(self, nodes: Sequence[int] | IntArray) -> IntArray:
-        """int64 [len(nodes)]; nodes not read before are chosen in one call."""
-        nodes = np.asarray(nodes, dtype=np.int64)
-        missing = nodes[self._chosen[nodes] == -2]
+        """For drafters: int64 [len(nodes)]; nodes not read before are chosen in one call.
+
+        0 where no token can be chosen: a processor may ban everything after a prefix that the text will never take.
+        """
+        return np.maximum(self._read(np.asarray(nodes, dtype=np.int64)), 0)
+
+    def _read(self, nodes: IntArray) -> IntArray:
+        missing = np.unique(nodes[self._chosen[nodes] == -2])  # in the order of the rows, each once
         if len(missing):
             rows = self._logits if len(missing) == len(self.tree) else self._logits[missing]
-            chosen = self._sampler.choose(rows, self.tree, missing)
-            self._chosen[missing] = checked(np.asarray(chosen), f"the step at position {self._length}")
+            self._chosen[missing] = np.asarray(self._sampler.choose(rows, self.tree, missing, self._length))
         return self._chosen[nodes]
 
     @property
@@ -108,7 +113,7 @@ class Target(Protocol):
             ContextOverflow: the prompt leaves no room in the context.
         """
 
-    def step(self, sessions: Sequence[Session], trees: Sequence[TokenTree]) -> list[Choices]:
+    def step(self, sessions: Sequence[Any], trees: Sequence[TokenTree]) -> list[Choices]:  # of its own sessions
         """ONE forward for all trees, each over its session's last committed token."""
 
 

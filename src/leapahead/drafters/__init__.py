@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NamedTuple
+from typing import Any
 
 from leapahead.drafter import Drafter
 from leapahead.errors import BadParameter
@@ -58,29 +58,6 @@ def options(drafter: type[Drafter]) -> dict[str, inspect.Parameter]:
     if drafter.__init__ is object.__init__:
         return {}
     return {name: p for name, p in inspect.signature(drafter).parameters.items() if p.kind != p.VAR_KEYWORD}
-
-
-class Option(NamedTuple):
-    """One keyword option of a drafter, as its docstring tells it."""
-
-    name: str
-    default: Any
-    meaning: str
-
-
-def describe(drafter: type[Drafter]) -> tuple[str, list[Option]]:
-    """The first line of a drafter's docstring, and its options with the meanings from the `Args:` section."""
-    text = inspect.getdoc(drafter) or ""
-    arguments = text.partition("Args:\n")[2].split("\n\n")[0]
-    meanings: dict[str, str] = {}
-    for line in inspect.cleandoc(arguments).splitlines():
-        name, colon, rest = line.partition(":")
-        if colon and not line.startswith(" "):
-            meanings[last := name.strip()] = rest.strip()
-        elif meanings:
-            meanings[last] += f" {line.strip()}"
-    rows = [Option(name, p.default, meanings.get(name, "")) for name, p in options(drafter).items()]
-    return text.splitlines()[0] if text else "", rows
 
 
 def factory(name: str | type[Drafter], **given: Any) -> Callable[[], Drafter]:

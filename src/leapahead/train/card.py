@@ -80,8 +80,9 @@ def card(name: str, model: TinyLlama, state: State, report: dict[str, Any], data
     data_text = (
         f"- The standard library of CPython {data['python']} (Python Software Foundation License): {data['files']:,}\n"
         f"  files in windows, and {data['functions']:,} functions as documents of their own, those with a docstring\n"
-        "  three times. Tables of literals, encodings and duplicates are left out; of test suites only documented functions\n"
-        "  that are no tests are used.\n"
+        "  twice. Tables of literals, encodings, duplicates and functions without a body are left out; of test suites\n"
+        "  only documented functions that are no tests are used. Many documents are tokenized in two parts, cut at a\n"
+        "  line's end, because prompts end there.\n"
     )
     if data["questions"]:
         data_text += (

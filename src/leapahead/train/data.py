@@ -93,7 +93,7 @@ def _repeats(text: str) -> bool:
 
 
 def _is_stub(node: ast.FunctionDef | ast.AsyncFunctionDef, documented: bool) -> bool:
-    """Whether a function does nothing; many of those would teach a model to stop right after the docstring."""
+    """Whether a function does nothing; those would teach that a text may end where a completion must begin."""
     body = node.body[1:] if documented else node.body
     return len(body) <= 1 and all(
         isinstance(item, (ast.Pass, ast.Raise))
@@ -106,10 +106,8 @@ def _is_stub(node: ast.FunctionDef | ast.AsyncFunctionDef, documented: bool) -> 
 def _functions(source: str, tree: ast.Module, rng: random.Random) -> Iterator[tuple[str, str]]:
     """Yield functions and methods as dedented documents: all up to the docstring's end, and the body.
 
-    The first part is empty without a docstring, and a function that is only a docstring is left out: it would teach
-    that a text may end where a completion must begin.
-
-    One in three documented functions has the imports of its file that it uses in front.
+    The first part is empty without a docstring. Functions that do nothing are left out. About one in
+    three documented functions has the imports of its file that it uses in front.
     """
     lines = source.splitlines()
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -122,8 +120,6 @@ def _functions(source: str, tree: ast.Module, rng: random.Random) -> Iterator[tu
             continue
         documented = ast.get_docstring(node) is not None
         if _is_stub(node, documented):
-            continue
-        if documented and len(node.body) == 1:
             continue
         if documented and rng.random() < 0.35:
             names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}

@@ -1,0 +1,289 @@
+"""Lookahead decoding inside Hugging Face `generate`, with exactly the text that it would have produced.
+
+    model.generate(**inputs, custom_generate=leapahead.hf.generate, drafter="lookahead", window=15)
+
+Transformers prepares everything (`generation_config`, logits processors, stopping criteria) and hands it to `generate`
+below, which decodes every row of the batch as a sequence of its own. Left padding is taken off for the target and shown
+to processors and criteria, which read what they would have read in Transformers.
+
+    input_ids            row 0   p p p a b c     pads | prompt      the target, the drafter and positions: prompt + new
+                         row 1   d e f g h i                        processors, criteria: pads + prompt + new
+    sequences            row 0   p p p a b c | x y E p p            rows that ended early are padded with pad_token_id
+                         row 1   d e f g h i | u v w x E
+
+What of `generation_config` is honoured and what is refused stands in `hf_fields`. Three arguments of `model.generate`
+never reach a callable, because Transformers drops them: `streamer`, `assistant_model` and `tokenizer` (so that it
+refuses `stop_strings` by itself). For the first, pass `leapahead_streamer=...`; `run`, and the string form of
+`custom_generate`, take them under their own names.
+
+Knows neither caches nor masks: that is the target's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary, proxy
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from leapahead import drafters
+from leapahead.decode import Generation, decode
+from leapahead.drafter import Drafter
+from leapahead.errors import BadParameter, Refused
+from leapahead.integrations.hf_batch import Batch, Streaming
+from leapahead.integrations.hf_fields import FIELDS, SYNCED, refuse, refuse_field
+from leapahead.stats import Stats
+from leapahead.target import require
+from leapahead.targets.engines import CachedEngine
+from leapahead.targets.kv_cache import KVCache
+from leapahead.targets.transformers import TransformersTarget
+
+
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Sequence[Any],
+    stopping_criteria: Sequence[Any],
+    generation_config: Any,
+    *,
+    drafter: str | type[Drafter] = "lookahead",
+    drafter_options: Mapping[str, Any] | None = None,
+    window: int | None = None,
+    ngram: int | None = None,
+    guesses: int | None = None,
+    preset: str | None = None,
+    prompt_ngrams: bool | None = None,
+    start_from_pool: bool | None = None,
+    pool_capacity: int | None = None,
+    block: int | None = None,
+    num_tokens: int | None = None,
+    max_ngram: int | None = None,
+    min_ngram: int | None = None,
+    places: int | None = None,
+    seed: int | Sequence[int] | None = None,
+    stats: list[Stats] | None = None,
+    leapahead_streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """The decoding loop for `model.generate(**inputs, custom_generate=leapahead.hf.generate, ...)`.
+
+    Greedy text equals that of Transformers. Sampled text has the distribution of Transformers, and with a given seed it
+    is the text of `drafter="plain"` with that seed, whatever the drafter and the batch; it is another text than the one
+    that Transformers draws, whose random numbers are used in another order.
+
+    Args:
+        model, logits_processor, stopping_criteria, generation_config, model_kwargs: as Transformers prepared them.
+            Processors must be functions of their arguments; they are called with the prefixes of drafted nodes,
+            `([nodes, length], [nodes, vocab])`, all of one row of the batch. Criteria are called after every token of
+            every row with that row alone, `([1, length], scores)`.
+        input_ids: int64 [batch, length], left-padded where `attention_mask` [batch, length] is 0.
+        drafter: what guesses: a registered name (`leapahead drafters` lists them) or a subclass of `leapahead.Drafter`.
+        drafter_options: its options by name. The options of the built-in drafters may also be given directly:
+            window, ngram, guesses, preset, prompt_ngrams, start_from_pool, pool_capacity: of `lookahead`.
+            block: of `jacobi`.
+            num_tokens, max_ngram, min_ngram, places: of `prompt_lookup`.
+        seed: which dice, when sampling: one for each row, or a number, of which row i takes `seed + i`. By default they
+            are drawn from torch's generator, so that `torch.manual_seed` (or `set_seed`) makes a run repeatable.
+        stats: a list that receives one `Stats` for each row.
+        leapahead_streamer: a Transformers streamer. Transformers keeps its own `streamer` argument from callables.
+
+    Returns:
+        int64 [batch, length + new], or, with `return_dict_in_generate`, a `GenerateDecoderOnlyOutput`: `scores` and
+        `logits` as Transformers gives them (what it would have computed for rows that had ended already is computed
+        too, by forwards of their own); `past_key_values` is None, since the cache is the target's.
+
+    Raises:
+        Refused: a setting, processor, input or model that cannot be honoured, by name.
+        BadParameter: an unknown drafter or option, an impossible value, an empty prompt.
+        ContextOverflow: a prompt that fills the model's context.
+    """
+    given = {
+        "window": window,
+        "ngram": ngram,
+        "guesses": guesses,
+        "preset": preset,
+        "prompt_ngrams": prompt_ngrams,
+        "start_from_pool": start_from_pool,
+        "pool_capacity": pool_capacity,
+        "block": block,
+        "num_tokens": num_tokens,
+        "max_ngram": max_ngram,
+        "min_ngram": min_ngram,
+        "places": places,
+    }
+    options = {name: value for name, value in given.items() if value is not None} | dict(drafter_options or {})
+    new_drafter = drafters.factory(drafter, **options)
+    refuse(model, generation_config, logits_processor, model_kwargs)
+    in_float64 = model.dtype == torch.float64
+    batch = Batch(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, in_float64)
+    seeds = _seeds(seed, len(batch.rows)) if generation_config.do_sample else [0] * len(batch.rows)
+    streaming = Streaming(leapahead_streamer, batch)
+    with _target(model) as target:
+        example = new_drafter()
+        require(target, example.needs, example.name)
+        generations: list[Generation] = [
+            row.start(target, new_drafter(), row_seed) for row, row_seed in zip(batch.rows, seeds, strict=True)
+        ]
+        if stats is not None:
+            stats += [generation.stats for generation in generations]
+        for _ in decode(target, generations):
+            streaming.columns()
+        sequences = batch.finish(target)
+    streaming.end(sequences)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences, scores=batch.stacked("scores"), logits=batch.stacked("logits")
+    )
+
+
+def run(
+    model: Any,
+    inputs: Tensor | None = None,
+    *,
+    drafter: str | type[Drafter] = "lookahead",
+    drafter_options: Mapping[str, Any] | None = None,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    synced_gpus: bool | None = None,
+    assistant_model: Any = None,
+    assistant_tokenizer: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """`model.generate` through leapahead, with the arguments that a `custom_generate` callable never sees.
+
+    `leapahead.hf.run(model, **inputs, tokenizer=tokenizer, stop_strings=["\\n\\n"], streamer=TextStreamer(tokenizer))`.
+    The string form of `custom_generate` calls this.
+
+    Args:
+        model: a Transformers model.
+        inputs: int64 [batch, length], or `input_ids` in `kwargs`.
+        drafter, drafter_options: see `generate`; the options of any drafter may also be given directly.
+        streamer: gets the prompt, then the tokens, then `end`, as in Transformers.
+        tokenizer: needed for `stop_strings`.
+        synced_gpus, assistant_model, assistant_tokenizer: refused.
+        kwargs: everything else that `model.generate` takes, and the other arguments of `generate`.
+
+    Returns:
+        What `generate` returns.
+
+    Raises:
+        As `generate`.
+    """
+    for name, value in {"assistant_model": assistant_model, "assistant_tokenizer": assistant_tokenizer}.items():
+        if value is not None:
+            raise Refused(
+                f"{name} is not supported by leapahead.hf: it sets up another speculative decoding; leave it out"
+            )
+    if synced_gpus:
+        raise Refused(SYNCED)
+    if kwargs.pop("custom_generate", None) not in (None, generate):  # where this has replaced `model.generate`
+        raise Refused("custom_generate is not supported by leapahead.hf.run: it would replace leapahead itself")
+    if kwargs.get("cache_implementation") == "paged":  # Transformers would not even ask us
+        refuse_field("cache_implementation", "paged")
+    refuse_field("token_healing", _effective(model, kwargs, "token_healing"))
+    _take_stop_strings(model, kwargs, tokenizer)
+    known = drafters.options(drafters.load(drafter) if isinstance(drafter, str) else drafter)
+    direct = known.keys() - FIELDS - {"seed"}  # these two are the text's own
+    options = {name: kwargs.pop(name) for name in list(kwargs) if name in direct}
+    return type(model).generate(
+        model,
+        inputs,
+        custom_generate=generate,
+        drafter=drafter,
+        drafter_options={**options, **(drafter_options or {})},
+        leapahead_streamer=streamer,
+        **kwargs,
+    )
+
+
+def _effective(model: Any, kwargs: Mapping[str, Any], field: str) -> Any:
+    """The value of a field of the generation config, by the priorities of Transformers."""
+    if field in kwargs:
+        return kwargs[field]
+    configs = (kwargs.get("generation_config"), getattr(model, "generation_config", None))
+    return next((value for config in configs if (value := getattr(config, field, None)) is not None), None)
+
+
+def _take_stop_strings(model: Any, kwargs: dict[str, Any], tokenizer: Any) -> None:
+    """Turns `stop_strings` into a criterion, since Transformers keeps the tokenizer from callables."""
+    strings = _effective(model, kwargs, "stop_strings")
+    if strings is None:
+        return
+    if tokenizer is None:
+        raise BadParameter(f"stop_strings={strings!r} need the tokenizer; pass tokenizer=...")
+    kwargs["stopping_criteria"] = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
+    kwargs["stopping_criteria"] = StoppingCriteriaList(kwargs["stopping_criteria"])
+    if getattr(kwargs.get("generation_config"), "stop_strings", None) is not None:
+        kwargs["generation_config"] = copy.deepcopy(kwargs["generation_config"])
+        kwargs["generation_config"].stop_strings = None
+    kwargs.pop("stop_strings", None)
+    if getattr(model.generation_config, "stop_strings", None) is not None:
+        kwargs["stop_strings"] = None  # overrides the model's own
+
+
+def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
+    """One for each row."""
+    if seed is None:
+        return [int(each) for each in torch.randint(0, 2**63 - 1, (rows,), dtype=torch.int64)]
+    if isinstance(seed, (list, tuple)):
+        if len(seed) != rows:
+            raise BadParameter(
+                f"seed has {len(seed)} numbers and the batch {rows} rows; give one for each, or one in all"
+            )
+        return list(seed)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise BadParameter(f"seed={seed!r} is not possible: it must be a whole number from 0 to 2**64 - 1")
+    return [(seed + row) % 2**64 for row in range(rows)]
+
+
+# Targets, one for each model
+
+_targets: WeakKeyDictionary[torch.nn.Module, tuple[object, TransformersTarget]] = WeakKeyDictionary()
+
+
+@contextmanager
+def _target(model: Any) -> Iterator[TransformersTarget]:
+    """The model's target: made and tested once, lent to one call at a time, its cache empty before and after.
+
+    It refers to the model weakly, so that it goes when the model goes. Nothing that was computed from weights stays in
+    it, so they may change between calls; a change of device, dtype, attention or configuration makes a new one.
+    """
+    config = model.config.get_text_config(decoder=True)
+    shape = (model.device, model.dtype, config._attn_implementation, config.to_json_string())
+    found, target = _targets.pop(model, (None, None))  # a call from another thread makes its own meanwhile
+    with _evaluating(model):
+        if target is None or found != shape:
+            target = TransformersTarget(proxy(model), name=config.name_or_path or type(model).__name__)
+            _forget(target)
+        try:
+            yield target
+        finally:
+            _forget(target)
+            _targets[model] = (shape, target)
+
+
+def _forget(target: TransformersTarget) -> None:
+    """Gives the target an empty cache and the memory of the old one back."""
+    if isinstance(target.engine, CachedEngine):
+        old, target.engine.cache = target.engine.cache, KVCache(target.max_batch)
+        old.layers.clear()  # they refer to their cache: without these two lines its tensors would wait for the
+        old.layer_class_to_replicate = None  # garbage collector
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """The model in evaluation mode; afterwards as it was."""
+    training = [part for part in model.modules() if part.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

@@ -1,0 +1,70 @@
+"""Acceptance length by drafter, on the same prompts, every text compared with plain decoding's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.progress import Progress
+
+from leapahead.check import distinct
+from leapahead.generate import LLM
+from leapahead.stats import Stats
+
+# What is compared: (name in the table, drafter, options)
+CONFIGURATIONS: list[tuple[str, str, dict[str, Any]]] = [
+    ("plain", "plain", {}),
+    ("jacobi (8)", "jacobi", {}),
+    ("prompt_lookup (10)", "prompt_lookup", {}),
+    ("lookahead (7, 5, 7)", "lookahead", {"window": 7, "ngram": 5, "guesses": 7}),
+    ("lookahead (15, 5, 15)", "lookahead", {"window": 15, "ngram": 5, "guesses": 15}),
+]
+
+
+def acceptance(
+    llm: LLM,
+    tasks: dict[str, list[str]],
+    temperatures: tuple[float, ...] = (0.0, 1.0),
+    max_new_tokens: int = 128,
+    ignore_eos: tuple[bool, ...] = (False,),
+) -> list[dict[str, Any]]:
+    """One row per task x temperature x EOS rule x configuration.
+
+    Returns:
+        Rows with task, temperature, ignore_eos, name, prompts, tokens, steps, acceptance_length, nodes_per_step,
+        distinct_4 (mean over prompts) and different (texts that differ from plain decoding's).
+    """
+    rows = []
+    runs = [(t, temp, ignore) for t in tasks for temp in temperatures for ignore in ignore_eos]
+    with Progress() as progress:
+        bar = progress.add_task("acceptance", total=len(runs) * len(CONFIGURATIONS))
+        for task, temperature, ignore in runs:
+            plain: list[tuple[int, ...]] = []
+            for name, drafter, options in CONFIGURATIONS:
+                progress.update(bar, description=f"{task}, temperature {temperature:g}: {name}")
+                with_drafter = LLM(llm.target, tokenizer=llm.tokenizer, drafter=drafter, max_batch=1, **options)
+                results = [
+                    with_drafter.generate(
+                        prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=1, ignore_eos=ignore
+                    )
+                    for prompt in tasks[task]
+                ]
+                texts = [tuple(result.tokens) for result in results]
+                plain = plain or texts
+                stats = sum((result.stats for result in results), Stats())
+                rows.append(
+                    {
+                        "task": task,
+                        "temperature": temperature,
+                        "ignore_eos": ignore,
+                        "name": name,
+                        "prompts": len(texts),
+                        "tokens": stats.committed,
+                        "steps": stats.steps,
+                        "acceptance_length": round(stats.acceptance_length, 3),
+                        "nodes_per_step": round(stats.nodes_per_step, 1),
+                        "distinct_4": round(distinct(texts), 3),
+                        "different": sum(a != b for a, b in zip(texts, plain, strict=True)),
+                    }
+                )
+                progress.advance(bar)
+    return rows

@@ -1,0 +1,156 @@
+"""Every measured number of README and docs, in one command: `make figures`, or `python -m leapahead.lab.figures`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import transformers
+from rich.console import Console
+
+from leapahead import __version__
+from leapahead.check import check
+from leapahead.compare import compare
+from leapahead.generate import LLM
+from leapahead.lab import tasks
+from leapahead.lab.acceptance import acceptance
+from leapahead.lab.overhead import cost_curve, overhead, target_135m
+from leapahead.lab.picture import picture
+from leapahead.prompts import DEMO
+from leapahead.sampling import SamplingParams
+
+PARTS = ("check", "acceptance", "overhead", "speed", "example")
+
+
+@click.command()
+@click.option("--data", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="A JSON file, renewed.")
+@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only this; the rest stays as it is.")
+@click.option("--limit", type=int, default=82, show_default=True, help="Prompts of each task.")
+def main(data: Path, out: Path, parts: tuple[str, ...], limit: int) -> None:
+    """Measure the bundled model and the cost of a step, and write the figures with their conditions."""
+    console = Console(stderr=True)
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {"conditions": {}}
+    prompts = tasks.load(data, limit)
+    machine = (
+        f"{_cpu()}, {torch.get_num_threads()} threads; leapahead {__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, Python {platform.python_version()}"
+    )
+    counts = " and ".join(f"{len(texts)} {task}" for task, texts in prompts.items())
+    llm = LLM(dtype="float32")
+
+    def save(**values: Any) -> None:
+        conditions = values.pop("conditions")
+        found.update(values)
+        found["conditions"].update(conditions)
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    for part in parts or PARTS:
+        console.rule(part)
+        if part == "check":
+            rows = _check(llm, prompts, console)
+            save(
+                check=rows,
+                conditions={
+                    "check": f"bundled model, float32, {counts} prompts, up to 128 new tokens, seed 0; {machine}."
+                },
+            )
+        elif part == "acceptance":
+            save(
+                acceptance=acceptance(llm, prompts, ignore_eos=(False, True)),
+                conditions={
+                    "acceptance": f"bundled model, float32, {counts} prompts, up to 128 new tokens, stopping at EOS, "
+                    f"seed 1, prefill not counted, every text equal to plain decoding's; {machine}."
+                },
+            )
+        elif part == "overhead":
+            target = target_135m()
+            words = list(range(1, 251))
+            rows = overhead(target)
+            curve = cost_curve(target, words, (1, 2, 4, 8, 16, 32, 64, 128))
+            what = "random weights in the shapes of a 135M Llama, bfloat16, batch 1"
+            save(
+                overhead=rows,
+                cost_curve=curve,
+                conditions={
+                    "overhead": f"{what}, medians of 60 steps; {machine}.",
+                    "cost_curve": f"{what}, 250 tokens of context, medians of 15 rounds; {machine}.",
+                },
+            )
+        elif part == "example":
+            picture(llm, out.parent / "run.svg")
+            readme = (out.parent.parent / "README.md").read_text(encoding="utf-8")
+            save(example=_printed(readme), conditions={})
+        else:
+            save(
+                speed=_speed(llm),
+                conditions={"speed": f"bundled model, float32, greedy, the demo's prompt, 128 tokens; {machine}."},
+            )
+
+
+def _check(llm: LLM, prompts: dict[str, list[str]], console: Console) -> list[dict[str, Any]]:
+    texts = [text for each in prompts.values() for text in each]
+    rows = []
+    for temperature in (0.0, 1.0):
+        for batch in (1, 4):
+            with console.status(f"check: temperature {temperature:g}, batch {batch}"):
+                report = check(
+                    llm.target,
+                    llm.tokenizer,
+                    texts,
+                    sampling=SamplingParams(temperature=temperature),
+                    eos_token_ids=llm.eos_token_ids,
+                    batch=batch,
+                )
+            for row in report.drafters:
+                rows.append(
+                    {
+                        "temperature": temperature,
+                        "batch": batch,
+                        "drafter": row.name,
+                        "prompts": report.prompts,
+                        "tokens": row.tokens,
+                        "mismatches": len(row.mismatches),
+                        "ties": len(row.ties),
+                        "largest_tie_gap": row.largest_tie,
+                        "acceptance_length": round(row.stats.acceptance_length, 3),
+                        "distinct_4": round(report.distinct_4_grams, 3),
+                    }
+                )
+    return rows
+
+
+def _speed(llm: LLM) -> list[dict[str, Any]]:
+    """Ratio to plain decoding of each drafter on the demo's prompt; small models in cache flatter nobody."""
+    rows = []
+    for drafter in ("jacobi", "prompt_lookup", "lookahead"):
+        with_drafter = LLM(llm.target, tokenizer=llm.tokenizer, drafter=drafter, max_batch=1)
+        result = with_drafter.generate(DEMO, max_new_tokens=128)
+        found = compare(with_drafter, DEMO, result, rounds=7, max_new_tokens=128)
+        rows.append(
+            {"drafter": drafter, "acceptance_length": round(result.stats.acceptance_length, 3), **found.as_dict()}
+        )
+    return rows
+
+
+def _printed(readme: str) -> str:
+    """What the README's first Python example prints."""
+    code = readme.split("```python\n")[1].split("```")[0]
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def _cpu() -> str:
+    names = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    model = next((line.partition(":")[2].strip() for line in names if line.startswith("model name")), "")
+    return f"{os.cpu_count()} cores of {model or platform.processor() or platform.machine()}"
+
+
+if __name__ == "__main__":
+    main()

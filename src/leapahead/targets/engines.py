@@ -1,0 +1,268 @@
+"""How a model is asked for the logits of trees: three ways, from the most able to the least.
+
+    MaskedEngine     our cache, our masks, our positions; all sessions in one forward          trees
+    ChainEngine      our cache, the model's own mask; one forward a session; slot = position   chains
+    NativeEngine     the model's own state, one token at a time                                plain decoding
+
+Knows models and caches, neither sampling nor drafts' meaning. Which engine a model gets is decided by a test of it, see
+`selftest`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from leapahead.errors import Refused
+from leapahead.target import CHAIN, LOGITS, TREE
+from leapahead.targets.families import Pattern
+from leapahead.targets.kv_cache import KVCache, Row
+from leapahead.targets.masks import Inputs
+from leapahead.tree import IntArray, TokenTree
+
+CHUNK = 512  # prompt tokens in one forward
+
+
+class State(Protocol):
+    """What an engine keeps of one sequence."""
+
+    @property
+    def length(self) -> int:
+        """Committed tokens that it holds: all but the last."""
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Keeps the nodes `path` of the last tree and forgets the others."""
+
+    def close(self) -> None:
+        """Gives it back. Closing twice is harmless."""
+
+
+class Engine(Protocol):
+    """One way to run a model."""
+
+    capabilities: frozenset[str]
+
+    def open(self, tokens: list[int]) -> tuple[State, int, int]:
+        """Reads `tokens[:-1]`. Returns the state, forwards taken, and tokens that need not be read."""
+
+    def forward(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[Tensor]:
+        """Logits [nodes, vocab] of each tree, over its state's tokens."""
+
+    def forget(self) -> None:
+        """Gives memory back that is kept for sequences to come."""
+
+
+def accepts(model: Any, *names: str) -> bool:
+    """Whether the model's forward names these parameters."""
+    return all(name in inspect.signature(model.forward).parameters for name in names)
+
+
+def inputs(model: Any, tokens: IntArray, start: int, device: torch.device) -> dict[str, Tensor]:
+    """What `generate` gives a model for tokens [batch, n] after `start` others: positions too, where it takes them.
+
+    Some models count from an offset of their own, or from zero in every call, when they are left alone.
+    """
+    given = {"input_ids": torch.from_numpy(tokens).to(device)}
+    if accepts(model, "position_ids"):
+        given["position_ids"] = torch.arange(start, start + tokens.shape[1], device=device).repeat(len(tokens), 1)
+    return given
+
+
+class CachedState:
+    """A row of our cache."""
+
+    def __init__(self, cache: KVCache, row: Row) -> None:
+        self.cache = cache
+        self.row = row
+
+    @property
+    def length(self) -> int:
+        return self.row.length
+
+    def commit(self, path: Sequence[int]) -> None:
+        self.cache.keep(self.row, path)
+
+    def close(self) -> None:
+        if self.row.busy:
+            self.cache.release(self.row)
+
+
+class CachedEngine:
+    """What the engines over our cache share: prompts read in chunks, the part that is known already not at all."""
+
+    capabilities: frozenset[str]
+
+    def __init__(self, model: Any, cache: KVCache) -> None:
+        self.model = model
+        self.cache = cache
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.few_logits = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
+
+    def open(self, tokens: list[int]) -> tuple[CachedState, int, int]:
+        row = self.cache.take(tokens, len(tokens) - 1)
+        state, reused, forwards = CachedState(self.cache, row), row.length, 0
+        try:
+            while row.length < len(tokens) - 1:
+                chunk = tokens[row.length : min(row.length + CHUNK, len(tokens) - 1)]
+                self.run([row], [TokenTree.chain(chunk[0], chunk[1:])], **self.few_logits)
+                self.cache.keep(row, range(len(chunk)))
+                forwards += 1
+        except BaseException:
+            state.close()
+            raise
+        return state, forwards, reused
+
+    def run(self, rows: Sequence[Row], trees: Sequence[TokenTree], **options: Any) -> list[Tensor]:
+        """One forward, or as many as it takes."""
+        raise NotImplementedError
+
+    def forward(self, states: Sequence[CachedState], trees: Sequence[TokenTree]) -> list[Tensor]:
+        return self.run([state.row for state in states], trees)
+
+    def forget(self) -> None:
+        self.cache.forget()
+
+
+class MaskedEngine(CachedEngine):
+    """Trees of any shape, all sessions in one forward.
+
+    Args:
+        patterns: the attention patterns of the model's layers.
+        boolean: whether masks are boolean; else they are added to the scores.
+    """
+
+    capabilities = frozenset({CHAIN, TREE, LOGITS})
+
+    def __init__(self, model: Any, cache: KVCache, patterns: dict[str, Pattern], boolean: bool) -> None:
+        super().__init__(model, cache)
+        self.patterns = patterns
+        self.dtype = None if boolean else model.dtype
+
+    def run(self, rows: Sequence[Row], trees: Sequence[TokenTree], **options: Any) -> list[Tensor]:
+        order = self.cache.begin(rows, max(len(tree) for tree in trees))
+        inputs = Inputs.of([trees[i] for i in order], [rows[i].length for i in order], self.device)
+        logits = self.model(
+            input_ids=inputs.tokens,
+            position_ids=inputs.positions,
+            attention_mask=inputs.masks(self.patterns, self.dtype),
+            past_key_values=self.cache,
+            use_cache=True,
+            **options,
+        ).logits  # [batch, n, vocab]
+        self.cache.end()
+        place = {i: at for at, i in enumerate(order)}
+        return [logits[place[i], : len(tree)] for i, tree in enumerate(trees)]
+
+
+class ChainEngine(CachedEngine):
+    """For models that make their mask and their positions themselves, from the number of cached tokens."""
+
+    capabilities = frozenset({CHAIN, LOGITS})
+
+    def run(self, rows: Sequence[Row], trees: Sequence[TokenTree], **options: Any) -> list[Tensor]:
+        logits = []
+        for row, tree in zip(rows, trees, strict=True):
+            assert tree.is_chain, "this target takes chains only"
+            self.cache.begin([row], len(tree))
+            given = inputs(self.model, tree.tokens[None], row.length, self.device)
+            logits.append(self.model(**given, past_key_values=self.cache, use_cache=True, **options).logits[0])
+            self.cache.end()
+        return logits
+
+
+class NativeState:
+    """The model's own state after the committed tokens but the last; once it has been asked, after the last too.
+
+    Attributes:
+        tokens: of the sequence, live.
+        length: committed tokens that the state holds.
+        memory: the state.
+        logits: after the root [1, vocab], from the step to the commit.
+    """
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.length = 0
+        self.memory: Any = None
+        self.logits: Tensor | None = None
+
+    def commit(self, path: Sequence[int]) -> None:
+        assert list(path) == [0], "this target keeps the root alone"
+        assert self.logits is not None, "commit without a step"
+        self.length += 1
+        self.logits = None
+
+    def close(self) -> None:
+        self.memory = self.logits = None
+
+
+class NativeEngine:
+    """For models whose state cannot forget: the root alone, by the state that the model itself makes.
+
+    Args:
+        config: of the language part.
+        shared: the state lies in the model's modules, so that a session which follows another reads its tokens again.
+    """
+
+    capabilities: frozenset[str] = frozenset()
+
+    def __init__(self, model: Any, config: Any, shared: bool) -> None:
+        self.model = model
+        self.config = config
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.shared = shared
+        self.owner: NativeState | None = None
+        self.name = next((name for name in ("past_key_values", "cache_params", "state") if accepts(model, name)), None)
+        if self.name is None:
+            raise Refused("its forward takes no cache")
+
+    def open(self, tokens: list[int]) -> tuple[NativeState, int, int]:
+        state = NativeState(tokens)
+        self._begin(state)
+        if len(tokens) == 1:
+            return state, 0, 0
+        self._read(state, tokens[:-1])  # in one forward: a recurrence in chunks need not be exact
+        state.length = len(tokens) - 1
+        return state, 1, 0
+
+    def forward(self, states: Sequence[NativeState], trees: Sequence[TokenTree]) -> list[Tensor]:
+        logits = []
+        for state, tree in zip(states, trees, strict=True):
+            assert len(tree) == 1, "this target takes no drafts"
+            if state.logits is None:  # a root that was read already cannot be read twice
+                if self.shared and self.owner is not state:
+                    length, state.length = state.length, 0
+                    self._begin(state)
+                    if length:
+                        self._read(state, state.tokens[:length])
+                    state.length = length
+                state.logits = self._read(state, [int(tree.tokens[0])])
+            logits.append(state.logits)
+        return logits
+
+    def forget(self) -> None:
+        self.owner = None
+
+    def _begin(self, state: NativeState) -> None:
+        # Some models make their state themselves, the others use the one of Transformers.
+        own = not self.model._supports_default_dynamic_cache()
+        state.memory = None if own else DynamicCache(config=self.config)
+        if self.shared:
+            self.owner = state
+            self.model(
+                **inputs(self.model, np.zeros((1, 1), dtype=np.int64), 0, self.device), use_cache=False
+            )  # resets
+
+    def _read(self, state: NativeState, tokens: list[int]) -> Tensor:
+        given = inputs(self.model, np.array([tokens]), state.length, self.device)
+        output = self.model(**given, **{str(self.name): state.memory}, use_cache=True)
+        if not isinstance(state.memory, DynamicCache):
+            state.memory = output[self.name]
+        last: Tensor = output.logits[0, -1:]
+        return last

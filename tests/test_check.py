@@ -1,0 +1,408 @@
+"""`check` passes a right target, fails every broken one, and tells rounding from a bug."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from leapahead import LLM, BadParameter, LeapaheadError, Refused, SamplingParams, prompts, ties
+from leapahead.check import Report, check, distinct
+from leapahead.compare import compare
+from leapahead.sampling import Dice
+from leapahead.stop import Stopper
+from leapahead.target import CHAIN, Choices
+from leapahead.targets.toy import ToySession, ToyTarget
+from leapahead.tree import TokenTree
+from leapahead.verify import Verdict
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 4, 5], [0], [1, 2, 1, 2, 1], [8, 8]]
+SAMPLED = SamplingParams(temperature=1.0, seed=7)
+
+
+def checked(target: Any, sampling: SamplingParams = SamplingParams(), **options: Any) -> Report:  # noqa: B008
+    options = {"max_new_tokens": 40, "batch": 3, **options}
+    return check(target, None, options.pop("prompts", PROMPTS), sampling=sampling, **options)
+
+
+# ------------------------------------------------------------------------------------------------ a right target
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED, SamplingParams(temperature=0.7, top_k=4, top_p=0.8)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_right_target_passes(sampling: SamplingParams, batch: int) -> None:
+    seen = []
+    report = checked(ToyTarget(), sampling, batch=batch, progress=lambda *what: seen.append(what))
+    assert report.ok
+    assert (report.prompts, report.tokens) == (5, 200)
+    assert {row.name for row in report.drafters} >= {"plain", "jacobi", "prompt_lookup", "lookahead"}
+    for row in report.drafters:
+        assert (row.tokens, row.differences) == (200, [])
+        assert row.stats.committed == 200
+    assert [done for _, done, _ in seen] == list(range(len(seen)))
+    assert {total for *_, total in seen} == {len(seen)}
+
+
+def test_eos_and_the_context_end_texts_alike() -> None:
+    assert checked(ToyTarget(context_length=25), eos_token_ids=[4, 8]).ok
+
+
+def test_the_report_as_json() -> None:
+    found = checked(ToyTarget(), drafters=["lookahead"], options={"window": 4}).as_dict()
+    assert (found["ok"], found["prompts"], found["tokens"]) == (True, 5, 200)
+    (row,) = found["drafters"]
+    assert (row["name"], row["mismatches"], row["ties"], row["largest_tie_gap"]) == ("lookahead", 0, 0, 0.0)
+    assert row["acceptance_length"] > 1
+
+
+def test_refusals_are_reported_unless_the_drafter_was_named() -> None:
+    target = ToyTarget(capabilities=frozenset({CHAIN}))
+    report = checked(target)
+    assert report.ok
+    refused = {row.name: row.refused for row in report.drafters if row.refused}
+    assert set(refused) == {"lookahead"}
+    assert "needs tree from the target" in refused["lookahead"]
+    assert {"name": "lookahead", "refused": refused["lookahead"]} in report.as_dict()["drafters"]
+    with pytest.raises(Refused, match="needs tree"):
+        checked(target, drafters=["lookahead"])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"drafters": ["lokahead"]}, "did you mean 'lookahead'"),
+        ({"drafters": ["jacobi"], "options": {"window": 3}}, "no drafter here has an option 'window'"),
+        ({"options": {"window": 0}}, "window=0"),
+        ({"batch": 0}, "batch=0"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(LeapaheadError, match=sentence):
+        checked(ToyTarget(), **options)
+
+
+def test_no_prompts() -> None:
+    with pytest.raises(BadParameter, match="no prompts"):
+        check(ToyTarget(), None, [])
+
+
+# ------------------------------------------------------------------------------------------------ broken targets
+
+
+class EverythingVisible(ToyTarget):
+    """Every node sees the nodes before it, siblings too."""
+
+    def mask(self, tree: TokenTree) -> Any:
+        return np.tril(np.ones((len(tree), len(tree)), dtype=np.bool_))
+
+
+class SiblingVisible(ToyTarget):
+    """A node sees the sibling before it, where there is one."""
+
+    def mask(self, tree: TokenTree) -> Any:
+        mask, last = tree.ancestor_mask.copy(), dict[int, int]()
+        for node, parent in enumerate(tree.parents.tolist()):
+            mask[node, last.get(parent, node)] = True
+            last[parent] = node
+        return mask
+
+
+class RootInvisible(ToyTarget):
+    """Drafted nodes do not see the root."""
+
+    def mask(self, tree: TokenTree) -> Any:
+        mask = tree.ancestor_mask.copy()
+        mask[1:, 0] = False
+        return mask
+
+
+class PositionsBySlot(ToyTarget):
+    def positions(self, session: ToySession, tree: TokenTree) -> Any:
+        return len(session.tokens) - 1 + np.arange(len(tree))
+
+
+class WrongPath(ToySession):
+    """Keeps the first nodes of the tree instead of the path's."""
+
+    def commit(self, verdict: Verdict) -> None:
+        super().commit(Verdict(tuple(range(len(verdict.path))), verdict.tokens, verdict.accepted))
+
+
+class OffByOne(ToySession):
+    """The last accepted node's entry is the one before it."""
+
+    def commit(self, verdict: Verdict) -> None:
+        path = verdict.path if len(verdict.path) == 1 else (*verdict.path[:-1], verdict.path[-2])
+        super().commit(Verdict(path, verdict.tokens, verdict.accepted))
+
+
+class BrokenCommit(ToyTarget):
+    session: type[ToySession]
+
+    def open(self, tokens: Any, params: SamplingParams, stats: Any = None) -> ToySession:
+        super().open(tokens, params, stats)
+        return self.session(self, [int(token) for token in tokens], params)
+
+
+class CommitsWrongPath(BrokenCommit):
+    session = WrongPath
+
+
+class CommitsOffByOne(BrokenCommit):
+    session = OffByOne
+
+
+class WrongBonus(ToyTarget):
+    """The choices after a node are those of the node before."""
+
+    def step(self, sessions: Any, trees: Any) -> list[Choices]:
+        return [
+            Choices(np.roll(self.logits(session, tree), len(tree) > 1, axis=0), tree, session.sampler)
+            for session, tree in zip(sessions, trees, strict=True)
+        ]
+
+
+BROKEN = [
+    EverythingVisible,
+    SiblingVisible,
+    RootInvisible,
+    PositionsBySlot,
+    CommitsWrongPath,
+    CommitsOffByOne,
+    WrongBonus,
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_broken_target_fails(broken: type[ToyTarget], sampling: SamplingParams, batch: int) -> None:
+    report = checked(broken(), sampling, batch=batch, prompts=PROMPTS[:3], max_new_tokens=24)
+    assert not report.ok
+    assert report.as_dict()["ok"] is False
+    rows = {row.name: row for row in report.drafters}
+    assert rows["lookahead"].mismatches
+    assert not rows["plain"].differences
+    assert not any(row.ties for row in report.drafters)  # broken ways of computing are no excuse
+
+
+def test_noise_that_is_not_keyed_by_position_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = np.random.default_rng(0)
+    monkeypatch.setattr(Dice, "noise", lambda self, position: state.gumbel(size=self.vocab_size).astype(np.float32))
+    assert not checked(ToyTarget(), SAMPLED, prompts=PROMPTS[:1], max_new_tokens=8).ok
+
+
+def test_a_text_that_ends_too_early_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Stopper.cut
+
+    def cut(self: Stopper, verdict: Verdict) -> Verdict:
+        found = original(self, verdict)
+        if len(verdict.tokens) > 2:
+            self.finish_reason = "length"
+        return found
+
+    monkeypatch.setattr(Stopper, "cut", cut)
+    report = checked(ToyTarget())
+    assert any(d.got is None for row in report.drafters for d in row.mismatches)
+    assert report.as_dict()["drafters"]  # an infinite gap is still JSON
+    assert "Infinity" not in str(report.as_dict())
+
+
+# ---------------------------------------------------------------------------------------------------------- ties
+
+
+class Rounding(ToyTarget):
+    """A target whose logits depend on the number of nodes, as much as `size`, of which two are that close."""
+
+    def __init__(self, size: float, gap: float) -> None:
+        super().__init__(order=1, sharpness=3.0)
+        self.size, self.gap = size, gap
+
+    def row(self, seen: Any) -> Any:
+        row = super().row(seen).copy()
+        first, second = np.argsort(-row)[:2]
+        row[second] = row[first] - self.gap
+        return row
+
+    def logits(self, session: ToySession, tree: TokenTree) -> Any:
+        logits = super().logits(session, tree).astype(np.float32)
+        rng = np.random.default_rng([len(tree), len(session.tokens)])
+        wobble = rng.uniform(-self.size, self.size, size=logits.shape) * (len(tree) > 1)
+        return (logits + wobble).astype(np.float32)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1e-5, seed=1)])
+def test_rounding_is_a_tie(sampling: SamplingParams) -> None:
+    report = checked(Rounding(2e-5, 1e-6), sampling, prompts=PROMPTS[:2], max_new_tokens=20)
+    found = [tie for row in report.drafters for tie in row.ties]
+    assert report.ok
+    assert found
+    assert all(abs(tie.gap) <= tie.noise for tie in found)
+    scale = sampling.temperature or 1.0
+    assert max(row.largest_tie for row in report.drafters) * scale < 1e-4
+    assert all(row.tokens >= 36 for row in report.drafters)  # it went on behind every tie
+
+
+def test_more_than_rounding_is_a_mismatch() -> None:
+    assert not checked(Rounding(0.5, 0.1), prompts=PROMPTS[:1]).ok
+
+
+def test_a_gap_beyond_the_noise_is_a_mismatch() -> None:
+    found = ties.measure(Rounding(1e-6, 1e-3), [1, 2, 3, 1], [4], (0, 1), SamplingParams(), 2)
+    assert not found.tie
+    assert abs(found.gap) > found.noise > 0
+
+
+def test_a_token_that_was_filtered_out_has_an_infinite_gap() -> None:
+    target = ToyTarget()
+    row = target.row(tuple(enumerate([1, 2, 3])))
+    best, worst = int(np.argmax(row)), int(np.argmin(row))
+    found = ties.measure(target, [1, 2, 3], [], (best, worst), SamplingParams(temperature=1.0, top_k=2), 1)
+    assert found == ties.Gap(math.inf, 0.0, False)
+
+
+def test_every_way_of_computing_is_equal_on_a_right_target() -> None:
+    target = ToyTarget(order=3)
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
+    rows = list(ties._ways(target, target.open(tokens, SamplingParams()), SamplingParams(), 3))
+    assert len(rows) > 12
+    assert all(np.array_equal(row, rows[0]) for row in rows)
+
+
+def test_distinct() -> None:
+    assert distinct([[1, 2, 3, 4, 5]]) == 1.0
+    assert distinct([[1] * 13]) == 0.1
+    assert distinct([[1, 2]]) == 1.0
+
+
+# -------------------------------------------------------------------------------------------------- Transformers
+
+
+@pytest.fixture
+def llm(tiny_folder: Path) -> LLM:
+    return LLM(str(tiny_folder))
+
+
+def checked_model(llm: LLM, sampling: SamplingParams, drafters: list[str] | None = None) -> Report:
+    texts = prompts.BUNDLED[:2]
+    return check(llm.target, llm.tokenizer, texts, drafters, max_new_tokens=32, sampling=sampling, batch=2)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED])
+def test_a_model_passes(llm: LLM, sampling: SamplingParams) -> None:
+    report = checked_model(llm, sampling)
+    assert report.ok
+    assert not any(row.differences for row in report.drafters)
+
+
+def test_a_model_in_bfloat16_has_ties_at_most(tiny_folder: Path) -> None:
+    assert checked_model(LLM(str(tiny_folder), dtype="bfloat16"), SamplingParams()).ok
+
+
+def broken_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    def everything(tree: TokenTree) -> Any:
+        return np.tril(np.ones((len(tree), len(tree)), dtype=np.bool_))
+
+    monkeypatch.setattr(TokenTree, "ancestor_mask", property(everything))
+
+
+def broken_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    from leapahead.targets.masks import Inputs
+
+    original = Inputs.of
+
+    def of(trees: Any, *args: Any) -> Any:
+        inputs = original(trees, *args)
+        inputs.positions.copy_(
+            inputs.positions[:, :1] + inputs.positions.new_ones(inputs.positions.shape).cumsum(1) - 1
+        )
+        return inputs
+
+    monkeypatch.setattr(Inputs, "of", of)
+
+
+def broken_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from leapahead.targets.kv_cache import KVCache
+
+    original = KVCache.keep
+    monkeypatch.setattr(KVCache, "keep", lambda self, row, path: original(self, row, range(len(path))))
+
+
+@pytest.mark.parametrize("damage", [broken_mask, broken_positions, broken_commit])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.1, seed=7)])
+def test_a_broken_model_fails(llm: LLM, damage: Any, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage(monkeypatch)  # after the load, which would refuse it
+    assert not checked_model(llm, sampling, ["lookahead"]).ok
+
+
+# ------------------------------------------------------------------------------------------------------- compare
+
+
+def test_compare() -> None:
+    llm = LLM(ToyTarget())
+    seen: list[tuple[int, int]] = []
+    drafted = llm.generate([1, 2, 3], max_new_tokens=30, temperature=1.0)
+    found = compare(
+        llm, [1, 2, 3], drafted, max_new_tokens=30, temperature=1.0, progress=lambda *what: seen.append(what)
+    )
+    assert found.equal
+    assert found.first_difference is None
+    assert found.plain.seed == drafted.seed
+    assert len(found.ratios) == 5
+    assert min(found.ratios) <= found.ratio <= max(found.ratios)
+    assert seen == [(done, 11) for done in range(11)]
+    assert found.as_dict()["rounds"] == 5
+
+
+def test_compare_sees_a_difference() -> None:
+    llm = LLM(CommitsWrongPath())
+    drafted = llm.generate([1, 2, 3], max_new_tokens=60)
+    found = compare(llm, [1, 2, 3], drafted, rounds=1, max_new_tokens=60)
+    assert not found.equal
+    assert drafted.tokens[found.first_difference] != found.plain.tokens[found.first_difference]  # type: ignore[index]
+
+
+# ------------------------------------------------------------------------------------------------------- prompts
+
+
+def test_bundled_prompts() -> None:
+    assert 8 <= len(prompts.BUNDLED) <= 16
+    assert len(set(prompts.BUNDLED)) == len(prompts.BUNDLED)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.txt", "one\n\ntwo\r\n", ["one", "two"]),
+        ("a.jsonl", '{"prompt": "a\u2028b"}\n{"question": "b"}\n\n{"turns": ["c", "d"]}\n', ["a\u2028b", "b", "c"]),
+    ],
+)
+def test_prompt_files(tmp_path: Path, name: str, content: str, expected: list[str]) -> None:
+    (tmp_path / name).write_bytes(content.encode())
+    assert prompts.read(tmp_path / name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.txt", b"\n", "holds no prompts"),
+        ("a.txt", b"\xff\xfe", "it is not UTF-8 text"),
+        ("a.jsonl", b'{"prompt": "a"}\nno', "line 2 is not JSON"),
+        ("a.jsonl", b'{"text": "a"}', "line 1 has none of the fields prompt, question, turns"),
+        ("a.jsonl", b'["a"]', "none of the fields"),
+        ("a.jsonl", b'{"turns": []}', "the field 'turns' is not text"),
+        ("a.jsonl", b'{"prompt": 7}', "the field 'prompt' is not text"),
+    ],
+)
+def test_bad_prompt_files(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadParameter, match=sentence):
+        prompts.read(tmp_path / name)
+
+
+def test_a_missing_prompt_file(tmp_path: Path) -> None:
+    with pytest.raises(BadParameter, match="cannot be read: No such file"):
+        prompts.read(tmp_path / "none.txt")

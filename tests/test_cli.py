@@ -1,0 +1,403 @@
+"""The command line: what goes to standard output, to standard error, and to the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from click.testing import CliRunner, Result
+
+from leapahead import LLM, Piece, prompts, targets
+from leapahead import drafters as registry
+from leapahead.cli import main
+from leapahead.cli.drafters import arguments
+from leapahead.cli.screen import TextWriter
+from leapahead.drafter import Context, Drafter, Proposal
+from leapahead.targets.kv_cache import KVCache
+from leapahead.tree import Budget, TokenTree
+
+PROMPT = "def add(a, b):"
+
+
+@pytest.fixture
+def leapahead(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a command with the tiny model as the bundled one."""
+    monkeypatch.setattr(targets, "bundled", lambda: str(tiny_folder))
+
+    def run(*args: str, stdin: str | None = None, env: dict[str, str] | None = None) -> Result:
+        result = CliRunner(env={"NO_COLOR": None, "FORCE_COLOR": None, **(env or {})}).invoke(main, args, input=stdin)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_folder: Path) -> Any:
+    return LLM(str(tiny_folder), drafter="plain").generate(PROMPT, max_new_tokens=20, ignore_eos=True)
+
+
+FEW = ("--max-new-tokens", "20", "--ignore-eos")
+
+
+# ------------------------------------------------------------------------------------------------------ generate
+
+
+def test_generate_writes_the_text_and_a_line_of_figures(leapahead: Any, expected: Any) -> None:
+    result = leapahead("generate", PROMPT, *FEW)
+    assert result.exit_code == 0
+    assert result.stdout == expected.text + "\n"
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("20 tokens, ")
+    assert "steps, acceptance length" in line
+    assert line.endswith("tokens/s")
+
+
+@pytest.mark.parametrize("flag", ["--quiet", "--no-stream"])
+def test_generate_less(leapahead: Any, expected: Any, flag: str) -> None:
+    result = leapahead("generate", PROMPT, *FEW, flag)
+    assert result.stdout == expected.text + "\n"
+    assert bool(result.stderr) == (flag == "--no-stream")
+
+
+def test_generate_json_is_one_object(leapahead: Any, expected: Any) -> None:
+    result = leapahead("generate", PROMPT, *FEW, "--json", "--seed", "5")
+    assert result.stderr == ""
+    found = json.loads(result.stdout)
+    assert (found["text"], found["tokens"], found["finish_reason"]) == (expected.text, expected.tokens, "length")
+    assert (found["target"], found["drafter"], found["seed"]) == ("bundled", "lookahead", 5)
+    names = {"steps", "committed", "acceptance_length", "drafted", "accepted", "nodes_per_step", "tokens_per_second"}
+    assert names <= set(found["stats"])
+
+
+def test_generate_with_a_seed(leapahead: Any) -> None:
+    options = ("generate", PROMPT, *FEW, "--json", "-t", "1", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01")
+    texts = [
+        json.loads(leapahead(*options, *more).stdout) for more in (["--seed", "3"], ["--seed", "3", "-d", "plain"])
+    ]
+    assert texts[0]["text"] == texts[1]["text"]
+    drawn = json.loads(leapahead(*options).stdout)
+    assert json.loads(leapahead(*options, "--seed", str(drawn["seed"])).stdout)["text"] == drawn["text"]
+
+
+def test_where_the_prompt_comes_from(leapahead: Any, expected: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    assert leapahead("generate", "-", *FEW, stdin=PROMPT).stdout == expected.text + "\n"
+    assert leapahead("generate", "-f", str(tmp_path / "prompt.txt"), *FEW).stdout == expected.text + "\n"
+    chat = leapahead("generate", "Hi", "--chat", *FEW, "--json")
+    assert json.loads(chat.stdout)["stats"]["prompt_tokens"] > 10
+
+
+def test_stops(leapahead: Any, expected: Any) -> None:
+    stop = expected.text[5:7]
+    assert leapahead("generate", PROMPT, *FEW, "--stop", stop, "-q").stdout.rstrip("\n") == expected.text[
+        : expected.text.index(stop)
+    ].rstrip("\n")
+    found = json.loads(leapahead("generate", PROMPT, *FEW, "--stop-token-id", str(expected.tokens[2]), "--json").stdout)
+    assert (found["finish_reason"], found["stop_reason"]) == ("stop", expected.tokens[2])
+
+
+@pytest.mark.parametrize(
+    ("args", "figures"),
+    [
+        (["-W", "3", "-N", "3", "-G", "2"], {"window": 3, "ngram": 3, "guesses": 2}),
+        (["--preset", "creative"], {"window": 5, "ngram": 4, "guesses": 8}),
+        (["-o", "window=4", "-o", "start-from-pool=yes"], {"window": 4}),
+        (["-d", "jacobi", "-o", "block=3"], {}),
+    ],
+)
+def test_drafter_options(leapahead: Any, expected: Any, args: list[str], figures: dict[str, int]) -> None:
+    found = json.loads(leapahead("generate", PROMPT, *FEW, *args, "--json").stdout)
+    assert found["text"] == expected.text
+    assert figures.items() <= found["stats"]["drafter"].items()
+    if "jacobi" in args:
+        assert found["stats"]["nodes_per_step"] <= 4
+
+
+@pytest.mark.parametrize(
+    ("env", "shown"),
+    [
+        ({"FORCE_COLOR": "1"}, "a\x1b[32mbc\x1b[0m\u241b[31m\n"),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, "abc\x1b[31m\n"),
+        ({}, "abc\x1b[31m\n"),
+    ],
+)
+def test_drafted_tokens_in_colour(
+    env: dict[str, str], shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    writer = TextWriter()
+    writer.write(Piece("ab", [1, 2], 1, (("a", False), ("b", True))))
+    writer.write(Piece("c\x1b[31m", [3, 4], 1, (("c", True), ("\x1b[31m", False))))
+    writer.end()
+    writer.end()
+    assert capsys.readouterr().out.replace("\x1b[0m\x1b[32m", "") == shown
+
+
+def test_compare(leapahead: Any, expected: Any) -> None:
+    result = leapahead("generate", PROMPT, *FEW, "--compare")
+    assert result.exit_code == 0
+    *text, figures, verdict = result.stdout.removesuffix("\n").split("\n")
+    assert "\n".join(text) == expected.text
+    assert "times plain decoding's speed (" in figures
+    assert verdict == "The text equals plain decoding's, token for token (20 tokens)."
+    found = json.loads(leapahead("generate", PROMPT, *FEW, "--compare", "--rounds", "6", "--json").stdout)
+    assert found["compare"]["equal"] is True
+    assert found["compare"]["rounds"] == 6
+    assert found["compare"]["low"] <= found["compare"]["ratio"] <= found["compare"]["high"]
+
+
+def broken_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the first nodes of a tree instead of the path's, once prompts are read."""
+    original = KVCache.keep
+    monkeypatch.setattr(KVCache, "keep", lambda self, row, path: original(self, row, range(len(path))))
+
+
+def break_after_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = targets.load
+
+    def load(*args: Any, **options: Any) -> Any:
+        loaded = original(*args, **options)
+        broken_commit(monkeypatch)
+        return loaded
+
+    monkeypatch.setattr(targets, "load", load)
+
+
+def test_compare_exits_1_when_the_text_differs(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_after_load(monkeypatch)
+    result = leapahead("generate", prompts.DEMO, "--max-new-tokens", "100", "--compare", "--rounds", "1")
+    assert result.exit_code == 1
+    assert "The text differs from plain decoding's at token" in result.stdout
+
+
+# -------------------------------------------------------------------------------------------------- demo and chat
+
+
+def test_demo(leapahead: Any) -> None:
+    result = leapahead("demo", "--max-new-tokens", "20", "--rounds", "2")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(prompts.DEMO)
+    *_, figures, verdict = result.stdout.splitlines()
+    for word in ("tokens, ", "steps, ", "acceptance length", "tokens/s", "times plain decoding's speed"):
+        assert word in figures
+    assert verdict.startswith("The text equals plain decoding's, token for token")
+
+
+def test_demo_exits_1_when_the_text_differs(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_after_load(monkeypatch)
+    assert leapahead("demo", "--rounds", "1").exit_code == 1
+
+
+def chatted(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
+    """The conversations that the model was given."""
+    seen: list[list[dict[str, str]]] = []
+    original = LLM.stream
+    monkeypatch.setattr(LLM, "stream", lambda self, m, **o: seen.append([dict(x) for x in m]) or original(self, m, **o))
+    return seen
+
+
+def test_chat_keeps_the_conversation(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = chatted(monkeypatch)
+    result = leapahead("chat", *FEW, "--system", "Be brief.", stdin="Hi\n\nAnd?\n/reset\nAgain\n/exit\nnever\n")
+    assert result.exit_code == 0
+    assert [[m["role"] for m in messages] for messages in seen] == [
+        ["system", "user"],
+        ["system", "user", "assistant", "user"],
+        ["system", "user"],
+    ]
+    assert seen[1][2]["content"] in result.stdout
+    assert result.stderr.count("tokens/s") == 3
+
+
+def test_chat_ends_with_its_input(leapahead: Any) -> None:
+    assert leapahead("chat", stdin="").exit_code == 0
+
+
+def test_chat_survives_an_interrupt(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = LLM.stream
+
+    def stream(self: LLM, messages: Any, **options: Any) -> Any:
+        yield from (piece for piece, _ in zip(original(self, messages, **options), range(3), strict=False))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    result = leapahead("chat", *FEW, stdin="Hi\nAgain\n")
+    assert result.exit_code == 0
+
+
+def test_a_conversation_that_is_too_long(leapahead: Any) -> None:
+    result = leapahead("chat", *FEW, "-q", stdin="word " * 600 + "\nHi\n")
+    assert result.exit_code == 0
+    assert result.stderr.count("/reset forgets the conversation") == 1
+    assert result.stdout
+
+
+# --------------------------------------------------------------------------------------------- drafters and check
+
+
+def test_drafters(leapahead: Any) -> None:
+    result = leapahead("drafters", env={"COLUMNS": "200"})
+    for word in ("lookahead", "prompt_lookup", "start_from_pool", "how many positions ahead are guessed."):
+        assert word in result.stdout
+    found = {drafter["name"]: drafter for drafter in json.loads(leapahead("drafters", "--json").stdout)}
+    assert list(found) == registry.names()
+    options = {option["name"]: option for option in found["lookahead"]["options"]}
+    assert options["window"]["meaning"].startswith("W, how many positions ahead")
+    assert (options["seed"]["type"], options["seed"]["default"]) == ("int", 0)
+    for drafter in found.values():
+        assert drafter["summary"]
+        assert all(option["meaning"] for option in drafter["options"])
+
+
+def test_arguments_of_a_docstring() -> None:
+    doc = (
+        "One line.\n\nArgs:\n    a: first,\n        over two lines.\n    b (int): second: with a colon.\n\nRaises:\n  X"
+    )
+    assert arguments(doc) == {"a": "first, over two lines.", "b": "second: with a colon."}
+    assert arguments("Nothing.") == {}
+
+
+def test_drafters_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; from leapahead.cli import main; main(['drafters', '--json'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)
+
+
+def test_check(leapahead: Any, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(
+        '{"question": "def f(x):"}\n{"turns": ["for i in range(", "x"]}\n{"prompt": "x"}\n'
+    )
+    args = ("check", "--prompts", str(tmp_path / "p.jsonl"), "--limit", "2", "--max-new-tokens", "16")
+    result = leapahead(*args)
+    assert result.exit_code == 0
+    for word in ("bundled, greedy, batch 1", "2 prompts, ", "lookahead", "acceptance", "token for token."):
+        assert word in result.stdout
+    more = ("--batch", "2", "-t", "0.5", "--seed", "3", "-d", "lookahead", "-d", "jacobi", "-W", "4", "--json")
+    found = json.loads(leapahead(*args, *more).stdout)
+    assert (found["ok"], found["prompts"]) == (True, 2)
+    assert [row["name"] for row in found["drafters"]] == ["lookahead", "jacobi"]
+    assert {"name", "mismatches", "ties", "acceptance_length"} <= set(found["drafters"][0])
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_check_exits_1_on_a_mismatch(leapahead: Any, monkeypatch: pytest.MonkeyPatch, as_json: list[str]) -> None:
+    break_after_load(monkeypatch)
+    result = leapahead("check", "-d", "lookahead", "--limit", "2", "--max-new-tokens", "40", *as_json)
+    assert result.exit_code == 1
+    if as_json:
+        assert json.loads(result.stdout)["ok"] is False
+    else:
+        assert "MISMATCH" in result.stdout
+
+
+class Telepath(Drafter):
+    """Needs what no target has."""
+
+    name: ClassVar[str] = "telepath"
+    needs: ClassVar[frozenset[str]] = frozenset({"telepathy"})
+
+    def propose(self, context: Context, budget: Budget) -> Proposal:
+        return Proposal(TokenTree.root(context.root))
+
+
+def test_check_lists_refusals(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.BUILT_IN, "telepath", f"{__name__}:Telepath")
+    args = ("check", "--limit", "1", "--max-new-tokens", "8")
+    result = leapahead(*args)
+    assert result.exit_code == 0
+    assert "telepath: refused: drafter 'telepath' needs telepathy" in result.stdout
+    named = leapahead(*args, "-d", "telepath")
+    assert (named.exit_code, named.stderr.startswith("error: drafter 'telepath' needs telepathy")) == (2, True)
+
+
+# ----------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["generate", ""], "error: the prompt is empty"),
+        (["generate", "x", "-d", "lokahead"], "error: there is no drafter 'lokahead' (did you mean 'lookahead'?)"),
+        (["generate", "x", "-d", "jacobi", "-W", "3"], "error: drafter 'jacobi' has no option 'window'"),
+        (["generate", "x", "-o", "window"], "error: -o window is not possible: it must be KEY=VALUE"),
+        (["generate", "x", "-o", "window=wide"], "error: -o window=wide is not possible: window is int | None"),
+        (
+            ["generate", "x", "-o", "prompt_ngrams=7"],
+            "error: -o prompt_ngrams=7 is not possible: prompt_ngrams is",
+        ),
+        (
+            ["generate", "x", "-o", "widow=3"],
+            "error: drafter 'lookahead' has no option 'widow' (did you mean",
+        ),
+        (["generate", "x", "--preset", "90b"], "error: there is no preset '90b'"),
+        (["generate", "x", "--max-new-tokens", "0"], "error: max_new_tokens=0 is not possible"),
+        (["generate", "x", "-t", "-1"], "error: temperature=-1.0 is not possible"),
+        (["generate", "x", "--top-p", "0"], "error: top_p=0.0 is not possible"),
+        (["generate", "x", "--dtype", "float8"], "error: dtype 'float8' is not possible"),
+        (["generate", "x", "--device", "abacus"], "error: device 'abacus' is not possible"),
+        (["generate", "x", "-m", "/no/such/model"], "error: there is no folder '/no/such/model'"),
+        (["generate", "word " * 600], "error: the prompt has"),
+        (["check", "-d", "nothing"], "error: there is no drafter 'nothing'"),
+        (["check", "-d", "jacobi", "-W", "3"], "error: no drafter here has an option 'window'"),
+        (["check", "--seed", "-1"], "error: seed=-1 is not possible"),
+        (["check", "--max-new-tokens", "0"], "error: max_new_tokens=0 is not possible"),
+    ],
+)
+def test_errors_are_one_line(leapahead: Any, args: list[str], sentence: str) -> None:
+    result = leapahead(*args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    "args", [["generate"], ["generate", "x", "-f", "none.txt"], ["check", "--batch", "0"], ["nothing"]]
+)
+def test_usage_errors(leapahead: Any, args: list[str]) -> None:
+    result = leapahead(*args)
+    assert result.exit_code == 2
+    assert "Error: " in result.stderr
+
+
+def test_a_file_that_is_not_text(leapahead: Any, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"\xff\xfe")
+    result = leapahead("generate", "-f", str(tmp_path / "p.txt"))
+    assert (result.exit_code, result.stderr) == (2, f"error: {tmp_path / 'p.txt'} is not UTF-8 text\n")
+    both = leapahead("generate", "x", "-f", str(tmp_path / "p.txt"))
+    assert both.exit_code == 2
+
+
+def test_no_bundled_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(targets.resources, "files", lambda package: tmp_path)
+    result = CliRunner().invoke(main, ["generate", "x"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: this installation has no bundled model")
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["check"], ["drafters"], ["demo"]])
+def test_help(leapahead: Any, command: list[str]) -> None:
+    result = leapahead(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.stdout
+    for option in main.commands[command[0]].params if command else []:
+        assert getattr(option, "help", "") or option.param_type_name == "argument"
+
+
+def test_the_command_itself(tiny_folder: Path) -> None:
+    """In a process of its own: the text on standard output, no noise of any library on standard error."""
+    args = [sys.executable, "-m", "leapahead", "generate", PROMPT, "-m", str(tiny_folder), "--json"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(args, capture_output=True, text=True, timeout=120, check=True, env=env)
+    assert json.loads(done.stdout)["target"] == str(tiny_folder)
+    assert done.stderr == ""

@@ -1,0 +1,477 @@
+"""`LLM`: prompts of every shape, batches, streaming, stops, and one clear sentence for whatever is wrong."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import leapahead
+from leapahead import LLM, BadParameter, ContextOverflow, Drafter, LeapaheadError, Refused, targets
+from leapahead.drafter import Context, Proposal
+from leapahead.targets.toy import ToyTarget
+from leapahead.text import Detokenizer, TextStream
+from leapahead.tree import Budget, TokenTree
+
+NAMES = ["plain", "jacobi", "prompt_lookup", "lookahead"]
+
+
+class SyllableTokenizer:
+    """Token i of the toy target is a syllable; token 9 is special and 11 has none."""
+
+    SYLLABLES: ClassVar = ["ab", "ba", " ", "c", "ca", "bc", ".\n", "aa", "b", "<eos>", "cab"]
+    eos_token_id: int | None = None
+    chat_template = None
+
+    def __len__(self) -> int:
+        return len(self.SYLLABLES)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        tokens = []
+        while text:
+            found = max((s for s in self.SYLLABLES if text.startswith(s)), key=len)
+            tokens.append(self.SYLLABLES.index(found))
+            text = text[len(found) :]
+        return tokens
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(self.SYLLABLES[t] for t in token_ids if not (skip_special_tokens and t == 9))
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        raise ValueError("no template")
+
+
+@pytest.fixture
+def toy() -> LLM:
+    return LLM(ToyTarget(), tokenizer=SyllableTokenizer())
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
+# ------------------------------------------------------------------------------------------------------- imports
+
+
+def test_the_import_pulls_in_no_backend() -> None:
+    code = "import sys, leapahead, leapahead.cli; leapahead.LLM; print({'torch', 'transformers'} & set(sys.modules))"
+    assert run_python(code).stdout == "set()\n"
+
+
+def test_without_torch_there_is_one_sentence() -> None:
+    code = "import sys; sys.modules['torch'] = None; import leapahead; leapahead.LLM('some/model')"
+    assert 'which is not installed: pip install "leapahead[transformers]"' in run_python(code).stderr
+
+
+def test_hugging_face_is_imported_when_asked_for() -> None:
+    assert leapahead.hf.__name__ == "leapahead.integrations.hf"
+    with pytest.raises(AttributeError):
+        leapahead.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", leapahead.__all__)
+def test_public_names_are_there(name: str) -> None:
+    assert getattr(leapahead, name) is not None
+
+
+# ---------------------------------------------------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize("drafter", NAMES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_drafter_gives_plain_text(drafter: str, temperature: float) -> None:
+    target, tokenizer = ToyTarget(), SyllableTokenizer()
+    options: dict[str, Any] = {"max_new_tokens": 60, "temperature": temperature, "seed": 3}
+    plain = LLM(target, tokenizer=tokenizer, drafter="plain").generate("ab ba", **options)
+    llm = LLM(target, tokenizer=tokenizer, drafter=drafter)
+    result = llm.generate("ab ba", **options)
+    assert (result.tokens, result.text, result.finish_reason) == (plain.tokens, plain.text, "length")
+    assert len(result.tokens) == len(result.drafted) == result.stats.committed == 60
+    assert sum(result.drafted) == result.stats.accepted
+    assert result.prompt_tokens == tokenizer.encode("ab ba")
+    assert result.seed == 3
+    assert llm.generate("ab ba", drafter="plain", **options).tokens == plain.tokens
+
+
+def test_ids_without_text_add_none(toy: LLM) -> None:
+    tokens = toy.generate([1, 2, 3], max_new_tokens=80).tokens
+    assert 11 in tokens
+    known = [token for token in tokens if token < 11]
+    assert toy.generate([1, 2, 3], max_new_tokens=80).text == toy.tokenizer.decode(known, skip_special_tokens=True)
+
+
+def test_a_stream_is_the_result_in_pieces(toy: LLM) -> None:
+    pieces = list(toy.stream("ab", max_new_tokens=50))
+    result = pieces[-1].result
+    assert result is not None
+    assert result.tokens == toy.generate("ab", max_new_tokens=50).tokens
+    assert "".join(piece.text for piece in pieces) == result.text
+    assert [token for piece in pieces for token in piece.tokens] == result.tokens
+    assert [i < p.drafted for p in pieces for i in range(len(p.tokens))] == result.drafted
+    assert all("".join(text for text, _ in piece.spans) == piece.text for piece in pieces)
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert any(drafted for piece in pieces for _, drafted in piece.spans)
+
+
+def test_an_abandoned_stream_closes_its_session(toy: LLM) -> None:
+    opened: list[Any] = []
+    original = toy.target.open
+    toy.target.open = lambda *args: opened.append(original(*args)) or opened[-1]  # type: ignore[method-assign]
+    stream = toy.stream("ab", max_new_tokens=50)
+    next(stream)
+    stream.close()
+    assert opened[0].cache == []
+
+
+def test_without_a_tokenizer_prompts_are_tokens() -> None:
+    result = LLM(ToyTarget()).generate(np.array([1, 2, 3]), max_new_tokens=5)
+    assert (len(result.tokens), result.text, result.prompt_tokens) == (5, "", [1, 2, 3])
+
+
+# --------------------------------------------------------------------------------------------------------- batch
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 8])
+def test_a_batch_gives_each_prompt_its_own_text(max_batch: int) -> None:
+    llm = LLM(ToyTarget(), tokenizer=SyllableTokenizer(), max_batch=max_batch)
+    prompts = ["ab", [1, 2, 3], "ba ab", [4], "cab.\nab", [5, 5], "aa"]
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 0.8, "seed": list(range(7)), "stop": ["cab"]}
+    widths = []
+    original = llm.target.step
+    llm.target.step = lambda s, t: widths.append(len(s)) or original(s, t)  # type: ignore[method-assign]
+    together = llm.generate(prompts, **options)
+    assert max(widths) == min(max_batch, len(prompts))
+    alone = [llm.generate(p, **{**options, "seed": seed}) for seed, p in enumerate(prompts)]
+    assert [r.tokens for r in together] == [r.tokens for r in alone]
+    assert [r.text for r in together] == [r.text for r in alone]
+    assert len({len(r.tokens) for r in together}) > 1  # they joined and left
+
+
+def test_seeds(toy: LLM) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.5}
+    one, other = toy.generate(["ab", "ab"], **options)
+    assert one.seed != other.seed
+    assert toy.generate("ab", seed=one.seed, **options).tokens == one.tokens
+    same = toy.generate(["ab", "ab"], seed=5, **options)
+    assert same[0].tokens == same[1].tokens
+    assert toy.generate("ab").seed == 0
+
+
+# --------------------------------------------------------------------------------------------------------- stops
+
+
+@pytest.mark.parametrize("drafter", NAMES)
+@pytest.mark.parametrize("stop", ["b", "ac", "a a", "caba", "b."])
+def test_stop_strings(drafter: str, stop: str) -> None:
+    llm = LLM(ToyTarget(sharpness=0.5), tokenizer=SyllableTokenizer(), drafter=drafter)
+    options: dict[str, Any] = {"max_new_tokens": 300, "temperature": 1.0, "seed": 11}
+    whole = llm.generate("ab", **options)
+    result = llm.generate("ab", stop=stop, **options)
+    assert stop in whole.text
+    assert result.text == whole.text[: whole.text.index(stop)]
+    assert (result.finish_reason, result.stop_reason) == ("stop", stop)
+    assert result.tokens == whole.tokens[: len(result.tokens)]
+    *before, _ = result.tokens
+    decode = lambda tokens: llm.tokenizer.decode([t for t in tokens if t < 11], skip_special_tokens=True)  # noqa: E731
+    assert stop in decode(result.tokens)
+    assert stop not in decode(before)
+    included = llm.generate("ab", stop=[stop], include_stop=True, **options)
+    assert included.text == result.text + stop
+    pieces = list(llm.stream("ab", stop=stop, **options))
+    assert "".join(piece.text for piece in pieces) == result.text
+
+
+def test_text_that_may_begin_a_stop_is_held_back() -> None:
+    stream = TextStream(SyllableTokenizer(), ["bca"])
+    shown = []
+    for token in (0, 3, 2, 8):  # ab, c, space, b
+        stream.add(token, False)
+        shown.append("".join(text for text, _ in stream.take()))
+    assert shown == ["a", "", "bc ", ""]
+    assert stream.finish(None) == (("b", False),)
+
+
+def test_eos_stop_tokens_and_minimum(toy: LLM) -> None:
+    whole = toy.generate([1, 2, 3], max_new_tokens=40).tokens
+    token = whole[10]
+    first = whole.index(token)
+    stopped = toy.generate([1, 2, 3], max_new_tokens=40, stop_token_ids=[token])
+    assert (stopped.tokens, stopped.finish_reason, stopped.stop_reason) == (whole[: first + 1], "stop", token)
+    toy.eos_token_ids = (token,)
+    ended = toy.generate([1, 2, 3], max_new_tokens=40)
+    assert (ended.tokens, ended.finish_reason, ended.stop_reason) == (whole[: first + 1], "stop", None)
+    assert toy.generate([1, 2, 3], max_new_tokens=40, ignore_eos=True).tokens == whole
+    later = toy.generate([1, 2, 3], max_new_tokens=40, min_new_tokens=20).tokens
+    assert token not in later[:20]
+
+
+def test_bad_words_and_processors(toy: LLM) -> None:
+    whole = toy.generate([1, 2, 3], max_new_tokens=30).tokens
+    banned = whole[0]
+    assert banned not in toy.generate([1, 2, 3], max_new_tokens=30, bad_words=[banned]).tokens
+    word = SyllableTokenizer.SYLLABLES[whole[0]]
+    assert whole[0] not in toy.generate([1, 2, 3], max_new_tokens=30, bad_words=word).tokens
+
+    def only_three(prefixes: Any, logits: Any) -> Any:
+        logits[:, :3] = -np.inf
+        return logits
+
+    assert min(toy.generate([1, 2, 3], max_new_tokens=30, logits_processors=[only_three]).tokens) >= 3
+    seen = toy.generate([1, 2, 3], max_new_tokens=30, criteria=[lambda tokens: len(tokens) == 9])
+    assert (len(seen.tokens), seen.finish_reason) == (6, "stop")
+
+
+def test_the_context_ends_a_text() -> None:
+    result = LLM(ToyTarget(context_length=20)).generate([1, 2, 3], max_new_tokens=100)
+    assert (len(result.tokens), result.finish_reason) == (17, "length")
+
+
+# ------------------------------------------------------------------------------------------------- detokenising
+
+
+def byte_fallback() -> Any:
+    """A SentencePiece-like tokenizer: a leading space is stripped, unknown characters are bytes."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁hello", "▁a", "b", "▁", "日"]
+    bpe = Tokenizer(
+        models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    bpe.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>", unk_token="<unk>")
+
+
+def assert_whole(tokenizer: Any, tokens: list[int]) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    text = "".join(detokenizer.add(token) for token in tokens) + detokenizer.flush()
+    assert text == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_text_comes_token_by_token(tokenizer: Any) -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        count = rng.choice([3, 20, 100])
+        kind = rng.random()
+        if kind < 0.4:
+            tokens = [rng.randrange(330) for _ in range(count)]
+        elif kind < 0.6:
+            tokens = [rng.randrange(100, 256) for _ in range(count)]  # bytes that are mostly no text
+        else:
+            tokens = tokenizer.encode(
+                "".join(rng.choice(["€", "ü", "😀", "a", " hello", "日本"]) for _ in range(count))
+            )
+        assert_whole(tokenizer, tokens)
+
+
+def test_text_comes_token_by_token_from_bytes_and_after_spaces() -> None:
+    tokenizer, rng = byte_fallback(), random.Random(0)
+    for _ in range(300):
+        tokens: list[int] = []
+        for _ in range(rng.choice([3, 20, 60])):
+            kind = rng.random()
+            if kind < 0.2:
+                tokens += [2 + byte for byte in rng.choice(["€", "😀", "ü"]).encode()]
+            else:
+                tokens.append(1 if kind < 0.3 else 5000 if kind < 0.35 else rng.randrange(258, 263))
+        assert_whole(tokenizer, tokens)
+
+
+def test_a_token_costs_the_same_in_a_long_text(tokenizer: Any) -> None:
+    longest = 0
+
+    class Counting:
+        def __len__(self) -> int:
+            return len(tokenizer)
+
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+            nonlocal longest
+            longest = max(longest, len(token_ids))
+            return str(tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    rng = random.Random(1)
+    detokenizer = Detokenizer(Counting())  # type: ignore[arg-type]
+    for _ in range(2000):
+        detokenizer.add(rng.choice([0, rng.randrange(256)]))
+    assert longest <= Detokenizer.WINDOW + 1
+
+
+# ------------------------------------------------------------------------------------------------- Transformers
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_folder: Path) -> LLM:
+    return LLM(str(tiny_folder))
+
+
+def test_a_folder(llm: LLM) -> None:
+    result = llm.generate("def add(a, b):", max_new_tokens=40, ignore_eos=True)
+    assert result.text == llm.tokenizer.decode(result.tokens, skip_special_tokens=True)
+    assert result.tokens == llm.generate("def add(a, b):", max_new_tokens=40, ignore_eos=True, drafter="plain").tokens
+
+
+def test_the_tokens_of_transformers(llm: LLM, tiny_model: Any) -> None:
+    import torch
+
+    for prompt in ("def add(a, b):", "The quick"):
+        ids = torch.tensor([llm.tokenizer.encode(prompt)])
+        expected = tiny_model.generate(ids, do_sample=False, max_new_tokens=40, pad_token_id=0)[0, ids.shape[1] :]
+        assert llm.generate(prompt, max_new_tokens=40).tokens == expected.tolist()
+
+
+def test_chat_messages(llm: LLM) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    text = "<system>Be brief.<user>Hi<assistant>"
+    (result,) = llm.generate([messages], max_new_tokens=3)
+    assert result.prompt_tokens == llm.tokenizer.encode(text, add_special_tokens=False)
+    assert llm.generate(messages, max_new_tokens=3).tokens == result.tokens
+    with pytest.raises(BadParameter, match="the chat template does not take these messages: unknown role"):
+        llm.generate([{"role": "wizard", "content": "Hi"}])
+
+
+def test_a_loaded_model(tiny_model: Any, tokenizer: Any) -> None:
+    llm = LLM(tiny_model)
+    assert llm.tokenizer is None
+    assert llm.generate([5, 6, 7], max_new_tokens=4).text == ""
+    assert LLM(tiny_model, tokenizer=tokenizer).generate("ab", max_new_tokens=4).text
+
+
+def test_eos_by_anyones_word(tiny_folder: Path, tokenizer: Any) -> None:
+    loaded = targets.load(str(tiny_folder))
+    assert loaded.eos_token_ids == (0,)  # an id like any other
+    model: Any = loaded.target.model  # type: ignore[attr-defined]
+    model.generation_config.eos_token_id = [7, 5, 10_000]
+    model.config.eos_token_id = 3
+    assert set(targets.eos_token_ids(loaded.target, tokenizer)) == {0, 3, 5, 7}
+    assert set(targets.eos_token_ids(loaded.target, None)) == {3, 5, 7}
+
+
+def test_a_tokenizer_by_name(tiny_folder: Path, tmp_path: Path) -> None:
+    assert LLM(ToyTarget(), tokenizer=str(tiny_folder)).tokenizer is not None
+    with pytest.raises(BadParameter, match=r"the tokenizer .* cannot be loaded"):
+        LLM(ToyTarget(), tokenizer=str(tmp_path))
+
+
+# ----------------------------------------------------------------------------------------------------- bad input
+
+
+class Chains(Drafter):
+    """Needs what no target has."""
+
+    name = "impossible"
+    needs = frozenset({"telepathy"})
+
+    def propose(self, context: Context, budget: Budget) -> Proposal:
+        return Proposal(TokenTree.root(context.root))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "sentence"),
+    [
+        ("", {}, "the prompt is empty"),
+        ([], {}, "the prompt is empty"),
+        (["ab", ""], {}, "the prompt is empty"),
+        ([[1], []], {}, "the prompt is empty"),
+        (None, {}, "a prompt must be text, a list of token ids or chat messages, got NoneType"),
+        (7, {}, "got int"),
+        (b"ab", {}, "got bytes"),
+        (["ab", None], {}, "got NoneType"),
+        ([1, "ab"], {}, "a list of token ids must hold whole numbers only"),
+        ([1.5], {}, "got float"),
+        ([[["ab"]]], {}, "further lists"),
+        ([1, 2, 99], {}, "token id 99 is outside the vocabulary of 12$"),
+        ([-1], {}, "token id -1 is outside"),
+        ([{"role": "user"}], {}, "a chat message is"),
+        ([{"content": "x"}], {}, "a chat message is"),
+        ([{"role": "user", "content": "x"}, "ab"], {}, "a chat message is"),
+        ([{"role": "user", "content": "x"}], {}, "the tokenizer has no chat template; give the prompt as text"),
+        ("ab", {"max_new_tokens": 0}, "max_new_tokens=0 is not possible: it must be at least 1"),
+        ("ab", {"max_new_tokens": 1.5}, "max_new_tokens=1.5 is not possible"),
+        ("ab", {"max_tokens": 5}, r"no option 'max_tokens' \(did you mean 'max_new_tokens'\?\)"),
+        ("ab", {"temperature": -1}, "temperature=-1 is not possible"),
+        ("ab", {"temperature": "hot"}, "temperature='hot' is not possible"),
+        ("ab", {"seed": -1}, "seed=-1 is not possible"),
+        ("ab", {"seed": [1, 2]}, "one whole number, or a list of 1"),
+        ("ab", {"seed": "x"}, "seed='x' is not possible"),
+        ("ab", {"stop": ""}, "an empty stop string"),
+        ("ab", {"stop": [3]}, "a string or a list of strings"),
+        ("ab", {"stop_token_ids": [99]}, "stop_token_ids has 99, which is outside"),
+        ("ab", {"stop_token_ids": "x"}, "must be made of token ids"),
+        ("ab", {"bad_words": [[99]]}, "bad_words has 99"),
+        ("ab", {"bad_words": [" "]}, "an empty bad word"),
+        ("ab", {"drafter": "nothing"}, "there is no drafter 'nothing'"),
+        ("ab", {"drafter": 7}, "a drafter must be a registered name or a subclass"),
+        ("ab", {"drafter": Chains}, "needs telepathy"),
+        ("ab", {"drafter": "jacobi", "drafter_options": {"blocks": 2}}, r"did you mean 'block'\?"),
+    ],
+)
+def test_bad_input_gets_one_sentence(toy: LLM, prompt: Any, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(LeapaheadError, match=sentence) as caught:
+        toy.generate(prompt, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stream_complains_when_it_is_asked_for(toy: LLM) -> None:
+    with pytest.raises(BadParameter, match="the prompt is empty"):
+        toy.stream("")
+    with pytest.raises(BadParameter, match="one prompt"):
+        toy.stream(["ab", "ba"])  # type: ignore[arg-type]
+
+
+def test_text_needs_a_tokenizer() -> None:
+    llm = LLM(ToyTarget())
+    for prompt in ("ab", [{"role": "user", "content": "x"}]):
+        with pytest.raises(BadParameter, match=r"needs? a tokenizer"):
+            llm.generate(prompt)  # type: ignore[arg-type]
+    with pytest.raises(BadParameter, match="need a tokenizer"):
+        llm.generate([1], stop="x")
+    with pytest.raises(BadParameter, match="needs a tokenizer"):
+        llm.generate([1], bad_words=["x"])
+
+
+def test_a_foreign_tokenizer() -> None:
+    llm = LLM(ToyTarget(vocab_size=4), tokenizer=SyllableTokenizer())
+    with pytest.raises(
+        BadParameter, match="token id 7 is outside the vocabulary of 4; the tokenizer is not this model's"
+    ):
+        llm.generate("aa")
+
+
+def test_a_prompt_that_is_too_long() -> None:
+    llm = LLM(ToyTarget(context_length=5))
+    with pytest.raises(ContextOverflow, match=r"has 5 tokens and the context of toy.* 5; shorten it"):
+        llm.generate([1, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "sentence"),
+    [
+        (3, {}, "a model must be a name, a path, a loaded torch module or a leapahead target, got int"),
+        ("/no/such/folder", {}, "no folder '/no/such/folder'"),
+        (ToyTarget(), {"drafter": "lokahead"}, "did you mean 'lookahead'"),
+        (ToyTarget(), {"windw": 3}, "did you mean 'window'"),
+        (ToyTarget(), {"window": 0}, "window=0"),
+        (ToyTarget(), {"max_batch": 0}, "max_batch=0"),
+        (ToyTarget(capabilities=frozenset()), {}, "needs tree from the target"),
+    ],
+)
+def test_bad_models_and_drafters(model: Any, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(LeapaheadError, match=sentence):
+        LLM(model, **options)
+
+
+def test_a_missing_bundled_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(targets.resources, "files", lambda package: tmp_path)
+    with pytest.raises(Refused, match="no bundled model"):
+        LLM()
+
+
+def test_the_repr(toy: LLM) -> None:
+    assert repr(toy) == "LLM('toy(vocab_size=12, order=2, seed=0)', drafter='lookahead')"

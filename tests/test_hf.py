@@ -1,0 +1,821 @@
+"""`leapahead.hf`: what Transformers' own `generate` gives, it gives, on tiny random models.
+
+Greedy text is compared token for token with Transformers. Sampled text cannot be (random numbers are used in another
+order): its distribution is compared by a chi-square test, and its text with plain decoding under the same seed.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+import shutil
+import threading
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3NextConfig,
+    SynthIDTextWatermarkingConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    TextIteratorStreamer,
+    TextStreamer,
+    WatermarkingConfig,
+    set_seed,
+)
+from transformers.cache_utils import DynamicCache
+from transformers.generation import logits_process
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from leapahead import drafters
+from leapahead.drafter import Context, Drafter
+from leapahead.errors import BadParameter, Refused
+from leapahead.integrations import hf, hf_fields
+from leapahead.stats import Stats
+from leapahead.target import TREE
+
+VOCAB = 96
+PAD = 0
+HUB_FOLDER = Path(hf.__file__).parent  # holds custom_generate/generate.py
+
+DRAFTERS = ["plain", "jacobi", "prompt_lookup", "lookahead"]
+OPTIONS: dict[str, dict[str, Any]] = {"lookahead": {"window": 5, "ngram": 3, "guesses": 4}, "jacobi": {"block": 4}}
+
+
+def tiny(kind: str, vocab: int = VOCAB, seed: int = 0) -> Any:
+    """A random model whose greedy text is neither constant nor without repetition."""
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"vocab_size": vocab, "bos_token_id": None, "eos_token_id": None, "pad_token_id": PAD}
+    common = {"max_position_embeddings": 128, "initializer_range": 0.25, "tie_word_embeddings": False}
+    if kind == "llama":
+        config = LlamaConfig(**shape, num_key_value_heads=2, **tokens, **common)
+    elif kind == "qwen2":
+        config = Qwen2Config(**shape, num_key_value_heads=2, **tokens, **common)
+    elif kind == "mamba":
+        config = MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=8, initializer_range=0.25, **tokens)
+    elif kind == "qwen3_next":
+        linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "full_attention_interval": 2}
+        linear |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8, "num_key_value_heads": 2}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        config = Qwen3NextConfig(**shape, **tokens, **common, **linear, **experts, shared_expert_intermediate_size=16)
+    else:
+        config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, **tokens, initializer_range=0.25)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2", "qwen2"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return tiny("llama")
+
+
+def padded(*lengths: int, seed: int = 1) -> dict[str, torch.Tensor]:
+    """A batch of random prompts of these lengths, padded on the left."""
+    rng = np.random.default_rng(seed)
+    ids = torch.full((len(lengths), max(lengths)), PAD)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, max(lengths) - length :] = torch.from_numpy(rng.integers(3, VOCAB, length))
+        mask[row, max(lengths) - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+SINGLE, BATCH = padded(9), padded(4, 11, 7)
+
+
+def theirs(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+    return model.generate(**inputs, **({"max_new_tokens": 20} | options))
+
+
+def ours(model: Any, inputs: dict[str, Any], drafter: str | type[Drafter] = "plain", **options: Any) -> Any:
+    tuned = OPTIONS.get(drafter, {}) if isinstance(drafter, str) else {}
+    options = {"max_new_tokens": 20, "drafter": drafter} | tuned | options
+    return model.generate(**inputs, custom_generate=hf.generate, **options)
+
+
+def run(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+    return hf.run(model, **inputs, **({"max_new_tokens": 20} | options))
+
+
+def common_token(model: Any, inputs: dict[str, Any], new: int = 24) -> int:
+    """A token that ends the greedy texts of a batch at different places."""
+    texts = theirs(model, inputs, max_new_tokens=new)[:, inputs["input_ids"].shape[1] :].tolist()
+    where = {t: {row.index(t) if t in row else new for row in texts} for t in {t for row in texts for t in row}}
+    return max(where, key=lambda t: (len(where[t]), -max(where[t])))
+
+
+# Greedy
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("inputs", [SINGLE, BATCH], ids=["single", "batch"])
+def test_greedy_text_is_that_of_transformers(model: Any, inputs: dict[str, Any], drafter: str) -> None:
+    eos = common_token(model, inputs)
+    stats: list[Stats] = []
+    for options in [{}, {"eos_token_id": eos}, {"eos_token_id": [eos, 5], "pad_token_id": 2}]:
+        expected = theirs(model, inputs, max_new_tokens=40, **options)
+        assert ours(model, inputs, drafter, max_new_tokens=40, stats=stats, **options).tolist() == expected.tolist()
+    assert len(stats) == 3 * len(inputs["input_ids"])
+    assert any(each.accepted for each in stats) == (drafter != "plain")
+
+
+def test_defaults_and_config_objects(llama: Any) -> None:
+    with pytest.warns(UserWarning, match="max_length"):  # Transformers says that it takes 20 new tokens
+        expected = llama.generate(**SINGLE)
+    with pytest.warns(UserWarning, match="max_length"):
+        assert llama.generate(**SINGLE, custom_generate=hf.generate).tolist() == expected.tolist()
+    config = GenerationConfig(max_length=30, eos_token_id=common_token(llama, SINGLE), pad_token_id=PAD)
+    expected = llama.generate(**SINGLE, generation_config=config)
+    assert llama.generate(**SINGLE, generation_config=config, custom_generate=hf.generate).tolist() == expected.tolist()
+    for options in [{"use_cache": False}, {"cache_implementation": "static"}, {"max_new_tokens": 1}]:
+        assert ours(llama, BATCH, "lookahead", **options).tolist() == theirs(llama, BATCH, **options).tolist()
+
+
+@pytest.mark.parametrize("kind", ["mamba", "qwen3_next"])
+def test_a_model_whose_state_cannot_forget_decodes_plainly(kind: str) -> None:
+    model = tiny(kind)
+    for inputs in [SINGLE, BATCH]:
+        assert ours(model, inputs, "plain").tolist() == theirs(model, inputs).tolist()
+    with pytest.raises(Refused, match="lookahead"):
+        ours(model, SINGLE, "lookahead")
+
+
+def test_padding_is_inferred_as_in_transformers(llama: Any) -> None:
+    inputs = {"input_ids": BATCH["input_ids"]}  # no mask: pads are recognised by their id
+    assert ours(llama, inputs).tolist() == theirs(llama, BATCH).tolist()
+    mask = BATCH["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)  # whatever stands at the padding
+    assert ours(llama, {**BATCH, "position_ids": positions}).tolist() == theirs(llama, BATCH).tolist()
+
+
+def test_float64_chooses_in_float32_like_transformers() -> None:
+    model = tiny("llama").double()
+    options = {"max_new_tokens": 30, "repetition_penalty": 1.2}
+    assert ours(model, BATCH, "lookahead", **options).tolist() == theirs(model, BATCH, **options).tolist()
+
+
+# Processors
+
+
+class NoTokenTwiceIn(LogitsProcessor):
+    """A user's own: bans what stands among the last few tokens, and leans towards the sum of the prefix."""
+
+    def __init__(self, last: int = 3) -> None:
+        self.last = last
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.scatter(1, input_ids[:, -self.last :], -torch.inf)
+        scores.scatter_add_(1, input_ids.sum(dim=1, keepdim=True) % scores.shape[1], torch.full_like(scores, 3.0))
+        return scores
+
+
+class InPlace(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, input_ids.shape[1] % scores.shape[1]] += 4.0
+        return scores
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.4},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.5},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "encoder_no_repeat_ngram_size": {  # with a bias to the prompts' tokens, each banned in its own row only
+        "encoder_no_repeat_ngram_size": 1,
+        "sequence_bias": [[[t], 7.0 + t / 50] for t in sorted(set(BATCH["input_ids"].flatten().tolist()))],
+    },
+    "bad_words_ids": {"bad_words_ids": [*([t] for t in range(3, 30)), *([t, t + 1 - t % 2] for t in range(96))]},
+    "min_new_tokens": {"min_new_tokens": 11},
+    "min_length": {"min_length": 17},
+    "suppress_tokens": {"suppress_tokens": list(range(20, 60))},
+    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(30, 96))},
+    "forced_eos_token_id": {"forced_eos_token_id": 7, "eos_token_id": None},
+    "forced_bos_token_id": {"forced_bos_token_id": 7},
+    "sequence_bias": {"sequence_bias": [[[t], 1.5] for t in range(5, 15)] + [[[8, t], 4.0] for t in range(20, 40)]},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (4, 1.5)},
+    "remove_invalid_values": {"remove_invalid_values": True},
+    "renormalize_logits": {"renormalize_logits": True},
+    "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="lefthash")},
+    "watermark by selfhash": {"watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="selfhash")},
+    "prefix_allowed_tokens_fn": {
+        "prefix_allowed_tokens_fn": lambda row, prefix: list(range(3 + row, 96, 2 + (len(prefix) + row) % 2))
+    },
+    "own": {"logits_processor": LogitsProcessorList([NoTokenTwiceIn()])},
+    "in place": {"logits_processor": LogitsProcessorList([InPlace()])},
+    "several": {
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "suppress_tokens": [8, 9],
+        "min_new_tokens": 5,
+        "logits_processor": LogitsProcessorList([NoTokenTwiceIn(2)]),
+        "renormalize_logits": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("inputs", [SINGLE, BATCH], ids=["single", "batch"])
+def test_every_processor_sees_its_own_prefix(llama: Any, name: str, inputs: dict[str, Any]) -> None:
+    options = {"eos_token_id": common_token(llama, inputs), "max_new_tokens": 24, **PROCESSORS[name]}
+    expected = theirs(llama, inputs, **options).tolist()
+    for drafter in ["plain", "lookahead"]:
+        assert ours(llama, inputs, drafter, **options).tolist() == expected
+
+
+def test_the_processors_matter(llama: Any) -> None:
+    """Or the test above would compare nothing."""
+    plain = theirs(llama, BATCH, max_new_tokens=24, eos_token_id=common_token(llama, BATCH)).tolist()
+    idle = {"remove_invalid_values", "renormalize_logits", "forced_bos_token_id"}
+    for name in PROCESSORS.keys() - idle:
+        options = {"eos_token_id": common_token(llama, BATCH), "max_new_tokens": 24, **PROCESSORS[name]}
+        assert theirs(llama, BATCH, **options).tolist() != plain, name
+
+
+def test_forced_bos(llama: Any) -> None:
+    inputs = {"input_ids": torch.tensor([[5]])}
+    expected = theirs(llama, inputs, forced_bos_token_id=7, max_new_tokens=6).tolist()
+    assert expected[0][1] == 7
+    assert ours(llama, inputs, "lookahead", forced_bos_token_id=7, max_new_tokens=6).tolist() == expected
+
+
+# Sampling
+
+WARPERS: list[dict[str, Any]] = [
+    {"top_k": 0},
+    {"top_k": 0, "temperature": 0.7},
+    {"top_k": 9, "temperature": 1.7},
+    {"top_k": 0, "top_p": 0.6, "temperature": 1.3},
+    {"top_k": 0, "min_p": 0.1, "temperature": 0.5},
+    {"top_k": 0, "typical_p": 0.7},
+    {"top_k": 0, "epsilon_cutoff": 0.02, "temperature": 2.0},
+    {"top_k": 0, "eta_cutoff": 0.02},
+    {"top_k": 0, "top_h": 0.4},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.8, "renormalize_logits": True},
+    {"top_k": 20, "temperature": 0.8, "repetition_penalty": 1.2},
+    {"top_k": 0, "temperature": 0.6, "watermarking_config": WatermarkingConfig(bias=2.0)},
+    {"top_k": 5, "temperature": 0.8, "logits_processor": LogitsProcessorList([NoTokenTwiceIn()])},
+]
+
+
+@pytest.mark.parametrize("options", WARPERS, ids=lambda options: "-".join(options))
+def test_sampled_text_is_that_of_plain_decoding(llama: Any, options: dict[str, Any]) -> None:
+    options = {"do_sample": True, "max_new_tokens": 20, "eos_token_id": 11, **options}
+    for inputs, seed in [(SINGLE, 3), (BATCH, 4)]:
+        expected = ours(llama, inputs, "plain", seed=seed, **options).tolist()
+        for drafter in DRAFTERS[1:]:
+            assert ours(llama, inputs, drafter, seed=seed, **options).tolist() == expected
+
+
+@pytest.mark.parametrize("options", WARPERS, ids=lambda options: "-".join(options))
+def test_scores_are_those_of_transformers(llama: Any, options: dict[str, Any]) -> None:
+    """At every token of a sampled text: what Transformers computes after the same prefix."""
+    options = {"do_sample": True, "max_new_tokens": 12, **options}
+    report = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    mine = ours(llama, BATCH, "lookahead", seed=5, **options, **report)
+    text = mine.sequences
+
+    length = BATCH["input_ids"].shape[1]
+    for at in range(text.shape[1] - length):
+        mask = torch.cat([BATCH["attention_mask"], torch.ones_like(text[:, length : length + at])], dim=1)
+        prefix = {"input_ids": text[:, : length + at], "attention_mask": mask}
+        their = theirs(llama, prefix, **{**options, "max_new_tokens": 1}, **report)
+        torch.testing.assert_close(mine.logits[at], their.logits[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mine.scores[at], their.scores[0], atol=1e-3, rtol=1e-3)
+        picked = mine.scores[at].gather(1, text[:, length + at : length + at + 1])
+        assert torch.isfinite(picked).all()
+
+
+@pytest.mark.parametrize("drafter", ["plain", "lookahead"])
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 0, "temperature": 0.8}, {"top_k": 6, "top_p": 0.9, "temperature": 1.4, "repetition_penalty": 1.3}],
+    ids=["temperature", "filters"],
+)
+def test_distribution_is_that_of_transformers(drafter: str, options: dict[str, Any]) -> None:
+    """Pairs of tokens against the probabilities that Transformers samples from; false alarms: 1e-4, seeds fixed."""
+    vocab, draws = 10, 2000
+    model = tiny("llama", vocab)
+    model.config.pad_token_id = model.generation_config.pad_token_id = None
+    prompt = torch.tensor([[3, 4, 5, 3, 4]])
+    options = {"do_sample": True, **options}
+    report = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 1}
+    first = theirs(model, {"input_ids": prompt}, **options, **report).scores[0].softmax(-1)[0]
+    pairs = {}
+    for a in range(vocab):
+        longer = {"input_ids": torch.cat([prompt, torch.tensor([[a]])], dim=1)}
+        second = theirs(model, longer, **options, **report).scores[0].softmax(-1)[0]
+        pairs |= {(a, b): float(first[a] * second[b]) for b in range(vocab)}
+    set_seed(0)
+    seen: Counter[tuple[int, int]] = Counter()
+    for _ in range(draws // 50):
+        text = ours(model, {"input_ids": prompt}, drafter, **options, max_new_tokens=2, num_return_sequences=50)
+        seen.update(tuple(row) for row in text[:, prompt.shape[1] :].tolist())
+    assert all(pairs[pair] > 0 for pair in seen)
+    often = [pair for pair in pairs if pairs[pair] * draws >= 5]
+    observed = [seen[pair] for pair in often] + [sum(n for pair, n in seen.items() if pair not in often)]
+    expected = [pairs[pair] * draws for pair in often]
+    expected.append(draws - sum(expected))
+    if expected[-1] < 5:  # too rare to stand alone
+        rest, other = observed.pop(), expected.pop()
+        observed[-1], expected[-1] = observed[-1] + rest, expected[-1] + other
+    assert chisquare(observed, expected).pvalue > 1e-4
+
+
+def test_drafters_know_the_temperature(llama: Any) -> None:
+    """The dice that a drafter sees must be those of the text, wherever Transformers put the temperature."""
+    seen = []
+
+    class Spy(drafters.load("plain")):  # type: ignore[misc]
+        def begin(self, context: Context) -> None:
+            noise = context._sampler.dice.noise(50)
+            logp = np.linspace(0.0, 40.0, 30)
+            order = context.rank(50, np.arange(30), logp)
+            scale = {t: np.argsort(-(logp / t + noise[:30]), kind="stable").tolist() for t in (0.5, 1.0, 4.0)}
+            seen.append(next(t for t, each in scale.items() if each == order.tolist()))
+
+    for temperature, others in itertools.product([0.5, 1.0, 4.0], [{"top_k": 0}, {"top_k": 7, "min_p": 0.01}]):
+        ours(llama, SINGLE, Spy, do_sample=True, temperature=temperature, seed=1, max_new_tokens=1, **others)
+        assert seen[-1] == temperature
+
+
+def test_seeds(llama: Any) -> None:
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 16, "num_return_sequences": 3}
+    set_seed(1)
+    one, two = ours(llama, BATCH, **options), ours(llama, BATCH, **options)
+    set_seed(1)
+    assert ours(llama, BATCH, "lookahead", **options).tolist() == one.tolist()  # repeatable, for every drafter
+    assert one.tolist() != two.tolist()  # another text at every call
+    assert len({tuple(row) for row in one.tolist()}) == 9  # and in every row
+
+    seeded = ours(llama, BATCH, seed=[5, 2**64 - 1, 7], do_sample=True, max_new_tokens=16)
+    for row, seed in enumerate([5, 2**64 - 1, 7]):  # each row is the text of its seed
+        ids = BATCH["input_ids"][row][BATCH["attention_mask"][row] == 1][None]
+        alone = ours(llama, {"input_ids": ids}, "lookahead", seed=seed, do_sample=True, max_new_tokens=16)
+        assert alone[0, ids.shape[1] :].tolist() == seeded[row, BATCH["input_ids"].shape[1] :].tolist()
+    counted = ours(llama, BATCH, seed=5, do_sample=True, max_new_tokens=16)
+    assert counted.tolist() == ours(llama, BATCH, seed=[5, 6, 7], do_sample=True, max_new_tokens=16).tolist()
+
+    state = torch.get_rng_state()
+    ours(llama, SINGLE, "lookahead")
+    assert torch.equal(state, torch.get_rng_state())  # greedy decoding draws nothing
+    for seed in [-1, 2**64, "5", 1.0, True, [1, 2]]:
+        with pytest.raises(BadParameter, match="seed"):
+            ours(llama, BATCH, seed=seed, do_sample=True)
+
+
+# Stopping
+
+
+class StopAtSum(StoppingCriteria):
+    """Ends a row by its own tokens alone."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids.sum(dim=1) % 7 == 3
+
+
+class StopAtScore(StoppingCriteria):
+    """Ends a text at its most certain token so far, the first few left aside."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        best = torch.stack(scores).amax(dim=2)  # [tokens, batch]
+        return (best[-1] >= best.amax(dim=0)) & (torch.tensor(len(scores)) > 4)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("eos", [False, True], ids=["without eos", "with eos"])
+@pytest.mark.parametrize("inputs", [SINGLE, BATCH, padded(6, 3, 5, 8, 2, seed=9)], ids=["single", "batch", "five"])
+def test_criteria_are_asked_after_every_token(llama: Any, inputs: dict[str, Any], eos: bool, drafter: str) -> None:
+    """Without an EOS criterion Transformers lets rows that have ended go on until all have."""
+    options: dict[str, Any] = {"eos_token_id": common_token(llama, inputs)} if eos else {}
+    for criterion in [StopAtSum(), lambda ids, scores: ids.sum(dim=1) % 5 == 1]:
+        options |= {"stopping_criteria": StoppingCriteriaList([criterion]), "max_new_tokens": 30}
+        assert ours(llama, inputs, drafter, **options).tolist() == theirs(llama, inputs, **options).tolist()
+
+
+def test_criteria_may_read_scores(llama: Any) -> None:
+    options: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 30}
+    options["stopping_criteria"] = StoppingCriteriaList([StopAtScore()])
+    their = theirs(llama, SINGLE, **options)
+    assert their.sequences.shape[1] < SINGLE["input_ids"].shape[1] + 30
+    assert ours(llama, SINGLE, "lookahead", **options).sequences.tolist() == their.sequences.tolist()
+
+
+def test_max_time(llama: Any) -> None:
+    assert ours(llama, BATCH, max_time=0.0).shape[1] == BATCH["input_ids"].shape[1] + 1
+    assert ours(llama, BATCH, "lookahead", max_time=60.0).tolist() == theirs(llama, BATCH, max_time=60.0).tolist()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Byte-level BPE whose tokens are mostly one to three characters."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False, initial_alphabet=[]
+    )
+    bpe.train_from_iterator(["the cat sat on the mat, the dog lay in the sun; cats and dogs and the sea"] * 3, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    fast.padding_side = "left"
+    return fast
+
+
+def test_stop_strings_at_every_offset(llama: Any, tokenizer: Any) -> None:
+    """Strings that begin in one token and end inside another: half of them escape Transformers' assisted decoding."""
+    vocab = len(tokenizer)
+    options: dict[str, Any] = {"max_new_tokens": 14, "suppress_tokens": [0, 1, 2, *range(vocab, VOCAB)]}
+    inputs = tokenizer(["the cat"], return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    text = tokenizer.decode(theirs(llama, inputs, **options)[0, inputs["input_ids"].shape[1] :])
+    assert len(text) > 12
+    strings = {text[i : i + n] for i in range(len(text)) for n in (1, 2, 3, 5)}
+    ends = set()
+    for strings_given in [*([s] for s in sorted(strings)[:40]), sorted(strings, key=len)[-2:]]:
+        expected = theirs(llama, inputs, stop_strings=strings_given, tokenizer=tokenizer, **options)
+        for drafter in ["plain", "lookahead", "jacobi"]:
+            mine = run(llama, inputs, drafter=drafter, stop_strings=strings_given, tokenizer=tokenizer, **options)
+            assert mine.tolist() == expected.tolist()
+        ends.add(expected.shape[1])
+    assert len(ends) > 5
+
+
+def test_stop_strings_in_a_batch_and_in_configs(llama: Any, tokenizer: Any) -> None:
+    inputs = tokenizer(["the cat", "the dog lay in", "sea"], return_tensors="pt", padding=True)
+    inputs.pop("token_type_ids", None)
+    base: dict[str, Any] = {"max_new_tokens": 20, "suppress_tokens": [0, 1, 2, *range(len(tokenizer), VOCAB)]}
+    text = tokenizer.decode(theirs(llama, inputs, **base)[1, inputs["input_ids"].shape[1] :])
+    strings = [text[5:8], text[9:10]]
+    expected = theirs(llama, inputs, stop_strings=strings, tokenizer=tokenizer, **base).tolist()
+    assert run(llama, inputs, stop_strings=strings, tokenizer=tokenizer, **base).tolist() == expected
+    config = GenerationConfig(stop_strings=strings, pad_token_id=PAD, **base)
+    assert hf.run(llama, **inputs, generation_config=config, tokenizer=tokenizer).tolist() == expected
+    assert config.stop_strings == strings
+    llama.generation_config.stop_strings = strings
+    try:
+        assert run(llama, inputs, tokenizer=tokenizer, **base).tolist() == expected
+        with pytest.raises(BadParameter, match="tokenizer"):
+            run(llama, inputs, **base)
+    finally:
+        llama.generation_config.stop_strings = None
+
+
+def test_the_context_ends_a_text_with_a_warning() -> None:
+    model = tiny("gpt2")
+    inputs = padded(120)
+    with pytest.warns(UserWarning, match="context of 128"):
+        text = ours(model, inputs, "lookahead", max_new_tokens=50)
+    assert text.shape[1] == 128
+    assert text.tolist() == theirs(model, inputs, max_new_tokens=8).tolist()
+
+
+# Output
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("inputs", [SINGLE, BATCH], ids=["single", "batch"])
+def test_return_dict(model: Any, inputs: dict[str, Any], drafter: str) -> None:
+    """Scores and logits of every token, those behind the end of a row among them."""
+    options: dict[str, Any] = {"eos_token_id": common_token(model, inputs), "repetition_penalty": 1.1}
+    options |= {"max_new_tokens": 20, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    mine, their = ours(model, inputs, drafter, **options), theirs(model, inputs, **options)
+    assert type(mine) is type(their)
+    assert mine.sequences.tolist() == their.sequences.tolist()
+    assert len(mine.scores) == len(mine.logits) == len(their.scores)
+    for mine_each, their_each in [(mine.scores, their.scores), (mine.logits, their.logits)]:
+        assert isinstance(mine_each, tuple)
+        torch.testing.assert_close(torch.stack(mine_each), torch.stack(their_each), atol=1e-4, rtol=1e-3)
+    assert mine.past_key_values is None
+    assert mine.attentions is None
+    transition = model.compute_transition_scores(mine.sequences, mine.scores, normalize_logits=True)
+    expected = model.compute_transition_scores(their.sequences, their.scores, normalize_logits=True)
+    torch.testing.assert_close(transition, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_return_dict_has_only_what_was_asked_for(llama: Any) -> None:
+    output = ours(llama, SINGLE, return_dict_in_generate=True)
+    assert list(output) == ["sequences"]
+    assert list(ours(llama, SINGLE, return_dict_in_generate=True, output_logits=True)) == ["sequences", "logits"]
+    assert isinstance(ours(llama, SINGLE, output_scores=True), torch.Tensor)
+
+
+class Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.got: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        assert value.device.type == "cpu"
+        self.got.append(value.tolist())
+
+    def end(self) -> None:
+        self.got.append("end")
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("eos", [False, True], ids=["without eos", "with eos"])
+@pytest.mark.parametrize("inputs", [SINGLE, BATCH], ids=["single", "batch"])
+def test_streamers_get_what_transformers_gives_them(
+    llama: Any, inputs: dict[str, Any], eos: bool, drafter: str
+) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 25, "stopping_criteria": StoppingCriteriaList([StopAtSum()])}
+    options |= {"eos_token_id": common_token(llama, inputs)} if eos else {}
+    expected, direct, through = Recorder(), Recorder(), Recorder()
+    theirs(llama, inputs, streamer=expected, **options)
+    ours(llama, inputs, drafter, leapahead_streamer=direct, **options)
+    run(llama, inputs, drafter=drafter, streamer=through, **options)
+    assert direct.got == through.got == expected.got
+
+
+def test_text_streamers(llama: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = {"input_ids": tokenizer(["the cat"], return_tensors="pt")["input_ids"]}
+    base: dict[str, Any] = {"max_new_tokens": 20, "suppress_tokens": [0, 1, 2, *range(len(tokenizer), VOCAB)]}
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
+    options = {**inputs, "streamer": streamer, "drafter": "lookahead", **base}
+    thread = threading.Thread(target=hf.run, args=(llama,), kwargs=options)
+    thread.start()
+    pieces = list(streamer)
+    thread.join()
+    expected = tokenizer.decode(theirs(llama, inputs, **base)[0, inputs["input_ids"].shape[1] :])
+    assert "".join(pieces) == expected
+    assert len([piece for piece in pieces if piece]) > 1
+    ours(llama, inputs, leapahead_streamer=TextStreamer(tokenizer, skip_prompt=True), **base)
+    assert capsys.readouterr().out.strip() == expected.strip()
+
+
+def test_columns_come_as_soon_as_they_are_complete(llama: Any) -> None:
+    """Not all at the end: the criterion sees how many columns have been streamed."""
+    recorder, seen = Recorder(), []
+    watch = StoppingCriteriaList([lambda ids, scores: bool(seen.append(len(recorder.got)))])
+    ours(llama, BATCH, "plain", leapahead_streamer=recorder, stopping_criteria=watch, max_new_tokens=10)
+    assert max(seen) >= 9
+
+
+# Refusals
+
+REFUSALS: dict[str, dict[str, Any]] = {
+    "num_beams": {"num_beams": 2},
+    "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
+    "dola_layers": {"dola_layers": "low"},
+    "guidance_scale": {"guidance_scale": 1.5},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
+    "assistant_early_exit": {"assistant_early_exit": 1},
+    "use_mtp": {"use_mtp": True},
+    "is_assistant": {"is_assistant": True},
+    "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "cache_implementation": {"cache_implementation": "offloaded"},
+    "cache_config": {"cache_config": {"nbits": 4}},
+    "diversity_penalty": {"diversity_penalty": 0.5},
+    "num_beam_groups": {"num_beam_groups": 2},
+    "constraints": {"constraints": [object()]},
+    "force_words_ids": {"force_words_ids": [[5]]},
+    "assistant_ensemble_weight": {"assistant_ensemble_weight": 0.5},
+    "SynthIDTextWatermarkLogitsProcessor": {
+        "watermarking_config": SynthIDTextWatermarkingConfig(keys=[654, 400, 836, 123], ngram_len=5),
+        "do_sample": True,
+    },
+    "past_key_values": {"past_key_values": DynamicCache()},
+    "token_type_ids": {"token_type_ids": torch.zeros(1, 9, dtype=torch.long)},
+    "position_ids": {"position_ids": torch.arange(9)[None] + 1},
+    "drafter 'plain' has no option": {"drafter": "plain", "window": 3},
+    "there is no drafter 'lokahead' .did you mean 'lookahead'": {"drafter": "lokahead"},
+    "did you mean 'window'": {"drafter": "lookahead", "drafter_options": {"windw": 3}},
+    "block=0": {"drafter": "jacobi", "block": 0},
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
+    model = tiny("gpt2")
+    options = {"drafter": "plain", "max_new_tokens": 5, **REFUSALS[name]}
+    with pytest.raises((Refused, BadParameter), match=name):
+        model.generate(**SINGLE, custom_generate=hf.generate, **options)
+
+
+def test_the_other_refusals(llama: Any) -> None:
+    right = {"input_ids": BATCH["input_ids"].flip(1), "attention_mask": BATCH["attention_mask"].flip(1)}
+    with pytest.raises(Refused, match="padding_side"):
+        ours(llama, right)
+    with pytest.raises(BadParameter, match="all padding"):
+        ours(llama, {"input_ids": torch.full((1, 3), 5), "attention_mask": torch.zeros(1, 3, dtype=torch.long)})
+    with pytest.raises(Refused, match="attention_mask of shape"):
+        ours(llama, {"input_ids": SINGLE["input_ids"], "attention_mask": torch.tensor([[0] + [1] * 9])})
+    with pytest.raises((Refused, BadParameter), match="inputs_embeds"):
+        ours(llama, {"inputs_embeds": llama.get_input_embeddings()(SINGLE["input_ids"])})
+    shape = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": VOCAB}
+    t5 = T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0)).eval()
+    with pytest.raises(Refused, match="encoder-decoder"):
+        ours(t5, SINGLE)
+    for name, value in {"assistant_model": llama, "assistant_tokenizer": object(), "synced_gpus": True}.items():
+        with pytest.raises(Refused, match=name):
+            run(llama, SINGLE, **{name: value})
+    for name, value in {"token_healing": True, "cache_implementation": "paged"}.items():
+        with pytest.raises(Refused, match=name):
+            run(llama, SINGLE, **{name: value})
+    with pytest.raises(ValueError, match="windw"):
+        run(llama, SINGLE, windw=3)
+
+
+def test_every_field_of_the_config_is_honoured_or_refused() -> None:
+    """Fails when Transformers brings a new field: put it where it belongs."""
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    groups = [set(hf_fields.HONOURED), set(hf_fields.WITHOUT_EFFECT), set(hf_fields.REFUSED)]
+    assert set.union(*groups) == fields
+    assert sum(map(len, groups)) == len(fields)
+
+
+def test_every_processor_of_transformers_is_known() -> None:
+    """Fails when Transformers brings a new one: read whether it keeps a state, knows the batch, or reads no prefix."""
+    classes = {
+        name
+        for name, each in vars(logits_process).items()
+        if inspect.isclass(each) and issubclass(each, LogitsProcessor) and each is not LogitsProcessor
+    }
+    functions_of_the_prefix = {
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+        "EncoderRepetitionPenaltyLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "EncoderNoRepeatNGramLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "PrefixConstrainedLogitsProcessor",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "ExponentialDecayLengthPenalty",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "WhisperTimeStampLogitsProcessor",
+        "AlternatingCodebooksLogitsProcessor",
+        "WatermarkLogitsProcessor",
+    }
+    assert classes == functions_of_the_prefix | hf_fields.PREFIX_FREE | set(hf_fields.REFUSED_PROCESSORS)
+
+
+def test_every_option_of_a_built_in_drafter_is_a_keyword() -> None:
+    keywords = set(inspect.signature(hf.generate).parameters)
+    for name in drafters.BUILT_IN:
+        assert set(drafters.options(drafters.load(name))) <= keywords, name
+    clashes = keywords & {name for name in vars(GenerationConfig())}
+    assert not clashes
+
+
+def test_a_target_without_trees_refuses_the_drafter_by_name(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours(llama, SINGLE)
+    _, target = hf._targets[llama]
+    monkeypatch.setattr(target, "capabilities", target.capabilities - {TREE})
+    with pytest.raises(Refused, match="lookahead"):
+        ours(llama, SINGLE, "lookahead")
+    assert ours(llama, SINGLE, "jacobi").tolist() == theirs(llama, SINGLE).tolist()
+
+
+# The model is left as it was, and may change
+
+
+def test_a_target_is_made_once_and_goes_with_its_model() -> None:
+    model = tiny("llama")
+    ours(model, SINGLE)
+    _, target = hf._targets[model]
+    ours(model, BATCH, "lookahead")
+    assert hf._targets[model][1] is target
+    gone = weakref.ref(model)
+    entries = len(hf._targets)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert len(hf._targets) == entries - 1
+
+
+def test_the_cache_is_given_back() -> None:
+    model = tiny("llama")
+    ours(model, BATCH, "lookahead")
+    cache = weakref.ref(hf._targets[model][1].engine.cache)
+    gc.disable()
+    try:
+        ours(model, BATCH, "lookahead")
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+def test_weights_dtype_and_attention_may_change() -> None:
+    model = tiny("llama")
+    ours(model, SINGLE, "lookahead")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    assert ours(model, SINGLE, "lookahead").tolist() == theirs(model, SINGLE).tolist()
+    model.set_attn_implementation("eager")
+    assert ours(model, BATCH, "lookahead").tolist() == theirs(model, BATCH).tolist()
+    model.set_attn_implementation("sdpa")
+    model.double()
+    assert ours(model, BATCH, "lookahead").tolist() == theirs(model, BATCH).tolist()
+
+
+def test_training_mode_is_kept_and_dropout_refused() -> None:
+    model = tiny("llama").train()
+    model.model.layers[1].eval()
+    before = [part.training for part in model.modules()]
+    assert ours(model, SINGLE, "lookahead").tolist() == theirs(model, SINGLE).tolist()
+    assert [part.training for part in model.modules()] == before
+    with pytest.raises(Refused, match=r"model\.eval\(\)"):
+        ours(tiny("gpt2").train(), SINGLE)
+
+
+def test_two_threads_share_a_model(llama: Any) -> None:
+    expected = theirs(llama, BATCH, max_new_tokens=30).tolist()
+    results: list[Any] = []
+    work = lambda: results.append(ours(llama, BATCH, "lookahead", max_new_tokens=30).tolist())  # noqa: E731
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 3
+
+
+def test_a_streamer_that_fails_leaves_all_in_order(llama: Any) -> None:
+    class Broken(Recorder):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.got) == 5:
+                raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        ours(llama, BATCH, "lookahead", leapahead_streamer=Broken())
+    assert ours(llama, BATCH, "lookahead").tolist() == theirs(llama, BATCH).tolist()
+
+
+# The string form
+
+
+@pytest.fixture
+def modules_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers copies the code it runs; here, not into the user's home."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+@pytest.mark.usefixtures("modules_cache")
+def test_string_form(llama: Any, tokenizer: Any) -> None:
+    string: dict[str, Any] = {"custom_generate": str(HUB_FOLDER), "trust_remote_code": True, "max_new_tokens": 20}
+    eos = common_token(llama, BATCH)
+    expected = theirs(llama, BATCH, eos_token_id=eos).tolist()
+    stats: list[Stats] = []
+    mine = llama.generate(**BATCH, **string, drafter="lookahead", window=4, stats=stats, eos_token_id=eos)
+    assert mine.tolist() == expected
+    assert len(stats) == 3
+    assert llama.generate(BATCH["input_ids"], **string).tolist() == theirs(llama, BATCH).tolist()
+    streamer, reference = Recorder(), Recorder()
+    llama.generate(**SINGLE, **string, drafter="prompt_lookup", streamer=streamer)
+    theirs(llama, SINGLE, streamer=reference)
+    assert streamer.got == reference.got
+    base: dict[str, Any] = {"suppress_tokens": [0, 1, 2, *range(len(tokenizer), VOCAB)], "tokenizer": tokenizer}
+    text = tokenizer.decode(theirs(llama, SINGLE, **base)[0, -6:])
+    base["stop_strings"] = text[:2]
+    assert llama.generate(**SINGLE, **string, **base).tolist() == theirs(llama, SINGLE, **base).tolist()
+    with pytest.raises(Refused, match="num_beams"):
+        llama.generate(**SINGLE, **string, num_beams=3)
+
+
+@pytest.mark.usefixtures("modules_cache")
+def test_a_model_folder_may_bring_it(llama: Any, tmp_path: Path) -> None:
+    llama.save_pretrained(tmp_path / "model")
+    shutil.copytree(HUB_FOLDER / "custom_generate", tmp_path / "model" / "custom_generate")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
+    stats: list[Stats] = []
+    text = model.generate(SINGLE["input_ids"], drafter="jacobi", block=3, stats=stats, max_new_tokens=12)
+    assert text.tolist() == theirs(llama, SINGLE, max_new_tokens=12).tolist()
+    assert stats[0].drafted > 0
+    again = model.generate(SINGLE["input_ids"], custom_generate=hf.generate, max_new_tokens=12)
+    assert again.tolist() == text.tolist()
+    with pytest.raises(Refused, match="custom_generate"):
+        model.generate(SINGLE["input_ids"], custom_generate="another/one", max_new_tokens=12)
+    assert model.generate(**BATCH, max_new_tokens=20).tolist() == theirs(llama, BATCH).tolist()
+
+
+def test_options_of_any_drafter_may_be_given_to_run(llama: Any) -> None:
+    stats: list[Stats] = []
+    for options in [{"block": 2}, {"drafter_options": {"block": 2, "seed": 4}}]:
+        run(llama, SINGLE, drafter="jacobi", stats=stats, **options)
+    assert all(max(each.accepted_at, default=0) <= 2 for each in stats)
+    assert all(n <= 3 for n in itertools.chain([each.nodes_per_step for each in stats]))

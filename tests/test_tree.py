@@ -1,0 +1,180 @@
+"""Trees against their naive definitions, on random shapes with equal siblings among them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import paths_of, prefixes, trees
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leapahead.errors import DraftError
+from leapahead.tree import Budget, TokenTree, TreeBuilder
+
+some_paths = st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=8)
+budgets = st.builds(Budget, nodes=st.integers(0, 12), depth=st.integers(0, 4), leaves=st.integers(1, 5))
+
+
+def ancestors(tree: TokenTree, node: int) -> list[int]:
+    """By climbing: the root first, the node itself last."""
+    parent = int(tree.parents[node])
+    return [node] if parent < 0 else [*ancestors(tree, parent), node]
+
+
+def siblings_differ(tree: TokenTree) -> bool:
+    keys = list(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
+    return len(set(keys)) == len(keys)
+
+
+@given(trees())
+def test_paths_depths_and_mask_are_those_of_climbing(tree: TokenTree) -> None:
+    for node in range(len(tree)):
+        climbed = ancestors(tree, node)
+        assert tree.path(node) == climbed
+        assert tree.path_tokens(node) == [int(tree.tokens[i]) for i in climbed[1:]]
+        assert tree.depths[node] == len(climbed) - 1
+        assert np.flatnonzero(tree.ancestor_mask[node]).tolist() == climbed
+
+
+@given(trees())
+def test_leaves_are_the_nodes_that_are_nobodys_parent(tree: TokenTree) -> None:
+    assert tree.leaves.tolist() == [node for node in range(len(tree)) if node not in tree.parents.tolist()]
+
+
+@given(trees(), st.integers(0, 4))
+def test_child_is_the_first_child_with_the_token(tree: TokenTree, token: int) -> None:
+    for node in range(len(tree)):
+        found = [i for i in range(1, len(tree)) if tree.parents[i] == node and tree.tokens[i] == token]
+        assert tree.child(node, token) == (found[0] if found else None)
+
+
+@given(trees())
+def test_is_chain_means_one_path_in_order(tree: TokenTree) -> None:
+    assert tree.is_chain == (tree.path(len(tree) - 1) == list(range(len(tree))))
+
+
+def test_the_picture_in_the_docstring() -> None:
+    tree = TokenTree(np.array([9, 1, 2, 3, 4, 5]), np.array([-1, 0, 0, 1, 2, 2]))
+    assert tree.depths.tolist() == [0, 1, 1, 2, 2, 2]
+    assert tree.leaves.tolist() == [3, 4, 5]
+    assert tree.path_tokens(5) == [2, 5]
+
+
+@given(trees(), st.data())
+def test_prune_keeps_a_node_exactly_if_all_its_ancestors_are_kept(tree: TokenTree, data: st.DataObject) -> None:
+    keep = data.draw(st.lists(st.booleans(), min_size=len(tree), max_size=len(tree)))
+    pruned, index = tree.prune(keep)
+    stays = [node for node in range(len(tree)) if all(keep[i] for i in ancestors(tree, node)[1:])]
+    assert np.flatnonzero(index >= 0).tolist() == stays
+    assert index[stays].tolist() == list(range(len(pruned)))
+    for node in stays:
+        assert pruned.path(int(index[node])) == [int(index[i]) for i in tree.path(node)]
+        assert pruned.path_tokens(int(index[node])) == tree.path_tokens(node)
+
+
+@given(trees(), trees())
+def test_paths_of_the_union_are_the_union_of_the_paths(tree: TokenTree, other: TokenTree) -> None:
+    other = TokenTree(np.array([tree.tokens[0], *other.tokens[1:]]), other.parents)
+    union, index = tree.merge(other)
+    assert set(paths_of(union)) == set(paths_of(tree)) | set(paths_of(other))
+    assert TokenTree(union.tokens[: len(tree)], union.parents[: len(tree)]) == tree  # its nodes keep their indices
+    assert [union.path_tokens(i) for i in index.tolist()] == [other.path_tokens(n) for n in range(len(other))]
+
+
+@given(trees(distinct=True), trees(distinct=True))
+def test_the_union_of_tries_is_a_trie_and_of_a_tree_with_itself_the_tree(tree: TokenTree, other: TokenTree) -> None:
+    other = TokenTree(np.array([tree.tokens[0], *other.tokens[1:]]), other.parents)
+    assert siblings_differ(tree.merge(other)[0])
+    assert tree.merge(tree)[0] == tree
+
+
+def test_trees_over_two_roots_do_not_merge() -> None:
+    with pytest.raises(DraftError, match="roots 1 and 2"):
+        TokenTree.root(1).merge(TokenTree.root(2))
+
+
+@given(some_paths)
+def test_from_paths_is_the_trie(paths: list[list[int]]) -> None:
+    tree = TokenTree.from_paths(7, paths)
+    assert tree.tokens[0] == 7
+    assert paths_of(tree) == prefixes(paths)  # each beginning is one node
+
+
+@given(st.lists(st.integers(0, 9), max_size=6))
+def test_a_chain_is_one_path(tokens: list[int]) -> None:
+    chain = TokenTree.chain(5, tokens)
+    assert chain.is_chain
+    assert chain.path_tokens(len(tokens)) == tokens
+    assert chain == TokenTree.from_paths(5, [tokens])
+
+
+def within(tree: TokenTree, budget: Budget) -> bool:
+    return len(tree) - 1 <= budget.nodes and tree.depths.max() <= budget.depth and len(tree.leaves) <= budget.leaves
+
+
+@given(some_paths, budgets)
+def test_a_builder_never_exceeds_its_budget(paths: list[list[int]], budget: Budget) -> None:
+    tree = TokenTree.from_paths(0, paths, budget)
+    assert within(tree, budget)
+    assert siblings_differ(tree)
+    assert set(paths_of(tree)) <= set(prefixes(paths))
+
+
+@given(some_paths, some_paths, budgets)
+def test_a_builder_that_goes_on_from_a_tree_keeps_the_budget(
+    paths: list[list[int]], more: list[list[int]], budget: Budget
+) -> None:
+    tree = TokenTree.from_paths(0, paths, budget)
+    builder = TreeBuilder.of(tree, budget)
+    for path in more:
+        builder.add_path(path)
+    grown = builder.build()
+    assert within(grown, budget)
+    assert grown == TokenTree.from_paths(0, [*paths, *more], budget)  # as if it had never stopped
+
+
+@given(some_paths, budgets)
+def test_a_builder_refuses_only_what_the_budget_forbids(paths: list[list[int]], budget: Budget) -> None:
+    builder = TreeBuilder(0, budget)
+    for path in paths:
+        nodes = builder.add_path(path)
+        tree = builder.build()
+        assert tree.path_tokens(nodes[-1] if nodes else 0) == path[: len(nodes)]
+        if len(nodes) < len(path):  # the next node would have broken the budget
+            parent = nodes[-1] if nodes else 0
+            larger = TokenTree(np.append(tree.tokens, path[len(nodes)]), np.append(tree.parents, parent))
+            assert not within(larger, budget)
+
+
+def test_adding_what_is_there_costs_nothing_and_is_allowed_beyond_the_budget() -> None:
+    builder = TreeBuilder(0, Budget(nodes=2))
+    assert builder.add_path([1, 2]) == [1, 2]
+    assert builder.add_path([1, 2, 3]) == [1, 2]
+    assert builder.add(0, 5) is None
+    assert len(builder) == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents"),
+    [
+        ([], []),
+        ([1, 2], [-1]),
+        ([1], [0]),
+        ([1, 2], [-1, -1]),
+        ([1, 2], [-1, 1]),
+        ([1, 2, 3], [-1, 2, 0]),
+        ([1, 2], [0, -1]),
+        ([[1, 2]], [[-1, 0]]),
+    ],
+)
+def test_arrays_that_are_no_tree_are_refused(tokens: list[int], parents: list[int]) -> None:
+    with pytest.raises(DraftError):
+        TokenTree(np.array(tokens, dtype=np.int64), np.array(parents, dtype=np.int64))
+
+
+def test_equality_is_of_tokens_and_parents() -> None:
+    assert TokenTree.chain(1, [2, 3]) == TokenTree.chain(1, [2, 3])
+    assert TokenTree.chain(1, [2, 3]) != TokenTree.from_paths(1, [[2], [3]])
+    assert TokenTree.chain(1, [2, 3]) != TokenTree.chain(1, [2, 4])
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(TokenTree.root(1))

@@ -1,0 +1,193 @@
+"""Writes what can be computed into README and docs: help texts, the file tour, the tables of measured figures.
+
+Between `<!-- generated: NAME -->` and `<!-- end -->` nobody writes by hand. `python tools/docs.py` renews the blocks;
+`--check` only says whether they are what they should be, and a test does that.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from click.testing import CliRunner
+
+from leapahead import drafters
+from leapahead.cli import main as cli
+from leapahead.cli.drafters import describe
+
+BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+FILES = ("README.md", "docs/structure.md", "docs/command-line.md", "docs/drafters.md")
+
+# The order of the rooms, from the ground up: each imports only what stands above it.
+ROOMS = [
+    "__init__",
+    "errors",
+    "tree",
+    "verify",
+    "sampling",
+    "stats",
+    "target",
+    "drafter",
+    "stop",
+    "decode",
+    "drafters",
+    "targets",
+    "text",
+    "generate",
+    "prompts",
+    "ties",
+    "check",
+    "compare",
+    "integrations",
+    "lab",
+    "train",
+    "cli",
+    "__main__",
+]
+
+
+def file_tour(root: Path) -> str:
+    """One line a file, from its docstring."""
+    source = root / "src/leapahead"
+    lines = []
+    for room in ROOMS:
+        files = [source / f"{room}.py"] if (source / f"{room}.py").is_file() else sorted((source / room).rglob("*.py"))
+        for file in sorted(files, key=lambda f: f.name != "__init__.py"):
+            says = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+            if says:
+                first = " ".join(says.split("\n\n")[0].split())
+                lines.append(f"| [`{file.relative_to(source)}`](../{file.relative_to(root)}) | {first} |")
+    return "\n".join(["| file | what it is |", "|---|---|", *lines])
+
+
+def command_line(_: Path) -> str:
+    """`--help` of every command."""
+    runner = CliRunner()
+    parts = []
+    for words in [[], *([name] for name in cli.commands)]:
+        result = runner.invoke(cli, [*words, "--help"], prog_name="leapahead", terminal_width=100, color=False)
+        heading = " ".join(["leapahead", *words])
+        parts.append(f"## {heading}\n\n```\n{result.output.rstrip()}\n```")
+    return "\n\n".join(parts)
+
+
+def drafter_list(_: Path) -> str:
+    """Every built-in drafter with its options, from the docstrings."""
+    parts = []
+    for name in drafters.BUILT_IN:
+        drafter = describe(drafters.load(name))
+        rows = drafter["options"]
+        table = [f"| `{row['name']}` | `{row['default']}` | {row['meaning']} |" for row in rows]
+        head = ["| option | default | meaning |", "|---|---|---|"] if rows else []
+        needs = ", ".join(drafter["needs"]) or "nothing"
+        lines = [f"### {name}", "", drafter["summary"], f"Needs from the target: {needs}.", "", *head, *table]
+        parts.append("\n".join(lines).rstrip())
+    return "\n\n".join(parts)
+
+
+def _figures(root: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((root / "docs/figures.json").read_text(encoding="utf-8"))
+    return data
+
+
+def acceptance_table(root: Path) -> str:
+    """Acceptance lengths, from docs/figures.json."""
+    data = _figures(root)
+    lines = ["| prompts | temperature | drafter | acceptance length | nodes per step | distinct 4-grams |"]
+    lines.append("|---|---|---|---|---|---|")
+    for row in data["acceptance"]:
+        if row["name"] == "plain" or row["ignore_eos"]:
+            continue
+        lines.append(
+            f"| {row['task']} | {row['temperature']:g} | {row['name']} | {row['acceptance_length']:.2f} | "
+            f"{row['nodes_per_step']:.0f} | {row['distinct_4']:.2f} |"
+        )
+    return "\n".join([*lines, "", f"Conditions: {data['conditions']['acceptance']}"])
+
+
+def check_table(root: Path) -> str:
+    """Equality with plain decoding, from docs/figures.json."""
+    data = _figures(root)
+    lines = ["| temperature | batch | drafter | tokens compared | mismatches | ties |", "|---|---|---|---|---|---|"]
+    for row in data["check"]:
+        lines.append(
+            f"| {row['temperature']:g} | {row['batch']} | {row['drafter']} | {row['tokens']:,} | {row['mismatches']} | "
+            f"{row['ties']} |"
+        )
+    return "\n".join([*lines, "", f"Conditions: {data['conditions']['check']}"])
+
+
+def overhead_table(root: Path) -> str:
+    """What a step costs outside the forward, from docs/figures.json."""
+    data = _figures(root)
+    lines = [
+        "| context | temperature | outside the forward | forward of one token | share | forward of 64 nodes | share |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
+    for row in data["overhead"]:
+        lines.append(
+            f"| {row['context']:,} | {row['temperature']:g} | {row['outside_ms']:.2f} ms | "
+            f"{row['single_forward_ms']:.1f} ms | {100 * row['of_single_forward']:.1f} % | "
+            f"{row['forward_ms']:.1f} ms | {100 * row['of_this_forward']:.2f} % |"
+        )
+    return "\n".join([*lines, "", f"Conditions: {data['conditions']['overhead']}"])
+
+
+def cost_table(root: Path) -> str:
+    """T(n)/T(1), from docs/figures.json."""
+    data = _figures(root)
+    curve = {int(n): ms for n, ms in data["cost_curve"].items()}
+    sizes = sorted(curve)
+    lines = ["| nodes in the step | " + " | ".join(map(str, sizes)) + " |", "|---|" + "---|" * len(sizes)]
+    lines.append("| cost, one token = 1 | " + " | ".join(f"{curve[n] / curve[1]:.2f}" for n in sizes) + " |")
+    return "\n".join([*lines, "", f"Conditions: {data['conditions']['cost_curve']}"])
+
+
+def example_output(root: Path) -> str:
+    """What the README's example printed, from docs/figures.json."""
+    return f"```text\n{_figures(root)['example'].rstrip()}\n```"
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "file-tour": file_tour,
+    "command-line": command_line,
+    "drafters": drafter_list,
+    "acceptance": acceptance_table,
+    "check": check_table,
+    "overhead": overhead_table,
+    "cost-curve": cost_table,
+    "example": example_output,
+}
+
+
+def renewed(text: str, root: Path) -> str:
+    """`text` with every generated block as it should be."""
+    return BLOCK.sub(lambda m: f"{m[1]}{BLOCKS[m['name']](root)}\n{m[3]}", text)
+
+
+@click.command()
+@click.option("--root", type=click.Path(path_type=Path, exists=True), default=Path(), help="The checkout.")
+@click.option("--check", is_flag=True, help="Change nothing; exit 1 if a block is stale.")
+def main(root: Path, check: bool) -> None:
+    """Renew the generated blocks of README and docs."""
+    stale = []
+    for name in FILES:
+        path = root / name
+        text = path.read_text(encoding="utf-8")
+        new = renewed(text, root)
+        if new != text:
+            stale.append(name)
+            if not check:
+                path.write_text(new, encoding="utf-8")
+    click.echo(f"{'stale' if check else 'renewed'}: {', '.join(stale) or 'nothing'}")
+    if check and stale:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
