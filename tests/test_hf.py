@@ -172,6 +172,10 @@ def test_padding_is_inferred_as_in_transformers(llama: Any) -> None:
 
 def test_float64_chooses_in_float32_like_transformers() -> None:
     model = tiny("llama").double()
+    first = int(theirs(model, SINGLE)[0, SINGLE["input_ids"].shape[1]])
+    with torch.no_grad():  # the last token's logit is larger, by less than float32 can tell
+        model.lm_head.weight[VOCAB - 1] = model.lm_head.weight[first] * (1 + 1e-12)
+    assert ours(model, SINGLE).tolist() == theirs(model, SINGLE).tolist()
     options = {"max_new_tokens": 30, "repetition_penalty": 1.2}
     assert ours(model, BATCH, "lookahead", **options).tolist() == theirs(model, BATCH, **options).tolist()
 
@@ -562,12 +566,14 @@ def test_text_streamers(llama: Any, tokenizer: Any, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.strip() == expected.strip()
 
 
-def test_columns_come_as_soon_as_they_are_complete(llama: Any) -> None:
-    """Not all at the end: the criterion sees how many columns have been streamed."""
+@pytest.mark.parametrize("eos", [False, True], ids=["without eos", "with eos"])
+def test_columns_come_as_soon_as_they_are_complete(llama: Any, eos: bool) -> None:
+    """Not all at the end, nor held back by a row that has ended: the criterion sees how many have been streamed."""
     recorder, seen = Recorder(), []
     watch = StoppingCriteriaList([lambda ids, scores: bool(seen.append(len(recorder.got)))])
-    ours(llama, BATCH, "plain", leapahead_streamer=recorder, stopping_criteria=watch, max_new_tokens=10)
-    assert max(seen) >= 9
+    options: dict[str, Any] = {"eos_token_id": common_token(llama, BATCH)} if eos else {}
+    text = ours(llama, BATCH, "plain", leapahead_streamer=recorder, stopping_criteria=watch, **options)
+    assert max(seen) == text.shape[1] - BATCH["input_ids"].shape[1]  # the prompt, and all columns but the last
 
 
 # Refusals
@@ -742,16 +748,19 @@ def test_training_mode_is_kept_and_dropout_refused() -> None:
         ours(tiny("gpt2").train(), SINGLE)
 
 
-def test_two_threads_share_a_model(llama: Any) -> None:
-    expected = theirs(llama, BATCH, max_new_tokens=30).tolist()
+def test_calls_on_one_model_do_not_share_a_cache(llama: Any) -> None:
+    """Calls inside each other, as from a criterion, and calls in several threads."""
+    expected, inner = theirs(llama, BATCH).tolist(), theirs(llama, SINGLE).tolist()
     results: list[Any] = []
-    work = lambda: results.append(ours(llama, BATCH, "lookahead", max_new_tokens=30).tolist())  # noqa: E731
-    threads = [threading.Thread(target=work) for _ in range(3)]
+    call = lambda *_: bool(results.append(ours(llama, SINGLE, "jacobi").tolist()))  # noqa: E731
+    assert ours(llama, BATCH, "jacobi", stopping_criteria=StoppingCriteriaList([call])).tolist() == expected
+    assert len(results) == 60
+    threads = [threading.Thread(target=call) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == [expected] * 3
+    assert results == [inner] * 63
 
 
 def test_a_streamer_that_fails_leaves_all_in_order(llama: Any) -> None:

@@ -47,7 +47,7 @@ class Gap:
 
     Attributes:
         gap: score of plain decoding's token minus the other's, computed in plain decoding's way.
-        noise: the largest change of such a difference, of this or other likely tokens, among equal ways of computing it.
+        noise: the largest change of a difference between two likely tokens, among equal ways of computing it.
         tie: whether rounding explains the difference.
     """
 
@@ -83,6 +83,8 @@ def measure(
         here, scores = _host(plain), _scores(session.sampler, plain)
         with np.errstate(invalid="ignore"):
             gap = float(scores[pair[0]] - scores[pair[1]])
+        if (dice := session.sampler.dice) is not None:  # they are no part of the noise: equal in every way
+            gap += float(dice.noise(len(session.tokens))[pair[0]] - dice.noise(len(session.tokens))[pair[1]])
         near = np.union1d(np.argsort(-here)[:NEAR], pair)
         xp = array_namespace(plain)
         share = min(CEILING_STEPS * float(xp.finfo(plain.dtype).eps), CEILING_SHARE)
@@ -97,9 +99,8 @@ def measure(
 
 
 def _scores(sampler: Sampler, row: Array) -> npt.NDArray[np.float64]:
-    """float64 [vocab]; what the choice is made from."""
-    scores = _host(sampler.scores(row, TokenTree.root(sampler.tokens[-1]), np.array([0])))
-    return scores if sampler.dice is None else scores + sampler.dice.noise(len(sampler.tokens))
+    """float64 [vocab]; what the choice is made from, but for the dice."""
+    return _host(sampler.scores(row, TokenTree.root(sampler.tokens[-1]), np.array([0])))
 
 
 def _spread(

@@ -183,6 +183,7 @@ class NativeState:
         tokens: of the sequence, live.
         length: committed tokens that the state holds.
         memory: the state.
+        broken: a forward failed half way, so that the memory is of no use.
         logits: after the root [1, vocab], from the step to the commit.
     """
 
@@ -190,6 +191,7 @@ class NativeState:
         self.tokens = tokens
         self.length = 0
         self.memory: Any = None
+        self.broken = False
         self.logits: Tensor | None = None
 
     def commit(self, path: Sequence[int]) -> None:
@@ -236,15 +238,21 @@ class NativeEngine:
         for state, tree in zip(states, trees, strict=True):
             assert len(tree) == 1, "this target takes no drafts"
             if state.logits is None:  # a root that was read already cannot be read twice
-                if self.shared and self.owner is not state:
-                    length, state.length = state.length, 0
-                    self._begin(state)
-                    if length:
-                        self._read(state, state.tokens[:length])
-                    state.length = length
+                if state.broken or (self.shared and self.owner is not state):
+                    self._read_again(state)
                 state.logits = self._read(state, [int(tree.tokens[0])])
             logits.append(state.logits)
         return logits
+
+    def _read_again(self, state: NativeState) -> None:
+        """Makes the memory of a session anew from its tokens."""
+        length, state.length, state.broken = state.length, 0, True
+        try:
+            self._begin(state)
+            if length:
+                self._read(state, state.tokens[:length])
+        finally:
+            state.length = length
 
     def forget(self) -> None:
         self.owner = None
@@ -255,13 +263,14 @@ class NativeEngine:
         state.memory = None if own else DynamicCache(config=self.config)
         if self.shared:
             self.owner = state
-            self.model(
-                **inputs(self.model, np.zeros((1, 1), dtype=np.int64), 0, self.device), use_cache=False
-            )  # resets
+            one = inputs(self.model, np.zeros((1, 1), dtype=np.int64), 0, self.device)
+            self.model(**one, use_cache=False)  # empties the modules' state
 
     def _read(self, state: NativeState, tokens: list[int]) -> Tensor:
         given = inputs(self.model, np.array([tokens]), state.length, self.device)
+        state.broken = True
         output = self.model(**given, **{str(self.name): state.memory}, use_cache=True)
+        state.broken = False
         if not isinstance(state.memory, DynamicCache):
             state.memory = output[self.name]
         last: Tensor = output.logits[0, -1:]

@@ -28,6 +28,7 @@ MASKS = {"sdpa": True, "eager": False}
 # Layers without attention: they keep nothing, so they need no mask and no cache.
 STATELESS_LAYERS = {"moe", "mlp", "dummy"}
 
+
 def text_config(model: Any) -> Any:
     """The configuration of the language part of a model."""
     return model.config.get_text_config(decoder=True)

@@ -7,9 +7,9 @@
     row 3      c c c c c c c|n n n n n|. .                         f  a closed sequence's, kept for the next one that
                `------- a view of rows and slots -------´            begins with the same tokens
 
-A forward of the rows [first, first + batch) writes n new entries of every row at that row's own [length, length + n) and
-reads the view [first, first + batch) x [0, longest + n) without copying it: the attention mask hides what is not a row's
-own. For that, rows that step together lie side by side; they are exchanged only when the set of rows changes.
+A forward of the rows [first, first + batch) writes n new entries of every row at that row's own [length, length + n)
+and reads the view [first, first + batch) x [0, longest + n) without copying it: the attention mask hides what is not a
+row's own. For that, rows that step together lie side by side; they are exchanged only when the set of rows changes.
 Sliding-window layers keep everything as well: the window lives in the mask.
 
 This room knows Transformers' `Cache` interface and tensors; it knows neither models nor trees.

@@ -28,7 +28,7 @@ from leapahead.targets.engines import Engine, inputs
 from leapahead.tree import IntArray, TokenTree
 
 # Logits may be this far apart in any case, in standard deviations of the logits, ...
-FLOOR = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+FLOOR = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 # (token by token it is the model's own state that is tested, and a recurrence has other formulas for many tokens) ...
 RECURRENT_FLOOR = 0.05
 # ... or so many times as far as the model's own logits are when it computes them in a batch of another shape.
@@ -72,12 +72,14 @@ class Result:
         return self.error <= self.tolerance  # false for NaN
 
 
-def run(engine: Engine, model: Any, ids: IntArray, prompts: tuple[int, int]) -> Result:
+def run(engine: Engine, model: Any, ids: IntArray, prompts: tuple[int, int], cached: Engine | None = None) -> Result:
     """Tests `engine` on `model`.
 
     Args:
         ids: token ids that mean nothing special to the model.
         prompts: lengths of the two sequences' prompts.
+        cached: compare with this engine, one sequence after the other, instead of with plain forwards. For models
+            whose own logits depend on what follows: then their own state, one token at a time, is what is preserved.
     """
     rng = np.random.default_rng(0)
 
@@ -104,7 +106,7 @@ def run(engine: Engine, model: Any, ids: IntArray, prompts: tuple[int, int]) -> 
     finally:
         for state in states:
             state.close()
-    theirs, noise = reference(model, paths)
+    theirs, noise = reference(model, paths) if cached is None else one_by_one(cached, paths)
     mine = torch.stack(ours).to(theirs)
     real = theirs.abs() < BANNED
     if (real != (mine.abs() < BANNED)).any():
@@ -133,6 +135,22 @@ def reference(model: Any, paths: Sequence[Sequence[int]]) -> tuple[Tensor, Tenso
     alone = own_logits(model, batch[longest : longest + 1])[0]
     noise = (alone - logits[longest]).abs().where(alone.abs() < BANNED, 0).max()
     return logits[rows, [len(path) - 1 for path in paths]], noise
+
+
+def one_by_one(engine: Engine, paths: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """The same by `engine`, for paths that are two sequences in turns, each a token longer than the last."""
+    rows: dict[int, Tensor] = {}
+    for first in (0, 1):
+        tokens = list(paths[first])
+        state = engine.open(tokens)[0]
+        for index in range(first, len(paths), 2):
+            tokens += paths[index][len(tokens) :]
+            rows[index] = engine.forward([state], [TokenTree.root(tokens[-1])])[0][0]
+            state.commit([0])
+        state.close()
+    logits = torch.stack([rows[index] for index in range(len(paths))])
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits, logits.new_zeros(())
 
 
 def own_logits(model: Any, tokens: IntArray) -> Tensor:

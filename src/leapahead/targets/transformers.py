@@ -84,12 +84,14 @@ class TransformersTarget:
             raise BadParameter(f"max_batch={max_batch} is not possible: it must be at least 1, or None for no limit")
         self.model = model
         self.config = families.text_config(model)
-        self.name = name or self.config.name_or_path or type(model).__name__
+        self.name = name or model.config.name_or_path or type(model).__name__
         self.context_length = families.context_length(self.config)
         self.max_leaves = UNLIMITED
         self.max_batch = max_batch
         if model.config.is_encoder_decoder:
             raise Refused(f"{self.name} is an encoder-decoder model; leapahead decodes causal language models")
+        if not model._is_stateful:
+            families.attention_implementation(model)
         model.eval()
         self.refusals: dict[str, str] = {}
         with torch.no_grad(), self._memory("the test of the model", 1):
@@ -144,8 +146,6 @@ class TransformersTarget:
                 for session, tree, rows in zip(sessions, trees, logits, strict=True)
             ]
         ).numpy(force=True)
-        # Where nothing can be chosen, `Choices` shall complain if the node is ever read: as if not chosen yet.
-        chosen = np.where(chosen < 0, -2, chosen)
         return list(np.split(chosen, np.cumsum([len(tree) for tree in trees])[:-1]))
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
@@ -166,13 +166,17 @@ class TransformersTarget:
     def _tested_engine(self) -> Any:
         """The most able engine that gives the model's own logits."""
         patterns = families.patterns(self.config)
-        windows = [p.window or p.chunk or 0 for p in (patterns or {}).values()]
-        prompts = (min(max(windows, default=0), 24) + 3, 1)  # a small window shall be left behind
+        reaches = [pattern.window or pattern.chunk or UNLIMITED for pattern in (patterns or {}).values()]
+        small = [reach for reach in reaches if reach <= 24]
+        prompts = (max(small, default=1) + 3, 1)  # a small window shall be left behind
         ids = self._ordinary_ids()
+        # Only a cached token is final where attention is sparse by ranks, or where the model has a state.
+        plain = patterns is None or self.model._is_stateful
         for name, build in self._engines(patterns):
             try:
                 engine = build()
-                result = selftest.run(engine, self.model, ids, prompts)
+                cached = NativeEngine(self.model, self.config, shared=True) if plain else None
+                result = selftest.run(engine, self.model, ids, prompts, cached)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:

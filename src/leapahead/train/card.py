@@ -94,6 +94,12 @@ def card(name: str, model: TinyLlama, state: State, report: dict[str, Any], data
         f"{state.seconds / 60:.0f} minutes on {data['cores']} CPU cores, partly busy with other work.\n"
         f"Muon for the matrices, AdamW for the embedding and the norms; warm-up, plateau, linear decay; {loss}.\n"
     )
+    if state.unloop_steps:
+        training_text += (
+            f"Then {state.unloop_steps} steps of sequence-level unlikelihood (Welleck et al., 2019) in "
+            f"{state.unloop_minutes:.0f} minutes: next to the\nlikelihood of real text, each lowers the probability of "
+            "tokens that repeat a 4-gram in the model's own greedy\ncompletions of prompts from the training data.\n"
+        )
     measured_text = (
         "Greedy completions of at most 128 tokens by transformers' `generate`, without penalties, computed in float32\n"
         "from the shipped weights. Distinct 4-grams are unique over all 4-grams of the generated tokens, averaged\n"
@@ -160,7 +166,8 @@ def write_cards(
                 if texts
             }
         report["training"] = {
-            "tokens": state.tokens, "steps": state.step, "minutes": round(state.seconds / 60, 1), **data
+            "tokens": state.tokens, "steps": state.step, "minutes": round(state.seconds / 60, 1),
+            "unloop_steps": state.unloop_steps, "unloop_minutes": round(state.unloop_minutes, 1), **data
         }  # fmt: skip
         text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
         (out / name / REPORT_NAME).write_text(text, encoding="utf-8")

@@ -66,6 +66,8 @@ class State:
     loss: float = math.nan
     done: bool = False
     losses: list[tuple[int, float]] = field(default_factory=list)
+    unloop_steps: int = 0
+    unloop_minutes: float = 0.0
 
 
 class Reader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from leapahead.train.data import Corpus, epoch_tokens, read_corpus, stdlib_folder, tokenizer_texts
@@ -51,12 +52,42 @@ def load_tokenizer(corpus: Corpus, work: Path, resume: bool) -> Tokenizer:
     return tokenizer
 
 
+def unlooped(
+    target: TinyLlama,
+    state: State,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    work: Path,
+    minutes: float,
+    steps: int | None,
+    seed: int,
+    resume: bool,
+    console: Console,
+) -> None:
+    """Run the stage against loops on ``target`` in place, or load its outcome where the run is resumed."""
+    from leapahead.train.unloop import Prompts, unloop
+
+    path = work / "tiny-unlooped.safetensors"
+    if resume and path.exists():
+        target.load_state_dict(load_file(path))
+        state.unloop_steps, state.unloop_minutes = json.loads(path.with_suffix(".json").read_text())
+        return
+    row = epoch_tokens(corpus, tokenizer, seed + 500)
+    state.unloop_steps, state.unloop_minutes = unloop(
+        target, Prompts(corpus, tokenizer), row, minutes=minutes, steps=steps, seed=seed, console=console
+    )
+    save_file(target.state_dict(), path)
+    path.with_suffix(".json").write_text(json.dumps([state.unloop_steps, state.unloop_minutes]))
+
+
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Gets tiny/, tiny-draft/ and work/.")
 @click.option("--stdlib", type=click.Path(exists=True, path_type=Path), help="Default: this Python's library.")
 @click.option("--gsm8k", type=click.Path(exists=True, path_type=Path), help="GSM8K's train split as JSON lines.")
 @click.option("--minutes", type=float, help="Time for the target; default 50 unless --steps is given.")
 @click.option("--steps", type=int, help="Optimizer steps for the target instead of --minutes; repeatable.")
+@click.option("--unloop-minutes", type=float, default=15.0, show_default=True, help="Time against loops; 0 for none.")
+@click.option("--unloop-steps", type=int, help="Steps against loops instead.")
 @click.option("--draft-minutes", type=float, default=12.0, show_default=True, help="Time for the draft.")
 @click.option("--draft-steps", type=int, help="Optimizer steps for the draft instead.")
 @click.option("--draft/--no-draft", default=True, show_default=True, help="Whether to train the draft, too.")
@@ -73,6 +104,8 @@ def main(
     gsm8k: Path | None,
     minutes: float | None,
     steps: int | None,
+    unloop_minutes: float,
+    unloop_steps: int | None,
     draft_minutes: float,
     draft_steps: int | None,
     draft: bool,
@@ -97,6 +130,8 @@ def main(
 
     plan = Plan(minutes=None if steps else minutes or 50.0, steps=steps, decay=decay, seed=seed, compile=compile_)
     target, target_state = train("tiny", TARGET, plan, source, work, resume=resume, console=console)
+    if unloop_minutes or unloop_steps:
+        unlooped(target, target_state, corpus, tokenizer, work, unloop_minutes, unloop_steps, seed, resume, console)
     export(target, tokenizer, out / "tiny")
     models: dict[str, tuple[TinyLlama, State]] = {"tiny": (target, target_state)}
     if draft:
