@@ -714,12 +714,22 @@ def test_a_target_is_made_once_and_goes_with_its_model() -> None:
 
 def test_the_cache_is_given_back() -> None:
     model = tiny("llama")
+    tensors: list[weakref.ref[torch.Tensor]] = []
     ours(model, BATCH, "lookahead")
-    cache = weakref.ref(hf._targets[model][1].engine.cache)
+    target = hf._targets[model][1]
+    write = target.engine.cache.write
+
+    def noting(place: tuple[int, int], states: torch.Tensor) -> torch.Tensor:
+        entries = write(place, states)
+        tensors.append(weakref.ref(target.engine.cache._place[place][0].entries))
+        return entries
+
+    target.engine.cache.write = noting
     gc.disable()
     try:
         ours(model, BATCH, "lookahead")
-        assert cache() is None
+        assert tensors
+        assert all(tensor() is None for tensor in tensors)
     finally:
         gc.enable()
 

@@ -40,8 +40,6 @@ from leapahead.integrations.hf_batch import Batch, Streaming
 from leapahead.integrations.hf_fields import FIELDS, SYNCED, refuse, refuse_field
 from leapahead.stats import Stats
 from leapahead.target import require
-from leapahead.targets.engines import CachedEngine
-from leapahead.targets.kv_cache import KVCache
 from leapahead.targets.transformers import TransformersTarget
 
 
@@ -261,20 +259,12 @@ def _target(model: Any) -> Iterator[TransformersTarget]:
     with _evaluating(model):
         if target is None or found != shape:
             target = TransformersTarget(proxy(model), name=config.name_or_path or type(model).__name__)
-            _forget(target)
+            target.forget()
         try:
             yield target
         finally:
-            _forget(target)
+            target.forget()
             _targets[model] = (shape, target)
-
-
-def _forget(target: TransformersTarget) -> None:
-    """Gives the target an empty cache and the memory of the old one back."""
-    if isinstance(target.engine, CachedEngine):
-        old, target.engine.cache = target.engine.cache, KVCache(target.max_batch)
-        old.layers.clear()  # they refer to their cache: without these two lines its tensors would wait for the
-        old.layer_class_to_replicate = None  # garbage collector
 
 
 @contextmanager

@@ -33,17 +33,17 @@ PARTS = ("check", "acceptance", "overhead", "speed", "example")
 @click.option("--data", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="A JSON file, renewed.")
 @click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only this; the rest stays as it is.")
-@click.option("--limit", type=int, default=82, show_default=True, help="Prompts of each task.")
-def main(data: Path, out: Path, parts: tuple[str, ...], limit: int) -> None:
+@click.option("--limit", type=int, default=40, show_default=True, help="Prompts of each task.")
+@click.option("--check-limit", type=int, default=30, show_default=True, help="The same, of the check.")
+def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit: int) -> None:
     """Measure the bundled model and the cost of a step, and write the figures with their conditions."""
     console = Console(stderr=True)
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {"conditions": {}}
-    prompts = tasks.load(data, limit)
+    prompts, checked = tasks.load(data, limit), tasks.load(data, check_limit)
     machine = (
         f"{_cpu()}, {torch.get_num_threads()} threads; leapahead {__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}"
     )
-    counts = " and ".join(f"{len(texts)} {task}" for task, texts in prompts.items())
     llm = LLM(dtype="float32")
 
     def save(**values: Any) -> None:
@@ -55,19 +55,20 @@ def main(data: Path, out: Path, parts: tuple[str, ...], limit: int) -> None:
     for part in parts or PARTS:
         console.rule(part)
         if part == "check":
-            rows = _check(llm, prompts, console)
+            rows = _check(llm, checked, console)
             save(
                 check=rows,
                 conditions={
-                    "check": f"bundled model, float32, {counts} prompts, up to 128 new tokens, seed 0; {machine}."
+                    "check": f"bundled model, float32, {_counts(checked)} prompts, up to 128 new tokens, "
+                    f"seed 0; {machine}."
                 },
             )
         elif part == "acceptance":
             save(
-                acceptance=acceptance(llm, prompts, ignore_eos=(False, True)),
+                acceptance=acceptance(llm, prompts),
                 conditions={
-                    "acceptance": f"bundled model, float32, {counts} prompts, up to 128 new tokens, stopping at EOS, "
-                    f"seed 1, prefill not counted, every text equal to plain decoding's; {machine}."
+                    "acceptance": f"bundled model, float32, {_counts(prompts)} prompts, up to 128 new tokens, "
+                    f"stopping at EOS, seed 1, prefill not counted, every text equal to plain decoding's; {machine}."
                 },
             )
         elif part == "overhead":
@@ -138,6 +139,10 @@ def _speed(llm: LLM) -> list[dict[str, Any]]:
             {"drafter": drafter, "acceptance_length": round(result.stats.acceptance_length, 3), **found.as_dict()}
         )
     return rows
+
+
+def _counts(prompts: dict[str, list[str]]) -> str:
+    return " and ".join(f"{len(texts)} {task}" for task, texts in prompts.items())
 
 
 def _printed(readme: str) -> str:

@@ -61,7 +61,8 @@ class Shape:
             "bos_token_id": eos_token_id,
             "eos_token_id": eos_token_id,
             "pad_token_id": eos_token_id,
-            "torch_dtype": "bfloat16",
+            # Stored in bfloat16, computed in float32: it holds the weights exactly, and texts are equal in it.
+            "torch_dtype": "float32",
         }
 
 
