@@ -41,7 +41,7 @@ def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit:
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {"conditions": {}}
     prompts, checked = tasks.load(data, limit), tasks.load(data, check_limit)
     machine = (
-        f"{_cpu()}, {torch.get_num_threads()} threads; leapahead {__version__}, torch {torch.__version__}, "
+        f"{_cpu()}, {torch.get_num_threads()} of them used; leapahead {__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}"
     )
     llm = LLM(dtype="float32")
