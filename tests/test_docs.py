@@ -40,7 +40,7 @@ def test_a_stale_block_is_noticed(tmp_path: Path) -> None:
 
 def test_the_drafter_of_the_tutorial_runs() -> None:
     (code, *_) = python_blocks(ROOT / "docs/write-a-drafter.md")
-    done = run("-W", "error", "-c", code + "\nassert result.stats.accepted > 0, result.stats\n")
+    done = run("-W", "error", "-c", code + "\nassert result.stats.drafted > 0, result.stats\n")
     assert done.returncode == 0, done.stderr
 
 

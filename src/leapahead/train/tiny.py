@@ -84,11 +84,11 @@ def unlooped(
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Gets tiny/, tiny-draft/ and work/.")
 @click.option("--stdlib", type=click.Path(exists=True, path_type=Path), help="Default: this Python's library.")
 @click.option("--gsm8k", type=click.Path(exists=True, path_type=Path), help="GSM8K's train split as JSON lines.")
-@click.option("--minutes", type=float, help="Time for the target; default 50 unless --steps is given.")
+@click.option("--minutes", type=float, help="Time for the target; default 76 unless --steps is given.")
 @click.option("--steps", type=int, help="Optimizer steps for the target instead of --minutes; repeatable.")
-@click.option("--unloop-minutes", type=float, default=15.0, show_default=True, help="Time against loops; 0 for none.")
+@click.option("--unloop-minutes", type=float, default=17.0, show_default=True, help="Time against loops; 0 for none.")
 @click.option("--unloop-steps", type=int, help="Steps against loops instead.")
-@click.option("--draft-minutes", type=float, default=12.0, show_default=True, help="Time for the draft.")
+@click.option("--draft-minutes", type=float, default=8.0, show_default=True, help="Time for the draft.")
 @click.option("--draft-steps", type=int, help="Optimizer steps for the draft instead.")
 @click.option("--draft/--no-draft", default=True, show_default=True, help="Whether to train the draft, too.")
 @click.option("--decay", type=float, default=0.5, show_default=True, help="Share of the time the rate decays.")
@@ -128,7 +128,7 @@ def main(
     def source(epoch: int) -> NDArray[np.uint16]:
         return epoch_tokens(corpus, tokenizer, seed + epoch)
 
-    plan = Plan(minutes=None if steps else minutes or 50.0, steps=steps, decay=decay, seed=seed, compile=compile_)
+    plan = Plan(minutes=None if steps else minutes or 76.0, steps=steps, decay=decay, seed=seed, compile=compile_)
     target, target_state = train("tiny", TARGET, plan, source, work, resume=resume, console=console)
     if unloop_minutes or unloop_steps:
         unlooped(target, target_state, corpus, tokenizer, work, unloop_minutes, unloop_steps, seed, resume, console)

@@ -31,15 +31,12 @@ NEW_TOKENS = 128
 
 
 def repeated(ids: Sequence[int], n: int = 4) -> list[bool]:
-    """Return for each position whether it completes an n-gram that ``ids`` has had before.
-
-    The end of text, id 0, is never marked: to end is how a completion should stop repeating itself.
-    """
+    """Return for each position whether it completes an n-gram that ``ids`` has had before."""
     seen: set[tuple[int, ...]] = set()
     marks = [False] * len(ids)
     for end in range(n, len(ids) + 1):
         gram = tuple(ids[end - n : end])
-        marks[end - 1] = gram in seen and gram[-1] != 0
+        marks[end - 1] = gram in seen
         seen.add(gram)
     return marks
 
