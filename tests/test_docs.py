@@ -52,13 +52,14 @@ def test_the_example_of_the_readme_runs() -> None:
 
 
 def test_the_figures_hold_what_is_promised() -> None:
-    """The committed run compared at least 20,000 tokens in every setting, without a mismatch."""
+    """The committed run compared at least 20,000 tokens with every drafter, over all settings, without a mismatch."""
     rows = json.loads((ROOT / "docs/figures.json").read_text(encoding="utf-8"))["check"]
     assert {(row["temperature"], row["batch"]) for row in rows} == {(0.0, 1), (0.0, 4), (1.0, 1), (1.0, 4)}
     assert {row["drafter"] for row in rows} >= {"plain", "jacobi", "prompt_lookup", "lookahead"}
     for row in rows:
         assert row["mismatches"] == 0
-    assert sum(row["tokens"] for row in rows) >= 20_000
+    for drafter in {row["drafter"] for row in rows}:
+        assert sum(row["tokens"] for row in rows if row["drafter"] == drafter) >= 20_000
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
