@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,46 +23,33 @@ from leapahead.cli.drafters import describe
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FILES = ("README.md", "docs/structure.md", "docs/command-line.md", "docs/drafters.md")
 
-# The order of the rooms, from the ground up: each imports only what stands above it.
-ROOMS = [
-    "__init__",
-    "errors",
-    "tree",
-    "verify",
-    "sampling",
-    "stats",
-    "target",
-    "drafter",
-    "stop",
-    "decode",
-    "drafters",
-    "targets",
-    "text",
-    "generate",
-    "prompts",
-    "ties",
-    "check",
-    "compare",
-    "integrations",
-    "lab",
-    "train",
-    "cli",
-    "__main__",
-]
+
+def rooms(root: Path) -> list[str]:
+    """From the ground up, as tests/test_imports.py has them: there the order is enforced."""
+    tree = ast.parse((root / "tests/test_imports.py").read_text(encoding="utf-8"))
+    lists = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "ROOMS"]
+    return ["__init__" if room == "leapahead" else room for room in ast.literal_eval(lists[0])]
+
+
+def table(heads: str, rows: Iterable[Sequence[str]]) -> str:
+    """Markdown; `heads` are divided by a bar."""
+    names = heads.split("|")
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(cell.strip() for cell in line)} |" for line in lines)
 
 
 def file_tour(root: Path) -> str:
     """One line a file, from its docstring."""
     source = root / "src/leapahead"
-    lines = []
-    for room in ROOMS:
+    rows = []
+    for room in rooms(root):
         files = [source / f"{room}.py"] if (source / f"{room}.py").is_file() else sorted((source / room).rglob("*.py"))
         for file in sorted(files, key=lambda f: f.name != "__init__.py"):
             says = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
             if says:
                 first = " ".join(says.split("\n\n")[0].split())
-                lines.append(f"| [`{file.relative_to(source)}`](../{file.relative_to(root)}) | {first} |")
-    return "\n".join(["| file | what it is |", "|---|---|", *lines])
+                rows.append([f"[`{file.relative_to(source)}`](../{file.relative_to(root)})", first])
+    return table("file | what it is", rows)
 
 
 def command_line(_: Path) -> str:
@@ -81,11 +68,10 @@ def drafter_list(_: Path) -> str:
     parts = []
     for name in drafters.BUILT_IN:
         drafter = describe(drafters.load(name))
-        rows = drafter["options"]
-        table = [f"| `{row['name']}` | `{row['default']}` | {row['meaning']} |" for row in rows]
-        head = ["| option | default | meaning |", "|---|---|---|"] if rows else []
+        rows = [(f"`{row['name']}`", f"`{row['default']}`", row["meaning"]) for row in drafter["options"]]
         needs = ", ".join(drafter["needs"]) or "nothing"
-        lines = [f"### {name}", "", drafter["summary"], f"Needs from the target: {needs}.", "", *head, *table]
+        lines = [f"### {name}", "", drafter["summary"], f"Needs from the target: {needs}.", ""]
+        lines += [table("option | default | meaning", rows)] if rows else []
         parts.append("\n".join(lines).rstrip())
     return "\n\n".join(parts)
 
@@ -95,57 +81,77 @@ def _figures(root: Path) -> dict[str, Any]:
     return data
 
 
+def _conditions(data: dict[str, Any], what: str) -> str:
+    return f"\n\nConditions: {data['conditions'][what]}"
+
+
 def acceptance_table(root: Path) -> str:
     """Acceptance lengths, from docs/figures.json."""
     data = _figures(root)
-    lines = ["| prompts | temperature | drafter | acceptance length | nodes per step | distinct 4-grams |"]
-    lines.append("|---|---|---|---|---|---|")
-    for row in data["acceptance"]:
-        if row["name"] == "plain" or row["ignore_eos"]:
-            continue
-        lines.append(
-            f"| {row['task']} | {row['temperature']:g} | {row['name']} | {row['acceptance_length']:.2f} | "
-            f"{row['nodes_per_step']:.0f} | {row['distinct_4']:.2f} |"
-        )
-    return "\n".join([*lines, "", f"Conditions: {data['conditions']['acceptance']}"])
+    rows = [
+        [
+            row["task"],
+            f"{row['temperature']:g}",
+            row["name"],
+            f"{row['acceptance_length']:.2f}",
+            f"{row['nodes_per_step']:.0f}",
+            f"{row['distinct_4']:.2f}",
+        ]
+        for row in data["acceptance"]
+        if row["name"] != "plain" and not row["ignore_eos"]
+    ]
+    heads = "prompts | temperature | drafter | acceptance length | nodes per step | distinct 4-grams"
+    return table(heads, rows) + _conditions(data, "acceptance")
 
 
 def check_table(root: Path) -> str:
     """Equality with plain decoding, from docs/figures.json."""
     data = _figures(root)
-    lines = ["| temperature | batch | drafter | tokens compared | mismatches | ties |", "|---|---|---|---|---|---|"]
-    for row in data["check"]:
-        lines.append(
-            f"| {row['temperature']:g} | {row['batch']} | {row['drafter']} | {row['tokens']:,} | {row['mismatches']} | "
-            f"{row['ties']} |"
-        )
-    return "\n".join([*lines, "", f"Conditions: {data['conditions']['check']}"])
+    rows = [
+        [
+            f"{row['temperature']:g}",
+            str(row["batch"]),
+            row["drafter"],
+            f"{row['tokens']:,}",
+            str(row["mismatches"]),
+            str(row["ties"]),
+        ]
+        for row in data["check"]
+    ]
+    return table("temperature | batch | drafter | tokens compared | mismatches | ties", rows) + _conditions(
+        data, "check"
+    )
 
 
 def overhead_table(root: Path) -> str:
     """What a step costs outside the forward, from docs/figures.json."""
     data = _figures(root)
-    lines = [
-        "| context | temperature | outside the forward | forward of one token | share | forward of 64 nodes | share |"
+    rows = [
+        [
+            f"{row['context']:,}",
+            f"{row['temperature']:g}",
+            f"{row['committed']:.1f}",
+            f"{row['outside_ms']:.2f} ms ({100 * row['of_this_forward']:.1f} %)",
+            f"{row['choose_ms']:.2f} ms ({100 * row['choose_of_this_forward']:.1f} %)",
+            f"{row['forward_ms']:.0f} ms",
+            f"{row['single_forward_ms']:.0f} ms",
+        ]
+        for row in data["overhead"]
     ]
-    lines.append("|---|---|---|---|---|---|---|")
-    for row in data["overhead"]:
-        lines.append(
-            f"| {row['context']:,} | {row['temperature']:g} | {row['outside_ms']:.2f} ms | "
-            f"{row['single_forward_ms']:.1f} ms | {100 * row['of_single_forward']:.1f} % | "
-            f"{row['forward_ms']:.1f} ms | {100 * row['of_this_forward']:.2f} % |"
-        )
-    return "\n".join([*lines, "", f"Conditions: {data['conditions']['overhead']}"])
+    heads = (
+        "context | temperature | tokens per step | draft, verify, commit, observe | choose | forward of 64 nodes | "
+        "of one token"
+    )
+    return table(heads, rows) + _conditions(data, "overhead")
 
 
 def cost_table(root: Path) -> str:
     """T(n)/T(1), from docs/figures.json."""
     data = _figures(root)
     curve = {int(n): ms for n, ms in data["cost_curve"].items()}
-    sizes = sorted(curve)
-    lines = ["| nodes in the step | " + " | ".join(map(str, sizes)) + " |", "|---|" + "---|" * len(sizes)]
-    lines.append("| cost, one token = 1 | " + " | ".join(f"{curve[n] / curve[1]:.2f}" for n in sizes) + " |")
-    return "\n".join([*lines, "", f"Conditions: {data['conditions']['cost_curve']}"])
+    heads = "nodes in the step | " + " | ".join(map(str, sorted(curve)))
+    rows = [["cost, one token = 1", *(f"{curve[n] / curve[1]:.2f}" for n in sorted(curve))]]
+    return table(heads, rows) + _conditions(data, "cost_curve")
 
 
 def example_output(root: Path) -> str:

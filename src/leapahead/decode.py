@@ -60,13 +60,13 @@ class Generation:
         position = len(self.session.tokens) - 1
         verdict = self.stopper.cut(verify(proposal.tree, choices))
         checked(verdict.tokens, f"position {position + len(verdict.tokens)}")  # after the cut: EOS needs no successor
-        clock.charge("verify", self.stats)
+        clock.charge("verify", self.stats, choose=choices.seconds_since())
         self.session.commit(verdict)
         clock.charge("commit", self.stats)
         step = Step(proposal, choices, verdict, position)
         if not self.finished:
             self.drafter.observe(self.context, step)
-        clock.charge("observe", self.stats)
+        clock.charge("observe", self.stats, choose=choices.seconds_since())
         self._count(step)
         return step
 
@@ -88,15 +88,16 @@ class Generation:
 
 
 class Clock:
-    """Charges the time since the last charge to a phase, in equal shares."""
+    """Charges the time since the last charge to a phase, in equal shares; `choose` seconds of it to that phase."""
 
     def __init__(self) -> None:
         self.last = perf_counter()
 
-    def charge(self, phase: str, *stats: Stats) -> None:
+    def charge(self, phase: str, *stats: Stats, choose: float = 0.0) -> None:
         now = perf_counter()
         for each in stats:
-            each.seconds[phase] += (now - self.last) / len(stats)
+            each.seconds[phase] += (now - self.last - choose) / len(stats)
+            each.seconds["choose"] += choose / len(stats)
         self.last = now
 
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from array_api_compat import array_namespace, is_torch_namespace
+from array_api_compat import array_namespace, device, is_torch_namespace
 
 from leapahead.errors import BadLogits, BadParameter
 from leapahead.tree import IntArray, TokenTree
@@ -132,9 +132,13 @@ class Dice:
         kept = self._kept.get(position)
         if kept is None:
             generator = np.random.Philox(key=np.array([self.seed, position], dtype=np.uint64))
-            bits = generator.random_raw((self.vocab_size + 1) // 2).astype("<u8").view("<u4")[: self.vocab_size]
-            uniform = (bits.astype(np.float64) + 0.5) * 2.0**-32  # in the open interval (0, 1)
-            kept = self._kept[position] = (-np.log(-np.log(uniform))).astype(np.float32)
+            raw = generator.random_raw((self.vocab_size + 1) // 2).astype("<u8", copy=False)
+            noise = raw.view("<u4")[: self.vocab_size].astype(np.float64)
+            noise += 0.5  # in place: a fresh array for each operation doubles the time
+            noise *= 2.0**-32  # uniform in the open interval (0, 1)
+            for _ in range(2):  # -log(-log(uniform))
+                np.negative(np.log(noise, out=noise), out=noise)
+            kept = self._kept[position] = noise.astype(np.float32)
         return kept
 
     def forget(self, before: int) -> None:
@@ -150,7 +154,8 @@ class Sampler:
         params: see `SamplingParams`.
         tokens: the session's committed tokens, live; the first of them are the prompt.
         vocab_size: length of a row of logits.
-        to_array: moves a numpy array to the kind and device of the target's logits.
+        to_array: moves a numpy array to the kind and device of the logits that are processed.
+        from_target: moves the target's logits there, if they are not processed where they are.
     """
 
     def __init__(
@@ -159,13 +164,18 @@ class Sampler:
         tokens: list[int],
         vocab_size: int,
         to_array: Callable[[npt.NDArray[Any]], Array] = lambda array: array,
+        from_target: Callable[[Array], Array] = lambda logits: logits,
     ) -> None:
+        for name, words in (("bad_words", params.bad_words), ("eos_token_ids", [params.eos_token_ids])):
+            for token in (token for word in words for token in word):
+                if not 0 <= token < vocab_size:
+                    raise BadParameter(f"{name}: token {token} is outside the vocabulary of {vocab_size}")
         self.params = params
         self.tokens = tokens
         self.vocab_size = vocab_size
         self.prompt_length = len(tokens)
         self.dice = Dice(params.seed, vocab_size) if params.temperature > 0 else None
-        self._to_array = to_array
+        self._to_array, self._from_target = to_array, from_target
         self._noise: dict[int, Array] = {}  # the dice on the target's device
         p = params
         self._penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
@@ -197,25 +207,15 @@ class Sampler:
             length: how many tokens were committed when the tree was drafted; by default all that are now.
 
         Returns:
-            int64 [rows], of the target's kind; -1 where no token can be chosen (see `checked`). Of equal scores the
-            lowest id wins.
+            int64 [rows], of the kind that is processed; -1 where no token can be chosen (see `checked`). Of equal
+            scores the lowest id wins.
         """
-        xp = array_namespace(logits)
-        depths = tree.depths[nodes]
         length = len(self.tokens) if length is None else length
         scores = self.scores(logits, tree, nodes, length)
         if self.dice is not None:
-            for depth in np.unique(depths).tolist():
-                rows = np.flatnonzero(depths == depth)
-                noise = self._noise_at(length + depth)
-                if len(rows) == len(nodes):
-                    scores = scores + noise
-                else:
-                    index = self._to_array(rows)
-                    scores[index] = scores[index] + noise
-        chosen = xp.argmax(scores, axis=-1)
-        best = xp.take_along_axis(scores, chosen[:, None], axis=-1)[:, 0]
-        return xp.where(xp.isfinite(best), chosen, -1)  # argmax finds a NaN or +inf where there is one
+            noise = [self._noise_at(length + depth) for depth in tree.depths[nodes].tolist()]
+            scores += noise[0] if len(noise) == 1 else array_namespace(scores).stack(noise)
+        return _best(scores)
 
     def _noise_at(self, position: int) -> Array:
         assert self.dice is not None
@@ -226,6 +226,7 @@ class Sampler:
 
     def scores(self, logits: Array, tree: TokenTree, nodes: IntArray, length: int | None = None) -> Array:
         """float32 or float64 [rows, vocab]; a new array: log-probabilities up to a constant, -inf where banned."""
+        logits = self._from_target(logits)
         xp = array_namespace(logits)
         scores = xp.astype(logits, logits.dtype if logits.dtype == xp.float64 else xp.float32, copy=True)
         if not self._plain_rows:
@@ -235,7 +236,9 @@ class Sampler:
             scores = self._call_processors(scores, tree, nodes, length)
         if self.params.temperature > 0:
             with np.errstate(all="ignore"):  # bad logits are told once, by `checked`
-                scores = _filtered(scores / self.params.temperature, self.params)
+                if self.params.temperature != 1:
+                    scores = scores / self.params.temperature
+                scores = _filtered(scores, self.params)
         return scores
 
     def _adjust(self, scores: Array, row: int, path: list[int], committed: int) -> None:
@@ -262,6 +265,7 @@ class Sampler:
 
     def _call_processors(self, scores: Array, tree: TokenTree, nodes: IntArray, length: int) -> Array:
         """Each processor sees every node with its own prefix: one call per depth, or one in all if prefix-free."""
+        xp = array_namespace(scores)
         depths = tree.depths[nodes]
         committed = np.array(self.tokens[:length], dtype=np.int64)
         groups = [np.flatnonzero(depths == depth) for depth in np.unique(depths)] if self.params.processors else []
@@ -274,7 +278,8 @@ class Sampler:
                 else:
                     index = self._to_array(rows)
                     scores[index] = processor(self._to_array(prefixes), scores[index])
-        return scores
+        # What a processor returns may be its own, or one row shown many times: not ours to write in.
+        return xp.astype(scores, scores.dtype, copy=True) if self.params.processors else scores
 
     def rank(self, position: int, tokens: npt.ArrayLike, logp: npt.ArrayLike) -> IntArray:
         """The order in which a drafter should try candidates for `position`, best first.
@@ -334,6 +339,14 @@ def _filtered(scores: Array, params: SamplingParams) -> Array:
         floor = xp.max(scores, axis=-1, keepdims=True) + math.log(params.min_p)
         scores = xp.where(scores < floor, -math.inf, scores)
     return scores
+
+
+def _best(scores: Array) -> Array:
+    """int64 [rows]: the argmax, the lowest of equals; -1 where the best is not finite."""
+    xp = array_namespace(scores)
+    chosen = xp.argmax(scores, axis=-1)
+    best = scores[xp.arange(len(chosen), device=device(scores)), chosen]
+    return xp.where(xp.isfinite(best), chosen, -1)  # argmax finds a NaN or +inf where there is one
 
 
 def _largest(xp: Any, scores: Array, k: int) -> Array:

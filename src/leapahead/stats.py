@@ -6,7 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-PHASES = ("draft", "forward", "verify", "commit", "observe")
+# "choose" is the part of verify and observe that processes logits; targets that choose after all nodes at once, on an
+# accelerator, do it in their forward.
+PHASES = ("draft", "forward", "choose", "verify", "commit", "observe")
 
 
 @dataclass

@@ -14,11 +14,12 @@ next root.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from leapahead.errors import Refused
+from leapahead.errors import BadParameter, ContextOverflow, Refused
 from leapahead.sampling import Array, Sampler, SamplingParams
 from leapahead.stats import Stats
 from leapahead.tree import IntArray, TokenTree
@@ -46,6 +47,7 @@ class Choices:
         self._sampler = sampler
         self._chosen = np.full(len(tree), -2, dtype=np.int64) if chosen is None else chosen
         self._length = len(sampler.tokens)  # of the prefix that these logits belong to
+        self._seconds = 0.0
 
     def __getitem__(self, node: int) -> int:
         """For the verifier: -1 where no token can be chosen, which is an error only if the text comes there."""
@@ -60,10 +62,22 @@ class Choices:
 
     def _read(self, nodes: IntArray) -> IntArray:
         missing = np.unique(nodes[self._chosen[nodes] == -2])  # in the order of the rows, each once
-        if len(missing):
-            rows = self._logits if len(missing) == len(self.tree) else self._logits[missing]
-            self._chosen[missing] = np.asarray(self._sampler.choose(rows, self.tree, missing, self._length))
+        if not len(missing):
+            return self._chosen[nodes]
+        began = perf_counter()
+        if self._sampler.params.processors:  # called as seldom as can be
+            parts = [(missing, self._logits[missing])]
+        else:  # a row stays in the processor's cache from its first operation to its last; and a slice is no copy
+            parts = [(missing[i : i + 1], self._logits[node : node + 1]) for i, node in enumerate(missing.tolist())]
+        for some, rows in parts:
+            self._chosen[some] = np.asarray(self._sampler.choose(rows, self.tree, some, self._length))
+        self._seconds += perf_counter() - began
         return self._chosen[nodes]
+
+    def seconds_since(self) -> float:
+        """Wall-clock seconds of choosing since the last call of this method."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     @property
     def logits(self) -> Array:
@@ -115,6 +129,26 @@ class Target(Protocol):
 
     def step(self, sessions: Sequence[Any], trees: Sequence[TokenTree]) -> list[Choices]:  # of its own sessions
         """ONE forward for all trees, each over its session's last committed token."""
+
+
+def checked_prompt(tokens: Sequence[int], vocab_size: int, context_length: int) -> list[int]:
+    """The prompt of a new session, as plain integers.
+
+    Raises:
+        BadParameter: no tokens, or one outside the vocabulary.
+        ContextOverflow: the prompt leaves no room in the context.
+    """
+    prompt = [int(token) for token in tokens]
+    if not prompt:
+        raise BadParameter("the prompt is empty; give at least one token")
+    for token in prompt:
+        if not 0 <= token < vocab_size:
+            raise BadParameter(f"the prompt's token {token} is outside the vocabulary of {vocab_size}")
+    if len(prompt) >= context_length:
+        raise ContextOverflow(
+            f"the prompt has {len(prompt)} tokens and the context {context_length}; shorten the prompt"
+        )
+    return prompt
 
 
 def require(target: Target, needs: frozenset[str], drafter: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,15 @@ class FullTree(Lookahead):
 
 
 def target_135m(dtype: torch.dtype = torch.bfloat16) -> TransformersTarget:
-    """Random weights: outputs mean nothing, costs are a 135M model's."""
+    """Random weights: outputs mean nothing, costs are a 135M model's.
+
+    The last norm is scaled so that the next token has an entropy of 2.6 nats, about that of text. Left flat, as weights
+    come from their initialisation, the noise alone would choose every token, and at temperature 1 a window token would
+    be right whatever stands before it.
+    """
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SMOLLM2_135M)).to(dtype).eval()
+    model.model.norm.weight.data *= 12
     return TransformersTarget(model, name=f"random llama, 135M shapes, {str(dtype).removeprefix('torch.')}")
 
 
@@ -62,8 +69,9 @@ def overhead(
     """Median milliseconds per phase of a 64-node step, greedy and sampled, at each context length.
 
     Returns:
-        Rows with context, temperature, nodes, phase medians, their sum outside the forward, the forward of one token
-        and of 64 nodes (all in milliseconds), and the ratio of the sum to each.
+        Rows with context, temperature, nodes, tokens committed per step, medians of the phases, of their sum without
+        forward and choose (`outside_ms`), and of the forward of one token, all in milliseconds; and what part of this
+        forward and of that of one token the sum is, and choosing is of this one.
     """
     rows = []
     for context in contexts:
@@ -75,7 +83,7 @@ def overhead(
             generation = Generation(session, FullTree(), Stopper(StopParams(max_new_tokens=4096), prompt))
             seen: list[dict[str, float]] = []
             before = dict(generation.stats.seconds)
-            nodes = []
+            nodes, committed = [], []
             loop = decode(target, [generation])
             for _ in track(range(steps + 5), description=f"overhead at {context} tokens, temperature {temperature:g}"):
                 _, step = next(loop)
@@ -83,19 +91,22 @@ def overhead(
                 seen.append({phase: 1e3 * (now[phase] - before[phase]) for phase in PHASES})
                 before = now
                 nodes.append(len(step.tree))
+                committed.append(len(step.tokens))
             loop.close()
             medians = {phase: median(each[phase] for each in seen[5:]) for phase in PHASES}
-            outside = median(sum(each[p] for p in PHASES if p != "forward") for each in seen[5:])
+            outside = median(sum(each[p] for p in PHASES if p not in ("forward", "choose")) for each in seen[5:])
             rows.append(
                 {
                     "context": context,
                     "temperature": temperature,
                     "nodes": median(nodes),
+                    "committed": round(sum(committed[5:]) / steps, 2),
                     **{f"{phase}_ms": round(ms, 3) for phase, ms in medians.items()},
                     "outside_ms": round(outside, 3),
                     "single_forward_ms": round(single, 2),
                     "of_single_forward": round(outside / single, 4),
                     "of_this_forward": round(outside / medians["forward"], 4),
+                    "choose_of_this_forward": round(medians["choose"] / medians["forward"], 4),
                 }
             )
     return rows
@@ -114,8 +125,6 @@ def cost_curve(
 
 
 def _forwards(target: TransformersTarget, prompt: list[int], sizes: list[int], rounds: int) -> dict[int, float]:
-    from time import perf_counter
-
     session = target.open(prompt, SamplingParams())
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for turn in range(rounds + 2):

@@ -13,10 +13,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from leapahead.errors import BadParameter, ContextOverflow
 from leapahead.sampling import Sampler, SamplingParams
 from leapahead.stats import Stats
-from leapahead.target import CHAIN, LOGITS, TREE, Choices
+from leapahead.target import CHAIN, LOGITS, TREE, Choices, checked_prompt
 from leapahead.tree import UNLIMITED, BoolArray, IntArray, TokenTree
 from leapahead.verify import Verdict
 
@@ -78,15 +77,7 @@ class ToyTarget:
         self._row = lru_cache(maxsize=1 << 16)(self._compute_row)
 
     def open(self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None) -> ToySession:
-        tokens = [int(token) for token in tokens]
-        if not tokens:
-            raise BadParameter("the prompt is empty; give at least one token")
-        if not all(0 <= token < self.vocab_size for token in tokens):
-            raise BadParameter(f"a prompt token is outside the vocabulary of {self.vocab_size}")
-        if len(tokens) >= self.context_length:
-            raise ContextOverflow(
-                f"the prompt has {len(tokens)} tokens and the context {self.context_length}; shorten the prompt"
-            )
+        tokens = checked_prompt(tokens, self.vocab_size, self.context_length)
         if stats is not None:
             stats.prompt_tokens += len(tokens)
             stats.prefill_forwards += len(tokens) > 1
