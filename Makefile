@@ -6,10 +6,21 @@ INSTALLED := $(VENV)/.installed
 # Pinned, so that a machine without a GPU can hold a CPU build of exactly this version ready.
 TORCH     := torch==2.13.0
 
-.PHONY: demo test lint format types tests figures clean
+# llama-cpp-python comes as source: built once (5 to 10 minutes on 2 cores), kept in build/ for the next environment.
+LLAMA     := llama-cpp-python==0.3.36
+WHEELS    := build/wheels
+# Without AMX, which some virtual machines announce and then answer with an illegal instruction (llama.cpp's own programs
+# end the same way there). What else the CPU has, is used.
+LLAMA_CXXFLAGS := -U__AMX_INT8__
+
+.PHONY: demo demo-gguf test lint format types tests figures clean
 
 demo: $(INSTALLED)
 	$(BIN)/leapahead demo
+
+demo-gguf: $(INSTALLED)
+	$(BIN)/leapahead export-gguf --force bundled build/bundled-q8_0.gguf --type q8_0
+	$(BIN)/leapahead demo --model build/bundled-q8_0.gguf
 
 test: lint types tests
 
@@ -39,7 +50,11 @@ $(INSTALLED): pyproject.toml
 	python3 -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[transformers]' --group dev
+	@ls $(WHEELS)/llama_cpp_python-*.whl >/dev/null 2>&1 || echo "building llama.cpp: 5 to 10 minutes, once"
+	@ls $(WHEELS)/llama_cpp_python-*.whl >/dev/null 2>&1 || CXXFLAGS="$(LLAMA_CXXFLAGS)" CMAKE_ARGS="-DLLAVA_BUILD=OFF" \
+		CMAKE_BUILD_PARALLEL_LEVEL=$$(getconf _NPROCESSORS_ONLN) \
+		$(BIN)/python -m pip wheel --quiet --no-cache-dir --no-deps --wheel-dir $(WHEELS) $(LLAMA)
+	$(BIN)/python -m pip install --quiet --find-links $(WHEELS) --editable '.[transformers,llama-cpp]' --group dev
 	@touch $@
 
 clean:

@@ -1,7 +1,7 @@
 """Every drafter on every target gives plain decoding's text, inside its budget, and again when asked again.
 
-To put another target under the contract, add a `Case` to `CASES` from its own test module's fixture, or call
-`helpers.assert_same_text` with it: nothing below knows that the targets are toys.
+To put another target under the contract, add a `Case` to `CASES`: nothing below knows what the targets are. The
+Transformers target has its own, over many architectures (test_transformers_architectures.py).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -57,6 +58,18 @@ def toy(prompt: Sequence[int], **options: Any) -> Callable[[], Case]:
     return lambda: Case(ToyTarget(**options), tuple(prompt), letters)
 
 
+def llama_cpp(**options: Any) -> Case:
+    """A random llama in float32, which brings its cache in float32: no two scores are equal by rounding."""
+    import gguf_models
+
+    from leapahead.targets.llama_context import LlamaCppOptions
+    from leapahead.targets.llama_cpp import load
+
+    options = {"n_ctx": 2048, "n_threads": 1, **options}
+    target, _ = load(gguf_models.llama(), LlamaCppOptions(**options))
+    return Case(target, (3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), letters)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "repetitive": toy([0, 1, 2, 0, 1, 2], vocab_size=5, order=2, sharpness=3.0),
     "usual": toy([3, 1, 4, 1, 5, 9, 2, 6], vocab_size=12, order=2, sharpness=2.0),
@@ -67,6 +80,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "three leaves": toy([3, 1, 3, 1, 3], vocab_size=6, order=2, max_leaves=3),
     "short context": toy([3, 1, 3, 1, 3], vocab_size=6, order=2, context_length=20),
 }
+if find_spec("llama_cpp") is not None:
+    CASES["llama.cpp"] = llama_cpp
+    CASES["llama.cpp, few sequence ids"] = lambda: llama_cpp(n_seq_max=30)
 
 PARAMS = {
     "greedy": GREEDY,

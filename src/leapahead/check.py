@@ -279,7 +279,7 @@ class _Checker:
                 self._begun += 1
             left = StopParams(max_new_tokens=self.stop.max_new_tokens - job.done, eos_token_ids=self.stop.eos_token_ids)
             stats = texts[index][1]
-            session = self.target.open(job.tokens, self.sampling, stats)
+            session = self.target.open(job.tokens, self.sampling, stats, len(job.tokens) + left.max_new_tokens)
             stopper = Stopper(left, job.tokens, self.target.context_length)
             running.append(generation := Generation(session, factory(), stopper, stats))
             owner[generation] = index

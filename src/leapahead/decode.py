@@ -42,8 +42,8 @@ class Generation:
 
     def propose(self, target: Target) -> Proposal:
         """The drafter's tree; the budget ends where the text must end."""
-        budget = Budget(depth=self.stopper.room - 1, leaves=target.max_leaves)
-        if budget.depth == 0:
+        budget = Budget(nodes=target.max_nodes - 1, depth=self.stopper.room - 1, leaves=target.max_leaves)
+        if min(budget.nodes, budget.depth) == 0:
             return Proposal(TokenTree.root(self.context.root))
         proposal = self.drafter.propose(self.context, budget)
         tree, name = proposal.tree, self.drafter.name
@@ -51,7 +51,8 @@ class Generation:
             raise DraftError(f"drafter {name!r} drafted over token {tree.tokens[0]}, not {self.context.root}")
         if len(tree) > 1 and not 0 <= tree.tokens.min() <= tree.tokens.max() < target.vocab_size:
             raise DraftError(f"drafter {name!r} drafted a token outside the vocabulary of {target.vocab_size}")
-        if len(tree) > 1 and (tree.depths.max() > budget.depth or len(tree.leaves) > budget.leaves):
+        sizes = (len(tree) - 1, tree.depths.max(), len(tree.leaves)) if len(tree) > 1 else (0, 0, 0)
+        if sizes[0] > budget.nodes or sizes[1] > budget.depth or sizes[2] > budget.leaves:
             raise DraftError(f"drafter {name!r} drafted beyond its budget of {budget}")
         return proposal
 
@@ -120,14 +121,14 @@ def decode(target: Target, generations: list[Generation]) -> Generator[tuple[Gen
                 clock.charge("draft", generation.stats)
             choices = target.step([s.session for s in batch], [p.tree for p in proposals])
             clock.charge("forward", *(s.stats for s in batch))
+            steps = []  # all advance before the caller may open a session: its prompt may overwrite the logits
             for generation, proposal, chosen in zip(batch, proposals, choices, strict=True):
-                step = generation.advance(proposal, chosen, clock)
+                steps.append((generation, generation.advance(proposal, chosen, clock)))
                 if generation.finished:
                     generations.remove(generation)
                     generation.session.close()
                     generation.stats.drafter = generation.drafter.figures()
-                yield generation, step
-                clock.last = perf_counter()  # what the caller does in between is not ours
+            yield from steps
     finally:
         for generation in generations:
             generation.session.close()

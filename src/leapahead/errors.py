@@ -19,6 +19,10 @@ class ContextOverflow(LeapaheadError, ValueError):
     """A prompt that does not fit the target's context."""
 
 
+class CacheFull(LeapaheadError):
+    """A sequence that does not fit the target's memory beside those that are open; nothing of them is lost."""
+
+
 class BadLogits(LeapaheadError, ArithmeticError):
     """Logits from which no token can be chosen: NaN, +inf, or every token banned."""
 

@@ -19,7 +19,7 @@ import numpy as np
 from leapahead import drafters, targets
 from leapahead.decode import Generation, decode
 from leapahead.drafter import Drafter, Step
-from leapahead.errors import BadParameter, ContextOverflow
+from leapahead.errors import BadParameter, CacheFull, ContextOverflow
 from leapahead.sampling import LogitsProcessor, SamplingParams
 from leapahead.stats import Stats
 from leapahead.stop import StopParams, Stopper
@@ -107,14 +107,16 @@ class LLM:
     """A model that emits several tokens per forward pass, with exactly the text of one at a time.
 
     Args:
-        model: a hub name, a folder, a loaded `torch.nn.Module`, or a `Target`; None for the bundled small model.
+        model: a hub name, a folder, a GGUF file, a loaded `torch.nn.Module`, or a `Target`; None for the bundled small
+            model.
         tokenizer: instead of the model's own. A loaded model or a target without one takes prompts of token ids.
         drafter: a registered name (`leapahead drafters` lists them) or a subclass of `Drafter`.
         dtype: "auto", "float32", "bfloat16" or "float16"; of a model given by name or folder.
         device: "auto", "cpu", "cuda", "mps", ...; of a model given by name or folder.
         max_batch: greatest number of sequences decoded together; further prompts join as others end.
         trust_remote_code: run Python code that comes with the model.
-        drafter_options: of the drafter, for example `window=7, ngram=5, guesses=7`.
+        options: of the drafter, for example `window=7, ngram=5, guesses=7`; and with a GGUF file of llama.cpp, for
+            example `n_ctx=8192, n_threads=4` (see `LlamaCppOptions`).
 
     Attributes:
         target, tokenizer, drafter_name, eos_token_ids: what was loaded.
@@ -133,17 +135,19 @@ class LLM:
         device: str = "auto",
         max_batch: int = 8,
         trust_remote_code: bool = False,
-        **drafter_options: Any,
+        **options: Any,
     ) -> None:
         if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
             raise BadParameter(f"max_batch={max_batch!r} is not possible: it must be a whole number >= 1")
-        self._new_drafter = _factory(drafter, drafter_options)  # before the load, which may take long
+        backend = {name: options.pop(name) for name in targets.LLAMA_CPP_OPTIONS if name in options}
+        self._new_drafter = _factory(drafter, options)  # before the load, which may take long
         loaded = targets.load(
             model,
             tokenizer=tokenizer,
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
+            **backend,
         )
         self.target: Target = loaded.target
         self.tokenizer = loaded.tokenizer
@@ -290,34 +294,44 @@ class LLM:
         running: list[Generation] = []  # the live list that `decode` steps
         writing: dict[Generation, tuple[int, _Writer]] = {}
         try:
-            while waiting and len(running) < self.max_batch:
-                self._join(waiting, running, writing)
+            self._fill(waiting, running, writing)
             for generation, step in decode(self.target, running):
                 index, writer = writing[generation]
                 yield index, writer.write(step)
                 if generation.finished:
                     del writing[generation]
-                    if waiting:
-                        self._join(waiting, running, writing)
+                    self._fill(waiting, running, writing)
         finally:
             for generation in running:  # closing twice is harmless
                 generation.session.close()
 
-    def _join(
+    def _fill(
         self,
         waiting: deque[tuple[int, _Request]],
         running: list[Generation],
         writing: dict[Generation, tuple[int, _Writer]],
     ) -> None:
-        index, request = waiting.popleft()
+        """Lets requests join, in order, while there is room for them."""
+        while waiting and len(running) < self.max_batch:
+            index, request = waiting[0]
+            try:
+                generation = self._begin(request)
+            except CacheFull:
+                if not running:
+                    raise
+                return  # it joins when another has left
+            waiting.popleft()
+            stream = TextStream(self.tokenizer, request.stop.stop_strings, request.include_stop)
+            running.append(generation)
+            writing[generation] = index, _Writer(request, generation, stream)
+
+    def _begin(self, request: _Request) -> Generation:
         stats = Stats()
         text = Detokenizer(self.tokenizer).add if self.tokenizer is not None else None
         stopper = Stopper(request.stop, request.tokens, self.target.context_length, text)
-        session = self.target.open(request.tokens, request.sampling, stats)
-        generation = Generation(session, request.new_drafter(), stopper, stats)
-        stream = TextStream(self.tokenizer, request.stop.stop_strings, request.include_stop)
-        running.append(generation)
-        writing[generation] = index, _Writer(request, generation, stream)
+        reserve = len(request.tokens) + request.stop.max_new_tokens
+        session = self.target.open(request.tokens, request.sampling, stats, reserve)
+        return Generation(session, request.new_drafter(), stopper, stats)
 
 
 @dataclass(frozen=True)

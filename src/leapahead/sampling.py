@@ -210,6 +210,8 @@ class Sampler:
             int64 [rows], of the kind that is processed; -1 where no token can be chosen (see `checked`). Of equal
             scores the lowest id wins.
         """
+        if self.dice is None and self._plain_rows:
+            return _best(self._from_target(logits))  # nothing to change, so nothing to copy
         length = len(self.tokens) if length is None else length
         scores = self.scores(logits, tree, nodes, length)
         if self.dice is not None:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from leapahead.errors import BadParameter, ContextOverflow, Refused
+from leapahead.errors import BadParameter, ContextOverflow, LeapaheadError, Refused
 from leapahead.sampling import Array, Sampler, SamplingParams
 from leapahead.stats import Stats
 from leapahead.tree import IntArray, TokenTree
@@ -39,11 +39,20 @@ class Choices:
         tree: the draft that went through the target.
         sampler: the session's.
         chosen: int64 [nodes], if they are known already.
+        borrowed: the logits lie in memory that the target's next step writes again; it calls `expire` before.
     """
 
-    def __init__(self, logits: Array, tree: TokenTree, sampler: Sampler, chosen: IntArray | None = None) -> None:
+    def __init__(
+        self,
+        logits: Array,
+        tree: TokenTree,
+        sampler: Sampler,
+        chosen: IntArray | None = None,
+        borrowed: bool = False,
+    ) -> None:
         self.tree = tree
-        self._logits = logits
+        self._rows = logits
+        self._borrowed, self._expired = borrowed, False
         self._sampler = sampler
         self._chosen = np.full(len(tree), -2, dtype=np.int64) if chosen is None else chosen
         self._length = len(sampler.tokens)  # of the prefix that these logits belong to
@@ -66,9 +75,10 @@ class Choices:
             return self._chosen[nodes]
         began = perf_counter()
         if self._sampler.params.processors:  # called as seldom as can be
-            parts = [(missing, self._logits[missing])]
+            parts = [(missing, self._there()[missing])]
         else:  # a row stays in the processor's cache from its first operation to its last; and a slice is no copy
-            parts = [(missing[i : i + 1], self._logits[node : node + 1]) for i, node in enumerate(missing.tolist())]
+            logits = self._there()
+            parts = [(missing[i : i + 1], logits[node : node + 1]) for i, node in enumerate(missing.tolist())]
         for some, rows in parts:
             self._chosen[some] = np.asarray(self._sampler.choose(rows, self.tree, some, self._length))
         self._seconds += perf_counter() - began
@@ -81,8 +91,17 @@ class Choices:
 
     @property
     def logits(self) -> Array:
-        """float [nodes, vocab], unprocessed, of the target's kind and on its device."""
-        return self._logits
+        """float [nodes, vocab], unprocessed, of the target's kind and on its device; yours to keep."""
+        return np.array(self._there()) if self._borrowed else self._there()
+
+    def expire(self) -> None:
+        """The logits are gone; what was chosen stays known."""
+        self._expired, self._rows = True, None
+
+    def _there(self) -> Array:
+        if self._expired:
+            raise LeapaheadError("the logits of an earlier step are gone; read them before the target's next step")
+        return self._rows
 
 
 @runtime_checkable
@@ -108,7 +127,10 @@ class Target(Protocol):
         name: for reports and messages.
         vocab_size: length of a row of logits.
         context_length: greatest number of tokens of a sequence.
-        max_leaves: greatest number of leaves of a tree.
+        max_leaves: greatest number of leaves of a tree; it may fall while more sessions are open.
+        max_nodes: the same of its nodes, the root counted.
+        precision: relative step of the coarsest numbers that it computes with, as 2**-7 for bfloat16: how far two equal
+            computations may part.
         capabilities: which of "chain" (several tokens in one forward), "tree" (branches too), "logits" (of every node,
             to drafters) it has. Without any it decodes plainly.
     """
@@ -116,15 +138,31 @@ class Target(Protocol):
     name: str
     vocab_size: int
     context_length: int
-    max_leaves: int
+    precision: float
     capabilities: frozenset[str]
 
-    def open(self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None) -> Session:
-        """Reads the prompt but its last token into the cache (counted in `stats`).
+    @property
+    def max_leaves(self) -> int: ...
+
+    @property
+    def max_nodes(self) -> int: ...
+
+    def open(
+        self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None, reserve: int = 0
+    ) -> Session:
+        """Reads the prompt but its last token into the cache.
+
+        Args:
+            tokens: the prompt.
+            params: of the sampling.
+            stats: where the prompt and its forwards are counted.
+            reserve: the length that the sequence may grow to, if it is known; a target whose sessions share a cache of
+                fixed size keeps so much of it free.
 
         Raises:
             BadParameter: no tokens, or one outside the vocabulary.
             ContextOverflow: the prompt leaves no room in the context.
+            CacheFull: it does not fit beside the sessions that are open.
         """
 
     def step(self, sessions: Sequence[Any], trees: Sequence[TokenTree]) -> list[Choices]:  # of its own sessions

@@ -37,7 +37,7 @@ REBUILT = (5, 16, 64, 256)
 STEPS = 100  # at most, to rebuild a cache
 SIBLINGS = (1, 3, 7, 15, 31)
 NEAR = 64  # best tokens whose differences are watched
-CEILING_STEPS = 256  # of the logits' precision, relative to the largest of them ...
+CEILING_STEPS = 256  # of the target's precision, relative to the largest of them ...
 CEILING_SHARE = 1 / 16  # ... and in no precision more than this share of it
 
 
@@ -86,8 +86,7 @@ def measure(
         if (dice := session.sampler.dice) is not None:  # they are no part of the noise: equal in every way
             gap += float(dice.noise(len(session.tokens))[pair[0]] - dice.noise(len(session.tokens))[pair[1]])
         near = np.union1d(np.argsort(-here)[:NEAR], pair)
-        xp = array_namespace(plain)
-        share = min(CEILING_STEPS * float(xp.finfo(plain.dtype).eps), CEILING_SHARE)
+        share = min(CEILING_STEPS * target.precision, CEILING_SHARE)
         ceiling = share * float(np.max(np.abs(here[np.isfinite(here)]), initial=0.0))
         noise = drift = 0.0
         for row in _ways(target, session, params, batch):
@@ -131,9 +130,10 @@ def _ways(target: Target, session: Session, params: SamplingParams, batch: int) 
         yield _rebuilt(target, tokens, k, params)
     for k in (k for k in CHAINS if CHAIN in target.capabilities and k < len(tokens)):
         yield _row(target, tokens[:-k], TokenTree.chain(tokens[-k - 1], tokens[-k:]), k, params)
-    for s in (s for s in SIBLINGS if TREE in target.capabilities and s < target.max_leaves):
+    leaves = target.max_leaves // 2  # another session is open beside it
+    for s in (s for s in SIBLINGS if TREE in target.capabilities and s < leaves):
         k = min(4, len(tokens) - 1)
-        builder = TreeBuilder(tokens[-k - 1], Budget(leaves=target.max_leaves))
+        builder = TreeBuilder(tokens[-k - 1], Budget(leaves=leaves))
         path = [0, *builder.add_path(tokens[len(tokens) - k :])]
         for parent in path[: 1 + s // 4]:
             for token in range(s):

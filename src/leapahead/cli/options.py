@@ -19,10 +19,28 @@ Option = Callable[[Any], Any]  # a click decorator
 SHORTHANDS = ("window", "ngram", "guesses", "preset")  # drafter options with a flag of their own
 
 MODEL: tuple[Option, ...] = (
-    click.option("-m", "--model", metavar="M", help="Hub name or folder of a model.  [default: the bundled one]"),
+    click.option(
+        "-m", "--model", metavar="M", help="Hub name or folder of a model, or a GGUF file.  [default: the bundled one]"
+    ),
     click.option("--dtype", default="auto", show_default=True, help="float32, bfloat16, float16, or the model's own."),
     click.option("--device", default="auto", show_default=True, help="cpu, cuda, mps, or the best there is."),
     click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
+    click.option("-c", "--ctx-size", "n_ctx", type=int, metavar="N", help="GGUF: tokens of context; 0: the model's."),
+    click.option("--threads", "n_threads", type=int, metavar="N", help="GGUF: CPU threads.  [default: one a core]"),
+    click.option("--threads-batch", "n_threads_batch", type=int, metavar="N", help="GGUF: the same, for many tokens."),
+    click.option("-ngl", "--gpu-layers", "n_gpu_layers", type=int, metavar="N", help="GGUF: layers on a GPU; -1: all."),
+    click.option("--no-mmap", "use_mmap", flag_value=False, default=None, help="GGUF: read the file, do not map it."),
+    click.option("--mlock", "use_mlock", is_flag=True, default=None, help="GGUF: keep the model in memory."),
+    click.option("-fa", "--flash-attn", type=click.Choice(["on", "off"]), help="GGUF: flash attention."),
+    click.option(
+        "-ctk", "--cache-type-k", "type_k", metavar="T", help="GGUF: of the cached keys: f32, f16, bf16, q8_0."
+    ),
+    click.option("-ctv", "--cache-type-v", "type_v", metavar="T", help="GGUF: the same of the values."),
+)
+
+LLAMA_CPP_NAMES = (
+    *("n_ctx", "n_threads", "n_threads_batch", "n_gpu_layers", "use_mmap", "use_mlock", "flash_attn"),
+    *("type_k", "type_v"),
 )
 
 DRAFTER_OPTIONS: tuple[Option, ...] = (
@@ -81,8 +99,12 @@ def all_of(*groups: Sequence[Option]) -> Callable[[Command], Command]:
 
 
 def model_arguments(values: dict[str, Any]) -> dict[str, Any]:
-    """Of `targets.load` and `LLM`, taken out of a command's values."""
-    return {name: values.pop(name) for name in ("model", "dtype", "device", "trust_remote_code")}
+    """Of `targets.load` and `LLM`, taken out of a command's values: options of a backend only where they were given."""
+    found = {name: values.pop(name) for name in ("model", "dtype", "device", "trust_remote_code")}
+    backend = {name: values.pop(name) for name in LLAMA_CPP_NAMES}
+    if backend["flash_attn"] is not None:
+        backend["flash_attn"] = backend["flash_attn"] == "on"
+    return {**found, **{name: value for name, value in backend.items() if value is not None}}
 
 
 def text_arguments(values: dict[str, Any]) -> dict[str, Any]:

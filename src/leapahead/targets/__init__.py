@@ -17,6 +17,11 @@ from leapahead.target import Target
 from leapahead.text import Tokenizer
 
 BUNDLED = "bundled"
+# Of `LlamaCppOptions`, which only a GGUF file brings in.
+LLAMA_CPP_OPTIONS = (
+    *("n_ctx", "n_batch", "n_ubatch", "n_threads", "n_threads_batch", "n_gpu_layers", "use_mmap", "use_mlock"),
+    *("flash_attn", "type_k", "type_v", "n_seq_max"),
+)
 
 
 @dataclass(frozen=True)
@@ -39,20 +44,29 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
+    **llama_cpp_options: Any,
 ) -> Loaded:
     """Loads a target.
 
     Args:
-        model: None for the bundled one, a hub name or a folder, a loaded `torch.nn.Module`, or a `Target`.
+        model: None for the bundled one, a hub name or a folder, a GGUF file, a loaded `torch.nn.Module`, or a `Target`.
         tokenizer: instead of the model's own; or the name or folder of one.
         dtype, device: where and how a name or path is loaded; a loaded model stays as it is.
         trust_remote_code: run Python code that comes with the model.
+        llama_cpp_options: of a GGUF file, see `LlamaCppOptions`.
 
     Raises:
-        LeapaheadError: no such model, a model that cannot be decoded, or torch and transformers are not installed.
+        LeapaheadError: no such model, a model that cannot be decoded, an option that this kind of model does not have,
+            or what its kind needs is not installed.
     """
     found: Tokenizer | None = None
-    if model is None or isinstance(model, (str, Path)):
+    ends: tuple[int, ...] = ()
+    if isinstance(model, (str, Path)) and str(model).lower().endswith(".gguf"):
+        target, gguf_tokenizer = _gguf(model, dtype, device, llama_cpp_options)
+        found, ends = gguf_tokenizer, gguf_tokenizer.end_token_ids
+    elif llama_cpp_options:
+        raise BadParameter(f"{', '.join(llama_cpp_options)} can be set for a GGUF file only, not for {model!r}")
+    elif model is None or isinstance(model, (str, Path)):
         folder = bundled() if model is None else str(model)
         target, found = _transformers().load(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         if model is None:
@@ -69,7 +83,7 @@ def load(
         found = _tokenizer(tokenizer, trust_remote_code)
     elif tokenizer is not None:
         found = tokenizer
-    return Loaded(target, found, eos_token_ids(target, found))
+    return Loaded(target, found, tuple(dict.fromkeys((*ends, *eos_token_ids(target, found)))))
 
 
 def bundled() -> str:
@@ -114,6 +128,26 @@ def _tokenizer(name: str, trust_remote_code: bool) -> Tokenizer:
 def _is_module(model: object) -> bool:
     torch = sys.modules.get("torch")  # a module exists only where torch has been imported
     return torch is not None and isinstance(model, torch.nn.Module)
+
+
+def _gguf(path: str | Path, dtype: str, device: str, options: dict[str, Any]) -> Any:
+    try:
+        from leapahead.targets import llama_context, llama_cpp
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "llama_cpp":
+            raise
+        raise LeapaheadError(
+            'GGUF files need llama-cpp-python, which is not installed: pip install "leapahead[llama-cpp]"'
+        ) from None
+    if dtype != "auto":
+        raise BadParameter(f"dtype={dtype!r} is not possible with a GGUF file, which has its own; export it as another")
+    if device not in ("auto", "cpu"):
+        raise BadParameter(f"device={device!r} is not possible with a GGUF file; n_gpu_layers says what goes to a GPU")
+    if device == "cpu":
+        options = {"n_gpu_layers": 0, **options}
+    if unknown := [name for name in options if name not in LLAMA_CPP_OPTIONS]:
+        raise BadParameter(f"there is no option {unknown[0]!r}; there are {', '.join(LLAMA_CPP_OPTIONS)}")
+    return llama_cpp.load(path, llama_context.LlamaCppOptions(**options))
 
 
 def _transformers() -> Any:

@@ -67,16 +67,20 @@ class ToyTarget:
         context_length: int = UNLIMITED,
         capabilities: frozenset[str] = frozenset({CHAIN, TREE, LOGITS}),
         max_leaves: int = UNLIMITED,
+        max_nodes: int = UNLIMITED,
     ) -> None:
         self.name = f"toy(vocab_size={vocab_size}, order={order}, seed={seed})"
         self.vocab_size = vocab_size
         self.context_length = context_length
-        self.max_leaves = max_leaves
+        self.max_leaves, self.max_nodes = max_leaves, max_nodes
         self.capabilities = capabilities
+        self.precision = float(np.finfo(np.float64).eps)
         self._order, self._seed, self._sharpness = order, seed, sharpness
         self._row = lru_cache(maxsize=1 << 16)(self._compute_row)
 
-    def open(self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None) -> ToySession:
+    def open(
+        self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None, reserve: int = 0
+    ) -> ToySession:
         tokens = checked_prompt(tokens, self.vocab_size, self.context_length)
         if stats is not None:
             stats.prompt_tokens += len(tokens)

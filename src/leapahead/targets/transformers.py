@@ -87,7 +87,7 @@ class TransformersTarget:
         self.config = families.text_config(model)
         self.name = name or model.config.name_or_path or type(model).__name__
         self.context_length = families.context_length(self.config)
-        self.max_leaves = UNLIMITED
+        self.max_leaves = self.max_nodes = UNLIMITED
         self.max_batch = max_batch
         if model.config.is_encoder_decoder:
             raise Refused(f"{self.name} is an encoder-decoder model; leapahead decodes causal language models")
@@ -101,10 +101,13 @@ class TransformersTarget:
             self.device = logits.device
             self.engine = self._tested_engine()
         self.capabilities = self.engine.capabilities
+        self.precision = torch.finfo(logits.dtype).eps
         self._eager_choice = self.device.type != "cpu" if eager_choice is None else eager_choice
         self._on_host = self.device.type == "cpu" and not self._eager_choice
 
-    def open(self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None) -> TransformersSession:
+    def open(
+        self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None, reserve: int = 0
+    ) -> TransformersSession:
         tokens = checked_prompt(tokens, self.vocab_size, self.context_length)
         began = perf_counter()
         with torch.no_grad(), self._memory(f"a prompt of {len(tokens)} tokens", 1):

@@ -1,0 +1,256 @@
+"""Our llama.cpp target beside llama.cpp's own programs, taking turns, on the same files.
+
+plain      tokens per second of our whole loop / of `llama-bench -n`
+curve      T(n)/T(1): a step of n nodes here / a batch of n sequences in `llama-batched-bench`, over a shared prompt
+ratio      a drafter's tokens per second / plain decoding's, prompt by prompt in one process
+
+python -m leapahead.lab.llama_bench a.gguf b.gguf --bin BUILD/bin --data DATA --out docs/llama-cpp.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import click
+import llama_cpp
+from rich.console import Console
+from rich.progress import track
+
+from leapahead import __version__
+from leapahead.check import distinct
+from leapahead.decode import Generation, decode
+from leapahead.drafters.plain import Plain
+from leapahead.errors import BadParameter
+from leapahead.generate import LLM
+from leapahead.lab import tasks
+from leapahead.sampling import SamplingParams
+from leapahead.stop import StopParams, Stopper
+from leapahead.targets.llama_context import LlamaCppOptions, physical_cores
+from leapahead.targets.llama_cpp import LlamaCppTarget, load
+from leapahead.tree import TokenTree, TreeBuilder
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXT = 250
+DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "prompt_lookup (4)": ("prompt_lookup", {"num_tokens": 4}),
+    "prompt_lookup (10)": ("prompt_lookup", {}),
+    "lookahead (5, 4, 2)": ("lookahead", {"window": 5, "ngram": 4, "guesses": 2}),
+    "lookahead (7, 5, 7)": ("lookahead", {"window": 7, "ngram": 5, "guesses": 7}),
+}
+
+PARTS = ("plain", "curve", "ratio")
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--bin", "programs", type=click.Path(exists=True, path_type=Path), help="Folder of llama.cpp's programs.")
+@click.option("--data", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of prompt sets.")
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="A JSON file, renewed.")
+@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only this.  [default: all]")
+@click.option("--threads", type=int, help="[default: one a core]")
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--prompts", type=click.IntRange(min=1), default=10, show_default=True, help="Of each task.")
+@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of each text.")
+def main(
+    files: tuple[Path, ...],
+    programs: Path | None,
+    data: Path | None,
+    out: Path,
+    parts: tuple[str, ...],
+    threads: int | None,
+    rounds: int,
+    prompts: int,
+    tokens: int,
+) -> None:
+    """Measure each of FILES, and write the figures with their conditions."""
+    parts = parts or PARTS
+    if programs is None and {"plain", "curve"} & set(parts):
+        raise click.UsageError("--part plain and curve need --bin, the folder of llama-bench and llama-batched-bench")
+    if data is None and "ratio" in parts:
+        raise click.UsageError("--part ratio needs --data, a folder of prompt sets")
+    threads = threads or physical_cores()
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
+    found["conditions"] = (
+        f"{threads} threads of {os.cpu_count()} cores, {_cpu()}; leapahead {__version__}, "
+        f"llama-cpp-python {llama_cpp.__version__}, Python {platform.python_version()}; {rounds} rounds, both sides in "
+        f"turn; {tokens} tokens a text, {prompts} prompts a task, context of the curves {CONTEXT} tokens"
+    )
+    console = Console(stderr=True)
+    for file in files:
+        row = found.setdefault("files", {}).setdefault(file.stem, {})
+        console.rule(file.stem)
+        if "plain" in parts:
+            assert programs is not None
+            row["plain"] = plain(file, programs / "llama-bench", threads, rounds, tokens)
+        if "curve" in parts:
+            assert programs is not None
+            row["curve"] = curve(file, programs / "llama-batched-bench", threads, rounds)
+        if "ratio" in parts:
+            assert data is not None
+            row["ratio"] = ratio(file, tasks.load(data, prompts), threads, rounds, tokens)
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def plain(file: Path, program: Path, threads: int, rounds: int, tokens: int) -> dict[str, float]:
+    """Tokens per second of plain decoding, from an empty context."""
+    target = _load(file, threads)
+    words = [str(program), "-m", str(file), "-t", str(threads), "-p", "0", "-n", str(tokens), "-r", "2", "-o", "json"]
+    ours, theirs = [], []
+
+    def here() -> None:
+        session = target.open([1], SamplingParams())
+        stopper = Stopper(StopParams(max_new_tokens=tokens), [1], target.context_length)
+        generation = Generation(session, Plain(), stopper)
+        start = perf_counter()
+        count = sum(len(step.tokens) for _, step in decode(target, [generation]))
+        ours.append(count / (perf_counter() - start))
+        target.forget()
+
+    def there() -> None:
+        theirs.append(float(json.loads(_printed(words))[0]["avg_ts"]))
+
+    _in_turn(f"{file.stem}: plain", rounds, here, there)
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    return {
+        "ours": round(median(ours), 2),
+        "llama_bench": round(median(theirs), 2),
+        "ratio": round(median(ratios), 4),
+        "low": round(min(ratios), 4),
+        "high": round(max(ratios), 4),
+    }
+
+
+def curve(file: Path, program: Path, threads: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of a step by its nodes: ours as chains and as trees of chains of three nodes, and theirs."""
+    target = _load(file, threads)
+    words = [str(program), "-m", str(file), "-t", str(threads), "-tb", str(threads), "-c", "4096", "-pps", "-kvu"]
+    words += ["-npp", str(CONTEXT), "-ntg", "8", "-npl", ",".join(map(str, SIZES)), "--output-format", "jsonl"]
+    session = target.open([1 + i % 200 for i in range(CONTEXT)], SamplingParams())
+    times: dict[str, dict[int, list[float]]] = {
+        name: {n: [] for n in SIZES} for name in ("chain", "tree", "batched_bench")
+    }
+
+    def here() -> None:
+        for n in SIZES:
+            for name in ("chain", "tree"):
+                for turn in range(9):
+                    root = session.tokens[-1]
+                    tree = TokenTree.chain(root, [2] * (n - 1)) if name == "chain" else _bushy(root, n)
+                    start = perf_counter()
+                    choices = target.step([session], [tree])[0]
+                    _ = choices[0]
+                    session.track.keep([0])  # of a commit, what happens to the cache
+                    if turn:
+                        times[name][n].append(1e3 * (perf_counter() - start))
+                    target.context.remove(session.track.main, CONTEXT - 1)
+                    session.track.length = CONTEXT - 1
+
+    def there() -> None:
+        for line in _printed(words).splitlines():
+            if line.startswith("{"):
+                row = json.loads(line)
+                times["batched_bench"][row["pl"]].append(1e3 * row["t_tg"] / row["tg"])
+
+    _in_turn(f"{file.stem}: curve", rounds, here, there)
+    return {name: {str(n): round(median(ms), 3) for n, ms in each.items()} for name, each in times.items()}
+
+
+def ratio(file: Path, prompts: dict[str, list[str]], threads: int, rounds: int, tokens: int) -> list[dict[str, Any]]:
+    """Tokens per second of drafters over plain decoding's, per task, greedy and sampled; every text compared."""
+    target, tokenizer = load(file, LlamaCppOptions(n_threads=threads, n_ctx=2048))
+    llms = {"plain": LLM(target, tokenizer=tokenizer, drafter="plain", max_batch=1)}
+    for name, (drafter, options) in DRAFTERS.items():
+        llms[name] = LLM(target, tokenizer=tokenizer, drafter=drafter, max_batch=1, **options)
+    rows = []
+    for task, texts in prompts.items():
+        for temperature in (0.0, 1.0):
+            speeds: dict[str, list[float]] = {name: [] for name in llms}
+            lengths: dict[str, float] = {}
+            different = dict.fromkeys(llms, 0)
+            plain_texts: list[list[int]] = []
+            for turn in track(range(rounds + 1), description=f"{file.stem}: {task}, temperature {temperature:g}"):
+                order = list(llms)
+                random.Random(turn).shuffle(order)
+                spent = {name: [0, 0.0, 0] for name in llms}  # tokens, seconds, steps
+                found: dict[str, list[list[int]]] = {name: [] for name in llms}
+                for text in texts:
+                    for name in order:
+                        result = llms[name].generate(text, max_new_tokens=tokens, temperature=temperature, seed=1)
+                        spent[name][0] += result.stats.committed
+                        spent[name][1] += result.stats.decode_seconds
+                        spent[name][2] += result.stats.steps
+                        found[name].append(result.tokens)
+                if turn == 0:
+                    continue  # the warm-up
+                plain_texts = found["plain"]
+                for name, (count, seconds, steps) in spent.items():
+                    speeds[name].append(count / seconds)
+                    lengths[name] = count / steps
+                    pairs = zip(found[name], plain_texts, strict=True)
+                    different[name] = max(different[name], sum(a != b for a, b in pairs))
+            for name in llms:
+                ratios = [mine / other for mine, other in zip(speeds[name], speeds["plain"], strict=True)]
+                rows.append(
+                    {
+                        "task": task,
+                        "temperature": temperature,
+                        "drafter": name,
+                        "tokens_per_second": round(median(speeds[name]), 2),
+                        "ratio": round(median(ratios), 4),
+                        "low": round(min(ratios), 4),
+                        "high": round(max(ratios), 4),
+                        "acceptance_length": round(lengths[name], 3),
+                        "distinct_4": round(distinct(plain_texts), 3),
+                        "different_texts": different[name],
+                    }
+                )
+    return rows
+
+
+def _load(file: Path, threads: int) -> LlamaCppTarget:
+    return load(file, LlamaCppOptions(n_threads=threads, n_ctx=2048))[0]
+
+
+def _bushy(root: int, nodes: int) -> TokenTree:
+    """Chains of three under the root."""
+    builder = TreeBuilder(root)
+    tip = 0
+    for node in range(1, nodes):
+        added = builder.add(0 if node % 3 == 1 else tip, 3 + node)
+        assert added is not None
+        tip = added
+    return builder.build()
+
+
+def _in_turn(what: str, rounds: int, *sides: Callable[[], None]) -> None:
+    """After a warm-up of each, which the sides' lists do not keep."""
+    for side in sides:
+        side()
+    for turn in track(range(rounds), description=what):
+        for side in sides if turn % 2 else sides[::-1]:
+            side()
+
+
+def _printed(words: list[str]) -> str:
+    try:
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BadParameter(f"{words[0]} cannot be run: {error}") from None
+
+
+def _cpu() -> str:
+    names = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    return next((line.partition(":")[2].strip() for line in names if line.startswith("model name")), "unknown CPU")
+
+
+if __name__ == "__main__":
+    main()

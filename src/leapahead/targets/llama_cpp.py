@@ -1,0 +1,403 @@
+"""GGUF files under llama.cpp as a target: trees by sequence ids, over one KV cache for all sessions.
+
+    root 0 ─┬─ 1 ─ 3      leaves 3, 4, 5 get the ids 0, 7, 8; a node belongs to the ids of all leaves below it:
+            └─ 2 ─┬─ 4       node 0: {0, 7, 8}    1: {0}    2: {7, 8}    3: {0}    4: {7}    5: {8}
+                  └─ 5    A node attends to the cells of its first id at positions up to its own: its ancestors, itself.
+
+For that, every id in use has the session's committed cells too. An id costs nothing but a bit in each cell, so a commit
+moves no keys or values: ids of rejected leaves leave the cells behind the last node that they share with the accepted
+path, a cell without ids is free, and an accepted leaf's id becomes the session's main one.
+
+Knows neither drafters nor text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import llama_cpp as c
+import numpy as np
+import numpy.typing as npt
+
+from leapahead.errors import BadParameter, CacheFull, Refused
+from leapahead.sampling import Sampler, SamplingParams
+from leapahead.stats import Stats
+from leapahead.target import CHAIN, LOGITS, TREE, Choices, checked_prompt
+from leapahead.targets.gguf_tokenizer import GgufTokenizer
+from leapahead.targets.llama_context import Context, FloatArray, LlamaCppOptions, Model
+from leapahead.tree import IntArray, TokenTree
+from leapahead.verify import Verdict
+
+TOLERANCE = 0.1  # of the standard deviation of logits; a wrong mask moves them by about one, 4-bit rounding by 0.03
+
+
+class Track:
+    """The cells of one session, and which sequence ids they belong to.
+
+    Attributes:
+        main: the id that all `length` committed cells belong to.
+        held: other ids -> how many of the first committed cells belong to them.
+        laid: (leaf, id) of the last tree, until it is committed or forgotten.
+    """
+
+    def __init__(self, target: LlamaCppTarget, main: int, length: int = 0) -> None:
+        self.target, self.context = target, target.context
+        self.main, self.length = main, length
+        self.held: dict[int, int] = {}
+        self.laid: list[tuple[int, int]] = []
+        self.tree: TokenTree | None = None
+
+    def lay(self, tree: TokenTree) -> list[list[int]]:
+        """The ids of every node, those of its first leaf first."""
+        self.tree = tree
+        if len(tree) == 1:
+            self.laid = [(0, self.main)]
+            return [[self.main]]
+        leaves = tree.leaves.tolist()
+        while len(self.held) + 1 < len(leaves):
+            self.held[self.target.free_id(self)] = 0
+        others = list(self.held)[: len(leaves) - 1]
+        for other in others:
+            if self.held[other] < self.length:
+                self.context.copy(self.main, other, self.held[other], self.length)
+                self.held[other] = self.length
+        self.laid = list(zip(leaves, [self.main, *others], strict=True))
+        parents = tree.parents.tolist()
+        ids: list[list[int]] = [[] for _ in parents]
+        for leaf, owner in self.laid:
+            node = leaf
+            while node >= 0:
+                ids[node].append(owner)
+                node = parents[node]
+        return ids
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Keeps the nodes `path` of the tree that was laid, and frees the cells of all others."""
+        assert self.tree is not None, "commit without a step"
+        if len(self.tree) > 1:
+            place = {node: index for index, node in enumerate(path)}
+            parents, winner = self.tree.parents.tolist(), -1
+            for leaf, owner in self.laid:
+                node = leaf
+                while node not in place:
+                    node = parents[node]
+                shared = place[node] + 1
+                if node != leaf:
+                    self.context.remove(owner, self.length + shared)
+                if owner != self.main:
+                    self.held[owner] = self.length + shared
+                elif shared < len(path):
+                    self.held[owner] = self.length + shared  # no longer the main one
+                if shared == len(path) and winner < 0:
+                    winner = owner
+            self.main = winner
+            self.held.pop(winner, None)
+        self.length += len(path)
+        self.laid, self.tree = [], None
+
+    def forget(self) -> bool:
+        """Frees the cells of a tree that is not to be committed; False where the model cannot."""
+        done = all([self.context.remove(owner, self.length) for _, owner in self.laid])
+        self.laid, self.tree = [], None
+        return done
+
+    def release(self, keep: int = 0) -> list[int]:
+        """Gives ids back that no tree uses now, all but `keep` of them; returns them."""
+        used = {owner for _, owner in self.laid}
+        given = [other for other in self.held if other not in used][keep:]
+        for other in given:
+            self.context.remove(other)
+            del self.held[other]
+        return given
+
+
+class LlamaCppSession:
+    """One sequence. Its track holds every committed token but the last, which is the next root.
+
+    Args:
+        reserve: so many cells are kept free for it, those that it has taken included.
+    """
+
+    def __init__(self, tokens: list[int], track: Track, sampler: Sampler, reserve: int) -> None:
+        self.tokens = tokens
+        self.track = track
+        self.sampler = sampler
+        self.reserve = reserve
+
+    def commit(self, verdict: Verdict) -> None:
+        self.track.keep(verdict.path)
+        self.tokens += verdict.tokens
+        self.sampler.committed()
+        assert self.track.length == len(self.tokens) - 1  # every committed token but the last
+
+    def close(self) -> None:
+        self.track.target.closed(self)
+
+
+class LlamaCppTarget:
+    """A GGUF file; see `leapahead.target.Target`.
+
+    Args:
+        model: the file, loaded.
+        options: of the context.
+        name: for reports and messages; by default the file's name.
+
+    Raises:
+        LeapaheadError: no memory for the context.
+        Refused: the model's logits of a chain are not those of one token at a time.
+    """
+
+    def __init__(self, model: Model, options: LlamaCppOptions | None = None, name: str | None = None) -> None:
+        options = options or LlamaCppOptions()
+        self.model = model
+        self.name = name or Path(model.path).name
+        self.vocab_size = model.vocab_size
+        self.context = Context(model, options)
+        # A window that is longer than what the model was trained with is the user's to choose, as in llama.cpp.
+        self.context_length = self.context.n_ctx
+        self.precision = self.context.precision
+        self._free = list(range(self.context.n_seq_max))[::-1]
+        self._open: list[LlamaCppSession] = []
+        self._idle: list[tuple[Track, list[int]]] = []  # closed ones, least recently used first
+        self._shown: list[Choices] = []  # of the last step: their logits are llama.cpp's memory
+        self.capabilities: frozenset[str] = frozenset()
+        self.capabilities = self._tested()
+
+    @property
+    def max_leaves(self) -> int:
+        """A tree's fair share of the sequence ids."""
+        return self.context.n_seq_max // max(1, len(self._open))
+
+    @property
+    def max_nodes(self) -> int:
+        """A tree's fair share of a batch, and of the cells that are left."""
+        room = self.context.n_ctx - sum(session.track.length for session in self._open)
+        return max(1, min(room, self.context.n_batch) // max(1, len(self._open)))
+
+    def open(
+        self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None, reserve: int = 0
+    ) -> LlamaCppSession:
+        tokens = checked_prompt(tokens, self.vocab_size, self.context_length)
+        sampler = Sampler(params, tokens, self.vocab_size)
+        began = perf_counter()
+        track = self._known(tokens[:-1]) or Track(self, self.free_id())
+        reused, forwards = track.length, 0
+        session = LlamaCppSession(tokens, track, sampler, min(reserve, self.context_length))
+        self._open.append(session)
+        try:
+            reserved = sum(max(each.reserve - each.track.length, 0) for each in self._open[:-1])
+            wanted = max(len(tokens), session.reserve) - track.length
+            self._make_room(wanted, f"a prompt of {len(tokens)} tokens", reserved)
+            forwards = self._read(track, tokens[:-1])
+        except BaseException:
+            self.closed(session)
+            raise
+        if stats is not None:
+            stats.prompt_tokens += len(tokens)
+            stats.prefill_forwards += forwards
+            stats.reused_tokens += reused
+            stats.prefill_seconds += perf_counter() - began
+        return session
+
+    def step(self, sessions: Sequence[LlamaCppSession], trees: Sequence[TokenTree]) -> list[Choices]:
+        for session in sessions:
+            if session.track.tree is not None and not session.track.forget():
+                self._reread(session)
+        total = sum(len(tree) for tree in trees)
+        if total > self.context.n_batch:
+            raise BadParameter(f"trees of {total} nodes are more than n_batch={self.context.n_batch}; use a larger one")
+        self._make_room(total, f"a step of {total} nodes")
+        logits = self._forward([session.track for session in sessions], trees, logits=True)
+        assert logits is not None
+        self._shown, first = [], 0
+        for session, tree in zip(sessions, trees, strict=True):
+            self._shown.append(Choices(logits[first : first + len(tree)], tree, session.sampler, borrowed=True))
+            first += len(tree)
+        return self._shown
+
+    def closed(self, session: LlamaCppSession) -> None:
+        """Takes a session's ids back; its cells stay for a prompt that begins with its tokens, while there is room."""
+        if session not in self._open:
+            return
+        self._open.remove(session)
+        track = session.track
+        forgotten = track.tree is None or track.forget()
+        self._free += track.release()
+        if forgotten and track.length > 0 and CHAIN in self.capabilities:
+            self._idle.append((track, session.tokens[: track.length]))
+        else:
+            self._discard(track)
+
+    def forget(self) -> None:
+        """Empties the cache of what is kept for prompts to come."""
+        while self._idle:
+            self._discard(self._idle.pop(0)[0])
+
+    def free_id(self, wanting: Track | None = None) -> int:
+        """A sequence id that is not in use, if need be one that a session other than the wanting holds for nothing."""
+        if not self._free and self._idle:
+            self._discard(self._idle.pop(0)[0])
+        if not self._free:
+            others = [session.track for session in self._open if session.track is not wanting]
+            share = self.context.n_seq_max // (len(others) + 1)
+            self._free += [owner for track in others for owner in track.release(keep=share - 1)]
+        if not self._free:
+            raise Refused(
+                f"{len(self._open)} sequences are open and all {self.context.n_seq_max} sequence ids in use; "
+                "close a sequence, or load the model with a larger n_seq_max (at most "
+                f"{c.llama_max_parallel_sequences()})"
+            )
+        return self._free.pop()
+
+    def _discard(self, track: Track) -> None:
+        self.context.remove(track.main)
+        self._free.append(track.main)
+
+    def _known(self, tokens: list[int]) -> Track | None:
+        """A closed session's track, cut to what it has in common with `tokens`."""
+        best, most = -1, 0
+        for index, (track, theirs) in enumerate(self._idle):
+            common = _common(theirs, tokens)
+            if common > most and self.context.first_position(track.main) == 0:  # a window may have moved on
+                best, most = index, common
+        if best < 0:
+            return None
+        track, _ = self._idle.pop(best)
+        self.context.remove(track.main, most)
+        track.length = most
+        return track
+
+    def _make_room(self, need: int, what: str, reserved: int = 0) -> None:
+        """Refuses, with nothing lost, what does not fit beside the open sequences and what is reserved for them."""
+        used = sum(session.track.length for session in self._open)
+        while self._idle and used + sum(track.length for track, _ in self._idle) + need > self.context.n_ctx:
+            self._discard(self._idle.pop(0)[0])
+        if used + reserved + need > self.context.n_ctx:
+            raise CacheFull(
+                f"the KV cache of {self.context.n_ctx} cells is full: {used + reserved} are taken by other sequences, "
+                f"and {what} needs {need}; close a sequence, or load the model with a larger n_ctx"
+            )
+
+    def _read(self, track: Track, tokens: list[int]) -> int:
+        """Brings `tokens` into the cache, but those that are there; returns the forwards it took."""
+        forwards = 0
+        while rest := tokens[track.length : track.length + self.context.n_batch]:
+            self._forward([track], [TokenTree.chain(rest[0], rest[1:])], logits=False)
+            track.keep(range(len(rest)))
+            forwards += 1
+        return forwards
+
+    def _reread(self, session: LlamaCppSession) -> None:
+        """For a model that cannot forget a step which was not committed."""
+        session.track.context.remove(session.track.main)
+        session.track.length = 0
+        self._read(session.track, session.tokens[:-1])
+
+    def _forward(self, tracks: Sequence[Track], trees: Sequence[TokenTree], logits: bool) -> FloatArray | None:
+        for choices in self._shown:
+            choices.expire()
+        self._shown = []
+        try:
+            ids = [nodes for track, tree in zip(tracks, trees, strict=True) for nodes in track.lay(tree)]
+            return self.context.decode(
+                np.concatenate([tree.tokens for tree in trees]),
+                np.concatenate([track.length + tree.depths for track, tree in zip(tracks, trees, strict=True)]),
+                [len(each) for each in ids],
+                list(chain.from_iterable(ids)),
+                logits,
+            )
+        except BaseException:
+            for track in tracks:
+                track.forget()
+            raise
+
+    # The test of the model
+
+    def _tested(self) -> frozenset[str]:
+        """What the model can do, found out on itself."""
+        a, b, d, e, f, g = self._ordinary_tokens(6)
+        tree = TokenTree(np.array([d, e, f, g, a]), np.array([-1, 0, 0, 1, 2]))
+        paths = [[a, b, d, e, g], [a, b, d, f, a]]
+        own = [self._logits_of(path) for path in paths]  # each [2 + depth, vocab], one token at a time
+        if self.model.stateful or not self._can_forget([a, b, d]):
+            return frozenset()
+        able = {LOGITS}
+        chained = self._session_logits([a, b, d], TokenTree.chain(d, [e, g]))
+        if _differ(chained[0], own[0][2:]):
+            raise Refused(f"{self.name} does not give its own logits when it reads several tokens at once")
+        able.add(CHAIN)
+        if self.context.n_seq_max > 1:
+            rows, after = self._session_logits([a, b, d], tree, (0, 2, 4))
+            wrong = [_differ(rows[nodes], each[2:]) for nodes, each in zip(([0, 1, 3], [0, 2, 4]), own, strict=True)]
+            if not any(wrong) and not _differ(after, self._logits_of([*paths[1], e])[-1:]):
+                able.add(TREE)
+        return frozenset(able)
+
+    def _can_forget(self, tokens: list[int]) -> bool:
+        track = Track(self, self.free_id())
+        self._read(track, tokens)
+        able = self.context.remove(track.main, len(tokens) - 1)
+        self._discard(track)
+        return able
+
+    def _logits_of(self, tokens: list[int]) -> FloatArray:
+        """float32 [tokens, vocab], one forward a token, nothing forgotten."""
+        track, rows = Track(self, self.free_id()), []
+        for token in tokens:
+            rows.append(np.array(self._forward([track], [TokenTree.root(token)], logits=True)))
+            track.keep([0])
+        self._discard(track)
+        return np.concatenate(rows)
+
+    def _session_logits(
+        self, prompt: list[int], tree: TokenTree, path: Sequence[int] = (0,)
+    ) -> tuple[FloatArray, FloatArray]:
+        """Of the tree over the prompt [nodes, vocab]; of its first token once more after `path`, [1, vocab]."""
+        session = self.open(prompt, SamplingParams())
+        rows = self.step([session], [tree])[0].logits
+        session.track.keep(path)
+        after = np.array(self._forward([session.track], [TokenTree.root(int(tree.tokens[1]))], logits=True))
+        session.track.forget()
+        self._open.remove(session)
+        self._free += session.track.release()
+        self._discard(session.track)
+        return rows, after
+
+    def _ordinary_tokens(self, count: int) -> list[int]:
+        """Ids without a special meaning, spread over the vocabulary."""
+        spread = np.linspace(0, self.vocab_size - 1, min(self.vocab_size, 64)).astype(int).tolist()
+        found = [token for token in spread if not c.llama_vocab_is_control(self.model.vocab, token)]
+        return [(found or spread)[(7 * i + 3) % len(found or spread)] for i in range(count)]
+
+
+def _differ(here: npt.NDArray[Any], there: npt.NDArray[Any]) -> bool:
+    return not float(np.sqrt(np.mean((here - there) ** 2))) <= TOLERANCE * float(np.std(there))  # NaN differs
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    size = min(len(one), len(other))
+    unlike: IntArray = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
+    return int(unlike[0]) if len(unlike) else size
+
+
+def load(path: str | Path, options: LlamaCppOptions | None = None) -> tuple[LlamaCppTarget, GgufTokenizer]:
+    """Loads a GGUF file.
+
+    Args:
+        path: the file; of a model in several files the first.
+        options: how.
+
+    Returns:
+        The target and the tokenizer that the file holds.
+
+    Raises:
+        LeapaheadError: one clear sentence for whatever is wrong.
+    """
+    options = options or LlamaCppOptions()
+    model = Model(path, options)
+    return LlamaCppTarget(model, options), GgufTokenizer(model)

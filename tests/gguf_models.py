@@ -1,0 +1,60 @@
+"""GGUF files for tests: random llamas with the bundled tokenizer, exported as a user would."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from leapahead import targets
+
+
+@cache
+def folder() -> Path:
+    """Of this process, removed at its end."""
+    path = Path(tempfile.mkdtemp(prefix="leapahead-gguf-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+@cache
+def llama(kind: str = "f32", seed: int = 0, **config: Any) -> Path:
+    """A llama of two layers, sharp enough for one wrong entry in its cache to change the text."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from leapahead.integrations.gguf import export_gguf
+
+    source = folder() / f"llama-{seed}-{abs(hash(tuple(sorted(config.items()))))}"
+    if not source.is_dir():
+        values: dict[str, Any] = {
+            "vocab_size": 4096,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.4,
+            **config,
+        }
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            LlamaForCausalLM(LlamaConfig(**values)).save_pretrained(source)
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            shutil.copy(Path(targets.bundled()) / name, source / name)
+    return export_gguf(source, folder() / f"{source.name}-{kind}.gguf", kind, force=True).path
+
+
+@cache
+def bundled(kind: str) -> Path:
+    """The bundled model."""
+    from leapahead.integrations.gguf import export_gguf
+
+    return export_gguf(targets.bundled(), folder() / f"bundled-{kind}.gguf", kind, force=True).path
