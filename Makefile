@@ -19,8 +19,9 @@ demo: $(INSTALLED)
 	$(BIN)/leapahead demo
 
 demo-gguf: $(INSTALLED)
-	$(BIN)/leapahead export-gguf --force bundled build/bundled-q8_0.gguf --type q8_0
-	$(BIN)/leapahead demo --model build/bundled-q8_0.gguf
+	@mkdir -p build
+	$(BIN)/leapahead export-gguf --force src/leapahead/assets/tiny build/bundled-f32.gguf --type f32
+	$(BIN)/leapahead demo --model build/bundled-f32.gguf
 
 test: lint types tests
 
@@ -54,7 +55,7 @@ $(INSTALLED): pyproject.toml
 	@ls $(WHEELS)/llama_cpp_python-*.whl >/dev/null 2>&1 || CXXFLAGS="$(LLAMA_CXXFLAGS)" CMAKE_ARGS="-DLLAVA_BUILD=OFF" \
 		CMAKE_BUILD_PARALLEL_LEVEL=$$(getconf _NPROCESSORS_ONLN) \
 		$(BIN)/python -m pip wheel --quiet --no-cache-dir --no-deps --wheel-dir $(WHEELS) $(LLAMA)
-	$(BIN)/python -m pip install --quiet --find-links $(WHEELS) --editable '.[transformers,llama-cpp]' --group dev
+	$(BIN)/python -m pip install --quiet --find-links $(WHEELS) --editable '.[transformers,llama-cpp,lab]' --group dev
 	@touch $@
 
 clean:

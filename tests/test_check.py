@@ -142,7 +142,7 @@ class OffByOne(ToySession):
 class BrokenCommit(ToyTarget):
     session: type[ToySession]
 
-    def open(self, tokens: Any, params: SamplingParams, stats: Any = None) -> ToySession:
+    def open(self, tokens: Any, params: SamplingParams, stats: Any = None, reserve: int = 0) -> ToySession:
         super().open(tokens, params, stats)
         return self.session(self, [int(token) for token in tokens], params)
 
@@ -220,6 +220,7 @@ class Rounding(ToyTarget):
     def __init__(self, size: float, gap: float) -> None:
         super().__init__(order=1, sharpness=3.0)
         self.size, self.gap = size, gap
+        self.precision = float(np.finfo(np.float32).eps)
 
     def row(self, seen: Any) -> Any:
         row = super().row(seen).copy()

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from leapahead import targets
 from leapahead.cli import main
 from leapahead.errors import BadParameter, LeapaheadError, Refused
-from leapahead.integrations.gguf import KINDS, LLAMA_3, Checkpoint, Exported, export_gguf
+from leapahead.integrations.gguf import KINDS, Checkpoint, Exported, export_gguf
+from leapahead.integrations.gguf_vocabulary import LLAMA_3
 
 gguf = pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("llama_cpp")

@@ -59,7 +59,9 @@ class Toy(ToyTarget):
         super().__init__(vocab_size=9, order=3, sharpness=1.0)
         self.ties = ties
 
-    def open(self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None) -> ToySession:
+    def open(
+        self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None, reserve: int = 0
+    ) -> ToySession:
         session = self.session(self, list(tokens), params)
         session.sampler = self.sampler(params, session.tokens, self.vocab_size)
         return session

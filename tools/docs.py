@@ -21,7 +21,7 @@ from leapahead.cli import main as cli
 from leapahead.cli.drafters import describe
 
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-FILES = ("README.md", "docs/structure.md", "docs/command-line.md", "docs/drafters.md")
+FILES = ("README.md", "docs/structure.md", "docs/command-line.md", "docs/drafters.md", "docs/llama-cpp.md")
 
 
 def rooms(root: Path) -> list[str]:
@@ -154,6 +154,81 @@ def cost_table(root: Path) -> str:
     return table(heads, rows) + _conditions(data, "cost_curve")
 
 
+def _gguf(root: Path, part: str) -> tuple[dict[str, Any], str]:
+    """File -> its figures of one part, and the conditions, from docs/llama-cpp.json."""
+    data = json.loads((root / "docs/llama-cpp.json").read_text(encoding="utf-8"))
+    found = {name: row[part] for name, row in data["files"].items() if part in row}
+    return found, f"\n\nConditions: {data['conditions'][part]}"
+
+
+def gguf_check_table(root: Path) -> str:
+    """Equality on GGUF files."""
+    found, conditions = _gguf(root, "check")
+    rows = []
+    for name, each in found.items():
+        for drafter in dict.fromkeys(row["drafter"] for row in each):
+            own = [row for row in each if row["drafter"] == drafter]
+            gap = max(row["largest_tie_gap"] for row in own)
+            sums = [sum(row[key] for row in own) for key in ("tokens", "mismatches", "ties")]
+            cells = [name, drafter, str(own[0]["prompts"]), *(f"{value:,}" for value in sums)]
+            rows.append([*cells, f"{gap:.3f}" if gap else ""])
+    return table("file | drafter | prompts | tokens compared | mismatches | ties | largest gap", rows) + conditions
+
+
+def gguf_plain_table(root: Path) -> str:
+    """Plain decoding beside llama-bench."""
+    found, conditions = _gguf(root, "plain")
+    rows = [
+        [
+            name,
+            f"{row['ours']:.1f}",
+            f"{row['llama_bench']:.1f}",
+            f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})",
+        ]
+        for name, row in found.items()
+    ]
+    return table("file | leapahead, tokens/s | llama-bench, tokens/s | ratio, median (range)", rows) + conditions
+
+
+def gguf_curve_table(root: Path) -> str:
+    """T(n)/T(1) beside llama-batched-bench."""
+    found, conditions = _gguf(root, "curve")
+    names = {"chain": "chain", "tree": "tree", "batched_bench": "llama-batched-bench"}
+    sizes = [int(n) for n in next(iter(found.values()))["chain"]]
+    rows = [
+        [file, names[kind], *(f"{each[kind][str(n)] / each[kind]['1']:.2f}" for n in sizes), f"{each[kind]['1']:.1f}"]
+        for file, each in found.items()
+        for kind in names
+    ]
+    rows += [
+        [file, "ours outside llama.cpp, ms", *(f"{each['outside'][str(n)]:.2f}" for n in sizes), ""]
+        for file, each in found.items()
+        if "outside" in each
+    ]
+    return table("file | step | " + " | ".join(f"n = {n}" for n in sizes) + " | T(1), ms", rows) + conditions
+
+
+def gguf_ratio_table(root: Path) -> str:
+    """Drafters beside plain decoding."""
+    found, conditions = _gguf(root, "ratio")
+    rows = [
+        [
+            file,
+            row["task"],
+            f"{row['temperature']:g}",
+            row["drafter"],
+            f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['distinct_4']:.2f}",
+        ]
+        for file, each in found.items()
+        for row in each
+        if row["drafter"] != "plain"
+    ]
+    heads = "file | prompts | temperature | drafter | times plain decoding | acceptance length | distinct 4-grams"
+    return table(heads, rows) + conditions
+
+
 def example_output(root: Path) -> str:
     """What the README's example printed, from docs/figures.json."""
     return f"```text\n{_figures(root)['example'].rstrip()}\n```"
@@ -168,6 +243,10 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "overhead": overhead_table,
     "cost-curve": cost_table,
     "example": example_output,
+    "gguf-check": gguf_check_table,
+    "gguf-plain": gguf_plain_table,
+    "gguf-curve": gguf_curve_table,
+    "gguf-ratio": gguf_ratio_table,
 }
 
 

@@ -308,13 +308,12 @@ def checked(chosen: Sequence[int] | IntArray, where: str) -> IntArray:
     Raises:
         BadLogits: a choice is -1, so the logits held NaN, +inf, or nothing but -inf.
     """
-    array = np.asarray(chosen, dtype=np.int64)
-    if (array < 0).any():
+    if min(chosen, default=0) < 0:
         raise BadLogits(
             f"the logits of {where} are NaN, infinite or all banned, so no token can be chosen; try float32, or look "
             "for the logits processor, bad word or penalty that bans every token"
         )
-    return array
+    return np.asarray(chosen, dtype=np.int64)
 
 
 FIRST_LOOK = 1024  # so many of the likeliest tokens nearly always hold the mass that top-p asks for
@@ -345,6 +344,9 @@ def _filtered(scores: Array, params: SamplingParams) -> Array:
 
 def _best(scores: Array) -> Array:
     """int64 [rows]: the argmax, the lowest of equals; -1 where the best is not finite."""
+    if len(scores) == 1 and isinstance(scores, np.ndarray):  # every token of plain decoding comes through here
+        best = int(scores[0].argmax())
+        return np.array([best if math.isfinite(scores[0, best]) else -1])
     xp = array_namespace(scores)
     chosen = xp.argmax(scores, axis=-1)
     best = scores[xp.arange(len(chosen), device=device(scores)), chosen]

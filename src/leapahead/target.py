@@ -54,35 +54,39 @@ class Choices:
         self._rows = logits
         self._borrowed, self._expired = borrowed, False
         self._sampler = sampler
-        self._chosen = np.full(len(tree), -2, dtype=np.int64) if chosen is None else chosen
+        self._known: dict[int, int] = {} if chosen is None else dict(enumerate(chosen.tolist()))
         self._length = len(sampler.tokens)  # of the prefix that these logits belong to
         self._seconds = 0.0
 
     def __getitem__(self, node: int) -> int:
         """For the verifier: -1 where no token can be chosen, which is an error only if the text comes there."""
-        return int(self._read(np.array([node]))[0])
+        if node not in self._known:
+            self._choose([node])
+        return self._known[node]
 
     def of(self, nodes: Sequence[int] | IntArray) -> IntArray:
         """For drafters: int64 [len(nodes)]; nodes not read before are chosen in one call.
 
         0 where no token can be chosen: a processor may ban everything after a prefix that the text will never take.
         """
-        return np.maximum(self._read(np.asarray(nodes, dtype=np.int64)), 0)
+        wanted = [int(node) for node in nodes]
+        missing = sorted({node for node in wanted if node not in self._known})  # in the order of the rows, each once
+        if missing:
+            self._choose(missing)
+        return np.array([max(self._known[node], 0) for node in wanted], dtype=np.int64)
 
-    def _read(self, nodes: IntArray) -> IntArray:
-        missing = np.unique(nodes[self._chosen[nodes] == -2])  # in the order of the rows, each once
-        if not len(missing):
-            return self._chosen[nodes]
+    def _choose(self, nodes: list[int]) -> None:
+        if self._expired:
+            raise LeapaheadError("the logits of an earlier step are gone; read them before the target's next step")
         began = perf_counter()
         if self._sampler.params.processors:  # called as seldom as can be
-            parts = [(missing, self._there()[missing])]
+            parts = [(nodes, self._rows[nodes])]
         else:  # a row stays in the processor's cache from its first operation to its last; and a slice is no copy
-            logits = self._there()
-            parts = [(missing[i : i + 1], logits[node : node + 1]) for i, node in enumerate(missing.tolist())]
+            parts = [([node], self._rows[node : node + 1]) for node in nodes]
         for some, rows in parts:
-            self._chosen[some] = np.asarray(self._sampler.choose(rows, self.tree, some, self._length))
+            chosen = self._sampler.choose(rows, self.tree, np.array(some), self._length)
+            self._known.update(zip(some, chosen.tolist(), strict=True))
         self._seconds += perf_counter() - began
-        return self._chosen[nodes]
 
     def seconds_since(self) -> float:
         """Wall-clock seconds of choosing since the last call of this method."""
@@ -92,16 +96,13 @@ class Choices:
     @property
     def logits(self) -> Array:
         """float [nodes, vocab], unprocessed, of the target's kind and on its device; yours to keep."""
-        return np.array(self._there()) if self._borrowed else self._there()
+        if self._expired:
+            raise LeapaheadError("the logits of an earlier step are gone; read them before the target's next step")
+        return np.array(self._rows) if self._borrowed else self._rows
 
     def expire(self) -> None:
         """The logits are gone; what was chosen stays known."""
         self._expired, self._rows = True, None
-
-    def _there(self) -> Array:
-        if self._expired:
-            raise LeapaheadError("the logits of an earlier step are gone; read them before the target's next step")
-        return self._rows
 
 
 @runtime_checkable

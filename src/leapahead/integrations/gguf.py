@@ -18,7 +18,6 @@ Knows nothing of targets: it neither loads a model nor decodes with one.
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import math
 import os
@@ -35,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from leapahead.errors import BadParameter, LeapaheadError, Refused
+from leapahead.integrations.gguf_vocabulary import ELSEWHERE, Vocabulary, read_json
 
 Progress = Callable[[str, int, int], None]  # what is being done, done, total
 
@@ -43,28 +43,7 @@ MIXTURES = {"q8_0": ("Q8_0",), "q4_k_m": ("Q4_K", "Q6_K")}  # what the matrices 
 PACKED = {"q8_0": 32, "q4_k_m": 256}  # how many numbers of a row are quantised together
 FTYPES = {"q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "q4_k_m": "LLAMA_FTYPE_MOSTLY_Q4_K_M"}
 ARCHITECTURE = "LlamaForCausalLM"
-ELSEWHERE = "llama.cpp's own convert_hf_to_gguf.py may know it"
 
-# The pre-tokenizer of Llama 3, as its tokenizer.json spells it.
-LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-GPT_2_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-BYTES_ONLY = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-
-# llama.cpp's name, the steps of tokenizer.json, and whether a word that is a token is taken before any merge:
-# llama.cpp derives that from the name, so the folder must say the same.
-PRE_TOKENIZERS: tuple[tuple[str, list[dict[str, Any]], bool], ...] = (
-    ("gpt-2", [GPT_2_BYTES], False),
-    ("smollm", [{"type": "Digits", "individual_digits": True}, GPT_2_BYTES], False),
-    (
-        "llama-bpe",
-        [{"type": "Split", "pattern": {"Regex": LLAMA_3}, "behavior": "Isolated", "invert": False}, BYTES_ONLY],
-        True,
-    ),
-)
-ENDS = ("eos", "eot", "eom")  # the ids that end a text in a GGUF file, all alike
 LOG = logging.getLogger("leapahead.llama_cpp")
 
 
@@ -175,7 +154,7 @@ class Shape:
 
     @classmethod
     def read(cls, folder: Path) -> Shape:
-        config = _json(folder / "config.json", required=True)
+        config = read_json(folder / "config.json", required=True)
         names = config.get("architectures") or [config.get("model_type") or "unnamed"]
         if ARCHITECTURE not in names:
             raise Refused(f"{folder} holds a {names[0]}, and only {ARCHITECTURE} can be exported: {ELSEWHERE}")
@@ -279,224 +258,6 @@ def _rope(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": float(theta), **{key: float(given[key]) for key in needs}}
 
 
-# --------------------------------------------------------------------------------------------------- the tokenizer
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """A byte-level BPE tokenizer in the words of GGUF.
-
-    Attributes:
-        pre: llama.cpp's name of the pre-tokenizer.
-        texts: of every id: the byte-level spelling, but the plain text of an added token.
-        added: the ids of added tokens; whether each is special, and so looked for only where special tokens are.
-        unused: ids that the model has and the tokenizer does not.
-        special: "bos", "eos", ... -> id.
-        add_bos, add_eos: what the tokenizer puts around a text by itself.
-        chat: the chat template, or several by name.
-    """
-
-    pre: str
-    texts: list[str]
-    merges: list[str]
-    added: Mapping[int, bool]
-    unused: frozenset[int]
-    special: Mapping[str, int]
-    add_bos: bool
-    add_eos: bool
-    chat: Any
-
-    @classmethod
-    def read(cls, folder: Path, size: int) -> Vocabulary:
-        """Reads a tokenizer for a model of `size` ids, or refuses it."""
-        file = folder / "tokenizer.json"
-        if not file.is_file() and (folder / "tokenizer.model").is_file():
-            raise Refused(
-                f"{folder} has a SentencePiece tokenizer, and only byte-level BPE can be exported: {ELSEWHERE}"
-            )
-        tokenizer, config = _json(file, required=True), _json(folder / "tokenizer_config.json")
-        try:
-            pre, model = _pre_tokenizer(file, tokenizer), tokenizer["model"]
-            vocab = {str(text): int(token) for text, token in model["vocab"].items()}
-            added = _added_tokens(file, tokenizer, config, vocab)
-            merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BadParameter(f"{file} is broken ({error!r}): save the tokenizer again") from None
-        by_id = {token: text for text, token in vocab.items()}
-        by_id.update((token, text) for text, (token, _) in added.items())
-        if max(by_id) >= size:
-            raise Refused(f"{file} has the id {max(by_id)}, and the model of {folder} only {size} ids: match them")
-        unused = frozenset(range(size)) - by_id.keys()
-        by_id.update((token, f"[PAD{token}]") for token in unused)
-        if len(set(by_id.values())) != len(by_id):  # llama.cpp ends the process
-            twice = Counter(by_id.values()).most_common(1)[0][0]
-            raise Refused(f"{file} has two ids for the text {twice!r}, which a GGUF file cannot hold")
-        ids = {text: token for token, text in by_id.items()}
-        special = _special_ids(folder, config, ids, size)
-        add_bos, add_eos = _surroundings(file, tokenizer, special)
-        return cls(
-            pre=pre,
-            texts=[by_id[token] for token in range(size)],
-            merges=merges,
-            added=dict(added.values()),
-            unused=unused,
-            special=special,
-            add_bos=add_bos,
-            add_eos=add_eos,
-            chat=_chat_template(folder, config),
-        )
-
-    def write(self, writer: Any) -> None:
-        from gguf import TokenType
-
-        kinds = [TokenType.NORMAL] * len(self.texts)
-        for token, special in self.added.items():
-            kinds[token] = TokenType.CONTROL if special else TokenType.USER_DEFINED
-        for token in self.unused:
-            kinds[token] = TokenType.UNUSED
-        writer.add_tokenizer_model("gpt2")  # any byte-level BPE
-        writer.add_tokenizer_pre(self.pre)
-        writer.add_token_list(self.texts)
-        writer.add_token_types(kinds)
-        writer.add_token_merges(self.merges)
-        for name, token in self.special.items():
-            writer.add_uint32(f"tokenizer.ggml.{_KEYS.get(name, name)}_token_id", token)
-        writer.add_add_bos_token(self.add_bos)
-        writer.add_add_eos_token(self.add_eos)
-        if self.chat:
-            writer.add_chat_template(self.chat)
-
-
-_KEYS = {"unk": "unknown", "pad": "padding"}  # where GGUF's word is longer
-
-
-def _pre_tokenizer(file: Path, tokenizer: Mapping[str, Any]) -> str:
-    """llama.cpp's name for how the tokenizer cuts a text into words, or a refusal of what it cannot do."""
-    model, decoder = tokenizer["model"], tokenizer.get("decoder") or {}
-    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback") or decoder.get("type") != "ByteLevel":
-        kind = "BPE with byte fallback" if model.get("byte_fallback") else model.get("type", "BPE")
-        raise Refused(f"{file} is no byte-level BPE ({kind}, decoder {decoder.get('type')}): {ELSEWHERE}")
-    wrong = {key for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)}
-    if wrong or tokenizer.get("normalizer") is not None:
-        what = sorted(wrong)[0] if wrong else f"a normalizer ({tokenizer['normalizer'].get('type')})"
-        raise Refused(f"{file} has {what}, which llama.cpp does not apply: export a tokenizer without it")
-    if not model["merges"]:
-        raise Refused(f"{file} has no merges, without which llama.cpp loads no BPE")
-    if missing := _bytes_of_text() - model["vocab"].keys():
-        raise Refused(f"{file} has no token for {len(missing)} of the bytes of UTF-8: llama.cpp reads them otherwise")
-    section = tokenizer.get("pre_tokenizer") or {}
-    steps = [_plain_step(step) for step in section.get("pretokenizers", [section])]
-    names = [
-        name for name, known, whole in PRE_TOKENIZERS if (known, whole) == (steps, bool(model.get("ignore_merges")))
-    ]
-    if not names:
-        kinds = "+".join(str(step.get("type")) for step in steps)
-        known = ", ".join(name for name, _, _ in PRE_TOKENIZERS)
-        raise Refused(f"{file} has a pre-tokenizer ({kinds}) that is none of those verified ({known}): {ELSEWHERE}")
-    return names[0]
-
-
-def _plain_step(step: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what changes offsets only, and with the default that old files leave out."""
-    default = {"use_regex": True} if step.get("type") == "ByteLevel" else {}
-    return {**default, **{key: value for key, value in step.items() if key != "trim_offsets"}}
-
-
-def _bytes_of_text() -> set[str]:
-    """GPT-2's printable stand-ins of the bytes that UTF-8 uses: printable bytes stand for themselves."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    stand_ins = {**{byte: byte for byte in printable}, **{byte: 256 + place for place, byte in enumerate(others)}}
-    never = {0xC0, 0xC1, *range(0xF5, 0x100)}
-    return {chr(stand_in) for byte, stand_in in stand_ins.items() if byte not in never}
-
-
-def _added_tokens(
-    file: Path, tokenizer: Mapping[str, Any], config: Mapping[str, Any], vocab: Mapping[str, int]
-) -> dict[str, tuple[int, bool]]:
-    """Text -> (id, special) of the tokens found in a text before anything else, as Transformers adds them up."""
-    found: dict[str, tuple[int, bool]] = {}
-    listed = [*tokenizer.get("added_tokens", ())]
-    listed += [{**token, "id": int(key)} for key, token in (config.get("added_tokens_decoder") or {}).items()]
-    for token in listed:
-        text = token["content"]
-        for flag in ("lstrip", "rstrip", "single_word"):
-            if token.get(flag):
-                raise Refused(f"{file} has the added token {text!r} with {flag}, which a GGUF file cannot hold")
-        found.setdefault(text, (int(token["id"]), bool(token.get("special"))))
-    named = [config.get(key) for key in config if key.endswith("_token")]
-    for several in (config.get("additional_special_tokens"), config.get("extra_special_tokens")):
-        named += list(several.values() if isinstance(several, dict) else several or ())
-    for text in map(_content, named):
-        if text is not None and text not in found:
-            if text not in vocab:
-                raise Refused(
-                    f"{file} lacks the token {text!r} that tokenizer_config.json names: save the tokenizer again"
-                )
-            found[text] = (vocab[text], True)
-    return found
-
-
-def _content(token: Any) -> str | None:
-    """The text of a token in tokenizer_config.json, which may be an object; None for a flag such as add_bos_token."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
-
-
-def _special_ids(folder: Path, config: Mapping[str, Any], ids: Mapping[str, int], size: int) -> dict[str, int]:
-    """The ids with a role. A text may end with up to three ids."""
-    model = _json(folder / "config.json")
-    special = {}
-    for role in ("bos", "pad", "unk"):
-        text = _content(config.get(f"{role}_token"))
-        token = ids.get(text) if text is not None else model.get(f"{role}_token_id")
-        if isinstance(token, int) and 0 <= token < size:
-            special[role] = token
-    text = _content(config.get("eos_token"))
-    claims: list[Any] = [ids.get(text) if text is not None else None]
-    for claim in (_json(folder / "generation_config.json").get("eos_token_id"), model.get("eos_token_id")):
-        claims += claim if isinstance(claim, list) else [claim]
-    ends = dict.fromkeys(token for token in claims if isinstance(token, int) and 0 <= token < size)
-    if not ends:  # llama.cpp would take id 11
-        raise Refused(f"{folder} names no token that ends a text, and GGUF needs one: set eos_token_id in config.json")
-    if len(ends) > len(ENDS):
-        raise Refused(
-            f"{folder} names {len(ends)} tokens that end a text, and a GGUF file holds {len(ENDS)}: {[*ends]}"
-        )
-    return {**special, **dict(zip(ENDS, ends, strict=False))}
-
-
-def _surroundings(file: Path, tokenizer: Mapping[str, Any], special: Mapping[str, int]) -> tuple[bool, bool]:
-    """Whether the tokenizer puts BOS before a text and EOS after it.
-
-    tokenizer_config.json may have flags for it, but Transformers drops them where there is a tokenizer.json.
-    """
-    processor = tokenizer.get("post_processor") or {}
-    before, after = False, False
-    for step in processor.get("processors", [processor]):
-        if step.get("type") == "TemplateProcessing":
-            single = [next(iter(piece.items())) for piece in step["single"]]
-            text = [kind for kind, _ in single].index("Sequence")
-            for role, pieces in (("bos", single[:text]), ("eos", single[text + 1 :])):
-                ids = [token for _, piece in pieces for token in step["special_tokens"][piece["id"]]["ids"]]
-                if ids not in ([], [special.get(role)]):
-                    raise Refused(f"{file} puts the ids {ids} around a text, where GGUF knows only one {role} token")
-            before, after = text > 0, text + 1 < len(single)
-        elif step.get("type") not in (None, "ByteLevel"):  # which changes offsets only
-            raise Refused(f"{file} has a post-processor {step['type']}, which llama.cpp does not apply: {ELSEWHERE}")
-    return before, after
-
-
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
-    """The template's text, or a list of {name, template}; files of their own come before tokenizer_config.json."""
-    file = folder / "chat_template.jinja"
-    others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    if not others:
-        return file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    named = [*([("default", file)] if file.is_file() else []), *((other.stem, other) for other in others)]
-    return [{"name": name, "template": path.read_text(encoding="utf-8")} for name, path in named]
-
-
 # ----------------------------------------------------------------------------------------------------- the weights
 
 
@@ -556,7 +317,7 @@ def _checkpoint(folder: Path) -> Iterator[Checkpoint]:
     _need("torch")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        where = _json(index).get("weight_map")
+        where = read_json(index).get("weight_map")
         if not isinstance(where, dict) or not where:
             raise BadParameter(f"{index} has no weight_map: save the model again")
         files = sorted(set(map(str, where.values())))
@@ -726,18 +487,3 @@ def _need(module: str) -> Any:
         raise LeapaheadError(
             f'the export needs {error.name}, which is not installed: pip install "leapahead[{extra}]"'
         ) from None
-
-
-def _json(file: Path, *, required: bool = False) -> dict[str, Any]:
-    """The object in a file; empty if there is no such file."""
-    if not file.is_file():
-        if required:
-            raise BadParameter(f"{file.parent} has no {file.name}: name a folder that save_pretrained wrote")
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadParameter(f"{file} is no JSON ({error}): download or save it again") from None
-    if not isinstance(found, dict):
-        raise BadParameter(f"{file} holds no JSON object: download or save it again")
-    return found

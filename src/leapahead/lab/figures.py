@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -16,15 +15,15 @@ import transformers
 from rich.console import Console
 
 from leapahead import __version__
-from leapahead.check import check
 from leapahead.compare import compare
 from leapahead.generate import LLM
 from leapahead.lab import tasks
 from leapahead.lab.acceptance import acceptance
+from leapahead.lab.exactness import exactness
+from leapahead.lab.machine import cpu
 from leapahead.lab.overhead import cost_curve, overhead, target_135m
 from leapahead.lab.picture import picture
 from leapahead.prompts import DEMO
-from leapahead.sampling import SamplingParams
 
 PARTS = ("check", "acceptance", "overhead", "speed", "example")
 
@@ -41,7 +40,7 @@ def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit:
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {"conditions": {}}
     prompts, checked = tasks.load(data, limit), tasks.load(data, check_limit)
     machine = (
-        f"{_cpu()}, {torch.get_num_threads()} of them used; leapahead {__version__}, torch {torch.__version__}, "
+        f"{cpu()}, {torch.get_num_threads()} of them used; leapahead {__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}"
     )
     llm = LLM(dtype="float32")
@@ -55,7 +54,7 @@ def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit:
     for part in parts or PARTS:
         console.rule(part)
         if part == "check":
-            rows = _check(llm, checked, console)
+            rows = exactness(llm, checked, console)
             save(
                 check=rows,
                 conditions={
@@ -96,38 +95,6 @@ def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit:
             )
 
 
-def _check(llm: LLM, prompts: dict[str, list[str]], console: Console) -> list[dict[str, Any]]:
-    texts = [text for each in prompts.values() for text in each]
-    rows = []
-    for temperature in (0.0, 1.0):
-        for batch in (1, 4):
-            with console.status(f"check: temperature {temperature:g}, batch {batch}"):
-                report = check(
-                    llm.target,
-                    llm.tokenizer,
-                    texts,
-                    sampling=SamplingParams(temperature=temperature),
-                    eos_token_ids=llm.eos_token_ids,
-                    batch=batch,
-                )
-            for row in report.drafters:
-                rows.append(
-                    {
-                        "temperature": temperature,
-                        "batch": batch,
-                        "drafter": row.name,
-                        "prompts": report.prompts,
-                        "tokens": row.tokens,
-                        "mismatches": len(row.mismatches),
-                        "ties": len(row.ties),
-                        "largest_tie_gap": row.largest_tie,
-                        "acceptance_length": round(row.stats.acceptance_length, 3),
-                        "distinct_4": round(report.distinct_4_grams, 3),
-                    }
-                )
-    return rows
-
-
 def _speed(llm: LLM) -> list[dict[str, Any]]:
     """Ratio to plain decoding of each drafter on the demo's prompt; small models in cache flatter nobody."""
     rows = []
@@ -149,12 +116,6 @@ def _printed(readme: str) -> str:
     """What the README's first Python example prints."""
     code = readme.split("```python\n")[1].split("```")[0]
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-
-
-def _cpu() -> str:
-    names = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
-    model = next((line.partition(":")[2].strip() for line in names if line.startswith("model name")), "")
-    return f"{os.cpu_count()} cores of {model or platform.processor() or platform.machine()}"
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ python -m leapahead.lab.llama_bench a.gguf b.gguf --bin BUILD/bin --data DATA --
 from __future__ import annotations
 
 import json
-import os
-import platform
 import random
 import subprocess
 from collections.abc import Callable
@@ -32,6 +30,8 @@ from leapahead.drafters.plain import Plain
 from leapahead.errors import BadParameter
 from leapahead.generate import LLM
 from leapahead.lab import tasks
+from leapahead.lab.exactness import exactness
+from leapahead.lab.machine import cpu
 from leapahead.sampling import SamplingParams
 from leapahead.stop import StopParams, Stopper
 from leapahead.targets.llama_context import LlamaCppOptions, physical_cores
@@ -47,7 +47,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "lookahead (7, 5, 7)": ("lookahead", {"window": 7, "ngram": 5, "guesses": 7}),
 }
 
-PARTS = ("plain", "curve", "ratio")
+PARTS = ("plain", "curve", "ratio", "check")
 
 
 @click.command()
@@ -75,15 +75,19 @@ def main(
     parts = parts or PARTS
     if programs is None and {"plain", "curve"} & set(parts):
         raise click.UsageError("--part plain and curve need --bin, the folder of llama-bench and llama-batched-bench")
-    if data is None and "ratio" in parts:
-        raise click.UsageError("--part ratio needs --data, a folder of prompt sets")
+    if data is None and {"ratio", "check"} & set(parts):
+        raise click.UsageError("--part ratio and check need --data, a folder of prompt sets")
     threads = threads or physical_cores()
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
-    found["conditions"] = (
-        f"{threads} threads of {os.cpu_count()} cores, {_cpu()}; leapahead {__version__}, "
-        f"llama-cpp-python {llama_cpp.__version__}, Python {platform.python_version()}; {rounds} rounds, both sides in "
-        f"turn; {tokens} tokens a text, {prompts} prompts a task, context of the curves {CONTEXT} tokens"
-    )
+    machine = f"{threads} threads, {cpu()}; leapahead {__version__}, llama-cpp-python {llama_cpp.__version__}"
+    turns = f"{rounds} rounds, both sides in turn"
+    conditions = {
+        "plain": f"{tokens} tokens from an empty context, {turns}; {machine}.",
+        "curve": f"{CONTEXT} tokens of context, {turns}; {machine}.",
+        "ratio": f"{prompts} prompts a task, up to {tokens} tokens a text, {rounds} rounds in random order; {machine}.",
+        "check": f"HumanEval and GSM8K, temperature 0 and 1, batch 1 and 4, up to 128 tokens a text; {machine}.",
+    }
+    found.setdefault("conditions", {}).update({part: conditions[part] for part in parts})
     console = Console(stderr=True)
     for file in files:
         row = found.setdefault("files", {}).setdefault(file.stem, {})
@@ -97,6 +101,11 @@ def main(
         if "ratio" in parts:
             assert data is not None
             row["ratio"] = ratio(file, tasks.load(data, prompts), threads, rounds, tokens)
+        if "check" in parts:
+            assert data is not None
+            target, tokenizer = load(file, LlamaCppOptions(n_threads=threads))
+            llm = LLM(target, tokenizer=tokenizer)
+            row["check"] = exactness(llm, tasks.load(data, prompts), console)
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -130,13 +139,16 @@ def plain(file: Path, program: Path, threads: int, rounds: int, tokens: int) -> 
 
 
 def curve(file: Path, program: Path, threads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step by its nodes: ours as chains and as trees of chains of three nodes, and theirs."""
+    """Milliseconds of a step by its nodes: ours as chains and as trees of chains of three nodes, and theirs.
+
+    `outside` is what of ours is not spent inside llama.cpp: batches built, logits read, ids moved.
+    """
     target = _load(file, threads)
     words = [str(program), "-m", str(file), "-t", str(threads), "-tb", str(threads), "-c", "4096", "-pps", "-kvu"]
     words += ["-npp", str(CONTEXT), "-ntg", "8", "-npl", ",".join(map(str, SIZES)), "--output-format", "jsonl"]
     session = target.open([1 + i % 200 for i in range(CONTEXT)], SamplingParams())
     times: dict[str, dict[int, list[float]]] = {
-        name: {n: [] for n in SIZES} for name in ("chain", "tree", "batched_bench")
+        name: {n: [] for n in SIZES} for name in ("chain", "tree", "batched_bench", "outside")
     }
 
     def here() -> None:
@@ -145,14 +157,14 @@ def curve(file: Path, program: Path, threads: int, rounds: int) -> dict[str, dic
                 for turn in range(9):
                     root = session.tokens[-1]
                     tree = TokenTree.chain(root, [2] * (n - 1)) if name == "chain" else _bushy(root, n)
-                    start = perf_counter()
+                    start, inside = perf_counter(), target.context.seconds
                     choices = target.step([session], [tree])[0]
                     _ = choices[0]
-                    session.track.keep([0])  # of a commit, what happens to the cache
+                    session.track.forget()  # costs what a commit costs, and leaves the context as it was
+                    spent, inside = perf_counter() - start, target.context.seconds - inside
                     if turn:
-                        times[name][n].append(1e3 * (perf_counter() - start))
-                    target.context.remove(session.track.main, CONTEXT - 1)
-                    session.track.length = CONTEXT - 1
+                        times[name][n].append(1e3 * spent)
+                        times["outside"][n].append(1e3 * (spent - inside))
 
     def there() -> None:
         for line in _printed(words).splitlines():
@@ -245,11 +257,6 @@ def _printed(words: list[str]) -> str:
         return subprocess.run(words, check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise BadParameter(f"{words[0]} cannot be run: {error}") from None
-
-
-def _cpu() -> str:
-    names = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
-    return next((line.partition(":")[2].strip() for line in names if line.startswith("model name")), "unknown CPU")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import llama_cpp as c
@@ -180,6 +181,7 @@ class Context:
     Attributes:
         n_ctx: cells of the cache.
         precision: of the coarser of model and cache, see `Model`.
+        seconds: spent inside llama.cpp for forwards whose logits were wanted.
     """
 
     def __init__(self, model: Model, options: LlamaCppOptions) -> None:
@@ -215,42 +217,34 @@ class Context:
         self.n_ctx: int = c.llama_n_ctx(self.pointer)
         self.n_batch: int = c.llama_n_batch(self.pointer)
         self.n_seq_max: int = c.llama_n_seq_max(self.pointer)
+        self.seconds = 0.0
         self._make_batch(4 * self.n_batch)
 
     def _make_batch(self, n_ids: int) -> None:
         """One batch for ever: llama.cpp reads our arrays in place."""
         n = self.n_batch
-        self._tokens, self._positions = np.zeros(n, np.int32), np.zeros(n, np.int32)
-        self._counts, self._wanted = np.zeros(n, np.int32), np.zeros(n, np.int8)
-        self._ids, self._rows = np.zeros(n_ids, np.int32), np.zeros(n, np.uintp)
-
-        def pointer(array: npt.NDArray[Any], kind: Any) -> Any:
-            return array.ctypes.data_as(ctypes.POINTER(kind))
-
-        self._ids_at = self._ids.ctypes.data
+        self._tokens, self._positions = (c.llama_token * n)(), (c.llama_pos * n)()
+        self._counts, self._wanted = (ctypes.c_int32 * n)(), (ctypes.c_int8 * n)()
+        self._ids, self._rows = (c.llama_seq_id * n_ids)(), (ctypes.c_size_t * n)()
+        self._ids_at = ctypes.addressof(self._ids)
         self._batch = c.llama_batch(
             n_tokens=0,
-            token=pointer(self._tokens, c.llama_token),
+            token=self._tokens,
             embd=None,
-            pos=pointer(self._positions, c.llama_pos),
-            n_seq_id=pointer(self._counts, ctypes.c_int32),
-            seq_id=pointer(self._rows, ctypes.POINTER(c.llama_seq_id)),
-            logits=pointer(self._wanted, ctypes.c_int8),
+            pos=self._positions,
+            n_seq_id=self._counts,
+            seq_id=ctypes.cast(self._rows, ctypes.POINTER(ctypes.POINTER(c.llama_seq_id))),
+            logits=self._wanted,
         )
 
     def decode(
-        self,
-        tokens: Sequence[int] | npt.NDArray[np.int64],
-        positions: Sequence[int] | npt.NDArray[np.int64],
-        counts: Sequence[int],
-        ids: Sequence[int],
-        logits: bool,
+        self, tokens: Sequence[int], positions: Sequence[int], ids: Sequence[Sequence[int]], logits: bool
     ) -> FloatArray | None:
         """One forward.
 
         Args:
             tokens, positions: of n <= n_batch tokens.
-            counts: to how many sequences each belongs; `ids`: to which, one token after another.
+            ids: the sequences that each belongs to.
             logits: whether those of all tokens are wanted.
 
         Returns:
@@ -259,24 +253,25 @@ class Context:
         Raises:
             LeapaheadError: it failed; the cache may hold some of the tokens.
         """
-        n = len(tokens)
-        if len(ids) > len(self._ids):
-            self._make_batch(2 * len(ids))
-        self._tokens[:n] = tokens
-        self._positions[:n] = positions
-        self._counts[:n] = counts
-        self._ids[: len(ids)] = ids
-        ends = np.cumsum(self._counts[:n])
-        self._rows[:n] = self._ids_at + self._ids.itemsize * (ends - self._counts[:n])
-        self._wanted[:n] = logits
+        n, end = len(tokens), 0
+        total = sum(map(len, ids))
+        if total > len(self._ids):
+            self._make_batch(2 * total)
+        for i in range(n):  # quicker than numpy, which has to be woken for each array
+            own = ids[i]
+            begin, end = end, end + len(own)
+            self._ids[begin:end] = list(own)
+            self._tokens[i], self._positions[i], self._counts[i] = tokens[i], positions[i], end - begin
+            self._rows[i], self._wanted[i] = self._ids_at + 4 * begin, logits
         self._batch.n_tokens = n
+        began = perf_counter()
         code = c.llama_decode(self.pointer, self._batch)
         if code != 0:
             raise LeapaheadError(f"llama.cpp could not decode a batch of {n} tokens (code {code}): {_reason()}")
         if not logits:
             return None
-        address = ctypes.cast(c.llama_get_logits(self.pointer), ctypes.c_void_p).value  # waits for the result
-        assert address is not None
+        address = ctypes.addressof(c.llama_get_logits(self.pointer).contents)  # waits for the result
+        self.seconds += perf_counter() - began
         return np.asarray(_Borrowed(address, (n, self.model.vocab_size)))
 
     def remove(self, sequence: int, start: int = 0) -> bool:

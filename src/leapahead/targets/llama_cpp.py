@@ -14,7 +14,6 @@ Knows neither drafters nor text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -302,14 +301,12 @@ class LlamaCppTarget:
             choices.expire()
         self._shown = []
         try:
-            ids = [nodes for track, tree in zip(tracks, trees, strict=True) for nodes in track.lay(tree)]
-            return self.context.decode(
-                np.concatenate([tree.tokens for tree in trees]),
-                np.concatenate([track.length + tree.depths for track, tree in zip(tracks, trees, strict=True)]),
-                [len(each) for each in ids],
-                list(chain.from_iterable(ids)),
-                logits,
-            )
+            tokens, positions, ids = list[int](), list[int](), list[list[int]]()
+            for track, tree in zip(tracks, trees, strict=True):
+                ids += track.lay(tree)
+                tokens += tree.tokens.tolist()
+                positions += [track.length + depth for depth in tree.depths.tolist()]
+            return self.context.decode(tokens, positions, ids, logits)
         except BaseException:
             for track in tracks:
                 track.forget()

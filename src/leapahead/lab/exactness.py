@@ -1,0 +1,44 @@
+"""`check` over settings: greedy and sampled, alone and in a batch; a row per setting and drafter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from leapahead.check import check
+from leapahead.generate import LLM
+from leapahead.sampling import SamplingParams
+
+
+def exactness(llm: LLM, prompts: dict[str, list[str]], console: Console) -> list[dict[str, Any]]:
+    """Every drafter against plain decoding, at temperature 0 and 1, in batches of 1 and 4, up to 128 tokens a text."""
+    texts = [text for each in prompts.values() for text in each]
+    rows = []
+    for temperature in (0.0, 1.0):
+        for batch in (1, 4):
+            with console.status(f"check: temperature {temperature:g}, batch {batch}"):
+                report = check(
+                    llm.target,
+                    llm.tokenizer,
+                    texts,
+                    sampling=SamplingParams(temperature=temperature),
+                    eos_token_ids=llm.eos_token_ids,
+                    batch=batch,
+                )
+            for row in report.drafters:
+                rows.append(
+                    {
+                        "temperature": temperature,
+                        "batch": batch,
+                        "drafter": row.name,
+                        "prompts": report.prompts,
+                        "tokens": row.tokens,
+                        "mismatches": len(row.mismatches),
+                        "ties": len(row.ties),
+                        "largest_tie_gap": row.largest_tie,
+                        "acceptance_length": round(row.stats.acceptance_length, 3),
+                        "distinct_4": round(report.distinct_4_grams, 3),
+                    }
+                )
+    return rows
