@@ -3,6 +3,7 @@
 VENV      := .venv
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+WITH_LLAMA := $(VENV)/.with-llama-cpp
 # Pinned, so that a machine without a GPU can hold a CPU build of exactly this version ready.
 TORCH     := torch==2.13.0
 
@@ -18,7 +19,7 @@ LLAMA_CXXFLAGS := -U__AMX_INT8__
 demo: $(INSTALLED)
 	$(BIN)/leapahead demo
 
-demo-gguf: $(INSTALLED)
+demo-gguf: $(WITH_LLAMA)
 	@mkdir -p build
 	$(BIN)/leapahead export-gguf --force src/leapahead/assets/tiny build/bundled-f32.gguf --type f32
 	$(BIN)/leapahead demo --model build/bundled-f32.gguf
@@ -33,10 +34,10 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(INSTALLED)
+types: $(WITH_LLAMA)
 	$(BIN)/mypy
 
-tests: $(INSTALLED)
+tests: $(WITH_LLAMA)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 # Every measured number of README and docs, from a run on this machine (DATA: a folder with humaneval.jsonl and
@@ -51,11 +52,16 @@ $(INSTALLED): pyproject.toml
 	python3 -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	@ls $(WHEELS)/llama_cpp_python-*.whl >/dev/null 2>&1 || echo "building llama.cpp: 5 to 10 minutes, once"
-	@ls $(WHEELS)/llama_cpp_python-*.whl >/dev/null 2>&1 || CXXFLAGS="$(LLAMA_CXXFLAGS)" CMAKE_ARGS="-DLLAVA_BUILD=OFF" \
+	$(BIN)/python -m pip install --quiet --editable '.[transformers,lab]' --group dev
+	@touch $@
+
+$(WITH_LLAMA): $(INSTALLED)
+	@ls $(WHEELS)/llama_cpp_python-*.whl >/dev/null 2>&1 || { echo "building llama.cpp: 5 to 10 minutes, once"; \
+		CXXFLAGS="$(LLAMA_CXXFLAGS)" CMAKE_ARGS="-DLLAVA_BUILD=OFF" \
 		CMAKE_BUILD_PARALLEL_LEVEL=$$(getconf _NPROCESSORS_ONLN) \
-		$(BIN)/python -m pip wheel --quiet --no-cache-dir --no-deps --wheel-dir $(WHEELS) $(LLAMA)
-	$(BIN)/python -m pip install --quiet --find-links $(WHEELS) --editable '.[transformers,llama-cpp,lab]' --group dev
+		$(BIN)/python -m pip wheel --quiet --no-cache-dir --no-deps --wheel-dir $(WHEELS) $(LLAMA); }
+	$(BIN)/python -m pip install --quiet $(WHEELS)/llama_cpp_python-*.whl
+	$(BIN)/python -m pip install --quiet --editable '.[llama-cpp]'
 	@touch $@
 
 clean:
