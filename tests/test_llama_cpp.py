@@ -18,7 +18,7 @@ from leapahead.check import check
 from leapahead.cli import main as cli
 from leapahead.decode import decode
 from leapahead.drafters import factory
-from leapahead.errors import BadParameter, CacheFull, ContextOverflow, LeapaheadError, Refused
+from leapahead.errors import BadParameter, CacheFull, ContextOverflow, LeapaheadError
 from leapahead.prompts import BUNDLED
 from leapahead.sampling import SamplingParams
 from leapahead.stats import Stats
@@ -193,7 +193,7 @@ def test_the_last_cell_is_used_and_drafts_shrink_before_it() -> None:
 def test_too_many_sequences_are_refused_by_name() -> None:
     target = load(n_seq_max=2)
     sessions = [target.open(PROMPT[i:], GREEDY) for i in range(2)]
-    with pytest.raises(Refused, match=r"all 2 sequence ids in use.*n_seq_max"):
+    with pytest.raises(CacheFull, match=r"all 2 sequence ids in use.*n_seq_max"):
         target.open(PROMPT, GREEDY)
     sessions[0].close()
     target.open(PROMPT, GREEDY)

@@ -22,7 +22,7 @@ import llama_cpp as c
 import numpy as np
 import numpy.typing as npt
 
-from leapahead.errors import BadParameter, LeapaheadError, Refused
+from leapahead.errors import BadParameter, CacheFull, LeapaheadError, Refused
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -76,7 +76,8 @@ class LlamaCppOptions:
         flash_attn: whether to use flash attention; by default llama.cpp's own choice, but not over a cache in f32,
             which it would round to f16.
         type_k, type_v: of the KV cache: f32, f16, bf16 or q8_0; by default f16, and f32 where the weights are f32.
-        n_seq_max: sequence ids, of which every leaf of every tree of a step takes one; at most 256.
+        n_seq_max: sequence ids, of which every leaf of every tree of a step takes one; at most 256; by default 64, and
+            8 for recurrent and hybrid models, which keep a state for each.
     """
 
     n_ctx: int | None = None
@@ -90,7 +91,7 @@ class LlamaCppOptions:
     flash_attn: bool | None = None
     type_k: str | None = None
     type_v: str | None = None
-    n_seq_max: int = 64
+    n_seq_max: int | None = None
 
     def __post_init__(self) -> None:
         def demand(name: str, low: int, high: int | None, optional: bool) -> None:
@@ -108,7 +109,7 @@ class LlamaCppOptions:
         demand("n_threads", 1, 4096, True)
         demand("n_threads_batch", 1, 4096, True)
         demand("n_gpu_layers", -1, None, True)
-        demand("n_seq_max", 1, c.llama_max_parallel_sequences(), False)
+        demand("n_seq_max", 1, c.llama_max_parallel_sequences(), True)
         for name in ("type_k", "type_v"):
             if getattr(self, name) not in (None, *CACHE_TYPES):
                 raise BadParameter(
@@ -123,6 +124,7 @@ class Model:
         precision: relative step of the numbers that go into its products. Whatever the bits of quantised weights, they
             are multiplied with activations of 8 bits.
         stateful: it has a recurrent state, which cannot forget its last tokens.
+        cells: a token takes a cell of the cache.
 
     Raises:
         BadParameter: no such file, or one that llama.cpp cannot load; the message has llama.cpp's reason.
@@ -156,8 +158,10 @@ class Model:
         self.n_ctx_train: int = c.llama_model_n_ctx_train(self.pointer)
         kinds = {c.LLAMA_FTYPE_ALL_F32: "f32", c.LLAMA_FTYPE_MOSTLY_F16: "f16", c.LLAMA_FTYPE_MOSTLY_BF16: "bf16"}
         self.precision = STEPS[kinds.get(c.llama_model_ftype(self.pointer), "q8_0")]
+        self.cells = not c.llama_model_is_recurrent(self.pointer) or bool(c.llama_model_is_hybrid(self.pointer))
         self.stateful = bool(c.llama_model_is_recurrent(self.pointer) or c.llama_model_is_hybrid(self.pointer))
         for wrong, what in (
+            (c.llama_vocab_type(self.vocab) == c.LLAMA_VOCAB_TYPE_NONE, "a model without a vocabulary"),
             (c.llama_model_has_encoder(self.pointer), "an encoder-decoder model"),
             (not c.llama_model_has_decoder(self.pointer), "a model without a decoder"),
             (c.llama_model_is_diffusion(self.pointer), "a diffusion model"),
@@ -180,6 +184,7 @@ class Context:
 
     Attributes:
         n_ctx: cells of the cache.
+        n_step: greatest number of nodes in a step.
         precision: of the coarser of model and cache, see `Model`.
         seconds: spent inside llama.cpp for forwards whose logits were wanted.
     """
@@ -191,7 +196,7 @@ class Context:
         params.n_ctx = wanted or model.n_ctx_train
         params.n_batch = options.n_batch
         params.n_ubatch = min(options.n_ubatch, options.n_batch)
-        params.n_seq_max = options.n_seq_max
+        params.n_seq_max = options.n_seq_max or (8 if model.stateful else 64)
         params.n_threads = options.n_threads or physical_cores()
         params.n_threads_batch = options.n_threads_batch or params.n_threads
         params.kv_unified = True  # one cell may belong to many sequences
@@ -214,8 +219,13 @@ class Context:
         self._free = weakref.finalize(self, c.llama_free, self.pointer)
         self.precision = max(model.precision, *(STEPS[each] for each in types))
         self.memory = c.llama_get_memory(self.pointer)
+        if not self.memory:
+            raise Refused(f"{model.path!r} is a model without a cache; leapahead decodes causal language models")
         self.n_ctx: int = c.llama_n_ctx(self.pointer)
         self.n_batch: int = c.llama_n_batch(self.pointer)
+        # Computed in parts, a step would move a sliding window on with its first part, and llama.cpp write the next
+        # over what has left the window: gone for good, even if the draft is rejected.
+        self.n_step: int = c.llama_n_ubatch(self.pointer) if c.llama_model_n_swa(model.pointer) else self.n_batch
         self.n_seq_max: int = c.llama_n_seq_max(self.pointer)
         self.seconds = 0.0
         self._make_batch(4 * self.n_batch)
@@ -267,7 +277,8 @@ class Context:
         began = perf_counter()
         code = c.llama_decode(self.pointer, self._batch)
         if code != 0:
-            raise LeapaheadError(f"llama.cpp could not decode a batch of {n} tokens (code {code}): {_reason()}")
+            kind = CacheFull if code == 1 else LeapaheadError
+            raise kind(f"llama.cpp could not decode a batch of {n} tokens (code {code}): {_reason()}")
         if not logits:
             return None
         address = ctypes.addressof(c.llama_get_logits(self.pointer).contents)  # waits for the result

@@ -50,6 +50,11 @@ class Track:
         self.laid: list[tuple[int, int]] = []
         self.tree: TokenTree | None = None
 
+    @property
+    def cells(self) -> int:
+        """Those that it takes now, a tree that waits for its commit included."""
+        return self.length + (len(self.tree) if self.tree is not None else 0)
+
     def lay(self, tree: TokenTree) -> list[list[int]]:
         """The ids of every node, those of its first leaf first."""
         self.tree = tree
@@ -163,6 +168,7 @@ class LlamaCppTarget:
         self._open: list[LlamaCppSession] = []
         self._idle: list[tuple[Track, list[int]]] = []  # closed ones, least recently used first
         self._shown: list[Choices] = []  # of the last step: their logits are llama.cpp's memory
+        self._chunk = self.context.n_batch  # tokens of a prompt in one forward
         self.capabilities: frozenset[str] = frozenset()
         self.capabilities = self._tested()
 
@@ -175,7 +181,7 @@ class LlamaCppTarget:
     def max_nodes(self) -> int:
         """A tree's fair share of a batch, and of the cells that are left."""
         room = self.context.n_ctx - sum(session.track.length for session in self._open)
-        return max(1, min(room, self.context.n_batch) // max(1, len(self._open)))
+        return max(1, min(room, self.context.n_step) // max(1, len(self._open)))
 
     def open(
         self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None, reserve: int = 0
@@ -207,8 +213,11 @@ class LlamaCppTarget:
             if session.track.tree is not None and not session.track.forget():
                 self._reread(session)
         total = sum(len(tree) for tree in trees)
-        if total > self.context.n_batch:
-            raise BadParameter(f"trees of {total} nodes are more than n_batch={self.context.n_batch}; use a larger one")
+        if total > max(self.context.n_step, len(trees)):
+            raise BadParameter(
+                f"trees of {total} nodes are more than the {self.context.n_step} that a step may have (n_batch, and "
+                "n_ubatch for a model with a sliding window); use a larger one"
+            )
         self._make_room(total, f"a step of {total} nodes")
         logits = self._forward([session.track for session in sessions], trees, logits=True)
         assert logits is not None
@@ -245,7 +254,7 @@ class LlamaCppTarget:
             share = self.context.n_seq_max // (len(others) + 1)
             self._free += [owner for track in others for owner in track.release(keep=share - 1)]
         if not self._free:
-            raise Refused(
+            raise CacheFull(
                 f"{len(self._open)} sequences are open and all {self.context.n_seq_max} sequence ids in use; "
                 "close a sequence, or load the model with a larger n_seq_max (at most "
                 f"{c.llama_max_parallel_sequences()})"
@@ -272,7 +281,9 @@ class LlamaCppTarget:
 
     def _make_room(self, need: int, what: str, reserved: int = 0) -> None:
         """Refuses, with nothing lost, what does not fit beside the open sequences and what is reserved for them."""
-        used = sum(session.track.length for session in self._open)
+        if not self.model.cells:
+            return
+        used = sum(session.track.cells for session in self._open)
         while self._idle and used + sum(track.length for track, _ in self._idle) + need > self.context.n_ctx:
             self._discard(self._idle.pop(0)[0])
         if used + reserved + need > self.context.n_ctx:
@@ -284,7 +295,7 @@ class LlamaCppTarget:
     def _read(self, track: Track, tokens: list[int]) -> int:
         """Brings `tokens` into the cache, but those that are there; returns the forwards it took."""
         forwards = 0
-        while rest := tokens[track.length : track.length + self.context.n_batch]:
+        while rest := tokens[track.length : track.length + self._chunk]:
             self._forward([track], [TokenTree.chain(rest[0], rest[1:])], logits=False)
             track.keep(range(len(rest)))
             forwards += 1
@@ -321,6 +332,8 @@ class LlamaCppTarget:
         paths = [[a, b, d, e, g], [a, b, d, f, a]]
         own = [self._logits_of(path) for path in paths]  # each [2 + depth, vocab], one token at a time
         if self.model.stateful or not self._can_forget([a, b, d]):
+            if _differ(self._after_chunk([a, b, d, e]), own[0][3:4]):
+                self._chunk = 1  # a recurrence in chunks need not be the recurrence
             return frozenset()
         able = {LOGITS}
         chained = self._session_logits([a, b, d], TokenTree.chain(d, [e, g]))
@@ -340,6 +353,14 @@ class LlamaCppTarget:
         able = self.context.remove(track.main, len(tokens) - 1)
         self._discard(track)
         return able
+
+    def _after_chunk(self, tokens: list[int]) -> FloatArray:
+        """float32 [1, vocab], after the last of `tokens`, the others read at once."""
+        track = Track(self, self.free_id())
+        self._read(track, tokens[:-1])
+        row = np.array(self._forward([track], [TokenTree.root(tokens[-1])], logits=True))
+        self._discard(track)
+        return row
 
     def _logits_of(self, tokens: list[int]) -> FloatArray:
         """float32 [tokens, vocab], one forward a token, nothing forgotten."""
