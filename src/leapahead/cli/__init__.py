@@ -12,6 +12,7 @@ import click
 from leapahead import __version__
 from leapahead.cli.check import check
 from leapahead.cli.drafters import drafters
+from leapahead.cli.explain import explain
 from leapahead.cli.export import export_gguf
 from leapahead.cli.generate import chat, demo, generate
 from leapahead.cli.lab import lab
@@ -43,5 +44,5 @@ def main() -> None:
     """Any causal language model, several tokens per forward pass, exactly the text of one at a time."""
 
 
-for command in (generate, chat, check, drafters, demo, export_gguf, lab):
+for command in (generate, chat, check, drafters, explain, demo, export_gguf, lab):
     main.add_command(command)
