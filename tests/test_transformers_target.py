@@ -742,3 +742,9 @@ def test_load_checkpoints_that_cannot_be(tiny_folder: Path, tmp_path: Path) -> N
 
 def test_auto_device_is_one_that_is_there() -> None:
     assert room._device("auto").type in ("cpu", "cuda", "mps")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_precision_is_the_models(model: Any, dtype: torch.dtype) -> None:
+    """Not that of logits that were widened on the way."""
+    assert TransformersTarget(BY_NAME["llama"].build().to(dtype)).precision == torch.finfo(dtype).eps

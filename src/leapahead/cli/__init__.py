@@ -10,7 +10,9 @@ from typing import Any
 import click
 
 from leapahead import __version__
+from leapahead.cli.bench import bench
 from leapahead.cli.check import check
+from leapahead.cli.curves import COMMANDS
 from leapahead.cli.drafters import drafters
 from leapahead.cli.explain import explain
 from leapahead.cli.export import export_gguf
@@ -44,5 +46,7 @@ def main() -> None:
     """Any causal language model, several tokens per forward pass, exactly the text of one at a time."""
 
 
-for command in (generate, chat, check, drafters, explain, demo, export_gguf, lab):
+for command in (generate, chat, check, bench, drafters, explain, demo, export_gguf, lab):
     main.add_command(command)
+for command in COMMANDS:
+    lab.add_command(command)

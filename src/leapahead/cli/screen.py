@@ -123,7 +123,7 @@ def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
 @contextmanager
 def loading(model: str | None) -> Iterator[None]:
     """While a model is loaded: a bar of ours in place of Transformers'. A hub download shows the hub's own."""
-    _quiet_transformers()
+    quiet_transformers()
     if model is None or Path(model).exists():
         with progress(f"loading {model or 'the bundled model'}"):
             yield
@@ -131,7 +131,7 @@ def loading(model: str | None) -> Iterator[None]:
         yield
 
 
-def _quiet_transformers() -> None:
+def quiet_transformers() -> None:
     try:
         from huggingface_hub.utils.tqdm import enable_progress_bars
         from transformers.utils import logging

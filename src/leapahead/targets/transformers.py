@@ -101,7 +101,7 @@ class TransformersTarget:
             self.device = logits.device
             self.engine = self._tested_engine()
         self.capabilities = self.engine.capabilities
-        self.precision = torch.finfo(logits.dtype).eps
+        self.precision = torch.finfo(model.dtype).eps  # the first logits may have been widened
         self._eager_choice = self.device.type != "cpu" if eager_choice is None else eager_choice
         self._on_host = self.device.type == "cpu" and not self._eager_choice
 

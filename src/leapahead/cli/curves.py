@@ -1,0 +1,359 @@
+"""The figures of `leapahead lab`, a command each: it measures, prints a small table, and writes the data and a plot."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from leapahead import prompts as bundled
+from leapahead import targets
+from leapahead.cli import screen
+from leapahead.cli.options import DRAFTER_OPTIONS, MODEL, Option, all_of, drafter_arguments, model_arguments
+from leapahead.errors import BadParameter, LeapaheadError
+from leapahead.generate import encode
+from leapahead.lab import curves, plots, tasks
+
+Number = TypeVar("Number", int, float)
+KINDS = (".json", ".png", ".svg")
+
+
+def _out(name: str) -> Option:
+    return click.option(
+        "--out",
+        type=click.Path(path_type=Path),
+        default=name,
+        show_default=True,
+        metavar="PREFIX",
+        help="Writes PREFIX.json, PREFIX.png and PREFIX.svg.",
+    )
+
+
+DATA: tuple[Option, ...] = (
+    click.option(
+        "--data",
+        type=click.Path(path_type=Path),
+        metavar="FOLDER",
+        help=f"Prompts: {', '.join(tasks.FILES)}.  [default: a small set of our own]",
+    ),
+    click.option("--limit", type=click.IntRange(min=1), metavar="K", help="Only the first K prompts of each file."),
+)
+
+
+def _length(default: int) -> Option:
+    return click.option(
+        "--max-new-tokens", type=click.IntRange(min=1), default=default, show_default=True, help="Limit of each text."
+    )
+
+
+@click.command()
+@all_of(MODEL, DATA)
+@click.option("--contexts", default="128,512", show_default=True, metavar="N,...", help="Lengths of context.")
+@click.option("--sizes", default="1,2,4,8,16,32,64,128", show_default=True, metavar="N,...", help="Tokens a forward.")
+@click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True, help="Each measures every size.")
+@_out("cost")
+def cost(
+    contexts: str, sizes: str, rounds: int, out: Path, data: Path | None, limit: int | None, **values: Any
+) -> None:
+    """Draw the cost curve: the time of a forward over n tokens, against that of one.
+
+    The prompts, one behind the other, fill the context. Rounds are interleaved; the median is drawn, with quartiles.
+    """
+    prefix = _prefix(out)
+    context_lengths, chain_lengths = _numbers("contexts", contexts, int), _numbers("sizes", sizes, int)
+    loaded, prompts, _ = _loaded(values, data, limit)
+    text = [token for prompt in prompts for token in prompt]
+    with screen.progress("cost") as bar:
+        found = curves.cost(loaded.target, text, context_lengths, chain_lengths, rounds, progress=bar)
+    rows = [
+        (row["context"], row["nodes"], *_spread(row["milliseconds"], ".2f"), *_spread(row["relative"], ".2f"))
+        for row in found["rows"]
+    ]
+    _show(("context", "n", "T(n) ms", "quartiles", "T(n)/T(1)", "quartiles"), rows)
+    _write(found, prefix)
+
+
+@click.command()
+@all_of(MODEL, DATA)
+@click.option("--windows", default="1,2,4,8,16,32", show_default=True, metavar="W,...", help="Of W = G.")
+@click.option("--ngrams", default="3,5,7", show_default=True, metavar="N,...", help="Of N, a curve each.")
+@_length(128)
+@_out("compression")
+def compression(
+    windows: str, ngrams: str, max_new_tokens: int, out: Path, data: Path | None, limit: int | None, **values: Any
+) -> None:
+    """Draw lookahead's step compression S against log2(W = G) and fit the paper's formula.
+
+    S = (f - 1 + E(alpha, N-1, W)) / f (2402.02057, equations 5 and 7). Greedy. A text of few distinct 4-grams repeats
+    itself, and flatters S.
+    """
+    prefix = _prefix(out)
+    sizes, lengths = _numbers("windows", windows, int), _numbers("ngrams", ngrams, int)
+    loaded, prompts, named = _loaded(values, data, limit)
+    with screen.progress("compression") as bar:
+        found = curves.compression(
+            loaded.target, prompts, lengths, sizes, max_new_tokens, loaded.eos_token_ids, progress=bar
+        )
+    found["conditions"]["data"] = named
+    _show(
+        ("N", "W = G", "S", "nodes per step"),
+        [
+            (row["ngram"], row["window"], f"{row['step_compression']:.3f}", f"{row['nodes_per_step']:.1f}")
+            for row in found["rows"]
+        ],
+    )
+    for which, fitted in {"all": found["fit"], **found["fits"]}.items():
+        if fitted is not None:
+            name = "fitted to all" if which == "all" else f"to N = {which} alone"
+            click.echo(f"{name}: alpha = {fitted['alpha']:.3f}, f = {fitted['f']:.3f}, rms error {fitted['rms']:.3f}")
+    if found["note"]:
+        click.echo(found["note"])
+    click.echo(f"distinct 4-grams of the texts: {found['distinct_4']:.1%} of {found['tokens']} tokens")
+    _write(found, prefix)
+
+
+@click.command()
+@all_of(MODEL, DATA)
+@click.option("--block", type=int, default=16, show_default=True, help="Tokens that are iterated together.")
+@click.option("-t", "--temperature", type=float, default=1.0, show_default=True, help="Of the second panel.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the dice and of the blocks' first tokens.")
+@_length(128)
+@_out("jacobi")
+def jacobi(
+    block: int,
+    temperature: float,
+    seed: int,
+    max_new_tokens: int,
+    out: Path,
+    data: Path | None,
+    limit: int | None,
+    **values: Any,
+) -> None:
+    """Draw the convergence of Jacobi iteration: which tokens of a block are right after k iterations.
+
+    Greedy, and with a temperature, where the dice of a position stay the same (2305.10427, algorithm 1).
+    """
+    prefix = _prefix(out)
+    loaded, prompts, named = _loaded(values, data, limit)
+    temperatures = tuple(dict.fromkeys((0.0, temperature)))
+    with screen.progress("jacobi") as bar:
+        found = curves.jacobi(
+            loaded.target, prompts, block, temperatures, max_new_tokens, loaded.eos_token_ids, seed, progress=bar
+        )
+    found["conditions"]["data"] = named
+    shown = [k for k in (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if k <= block]
+    columns = [curve[name] for curve in found["curves"] for name in ("mean", "settled")]
+    names = [f"{_how(curve['temperature'])}: {name}" for curve in found["curves"] for name in ("right", "to keep")]
+    _show(("iterations", *names), [(k, *(f"{column[k]:.1%}" for column in columns)) for k in shown])
+    for curve in found["curves"]:
+        taken = curve["iterations"]
+        click.echo(
+            f"{_how(curve['temperature'])}: {curve['blocks']} blocks of {block}, right after {taken['mean']:.2f} "
+            f"iterations (at most {taken['greatest']}), {curve['tokens_per_iteration']:.2f} tokens per iteration"
+        )
+    _write(found, prefix)
+
+
+@click.command()
+@all_of(MODEL, DATA, DRAFTER_OPTIONS)
+@_length(256)
+@_out("pool")
+def pool(max_new_tokens: int, out: Path, data: Path | None, limit: int | None, **values: Any) -> None:
+    """Draw size and hit rate of lookahead's n-gram pool as generation proceeds.
+
+    A hit is a step in which the pool has a guess; it is worth something where the guess is accepted.
+    """
+    prefix = _prefix(out)
+    options = drafter_arguments(values, ["lookahead"])
+    loaded, prompts, named = _loaded(values, data, limit)
+    with screen.progress("pool") as bar:
+        found = curves.pool(loaded.target, prompts, options, max_new_tokens, loaded.eos_token_ids, progress=bar)
+    found["conditions"]["data"] = named
+    _show(
+        ("new tokens", "texts", "keys", "n-grams", "hit rate", "accepted"),
+        [
+            (
+                row["tokens"],
+                row["prompts"],
+                f"{row['keys']:.0f}",
+                f"{row['ngrams']:.0f}",
+                *("-" if row[name] is None else f"{row[name]:.1%}" for name in ("hit", "accepted")),
+            )
+            for row in found["at"]
+        ],
+    )
+    _write(found, prefix)
+
+
+@click.command()
+@all_of(MODEL, DATA)
+@click.option("--max-ngram", type=int, default=8, show_default=True, help="The longest match that is told apart.")
+@click.option("--min-ngram", type=int, default=1, show_default=True, help="The shortest match that drafts.")
+@click.option("--num-tokens", type=int, default=10, show_default=True, help="Length of a draft.")
+@_length(128)
+@_out("match")
+def match(
+    max_ngram: int,
+    min_ngram: int,
+    num_tokens: int,
+    max_new_tokens: int,
+    out: Path,
+    data: Path | None,
+    limit: int | None,
+    **values: Any,
+) -> None:
+    """Draw how many tokens of prompt lookup's drafts are accepted, by the length of the match. Greedy."""
+    prefix = _prefix(out)
+    loaded, prompts, named = _loaded(values, data, limit)
+    with screen.progress("match") as bar:
+        found = curves.match(
+            loaded.target,
+            prompts,
+            max_ngram,
+            min_ngram,
+            num_tokens,
+            max_new_tokens,
+            loaded.eos_token_ids,
+            progress=bar,
+        )
+    found["conditions"]["data"] = named
+    _show(
+        ("match", "drafts", "accepted", "95 %", "first right", "all right"),
+        [
+            (
+                f">={row['match']}" if row["match"] == max_ngram else row["match"],
+                row["drafts"],
+                f"{row['accepted']['mean']:.2f}",
+                "-"
+                if row["drafts"] < curves.ENOUGH
+                else f"{row['accepted']['low']:.2f} to {row['accepted']['high']:.2f}",
+                f"{row['first_right']:.1%}",
+                f"{row['all_right']:.1%}",
+            )
+            for row in found["rows"]
+        ],
+    )
+    click.echo(f"{found['without_match']} of {found['steps']} steps had no match")
+    _write(found, prefix)
+
+
+@click.command()
+@click.option("-a", "--alpha", default="0.3,0.5,0.7,0.8,0.9", show_default=True, metavar="A,...", help="Acceptance.")
+@click.option("-k", "--length", type=int, default=5, show_default=True, help="K, drafted tokens of a step.")
+@click.option("-c", "--cost", type=float, default=0.05, show_default=True, help="Of a drafted token, in target steps.")
+@click.option("--longest", type=int, default=16, show_default=True, help="K where the curves end.")
+@_out("expected")
+def expected(alpha: str, length: int, cost: float, longest: int, out: Path) -> None:
+    """Compute the tokens and the speed-up to be expected of one draft of K tokens. Needs no model.
+
+    Tokens of a step are (1 - alpha^(K+1)) / (1 - alpha), the speed-up is that over 1 + c K (Leviathan et al.,
+    2211.17192, equation 1 and theorem 3.8). alpha is the probability that a drafted token is right if all before are.
+    """
+    prefix = _prefix(out)
+    found = curves.expected(_numbers("alpha", alpha, float), length, cost, longest)
+    _show(
+        ("alpha", f"tokens at K = {length}", f"speed-up at K = {length}", "best K", "speed-up there"),
+        [
+            (
+                f"{row['alpha']:g}",
+                f"{row['tokens']:.3f}",
+                f"{row['speedup']:.3f}",
+                "any more" if row["best_length"] is None else row["best_length"],
+                "-" if row["best_speedup"] is None else f"{row['best_speedup']:.3f}",
+            )
+            for row in found["rows"]
+        ],
+    )
+    _write(found, prefix)
+
+
+COMMANDS: list[click.Command] = [cost, compression, jacobi, pool, match, expected]
+
+
+# --------------------------------------------------------------------------------------------------------- parts
+
+
+def _loaded(values: dict[str, Any], data: Path | None, limit: int | None) -> tuple[targets.Loaded, list[Any], str]:
+    """The model, the encoded prompts, and what they are, in words. The prompts are read first: a model loads slowly."""
+    if data is None:
+        sets = {"bundled": list(bundled.BUNDLED)[:limit]}
+    elif data.is_dir():
+        sets = _read(data, limit)
+    else:
+        raise BadParameter(f"there is no folder {str(data)!r} of prompts")
+    model = model_arguments(values)
+    with screen.loading(model["model"]):
+        loaded = targets.load(**model)
+    encoded = [encode(text, loaded.tokenizer, loaded.target) for texts in sets.values() for text in texts]
+    named = " and ".join(f"{len(texts)} {task}" for task, texts in sets.items())
+    return loaded, encoded, f"{named} prompts"
+
+
+def _read(data: Path, limit: int | None) -> dict[str, list[str]]:
+    try:
+        return tasks.load(data, limit)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, LeapaheadError):
+            raise
+        raise BadParameter(f"the prompts in {data} cannot be read: a line holds none ({error})") from None
+
+
+def _numbers(name: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
+    """Of a list with commas."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise BadParameter(f"--{name} {text} is not possible: it must be numbers with commas between them") from None
+
+
+def _prefix(out: Path) -> Path:
+    """Where to write, looked at before anything is measured; a name with the ending of one of the files will do."""
+    prefix = out.with_suffix("") if out.suffix in KINDS else out
+    if not prefix.name:
+        raise BadParameter(f"--out {out} is not possible: it must end in the beginning of a file name")
+    if not prefix.parent.is_dir():
+        raise BadParameter(f"--out {out} cannot be written: there is no folder {prefix.parent}")
+    for file in _files(prefix):
+        if file.is_dir() or not os.access(file if file.exists() else prefix.parent, os.W_OK):
+            raise BadParameter(f"--out {out} cannot be written: no permission, or {file} is a folder")
+    plots.require()
+    return prefix
+
+
+def _files(prefix: Path) -> list[Path]:
+    return [prefix.with_name(prefix.name + kind) for kind in KINDS]
+
+
+def _write(found: curves.Data, prefix: Path) -> None:
+    """The data first: they are what took the time."""
+    files = _files(prefix)
+    try:
+        files[0].write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        plots.save(found, prefix)
+    except OSError as error:
+        raise LeapaheadError(f"{error.filename or prefix} cannot be written: {error.strerror or error}") from None
+    click.echo(f"written: {', '.join(map(str, files))}")
+
+
+def _show(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console(highlight=False).print(table)
+
+
+def _spread(value: dict[str, float], form: str) -> tuple[str, str]:
+    return f"{value['median']:{form}}", f"{value['low']:{form}} to {value['high']:{form}}"
+
+
+def _how(temperature: float) -> str:
+    return "greedy" if temperature == 0 else f"t = {temperature:g}"

@@ -1,0 +1,280 @@
+"""Tasks x targets x temperatures x batch sizes, every drafter in each: one cell after another, each kept when it ends.
+
+plan      what is to be measured
+cell      (task, target, temperature, batch): all contenders taking turns (`lab.cell`)
+record    the file that keeps the finished cells (`lab.record`)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from leapahead import targets
+from leapahead.errors import BadParameter, ContextOverflow, Refused
+from leapahead.generate import encode
+from leapahead.lab.cell import PLAIN, groups_of, measure_cell, tie_on
+from leapahead.lab.conditions import conditions
+from leapahead.lab.contender import Configuration, Contender, Ours, Setting
+from leapahead.lab.record import Cell, Record
+from leapahead.lab.tasks import Task
+from leapahead.targets import Loaded
+
+Progress = Callable[[str, int, int], None]  # what is being done, passes done, passes in all
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is to be measured.
+
+    Attributes:
+        tasks: see `lab.tasks.read`.
+        models: hub name, folder, GGUF file; None is the bundled one.
+        configurations: of drafters; plain decoding is always there.
+        temperatures, batches: each with each.
+        rounds: measured ones; a warm-up comes before them.
+        max_new_tokens: of each text.
+        seed: of the order of turns, of the dice, and of the bootstrap.
+        data: where the prompts are from, for the conditions.
+        dtype, device: of models that are no GGUF files.
+        threads: of torch, and of llama.cpp; None for their own choice.
+    """
+
+    tasks: Sequence[Task]
+    models: Sequence[str | None] = (None,)
+    configurations: Sequence[Configuration]
+    temperatures: Sequence[float] = (0.0, 1.0)
+    batches: Sequence[int] = (1,)
+    rounds: int = 5
+    max_new_tokens: int = 64
+    seed: int = 0
+    data: str = "our own prompts"
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        names = [configuration.name for configuration in self.configurations]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise BadParameter(f"{twice} is there twice; give each drafter once")
+        labels = self.labels
+        if again := next((label for label in labels if labels.count(label) > 1), None):
+            raise BadParameter(f"the model {again} is there twice; give each model once")
+
+    @property
+    def labels(self) -> list[str]:
+        """The models' names in the results: a path's last part, where that tells them apart."""
+        short = [_short(model) for model in self.models]
+        return [
+            name if short.count(name) == 1 or model is None else model
+            for name, model in zip(short, self.models, strict=True)
+        ]
+
+    def conditions(self, date: str) -> dict[str, Any]:
+        """Of the whole bench; what only a loaded model tells comes with it."""
+        return {
+            "date": date,
+            **conditions(),
+            "data": self.data,
+            "tasks": {
+                task.name: {"prompts": len(task.prompts), "chat": task.chat, "digest": task.digest}
+                for task in self.tasks
+            },
+            "targets": {},
+            "drafters": {each.name: {"drafter": each.drafter, **each.options} for each in self.configurations},
+            "rounds": self.rounds,
+            "max_new_tokens": self.max_new_tokens,
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "device": self.device,
+            "threads": self.threads,
+            "figures": "speed-up: median of the rounds' ratios to plain decoding in the same round, tokens per second "
+            "without prefill, after a warm-up round; 95 % percentile bootstrap over rounds and prompts. Of "
+            "conversations the first turn only. Counters are of one pass over the prompts, forwards of all passes.",
+        }
+
+
+Extra = Callable[[Loaded], Sequence[Contender]]  # peers: contenders made for a target
+
+
+def run(
+    plan: Plan,
+    record: Record,
+    *,
+    progress: Progress = lambda what, done, total: None,
+    say: Say = lambda line: None,
+    load: Callable[[str | None, Plan], Loaded] | None = None,
+    peers: Extra = lambda loaded: (),
+) -> None:
+    """Measures every cell of the plan that the record does not have.
+
+    Args:
+        plan: what.
+        record: is written after every cell.
+        progress: called as passes end.
+        say: called with a line for what is left out.
+        load: a model by its name; `load_model` unless a test has its own.
+        peers: further contenders for a loaded model, `peer:NAME` each.
+
+    Raises:
+        LeapaheadError: a model cannot be loaded, or the record cannot be written; finished cells are in the record.
+    """
+    cells = {
+        label: [
+            (task, (task.name, label, float(temperature), batch))
+            for task in plan.tasks
+            for temperature in plan.temperatures
+            for batch in plan.batches
+        ]
+        for label in plan.labels
+    }
+    todo = {label: [each for each in some if not record.finished(each[1])] for label, some in cells.items()}
+    bar = _Bar(plan, todo, progress)
+    for label, model in zip(plan.labels, plan.models, strict=True):
+        if todo[label]:
+            bar.show(f"loading {label}")
+            _run_model(plan, record, (load or load_model)(model, plan), label, todo[label], bar, say, peers)
+
+
+def load_model(model: str | None, plan: Plan) -> Loaded:
+    """As the plan has it. Only a GGUF file takes its threads with it; torch has them for all."""
+    if model is not None and model.lower().endswith(".gguf"):
+        options: dict[str, Any] = {} if plan.threads is None else {"n_threads": plan.threads}
+        return targets.load(model, device=plan.device, **options)
+    if plan.threads is not None:
+        _set_torch_threads(plan.threads)
+    return targets.load(model, dtype=plan.dtype, device=plan.device)
+
+
+def _run_model(
+    plan: Plan,
+    record: Record,
+    loaded: Loaded,
+    label: str,
+    todo: Sequence[tuple[Task, Cell]],
+    bar: _Bar,
+    say: Say,
+    peers: Extra,
+) -> None:
+    contenders: list[Contender] = [Ours(PLAIN, loaded.target, loaded.tokenizer, PLAIN)]
+    refused = {}
+    for each in plan.configurations:
+        if each.name != PLAIN:
+            try:
+                contenders.append(Ours(each.name, loaded.target, loaded.tokenizer, each.drafter, each.options))
+            except Refused as error:
+                refused[each.name] = str(error)
+                say(f"{label}: {each.name} is left out: {error}")
+    contenders += peers(loaded)
+    template = getattr(loaded.tokenizer, "chat_template", None) is not None  # not every tokenizer knows of them
+    told = {**_describe(loaded, plan), "chat": "chat template" if template else "plain text", "refused": refused}
+    record.describe("targets", label, told)
+    judge = tie_on(loaded.target)
+    for task, cell in todo:
+        _, _, temperature, batch = cell
+        prompts = _prompts(task, loaded, template, plan.max_new_tokens)
+        if len(prompts) < len(task.prompts):
+            say(
+                f"{label}, {task.name}: {len(task.prompts) - len(prompts)} of {len(task.prompts)} prompts left out: "
+                f"with {plan.max_new_tokens} new tokens they do not fit the context of {loaded.target.context_length}"
+            )
+        bar.begin(cell)
+        if prompts:
+            rows = measure_cell(
+                contenders,
+                prompts,
+                Setting(temperature, batch, plan.max_new_tokens, loaded.eos_token_ids, plan.seed),
+                rounds=plan.rounds,
+                seed=plan.seed,
+                judge=judge,
+                progress=bar.step,
+            )
+            record.add([{"task": task.name, "target": label, **row} for row in rows])
+        bar.end()
+
+
+def _prompts(task: Task, loaded: Loaded, template: bool, max_new_tokens: int) -> list[list[int]]:
+    """Token ids of the prompts that fit."""
+    found = []
+    room = loaded.target.context_length - max_new_tokens
+    for prompt in task.prompts:
+        given = prompt if template or isinstance(prompt, str) else "\n\n".join(each["content"] for each in prompt)
+        try:
+            tokens = encode(given, loaded.tokenizer, loaded.target)
+        except ContextOverflow:
+            continue
+        if len(tokens) <= room:
+            found.append(tokens)
+    return found
+
+
+def _describe(loaded: Loaded, plan: Plan) -> dict[str, Any]:
+    """What a loaded target tells of itself."""
+    target = loaded.target
+    told: dict[str, Any] = {"name": target.name, "context": target.context_length, "precision": target.precision}
+    model: Any = getattr(target, "model", None)  # not every target has one
+    if type(target).__module__.endswith(".llama_cpp"):
+        import llama_cpp
+
+        from leapahead.targets.llama_context import physical_cores
+
+        buffer = ctypes.create_string_buffer(128)
+        llama_cpp.llama_model_desc(model.pointer, buffer, len(buffer))  # as "llama 7B Q4_K - Medium"
+        dtype = buffer.value.decode("utf-8", "replace")
+        told |= {"backend": "llama.cpp", "dtype": dtype, "threads": plan.threads or physical_cores()}
+    elif model is not None:
+        import torch
+
+        dtype, device = str(model.dtype).removeprefix("torch."), str(model.device)
+        told |= {"backend": "transformers", "dtype": dtype, "device": device, "threads": torch.get_num_threads()}
+    return told
+
+
+def _set_torch_threads(threads: int) -> None:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return  # the load says what is missing
+    torch.set_num_threads(threads)
+
+
+def _short(model: str | None) -> str:
+    if model is None:
+        return targets.BUNDLED
+    return Path(model).name if Path(model).exists() else model
+
+
+class _Bar:
+    """Passes done and to do; a cell that ends early is counted as whole."""
+
+    def __init__(self, plan: Plan, todo: dict[str, list[tuple[Task, Cell]]], progress: Progress) -> None:
+        self._progress, self._rounds = progress, plan.rounds
+        self._contenders = len({PLAIN, *(each.name for each in plan.configurations)})
+        self._sizes = [self._passes(len(task.prompts), cell[3]) for some in todo.values() for task, cell in some]
+        self._done, self._cells, self._within = 0, 0, 0
+        self._what = ""
+
+    def _passes(self, prompts: int, batch: int) -> int:
+        return len(groups_of(range(prompts), batch)) * (self._rounds + 1) * self._contenders
+
+    def show(self, what: str) -> None:
+        self._progress(what, self._done + self._within, sum(self._sizes))
+
+    def begin(self, cell: Cell) -> None:
+        task, target, temperature, batch = cell
+        self._what = f"{target}, {task}, temperature {temperature:g}, batch {batch}"
+        self._within = 0
+        self.show(self._what)
+
+    def step(self, name: str) -> None:
+        self._within = min(self._within + 1, self._sizes[self._cells])
+        self.show(f"{self._what}: {name}")
+
+    def end(self) -> None:
+        self._done += self._sizes[self._cells]
+        self._cells, self._within = self._cells + 1, 0
+        self.show(self._what)

@@ -1,0 +1,178 @@
+"""What takes part in a bench: something that continues prompts. Our drafters here; a peer is a class of its own.
+
+A contender says how long it took, and which tokens came out. It is not asked for its own rates: the bench counts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Protocol, runtime_checkable
+
+from leapahead import drafters
+from leapahead.decode import Generation, decode
+from leapahead.drafter import Drafter
+from leapahead.errors import CacheFull
+from leapahead.sampling import SamplingParams
+from leapahead.stats import Stats
+from leapahead.stop import StopParams, Stopper
+from leapahead.target import Target, require
+from leapahead.text import TextStream, Tokenizer
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders of a cell are given alike.
+
+    Attributes:
+        temperature: 0 is greedy.
+        batch: how many texts are decoded together.
+        max_new_tokens: of each text.
+        eos_token_ids: end a text.
+        seed: of the dice, the same for every text.
+    """
+
+    temperature: float = 0.0
+    batch: int = 1
+    max_new_tokens: int = 64
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, seed=self.seed)
+
+
+@dataclass
+class Text:
+    """One continuation.
+
+    Attributes:
+        tokens: the new ones.
+        first_token: seconds from its start, prefill included, to its first new token.
+        stats: what it cost; None from a contender that does not tell.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    first_token: float = 0.0
+    stats: Stats | None = None
+
+
+@dataclass
+class Pass:
+    """What a contender made of some prompts.
+
+    Attributes:
+        texts: in the order of the prompts.
+        seconds: wall clock of everything but the prefill: drafters begun, steps, text made of tokens, bookkeeping.
+        prefill: seconds of the prefill.
+        detokenise: seconds, of `seconds`, in which tokens became text.
+    """
+
+    texts: list[Text]
+    seconds: float
+    prefill: float = 0.0
+    detokenise: float = 0.0
+
+
+class Contender(Protocol):
+    """Something that continues prompts, to be measured against plain decoding.
+
+    Attributes:
+        name: in tables; of a peer `peer:NAME`.
+    """
+
+    name: str
+
+    def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
+        """Continues all prompts, `setting.batch` of them at once, from an empty cache."""
+
+
+@runtime_checkable
+class Forgetful(Protocol):
+    """A target that keeps the prompts of closed sessions, which would make a second pass cheaper than the first."""
+
+    def forget(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A drafter with its options, under the name that the tables show."""
+
+    drafter: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        given = ", ".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.drafter}({given})" if given else self.drafter
+
+
+class Ours:
+    """A drafter and a target, decoded by our loop.
+
+    Raises:
+        Refused: the target cannot give what the drafter needs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: Target,
+        tokenizer: Tokenizer | None,
+        drafter: str | type[Drafter],
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self.name, self.target, self.tokenizer = name, target, tokenizer
+        self.new_drafter: Callable[[], Drafter] = drafters.factory(drafter, **(options or {}))
+        require(target, self.new_drafter().needs, name)
+
+    def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
+        if isinstance(self.target, Forgetful):
+            self.target.forget()
+        texts = [Text() for _ in prompts]
+        found = Pass(texts, 0.0)
+        stop = StopParams(max_new_tokens=setting.max_new_tokens, eos_token_ids=setting.eos_token_ids)
+        waiting, running = deque(enumerate(prompts)), list[Generation]()
+        writing: dict[Generation, tuple[Text, TextStream, float]] = {}
+
+        def join() -> None:
+            while waiting and len(running) < setting.batch:
+                index, tokens = waiting[0]
+                texts[index].stats = stats = Stats()
+                start = perf_counter()
+                try:
+                    reserve = len(tokens) + setting.max_new_tokens
+                    session = self.target.open(tokens, setting.params, stats, reserve)
+                except CacheFull:
+                    if not running:
+                        raise
+                    return  # it joins when another has left
+                finally:
+                    found.prefill += perf_counter() - start
+                waiting.popleft()
+                stopper = Stopper(stop, tokens, self.target.context_length)
+                running.append(new := Generation(session, self.new_drafter(), stopper, stats))
+                writing[new] = texts[index], TextStream(self.tokenizer), start
+
+        began = perf_counter()
+        try:
+            join()
+            for generation, step in decode(self.target, running):
+                text, stream, start = writing[generation]
+                now = perf_counter()
+                text.first_token = text.first_token or now - start
+                text.tokens += step.tokens
+                for index, token in enumerate(step.tokens):
+                    stream.add(token, index < step.verdict.accepted)
+                _ = stream.finish(None) if generation.finished else stream.take()
+                found.detokenise += perf_counter() - now
+                if generation.finished:
+                    join()
+        finally:
+            for generation in running:  # closing twice is harmless
+                generation.session.close()
+        found.seconds = perf_counter() - began - found.prefill
+        return found

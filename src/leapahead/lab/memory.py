@@ -1,0 +1,47 @@
+"""Peak memory of this process, and of the GPU that torch uses, from one moment to another."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+MIB = 1 << 20
+
+
+class Peak:
+    """The greatest memory in use since it was made.
+
+    Linux forgets a process's peak when it is asked to, elsewhere it is the peak since the process began: then only a
+    contender that needs more than all before it is seen.
+    """
+
+    def __init__(self) -> None:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+        torch = sys.modules.get("torch")  # never imported for this
+        self._cuda = torch.cuda if torch is not None and torch.cuda.is_available() else None
+        if self._cuda is not None:
+            self._cuda.reset_peak_memory_stats()
+
+    def mib(self) -> float | None:
+        """MiB of this process, the weights among them; None where the system does not tell."""
+        try:
+            lines = Path("/proc/self/status").read_text().splitlines()
+        except OSError:
+            return _since_the_beginning()
+        kib = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+        return round(kib * 1024 / MIB, 1) if kib is not None else _since_the_beginning()
+
+    def gpu_mib(self) -> float | None:
+        """MiB that torch has allocated on its GPU; None without one."""
+        return round(self._cuda.max_memory_allocated() / MIB, 1) if self._cuda is not None else None
+
+
+def _since_the_beginning() -> float | None:
+    if sys.platform == "win32":
+        return None
+    from resource import RUSAGE_SELF, getrusage
+
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    return round(getrusage(RUSAGE_SELF).ru_maxrss * unit / MIB, 1)

@@ -1,0 +1,591 @@
+"""`bench` measures what it says, compares every text, and loses nothing that it has measured."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from leapahead import BadParameter, LeapaheadError, targets
+from leapahead.cli import Commands
+from leapahead.cli.bench import bench as command
+from leapahead.cli.bench import configurations
+from leapahead.drafter import Context, Drafter, Proposal
+from leapahead.drafters.plain import Plain
+from leapahead.lab import bench, cell, record, report, tasks
+from leapahead.lab.contender import Configuration, Ours, Pass, Setting, Text
+from leapahead.targets import Loaded
+from leapahead.targets.toy import ToyTarget
+from leapahead.tree import Budget, TokenTree
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 4, 5], [0, 3]]
+PUBLISHED = {
+    "humaneval.jsonl": [{"task_id": f"HumanEval/{n}", "prompt": f"def f{n}(x):\n"} for n in range(6)],
+    "gsm8k_test.jsonl": [{"question": "Two and two?", "answer": "4"}],
+    "mt_bench.jsonl": [{"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]}],
+    "spec_bench.jsonl": [
+        {"question_id": n, "category": category, "turns": [f"{category} {n}", "more"]}
+        for n, category in enumerate(["writing", "coding", "translation", "rag", "rag"])
+    ],
+}
+
+
+class Timed:
+    """A contender that takes the seconds it is told, and writes what it is told."""
+
+    def __init__(self, name: str, seconds: Callable[[int], float], tokens: Callable[[list[int]], list[int]]) -> None:
+        self.name, self.seconds, self.tokens = name, seconds, tokens
+        self.passes: list[list[list[int]]] = []
+
+    def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
+        self.passes.append(list(prompts))
+        texts = [Text(self.tokens(prompt), first_token=0.5) for prompt in prompts]
+        return Pass(texts, self.seconds(len(self.passes)), prefill=0.25)
+
+
+def ten(prompt: list[int]) -> list[int]:
+    return [*prompt[:1], *range(9)]
+
+
+def never(*what: Any) -> bool:
+    raise AssertionError("nothing differs")
+
+
+def measured(contenders: Sequence[Any], rounds: int = 3, **options: Any) -> list[dict[str, Any]]:
+    options = {"setting": Setting(max_new_tokens=24), "judge": never, "seed": 0, **options}
+    return cell.measure_cell(contenders, PROMPTS, rounds=rounds, **options)
+
+
+# ------------------------------------------------------------------------------------------------------- figures
+
+
+def test_the_ratio_is_the_one_of_the_clocks() -> None:
+    plain, fast = Timed("plain", lambda turn: 1.0, ten), Timed("peer:fast", lambda turn: 0.4, ten)
+    rows = measured([plain, fast])
+    assert [row["drafter"] for row in rows] == ["plain", "peer:fast"]
+    assert rows[0]["speedup"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert rows[1]["speedup"] == {"median": 2.5, "low": 2.5, "high": 2.5}
+    assert [row["tokens_per_second"] for row in rows] == [10.0, 25.0]
+    assert rows[1]["time_to_first_token"] == 0.5
+    assert rows[1]["seconds"] == {"prefill": 0.75, "rest": pytest.approx(1.2)}  # of one pass over three prompts
+    assert (rows[1]["prompts"], rows[1]["tokens"]) == (3, 30)
+    assert rows[1]["acceptance_length"] is None  # a peer that does not tell
+
+
+def test_the_warm_up_is_not_measured_and_a_slow_round_is_one_of_many() -> None:
+    """3 passes of reference, one slow warm-up of 3, and then a neighbour who slows both down."""
+    slow = [9.0] * 3 + [1.0] * 6 + [50.0] * 3
+    plain = Timed("plain", lambda turn: 2.0 * ([1.0] * 3 + slow)[turn - 1], ten)
+    other = Timed("peer:x", lambda turn: slow[turn - 1], ten)
+    rows = measured([plain, other])
+    assert (len(plain.passes), len(other.passes)) == (3 + 3 * 4, 3 * 4)
+    assert rows[1]["samples"]["seconds"] == [[1.0] * 3, [1.0] * 3, [50.0] * 3]
+    assert rows[1]["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}
+
+
+def test_the_interval_is_over_rounds_and_prompts() -> None:
+    plain = {"tokens": [[10, 10]] * 2, "seconds": [[1.0, 1.0]] * 2}
+    steady = {"tokens": [[10, 10]] * 2, "seconds": [[0.5, 0.5]] * 2}
+    assert cell.speedup(steady, plain) == {"median": 2.0, "low": 2.0, "high": 2.0}
+    rounds = cell.speedup({**steady, "seconds": [[0.5, 0.5], [1.0, 1.0]]}, plain)
+    assert (rounds["low"], rounds["median"], rounds["high"]) == (1.0, 1.5, 2.0)
+    prompts = cell.speedup({**steady, "seconds": [[0.5, 1.0]] * 2}, plain)
+    assert (prompts["low"], prompts["high"]) == (1.0, 2.0)
+    assert prompts["median"] == pytest.approx(4 / 3, abs=1e-4)
+    assert prompts == cell.speedup({**steady, "seconds": [[0.5, 1.0]] * 2}, plain)  # seeded
+
+
+def test_the_interval_covers_as_often_as_it_says() -> None:
+    """Ratios of 20 prompts, lognormal around 1.5: about 95 of 100 intervals hold it; fewer than 85 has p < 1e-4."""
+    rng = np.random.default_rng(0)
+    inside = 0
+    for _ in range(100):
+        seconds = np.exp(rng.normal(scale=0.2, size=20))
+        plain = {"tokens": [[10] * 20] * 3, "seconds": [[1.5] * 20] * 3}
+        mine = {"tokens": [[10] * 20] * 3, "seconds": [(seconds / np.exp(0.02)).tolist()] * 3}  # of mean 1
+        found = cell.speedup(mine, plain)
+        inside += found["low"] <= 1.5 <= found["high"]
+    assert inside >= 85
+
+
+def test_turns_are_drawn_and_seeded() -> None:
+    names = ["plain", "a", "b", "c"]
+    drawn = [tuple(cell.order(names, 0, turn, group)) for turn in range(10) for group in range(5)]
+    assert drawn == [tuple(cell.order(names, 0, turn, group)) for turn in range(10) for group in range(5)]
+    assert all(sorted(each) == sorted(names) for each in drawn)
+    assert len(set(drawn)) > 10
+    assert {each[0] for each in drawn} == set(names)
+    assert cell.order(names, 0, 1, 1) != cell.order(names, 5, 1, 1)
+
+
+def test_contenders_take_turns_within_a_group() -> None:
+    log: list[str] = []
+    contenders = [Timed(name, lambda turn, name=name: log.append(name) or 1.0, ten) for name in ("plain", "a", "b")]
+    measured(contenders, rounds=2, seed=3)
+    turns = log[3:]  # after the reference
+    expected = [cell.order(["plain", "a", "b"], 3, turn, group) for turn in range(3) for group in range(3)]
+    assert turns == [name for names in expected for name in names]
+
+
+# --------------------------------------------------------------------------------------------------- our drafters
+
+
+class Slow(Drafter):
+    """Takes two milliseconds to have no idea."""
+
+    name: ClassVar[str] = "slow"
+
+    def propose(self, context: Context, budget: Budget) -> Proposal:
+        time.sleep(0.002)
+        return Proposal(TokenTree.root(context.root))
+
+
+def test_a_drafter_that_is_slow_is_measured_slow() -> None:
+    target = ToyTarget()
+    rows = measured([Ours("plain", target, None, Plain), Ours("slow", target, None, Slow)], rounds=2)
+    assert rows[1]["seconds"]["draft"] >= 0.002 * 3 * 23  # the last token of a text needs no draft
+    assert rows[1]["speedup"]["high"] < 1
+    assert (rows[1]["acceptance_length"], rows[1]["nodes_per_step"], rows[1]["mismatches"]) == (1.0, 1.0, 0)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_counters(batch: int, temperature: float) -> None:
+    target = ToyTarget()
+    seen: list[str] = []
+    contenders = [Ours(name, target, None, name) for name in ("plain", "lookahead", "jacobi")]
+    setting = Setting(temperature=temperature, batch=batch, max_new_tokens=24, seed=1)
+    rows = measured(contenders, rounds=2, setting=setting, progress=seen.append)
+    groups = -(-len(PROMPTS) // batch)
+    assert len(seen) == 3 * groups * 3
+    for row in rows:
+        assert (row["prompts"], row["groups"], row["tokens"], row["mismatches"], row["ties"]) == (3, groups, 72, 0, 0)
+        assert row["acceptance_length"] == pytest.approx(72 / row["steps"], abs=1e-4)
+        assert sum(row["accepted_by"].values()) == sum(row["accepted_at"].values()) == 72 - row["steps"]
+        assert row["distinct_4"] == rows[0]["distinct_4"]
+        wall = sum(map(sum, row["samples"]["seconds"])) / 2
+        assert sum(row["seconds"].values()) - row["seconds"]["prefill"] == pytest.approx(wall, abs=1e-4)
+        assert row["time_to_first_token"] > 0
+        # the reference, the warm-up and two rounds, and a prefill for each text
+        passes = 4 if row["drafter"] == "plain" else 3
+        assert row["forwards"] == passes * (row["steps"] + 3)
+    assert rows[1]["acceptance_length"] > 1
+    assert rows[1]["nodes_per_step"] > 2
+
+
+def test_a_peer_without_steps_is_a_row_and_joins_the_overall_row() -> None:
+    rows = measured([Timed("plain", lambda turn: 1.0, ten), Timed("peer:x", lambda turn: 0.5, ten)])
+    whole = cell.overall([rows[1], rows[1]], [rows[0], rows[0]], 0)
+    assert whole["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}
+    assert (whole["prompts"], whole["tokens"], whole["acceptance_length"]) == (6, 60, None)
+
+
+# ---------------------------------------------------------------------------------------------- texts that differ
+
+
+class Broken(ToyTarget):
+    """Everybody sees everybody."""
+
+    def mask(self, tree: TokenTree) -> Any:
+        return np.ones_like(tree.ancestor_mask)
+
+
+def test_a_broken_target_is_a_mismatch() -> None:
+    target = Broken()
+    contenders = [Ours(name, target, None, name) for name in ("plain", "lookahead")]
+    rows = measured(contenders, judge=cell.tie_on(target))
+    assert rows[0]["mismatches"] == 0
+    assert rows[1]["mismatches"] > 0
+    assert rows[1]["ties"] == 0
+
+
+def test_ties_are_counted_apart_and_judged_once() -> None:
+    judged: list[tuple[list[int], list[int]]] = []
+
+    def judge(prompt: list[int], expected: list[int], got: list[int], setting: Setting) -> bool:
+        judged.append((expected, got))
+        return prompt == PROMPTS[1]
+
+    other = Timed("peer:x", lambda turn: 1.0, lambda p: [*ten(p)[:4], 7] if p != PROMPTS[2] else ten(p))
+    rows = measured([Timed("plain", lambda turn: 1.0, ten), other], judge=judge)
+    assert (rows[1]["mismatches"], rows[1]["ties"]) == (1, 1)
+    assert len(judged) == 2  # not once a round
+
+
+class Rounding(ToyTarget):
+    """Wider forwards round otherwise, as much as `size`; the two best logits are 1e-6 apart."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__(order=1, sharpness=3.0)
+        self.size = size
+        self.precision = float(np.finfo(np.float32).eps)
+
+    def row(self, seen: Any) -> Any:
+        row = super().row(seen).copy()
+        first, second = np.argsort(-row)[:2]
+        row[second] = row[first] - 1e-6
+        return row
+
+    def logits(self, session: Any, tree: TokenTree) -> Any:
+        logits = super().logits(session, tree)
+        rng = np.random.default_rng([len(tree), len(session.tokens)])
+        return logits + rng.uniform(-self.size, self.size, size=logits.shape) * (len(tree) > 1)
+
+
+@pytest.mark.parametrize(("size", "kind", "other"), [(2e-5, "ties", "mismatches"), (0.5, "mismatches", "ties")])
+def test_rounding_is_a_tie_and_more_is_a_mismatch(size: float, kind: str, other: str) -> None:
+    target = Rounding(size)
+    contenders = [Ours(name, target, None, name) for name in ("plain", "lookahead")]
+    plain, row = measured(contenders, rounds=1, judge=cell.tie_on(target))
+    assert plain["mismatches"] == plain["ties"] == 0
+    assert row[kind] > 0
+    assert row[other] == 0
+
+
+def test_a_text_that_ends_early_is_no_tie() -> None:
+    assert not cell.tie_on(ToyTarget())([1, 2], [3, 4], [3], Setting())
+
+
+# ---------------------------------------------------------------------------------------------------------- tasks
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, rows in PUBLISHED.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_published_files(data: Path) -> None:
+    found = {task.name: task for task in tasks.read(data)}
+    names = ["humaneval", "gsm8k", "mt_bench", "spec_bench/mt_bench", "spec_bench/translation", "spec_bench/rag"]
+    assert list(found) == names
+    assert found["gsm8k"].prompts == ["Two and two?"]
+    assert found["mt_bench"].prompts == [[{"role": "user", "content": "Write."}]]  # the first turn
+    assert len(found["spec_bench/mt_bench"].prompts) == 2
+    assert [task.chat for task in found.values()] == [False, False, True, True, True, True]
+    assert [task.name for task in tasks.read(data, ["spec_bench", "gsm8k"])] == [names[1], *names[3:]]
+    (limited,) = tasks.read(data, ["humaneval"], 2)
+    assert limited.prompts == ["def f0(x):\n", "def f3(x):\n"]
+    assert limited.digest != found["humaneval"].digest
+    assert {name: len(prompts) for name, prompts in tasks.load(data, 4).items()} == {"humaneval": 4, "gsm8k": 1}
+
+
+def test_our_own_prompts() -> None:
+    found = tasks.read(None)
+    assert [task.name for task in found] == [
+        *("code", "maths", "chat", "summarise", "edit-this-code", "structured-output")
+    ]
+    assert {len(task.prompts) for task in found} == {3}
+
+
+# ---------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def run(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`leapahead bench` with the tiny model as the bundled one, on a task of two prompts unless `data` is named."""
+    monkeypatch.setattr(targets, "bundled", lambda: str(tiny_folder))
+    monkeypatch.setattr(bench, "conditions", lambda: {"versions": {"leapahead": "0"}, **dict.fromkeys(MACHINE)})
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "humaneval.jsonl").write_text('{"prompt": "def add(a, b):"}\n{"prompt": "for number in"}\n')
+    (folder / "mt_bench.jsonl").write_text('{"turns": ["Hi", "Ho"]}\n')
+    few = ("--rounds", "1", "--max-new-tokens", "6", "--dtype", "float32", "-t", "0", "-d", "prompt_lookup")
+
+    def invoke(*args: str, plain: bool = False) -> Result:
+        main = click.version_option("0")(Commands(commands={"bench": command}))
+        given = args if plain else (*few, "--data", str(folder), "--out", str(tmp_path / "out"), *args)
+        result = CliRunner().invoke(main, ["bench", *given])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return invoke
+
+
+MACHINE = ("commit", "system", "cpu", "gpu")
+
+
+def results(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "bench.json").read_text())
+    return found
+
+
+def test_bench_writes_everything(run: Any, tmp_path: Path) -> None:
+    result = run("--config", "lookahead:window=3,ngram=3,guesses=2", "-t", "1", "--batch", "1", "--batch", "2")
+    assert result.exit_code == 0, result.output
+    assert "Every text equals plain decoding's" in result.stdout
+    assert "bundled, temperature 1, batch 2" in result.stdout
+    out = tmp_path / "out"
+    names = {"bench.json", "report.md", "speedup.png", "speedup.svg", "acceptance.png", "acceptance.svg"}
+    assert {path.name for path in out.iterdir()} == names
+    found = results(out)
+    assert {*MACHINE, "versions", "date", "threads", "dtype", "tasks", "targets"} <= set(found["conditions"])
+    target = found["conditions"]["targets"]["bundled"]
+    assert (target["dtype"], target["chat"]) == ("float32", "chat template")
+    rows = found["results"]
+    drafters = ["plain", "prompt_lookup", "lookahead(window=3, ngram=3, guesses=2)"]
+    assert len(rows) == 3 * (2 + 1) * 2 * 2  # drafters, tasks and their sum, temperatures, batches
+    for row in rows:
+        assert row["drafter"] in drafters
+        assert set(row["speedup"]) == {"median", "low", "high"}
+        assert row["mismatches"] == row["ties"] == 0
+        keys = {"task", "target", "temperature", "batch", "acceptance_length", "nodes_per_step", "distinct_4"}
+        keys |= {"tokens_per_second", "accepted_at", "accepted_by", "drafted_by", "time_to_first_token", "seconds"}
+        keys |= {"peak_memory_mib", "forwards", "prompts", "tokens"}
+        assert keys <= set(row)
+    assert {row["task"] for row in rows} == {"humaneval", "mt_bench", "overall"}
+    assert "| humaneval | prompt_lookup |" in (out / "report.md").read_text()
+
+
+def test_the_report_is_made_of_the_file_alone(run: Any, tmp_path: Path) -> None:
+    run()
+    out = tmp_path / "out"
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    for path in out.iterdir():
+        if path.name != "bench.json":
+            path.unlink()
+    again = run("--report-only")
+    assert again.exit_code == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert report.markdown(results(out)) == before["report.md"].decode()
+
+
+def test_resume_measures_what_is_missing(run: Any, tmp_path: Path) -> None:
+    assert run("--task", "humaneval").exit_code == 0
+    first = results(tmp_path / "out")
+    refused = run()
+    assert refused.exit_code == 2
+    assert "--resume" in refused.stderr
+    assert run("--resume").exit_code == 0
+    second = results(tmp_path / "out")
+    assert [row for row in second["results"] if row["task"] == "humaneval"] == first["results"]
+    assert {row["task"] for row in second["results"]} == {"humaneval", "mt_bench", "overall"}
+    assert second["conditions"]["resumed"]
+    other = run("--resume", "--rounds", "2")
+    assert other.exit_code == 2
+    assert "the condition 'rounds' was 1 and is 2" in other.stderr
+    limited = run("--resume", "--limit", "1")
+    assert "tasks: humaneval" in limited.stderr
+    assert results(tmp_path / "out") == second
+
+
+def test_ctrl_c_keeps_and_reports_what_there_is(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, calls = bench.measure_cell, []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole(*args, **options)
+
+    monkeypatch.setattr(bench, "measure_cell", interrupted)
+    result = run()
+    assert result.exit_code == 130
+    assert "humaneval" in result.stdout
+    assert "--resume goes on" in result.stderr
+    assert {row["task"] for row in results(tmp_path / "out")["results"]} == {"humaneval"}
+    assert (tmp_path / "out" / "speedup.png").is_file()
+    assert run("--resume").exit_code == 0
+    assert {row["task"] for row in results(tmp_path / "out")["results"]} == {"humaneval", "mt_bench", "overall"}
+
+
+def test_a_mismatch_is_exit_code_1_after_everything_is_written(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = bench.measure_cell
+
+    def differing(*args: Any, **options: Any) -> Any:
+        rows = whole(*args, **options)
+        rows[1]["mismatches"] = 1
+        return rows
+
+    monkeypatch.setattr(bench, "measure_cell", differing)
+    result = run()
+    assert result.exit_code == 1
+    assert "MISMATCH" in result.stdout
+    assert (tmp_path / "out" / "report.md").is_file()
+
+
+def test_a_full_disk_loses_nothing(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, out = os.replace, tmp_path / "out"
+
+    def full(source: Path, goal: Path) -> None:
+        if goal.parent == out and len(json.loads(source.read_text())["results"]) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, goal)
+
+    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(record.tempfile, "tempdir", str(tmp_path))
+    result = run()
+    assert result.exit_code == 2
+    (line,) = [line for line in result.stderr.splitlines() if "error" in line]
+    assert "No space left on device" in line
+    assert "mt_bench" in result.stdout  # the table has the cell that was not written
+    (rescued,) = tmp_path.glob("leapahead-bench-*/bench.json")
+    assert str(rescued) in line
+    assert {row["task"] for row in results(rescued.parent)["results"]} == {"humaneval", "mt_bench", "overall"}
+    assert {row["task"] for row in results(out)["results"]} == {"humaneval"}
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["-d", "lokahead"], "did you mean 'lookahead'"),
+        (["--config", "lookahead:windw=3"], "did you mean 'window'"),
+        (["--config", "lookahead:window"], "'window' must be KEY=VALUE"),
+        (["--config", "lookahead:window=0"], "window=0"),
+        (["-d", "jacobi", "-d", "jacobi"], "jacobi is there twice"),
+        (["--task", "humanevl"], "did you mean 'humaneval'"),
+        (["-t", "-1"], "temperature=-1.0"),
+        (["--model", "no/such/model.gguf"], "no/such/model.gguf"),
+    ],
+)
+def test_bad_input_is_one_sentence(run: Any, args: list[str], sentence: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert sentence in line
+
+
+def test_bad_folders_and_files(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "humaneval.jsonl").write_text('{"prompt": "x"}\n{"question": "y"}\n')
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "bench.json").write_text("[]")
+    for args, sentence in [
+        (["--data", str(tmp_path / "empty")], "holds prompts in none of the files"),
+        (["--data", str(tmp_path / "broken")], "line 2: the field 'prompt' holds no text"),
+        (["--out", str(tmp_path / "file" / "out")], "cannot be written to"),
+        (["--out", str(tmp_path / "foreign"), "--resume"], "is not the result of a bench"),
+        (["--out", str(tmp_path / "nowhere"), "--report-only"], "cannot be read"),
+    ]:
+        result = run(*args)
+        assert result.exit_code == 2
+        (line,) = result.stderr.splitlines()
+        assert sentence in line
+
+
+def test_without_matplotlib_nothing_is_measured(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    result = run()
+    assert result.exit_code == 2
+    assert 'pip install "leapahead[lab]"' in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_quick_is_less_where_nothing_else_is_said(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[bench.Plan] = []
+    monkeypatch.setattr(bench, "run", lambda plan, kept, **options: plans.append(plan))
+    run("--quick")
+    assert (plans[0].rounds, plans[0].max_new_tokens) == (1, 6)
+    (name,) = (each.name for each in plans[0].configurations)
+    assert name == "prompt_lookup"
+
+
+def test_configurations() -> None:
+    assert [each.name for each in configurations([], [])][:1] == ["jacobi"]  # plain is there anyway
+    (found,) = configurations([], ["lookahead: window=7, ngram=5, start-from-pool=no"])
+    assert found == Configuration("lookahead", {"window": 7, "ngram": 5, "start_from_pool": False})
+    assert found.name == "lookahead(window=7, ngram=5, start_from_pool=False)"
+
+
+# ------------------------------------------------------------------------------------------------ targets, in a plan
+
+
+class Words:
+    """A tokenizer without a chat template: a character is a token."""
+
+    eos_token_id = None
+
+    def __len__(self) -> int:
+        return 12
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) % 12 for letter in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(97 + token) for token in token_ids)
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        raise ValueError
+
+
+def test_what_a_target_cannot_do_is_left_out_by_name(tmp_path: Path) -> None:
+    target = ToyTarget(capabilities=frozenset({"chain"}), context_length=20)
+    chat = [{"role": "user", "content": "Hello"}]
+    plan = bench.Plan(
+        tasks=[tasks.Task("chat", [chat, "x" * 30, "x" * 18]), tasks.Task("long", ["x" * 19])],
+        configurations=[Configuration("lookahead"), Configuration("prompt_lookup")],
+        temperatures=[0.0],
+        rounds=1,
+        max_new_tokens=8,
+    )
+    kept = record.Record.open(tmp_path, plan.conditions("now"), resume=False)
+    said: list[str] = []
+    progress: list[tuple[int, int]] = []
+    bench.run(
+        plan,
+        kept,
+        say=said.append,
+        progress=lambda what, done, total: progress.append((done, total)),
+        load=lambda model, plan: Loaded(target, Words(), ()),
+        peers=lambda loaded: [Timed("peer:x", lambda turn: 1.0, ten)],
+    )
+    assert any("lookahead is left out" in line for line in said)
+    assert any("2 of 3 prompts left out" in line for line in said)
+    assert [(row["task"], row["drafter"], row["prompts"]) for row in kept.rows] == [
+        *(("chat", "plain", 1), ("chat", "prompt_lookup", 1), ("chat", "peer:x", 1))
+    ]
+    assert kept.rows[2]["mismatches"] == 1  # for peers too
+    told = kept.conditions["targets"]["bundled"]
+    assert told["chat"] == "plain text"
+    assert "needs tree" in told["refused"]["lookahead"]
+    dones = [done for done, _ in progress]
+    assert dones == sorted(dones)
+    assert dones[-1] == progress[-1][1]
+    report.write(kept.as_dict(), tmp_path)
+
+
+def test_a_target_starts_every_pass_from_an_empty_cache() -> None:
+    class Keeper(ToyTarget):
+        forgotten = 0
+
+        def forget(self) -> None:
+            self.forgotten += 1
+
+    target = Keeper()
+    Ours("plain", target, None, Plain).run(PROMPTS, Setting(batch=2))
+    assert target.forgotten == 1
+
+
+def test_the_same_model_twice() -> None:
+    with pytest.raises(BadParameter, match="the model bundled is there twice"):
+        bench.Plan(tasks=[], models=[None, None], configurations=[])
+
+
+def test_a_record_that_cannot_be_rescued_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = record.Record.open(tmp_path / "out", {"date": "now", "seed": 0}, resume=False)
+
+    def full(*paths: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(record.tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(LeapaheadError, match="only the table is left"):
+        kept.add([{"task": "a", "target": "t", "temperature": 0.0, "batch": 1, "drafter": "plain"}])
+    assert kept.rows
