@@ -184,10 +184,12 @@ def gguf_plain_table(root: Path) -> str:
             f"{row['ours']:.1f}",
             f"{row['llama_bench']:.1f}",
             f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})",
+            f"{row['outside_ms']:.2f} ms ({row['outside_ms'] * row['ours'] / 10:.1f} %)",
         ]
         for name, row in found.items()
     ]
-    return table("file | leapahead, tokens/s | llama-bench, tokens/s | ratio, median (range)", rows) + conditions
+    heads = "file | leapahead, tokens/s | llama-bench, tokens/s | ratio, median (range) | a token outside llama.cpp"
+    return table(heads, rows) + conditions
 
 
 def gguf_curve_table(root: Path) -> str:
