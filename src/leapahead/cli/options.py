@@ -12,6 +12,7 @@ import click
 
 from leapahead import drafters
 from leapahead.errors import BadParameter
+from leapahead.targets import LLAMA_CPP_OPTIONS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Any], Any]  # a click decorator
@@ -36,11 +37,6 @@ MODEL: tuple[Option, ...] = (
         "-ctk", "--cache-type-k", "type_k", metavar="T", help="GGUF: of the cached keys: f32, f16, bf16, q8_0."
     ),
     click.option("-ctv", "--cache-type-v", "type_v", metavar="T", help="GGUF: the same of the values."),
-)
-
-LLAMA_CPP_NAMES = (
-    *("n_ctx", "n_threads", "n_threads_batch", "n_gpu_layers", "use_mmap", "use_mlock", "flash_attn"),
-    *("type_k", "type_v"),
 )
 
 DRAFTER_OPTIONS: tuple[Option, ...] = (
@@ -101,7 +97,7 @@ def all_of(*groups: Sequence[Option]) -> Callable[[Command], Command]:
 def model_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """Of `targets.load` and `LLM`, taken out of a command's values: options of a backend only where they were given."""
     found = {name: values.pop(name) for name in ("model", "dtype", "device", "trust_remote_code")}
-    backend = {name: values.pop(name) for name in LLAMA_CPP_NAMES}
+    backend = {name: values.pop(name) for name in LLAMA_CPP_OPTIONS if name in values}
     if backend["flash_attn"] is not None:
         backend["flash_attn"] = backend["flash_attn"] == "on"
     return {**found, **{name: value for name, value in backend.items() if value is not None}}

@@ -92,14 +92,11 @@ class Track:
                 shared = place[node] + 1
                 if node != leaf:
                     self.context.remove(owner, self.length + shared)
-                if owner != self.main:
-                    self.held[owner] = self.length + shared
-                elif shared < len(path):
-                    self.held[owner] = self.length + shared  # no longer the main one
+                self.held[owner] = self.length + shared
                 if shared == len(path) and winner < 0:
                     winner = owner
             self.main = winner
-            self.held.pop(winner, None)
+            del self.held[winner]
         self.length += len(path)
         self.laid, self.tree = [], None
 
@@ -210,7 +207,8 @@ class LlamaCppTarget:
 
     def step(self, sessions: Sequence[LlamaCppSession], trees: Sequence[TokenTree]) -> list[Choices]:
         for session in sessions:
-            if session.track.tree is not None and not session.track.forget():
+            track = session.track
+            if (track.tree is not None and not track.forget()) or track.length < len(session.tokens) - 1:
                 self._reread(session)
         total = sum(len(tree) for tree in trees)
         if total > max(self.context.n_step, len(trees)):
@@ -320,7 +318,9 @@ class LlamaCppTarget:
             return self.context.decode(tokens, positions, ids, logits)
         except BaseException:
             for track in tracks:
-                track.forget()
+                if not track.forget():  # a state that has read who knows what: it is made anew from the tokens
+                    self.context.remove(track.main)
+                    track.length = 0
             raise
 
     # The test of the model
