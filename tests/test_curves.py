@@ -513,7 +513,7 @@ def test_what_is_not_installed(lab: Any, tmp_path: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "matplotlib", None)
         result = lab("expected", "--out", str(tmp_path / "x"))
-        assert result.stderr == 'error: figures need matplotlib, which is not installed: pip install "leapahead[lab]"\n'
+        assert result.stderr == 'error: a plot needs matplotlib, which is not installed: pip install "leapahead[lab]"\n'
         assert not (tmp_path / "x.json").exists()
     monkeypatch.setitem(sys.modules, "scipy", None)
     with pytest.raises(LeapaheadError, match=r"needs scipy, .* pip install \"leapahead\[lab\]\""):

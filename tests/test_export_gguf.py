@@ -599,7 +599,10 @@ def test_a_missing_package_is_named(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(LeapaheadError, match=rf"needs {module}, .* pip install \"leapahead\[{extra}\]\""):
+    with pytest.raises(
+        LeapaheadError,
+        match=rf"needs {module.replace('llama_cpp', 'llama-cpp-python')}, .* pip install \"leapahead\[{extra}\]\"",
+    ):
         export_gguf(model_dir, tmp_path / "m.gguf", "q8_0")
 
 

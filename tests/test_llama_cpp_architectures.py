@@ -11,16 +11,17 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Oracle, RandomTrees, Scattered
+from helpers import Oracle, RandomTrees, Scattered, begin
 
 from leapahead import LLM, drafters
 from leapahead.decode import Generation, decode
 from leapahead.drafter import Drafter
 from leapahead.drafters.plain import Plain
-from leapahead.errors import Refused
+from leapahead.errors import LeapaheadError, Refused
 from leapahead.sampling import SamplingParams
 from leapahead.stats import Stats
 from leapahead.stop import StopParams, Stopper
@@ -34,7 +35,7 @@ import llama_cpp as c
 from gguf_architectures import ARCHITECTURES, BY_NAME, VOCABULARY, WINDOW, Maker, bert, bidirectional, wordless, written
 
 from leapahead.targets import llama_cpp as room
-from leapahead.targets.llama_context import LlamaCppOptions
+from leapahead.targets.llama_context import Context, LlamaCppOptions
 from leapahead.targets.llama_cpp import LlamaCppTarget
 
 ALL = [each.name for each in ARCHITECTURES]
@@ -294,3 +295,23 @@ except LeapaheadError as error:
 
 def test_texts_are_longer_than_the_window() -> None:
     assert min(map(len, PROMPTS)) > 2 * WINDOW
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba", "llama"])
+def test_a_forward_that_fails_half_way_leaves_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recurrence cannot forget what it has read: it is made anew from the tokens."""
+    target = target_of(name)
+    generation = begin(target, None, PROMPTS[0], stop=StopParams(max_new_tokens=LENGTH))
+    loop = decode(target, [generation])
+    done = list(next(loop)[1].tokens)
+
+    def half(self: Context, *given: Any, whole: Any = Context.decode) -> Any:
+        whole(self, *given)
+        raise LeapaheadError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Context, "decode", half)
+        with pytest.raises(LeapaheadError, match="no memory"):
+            target.step([generation.session], [TokenTree.root(generation.context.root)])
+    done += [token for _, step in loop for token in step.tokens]
+    assert [*PROMPTS[0], *done] == own_text(BY_NAME[name].path(), PROMPTS[0], LENGTH)

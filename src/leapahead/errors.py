@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class LeapaheadError(Exception):
     """Base of every error raised on purpose: its text names the value that is wrong and the remedy."""
@@ -29,3 +32,18 @@ class BadLogits(LeapaheadError, ArithmeticError):
 
 class DraftError(LeapaheadError):
     """A drafter broke its contract (a token outside the vocabulary, a tree beyond its budget)."""
+
+
+@contextmanager
+def needing(what: str, extra: str, *packages: str) -> Iterator[None]:
+    """Around an import: one of `packages` that is missing is told with the extra that brings it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in packages:
+            raise
+        package = name.replace("llama_cpp", "llama-cpp-python")
+        raise LeapaheadError(
+            f'{what} needs {package}, which is not installed: pip install "leapahead[{extra}]"'
+        ) from None

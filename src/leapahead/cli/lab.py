@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from leapahead.cli import screen
-from leapahead.errors import LeapaheadError
+from leapahead.errors import needing
 
 
 @click.group()
@@ -42,12 +42,6 @@ def standin(source: str | None, cost: str, out: Path, dtype: str, seed: int) -> 
 
 def _maker() -> Any:
     """`lab.standin`, imported when it is asked for: it needs a backend that the command line does not."""
-    try:
+    with needing("a stand-in", "transformers", "torch", "transformers", "safetensors"):
         from leapahead.lab.standin import standin
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("torch", "transformers", "safetensors"):
-            raise
-        raise LeapaheadError(
-            f'models need {error.name}, which is not installed: pip install "leapahead[transformers]"'
-        ) from None
     return standin

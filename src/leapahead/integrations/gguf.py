@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from leapahead.errors import BadParameter, LeapaheadError, Refused
+from leapahead.errors import BadParameter, LeapaheadError, Refused, needing
 from leapahead.integrations.gguf_vocabulary import ELSEWHERE, Vocabulary, read_json
 
 Progress = Callable[[str, int, int], None]  # what is being done, done, total
@@ -481,9 +481,5 @@ def _log_of(llama_cpp: Any, read: Callable[[str], None]) -> Iterator[None]:
 def _need(module: str) -> Any:
     """An optional package, or the sentence that says how to install it."""
     extra = "llama-cpp" if module in ("gguf", "llama_cpp") else "transformers"
-    try:
+    with needing("the export", extra, module):
         return import_module(module)
-    except ModuleNotFoundError as error:
-        raise LeapaheadError(
-            f'the export needs {error.name}, which is not installed: pip install "leapahead[{extra}]"'
-        ) from None

@@ -29,8 +29,8 @@ from leapahead.decode import Generation, decode
 from leapahead.drafter import Drafter, Step
 from leapahead.drafters.lookahead import Lookahead
 from leapahead.drafters.prompt_lookup import PromptLookup
-from leapahead.errors import BadParameter, ContextOverflow, LeapaheadError, Refused
-from leapahead.lab.machine import cpu
+from leapahead.errors import BadParameter, ContextOverflow, Refused, needing
+from leapahead.lab.conditions import cpu
 from leapahead.sampling import SamplingParams
 from leapahead.stats import Stats
 from leapahead.stop import StopParams, Stopper
@@ -206,10 +206,8 @@ def _enough(pairs: Sequence[tuple[int, int]]) -> None:
 
 
 def _optimize() -> Any:
-    try:
+    with needing("the fit", "lab", "scipy"):
         from scipy import optimize
-    except ModuleNotFoundError:
-        raise LeapaheadError('the fit needs scipy, which is not installed: pip install "leapahead[lab]"') from None
     return optimize
 
 

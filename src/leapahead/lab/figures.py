@@ -15,17 +15,15 @@ import transformers
 from rich.console import Console
 
 from leapahead import __version__
-from leapahead.compare import compare
 from leapahead.generate import LLM
 from leapahead.lab import tasks
 from leapahead.lab.acceptance import acceptance
+from leapahead.lab.conditions import cpu
 from leapahead.lab.exactness import exactness
-from leapahead.lab.machine import cpu
 from leapahead.lab.overhead import cost_curve, overhead, target_135m
 from leapahead.lab.picture import picture
-from leapahead.prompts import DEMO
 
-PARTS = ("check", "acceptance", "overhead", "speed", "example")
+PARTS = ("check", "acceptance", "overhead", "example")
 
 
 @click.command()
@@ -84,28 +82,10 @@ def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit:
                     "cost_curve": f"{what}, 250 tokens of context, medians of 15 rounds; {machine}.",
                 },
             )
-        elif part == "example":
+        else:
             picture(llm, out.parent / "run.svg")
             readme = (out.parent.parent / "README.md").read_text(encoding="utf-8")
             save(example=_printed(readme), conditions={})
-        else:
-            save(
-                speed=_speed(llm),
-                conditions={"speed": f"bundled model, float32, greedy, the demo's prompt, 128 tokens; {machine}."},
-            )
-
-
-def _speed(llm: LLM) -> list[dict[str, Any]]:
-    """Ratio to plain decoding of each drafter on the demo's prompt; small models in cache flatter nobody."""
-    rows = []
-    for drafter in ("jacobi", "prompt_lookup", "lookahead"):
-        with_drafter = LLM(llm.target, tokenizer=llm.tokenizer, drafter=drafter, max_batch=1)
-        result = with_drafter.generate(DEMO, max_new_tokens=128)
-        found = compare(with_drafter, DEMO, result, rounds=7, max_new_tokens=128)
-        rows.append(
-            {"drafter": drafter, "acceptance_length": round(result.stats.acceptance_length, 3), **found.as_dict()}
-        )
-    return rows
 
 
 def _counts(prompts: dict[str, list[str]]) -> str:

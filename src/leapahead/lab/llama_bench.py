@@ -30,8 +30,8 @@ from leapahead.drafters.plain import Plain
 from leapahead.errors import BadParameter
 from leapahead.generate import LLM
 from leapahead.lab import tasks
+from leapahead.lab.conditions import cpu
 from leapahead.lab.exactness import exactness
-from leapahead.lab.machine import cpu
 from leapahead.sampling import SamplingParams
 from leapahead.stop import StopParams, Stopper
 from leapahead.targets.llama_context import LlamaCppOptions, physical_cores

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leapahead.errors import LeapaheadError
+from leapahead.errors import needing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,10 +46,8 @@ def require() -> None:
     Raises:
         LeapaheadError: matplotlib is not installed.
     """
-    try:
+    with needing("a plot", "lab", "matplotlib"):
         import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        raise LeapaheadError('figures need matplotlib, which is not installed: pip install "leapahead[lab]"') from None
 
 
 def save(data: Data, prefix: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from leapahead.errors import BadParameter, LeapaheadError, Refused
+from leapahead.errors import BadParameter, Refused, needing
 from leapahead.target import Target
 from leapahead.text import Tokenizer
 
@@ -131,14 +131,8 @@ def _is_module(model: object) -> bool:
 
 
 def _gguf(path: str | Path, dtype: str, device: str, options: dict[str, Any]) -> Any:
-    try:
+    with needing("a GGUF file", "llama-cpp", "llama_cpp"):
         from leapahead.targets import llama_context, llama_cpp
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "llama_cpp":
-            raise
-        raise LeapaheadError(
-            'GGUF files need llama-cpp-python, which is not installed: pip install "leapahead[llama-cpp]"'
-        ) from None
     if dtype != "auto":
         raise BadParameter(f"dtype={dtype!r} is not possible with a GGUF file, which has its own; export it as another")
     if device not in ("auto", "cpu"):
@@ -151,12 +145,6 @@ def _gguf(path: str | Path, dtype: str, device: str, options: dict[str, Any]) ->
 
 
 def _transformers() -> Any:
-    try:
+    with needing("this model", "transformers", "torch", "transformers", "safetensors"):
         from leapahead.targets import transformers
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("torch", "transformers", "safetensors"):
-            raise
-        raise LeapaheadError(
-            f'models need {error.name}, which is not installed: pip install "leapahead[transformers]"'
-        ) from None
     return transformers
