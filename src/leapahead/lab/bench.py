@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from leapahead import targets
 from leapahead.errors import BadParameter, ContextOverflow, Refused
 from leapahead.generate import encode
-from leapahead.lab.cell import PLAIN, groups_of, measure_cell, tie_on
+from leapahead.lab.cell import PLAIN, measure_cell, passes, tie_on
 from leapahead.lab.conditions import conditions
 from leapahead.lab.contender import Configuration, Contender, Ours, Setting
+from leapahead.lab.peers import Entry, Peer
 from leapahead.lab.record import Cell, Record
 from leapahead.lab.tasks import Task
 from leapahead.targets import Loaded
@@ -35,6 +38,7 @@ class Plan:
         tasks: see `lab.tasks.read`.
         models: hub name, folder, GGUF file; None is the bundled one.
         configurations: of drafters; plain decoding is always there.
+        peers: what others offer, measured on the targets that they can run.
         temperatures, batches: each with each.
         rounds: measured ones; a warm-up comes before them.
         max_new_tokens: of each text.
@@ -47,6 +51,7 @@ class Plan:
     tasks: Sequence[Task]
     models: Sequence[str | None] = (None,)
     configurations: Sequence[Configuration]
+    peers: Sequence[Peer] = ()
     temperatures: Sequence[float] = (0.0, 1.0)
     batches: Sequence[int] = (1,)
     rounds: int = 5
@@ -58,9 +63,9 @@ class Plan:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        names = [configuration.name for configuration in self.configurations]
+        names = [configuration.name for configuration in self.configurations] + [peer.label for peer in self.peers]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise BadParameter(f"{twice} is there twice; give each drafter once")
+            raise BadParameter(f"{twice} is there twice; give each once")
         labels = self.labels
         if again := next((label for label in labels if labels.count(label) > 1), None):
             raise BadParameter(f"the model {again} is there twice; give each model once")
@@ -86,6 +91,7 @@ class Plan:
             },
             "targets": {},
             "drafters": {each.name: {"drafter": each.drafter, **each.options} for each in self.configurations},
+            "peers": {peer.label: peer.version() for peer in self.peers},
             "rounds": self.rounds,
             "max_new_tokens": self.max_new_tokens,
             "seed": self.seed,
@@ -93,12 +99,9 @@ class Plan:
             "device": self.device,
             "threads": self.threads,
             "figures": "speed-up: median of the rounds' ratios to plain decoding in the same round, tokens per second "
-            "without prefill, after a warm-up round; 95 % percentile bootstrap over rounds and prompts. Of "
-            "conversations the first turn only. Counters are of one pass over the prompts, forwards of all passes.",
+            "without prefill, after a warm-up; 95 % percentile bootstrap over rounds and prompts. Of conversations the "
+            "first turn only. Counters are of one pass over the prompts, forwards of all passes.",
         }
-
-
-Extra = Callable[[Loaded], Sequence[Contender]]  # peers: contenders made for a target
 
 
 def run(
@@ -108,7 +111,6 @@ def run(
     progress: Progress = lambda what, done, total: None,
     say: Say = lambda line: None,
     load: Callable[[str | None, Plan], Loaded] | None = None,
-    peers: Extra = lambda loaded: (),
 ) -> None:
     """Measures every cell of the plan that the record does not have.
 
@@ -118,7 +120,6 @@ def run(
         progress: called as passes end.
         say: called with a line for what is left out.
         load: a model by its name; `load_model` unless a test has its own.
-        peers: further contenders for a loaded model, `peer:NAME` each.
 
     Raises:
         LeapaheadError: a model cannot be loaded, or the record cannot be written; finished cells are in the record.
@@ -137,7 +138,7 @@ def run(
     for label, model in zip(plan.labels, plan.models, strict=True):
         if todo[label]:
             bar.show(f"loading {label}")
-            _run_model(plan, record, (load or load_model)(model, plan), label, todo[label], bar, say, peers)
+            _run_model(plan, record, Entry((load or load_model)(model, plan), model, plan.threads), label, todo[label], bar, say)
 
 
 def load_model(model: str | None, plan: Plan) -> Loaded:
@@ -153,23 +154,45 @@ def load_model(model: str | None, plan: Plan) -> Loaded:
 def _run_model(
     plan: Plan,
     record: Record,
-    loaded: Loaded,
+    entry: Entry,
     label: str,
     todo: Sequence[tuple[Task, Cell]],
     bar: _Bar,
     say: Say,
-    peers: Extra,
 ) -> None:
-    contenders: list[Contender] = [Ours(PLAIN, loaded.target, loaded.tokenizer, PLAIN)]
-    refused = {}
+    loaded = entry.loaded
+    makers: dict[str, Callable[[], Contender]] = {PLAIN: lambda: Ours(PLAIN, loaded.target, loaded.tokenizer, PLAIN)}
     for each in plan.configurations:
         if each.name != PLAIN:
+            makers[each.name] = partial(
+                Ours, each.name, loaded.target, loaded.tokenizer, each.drafter, each.options
+            )
+    for peer in plan.peers:
+        makers[f"peer:{peer.label}"] = partial(peer.enter, f"peer:{peer.label}", entry)
+    contenders, refused = list[Contender](), dict[str, str]()
+    with ExitStack() as ending:
+        for name, make in makers.items():
             try:
-                contenders.append(Ours(each.name, loaded.target, loaded.tokenizer, each.drafter, each.options))
+                contenders.append(make())
             except Refused as error:
-                refused[each.name] = str(error)
-                say(f"{label}: {each.name} is left out: {error}")
-    contenders += peers(loaded)
+                refused[name] = str(error)
+                say(f"{label}: {name} is left out: {error}")
+            else:
+                ending.callback(contenders[-1].close)
+        _run_cells(plan, record, loaded, contenders, refused, label, todo, bar, say)
+
+
+def _run_cells(
+    plan: Plan,
+    record: Record,
+    loaded: Loaded,
+    contenders: Sequence[Contender],
+    refused: dict[str, str],
+    label: str,
+    todo: Sequence[tuple[Task, Cell]],
+    bar: _Bar,
+    say: Say,
+) -> None:
     template = getattr(loaded.tokenizer, "chat_template", None) is not None  # not every tokenizer knows of them
     told = {**_describe(loaded, plan), "chat": "chat template" if template else "plain text", "refused": refused}
     record.describe("targets", label, told)
@@ -184,13 +207,19 @@ def _run_model(
             )
         bar.begin(cell)
         if prompts:
+            setting = Setting(temperature, batch, plan.max_new_tokens, loaded.eos_token_ids, plan.seed)
+            reasons = {each.name: each.refusal(prompts, setting) for each in contenders}
+            for name, reason in reasons.items():
+                if reason is not None:
+                    say(f"{label}, {task.name}: {name} is left out: {reason}")
             rows = measure_cell(
-                contenders,
+                [each for each in contenders if reasons[each.name] is None],
                 prompts,
-                Setting(temperature, batch, plan.max_new_tokens, loaded.eos_token_ids, plan.seed),
+                setting,
                 rounds=plan.rounds,
                 seed=plan.seed,
                 judge=judge,
+                tokenizer=loaded.tokenizer,
                 progress=bar.step,
             )
             record.add([{"task": task.name, "target": label, **row} for row in rows])
@@ -252,14 +281,13 @@ class _Bar:
     """Passes done and to do; a cell that ends early is counted as whole."""
 
     def __init__(self, plan: Plan, todo: dict[str, list[tuple[Task, Cell]]], progress: Progress) -> None:
-        self._progress, self._rounds = progress, plan.rounds
-        self._contenders = len({PLAIN, *(each.name for each in plan.configurations)})
-        self._sizes = [self._passes(len(task.prompts), cell[3]) for some in todo.values() for task, cell in some]
+        self._progress = progress
+        contenders = len({PLAIN, *(each.name for each in plan.configurations)}) + len(plan.peers)
+        self._sizes = [
+            contenders * passes(len(task.prompts), cell[3], plan.rounds) for some in todo.values() for task, cell in some
+        ]
         self._done, self._cells, self._within = 0, 0, 0
         self._what = ""
-
-    def _passes(self, prompts: int, batch: int) -> int:
-        return len(groups_of(range(prompts), batch)) * (self._rounds + 1) * self._contenders
 
     def show(self, what: str) -> None:
         self._progress(what, self._done + self._within, sum(self._sizes))

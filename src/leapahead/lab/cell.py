@@ -1,7 +1,7 @@
 """One cell of a bench: all contenders on the same prompts, taking turns, every text compared with plain decoding's.
 
-    round 0        the warm-up: texts are compared and forwards counted, times are not kept
-    round 1 ..     for each group of prompts (a batch): every contender once, in an order drawn for this group and round
+    warm-up        every contender once on the first group of prompts (a batch); its times are not kept
+    round 1 ..     for each group: every contender once, in an order drawn for this group and round
 
 A machine's speed drifts, so a ratio is made within a round: tokens per second of the contender over all prompts, by
 those of plain decoding. The speed-up is the median of the rounds; its interval is that of the same figure when rounds
@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from leapahead.check import distinct
-from leapahead.lab.contender import Contender, Pass, Setting, Text
+from leapahead.lab.contender import Contender, Pass, Setting, Text, aligned
 from leapahead.lab.memory import Peak
 from leapahead.stats import PHASES, Stats
 from leapahead.target import Target
+from leapahead.text import Tokenizer
 from leapahead.ties import measure
 
 PLAIN = "plain"
@@ -48,7 +49,7 @@ class Measured:
         texts: of the first measured round.
         forwards: of every pass, the warm-up's among them, of each sequence; the prefill's too.
         differing: prompt -> whether all its differences are ties.
-        memory, gpu_memory: peak in the warm-up, MiB.
+        memory, gpu_memory: peak in the first measured round, MiB.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -73,7 +74,7 @@ class Measured:
             self.tokens.append([])
             self.seconds.append([])
             self.first_token.append([])
-        self.tokens[-1].append(sum(len(text.tokens) for text in done.texts))
+        self.tokens[-1].append(sum(len(text.tokens) if text.timed is None else text.timed for text in done.texts))
         self.seconds[-1].append(done.seconds)
         self.first_token[-1] += [text.first_token for text in done.texts]
         self.detokenise += done.detokenise
@@ -103,6 +104,7 @@ def measure_cell(
     rounds: int,
     seed: int,
     judge: Judge,
+    tokenizer: Tokenizer | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> list[dict[str, Any]]:
     """A row for each contender, see `row`.
@@ -114,34 +116,52 @@ def measure_cell(
         rounds: that are measured, after the warm-up.
         seed: of the order.
         judge: tells a numeric tie from a mismatch.
-        progress: called with a contender's name after each of its passes: (rounds + 1) * groups for every contender.
+        tokenizer: for contenders that give text only.
+        progress: called with a contender's name after each of its passes: `passes` for every contender.
     """
     by_name = {contender.name: contender for contender in contenders}
     plain = contenders[0]
     found = {name: Measured() for name in by_name}
-    alone = [plain.run([prompt], replace(setting, batch=1)).texts[0] for prompt in prompts]  # the reference
-    found[plain.name].count(alone)
+    expected: dict[int, list[int]] = {}  # prompt -> plain decoding's tokens, without company
+    if setting.batch > 1:
+        for index, prompt in enumerate(prompts):
+            text = plain.run([prompt], replace(setting, batch=1)).texts[0]
+            found[plain.name].count([text])
+            expected[index] = text.tokens
     known: dict[tuple[int, tuple[int, ...]], bool] = {}  # a text is judged once
     groups = groups_of(prompts, setting.batch)
     for turn in range(rounds + 1):
-        for group, members in enumerate(groups):
+        for group, members in enumerate(groups if turn else groups[:1]):
+            given = [prompts[index] for index in members]
+            did: dict[str, Pass] = {}
             for name in order(list(by_name), seed, turn, group):
-                mine, peak = found[name], Peak() if turn == 0 else None
-                done = by_name[name].run([prompts[index] for index in members], setting)
-                mine.count(done.texts)
+                mine, peak = found[name], Peak() if turn == 1 else None
+                done = did[name] = by_name[name].run(given, setting)
                 if peak is not None:
-                    mine.memory = _larger(mine.memory, peak.mib())
+                    mine.memory = _larger(mine.memory, done.memory or peak.mib())
                     mine.gpu_memory = _larger(mine.gpu_memory, peak.gpu_mib())
-                else:
-                    mine.keep(turn, done)
+                progress(name)
+            for index, text in zip(members, did[plain.name].texts, strict=True):
+                expected.setdefault(index, text.tokens)
+            for name, done in did.items():
+                mine = found[name]
                 for index, text in zip(members, done.texts, strict=True):
-                    if text.tokens != alone[index].tokens:
+                    if text.written is not None:
+                        text.tokens = aligned(text.written, expected[index], tokenizer, setting)
+                    if text.tokens != expected[index]:
                         key = (index, tuple(text.tokens))
                         if key not in known:
-                            known[key] = judge(prompts[index], alone[index].tokens, text.tokens, setting)
+                            known[key] = judge(prompts[index], expected[index], text.tokens, setting)
                         mine.differing[index] = mine.differing.get(index, True) and known[key]
-                progress(name)
+                mine.count(done.texts)
+                if turn:
+                    mine.keep(turn, done)
     return [row(name, found[name], found[plain.name], setting, len(groups), seed) for name in by_name]
+
+
+def passes(prompts: int, batch: int, rounds: int) -> int:
+    """Of each contender in a cell."""
+    return 1 + rounds * len(groups_of(range(prompts), batch))
 
 
 def groups_of(prompts: Sequence[Any], batch: int) -> list[range]:

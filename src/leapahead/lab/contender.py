@@ -5,6 +5,7 @@ A contender says how long it took, and which tokens came out. It is not asked fo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from leapahead.sampling import SamplingParams
 from leapahead.stats import Stats
 from leapahead.stop import StopParams, Stopper
 from leapahead.target import Target, require
-from leapahead.text import TextStream, Tokenizer
+from leapahead.text import REPLACEMENT, TextStream, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,16 @@ class Text:
         tokens: the new ones.
         first_token: seconds from its start, prefill included, to its first new token.
         stats: what it cost; None from a contender that does not tell.
+        timed: how many tokens were made in `Pass.seconds`; None for all of them. The prefill of others yields a first
+            token, ours none; and some write more than they were asked for.
+        written: from a contender that gives text and no tokens; `aligned` makes tokens of it.
     """
 
     tokens: list[int] = field(default_factory=list)
     first_token: float = 0.0
     stats: Stats | None = None
+    timed: int | None = None
+    written: str | None = None
 
 
 @dataclass
@@ -69,15 +75,17 @@ class Pass:
         seconds: wall clock of everything but the prefill: drafters begun, steps, text made of tokens, bookkeeping.
         prefill: seconds of the prefill.
         detokenise: seconds, of `seconds`, in which tokens became text.
+        memory: MiB at the peak, of a contender that is a process of its own.
     """
 
     texts: list[Text]
     seconds: float
     prefill: float = 0.0
     detokenise: float = 0.0
+    memory: float | None = None
 
 
-class Contender(Protocol):
+class Contender(ABC):
     """Something that continues prompts, to be measured against plain decoding.
 
     Attributes:
@@ -86,8 +94,40 @@ class Contender(Protocol):
 
     name: str
 
+    @abstractmethod
     def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
         """Continues all prompts, `setting.batch` of them at once, from an empty cache."""
+
+    def refusal(self, prompts: Sequence[list[int]], setting: Setting) -> str | None:
+        """Why it cannot take part in such a cell; None if it can."""
+        return None
+
+    def close(self) -> None:
+        """Ends what it keeps running."""
+
+
+def aligned(written: str, expected: Sequence[int], tokenizer: Tokenizer, setting: Setting) -> list[int]:
+    """The tokens of a text that came as text, in plain decoding's own tokens as far as the two agree.
+
+    A text can be made of tokens in many ways, so to encode it again would find differences that are none.
+
+    Args:
+        written: a contender's text. What is beyond the last token of an `expected` that the length ended does not count.
+        expected: plain decoding's tokens.
+        tokenizer: of both.
+        setting: of both.
+    """
+
+    def text(tokens: Sequence[int]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=True)
+
+    whole = text(expected)
+    ended = bool(expected) and expected[-1] in setting.eos_token_ids
+    if written == whole or (not ended and written.startswith(whole.rstrip(REPLACEMENT))):  # half a character
+        return list(expected)
+    same = max(n for n in range(len(expected) + 1) if written.startswith(text(expected[:n])))
+    rest = written[len(text(expected[:same])) :]
+    return [*expected[:same], *tokenizer.encode(rest, add_special_tokens=False)]
 
 
 @runtime_checkable
@@ -110,7 +150,7 @@ class Configuration:
         return f"{self.drafter}({given})" if given else self.drafter
 
 
-class Ours:
+class Ours(Contender):
     """A drafter and a target, decoded by our loop.
 
     Raises:
