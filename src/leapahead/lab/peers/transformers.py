@@ -116,6 +116,8 @@ class Generate(Contender):
             max_new_tokens=setting.max_new_tokens,
             eos_token_id=ends or None,
             pad_token_id=ends[0] if ends else 0,
+            repetition_penalty=1.0,  # said, or the model's own would apply, which our plain decoding does not
+            no_repeat_ngram_size=0,
             **self._options,
         )
         nodes: list[int] = []
