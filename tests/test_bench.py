@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,14 +16,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from leapahead import BadParameter, LeapaheadError, targets
+from leapahead import BadParameter, LeapaheadError, Refused, targets
 from leapahead.cli import Commands
 from leapahead.cli.bench import bench as command
 from leapahead.cli.bench import configurations
 from leapahead.drafter import Context, Drafter, Proposal
 from leapahead.drafters.plain import Plain
-from leapahead.lab import bench, cell, record, report, tasks
-from leapahead.lab.contender import Configuration, Ours, Pass, Setting, Text
+from leapahead.lab import bench, cell, peers, record, report, tasks
+from leapahead.lab.contender import Configuration, Contender, Ours, Pass, Setting, Text, aligned
 from leapahead.targets import Loaded
 from leapahead.targets.toy import ToyTarget
 from leapahead.tree import Budget, TokenTree
@@ -39,7 +40,7 @@ PUBLISHED = {
 }
 
 
-class Timed:
+class Timed(Contender):
     """A contender that takes the seconds it is told, and writes what it is told."""
 
     def __init__(self, name: str, seconds: Callable[[int], float], tokens: Callable[[list[int]], list[int]]) -> None:
@@ -82,12 +83,12 @@ def test_the_ratio_is_the_one_of_the_clocks() -> None:
 
 
 def test_the_warm_up_is_not_measured_and_a_slow_round_is_one_of_many() -> None:
-    """3 passes of reference, one slow warm-up of 3, and then a neighbour who slows both down."""
-    slow = [9.0] * 3 + [1.0] * 6 + [50.0] * 3
-    plain = Timed("plain", lambda turn: 2.0 * ([1.0] * 3 + slow)[turn - 1], ten)
+    """One slow warm-up, and then a neighbour who slows both down."""
+    slow = [9.0] + [1.0] * 6 + [50.0] * 3
+    plain = Timed("plain", lambda turn: 2.0 * slow[turn - 1], ten)
     other = Timed("peer:x", lambda turn: slow[turn - 1], ten)
     rows = measured([plain, other])
-    assert (len(plain.passes), len(other.passes)) == (3 + 3 * 4, 3 * 4)
+    assert len(plain.passes) == len(other.passes) == 1 + 3 * 3
     assert rows[1]["samples"]["seconds"] == [[1.0] * 3, [1.0] * 3, [50.0] * 3]
     assert rows[1]["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}
 
@@ -131,9 +132,9 @@ def test_contenders_take_turns_within_a_group() -> None:
     log: list[str] = []
     contenders = [Timed(name, lambda turn, name=name: log.append(name) or 1.0, ten) for name in ("plain", "a", "b")]
     measured(contenders, rounds=2, seed=3)
-    turns = log[3:]  # after the reference
-    expected = [cell.order(["plain", "a", "b"], 3, turn, group) for turn in range(3) for group in range(3)]
-    assert turns == [name for names in expected for name in names]
+    whole = [(turn, group) for turn in (1, 2) for group in range(3)]
+    expected = [cell.order(["plain", "a", "b"], 3, *when) for when in [(0, 0), *whole]]
+    assert log == [name for names in expected for name in names]
 
 
 # --------------------------------------------------------------------------------------------------- our drafters
@@ -166,7 +167,7 @@ def test_the_counters(batch: int, temperature: float) -> None:
     setting = Setting(temperature=temperature, batch=batch, max_new_tokens=24, seed=1)
     rows = measured(contenders, rounds=2, setting=setting, progress=seen.append)
     groups = -(-len(PROMPTS) // batch)
-    assert len(seen) == 3 * groups * 3
+    assert len(seen) == 3 * (1 + 2 * groups) == 3 * cell.passes(3, batch, 2)
     for row in rows:
         assert (row["prompts"], row["groups"], row["tokens"], row["mismatches"], row["ties"]) == (3, groups, 72, 0, 0)
         assert row["acceptance_length"] == pytest.approx(72 / row["steps"], abs=1e-4)
@@ -175,9 +176,11 @@ def test_the_counters(batch: int, temperature: float) -> None:
         wall = sum(map(sum, row["samples"]["seconds"])) / 2
         assert sum(row["seconds"].values()) - row["seconds"]["prefill"] == pytest.approx(wall, abs=1e-4)
         assert row["time_to_first_token"] > 0
-        # the reference, the warm-up and two rounds, and a prefill for each text
-        passes = 4 if row["drafter"] == "plain" else 3
-        assert row["forwards"] == passes * (row["steps"] + 3)
+        # two rounds with a prefill for each text, the warm-up of one group, and plain decoding without company
+        alone = batch > 1 and row["drafter"] == "plain"
+        warm_up = row["forwards"] - (2 + alone) * (row["steps"] + 3)
+        assert warm_up == (batch * (24 + 1) if row["drafter"] == "plain" else warm_up)
+        assert batch * 2 < warm_up <= batch * (24 + 1)
     assert rows[1]["acceptance_length"] > 1
     assert rows[1]["nodes_per_step"] > 2
 
@@ -255,6 +258,60 @@ def test_a_text_that_ends_early_is_no_tie() -> None:
     assert not cell.tie_on(ToyTarget())([1, 2], [3, 4], [3], Setting())
 
 
+class Letters:
+    """A token is a letter; token 26 is the end, 27 half a character, 28 "ab"."""
+
+    eos_token_id = 26
+    known: ClassVar[list[str]] = [*"abcdefghijklmnopqrstuvwxyz", "", "\ufffd", "ab"]
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [self.known.index(letter) for letter in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(self.known[token] for token in token_ids)
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("written", "expected", "found"),
+    [
+        ("abc", [0, 1, 2], [0, 1, 2]),
+        ("abcde", [0, 1, 2], [0, 1, 2]),  # more than was asked for
+        ("abc", [28, 2], [28, 2]),  # other tokens of the same text
+        ("abd", [28, 2], [28, 3]),
+        ("acd", [28, 2], [0, 2, 3]),  # parted within a token
+        ("abé", [0, 1, 27], [0, 1, 27]),  # the length ended it within a character
+        ("ab", [0, 1, 2], [0, 1]),  # ended too early
+        ("ab", [0, 1, 26], [0, 1, 26]),
+        ("abc", [0, 1, 26], [0, 1, 26, 2]),  # went on behind the end
+        ("", [0], []),
+    ],
+)
+def test_a_text_without_tokens_gets_plain_decodings(written: str, expected: list[int], found: list[int]) -> None:
+    assert aligned(written, expected, Letters(), Setting(eos_token_ids=(26,))) == found
+
+
+def test_a_contender_that_gives_text_is_compared_and_its_own_count_of_tokens_is_its_speed() -> None:
+    class Writer(Timed):
+        def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
+            found = super().run(prompts, setting)
+            texts = [Text(written=Letters().decode(text.tokens) + "zz", timed=5) for text in found.texts]
+            return Pass(texts, found.seconds, memory=12.5)
+
+    rows = measured(
+        [Timed("plain", lambda turn: 1.0, ten), Writer("peer:x", lambda turn: 1.0, ten)], tokenizer=Letters()
+    )
+    assert rows[1]["speedup"]["median"] == 0.5
+    assert rows[1]["mismatches"] == rows[1]["ties"] == 0
+    assert rows[1]["distinct_4"] == rows[0]["distinct_4"]
+    assert rows[1]["peak_memory_mib"] == 12.5
+
+
 # ---------------------------------------------------------------------------------------------------------- tasks
 
 
@@ -326,7 +383,7 @@ def results(folder: Path) -> dict[str, Any]:
 def test_bench_writes_everything(run: Any, tmp_path: Path) -> None:
     result = run("--config", "lookahead:window=3,ngram=3,guesses=2", "-t", "1", "--batch", "1", "--batch", "2")
     assert result.exit_code == 0, result.output
-    assert "Every text equals plain decoding's" in result.stdout
+    assert "Every text of ours equals plain decoding's" in result.stdout
     assert "bundled, temperature 1, batch 2" in result.stdout
     out = tmp_path / "out"
     names = {"bench.json", "report.md", "speedup.png", "speedup.svg", "acceptance.png", "acceptance.svg"}
@@ -525,16 +582,40 @@ class Words:
         raise ValueError
 
 
+@dataclass(frozen=True)
+class Other(peers.Peer):
+    """A peer that enters where it is said to."""
+
+    name: ClassVar[str] = "other"
+    speed: int = 1
+    there: str = peers.where("nowhere", default="")
+
+    def version(self) -> str:
+        return "other 1.0"
+
+    def enter(self, name: str, entry: peers.Entry) -> Contender:
+        if self.there:
+            raise Refused("it runs no toys")
+        return Timed(name, lambda turn: 1 / self.speed, ten)
+
+
+class Sampler(Timed):
+    def refusal(self, prompts: Sequence[list[int]], setting: Setting) -> str | None:
+        return None if setting.temperature == 0 else "it has no dice"
+
+
 def test_what_a_target_cannot_do_is_left_out_by_name(tmp_path: Path) -> None:
     target = ToyTarget(capabilities=frozenset({"chain"}), context_length=20)
     chat = [{"role": "user", "content": "Hello"}]
     plan = bench.Plan(
         tasks=[tasks.Task("chat", [chat, "x" * 30, "x" * 18]), tasks.Task("long", ["x" * 19])],
         configurations=[Configuration("lookahead"), Configuration("prompt_lookup")],
+        peers=[Other(), Other(2, there="x")],
         temperatures=[0.0],
         rounds=1,
         max_new_tokens=8,
     )
+    assert plan.conditions("now")["peers"] == {"other": "other 1.0", "other(speed=2)": "other 1.0"}
     kept = record.Record.open(tmp_path, plan.conditions("now"), resume=False)
     said: list[str] = []
     progress: list[tuple[int, int]] = []
@@ -544,12 +625,12 @@ def test_what_a_target_cannot_do_is_left_out_by_name(tmp_path: Path) -> None:
         say=said.append,
         progress=lambda what, done, total: progress.append((done, total)),
         load=lambda model, plan: Loaded(target, Words(), ()),
-        peers=lambda loaded: [Timed("peer:x", lambda turn: 1.0, ten)],
     )
     assert any("lookahead is left out" in line for line in said)
     assert any("2 of 3 prompts left out" in line for line in said)
+    assert any("peer:other(speed=2) is left out: it runs no toys" in line for line in said)
     assert [(row["task"], row["drafter"], row["prompts"]) for row in kept.rows] == [
-        *(("chat", "plain", 1), ("chat", "prompt_lookup", 1), ("chat", "peer:x", 1))
+        *(("chat", "plain", 1), ("chat", "prompt_lookup", 1), ("chat", "peer:other", 1))
     ]
     assert kept.rows[2]["mismatches"] == 1  # for peers too
     told = kept.conditions["targets"]["bundled"]

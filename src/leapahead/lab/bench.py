@@ -136,9 +136,23 @@ def run(
     todo = {label: [each for each in some if not record.finished(each[1])] for label, some in cells.items()}
     bar = _Bar(plan, todo, progress)
     for label, model in zip(plan.labels, plan.models, strict=True):
-        if todo[label]:
-            bar.show(f"loading {label}")
-            _run_model(plan, record, Entry((load or load_model)(model, plan), model, plan.threads), label, todo[label], bar, say)
+        if not todo[label]:
+            continue
+        bar.show(f"loading {label}")
+        entry = Entry((load or load_model)(model, plan), model, plan.threads)
+
+        def tell(line: str, label: str = label) -> None:
+            say(f"{label}: {line}")
+
+        with ExitStack() as ending:
+            contenders, refused = _entered(plan, entry, tell, ending)
+            record.describe("targets", label, {**_describe(entry.loaded, plan), "refused": refused})
+            for task, cell in todo[label]:
+                bar.begin(cell)
+                rows = _cell(plan, entry.loaded, contenders, task, cell, bar, tell)
+                if rows:
+                    record.add([{"task": task.name, "target": label, **row} for row in rows])
+                bar.end()
 
 
 def load_model(model: str | None, plan: Plan) -> Loaded:
@@ -151,84 +165,66 @@ def load_model(model: str | None, plan: Plan) -> Loaded:
     return targets.load(model, dtype=plan.dtype, device=plan.device)
 
 
-def _run_model(
-    plan: Plan,
-    record: Record,
-    entry: Entry,
-    label: str,
-    todo: Sequence[tuple[Task, Cell]],
-    bar: _Bar,
-    say: Say,
-) -> None:
+def _entered(plan: Plan, entry: Entry, say: Say, ending: ExitStack) -> tuple[list[Contender], dict[str, str]]:
+    """Who takes part on a loaded model, plain decoding first; and why the others do not."""
     loaded = entry.loaded
     makers: dict[str, Callable[[], Contender]] = {PLAIN: lambda: Ours(PLAIN, loaded.target, loaded.tokenizer, PLAIN)}
     for each in plan.configurations:
         if each.name != PLAIN:
-            makers[each.name] = partial(
-                Ours, each.name, loaded.target, loaded.tokenizer, each.drafter, each.options
-            )
+            makers[each.name] = partial(Ours, each.name, loaded.target, loaded.tokenizer, each.drafter, each.options)
     for peer in plan.peers:
         makers[f"peer:{peer.label}"] = partial(peer.enter, f"peer:{peer.label}", entry)
     contenders, refused = list[Contender](), dict[str, str]()
-    with ExitStack() as ending:
-        for name, make in makers.items():
-            try:
-                contenders.append(make())
-            except Refused as error:
-                refused[name] = str(error)
-                say(f"{label}: {name} is left out: {error}")
-            else:
-                ending.callback(contenders[-1].close)
-        _run_cells(plan, record, loaded, contenders, refused, label, todo, bar, say)
+    for name, make in makers.items():
+        try:
+            contenders.append(make())
+        except Refused as error:
+            refused[name] = str(error)
+            say(f"{name} is left out: {error}")
+        else:
+            ending.callback(contenders[-1].close)
+    return contenders, refused
 
 
-def _run_cells(
-    plan: Plan,
-    record: Record,
-    loaded: Loaded,
-    contenders: Sequence[Contender],
-    refused: dict[str, str],
-    label: str,
-    todo: Sequence[tuple[Task, Cell]],
-    bar: _Bar,
-    say: Say,
-) -> None:
-    template = getattr(loaded.tokenizer, "chat_template", None) is not None  # not every tokenizer knows of them
-    told = {**_describe(loaded, plan), "chat": "chat template" if template else "plain text", "refused": refused}
-    record.describe("targets", label, told)
-    judge = tie_on(loaded.target)
-    for task, cell in todo:
-        _, _, temperature, batch = cell
-        prompts = _prompts(task, loaded, template, plan.max_new_tokens)
-        if len(prompts) < len(task.prompts):
-            say(
-                f"{label}, {task.name}: {len(task.prompts) - len(prompts)} of {len(task.prompts)} prompts left out: "
-                f"with {plan.max_new_tokens} new tokens they do not fit the context of {loaded.target.context_length}"
-            )
-        bar.begin(cell)
-        if prompts:
-            setting = Setting(temperature, batch, plan.max_new_tokens, loaded.eos_token_ids, plan.seed)
-            reasons = {each.name: each.refusal(prompts, setting) for each in contenders}
-            for name, reason in reasons.items():
-                if reason is not None:
-                    say(f"{label}, {task.name}: {name} is left out: {reason}")
-            rows = measure_cell(
-                [each for each in contenders if reasons[each.name] is None],
-                prompts,
-                setting,
-                rounds=plan.rounds,
-                seed=plan.seed,
-                judge=judge,
-                tokenizer=loaded.tokenizer,
-                progress=bar.step,
-            )
-            record.add([{"task": task.name, "target": label, **row} for row in rows])
-        bar.end()
+def _cell(
+    plan: Plan, loaded: Loaded, contenders: Sequence[Contender], task: Task, cell: Cell, bar: _Bar, say: Say
+) -> list[dict[str, Any]]:
+    """The rows; none if no prompt fits."""
+    _, _, temperature, batch = cell
+    prompts = _prompts(task, loaded, plan.max_new_tokens)
+    if len(prompts) < len(task.prompts):
+        say(
+            f"{task.name}: {len(task.prompts) - len(prompts)} of {len(task.prompts)} prompts left out: with "
+            f"{plan.max_new_tokens} new tokens they do not fit the context of {loaded.target.context_length}"
+        )
+    if not prompts:
+        return []
+    setting = Setting(temperature, batch, plan.max_new_tokens, loaded.eos_token_ids, plan.seed)
+    able = []
+    for each in contenders:
+        if reason := each.refusal(prompts, setting):
+            say(f"{task.name}, temperature {temperature:g}, batch {batch}: {each.name} is left out: {reason}")
+        else:
+            able.append(each)
+    return measure_cell(
+        able,
+        prompts,
+        setting,
+        rounds=plan.rounds,
+        seed=plan.seed,
+        judge=tie_on(loaded.target),
+        tokenizer=loaded.tokenizer,
+        progress=bar.step,
+    )
 
 
-def _prompts(task: Task, loaded: Loaded, template: bool, max_new_tokens: int) -> list[list[int]]:
+def _has_template(loaded: Loaded) -> bool:
+    return getattr(loaded.tokenizer, "chat_template", None) is not None  # not every tokenizer knows of them
+
+
+def _prompts(task: Task, loaded: Loaded, max_new_tokens: int) -> list[list[int]]:
     """Token ids of the prompts that fit."""
-    found = []
+    found, template = [], _has_template(loaded)
     room = loaded.target.context_length - max_new_tokens
     for prompt in task.prompts:
         given = prompt if template or isinstance(prompt, str) else "\n\n".join(each["content"] for each in prompt)
@@ -244,7 +240,12 @@ def _prompts(task: Task, loaded: Loaded, template: bool, max_new_tokens: int) ->
 def _describe(loaded: Loaded, plan: Plan) -> dict[str, Any]:
     """What a loaded target tells of itself."""
     target = loaded.target
-    told: dict[str, Any] = {"name": target.name, "context": target.context_length, "precision": target.precision}
+    told: dict[str, Any] = {
+        "name": target.name,
+        "context": target.context_length,
+        "precision": target.precision,
+        "chat": "chat template" if _has_template(loaded) else "plain text",
+    }
     model: Any = getattr(target, "model", None)  # not every target has one
     if type(target).__module__.endswith(".llama_cpp"):
         import llama_cpp
@@ -284,7 +285,9 @@ class _Bar:
         self._progress = progress
         contenders = len({PLAIN, *(each.name for each in plan.configurations)}) + len(plan.peers)
         self._sizes = [
-            contenders * passes(len(task.prompts), cell[3], plan.rounds) for some in todo.values() for task, cell in some
+            contenders * passes(len(task.prompts), cell[3], plan.rounds)
+            for some in todo.values()
+            for task, cell in some
         ]
         self._done, self._cells, self._within = 0, 0, 0
         self._what = ""

@@ -147,6 +147,7 @@ def measure_cell(
                 mine = found[name]
                 for index, text in zip(members, done.texts, strict=True):
                     if text.written is not None:
+                        assert tokenizer is not None  # it was loaded with the model that the text came from
                         text.tokens = aligned(text.written, expected[index], tokenizer, setting)
                     if text.tokens != expected[index]:
                         key = (index, tuple(text.tokens))

@@ -102,7 +102,7 @@ class Contender(ABC):
         """Why it cannot take part in such a cell; None if it can."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 -- most keep nothing
         """Ends what it keeps running."""
 
 
@@ -112,7 +112,7 @@ def aligned(written: str, expected: Sequence[int], tokenizer: Tokenizer, setting
     A text can be made of tokens in many ways, so to encode it again would find differences that are none.
 
     Args:
-        written: a contender's text. What is beyond the last token of an `expected` that the length ended does not count.
+        written: a contender's text. What it has beyond an `expected` that the length ended does not count.
         expected: plain decoding's tokens.
         tokenizer: of both.
         setting: of both.

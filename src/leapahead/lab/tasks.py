@@ -74,21 +74,33 @@ def read(folder: Path | None, names: Sequence[str] = (), limit: int | None = Non
 
     Args:
         folder: None for our own.
-        names: which; a name without its category means all of them. All tasks if there are none.
-        limit: prompts of each, taken at equal distances, so that every part of a file is there.
+        names: which; a name without its category means all of them, `NAME=K` takes K prompts of each. All tasks if
+            there are none.
+        limit: prompts of each other, taken at equal distances, so that every part of a file is there.
 
     Raises:
         BadParameter: no known file, a line without a prompt, or an unknown name.
     """
     found = _bundled() if folder is None else _of_folder(folder)
-    for name in names:
+    limits = dict(_limited(name, limit) for name in names)
+    for name in limits:
         if not any(_named(task, name) for task in found):
             known = list(dict.fromkeys(part for task in found for part in (task, task.partition("/")[0])))
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise BadParameter(f"there is no task {name!r}{hint}; there are {', '.join(found)}")
-    chosen = [task for task in found if not names or any(_named(task, name) for name in names)]
-    return [Task(task, _spread(found[task], limit)) for task in chosen]
+    if not names:
+        return [Task(task, _spread(prompts, limit)) for task, prompts in found.items()]
+    chosen = {task: [limits[name] for name in limits if _named(task, name)] for task in found}
+    return [Task(task, _spread(found[task], some[-1])) for task, some in chosen.items() if some]
+
+
+def _limited(name: str, limit: int | None) -> tuple[str, int | None]:
+    """`NAME=K` as name and limit."""
+    name, equals, count = name.partition("=")
+    if equals and (not count.isdecimal() or int(count) < 1):
+        raise BadParameter(f"the task {name}={count} is not possible: after = stands how many prompts are taken")
+    return name, int(count) if equals else limit
 
 
 def _named(task: str, name: str) -> bool:

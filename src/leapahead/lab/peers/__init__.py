@@ -1,6 +1,6 @@
 """What others offer, measured in the same run as ours, on the same weights and prompts: each peer is one small file.
 
-    --peer NAME:KEY=VALUE,...  ->  a class of the table below, its fields the keys  ->  a contender for each loaded model
+    --peer NAME:KEY=VALUE,...  ->  a class of PEERS, its fields are the keys  ->  a contender for each loaded model
 
 A peer that is not installed, or cannot do what a cell asks for, is left out by name.
 """
@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-from leapahead.errors import BadParameter
+from leapahead.errors import BadParameter, needing
 from leapahead.lab.contender import Contender
 from leapahead.targets import Loaded
 
@@ -105,7 +105,8 @@ def _configured(text: str) -> Peer:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(PEERS)}"
         raise BadParameter(f"there is no peer {name!r}; {hint}")
     module, kind = PEERS[name]
-    cls: type[Peer] = getattr(import_module(f"{__name__}.{module}"), kind)
+    with needing(f"the peer {name}", module.replace("_", "-"), "torch", "transformers", "safetensors", "llama_cpp"):
+        cls: type[Peer] = getattr(import_module(f"{__name__}.{module}"), kind)
     known = {each.name: each for each in fields(cls)}
     options: dict[str, Any] = {}
     for pair in filter(None, map(str.strip, given.split(","))):

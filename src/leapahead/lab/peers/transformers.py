@@ -156,7 +156,7 @@ class Generate(Contender):
         return Pass(texts, ended - first, first - began)
 
 
-class Clock(transformers.StoppingCriteria):
+class Clock(transformers.StoppingCriteria):  # type: ignore[misc]  # untyped there
     """Stops nothing.
 
     Attributes:
