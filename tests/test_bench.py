@@ -336,7 +336,11 @@ def test_published_files(data: Path) -> None:
     (limited,) = tasks.read(data, ["humaneval"], 2)
     assert limited.prompts == ["def f0(x):\n", "def f3(x):\n"]
     assert limited.digest != found["humaneval"].digest
-    assert {name: len(prompts) for name, prompts in tasks.load(data, 4).items()} == {"humaneval": 4, "gsm8k": 1}
+    chosen = tasks.read(data, ["humaneval=4", "gsm8k", "spec_bench=1"], 3)
+    assert [len(task.prompts) for task in chosen] == [4, 1, 1, 1, 1]
+    for wrong in ("humaneval=0", "humaneval=x", "humaneval="):
+        with pytest.raises(BadParameter, match="is not possible"):
+            tasks.read(data, [wrong])
 
 
 def test_our_own_prompts() -> None:

@@ -4,10 +4,10 @@ Two drafts lead a target through forwards of different shapes, which are equal i
 point. Where the two best scores lie closer than that noise, the choice between them is a tie (ALGORITHMS 5.3, point 4).
 The noise is not assumed: the position is computed again in several ways that are equal in exact arithmetic,
 
-    rebuilt by k     every token through steps of k nodes, so that the cache is another one; then a step
     root only        prefill of all tokens, then a step
     chain of k       prefill of all but the last k tokens, which then go through one step
     siblings         the same with nodes beside the path that nobody may see
+    rebuilt by k     every token through steps of k nodes, so that the cache is another one; then a step
     batch            several copies of the sequence in one step
 
 and noise = the largest change, among them, of the difference between two of the position's best tokens; not only of the
@@ -63,6 +63,7 @@ def measure(
     pair: tuple[int, int],
     params: SamplingParams,
     batch: int,
+    thorough: bool = True,
 ) -> Gap:
     """Judges the choice between two tokens after `prompt` and `text`.
 
@@ -73,6 +74,8 @@ def measure(
         pair: plain decoding's next token, and the other.
         params: of the sampling; the scores compared are those that the choice was made from, dice included.
         batch: how many sequences the other text was decoded with.
+        thorough: compute the position in every way. Otherwise the first way that explains the gap ends it, and `noise`
+            is that of the ways so far: where only the verdict counts, as a long prompt costs a prefill each time.
     """
     session = target.open(prompt, params)
     try:
@@ -92,6 +95,8 @@ def measure(
         for row in _ways(target, session, params, batch):
             noise = max(noise, _spread(_scores(session.sampler, row), scores, near, pair))
             drift = max(drift, _spread(_host(row), here, near, pair))
+            if not thorough and abs(gap) <= noise:
+                break
     finally:
         session.close()
     return Gap(gap, noise, tie=abs(gap) <= noise and drift <= ceiling)
@@ -126,8 +131,6 @@ def _ways(target: Target, session: Session, params: SamplingParams, batch: int) 
     """Raw logits [1, vocab] after the session's last token, computed in every way that the target can."""
     tokens = session.tokens
     yield _row(target, tokens, TokenTree.root(tokens[-1]), 0, params)
-    for k in (k for k in REBUILT if CHAIN in target.capabilities and len(tokens) / k <= STEPS):
-        yield _rebuilt(target, tokens, k, params)
     for k in (k for k in CHAINS if CHAIN in target.capabilities and k < len(tokens)):
         yield _row(target, tokens[:-k], TokenTree.chain(tokens[-k - 1], tokens[-k:]), k, params)
     leaves = target.max_leaves // 2  # another session is open beside it
@@ -139,6 +142,8 @@ def _ways(target: Target, session: Session, params: SamplingParams, batch: int) 
             for token in range(s):
                 builder.add(parent, token % target.vocab_size)
         yield _row(target, tokens[: len(tokens) - k], builder.build(), path[-1], params)
+    for k in (k for k in REBUILT if CHAIN in target.capabilities and len(tokens) / k <= STEPS):
+        yield _rebuilt(target, tokens, k, params)
     if batch > 1:  # the session itself is one of them, so that no more are open than the text was decoded with
         lengths = [max(1, len(tokens) - 7 * index) for index in range(batch - 1)]
         others = [target.open(tokens[:length], params) for length in lengths]  # ragged, as a batch is

@@ -178,7 +178,7 @@ def tie_on(target: Target) -> Judge:
         if at is None:  # one ended where the other, with the same tokens, did not
             return False
         pair = (expected[at], got[at])
-        return measure(target, prompt, expected[:at], pair, setting.params, setting.batch).tie
+        return measure(target, prompt, expected[:at], pair, setting.params, setting.batch, thorough=False).tie
 
     return judge
 
