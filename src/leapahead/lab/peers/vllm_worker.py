@@ -1,0 +1,155 @@
+"""Runs in vLLM's own environment, as a program of its own: vLLM's engine behind lines of JSON. Imports nothing of ours.
+
+    {"model", "dtype", "max_model_len", "speculative"}   ->  {"device", "max_model_len", "max_num_seqs"}
+    {"prompts", "max_new_tokens", "ends"}, many times    ->  {"texts", "steps", "seconds", "prefill", "memory"}
+    what goes wrong                                      ->  {"error"}, and the end
+
+The prefill is what comes before every sequence has its first token; what is made after it is timed. A long prompt can
+take several steps, in which others go on already: they count for the prefill, as do the tokens that others make there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import import_module
+from time import perf_counter
+from typing import Any
+
+
+class Worker:
+    """An engine, loaded.
+
+    Args:
+        asked: the first line.
+    """
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self._vllm = vllm = import_module("vllm")
+        self._engine = vllm.LLMEngine.from_engine_args(
+            vllm.EngineArgs(
+                model=asked["model"],
+                dtype=asked["dtype"],
+                max_model_len=asked["max_model_len"],
+                speculative_config=asked["speculative"],
+                seed=0,
+                skip_tokenizer_init=True,
+                enable_prefix_caching=False,  # a second pass would be cheaper than the first
+                generation_config="vllm",  # not the model's own, which may have penalties
+                disable_log_stats=True,
+            )
+        )
+        config = self._engine.vllm_config
+        self.told = {
+            "device": import_module("vllm.platforms").current_platform.device_type,
+            "max_model_len": config.model_config.max_model_len,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+        }
+        self._passes = 0
+        self._scheduled: list[dict[str, int]] = []
+        self._watch()
+
+    def run(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """All prompts of a line together."""
+        deltas = import_module("vllm.sampling_params").RequestOutputKind.DELTA
+        self._passes += 1
+        texts: list[dict[str, Any]] = [
+            {"tokens": [], "first_token": 0.0, "timed": 0, "steps": 0, "nodes": 0} for _ in asked["prompts"]
+        ]
+        engine, ids = self._engine, dict[str, int]()
+        began = perf_counter()
+        for index, prompt in enumerate(asked["prompts"]):
+            params = self._vllm.SamplingParams(
+                temperature=0.0,
+                max_tokens=asked["max_new_tokens"],
+                stop_token_ids=asked["ends"],
+                ignore_eos=True,  # those that the model's files name; ours are said
+                detokenize=False,
+                output_kind=deltas,
+            )
+            name = f"{self._passes}-{index}"
+            ids[name] = index
+            inner = engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            ids[inner or name] = index
+        first, steps = 0.0, 0  # `steps` until all have begun
+        while engine.has_unfinished_requests():
+            self._scheduled.clear()
+            outputs = engine.step()
+            now = perf_counter()
+            steps += not first
+            for output in outputs:
+                text = texts[ids[output.request_id]]
+                new = [token for each in output.outputs for token in each.token_ids]
+                if not new:
+                    continue
+                text["first_token"] = text["first_token"] or now - began
+                text["tokens"] += new
+                if first:
+                    text["timed"] += len(new)
+                    text["steps"] += 1
+            if first:
+                for scheduled in self._scheduled:
+                    for name, nodes in scheduled.items():
+                        texts[ids[name]]["nodes"] += nodes
+            elif all(text["tokens"] for text in texts):
+                first = now
+        ended = perf_counter()
+        return {
+            "texts": texts,
+            "steps": steps,
+            "seconds": ended - first,
+            "prefill": first - began,
+            "memory": peak_mib(),
+        }
+
+    def _watch(self) -> None:
+        """Notes how many tokens of each sequence a step reads: one and its drafts. vLLM need not tell."""
+        scheduler: Any = self._engine
+        for name in ("engine_core", "engine_core", "scheduler"):
+            scheduler = getattr(scheduler, name, None)
+        schedule = getattr(scheduler, "schedule", None)
+        if schedule is None:
+            return
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            found = schedule(*args, **kwargs)
+            self._scheduled.append(dict(getattr(found, "num_scheduled_tokens", {})))
+            return found
+
+        scheduler.schedule = watched
+
+
+def peak_mib() -> float:
+    """Of this process, in which vLLM runs whole."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def main() -> int:
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [each for each in sys.path if os.path.abspath(each) != here]  # our vllm.py is not theirs
+    asking = os.fdopen(os.dup(0), encoding="utf-8")
+    telling = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)  # whatever logs goes to stderr
+
+    def tell(what: dict[str, Any]) -> None:
+        print(json.dumps(what), file=telling, flush=True)
+
+    try:
+        worker = Worker(json.loads(asking.readline()))
+        tell(worker.told)
+        for line in asking:
+            tell(worker.run(json.loads(line)))
+    except Exception as error:
+        tell({"error": f"{type(error).__name__}: {error}"})
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
