@@ -40,12 +40,52 @@ types: $(WITH_LLAMA)
 tests: $(WITH_LLAMA)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-# Every measured number of README and docs, from a run on this machine (DATA: a folder with humaneval.jsonl and
-# gsm8k_test.jsonl).
+# Every measured number and plot of README and docs, from a run on this machine (DATA: a folder with humaneval.jsonl,
+# gsm8k_test.jsonl, mt_bench.jsonl and spec_bench.jsonl). Ctrl-C keeps what is finished.
 DATA ?= ../shared/data
 figures: $(INSTALLED)
 	$(BIN)/python -m leapahead.lab.figures --data $(DATA) --out docs/figures.json
 	$(BIN)/python tools/docs.py
+
+# The report under docs/bench: hours, on a machine that does nothing else. Peers whose place is not said are left out;
+# docs/benchmarks.md tells how they are built. A bench that was interrupted goes on with RESUME=--resume.
+LLAMA_BIN ?=
+VLLM_PYTHON ?=
+RESUME ?=
+STANDINS := build/standins
+PEERS := --peer transformers --peer transformers-prompt-lookup --peer transformers-assisted
+ifneq ($(LLAMA_BIN),)
+SIMPLE := llama-speculative-simple:path=$(LLAMA_BIN)/llama-speculative-simple
+PEERS += --peer llama-lookahead:path=$(LLAMA_BIN)/llama-lookahead --peer llama-lookup:path=$(LLAMA_BIN)/llama-lookup
+PEERS += --peer $(SIMPLE),draft=$(STANDINS)/draft-bf16.gguf --peer $(SIMPLE),type=ngram-simple
+endif
+ifneq ($(VLLM_PYTHON),)
+PEERS += --peer vllm:python=$(VLLM_PYTHON) --peer vllm-ngram:python=$(VLLM_PYTHON) --peer vllm-suffix:python=$(VLLM_PYTHON)
+endif
+DRAFTERS := -d plain -d jacobi -d prompt_lookup --config prompt_lookup:num_tokens=3 -d lookahead
+BENCH := $(BIN)/leapahead bench --data $(DATA) --rounds 1 --dtype bfloat16 $(DRAFTERS) $(PEERS)
+MODELS = $(foreach kind,bf16 bf16.gguf q8_0.gguf,-m $(STANDINS)/$(1)-$(kind))
+
+.PHONY: bench
+.PRECIOUS: $(STANDINS)/%-bf16
+bench: $(WITH_LLAMA) $(foreach cost,135m 1b,$(STANDINS)/$(cost)-bf16.gguf $(STANDINS)/$(cost)-q8_0.gguf) $(STANDINS)/draft-bf16.gguf
+	$(BENCH) $(call MODELS,135m) --task humaneval=10 --task gsm8k=10 --task spec_bench=2 --max-new-tokens 32 \
+		--out docs/bench/135m $(RESUME)
+	$(BENCH) $(call MODELS,1b) -t 0 --task humaneval=3 --task gsm8k=3 --task spec_bench=1 --max-new-tokens 24 \
+		--out docs/bench/1b $(RESUME)
+
+$(STANDINS)/%-bf16: | $(WITH_LLAMA)
+	$(BIN)/leapahead lab standin --cost $* --out $@
+
+$(STANDINS)/draft-bf16.gguf: | $(WITH_LLAMA)
+	@mkdir -p $(STANDINS)
+	$(BIN)/leapahead export-gguf --force src/leapahead/assets/tiny-draft $@ --type bf16
+
+$(STANDINS)/%-bf16.gguf: | $(STANDINS)/%-bf16
+	$(BIN)/leapahead export-gguf --force $(STANDINS)/$*-bf16 $@ --type bf16
+
+$(STANDINS)/%-q8_0.gguf: | $(STANDINS)/%-bf16
+	$(BIN)/leapahead export-gguf --force $(STANDINS)/$*-bf16 $@ --type q8_0
 
 $(INSTALLED): pyproject.toml
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "leapahead needs Python 3.10 or newer"; exit 1; }

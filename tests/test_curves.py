@@ -26,7 +26,15 @@ from leapahead.cli.curves import COMMANDS
 from leapahead.drafters.lookahead import Lookahead
 from leapahead.drafters.prompt_lookup import PromptLookup
 from leapahead.errors import BadParameter, ContextOverflow, LeapaheadError, Refused
-from leapahead.lab import curves, plots
+from leapahead.generate import encode
+from leapahead.lab import curves, drawn, plots, tasks
+from leapahead.lab.curves.compression import _fitted
+from leapahead.lab.curves.cost import WARM_UP
+from leapahead.lab.curves.expected import expected_speedup, expected_tokens
+from leapahead.lab.curves.formula import compression_formula, drafts_yield, fit
+from leapahead.lab.curves.jacobi import _blocks
+from leapahead.lab.curves.match import ENOUGH, match_length
+from leapahead.lab.curves.pool import _by_step, _by_tokens
 from leapahead.sampling import SamplingParams
 from leapahead.stop import StopParams
 from leapahead.target import CHAIN, Choices
@@ -81,7 +89,7 @@ def test_cost_is_measured_in_interleaved_rounds() -> None:
         progress=lambda _, done, total: seen.append((done, total)),
     )
     rounds = [tuple(target.sizes[first : first + 3]) for first in range(0, len(target.sizes), 3)]
-    assert len(rounds) == 2 * (5 + curves.WARM_UP)
+    assert len(rounds) == 2 * (5 + WARM_UP)
     assert all(sorted(each) == [1, 2, 8] for each in rounds)
     assert len(set(rounds)) > 1  # an order of its own
     rows = found["rows"]
@@ -113,38 +121,38 @@ def test_cost_refuses_what_cannot_be_measured() -> None:
 
 def test_the_formula_by_hand() -> None:
     for window, s in {1: 1.24, 2: 1.41, 4: 1.62, 8: 1.86, 16: 2.11, 32: 2.37, 64: 2.62, 128: 2.88}.items():
-        assert curves.compression_formula(0.425, 3.106, 11, window) == pytest.approx(s, abs=0.006)
-    assert curves.drafts_yield(0.4, 4, 7) == pytest.approx(3.21, abs=0.006)
-    assert curves.drafts_yield(0.5, 1, 1) == 1.5  # the bonus, and one token half of the time
-    assert curves.drafts_yield(0.5, 1, 2) == 1.75
-    assert curves.drafts_yield(0.3, 6, 1) == pytest.approx(curves.expected_tokens(0.3, 6))
+        assert compression_formula(0.425, 3.106, 11, window) == pytest.approx(s, abs=0.006)
+    assert drafts_yield(0.4, 4, 7) == pytest.approx(3.21, abs=0.006)
+    assert drafts_yield(0.5, 1, 1) == 1.5  # the bonus, and one token half of the time
+    assert drafts_yield(0.5, 1, 2) == 1.75
+    assert drafts_yield(0.3, 6, 1) == pytest.approx(expected_tokens(0.3, 6))
 
 
 def test_the_formula_by_simulation() -> None:
     rng = np.random.default_rng(0)
     right = rng.random((40_000, 3, 4)) < 0.6  # [steps, drafts, positions]
     accepted = np.logical_and.accumulate(right, axis=2).sum(axis=2).max(axis=1)
-    assert 1 + accepted.mean() == pytest.approx(curves.drafts_yield(0.6, 4, 3), abs=0.02)
+    assert 1 + accepted.mean() == pytest.approx(drafts_yield(0.6, 4, 3), abs=0.02)
 
 
 @pytest.mark.parametrize(("alpha", "f"), [(0.425, 3.106), (0.2, 1.5), (0.8, 6.0), (0.6, 1.0)])
 @pytest.mark.parametrize("ngrams", [(3, 5, 7), (5,)])
 def test_the_fit_recovers_alpha_and_f(alpha: float, f: float, ngrams: tuple[int, ...]) -> None:
-    points = [(n, w, curves.compression_formula(alpha, f, n, w)) for n in ngrams for w in (1, 2, 4, 8, 16, 32)]
-    found = curves.fit(points)
+    points = [(n, w, compression_formula(alpha, f, n, w)) for n in ngrams for w in (1, 2, 4, 8, 16, 32)]
+    found = fit(points)
     assert (found.alpha, found.f) == (pytest.approx(alpha, abs=2e-3), pytest.approx(f, rel=5e-3))
     assert found.rms < 1e-3
     noise = random.Random(0)
-    found = curves.fit([(n, w, s + noise.gauss(0, 0.01)) for n, w, s in points])
+    found = fit([(n, w, s + noise.gauss(0, 0.01)) for n, w, s in points])
     assert found.alpha == pytest.approx(alpha, abs=0.1)
     assert 0.003 < found.rms < 0.02
 
 
 def test_nothing_to_fit() -> None:
     with pytest.raises(BadParameter, match="fewer than three points"):
-        curves.fit([(3, 1, 1.5), (3, 2, 1.6), (3, 2, 1.7)])
+        fit([(3, 1, 1.5), (3, 2, 1.6), (3, 2, 1.7)])
     with pytest.raises(BadParameter, match="nothing to fit"):
-        curves.fit([(3, 1, 1.0), (3, 2, 1.0), (3, 4, 1.0)])
+        fit([(3, 1, 1.0), (3, 2, 1.0), (3, 4, 1.0)])
     target = TimedTarget()
     with pytest.raises(BadParameter, match="fewer than three points"):
         curves.compression(target, PROMPTS, ngrams=(3,), windows=(1, 2))
@@ -177,7 +185,7 @@ def test_compression_counts_what_decoding_counts() -> None:
 def test_compression_without_an_accepted_draft() -> None:
     """What was measured stays, without a fit."""
     rows = [{"ngram": 3, "window": w, "step_compression": 1.0} for w in (1, 2, 4)]
-    fitted, note = curves._fitted(rows)
+    fitted, note = _fitted(rows)
     assert fitted is None
     assert note.startswith("there is nothing to fit")
 
@@ -189,7 +197,7 @@ def test_jacobi_ends_at_the_text_of_plain_decoding() -> None:
     target = ToyTarget()
     for params in (GREEDY, SamplingParams(temperature=0.9, seed=5)):
         plain = run(target, params=params, stop=StopParams(max_new_tokens=32)).tokens
-        blocks = list(curves._blocks(target, PROMPT, params, 8, 32, (), random.Random(0)))
+        blocks = list(_blocks(target, PROMPT, params, 8, 32, (), random.Random(0)))
         assert [token for values in blocks for token in values[-1]] == plain
         for values in blocks:
             assert len(values) <= 8 + 1
@@ -261,6 +269,12 @@ def test_pool_history() -> None:
         any(step.proposal.sources[node] == "guess" for node in step.verdict.path[1:]) for step in decoded.steps
     )
     assert found["at"][0]["hit"] is None
+    overall = found["overall"]
+    assert overall["steps"] == len(steps) - 1
+    assert overall["hit"] == pytest.approx(figures["hit_rate"], abs=1e-4)
+    shares = overall["accepted"] * overall["per_accepted"] + (1 - overall["accepted"]) * overall["per_other"]
+    assert overall["acceptance_length"] == pytest.approx(shares, abs=1e-3)
+    assert overall["acceptance_length"] == pytest.approx(steps[-1]["tokens"] / overall["steps"], abs=1e-3)
     json.dumps(found, allow_nan=False)
 
 
@@ -269,10 +283,10 @@ def test_pool_averages_over_the_texts_that_came_so_far() -> None:
         return {"tokens": tokens, "keys": keys, "ngrams": 2 * keys, "hit": hit, "accepted": 0}
 
     histories = [[row(0, 1, 0), row(20, 3, 1)], [row(0, 3, 0), row(1, 5, 0), row(16, 7, 1), row(40, 9, 1)]]
-    first, second, third, fourth = curves._by_step(histories)
+    first, second, third, fourth = _by_step(histories)
     assert (first["keys"], first["prompts"], second["hit"], third["prompts"]) == (2, 2, 0.5, 1)
     assert (fourth["ngrams"], fourth["tokens"]) == (18, 40)
-    zero, sixteen, longest = curves._by_tokens(histories, 32)
+    zero, sixteen, longest = _by_tokens(histories, 32)
     assert (zero["tokens"], zero["keys"], zero["hit"]) == (0, 2, None)
     assert (sixteen["prompts"], sixteen["keys"], sixteen["hit"]) == (2, 5, pytest.approx(2 / 3, abs=1e-4))
     assert (longest["tokens"], longest["prompts"], longest["keys"]) == (32, 1, 9)
@@ -297,7 +311,7 @@ def test_pool_averages_over_the_texts_that_came_so_far() -> None:
     ],
 )
 def test_match_length(tokens: list[int], longest: int, length: int) -> None:
-    assert curves.match_length(tokens, longest) == length
+    assert match_length(tokens, longest) == length
 
 
 @given(st.lists(st.integers(0, 2), max_size=14), st.integers(1, 5))
@@ -307,7 +321,7 @@ def test_match_length_is_what_the_definition_says(tokens: list[int], longest: in
         for n in range(1, longest + 1)
         if any(tokens[end - n : end] == tokens[len(tokens) - n :] for end in range(n, len(tokens)))
     ]
-    assert curves.match_length(tokens, longest) == max(lengths, default=0)
+    assert match_length(tokens, longest) == max(lengths, default=0)
 
 
 def test_match_by_hand() -> None:
@@ -325,7 +339,7 @@ def test_match_agrees_with_the_drafter() -> None:
     drafter = PromptLookup(max_ngram=4, num_tokens=3, places=10_000)
     tokens = list(PROMPT)
     for step in run(target, drafter, stop=StopParams(max_new_tokens=60)).steps:
-        length = curves.match_length(tokens, 4)
+        length = match_length(tokens, 4)
         if len(step.tree) > 1:
             assert length >= 1
             ends = [e for e in range(length, len(tokens)) if tokens[e - length : e] == tokens[-length:]]
@@ -335,10 +349,10 @@ def test_match_agrees_with_the_drafter() -> None:
     found = curves.match(target, PROMPTS, max_ngram=4, num_tokens=3, max_new_tokens=60)
     assert 0 < sum(row["drafts"] for row in found["rows"]) <= found["steps"] - found["without_match"]
     for row in found["rows"]:
-        value, known = row["accepted"], row["drafts"] >= curves.ENOUGH
+        value, known = row["accepted"], row["drafts"] >= ENOUGH
         assert value["low"] <= value["mean"] <= value["high"] <= 3 if known else value["low"] is value["high"] is None
         assert row["all_right"] <= row["first_right"] <= row["accepted"]["mean"] + 1e-9
-    assert any(row["drafts"] >= curves.ENOUGH for row in found["rows"])
+    assert any(row["drafts"] >= ENOUGH for row in found["rows"])
     json.dumps(found, allow_nan=False)
 
 
@@ -363,14 +377,14 @@ def test_a_target_without_trees_is_refused_by_name() -> None:
     [(0.5, 0, 1), (0.5, 1, 1.5), (0.5, 3, 1.875), (0.8, 5, 3.68928), (0.9, 2, 2.71)],
 )
 def test_expected_tokens_by_hand(alpha: float, length: int, tokens: float) -> None:
-    assert curves.expected_tokens(alpha, length) == pytest.approx(tokens)
-    assert curves.expected_speedup(alpha, length, 0.1) == pytest.approx(tokens / (1 + 0.1 * length))
+    assert expected_tokens(alpha, length) == pytest.approx(tokens)
+    assert expected_speedup(alpha, length, 0.1) == pytest.approx(tokens / (1 + 0.1 * length))
 
 
 def test_expected_tokens_by_simulation() -> None:
     right = np.random.default_rng(0).random((100_000, 5)) < 0.7
     accepted = np.logical_and.accumulate(right, axis=1).sum(axis=1)
-    assert 1 + accepted.mean() == pytest.approx(curves.expected_tokens(0.7, 5), abs=0.02)
+    assert 1 + accepted.mean() == pytest.approx(expected_tokens(0.7, 5), abs=0.02)
 
 
 def test_expected() -> None:
@@ -412,9 +426,9 @@ def lab(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return invoke
 
 
-FEW = ("--limit", "2", "--max-new-tokens", "24")
+FEW = ("--task", "code", "--task", "maths", "--limit", "1", "--max-new-tokens", "24")
 RUNS = {
-    "cost": (["--contexts", "16,40", "--sizes", "1,2,4", "--rounds", "3", "--limit", "2"], "T(n)/T(1)"),
+    "cost": (["--contexts", "16,40", "--sizes", "1,2,4", "--rounds", "3", "--task", "code"], "T(n)/T(1)"),
     "compression": ([*FEW, "--windows", "1,2,4", "--ngrams", "3,5"], "distinct 4-grams"),
     "jacobi": ([*FEW, "--block", "6"], "tokens per iteration"),
     "pool": ([*FEW, "-W", "3", "-N", "3", "-G", "4"], "hit rate"),
@@ -430,12 +444,12 @@ def test_a_command_writes_its_files(lab: Any, tmp_path: Path, name: str) -> None
     assert result.exit_code == 0
     assert word in result.stdout
     found = json.loads((tmp_path / "v1.2.json").read_text())
-    assert (found["figure"], bool(found["conditions"]["leapahead"])) == (name, True)
+    assert (found["figure"], bool(found["conditions"]["versions"]["leapahead"])) == (name, True)
     assert (tmp_path / "v1.2.png").read_bytes().startswith(b"\x89PNG")
     svg = (tmp_path / "v1.2.svg").read_bytes()
     assert b"<svg" in svg
     if name not in ("cost", "expected"):
-        assert found["conditions"]["data"] == "2 bundled prompts"
+        assert found["conditions"]["data"] == "1 code, 1 maths prompts"
     plots.save(found, tmp_path / "again")  # the JSON is all that a figure needs
     assert (tmp_path / "again.svg").read_bytes() == svg
 
@@ -446,14 +460,40 @@ def test_prompts_from_a_folder(lab: Any, tmp_path: Path) -> None:
     args = ("match", "--data", str(tmp_path), "--limit", "1", "--max-new-tokens", "8")
     assert lab(*args, "--out", str(tmp_path / "m.png")).exit_code == 0
     found = json.loads((tmp_path / "m.json").read_text())  # an ending of ours is not doubled
-    assert found["conditions"]["data"] == "1 humaneval and 1 gsm8k prompts"
+    assert found["conditions"]["data"] == "1 humaneval, 1 gsm8k prompts"
+
+
+def test_conversations_and_prompts_that_do_not_fit(lab: Any, tmp_path: Path) -> None:
+    rows = [{"category": "writing", "turns": [turn, "Again."]} for turn in ("Write.", "x y " * 400)]
+    rows.append({"category": "stem", "turns": ["Why?"]})
+    (tmp_path / "mt_bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = ("match", "--data", str(tmp_path), "--max-new-tokens", "8", "--out", str(tmp_path / "m"))
+    result = lab(*args, "--task", "mt_bench/writing")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("mt_bench/writing: 1 of 2 prompts left out: with 8 new tokens they do not fit the")
+    assert json.loads((tmp_path / "m.json").read_text())["conditions"]["data"] == "1 mt_bench/writing prompts"
+    assert lab(*args).exit_code == 0
+    assert json.loads((tmp_path / "m.json").read_text())["conditions"]["data"] == "2 mt_bench prompts"
+
+
+def test_conversations_are_encoded_by_the_template(tiny_folder: Path) -> None:
+    loaded = targets.load(str(tiny_folder))
+    chat: tasks.Prompt = [{"role": "user", "content": "a b"}]
+    task = tasks.Task("chat", [chat, "a b"])
+    assert tasks.has_template(loaded.tokenizer)
+    through, plain = tasks.encoded(task, loaded)
+    assert through == encode(chat, loaded.tokenizer, loaded.target) != plain
+    assert tasks.encoded(task, loaded, loaded.target.context_length) == []
+    tokenizer: Any = loaded.tokenizer
+    tokenizer.chat_template = None
+    assert tasks.encoded(task, loaded) == [plain, plain]
 
 
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
         (["match", "--data", "/no/such/folder"], "error: there is no folder '/no/such/folder' of prompts"),
-        (["match", "--data", "{here}"], "error: {here} holds none of the files humaneval.jsonl"),
+        (["match", "--data", "{here}"], "error: {here} holds prompts in none of the files humaneval.jsonl"),
         (["expected", "-a", "1"], "error: alpha=1 is not possible: an acceptance rate lies between 0 and 1"),
         (["expected", "-a", "half"], "error: --alpha half is not possible: it must be numbers"),
         (["expected", "-c", "-1"], "error: K=5 and c=-1 must be at least 0"),
@@ -466,6 +506,8 @@ def test_prompts_from_a_folder(lab: Any, tmp_path: Path) -> None:
         (["compression", "--windows", "0,1,2"], "error: window=0, ngram=3, guesses=0 is not possible"),
         (["jacobi", "--block", "1"], "error: block=1 is not possible"),
         (["jacobi", "-t", "-1"], "error: temperature=-1.0 is not possible"),
+        (["pool", "-t", "-1"], "error: temperature=-1.0 is not possible"),
+        (["match", "--task", "cod"], "error: there is no task 'cod' (did you mean 'code'?)"),
         (["pool", "-o", "widow=3"], "error: drafter 'lookahead' has no option 'widow'"),
         (["match", "--min-ngram", "9"], "error: min_ngram=9 must be at least 1 and at most max_ngram=8"),
     ],
@@ -474,7 +516,8 @@ def test_bad_input_is_one_sentence(lab: Any, tmp_path: Path, args: list[str], se
     (tmp_path / "empty").mkdir()
     here = str(tmp_path / "empty")
     out = [] if "--out" in args else ["--out", str(tmp_path / "x")]
-    result = lab(*(arg.replace("{here}", here) for arg in args), *out)
+    code = [] if args[0] == "expected" else ["--task", "code"]  # prompts that fit
+    result = lab(*(arg.replace("{here}", here) for arg in args), *code, *out)
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith(sentence.replace("{here}", here))
@@ -486,7 +529,7 @@ def test_a_damaged_prompt_file(lab: Any, tmp_path: Path, line: str) -> None:
     (tmp_path / "humaneval.jsonl").write_text(line + "\n")
     result = lab("match", "--data", str(tmp_path), "--out", str(tmp_path / "x"))
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
-    assert result.stderr.startswith(f"error: the prompts in {tmp_path} cannot be read")
+    assert result.stderr.startswith(f"error: {tmp_path / 'humaneval.jsonl'}, line 1")
 
 
 def test_an_out_that_is_a_folder(lab: Any, tmp_path: Path) -> None:
@@ -507,6 +550,31 @@ def test_a_full_disk_loses_nothing(lab: Any, tmp_path: Path, monkeypatch: pytest
     assert result.stderr == f"error: {tmp_path / 'x.png'} cannot be written: No space left on device\n"
     assert "3.689" in result.stdout
     assert json.loads((tmp_path / "x.json").read_text())["figure"] == "expected"
+
+
+def test_figures_of_the_documents(tiny_folder: Path, tmp_path: Path) -> None:
+    """A JSON file and a plot each; what is finished stays if the rest is not."""
+    data, folder = tmp_path / "data", tmp_path / "figures"
+    data.mkdir()
+    (data / "humaneval.jsonl").write_text('{"prompt": "def f(x):"}\n')
+    (data / "gsm8k_test.jsonl").write_text('{"question": "How many?"}\n')
+    loaded = targets.load(str(tiny_folder))
+    shown: list[str] = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        shown.append(what)
+        if what.startswith("temperature 1"):
+            raise KeyboardInterrupt
+
+    drawn.draw("expected", loaded, data, folder, progress)
+    with pytest.raises(KeyboardInterrupt):
+        drawn.draw("match", loaded, data, folder, progress)
+    assert shown == ["greedy, prompt_lookup", "greedy, prompt_lookup", "temperature 1, prompt_lookup"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("expected.json", "expected.svg", "match.json", "match.svg")
+    ]
+    text = (folder / "match.json").read_text()
+    assert (text.count("\n"), json.loads(text)["conditions"]["data"]) == (1, "1 humaneval, 1 gsm8k prompts")
 
 
 def test_what_is_not_installed(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,39 @@ def test_the_figures_hold_what_is_promised() -> None:
         assert sum(row["tokens"] for row in rows if row["drafter"] == drafter) >= 20_000
 
 
+def test_every_figure_is_linked() -> None:
+    """And every link of a document leads to a figure that is there, see below."""
+    linked = {
+        (path.parent / target).resolve()
+        for path in DOCUMENTS
+        for target in re.findall(r"!\[[^\]]*\]\(([^)#]+)\)", path.read_text(encoding="utf-8"))
+    }
+    figures = sorted((ROOT / "docs/figures").glob("*.svg"))
+    assert figures
+    assert [path.name for path in figures if path.resolve() not in linked] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/figures").glob("*.json")), ids=lambda path: path.name)
+def test_a_figure_is_drawn_from_its_data(path: Path) -> None:
+    """Small, with its conditions, and the plot beside it."""
+    assert path.stat().st_size < 200_000
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["conditions"]["versions"]["leapahead"]
+    assert path.with_suffix(".svg").read_text(encoding="utf-8").count("<svg") == 1
+
+
+def test_the_page_of_benchmarks_says_what_the_data_say() -> None:
+    """Its generated blocks are compared with the data above; here a few numbers by hand, from the data to the page."""
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    for name in ("compression", "compression-sampled"):
+        found = json.loads((ROOT / f"docs/figures/{name}.json").read_text(encoding="utf-8"))
+        assert f"α = {found['fit']['alpha']:.3f}, f = {found['fit']['f']:.3f}" in page
+        assert all(row["different_texts"] == 0 for row in found["rows"])
+    overall = json.loads((ROOT / "docs/figures/pool.json").read_text(encoding="utf-8"))["overall"]
+    assert f"greedy: {overall['acceptance_length']:.2f} tokens a step; by the formula" in page
+    assert "60.00 MiB" in page  # 120 tokens of half a MiB: 2 x 32 layers x 32 heads x 128 x 2 bytes
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import claims
 import click
 from click.testing import CliRunner
 
@@ -21,7 +22,14 @@ from leapahead.cli import main as cli
 from leapahead.cli.drafters import describe
 
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-FILES = ("README.md", "docs/structure.md", "docs/command-line.md", "docs/drafters.md", "docs/llama-cpp.md")
+FILES = (
+    "README.md",
+    "docs/structure.md",
+    "docs/command-line.md",
+    "docs/drafters.md",
+    "docs/llama-cpp.md",
+    "docs/benchmarks.md",
+)
 
 
 def rooms(root: Path) -> list[str]:
@@ -210,27 +218,6 @@ def gguf_curve_table(root: Path) -> str:
     return table("file | step | " + " | ".join(f"n = {n}" for n in sizes) + " | T(1), ms", rows) + conditions
 
 
-def gguf_ratio_table(root: Path) -> str:
-    """Drafters beside plain decoding."""
-    found, conditions = _gguf(root, "ratio")
-    rows = [
-        [
-            file,
-            row["task"],
-            f"{row['temperature']:g}",
-            row["drafter"],
-            f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
-            f"{row['acceptance_length']:.2f}",
-            f"{row['distinct_4']:.2f}",
-        ]
-        for file, each in found.items()
-        for row in each
-        if row["drafter"] != "plain"
-    ]
-    heads = "file | prompts | temperature | drafter | times plain decoding | acceptance length | distinct 4-grams"
-    return table(heads, rows) + conditions
-
-
 def example_output(root: Path) -> str:
     """What the README's example printed, from docs/figures.json."""
     return f"```text\n{_figures(root)['example'].rstrip()}\n```"
@@ -248,7 +235,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "gguf-check": gguf_check_table,
     "gguf-plain": gguf_plain_table,
     "gguf-curve": gguf_curve_table,
-    "gguf-ratio": gguf_ratio_table,
+    **claims.blocks(table),
 }
 
 

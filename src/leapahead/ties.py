@@ -74,8 +74,8 @@ def measure(
         pair: plain decoding's next token, and the other.
         params: of the sampling; the scores compared are those that the choice was made from, dice included.
         batch: how many sequences the other text was decoded with.
-        thorough: compute the position in every way. Otherwise the first way that explains the gap ends it, and `noise`
-            is that of the ways so far: where only the verdict counts, as a long prompt costs a prefill each time.
+        thorough: compute the position in every way. Otherwise the first way that explains the gap ends it, the cheap
+            ones before the others, and `noise` is that of the ways so far: where only the verdict counts.
     """
     session = target.open(prompt, params)
     try:
@@ -92,7 +92,7 @@ def measure(
         share = min(CEILING_STEPS * target.precision, CEILING_SHARE)
         ceiling = share * float(np.max(np.abs(here[np.isfinite(here)]), initial=0.0))
         noise = drift = 0.0
-        for row in _ways(target, session, params, batch):
+        for row in _ways(target, session, params, batch, thorough):
             noise = max(noise, _spread(_scores(session.sampler, row), scores, near, pair))
             drift = max(drift, _spread(_host(row), here, near, pair))
             if not thorough and abs(gap) <= noise:
@@ -127,10 +127,14 @@ def _host(row: Array) -> npt.NDArray[np.float64]:
     return host
 
 
-def _ways(target: Target, session: Session, params: SamplingParams, batch: int) -> Iterator[Array]:
+def _ways(
+    target: Target, session: Session, params: SamplingParams, batch: int, thorough: bool = True
+) -> Iterator[Array]:
     """Raw logits [1, vocab] after the session's last token, computed in every way that the target can."""
     tokens = session.tokens
     yield _row(target, tokens, TokenTree.root(tokens[-1]), 0, params)
+    if thorough:
+        yield from _rebuilt_ways(target, tokens, params)
     for k in (k for k in CHAINS if CHAIN in target.capabilities and k < len(tokens)):
         yield _row(target, tokens[:-k], TokenTree.chain(tokens[-k - 1], tokens[-k:]), k, params)
     leaves = target.max_leaves // 2  # another session is open beside it
@@ -142,8 +146,8 @@ def _ways(target: Target, session: Session, params: SamplingParams, batch: int) 
             for token in range(s):
                 builder.add(parent, token % target.vocab_size)
         yield _row(target, tokens[: len(tokens) - k], builder.build(), path[-1], params)
-    for k in (k for k in REBUILT if CHAIN in target.capabilities and len(tokens) / k <= STEPS):
-        yield _rebuilt(target, tokens, k, params)
+    if not thorough:  # each takes many steps
+        yield from _rebuilt_ways(target, tokens, params)
     if batch > 1:  # the session itself is one of them, so that no more are open than the text was decoded with
         lengths = [max(1, len(tokens) - 7 * index) for index in range(batch - 1)]
         others = [target.open(tokens[:length], params) for length in lengths]  # ragged, as a batch is
@@ -156,6 +160,11 @@ def _ways(target: Target, session: Session, params: SamplingParams, batch: int) 
         finally:
             for other in others:
                 other.close()
+
+
+def _rebuilt_ways(target: Target, tokens: list[int], params: SamplingParams) -> Iterator[Array]:
+    for k in (k for k in REBUILT if CHAIN in target.capabilities and len(tokens) / k <= STEPS):
+        yield _rebuilt(target, tokens, k, params)
 
 
 def _row(target: Target, tokens: list[int], tree: TokenTree, node: int, params: SamplingParams) -> Array:

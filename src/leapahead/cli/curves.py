@@ -13,13 +13,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from leapahead import prompts as bundled
 from leapahead import targets
 from leapahead.cli import screen
 from leapahead.cli.options import DRAFTER_OPTIONS, MODEL, Option, all_of, drafter_arguments, model_arguments
 from leapahead.errors import BadParameter, LeapaheadError
-from leapahead.generate import encode
 from leapahead.lab import curves, plots, tasks
+from leapahead.lab.curves.match import ENOUGH
+from leapahead.lab.curves.run import Data
+from leapahead.lab.plots import how
+from leapahead.sampling import SamplingParams
 
 Number = TypeVar("Number", int, float)
 KINDS = (".json", ".png", ".svg")
@@ -41,9 +43,14 @@ DATA: tuple[Option, ...] = (
         "--data",
         type=click.Path(path_type=Path),
         metavar="FOLDER",
-        help=f"Prompts: {', '.join(tasks.FILES)}.  [default: a small set of our own]",
+        help=f"Prompts: {', '.join((*tasks.FILES, *tasks.CONVERSATIONS))}.  [default: a small set of our own]",
     ),
-    click.option("--limit", type=click.IntRange(min=1), metavar="K", help="Only the first K prompts of each file."),
+    click.option("--task", "names", multiple=True, metavar="T", help="May be repeated.  [default: all]"),
+    click.option("--limit", type=click.IntRange(min=1), metavar="K", help="Only K prompts of each task."),
+)
+DICE: tuple[Option, ...] = (
+    click.option("-t", "--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Of the dice, with a temperature."),
 )
 
 
@@ -59,16 +66,14 @@ def _length(default: int) -> Option:
 @click.option("--sizes", default="1,2,4,8,16,32,64,128", show_default=True, metavar="N,...", help="Tokens a forward.")
 @click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True, help="Each measures every size.")
 @_out("cost")
-def cost(
-    contexts: str, sizes: str, rounds: int, out: Path, data: Path | None, limit: int | None, **values: Any
-) -> None:
+def cost(contexts: str, sizes: str, rounds: int, out: Path, **values: Any) -> None:
     """Draw the cost curve: the time of a forward over n tokens, against that of one.
 
     The prompts, one behind the other, fill the context. Rounds are interleaved; the median is drawn, with quartiles.
     """
     prefix = _prefix(out)
     context_lengths, chain_lengths = _numbers("contexts", contexts, int), _numbers("sizes", sizes, int)
-    loaded, prompts, _ = _loaded(values, data, limit)
+    loaded, prompts, _ = _loaded(values)
     text = [token for prompt in prompts for token in prompt]
     with screen.progress("cost") as bar:
         found = curves.cost(loaded.target, text, context_lengths, chain_lengths, rounds, progress=bar)
@@ -84,22 +89,29 @@ def cost(
 @all_of(MODEL, DATA)
 @click.option("--windows", default="1,2,4,8,16,32", show_default=True, metavar="W,...", help="Of W = G.")
 @click.option("--ngrams", default="3,5,7", show_default=True, metavar="N,...", help="Of N, a curve each.")
+@all_of(DICE)
 @_length(128)
 @_out("compression")
-def compression(
-    windows: str, ngrams: str, max_new_tokens: int, out: Path, data: Path | None, limit: int | None, **values: Any
-) -> None:
+def compression(windows: str, ngrams: str, max_new_tokens: int, out: Path, **values: Any) -> None:
     """Draw lookahead's step compression S against log2(W = G) and fit the paper's formula.
 
-    S = (f - 1 + E(alpha, N-1, W)) / f (2402.02057, equations 5 and 7). Greedy. A text of few distinct 4-grams repeats
+    S = (f - 1 + E(alpha, N-1, W)) / f (2402.02057, equations 5 and 7). A text of few distinct 4-grams repeats
     itself, and flatters S.
     """
     prefix = _prefix(out)
+    dice = _dice(values)
     sizes, lengths = _numbers("windows", windows, int), _numbers("ngrams", ngrams, int)
-    loaded, prompts, named = _loaded(values, data, limit)
+    loaded, prompts, named = _loaded(values, max_new_tokens)
     with screen.progress("compression") as bar:
         found = curves.compression(
-            loaded.target, prompts, lengths, sizes, max_new_tokens, loaded.eos_token_ids, progress=bar
+            loaded.target,
+            prompts,
+            lengths,
+            sizes,
+            max_new_tokens,
+            loaded.eos_token_ids,
+            **dice,
+            progress=bar,
         )
     found["conditions"]["data"] = named
     _show(
@@ -132,8 +144,6 @@ def jacobi(
     seed: int,
     max_new_tokens: int,
     out: Path,
-    data: Path | None,
-    limit: int | None,
     **values: Any,
 ) -> None:
     """Draw the convergence of Jacobi iteration: which tokens of a block are right after k iterations.
@@ -141,7 +151,7 @@ def jacobi(
     Greedy, and with a temperature, where the dice of a position stay the same (2305.10427, algorithm 1).
     """
     prefix = _prefix(out)
-    loaded, prompts, named = _loaded(values, data, limit)
+    loaded, prompts, named = _loaded(values, max_new_tokens)
     temperatures = tuple(dict.fromkeys((0.0, temperature)))
     with screen.progress("jacobi") as bar:
         found = curves.jacobi(
@@ -150,12 +160,12 @@ def jacobi(
     found["conditions"]["data"] = named
     shown = [k for k in (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if k <= block]
     columns = [curve[name] for curve in found["curves"] for name in ("mean", "settled")]
-    names = [f"{_how(curve['temperature'])}: {name}" for curve in found["curves"] for name in ("right", "to keep")]
+    names = [f"{how(curve['temperature'])}: {name}" for curve in found["curves"] for name in ("right", "to keep")]
     _show(("iterations", *names), [(k, *(f"{column[k]:.1%}" for column in columns)) for k in shown])
     for curve in found["curves"]:
         taken = curve["iterations"]
         click.echo(
-            f"{_how(curve['temperature'])}: {curve['blocks']} blocks of {block}, right after {taken['mean']:.2f} "
+            f"{how(curve['temperature'])}: {curve['blocks']} blocks of {block}, right after {taken['mean']:.2f} "
             f"iterations (at most {taken['greatest']}), {curve['tokens_per_iteration']:.2f} tokens per iteration"
         )
     _write(found, prefix)
@@ -163,18 +173,19 @@ def jacobi(
 
 @click.command()
 @all_of(MODEL, DATA, DRAFTER_OPTIONS)
+@all_of(DICE)
 @_length(256)
 @_out("pool")
-def pool(max_new_tokens: int, out: Path, data: Path | None, limit: int | None, **values: Any) -> None:
+def pool(max_new_tokens: int, out: Path, **values: Any) -> None:
     """Draw size and hit rate of lookahead's n-gram pool as generation proceeds.
 
     A hit is a step in which the pool has a guess; it is worth something where the guess is accepted.
     """
     prefix = _prefix(out)
-    options = drafter_arguments(values, ["lookahead"])
-    loaded, prompts, named = _loaded(values, data, limit)
+    options, dice = drafter_arguments(values, ["lookahead"]), _dice(values)
+    loaded, prompts, named = _loaded(values, max_new_tokens)
     with screen.progress("pool") as bar:
-        found = curves.pool(loaded.target, prompts, options, max_new_tokens, loaded.eos_token_ids, progress=bar)
+        found = curves.pool(loaded.target, prompts, options, max_new_tokens, loaded.eos_token_ids, **dice, progress=bar)
     found["conditions"]["data"] = named
     _show(
         ("new tokens", "texts", "keys", "n-grams", "hit rate", "accepted"),
@@ -197,6 +208,7 @@ def pool(max_new_tokens: int, out: Path, data: Path | None, limit: int | None, *
 @click.option("--max-ngram", type=int, default=8, show_default=True, help="The longest match that is told apart.")
 @click.option("--min-ngram", type=int, default=1, show_default=True, help="The shortest match that drafts.")
 @click.option("--num-tokens", type=int, default=10, show_default=True, help="Length of a draft.")
+@all_of(DICE)
 @_length(128)
 @_out("match")
 def match(
@@ -205,13 +217,11 @@ def match(
     num_tokens: int,
     max_new_tokens: int,
     out: Path,
-    data: Path | None,
-    limit: int | None,
     **values: Any,
 ) -> None:
-    """Draw how many tokens of prompt lookup's drafts are accepted, by the length of the match. Greedy."""
-    prefix = _prefix(out)
-    loaded, prompts, named = _loaded(values, data, limit)
+    """Draw how many tokens of prompt lookup's drafts are accepted, by the length of the match."""
+    prefix, dice = _prefix(out), _dice(values)
+    loaded, prompts, named = _loaded(values, max_new_tokens)
     with screen.progress("match") as bar:
         found = curves.match(
             loaded.target,
@@ -221,6 +231,7 @@ def match(
             num_tokens,
             max_new_tokens,
             loaded.eos_token_ids,
+            **dice,
             progress=bar,
         )
     found["conditions"]["data"] = named
@@ -231,9 +242,7 @@ def match(
                 f">={row['match']}" if row["match"] == max_ngram else row["match"],
                 row["drafts"],
                 f"{row['accepted']['mean']:.2f}",
-                "-"
-                if row["drafts"] < curves.ENOUGH
-                else f"{row['accepted']['low']:.2f} to {row['accepted']['high']:.2f}",
+                "-" if row["drafts"] < ENOUGH else f"{row['accepted']['low']:.2f} to {row['accepted']['high']:.2f}",
                 f"{row['first_right']:.1%}",
                 f"{row['all_right']:.1%}",
             )
@@ -280,29 +289,33 @@ COMMANDS: list[click.Command] = [cost, compression, jacobi, pool, match, expecte
 # --------------------------------------------------------------------------------------------------------- parts
 
 
-def _loaded(values: dict[str, Any], data: Path | None, limit: int | None) -> tuple[targets.Loaded, list[Any], str]:
-    """The model, the encoded prompts, and what they are, in words. The prompts are read first: a model loads slowly."""
-    if data is None:
-        sets = {"bundled": list(bundled.BUNDLED)[:limit]}
-    elif data.is_dir():
-        sets = _read(data, limit)
-    else:
+def _loaded(values: dict[str, Any], room: int = 0) -> tuple[targets.Loaded, list[list[int]], str]:
+    """The model, the encoded prompts that fit with `room` new tokens, and what they are, in words.
+
+    The prompts are read first: a model loads slowly.
+    """
+    data, names, limit = (values.pop(name) for name in ("data", "names", "limit"))
+    if data is not None and not data.is_dir():
         raise BadParameter(f"there is no folder {str(data)!r} of prompts")
+    sets = tasks.read(data, names, limit)
     model = model_arguments(values)
     with screen.loading(model["model"]):
         loaded = targets.load(**model)
-    encoded = [encode(text, loaded.tokenizer, loaded.target) for texts in sets.values() for text in texts]
-    named = " and ".join(f"{len(texts)} {task}" for task, texts in sets.items())
-    return loaded, encoded, f"{named} prompts"
+    fitting = {task.name: tasks.encoded(task, loaded, room) for task in sets}
+    for task in sets:
+        if room and (left := len(task.prompts) - len(fitting[task.name])):
+            screen.say(
+                f"{task.name}: {left} of {len(task.prompts)} prompts left out: with {room} new tokens they do not fit "
+                f"the context of {loaded.target.context_length}"
+            )
+    return loaded, [tokens for each in fitting.values() for tokens in each], tasks.in_words(fitting)
 
 
-def _read(data: Path, limit: int | None) -> dict[str, list[str]]:
-    try:
-        return tasks.load(data, limit)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, LeapaheadError):
-            raise
-        raise BadParameter(f"the prompts in {data} cannot be read: a line holds none ({error})") from None
+def _dice(values: dict[str, Any]) -> dict[str, Any]:
+    """Temperature and seed; what cannot be is refused before a model is loaded."""
+    found = {name: values.pop(name) for name in ("temperature", "seed")}
+    SamplingParams(**found)
+    return found
 
 
 def _numbers(name: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
@@ -331,7 +344,7 @@ def _files(prefix: Path) -> list[Path]:
     return [prefix.with_name(prefix.name + kind) for kind in KINDS]
 
 
-def _write(found: curves.Data, prefix: Path) -> None:
+def _write(found: Data, prefix: Path) -> None:
     """The data first: they are what took the time."""
     files = _files(prefix)
     try:
@@ -353,7 +366,3 @@ def _show(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 def _spread(value: dict[str, float], form: str) -> tuple[str, str]:
     return f"{value['median']:{form}}", f"{value['low']:{form}} to {value['high']:{form}}"
-
-
-def _how(temperature: float) -> str:
-    return "greedy" if temperature == 0 else f"t = {temperature:g}"

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from leapahead import targets
-from leapahead.errors import BadParameter, ContextOverflow, Refused
-from leapahead.generate import encode
+from leapahead.errors import BadParameter, Refused
 from leapahead.lab.cell import PLAIN, measure_cell, passes, tie_on
 from leapahead.lab.conditions import conditions
 from leapahead.lab.contender import Configuration, Contender, Ours, Setting
 from leapahead.lab.peers import Entry, Peer
 from leapahead.lab.record import Cell, Record
-from leapahead.lab.tasks import Task
+from leapahead.lab.tasks import Task, encoded, has_template
 from leapahead.targets import Loaded
 
 Progress = Callable[[str, int, int], None]  # what is being done, passes done, passes in all
@@ -191,7 +190,7 @@ def _cell(
 ) -> list[dict[str, Any]]:
     """The rows; none if no prompt fits."""
     _, _, temperature, batch = cell
-    prompts = _prompts(task, loaded, plan.max_new_tokens)
+    prompts = encoded(task, loaded, plan.max_new_tokens)
     if len(prompts) < len(task.prompts):
         say(
             f"{task.name}: {len(task.prompts) - len(prompts)} of {len(task.prompts)} prompts left out: with "
@@ -218,25 +217,6 @@ def _cell(
     )
 
 
-def _has_template(loaded: Loaded) -> bool:
-    return getattr(loaded.tokenizer, "chat_template", None) is not None  # not every tokenizer knows of them
-
-
-def _prompts(task: Task, loaded: Loaded, max_new_tokens: int) -> list[list[int]]:
-    """Token ids of the prompts that fit."""
-    found, template = [], _has_template(loaded)
-    room = loaded.target.context_length - max_new_tokens
-    for prompt in task.prompts:
-        given = prompt if template or isinstance(prompt, str) else "\n\n".join(each["content"] for each in prompt)
-        try:
-            tokens = encode(given, loaded.tokenizer, loaded.target)
-        except ContextOverflow:
-            continue
-        if len(tokens) <= room:
-            found.append(tokens)
-    return found
-
-
 def _describe(loaded: Loaded, plan: Plan) -> dict[str, Any]:
     """What a loaded target tells of itself."""
     target = loaded.target
@@ -244,7 +224,7 @@ def _describe(loaded: Loaded, plan: Plan) -> dict[str, Any]:
         "name": target.name,
         "context": target.context_length,
         "precision": target.precision,
-        "chat": "chat template" if _has_template(loaded) else "plain text",
+        "chat": "chat template" if has_template(loaded.tokenizer) else "plain text",
     }
     model: Any = getattr(target, "model", None)  # not every target has one
     if type(target).__module__.endswith(".llama_cpp"):

@@ -1,11 +1,16 @@
-"""Every measured number of README and docs, in one command: `make figures`, or `python -m leapahead.lab.figures`."""
+"""Every measured number and plot of README and docs: `make figures`, or `python -m leapahead.lab.figures`.
+
+The numbers go to one JSON file, the plots and theirs to the folder `figures` beside it.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
+import random
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,83 +18,117 @@ import click
 import torch
 import transformers
 from rich.console import Console
+from rich.progress import Progress
 
 from leapahead import __version__
+from leapahead.drafters.pool import NgramPool
 from leapahead.generate import LLM
-from leapahead.lab import tasks
+from leapahead.lab import drawn, tasks
 from leapahead.lab.acceptance import acceptance
 from leapahead.lab.conditions import cpu
 from leapahead.lab.exactness import exactness
 from leapahead.lab.overhead import cost_curve, overhead, target_135m
 from leapahead.lab.picture import picture
+from leapahead.targets import Loaded
 
-PARTS = ("check", "acceptance", "overhead", "example")
+PARTS = ("check", "acceptance", "overhead", "memory", "example", *drawn.PARTS)
 
 
 @click.command()
 @click.option("--data", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="A JSON file, renewed.")
-@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only this; the rest stays as it is.")
+@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only this, may be repeated.")
 @click.option("--limit", type=int, default=40, show_default=True, help="Prompts of each task.")
 @click.option("--check-limit", type=int, default=30, show_default=True, help="The same, of the check.")
 def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit: int) -> None:
-    """Measure the bundled model and the cost of a step, and write the figures with their conditions."""
+    """Measure the bundled model and the cost of a step, and write the figures with their conditions.
+
+    What is finished stays, whatever becomes of the rest.
+    """
     console = Console(stderr=True)
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {"conditions": {}}
-    prompts, checked = tasks.load(data, limit), tasks.load(data, check_limit)
+    transformers.logging.set_verbosity_error()  # prompts that are too long are left out, and counted
+    llm = LLM(dtype="float32")
+    loaded = Loaded(llm.target, llm.tokenizer, llm.eos_token_ids)
+    try:
+        for part in parts or PARTS:
+            console.rule(part)
+            if part in drawn.PARTS:
+                _draw(part, loaded, data, out.parent / "figures", console)
+            else:
+                values, conditions = _measured(part, llm, data, out, limit, check_limit, console)
+                found.update(values)
+                found["conditions"].update(conditions)
+                out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except KeyboardInterrupt:
+        console.print("interrupted; what was finished is written")
+        sys.exit(130)
+
+
+def _draw(part: str, loaded: Loaded, data: Path, folder: Path, console: Console) -> None:
+    with Progress(console=console) as bar:
+        row = bar.add_task(part, total=None)
+        drawn.draw(
+            part,
+            loaded,
+            data,
+            folder,
+            lambda what, done, total: bar.update(row, description=what, completed=done, total=total),
+        )
+
+
+def _measured(
+    part: str, llm: LLM, data: Path, out: Path, limit: int, check_limit: int, console: Console
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The figures of a part, and their conditions."""
     machine = (
         f"{cpu()}, {torch.get_num_threads()} of them used; leapahead {__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}"
     )
-    llm = LLM(dtype="float32")
-
-    def save(**values: Any) -> None:
-        conditions = values.pop("conditions")
-        found.update(values)
-        found["conditions"].update(conditions)
-        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-
-    for part in parts or PARTS:
-        console.rule(part)
-        if part == "check":
-            rows = exactness(llm, checked, console)
-            save(
-                check=rows,
-                conditions={
-                    "check": f"bundled model, float32, {_counts(checked)} prompts, up to 128 new tokens, "
-                    f"seed 0; {machine}."
-                },
-            )
-        elif part == "acceptance":
-            save(
-                acceptance=acceptance(llm, prompts),
-                conditions={
-                    "acceptance": f"bundled model, float32, {_counts(prompts)} prompts, up to 128 new tokens, "
-                    f"stopping at EOS, seed 1, prefill not counted, every text equal to plain decoding's; {machine}."
-                },
-            )
-        elif part == "overhead":
-            target = target_135m()
-            words = list(range(1, 251))
-            rows = overhead(target)
-            curve = cost_curve(target, words, (1, 2, 4, 8, 16, 32, 64, 128))
-            what = "random weights in the shapes of a 135M Llama, bfloat16, batch 1"
-            save(
-                overhead=rows,
-                cost_curve=curve,
-                conditions={
-                    "overhead": f"{what}, medians of 60 steps; {machine}.",
-                    "cost_curve": f"{what}, 250 tokens of context, medians of 15 rounds; {machine}.",
-                },
-            )
-        else:
-            picture(llm, out.parent / "run.svg")
-            readme = (out.parent.parent / "README.md").read_text(encoding="utf-8")
-            save(example=_printed(readme), conditions={})
+    if part == "check":
+        prompts = _texts(data, check_limit)
+        conditions = {
+            "check": f"bundled model, float32, {tasks.in_words(prompts)}, up to 128 new tokens, seed 0; {machine}."
+        }
+        return {"check": exactness(llm, prompts, console)}, conditions
+    if part == "acceptance":
+        prompts = _texts(data, limit)
+        conditions = {
+            "acceptance": f"bundled model, float32, {tasks.in_words(prompts)}, up to 128 new tokens, "
+            f"stopping at EOS, seed 1, prefill not counted, every text equal to plain decoding's; {machine}."
+        }
+        return {"acceptance": acceptance(llm, prompts)}, conditions
+    if part == "overhead":
+        target = target_135m()
+        what = "random weights in the shapes of a 135M Llama, bfloat16, batch 1"
+        conditions = {
+            "overhead": f"{what}, medians of 60 steps; {machine}.",
+            "cost_curve": f"{what}, 250 tokens of context, medians of 15 rounds; {machine}.",
+        }
+        curve = cost_curve(target, list(range(1, 251)), (1, 2, 4, 8, 16, 32, 64, 128))
+        return {"overhead": overhead(target), "cost_curve": curve}, conditions
+    if part == "memory":
+        return {"memory": _memory()}, {"memory": f"Python {platform.python_version()}."}
+    picture(llm, out.parent / "run.svg")
+    readme = (out.parent.parent / "README.md").read_text(encoding="utf-8")
+    return {"example": _printed(readme)}, {}
 
 
-def _counts(prompts: dict[str, list[str]]) -> str:
-    return " and ".join(f"{len(texts)} {task}" for task, texts in prompts.items())
+def _texts(data: Path, limit: int) -> dict[str, list[str]]:
+    """Prompts that are plain text, by task."""
+    return {task.name: task.texts for task in tasks.read(data, tasks.TEXTS, limit)}
+
+
+def _memory(ngrams: int = 10_000, ngram: int = 5, keys: int = 1000) -> dict[str, int]:
+    """Bytes that Python allocates for a pool of random n-grams; ids above 256, which are objects of their own."""
+    dice = random.Random(0)
+    tracemalloc.start()
+    pool = NgramPool(ngram, ngrams // keys, ngrams)
+    for number in range(ngrams):
+        pool.add(1000 + number % keys, tuple(dice.randrange(1000, 32_000) for _ in range(ngram - 1)))
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return {"ngrams": len(pool), "ngram": ngram, "keys": keys, "bytes": used}
 
 
 def _printed(readme: str) -> str:

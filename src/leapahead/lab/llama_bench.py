@@ -2,7 +2,7 @@
 
 plain      tokens per second of our whole loop / of `llama-bench -n`
 curve      T(n)/T(1): a step of n nodes here / a batch of n sequences in `llama-batched-bench`, over a shared prompt
-ratio      a drafter's tokens per second / plain decoding's, prompt by prompt in one process
+check      every drafter against plain decoding, token for token
 
 python -m leapahead.lab.llama_bench a.gguf b.gguf --bin BUILD/bin --data DATA --out docs/llama-cpp.json
 """
@@ -10,7 +10,6 @@ python -m leapahead.lab.llama_bench a.gguf b.gguf --bin BUILD/bin --data DATA --
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,6 @@ from rich.console import Console
 from rich.progress import track
 
 from leapahead import __version__
-from leapahead.check import distinct
 from leapahead.decode import Generation, decode
 from leapahead.drafters.plain import Plain
 from leapahead.errors import BadParameter
@@ -40,14 +38,7 @@ from leapahead.tree import TokenTree, TreeBuilder
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 250
-DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "prompt_lookup (4)": ("prompt_lookup", {"num_tokens": 4}),
-    "prompt_lookup (10)": ("prompt_lookup", {}),
-    "lookahead (5, 4, 2)": ("lookahead", {"window": 5, "ngram": 4, "guesses": 2}),
-    "lookahead (7, 5, 7)": ("lookahead", {"window": 7, "ngram": 5, "guesses": 7}),
-}
-
-PARTS = ("plain", "curve", "ratio", "check")
+PARTS = ("plain", "curve", "check")
 
 
 @click.command()
@@ -75,8 +66,8 @@ def main(
     parts = parts or PARTS
     if programs is None and {"plain", "curve"} & set(parts):
         raise click.UsageError("--part plain and curve need --bin, the folder of llama-bench and llama-batched-bench")
-    if data is None and {"ratio", "check"} & set(parts):
-        raise click.UsageError("--part ratio and check need --data, a folder of prompt sets")
+    if data is None and "check" in parts:
+        raise click.UsageError("--part check needs --data, a folder of prompt sets")
     threads = threads or physical_cores()
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
     machine = f"{threads} threads, {cpu()}; leapahead {__version__}, llama-cpp-python {llama_cpp.__version__}"
@@ -84,7 +75,6 @@ def main(
     conditions = {
         "plain": f"twice {tokens} tokens from an empty context a round, after a warm-up, {turns}; {machine}.",
         "curve": f"{CONTEXT} tokens of context, {turns}; {machine}.",
-        "ratio": f"{prompts} prompts a task, up to {tokens} tokens a text, {rounds} rounds in random order; {machine}.",
         "check": f"HumanEval and GSM8K, temperature 0 and 1, batch 1 and 4, up to 128 tokens a text; {machine}.",
     }
     found.setdefault("conditions", {}).update({part: conditions[part] for part in parts})
@@ -98,14 +88,12 @@ def main(
         if "curve" in parts:
             assert programs is not None
             row["curve"] = curve(file, programs / "llama-batched-bench", threads, rounds)
-        if "ratio" in parts:
-            assert data is not None
-            row["ratio"] = ratio(file, tasks.load(data, prompts), threads, rounds, tokens)
         if "check" in parts:
             assert data is not None
             target, tokenizer = load(file, LlamaCppOptions(n_threads=threads))
             llm = LLM(target, tokenizer=tokenizer)
-            row["check"] = exactness(llm, tasks.load(data, prompts), console)
+            texts = {task.name: task.texts for task in tasks.read(data, tasks.TEXTS, prompts)}
+            row["check"] = exactness(llm, texts, console)
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -182,58 +170,6 @@ def curve(file: Path, program: Path, threads: int, rounds: int) -> dict[str, dic
 
     _in_turn(f"{file.stem}: curve", rounds, here, there)
     return {name: {str(n): round(median(ms), 3) for n, ms in each.items()} for name, each in times.items()}
-
-
-def ratio(file: Path, prompts: dict[str, list[str]], threads: int, rounds: int, tokens: int) -> list[dict[str, Any]]:
-    """Tokens per second of drafters over plain decoding's, per task, greedy and sampled; every text compared."""
-    target, tokenizer = load(file, LlamaCppOptions(n_threads=threads, n_ctx=2048))
-    llms = {"plain": LLM(target, tokenizer=tokenizer, drafter="plain", max_batch=1)}
-    for name, (drafter, options) in DRAFTERS.items():
-        llms[name] = LLM(target, tokenizer=tokenizer, drafter=drafter, max_batch=1, **options)
-    rows = []
-    for task, texts in prompts.items():
-        for temperature in (0.0, 1.0):
-            speeds: dict[str, list[float]] = {name: [] for name in llms}
-            lengths: dict[str, float] = {}
-            different = dict.fromkeys(llms, 0)
-            plain_texts: list[list[int]] = []
-            for turn in track(range(rounds + 1), description=f"{file.stem}: {task}, temperature {temperature:g}"):
-                order = list(llms)
-                random.Random(turn).shuffle(order)
-                spent = {name: [0, 0.0, 0] for name in llms}  # tokens, seconds, steps
-                found: dict[str, list[list[int]]] = {name: [] for name in llms}
-                for text in texts:
-                    for name in order:
-                        result = llms[name].generate(text, max_new_tokens=tokens, temperature=temperature, seed=1)
-                        spent[name][0] += result.stats.committed
-                        spent[name][1] += result.stats.decode_seconds
-                        spent[name][2] += result.stats.steps
-                        found[name].append(result.tokens)
-                if turn == 0:
-                    continue  # the warm-up
-                plain_texts = found["plain"]
-                for name, (count, seconds, steps) in spent.items():
-                    speeds[name].append(count / seconds)
-                    lengths[name] = count / steps
-                    pairs = zip(found[name], plain_texts, strict=True)
-                    different[name] = max(different[name], sum(a != b for a, b in pairs))
-            for name in llms:
-                ratios = [mine / other for mine, other in zip(speeds[name], speeds["plain"], strict=True)]
-                rows.append(
-                    {
-                        "task": task,
-                        "temperature": temperature,
-                        "drafter": name,
-                        "tokens_per_second": round(median(speeds[name]), 2),
-                        "ratio": round(median(ratios), 4),
-                        "low": round(min(ratios), 4),
-                        "high": round(max(ratios), 4),
-                        "acceptance_length": round(lengths[name], 3),
-                        "distinct_4": round(distinct(plain_texts), 3),
-                        "different_texts": different[name],
-                    }
-                )
-    return rows
 
 
 def _load(file: Path, threads: int) -> LlamaCppTarget:

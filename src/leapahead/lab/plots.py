@@ -7,7 +7,7 @@ the quantity does, and the conditions below in small print.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from leapahead.lab.curves import Data
+    from leapahead.lab.curves.run import Data
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -35,6 +35,7 @@ STYLE: Any = {  # matplotlib types the keys by name
     "lines.markersize": 5,
     "savefig.facecolor": "white",
     "svg.hashsalt": "leapahead",  # equal data, equal file
+    "svg.fonttype": "none",  # text stays text: half the size, and it can be searched
 }
 PRECISIONS = {2.0**-7: "bfloat16", 2.0**-10: "float16", 2.0**-23: "float32", 2.0**-52: "float64"}
 DPI = 150
@@ -50,8 +51,8 @@ def require() -> None:
         import matplotlib  # noqa: F401
 
 
-def save(data: Data, prefix: Path) -> list[Path]:
-    """Draws the data and writes PREFIX.png and PREFIX.svg.
+def save(data: Data, prefix: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Draws the data and writes PREFIX.png and PREFIX.svg, or only some of them.
 
     Raises:
         LeapaheadError: matplotlib is not installed.
@@ -60,13 +61,13 @@ def save(data: Data, prefix: Path) -> list[Path]:
     require()
     import matplotlib
 
-    paths = [prefix.with_name(f"{prefix.name}.{kind}") for kind in ("png", "svg")]
+    paths = [prefix.with_name(f"{prefix.name}.{kind}") for kind in kinds]
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # whatever the user's own style is
         matplotlib.rcParams.update(STYLE)
         figure = draw(data)
-        figure.savefig(paths[0], dpi=DPI)
-        figure.savefig(paths[1], metadata={"Date": None})
+        for path in paths:
+            figure.savefig(path, dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
     return paths
 
 
@@ -109,14 +110,14 @@ def cost(data: Data) -> Figure:
 
 def compression(data: Data) -> Figure:
     """S against log2(W = G), a curve for each N, the formula dashed: fitted to that N, or to all if it has too few."""
-    from leapahead.lab.curves import compression_formula
+    from leapahead.lab.curves.formula import compression_formula
 
     rows, whole = data["rows"], data["fit"]
-    note = f"distinct 4-grams of the texts: {data['distinct_4']:.0%}, of {data['tokens']} tokens"
+    note = f"{data['distinct_4']:.0%} of 4-grams distinct"
     if whole is not None:
         note += (
-            "; dashed: S = (f - 1 + E(α, N-1, W)) / f of 2402.02057, equation 7; one fit to every N gives "
-            f"α = {whole['alpha']:.2f}, f = {whole['f']:.2f} (rms error {whole['rms']:.2f})"
+            f"; dashed: 2402.02057, equation 7; one fit to every N: α = {whole['alpha']:.2f}, f = {whole['f']:.2f} "
+            f"(rms error {whole['rms']:.2f})"
         )
     figure, (axes,) = _figure(1, data, note)
     windows = sorted({row["window"] for row in rows})
@@ -154,7 +155,9 @@ def jacobi(data: Data) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
     block, curves = data["block"], data["curves"]
-    figure, panels = _figure(len(curves), data, f"blocks of {block} tokens that begin as random tokens of the prompt")
+    repeated = ", ".join(f"{how(curve['temperature'])} {curve['distinct_4']:.0%}" for curve in curves)
+    note = f"blocks of {block} tokens that begin as random tokens of the prompt; 4-grams distinct: {repeated}"
+    figure, panels = _figure(len(curves), data, note)
     positions = sorted({1, *(2**k for k in range(1, block.bit_length()) if 2**k < block), block})
     colours = matplotlib.colormaps["viridis"]
     for axes, curve in zip(panels, curves, strict=True):
@@ -174,9 +177,8 @@ def jacobi(data: Data) -> Figure:
             )
         axes.plot(k, curve["mean"], color="black", linewidth=2.4, label="all positions")
         axes.plot(k, curve["settled"], color="black", linewidth=1.6, linestyle="--", label="right, and all before too")
-        how = "greedy" if curve["temperature"] == 0 else f"temperature {curve['temperature']:g}"
         axes.set(
-            title=f"Jacobi, {how}: {curve['tokens_per_iteration']:.2f} tokens per iteration\n"
+            title=f"Jacobi, {how(curve['temperature'])}: {curve['tokens_per_iteration']:.2f} tokens per iteration\n"
             f"({curve['blocks']} blocks, all right after {curve['iterations']['mean']:.1f} on average)",
             xlabel="iterations",
             xlim=(0, block),
@@ -194,8 +196,8 @@ def pool(data: Data) -> Figure:
     """Keys and n-grams beside hits, both against steps, while enough texts go on."""
     w, texts = data["lookahead"], data["steps"][0]["prompts"]
     note = (
-        f"lookahead with W = {w['window']}, N = {w['ngram']}, G = {w['guesses']}, greedy; "
-        f"drawn as long as half of the {texts} texts go on"
+        f"lookahead with W = {w['window']}, N = {w['ngram']}, G = {w['guesses']}; "
+        f"drawn as long as half of the {texts} texts go on; {data['overall']['distinct_4']:.0%} of 4-grams distinct"
     )
     figure, (sizes, rates) = _figure(2, data, note)
     rows = [row for row in data["steps"] if 2 * row["prompts"] >= texts]
@@ -230,9 +232,9 @@ def match(data: Data) -> Figure:
     figure, (axes,) = _figure(
         1,
         data,
-        f"prompt lookup, greedy, drafts of {draft} tokens; whiskers: 95 % bootstrap intervals of the mean (pale: "
-        "too few drafts, n, for one); "
-        f"{data['without_match']} of {data['steps']} steps had no match",
+        f"prompt lookup, drafts of {draft} tokens; whiskers: 95 % bootstrap intervals of the mean (pale: too few "
+        f"drafts, n, for one); {data['without_match']} of {data['steps']} steps had no match; "
+        f"{data['distinct_4']:.0%} of 4-grams distinct",
     )
     rows = data["rows"]
     tops = []
@@ -261,6 +263,7 @@ def match(data: Data) -> Figure:
         ylabel=f"accepted tokens per draft (of {draft})",
     )
     axes.set_xticks(range(data["min_ngram"], most + 1))
+    axes.set_xlim(data["min_ngram"] - 0.5, most + 0.5)
     axes.set_xticklabels([f"≥{n}" if n == most else str(n) for n in range(data["min_ngram"], most + 1)])
     axes.set_ylim(0, 1.12 * max(tops, default=1) + 0.1)
     axes.grid(visible=False, axis="x")
@@ -309,7 +312,7 @@ FIGURES: dict[str, Callable[[Data], Figure]] = {
 
 
 def _figure(panels: int, data: Data, note: str) -> tuple[Figure, list[Axes]]:
-    """Panels side by side over the caption."""
+    """Panels side by side over the note and the caption."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -318,27 +321,31 @@ def _figure(panels: int, data: Data, note: str) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(width, 4.4), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))  # inches
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(1, panels, number) for number in range(1, panels + 1)]
-    text = textwrap.fill(_caption(data["conditions"], note), int(17.5 * width))
-    figure.supxlabel(text, x=0.01, ha="left", fontsize=7, color="#444444")
+    lines = [textwrap.fill(text, int(17.5 * width)) for text in (note, _caption(data["conditions"]))]
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=7, color="#444444")
     return figure, axes
 
 
-def _caption(conditions: Data, note: str) -> str:
-    parts = [note] if note else []
+def _caption(conditions: Data) -> str:
+    """What was measured on; the machine only where a time was. The data hold the rest."""
+    parts = []
     if "target" in conditions:
         precision = conditions["precision"]
-        prompts = conditions.get("prompts")
         parts.append(f"{conditions['target']}, {PRECISIONS.get(precision, f'precision {precision:.2g}')}")
-        if prompts is not None:
-            what = conditions.get("data", "prompts")
-            parts.append(f"{what}, up to {conditions['max_new_tokens']} new tokens")
-        if "rounds" in conditions:
-            parts.append(f"{conditions['rounds']} interleaved rounds")
-        parts.append(conditions["machine"])
+    if "prompts" in conditions:
+        parts.append(f"{conditions.get('data', 'prompts')}, up to {conditions['max_new_tokens']} tokens")
+    if "temperature" in conditions:
+        parts.append(how(conditions["temperature"]))
+    if "rounds" in conditions:
+        parts.append(f"{conditions['rounds']} interleaved rounds; {conditions['cpu']}")
         if "torch_threads" in conditions:
-            parts.append(f"torch threads: {conditions['torch_threads']}")
-    parts.append(f"leapahead {conditions['leapahead']}")
-    return "; ".join(parts) + "."
+            parts.append(f"{conditions['torch_threads']} threads")
+    parts.append(f"leapahead {conditions['versions']['leapahead']}")
+    return "; ".join(parts)
+
+
+def how(temperature: float) -> str:
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
 def _with_spread(axes: Axes, number: int, x: list[int], values: list[dict[str, float]], label: str) -> None:

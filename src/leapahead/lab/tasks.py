@@ -1,9 +1,11 @@
-"""Prompt sets: published ones from a folder of files, or the small one of our own. Knows nothing of models.
+"""Prompt sets: published ones from a folder of files, or the small one of our own; and their token ids for a model.
 
     humaneval.jsonl    field prompt      humaneval
     gsm8k_test.jsonl   field question    gsm8k
     mt_bench.jsonl     field turns       mt_bench
     spec_bench.jsonl   field turns       spec_bench/CATEGORY; its categories from MT-Bench are spec_bench/mt_bench
+
+Of mt_bench, one category alone goes by the name mt_bench/CATEGORY.
 
 A conversation of several turns is cut to its first: the later ones answer a text that each model would write itself.
 """
@@ -13,16 +15,20 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from leapahead.errors import BadParameter
+from leapahead.errors import BadParameter, ContextOverflow
+from leapahead.generate import encode
+from leapahead.targets import Loaded
+from leapahead.text import Tokenizer
 
 # file -> (task, field of the prompt)
 FILES = {"humaneval.jsonl": ("humaneval", "prompt"), "gsm8k_test.jsonl": ("gsm8k", "question")}
+TEXTS = tuple(task for task, _ in FILES.values())
 CONVERSATIONS = {"mt_bench.jsonl": "mt_bench", "spec_bench.jsonl": "spec_bench"}
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
@@ -47,26 +53,14 @@ class Task:
         return any(not isinstance(prompt, str) for prompt in self.prompts)
 
     @property
+    def texts(self) -> list[str]:
+        """The prompts that are text."""
+        return [prompt for prompt in self.prompts if isinstance(prompt, str)]
+
+    @property
     def digest(self) -> str:
         """Twelve digits that tell these prompts from others."""
         return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:12]
-
-
-def load(folder: Path, limit: int | None = None) -> dict[str, list[str]]:
-    """Task -> prompts, of HumanEval and GSM8K where their files are in `folder`; the first ones.
-
-    Raises:
-        BadParameter: there is no known file.
-    """
-    tasks: dict[str, list[str]] = {}
-    for file, (task, field) in FILES.items():
-        path = folder / file
-        if path.is_file():
-            with path.open(encoding="utf-8") as lines:
-                tasks[task] = [json.loads(line)[field] for line in lines][:limit]
-    if not tasks:
-        raise BadParameter(f"{folder} holds none of the files {', '.join(FILES)}; pass --data FOLDER")
-    return tasks
 
 
 def read(folder: Path | None, names: Sequence[str] = (), limit: int | None = None) -> list[Task]:
@@ -83,6 +77,7 @@ def read(folder: Path | None, names: Sequence[str] = (), limit: int | None = Non
     """
     found = _bundled() if folder is None else _of_folder(folder)
     limits = dict(_limited(name, limit) for name in names)
+    found |= {} if folder is None else _parts(folder, set(limits))
     for name in limits:
         if not any(_named(task, name) for task in found):
             known = list(dict.fromkeys(part for task in found for part in (task, task.partition("/")[0])))
@@ -93,6 +88,35 @@ def read(folder: Path | None, names: Sequence[str] = (), limit: int | None = Non
         return [Task(task, _spread(prompts, limit)) for task, prompts in found.items()]
     chosen = {task: [limits[name] for name in limits if _named(task, name)] for task in found}
     return [Task(task, _spread(found[task], some[-1])) for task, some in chosen.items() if some]
+
+
+def encoded(task: Task, loaded: Loaded, max_new_tokens: int = 0) -> list[list[int]]:
+    """Token ids of a task's prompts; those that would not fit into the context with `max_new_tokens` are left out.
+
+    Conversations go through the chat template; without one, their texts stand one below the other.
+    """
+    found = []
+    for prompt in task.prompts:
+        given = prompt
+        if not isinstance(given, str) and not has_template(loaded.tokenizer):
+            given = "\n\n".join(message["content"] for message in given)
+        try:
+            tokens = encode(given, loaded.tokenizer, loaded.target)
+        except ContextOverflow:
+            continue
+        if len(tokens) + max_new_tokens <= loaded.target.context_length:
+            found.append(tokens)
+    return found
+
+
+def in_words(prompts: Mapping[str, Sequence[object]]) -> str:
+    """How many prompts of each task there are, for conditions."""
+    return ", ".join(f"{len(each)} {task}" for task, each in prompts.items() if each) + " prompts"
+
+
+def has_template(tokenizer: Tokenizer | None) -> bool:
+    """Whether it comes with a chat template; not every tokenizer knows of them."""
+    return getattr(tokenizer, "chat_template", None) is not None
 
 
 def _limited(name: str, limit: int | None) -> tuple[str, int | None]:
@@ -138,6 +162,16 @@ def _of_folder(folder: Path) -> dict[str, list[Prompt]]:
     if not tasks:
         raise BadParameter(f"{folder} holds prompts in none of the files {', '.join((*FILES, *CONVERSATIONS))}")
     return tasks
+
+
+def _parts(folder: Path, names: set[str]) -> dict[str, list[Prompt]]:
+    """The categories of mt_bench that are named."""
+    path, parts = folder / "mt_bench.jsonl", dict[str, list[Prompt]]()
+    if any(name.startswith("mt_bench/") for name in names) and path.is_file():
+        for where, record in _records(path):
+            if (name := f"mt_bench/{record.get('category')}") in names:
+                parts.setdefault(name, []).append(_prompt(record, "turns", where))
+    return parts
 
 
 def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -149,7 +149,7 @@ class SpeculativeSimple(Program):
 
     @property
     def label(self) -> str:
-        given = {"draft": Path(self.draft).name, "type": self.type, "draft_max": self.draft_max, "match": self.match}
+        given = {"draft": Path(self.draft).stem, "type": self.type, "draft_max": self.draft_max, "match": self.match}
         return f"{self.name}({', '.join(f'{key}={value}' for key, value in given.items() if value)})"
 
     def enter(self, name: str, entry: Entry) -> Contender:
