@@ -95,6 +95,38 @@ def test_the_page_of_benchmarks_says_what_the_data_say() -> None:
     assert "60.00 MiB" in page  # 120 tokens of half a MiB: 2 x 32 layers x 32 heads x 128 x 2 bytes
 
 
+@pytest.mark.parametrize("name", ["135m", "1b"])
+def test_the_report_is_a_bench_without_a_mismatch_of_ours(name: str) -> None:
+    folder = ROOT / "docs/bench" / name
+    found = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
+    told = found["conditions"]
+    assert told["commit"]
+    assert not told["commit"].endswith("-dirty")
+    assert {target["backend"] for target in told["targets"].values()} == {"transformers", "llama.cpp"}
+    ours = [row for row in found["results"] if not row["drafter"].startswith("peer:")]
+    assert {row["drafter"] for row in ours} >= {"plain", "jacobi", "prompt_lookup", "lookahead"}
+    assert sum(row["mismatches"] for row in ours) == 0
+    assert {"peer:transformers", "peer:llama-lookahead", "peer:vllm-suffix"} <= {r["drafter"] for r in found["results"]}
+    assert (folder / "report.md").read_text(encoding="utf-8").count("| overall |") > 10
+
+
+def test_a_number_of_the_bench_is_the_one_in_the_readme() -> None:
+    """By hand, beside the comparison of whole blocks: from the samples of a row to the text."""
+    found = json.loads((ROOT / "docs/bench/135m/bench.json").read_text(encoding="utf-8"))
+    rows = [
+        r for r in found["results"] if r["temperature"] == 0 and r["target"] == "135m-bf16" and r["task"] != "overall"
+    ]
+    speeds = {}
+    for drafter in ("plain", "prompt_lookup"):
+        samples = [r["samples"] for r in rows if r["drafter"] == drafter]
+        tokens, seconds = (sum(sum(each[key][0]) for each in samples) for key in ("tokens", "seconds"))
+        speeds[drafter] = tokens / seconds
+    line = next(
+        line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if "| `prompt_lookup` |" in line
+    )
+    assert f"**{speeds['prompt_lookup'] / speeds['plain']:.2f}**" in line
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from helpers import GREEDY, Oracle, RandomTrees, Scattered, begin, full_text, run
 
-from leapahead import LLM, targets
+from leapahead import LLM, targets, ties
 from leapahead.check import check
 from leapahead.cli import main as cli
 from leapahead.decode import decode
@@ -451,3 +451,14 @@ def test_a_broken_file_on_the_command_line(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert result.output.count("\n") == 1
     assert result.output.startswith("error: ")
+
+
+def test_a_tie_is_judged_where_two_such_sequences_do_not_fit() -> None:
+    """A prompt of more than half the cache: the sequence in question leaves, and the ways are computed without it."""
+    loaded = targets.load(gguf_models.bundled("q8_0"), n_threads=1, n_ctx=256)
+    prompt = [5 + i % 90 for i in range(200)]
+    found = ties.measure(loaded.target, prompt, [7, 8], (3, 4), SamplingParams(), 1)
+    assert found.noise > 0
+    quick = ties.measure(loaded.target, prompt, [7, 8], (3, 4), SamplingParams(), 1, thorough=False)
+    assert quick.gap == pytest.approx(found.gap, abs=0.2)
+    loaded.target.open(prompt, SamplingParams()).close()  # nothing was left open

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import benches
 import claims
 import click
 from click.testing import CliRunner
@@ -236,6 +237,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "gguf-plain": gguf_plain_table,
     "gguf-curve": gguf_curve_table,
     **claims.blocks(table),
+    **benches.blocks(table),
 }
 
 

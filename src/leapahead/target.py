@@ -170,6 +170,14 @@ class Target(Protocol):
         """ONE forward for all trees, each over its session's last committed token."""
 
 
+@runtime_checkable
+class Forgetful(Protocol):
+    """A target that keeps the prompts of closed sessions, so that a later one with the same beginning is cheaper."""
+
+    def forget(self) -> None:
+        """Gives them up, and their memory."""
+
+
 def checked_prompt(tokens: Sequence[int], vocab_size: int, context_length: int) -> list[int]:
     """The prompt of a new session, as plain integers.
 

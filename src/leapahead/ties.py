@@ -27,8 +27,9 @@ import numpy as np
 import numpy.typing as npt
 from array_api_compat import array_namespace, to_device
 
+from leapahead.errors import CacheFull
 from leapahead.sampling import Array, Sampler, SamplingParams
-from leapahead.target import CHAIN, TREE, Session, Target
+from leapahead.target import CHAIN, TREE, Forgetful, Session, Target
 from leapahead.tree import Budget, TokenTree, TreeBuilder
 from leapahead.verify import Verdict
 
@@ -131,12 +132,12 @@ def _ways(
     target: Target, session: Session, params: SamplingParams, batch: int, thorough: bool = True
 ) -> Iterator[Array]:
     """Raw logits [1, vocab] after the session's last token, computed in every way that the target can."""
-    tokens = session.tokens
-    yield _row(target, tokens, TokenTree.root(tokens[-1]), 0, params)
+    tokens, space = list(session.tokens), _Space(target, session, params)
+    yield _row(space, tokens, TokenTree.root(tokens[-1]), 0)
     if thorough:
-        yield from _rebuilt_ways(target, tokens, params)
+        yield from _rebuilt_ways(space, tokens)
     for k in (k for k in CHAINS if CHAIN in target.capabilities and k < len(tokens)):
-        yield _row(target, tokens[:-k], TokenTree.chain(tokens[-k - 1], tokens[-k:]), k, params)
+        yield _row(space, tokens[:-k], TokenTree.chain(tokens[-k - 1], tokens[-k:]), k)
     leaves = target.max_leaves // 2  # another session is open beside it
     for s in (s for s in SIBLINGS if TREE in target.capabilities and s < leaves):
         k = min(4, len(tokens) - 1)
@@ -145,10 +146,12 @@ def _ways(
         for parent in path[: 1 + s // 4]:
             for token in range(s):
                 builder.add(parent, token % target.vocab_size)
-        yield _row(target, tokens[: len(tokens) - k], builder.build(), path[-1], params)
+        yield _row(space, tokens[: len(tokens) - k], builder.build(), path[-1])
     if not thorough:  # each takes many steps
-        yield from _rebuilt_ways(target, tokens, params)
-    if batch > 1:  # the session itself is one of them, so that no more are open than the text was decoded with
+        yield from _rebuilt_ways(space, tokens)
+    if (
+        batch > 1 and not space.alone
+    ):  # the session itself is one of them, so that no more are open than the text was decoded with
         lengths = [max(1, len(tokens) - 7 * index) for index in range(batch - 1)]
         others = [target.open(tokens[:length], params) for length in lengths]  # ragged, as a batch is
         together = [session, *others] if CHAIN in target.capabilities else others  # else it cannot step twice
@@ -162,25 +165,52 @@ def _ways(
                 other.close()
 
 
-def _rebuilt_ways(target: Target, tokens: list[int], params: SamplingParams) -> Iterator[Array]:
-    for k in (k for k in REBUILT if CHAIN in target.capabilities and len(tokens) / k <= STEPS):
-        yield _rebuilt(target, tokens, k, params)
+@dataclass
+class _Space:
+    """Opens sequences beside the one in question; where its cells are needed for that, it leaves.
+
+    Attributes:
+        alone: it has left.
+    """
+
+    target: Target
+    session: Session
+    params: SamplingParams
+    alone: bool = False
+
+    def open(self, tokens: Sequence[int], reserve: int) -> Session:
+        """A session that may grow to `reserve` tokens."""
+        try:
+            return self.target.open(tokens, self.params, reserve=reserve)
+        except CacheFull:
+            if self.alone:
+                raise
+            self.alone = True
+            self.session.close()
+            if isinstance(self.target, Forgetful):
+                self.target.forget()  # its cells would be read instead of computed again
+            return self.target.open(tokens, self.params, reserve=reserve)
 
 
-def _row(target: Target, tokens: list[int], tree: TokenTree, node: int, params: SamplingParams) -> Array:
-    session = target.open(tokens, params)
+def _rebuilt_ways(space: _Space, tokens: list[int]) -> Iterator[Array]:
+    for k in (k for k in REBUILT if CHAIN in space.target.capabilities and len(tokens) / k <= STEPS):
+        yield _rebuilt(space, tokens, k)
+
+
+def _row(space: _Space, tokens: list[int], tree: TokenTree, node: int) -> Array:
+    session = space.open(tokens, len(tokens) + len(tree))
     try:
-        return target.step([session], [tree])[0].logits[node : node + 1]
+        return space.target.step([session], [tree])[0].logits[node : node + 1]
     finally:
         session.close()
 
 
-def _rebuilt(target: Target, tokens: list[int], k: int, params: SamplingParams) -> Array:
-    session = target.open(tokens[:1], params)
+def _rebuilt(space: _Space, tokens: list[int], k: int) -> Array:
+    session = space.open(tokens[:1], len(tokens) + k)
     try:
         while rest := tokens[len(session.tokens) :][:k]:
-            target.step([session], [TokenTree.chain(session.tokens[-1], rest[:-1])])
+            space.target.step([session], [TokenTree.chain(session.tokens[-1], rest[:-1])])
             session.commit(Verdict(tuple(range(len(rest))), tuple(rest), 0))
-        return target.step([session], [TokenTree.root(session.tokens[-1])])[0].logits[:1]
+        return space.target.step([session], [TokenTree.root(session.tokens[-1])])[0].logits[:1]
     finally:
         session.close()

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from leapahead import drafters
 from leapahead.decode import Generation, decode
@@ -19,7 +19,7 @@ from leapahead.errors import CacheFull
 from leapahead.sampling import SamplingParams
 from leapahead.stats import Stats
 from leapahead.stop import StopParams, Stopper
-from leapahead.target import Target, require
+from leapahead.target import Forgetful, Target, require
 from leapahead.text import REPLACEMENT, TextStream, Tokenizer
 
 
@@ -128,13 +128,6 @@ def aligned(written: str, expected: Sequence[int], tokenizer: Tokenizer, setting
     same = max(n for n in range(len(expected) + 1) if written.startswith(text(expected[:n])))
     rest = written[len(text(expected[:same])) :]
     return [*expected[:same], *tokenizer.encode(rest, add_special_tokens=False)]
-
-
-@runtime_checkable
-class Forgetful(Protocol):
-    """A target that keeps the prompts of closed sessions, which would make a second pass cheaper than the first."""
-
-    def forget(self) -> None: ...
 
 
 @dataclass(frozen=True)

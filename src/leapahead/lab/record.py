@@ -14,7 +14,7 @@ from leapahead.lab.cell import PLAIN, overall
 
 FILE = "bench.json"
 OVERALL = "overall"  # the task of rows over all tasks
-FREE = ("date", "resumed")  # conditions that may differ when a bench goes on
+FREE = ("date", "commit", "resumed")  # conditions that may differ when a bench goes on; what they were is kept
 GROWING = ("tasks", "targets")  # those that may be added to, name by name
 
 Row = dict[str, Any]
@@ -154,7 +154,8 @@ def _agreed(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
                     raise _disagree(f"{key}: {name}", old[key][name], plain[key][name])
         elif old.get(key) != plain.get(key):
             raise _disagree(key, old.get(key), plain.get(key))
-    agreed = {**plain, "date": old["date"], "resumed": [*old.get("resumed", []), plain["date"]]}
+    again = {key: plain[key] for key in ("date", "commit")}
+    agreed = {**plain, **{key: old[key] for key in again}, "resumed": [*old.get("resumed", []), again]}
     return {**agreed, **{key: {**old.get(key, {}), **plain.get(key, {})} for key in GROWING}}
 
 

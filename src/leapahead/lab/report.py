@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,6 @@ from leapahead.lab.cell import PLAIN
 from leapahead.lab.record import OVERALL
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
@@ -22,9 +21,7 @@ COLUMNS = (
     *("task", "drafter", "speed-up", "95 %", "tokens/s", "accept. length", "nodes/step", "1st token", "distinct-4"),
     *("prompts", "tokens", "mismatches", "ties"),
 )
-# Okabe and Ito's colours, told apart by the colour-blind; then the shape tells.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
-MARKERS = "osD^vPX"
+OURS, PEER = "#0072B2", "#D55E00"  # of Okabe and Ito, told apart by the colour-blind
 
 
 def require_matplotlib() -> None:
@@ -114,74 +111,66 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def speedups(found: dict[str, Any]) -> Figure:
-    """The speed-up of each drafter on each task with its interval, and a line where plain decoding is."""
+    """The speed-up of each drafter with its interval, over all tasks; a faint dot for each of them."""
 
-    def draw(axes: Axes, row: Row, y: float, style: dict[str, Any]) -> None:
-        speed = row["speedup"]
-        axes.plot([speed["low"], speed["high"]], [y, y], color=style["color"], linewidth=2, alpha=0.6)
-        axes.plot([speed["median"]], [y], linestyle="", markersize=6, **style)
+    def span(row: Row) -> tuple[float, float, float]:
+        return row["speedup"]["median"], row["speedup"]["low"], row["speedup"]["high"]
 
-    return _panels(found, draw, "speed-up over plain decoding (tokens per second; 95 % interval)", "speedup", 0.0)
+    return _panels(found, span, "times the speed of plain decoding (bar: 95 % interval; dots: tasks)", 0.0)
 
 
 def acceptance_lengths(found: dict[str, Any]) -> Figure:
-    """Committed tokens per step of each drafter on each task, and a line where plain decoding is."""
+    """Committed tokens per step of each drafter, over all tasks; a faint dot for each of them."""
 
-    def draw(axes: Axes, row: Row, y: float, style: dict[str, Any]) -> None:
-        if row["acceptance_length"] is not None:
-            axes.plot([1, row["acceptance_length"]], [y, y], color=style["color"], linewidth=2, alpha=0.6)
-            axes.plot([row["acceptance_length"]], [y], linestyle="", markersize=6, **style)
+    def span(row: Row) -> tuple[float, float, float] | None:
+        length = row["acceptance_length"]
+        return None if length is None else (length, 1.0, length)
 
-    return _panels(found, draw, "acceptance length (tokens per step)", "acceptance_length", 0.9)
+    return _panels(found, span, "acceptance length, tokens per step (dots: tasks)", 0.9)
 
 
-def _panels(found: dict[str, Any], draw: Any, label: str, key: str, left: float) -> Figure:
-    """A panel for each target, temperature and batch; tasks from top to bottom, a line within each for a drafter."""
+def _panels(
+    found: dict[str, Any], span: Callable[[Row], tuple[float, float, float] | None], label: str, left: float
+) -> Figure:
+    """A panel for each target, temperature and batch, a line for each contender."""
     from matplotlib.figure import Figure
 
     tables = groups(found["results"])
-    drafters = list(dict.fromkeys(row["drafter"] for row in found["results"] if row["drafter"] != PLAIN))
-    tasks = list(dict.fromkeys(row["task"] for rows in tables.values() for row in rows))
-    tasks.sort(key=lambda task: task == OVERALL)
+    lines = {
+        group: list(dict.fromkeys(row["drafter"] for row in rows if row["drafter"] != PLAIN))
+        for group, rows in tables.items()
+    }
     columns = min(2, len(tables))
-    down = -(-len(tables) // columns)
-    height = max(1.2, 0.2 * len(tasks) * (len(drafters) + 1.2))
-    legend = 0.25 * -(-len(drafters) // 3) + 0.3
-    figure = Figure(figsize=(5.2 * columns + 1.2, (height + 1.0) * down + legend), layout="constrained")
-    grid = figure.subplots(down, columns, squeeze=False, sharex=True, sharey=True)
+    grid_rows = [list(tables)[start : start + columns] for start in range(0, len(tables), columns)]
+    heights = [0.26 * max(len(lines[group]) for group in groups_) + 0.9 for groups_ in grid_rows]
+    figure = Figure(figsize=(6.4 * columns, sum(heights) + 0.4), layout="constrained")
+    grid = figure.subplots(len(grid_rows), columns, squeeze=False, sharex=True, height_ratios=heights)
     for axes in grid.flat[len(tables) :]:
         axes.set_visible(False)
-    marks: dict[str, Any] = {}
     for axes, (group, rows) in zip(grid.flat, tables.items(), strict=False):
+        names = lines[group]
         axes.set_title(title(group), fontsize=10)
         axes.axvline(1, color="0.35", linewidth=1.2, linestyle="--", zorder=0)
+        whole = {row["drafter"] for row in rows if row["task"] == OVERALL}
         for row in rows:
-            if row["drafter"] in drafters:
-                index = drafters.index(row["drafter"])
-                style = {
-                    "color": COLOURS[index % len(COLOURS)],
-                    "marker": MARKERS[index // len(COLOURS) % len(MARKERS)],
-                }
-                offset = (index - (len(drafters) - 1) / 2) / (len(drafters) + 1.2)
-                draw(axes, row, tasks.index(row["task"]) + offset, style)
-                marks.setdefault(row["drafter"], axes.lines[-1] if row[key] is not None else None)
-        for edge in range(1, len(tasks)):
-            axes.axhline(edge - 0.5, color="0.88", linewidth=0.8, zorder=0)
-        axes.set_yticks(range(len(tasks)), tasks)
-        axes.set_ylim(len(tasks) - 0.5, -0.5)
+            if row["drafter"] in names and (at := span(row)) is not None:
+                y = names.index(row["drafter"])
+                colour = PEER if row["drafter"].startswith("peer:") else OURS
+                if row["task"] == OVERALL or row["drafter"] not in whole:
+                    axes.plot(at[1:], [y, y], color=colour, linewidth=2.5, alpha=0.55, zorder=2)
+                    axes.plot([at[0]], [y], color=colour, marker="o", markersize=7, linestyle="", zorder=3)
+                else:
+                    axes.plot([at[0]], [y], color=colour, marker="o", markersize=4, alpha=0.3, linestyle="", zorder=1)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlim(left=left)
-        axes.grid(axis="x", color="0.92", zorder=0)
+        axes.grid(axis="both", color="0.92", zorder=0)
         axes.set_axisbelow(True)
         axes.tick_params(axis="y", length=0)
+        axes.tick_params(axis="x", labelbottom=True)  # also where a panel stands below
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
-    for axes in grid[-1]:
-        axes.set_xlabel(label if columns == 1 else "")
-    if columns > 1:
-        figure.supxlabel(label, fontsize=10)
-    shown = {name: mark for name, mark in marks.items() if mark is not None}
-    if shown:
-        figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=3, frameon=False, fontsize=9)
+    figure.supxlabel(label, fontsize=10)
     return figure
 
 
@@ -197,6 +186,7 @@ def _prose(told: dict[str, Any]) -> list[str]:
         + ", ".join(f"{name} ({each['prompts']})" for name, each in told["tasks"].items()),
         f"- Up to {told['max_new_tokens']} new tokens a text, {told['rounds']} rounds, seed {told['seed']}",
     ]
+    lines += [f"- Peer {name}: {version}" for name, version in told.get("peers", {}).items()]
     for name, each in told["targets"].items():
         parts = [f"{key} {each[key]}" for key in ("backend", "dtype", "device", "threads") if key in each]
         lines.append(f"- {name}: {', '.join((*parts, 'conversations as ' + each['chat']))}")

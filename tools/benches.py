@@ -1,0 +1,98 @@
+"""The benches under docs/bench as tables: blocks of README and docs/benchmarks.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from leapahead.lab.cell import PLAIN
+from leapahead.lab.record import OVERALL, read
+
+Row = dict[str, Any]
+Table = Callable[[str, list[list[str]]], str]
+ENGINES = {"transformers": "Transformers", "llama.cpp": "llama.cpp"}
+
+
+def overall(root: Path, name: str, temperature: float, table: Table, peers: bool = True) -> str:
+    """Speed-ups over all prompts, a column for each target: `median (95 % interval), tokens a step`."""
+    found = read(root / "docs/bench" / name)
+    rows = [
+        row
+        for row in found["results"]
+        if row["task"] == OVERALL and row["temperature"] == temperature and (peers or not _peer(row))
+    ]
+    targets = list(dict.fromkeys(row["target"] for row in rows))
+    cells = {(row["drafter"], row["target"]): row for row in rows}
+    lines = []
+    for drafter in dict.fromkeys(row["drafter"] for row in rows):
+        if drafter != PLAIN:
+            lines.append([f"`{drafter}`", *(_cell(cells.get((drafter, target))) for target in targets)])
+    plain = [cells[PLAIN, target] for target in targets]
+    lines.append(["plain decoding, tokens a second", *(f"{row['tokens_per_second']:.1f}" for row in plain)])
+    lines.append(["distinct 4-grams of its texts", *(f"{row['distinct_4']:.2f}" for row in plain)])
+    lines.append(["prompts", *(str(row["prompts"]) for row in plain)])
+    heads = " | ".join(["", *(_target(found["conditions"], target) for target in targets)])
+    return table(heads, lines)
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    speed, length = row["speedup"], row["acceptance_length"]
+    tokens = "" if length is None else f", {length:.2f}"
+    return f"**{speed['median']:.2f}** ({speed['low']:.2f} to {speed['high']:.2f}){tokens}"
+
+
+def _peer(row: Row) -> bool:
+    return str(row["drafter"]).startswith("peer:")
+
+
+def _target(conditions: Row, name: str) -> str:
+    told = conditions["targets"][name]
+    return f"{ENGINES[told['backend']]}, {told['dtype'].split()[-1].lower()}"  # llama.cpp says "llama ?B Q8_0"
+
+
+def conditions(root: Path, name: str) -> str:
+    """One line, from the bench's own."""
+    told = read(root / "docs/bench" / name)["conditions"]
+    prompts: dict[str, int] = {}
+    for task, each in told["tasks"].items():
+        family = task.partition("/")[0]
+        prompts[family] = prompts.get(family, 0) + each["prompts"]
+    given = ", ".join(f"{count} {family}" for family, count in prompts.items())
+    threads = " and ".join(dict.fromkeys(str(each["threads"]) for each in told["targets"].values()))
+    versions = ", ".join(f"{package} {number}" for package, number in told["versions"].items() if number)
+    others = ", ".join(dict.fromkeys(told["peers"].values()))
+    return (
+        f"Conditions: the bundled model at the cost of {name.upper()} parameters, batch 1; {given} prompts, up to "
+        f"{told['max_new_tokens']} new tokens each (the table says how many prompts each target has had); "
+        f"{told['rounds']} round after a warm-up, in which all take turns "
+        f"on each prompt; {threads} threads on {told['cpu']}; {versions}; {others}; commit {told['commit'][:10]}."
+    )
+
+
+def agreement(root: Path, name: str, again: str, table: Table) -> str:
+    """Two runs of one bench: every speed-up with its interval, and whether the intervals meet."""
+    one, other = read(root / "docs/bench" / name), read(root / "docs/bench" / again)
+    key = ("task", "target", "drafter", "temperature", "batch")
+    first = {tuple(row[each] for each in key): row for row in one["results"]}
+    lines = []
+    for row in other["results"]:
+        mine = first.get(tuple(row[each] for each in key))
+        if mine is not None and row["drafter"] != PLAIN and row["task"] != OVERALL:
+            speeds: Sequence[Row] = (mine["speedup"], row["speedup"])
+            meet = max(each["low"] for each in speeds) <= min(each["high"] for each in speeds)
+            texts = [f"{each['median']:.2f} ({each['low']:.2f} to {each['high']:.2f})" for each in speeds]
+            lines.append([row["task"], row["target"], f"`{row['drafter']}`", *texts, "yes" if meet else "no"])
+    return table("task | target | drafter | first run | second run | intervals meet", lines)
+
+
+def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
+    return {
+        "bench-readme": lambda root: overall(root, "135m", 0.0, table) + "\n\n" + conditions(root, "135m"),
+        "bench-135m": lambda root: overall(root, "135m", 0.0, table) + "\n\n" + conditions(root, "135m"),
+        "bench-135m-sampled": lambda root: overall(root, "135m", 1.0, table),
+        "bench-1b": lambda root: overall(root, "1b", 0.0, table) + "\n\n" + conditions(root, "1b"),
+        "bench-again": lambda root: agreement(root, "135m", "again", table),
+    }
