@@ -14,14 +14,10 @@ Table = Callable[[str, list[list[str]]], str]
 ENGINES = {"transformers": "Transformers", "llama.cpp": "llama.cpp"}
 
 
-def overall(root: Path, name: str, temperature: float, table: Table, peers: bool = True) -> str:
+def overall(root: Path, name: str, temperature: float, table: Table) -> str:
     """Speed-ups over all prompts, a column for each target: `median (95 % interval), tokens a step`."""
     found = read(root / "docs/bench" / name)
-    rows = [
-        row
-        for row in found["results"]
-        if row["task"] == OVERALL and row["temperature"] == temperature and (peers or not _peer(row))
-    ]
+    rows = [row for row in found["results"] if row["task"] == OVERALL and row["temperature"] == temperature]
     targets = list(dict.fromkeys(row["target"] for row in rows))
     cells = {(row["drafter"], row["target"]): row for row in rows}
     lines = []
@@ -42,10 +38,6 @@ def _cell(row: Row | None) -> str:
     speed, length = row["speedup"], row["acceptance_length"]
     tokens = "" if length is None else f", {length:.2f}"
     return f"**{speed['median']:.2f}** ({speed['low']:.2f} to {speed['high']:.2f}){tokens}"
-
-
-def _peer(row: Row) -> bool:
-    return str(row["drafter"]).startswith("peer:")
 
 
 def _target(conditions: Row, name: str) -> str:
@@ -89,10 +81,13 @@ def agreement(root: Path, name: str, again: str, table: Table) -> str:
 
 
 def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
+    def whole(name: str) -> Callable[[Path], str]:
+        return lambda root: overall(root, name, 0.0, table) + "\n\n" + conditions(root, name)
+
     return {
-        "bench-readme": lambda root: overall(root, "135m", 0.0, table) + "\n\n" + conditions(root, "135m"),
-        "bench-135m": lambda root: overall(root, "135m", 0.0, table) + "\n\n" + conditions(root, "135m"),
+        "bench-readme": whole("135m"),
+        "bench-135m": whole("135m"),
         "bench-135m-sampled": lambda root: overall(root, "135m", 1.0, table),
-        "bench-1b": lambda root: overall(root, "1b", 0.0, table) + "\n\n" + conditions(root, "1b"),
+        "bench-1b": whole("1b"),
         "bench-again": lambda root: agreement(root, "135m", "again", table),
     }

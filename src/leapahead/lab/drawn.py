@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,20 @@ def draw(part: str, loaded: Loaded, data: Path, folder: Path, progress: Progress
         plots.save(found, folder / name, kinds=("svg",))
 
 
-def _compression(loaded: Loaded, data: Path, progress: Progress) -> Named:
-    prompts, words = _prompts(loaded, data, tasks.TEXTS, COMPRESSION_PROMPTS, 128)
+def _twice(
+    name: str, measure: Callable[..., Data], limit: int, loaded: Loaded, data: Path, progress: Progress
+) -> Named:
+    """Greedy and at temperature 1."""
+    prompts, words = _prompts(loaded, data, tasks.TEXTS, limit, 128)
     for ending, temperature in TEMPERATURES.items():
-        found = curves.compression(
+        found = measure(
             loaded.target,
             prompts,
             eos_token_ids=loaded.eos_token_ids,
             temperature=temperature,
             progress=_at(temperature, progress),
         )
-        yield f"compression{ending}", _with(found, words)
+        yield f"{name}{ending}", _with(found, words)
 
 
 def _jacobi(loaded: Loaded, data: Path, progress: Progress) -> Named:
@@ -76,19 +80,6 @@ def _pool(loaded: Loaded, data: Path, progress: Progress) -> Named:
         yield f"pool{ending}", {**measure(tasks.TEXTS), "tasks": rows}
 
 
-def _match(loaded: Loaded, data: Path, progress: Progress) -> Named:
-    prompts, words = _prompts(loaded, data, tasks.TEXTS, MATCH_PROMPTS, 128)
-    for ending, temperature in TEMPERATURES.items():
-        found = curves.match(
-            loaded.target,
-            prompts,
-            eos_token_ids=loaded.eos_token_ids,
-            temperature=temperature,
-            progress=_at(temperature, progress),
-        )
-        yield f"match{ending}", _with(found, words)
-
-
 def _expected(_loaded: Loaded, _data: Path, _progress: Progress) -> Named:
     yield "expected", curves.expected(ALPHAS)
 
@@ -100,10 +91,10 @@ def _cost(_loaded: Loaded, _data: Path, progress: Progress) -> Named:
 
 
 PARTS: dict[str, Callable[[Loaded, Path, Progress], Named]] = {
-    "compression": _compression,
+    "compression": partial(_twice, "compression", curves.compression, COMPRESSION_PROMPTS),
     "jacobi": _jacobi,
     "pool": _pool,
-    "match": _match,
+    "match": partial(_twice, "match", curves.match, MATCH_PROMPTS),
     "expected": _expected,
     "cost": _cost,
 }
