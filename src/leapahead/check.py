@@ -22,7 +22,7 @@ from leapahead.errors import BadParameter, Refused
 from leapahead.generate import Prompt, encode
 from leapahead.sampling import SamplingParams
 from leapahead.stats import Stats
-from leapahead.stop import StopParams, Stopper
+from leapahead.stop import StopParams
 from leapahead.target import Target, require
 from leapahead.text import Tokenizer
 from leapahead.ties import Gap, measure
@@ -166,7 +166,8 @@ def check(
         progress: called before every text.
 
     Raises:
-        BadParameter: no prompts, an unknown drafter, or an option that none of them has.
+        BadParameter: no prompts, an unknown drafter, an option that none of them has, or a datastore that was built
+            with another tokenizer.
         Refused: a drafter that was named and that the target cannot serve.
     """
     if not prompts:
@@ -180,7 +181,10 @@ def check(
     for name, factory in factories.items():
         row = DrafterReport(name)
         try:
-            require(target, factory().needs, name)
+            first = factory()
+            require(target, first.needs, name)
+            if tokenizer is not None:
+                first.check_tokenizer(tokenizer)
             allowed.append((row, factory))
         except Refused as error:
             if drafters is not None:
@@ -279,9 +283,8 @@ class _Checker:
                 self._begun += 1
             left = StopParams(max_new_tokens=self.stop.max_new_tokens - job.done, eos_token_ids=self.stop.eos_token_ids)
             stats = texts[index][1]
-            session = self.target.open(job.tokens, self.sampling, stats, len(job.tokens) + left.max_new_tokens)
-            stopper = Stopper(left, job.tokens, self.target.context_length)
-            running.append(generation := Generation(session, factory(), stopper, stats))
+            generation = Generation.begin(self.target, job.tokens, factory(), self.sampling, left, stats=stats)
+            running.append(generation)
             owner[generation] = index
 
         try:
@@ -302,7 +305,7 @@ def _factories(
 ) -> dict[str, Callable[[], Drafter]]:
     """By name; every drafter is given those of the options that it has."""
     classes = [
-        registry.load(d) if isinstance(d, str) else d for d in (registry.names() if drafters is None else drafters)
+        registry.load(d) if isinstance(d, str) else d for d in (registry.ready() if drafters is None else drafters)
     ]
     known = {option for each in classes for option in registry.options(each)}
     if unknown := [option for option in options if option not in known]:

@@ -78,14 +78,15 @@ def compare(
         options: as for `LLM.generate`.
     """
     options["seed"] = drafted.seed
-    plainly: Options = {**options, "drafter": "plain", "drafter_options": {}}
+    plainly: Options = {**options, "drafter": "plain", "drafter_options": {}, "prediction": None}
     done, total = 0, 2 * rounds + 1
 
     def run(plain: bool) -> Result:
         nonlocal done
         progress(done, total)
         done += 1
-        return llm.generate(prompt, **(plainly if plain else options))
+        with llm.without_memory():  # it remembers this very text
+            return llm.generate(prompt, **(plainly if plain else options))
 
     reference = run(plain=True)
     texts, ratios = [drafted.tokens], []

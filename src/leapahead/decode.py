@@ -9,43 +9,93 @@ drafter.observe(step)                        pools, windows, automata learn from
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import TYPE_CHECKING
 
-from leapahead.drafter import Context, Drafter, Proposal, Step
+from leapahead.drafter import Ask, Context, Drafter, Forward, Proposal, Step
 from leapahead.errors import DraftError
-from leapahead.sampling import checked
+from leapahead.memory import Memory
+from leapahead.sampling import SamplingParams, checked
 from leapahead.stats import Stats
-from leapahead.stop import Stopper
+from leapahead.stop import StopParams, Stopper
 from leapahead.target import Choices, Session, Target
 from leapahead.tree import Budget, TokenTree
 from leapahead.verify import verify
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+SHORT = 16  # new tokens, for which the prompt's logits would cost more than they can bring
+
 
 @dataclass(eq=False)
 class Generation:
-    """One text in the making: a session of the target, its own drafter, its own stop, its own counters."""
+    """One text in the making: a session of the target, its own drafter, its own stop, its own counters.
+
+    Attributes:
+        memory: what drafters keep from one text to the next, if anything.
+        prediction: tokens that the user expects, if any.
+    """
 
     session: Session
     drafter: Drafter
     stopper: Stopper
     stats: Stats = field(default_factory=Stats)
+    memory: Memory | None = None
+    prediction: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self.context = Context(self.session.sampler)
+        self.context = Context(self.session.sampler, self.memory, self.prediction, self.session.prompt_top_k)
         self.drafter.begin(self.context)
+
+    @classmethod
+    def begin(
+        cls,
+        target: Target,
+        tokens: Sequence[int],
+        drafter: Drafter,
+        sampling: SamplingParams,
+        stop: StopParams,
+        *,
+        text: Callable[[int], str] | None = None,
+        stats: Stats | None = None,
+        memory: Memory | None = None,
+        prediction: Sequence[int] = (),
+    ) -> Self:
+        """Reads the prompt.
+
+        Args:
+            tokens: the prompt.
+            text: what a token adds to the text, for stop strings.
+            stats: of the text, if it goes on from earlier ones.
+
+        Raises:
+            LeapaheadError: what `Target.open` raises, and what the drafter raises of what it cannot serve.
+        """
+        stats = Stats() if stats is None else stats
+        stopper = Stopper(stop, tokens, target.context_length, text)
+        reserve = len(tokens) + stop.max_new_tokens
+        top_k = drafter.prompt_top_k if stop.max_new_tokens > SHORT else 0
+        session = target.open(tokens, sampling, stats, reserve=reserve, top_k=top_k)
+        try:
+            return cls(session, drafter, stopper, stats, memory, prediction)
+        except BaseException:
+            session.close()
+            raise
 
     @property
     def finished(self) -> bool:
         return self.stopper.finish_reason is not None
 
-    def propose(self, target: Target) -> Proposal:
-        """The drafter's tree; the budget ends where the text must end."""
-        budget = Budget(nodes=target.max_nodes - 1, depth=self.stopper.room - 1, leaves=target.max_leaves)
-        if min(budget.nodes, budget.depth) == 0:
-            return Proposal(TokenTree.root(self.context.root))
-        proposal = self.drafter.propose(self.context, budget)
+    def budget(self, target: Target) -> Budget:
+        """It ends where the text must end."""
+        return Budget(nodes=target.max_nodes - 1, depth=self.stopper.room - 1, leaves=target.max_leaves)
+
+    def checked(self, proposal: Proposal, budget: Budget, target: Target) -> Proposal:
+        """A draft that the target may be given."""
         tree, name = proposal.tree, self.drafter.name
         if tree.tokens[0] != self.context.root:
             raise DraftError(f"drafter {name!r} drafted over token {tree.tokens[0]}, not {self.context.root}")
@@ -56,7 +106,7 @@ class Generation:
             raise DraftError(f"drafter {name!r} drafted beyond its budget of {budget}")
         return proposal
 
-    def advance(self, proposal: Proposal, choices: Choices, clock: Clock) -> Step:
+    def advance(self, proposal: Proposal, choices: Choices, clock: Clock, forward: Forward) -> Step:
         """Verify, cut, commit, learn, count."""
         position = len(self.session.tokens) - 1
         verdict = self.stopper.cut(verify(proposal.tree, choices))
@@ -64,7 +114,7 @@ class Generation:
         clock.charge("verify", self.stats, choose=choices.seconds_since())
         self.session.commit(verdict)
         clock.charge("commit", self.stats)
-        step = Step(proposal, choices, verdict, position)
+        step = Step(proposal, choices, verdict, position, forward)
         if not self.finished:
             self.drafter.observe(self.context, step)
         clock.charge("observe", self.stats, choose=choices.seconds_since())
@@ -94,12 +144,32 @@ class Clock:
     def __init__(self) -> None:
         self.last = perf_counter()
 
-    def charge(self, phase: str, *stats: Stats, choose: float = 0.0) -> None:
+    def charge(self, phase: str, *stats: Stats, choose: float = 0.0) -> float:
+        """Returns the seconds."""
         now = perf_counter()
         for each in stats:
             each.seconds[phase] += (now - self.last - choose) / len(stats)
             each.seconds["choose"] += choose / len(stats)
-        self.last = now
+        spent, self.last = now - self.last, now
+        return spent
+
+
+def propose(target: Target, batch: Sequence[Generation], clock: Clock) -> list[Proposal]:
+    """A draft for each; drafters of one class draft together."""
+    found: dict[Generation, Proposal] = {}
+    groups: dict[type[Drafter], list[tuple[Generation, Budget]]] = {}
+    for generation in batch:
+        budget = generation.budget(target)
+        if min(budget.nodes, budget.depth) == 0:
+            found[generation] = Proposal(TokenTree.root(generation.context.root))
+        else:
+            groups.setdefault(type(generation.drafter), []).append((generation, budget))
+    for kind, members in groups.items():
+        proposals = kind.propose_together(target, [Ask(g.drafter, g.context, budget) for g, budget in members])
+        for (generation, budget), proposal in zip(members, proposals, strict=True):
+            found[generation] = generation.checked(proposal, budget, target)
+        clock.charge("draft", *(generation.stats for generation, _ in members))
+    return [found[generation] for generation in batch]
 
 
 def decode(target: Target, generations: list[Generation]) -> Generator[tuple[Generation, Step], None, None]:
@@ -115,17 +185,18 @@ def decode(target: Target, generations: list[Generation]) -> Generator[tuple[Gen
     try:
         while generations:
             batch, clock = list(generations), Clock()
-            proposals = []
-            for generation in batch:
-                proposals.append(generation.propose(target))
-                clock.charge("draft", generation.stats)
-            choices = target.step([s.session for s in batch], [p.tree for p in proposals])
-            clock.charge("forward", *(s.stats for s in batch))
+            proposals = propose(target, batch, clock)
+            trees = [proposal.tree for proposal in proposals]
+            choices = target.step([s.session for s in batch], trees)
+            seconds = clock.charge("forward", *(s.stats for s in batch))
+            rows = len(trees) * max(map(len, trees)) if target.pads else sum(map(len, trees))
+            forward = Forward(seconds, len(batch), rows)
             steps = []  # all advance before the caller may open a session: its prompt may overwrite the logits
             for generation, proposal, chosen in zip(batch, proposals, choices, strict=True):
-                steps.append((generation, generation.advance(proposal, chosen, clock)))
+                steps.append((generation, generation.advance(proposal, chosen, clock, forward)))
                 if generation.finished:
                     generations.remove(generation)
+                    generation.drafter.finish(generation.context)
                     generation.session.close()
                     generation.stats.drafter = generation.drafter.figures()
             yield from steps

@@ -6,14 +6,17 @@ Whatever it proposes, the text stays the target's: a wrong draft costs time, nev
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from leapahead.memory import Memory
 from leapahead.sampling import Sampler
-from leapahead.target import Choices
+from leapahead.target import Choices, PromptTopK, Target
+from leapahead.text import Tokenizer
 from leapahead.tree import Budget, IntArray, TokenTree
 from leapahead.verify import Verdict
 
@@ -27,9 +30,20 @@ class Context:
         vocab_size: ids are below it.
         sampled: true with temperature. A draft is best kept at its position then, where its dice are; ranking needs no
             such question, `rank` knows.
+        memory: what drafters keep from one text to the next; None where nothing is to be kept.
+        prediction: the tokens that the user expects the text to be, about; empty where nothing is expected.
+        prompt_top_k: what the target thought might follow the prompt's last tokens, if it was asked (`top_k` of its
+            `open`): those tokens [n], the best behind each, int64 [n, k], and their logits, float64 [n, k], falling.
     """
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        memory: Memory | None = None,
+        prediction: Sequence[int] = (),
+        prompt_top_k: PromptTopK | None = None,
+    ) -> None:
+        self.memory, self.prediction, self.prompt_top_k = memory, tuple(prediction), prompt_top_k
         self._sampler = sampler
         self.tokens = sampler.tokens
         self.prompt_length = sampler.prompt_length
@@ -44,6 +58,12 @@ class Context:
     def rank(self, position: int, tokens: npt.ArrayLike, logp: npt.ArrayLike) -> IntArray:
         """The order in which to try candidates for `position`, best first: see `Sampler.rank`."""
         return self._sampler.rank(position, tokens, logp)
+
+    def scores(self, position: int, tokens: npt.ArrayLike, logp: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """What `rank` orders by when sampling, float64 [candidates]: see `Sampler.rank`."""
+        scores = self._sampler.dice_scores(position, tokens, logp)
+        assert scores is not None, "there are no dice when greedy"
+        return scores
 
 
 @dataclass(frozen=True)
@@ -61,6 +81,21 @@ class Proposal:
     expected: npt.NDArray[np.float64] | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """One forward of the target.
+
+    Attributes:
+        seconds: wall clock.
+        sequences: that it was for.
+        rows: nodes of all of them, padding counted.
+    """
+
+    seconds: float
+    sequences: int
+    rows: int
+
+
 @dataclass(frozen=True)
 class Step:
     """One step of one sequence, as the drafter and the caller see it afterwards.
@@ -70,12 +105,14 @@ class Step:
         choices: the target's next token after every node, accepted or not.
         verdict: what was committed.
         position: of the tree's root.
+        forward: that the nodes went through; None where nobody timed it.
     """
 
     proposal: Proposal
     choices: Choices
     verdict: Verdict
     position: int
+    forward: Forward | None = None
 
     @property
     def tree(self) -> TokenTree:
@@ -87,16 +124,37 @@ class Step:
         return self.verdict.tokens
 
 
+class Ask(NamedTuple):
+    """One sequence's part of a step."""
+
+    drafter: Drafter
+    context: Context
+    budget: Budget
+
+
 class Drafter(ABC):
     """One instance per sequence. Subclasses are registered by name, see `leapahead.drafters`.
 
     Class attributes:
         name: the registered name.
-        needs: capabilities that the target must have ("chain", "tree", "logits"); refused by name at construction.
+        needs: capabilities that the target must have ("chain", "tree", "logits", "top_k"); refused by name at
+            construction.
+        predicts: whether it makes use of a predicted text, `Context.prediction`.
+        prompt_top_k: so many of the best tokens after each of the prompt's last tokens are wanted in
+            `Context.prompt_top_k`, from targets that can.
     """
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
+    predicts: ClassVar[bool] = False
+    prompt_top_k: ClassVar[int] = 0
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:  # noqa: B027  (most drafters bring no tokens of their own)
+        """Called where the target's tokenizer is known, before any text.
+
+        Raises:
+            BadParameter: what the drafter brings was made with another one.
+        """
 
     def begin(self, context: Context) -> None:  # noqa: B027  (most drafters keep nothing of the prompt)
         """Called once, with the prompt committed, before the first `propose`."""
@@ -105,8 +163,16 @@ class Drafter(ABC):
     def propose(self, context: Context, budget: Budget) -> Proposal:
         """The draft for the next step, inside `budget`."""
 
+    @classmethod
+    def propose_together(cls, target: Target, asks: Sequence[Ask]) -> list[Proposal]:
+        """The drafts of all sequences of a step that use this class, for drafters that share a plan."""
+        return [ask.drafter.propose(ask.context, ask.budget) for ask in asks]
+
     def observe(self, context: Context, step: Step) -> None:  # noqa: B027
-        """Called after the commit; `context.tokens` has grown by `step.tokens`."""
+        """Called after the commit of every step but the last; `context.tokens` has grown by `step.tokens`."""
+
+    def finish(self, context: Context) -> None:  # noqa: B027
+        """Called once when the text is complete: what it teaches for others goes to `context.memory`."""
 
     def figures(self) -> dict[str, Any]:
         """What the drafter says of itself, for `Stats.drafter` (plain types)."""

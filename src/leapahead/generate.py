@@ -8,10 +8,12 @@ from __future__ import annotations
 import difflib
 import secrets
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast, overload
 
 import numpy as np
@@ -19,17 +21,20 @@ import numpy as np
 from leapahead import drafters, targets
 from leapahead.decode import Generation, decode
 from leapahead.drafter import Drafter, Step
+from leapahead.drafters import kept
 from leapahead.errors import BadParameter, CacheFull, ContextOverflow
+from leapahead.memory import Memory
 from leapahead.sampling import LogitsProcessor, SamplingParams
 from leapahead.stats import Stats
-from leapahead.stop import StopParams, Stopper
+from leapahead.stop import StopParams
 from leapahead.target import Target, require
-from leapahead.text import Detokenizer, TextStream, Tokenizer
+from leapahead.text import Detokenizer, TextStream, Tokenizer, fingerprint
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
+Prediction = str | Sequence[int]  # text, or token ids
 Prompts = list[str] | list[list[int]] | list[Prompt]
 
 
@@ -101,6 +106,7 @@ class Options(TypedDict, total=False):
     criteria: Sequence[Callable[[Sequence[int]], bool]]
     drafter: str | type[Drafter]
     drafter_options: Mapping[str, Any]
+    prediction: Prediction | Sequence[Prediction | None] | None
 
 
 class LLM:
@@ -117,9 +123,15 @@ class LLM:
         trust_remote_code: run Python code that comes with the model.
         options: of the drafter, for example `window=7, ngram=5, guesses=7`; and with a GGUF file of llama.cpp, for
             example `n_ctx=8192, n_threads=4` (see `LlamaCppOptions`).
+        memory: what drafters learn from one text for the next, which changes speed and never text. True keeps it as
+            long as this LLM lives; False keeps nothing; a file is read if it exists, and `save_memory` writes it; a
+            `Memory` is shared with whoever else holds it, if they have the same vocabulary. It is bounded: about 60 MB
+            when full, and 4 MB in a file. It holds pieces of prompts and texts: give users who must not learn of each
+            other's texts a memory each, or none.
 
     Attributes:
         target, tokenizer, drafter_name, eos_token_ids: what was loaded.
+        memory: see above; None where nothing is kept.
 
     Raises:
         LeapaheadError: one clear sentence for whatever is wrong.
@@ -130,17 +142,19 @@ class LLM:
         model: Any = None,
         *,
         tokenizer: Tokenizer | str | None = None,
-        drafter: str | type[Drafter] = "lookahead",
+        drafter: str | type[Drafter] = "auto",
         dtype: str = "auto",
         device: str = "auto",
         max_batch: int = 8,
         trust_remote_code: bool = False,
+        memory: Memory | str | Path | bool = True,
         **options: Any,
     ) -> None:
         if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
             raise BadParameter(f"max_batch={max_batch!r} is not possible: it must be a whole number >= 1")
         backend = {name: options.pop(name) for name in targets.LLAMA_CPP_OPTIONS if name in options}
         self._new_drafter = _factory(drafter, options)  # before the load, which may take long
+        self.memory = kept.given(memory)
         loaded = targets.load(
             model,
             tokenizer=tokenizer,
@@ -156,6 +170,11 @@ class LLM:
         first = self._new_drafter()
         self.drafter_name = first.name
         require(self.target, first.needs, first.name)
+        if self.tokenizer is not None:
+            first.check_tokenizer(self.tokenizer)
+        if self.memory is not None:
+            name = partial(self._vocabulary, self.tokenizer, self.target.vocab_size)
+            self.memory.belong(name if memory is True else name(), self.target.vocab_size)
 
     def __repr__(self) -> str:
         return f"LLM({self.target.name!r}, drafter={self.drafter_name!r})"
@@ -187,6 +206,8 @@ class LLM:
             logits_processors: the user's own, with Transformers' convention; see `LogitsProcessor`.
             criteria: called with all tokens after each new one; true ends the text.
             drafter, drafter_options: for this call, instead of the LLM's.
+            prediction: what the text will be, about: text or token ids, for all prompts, or a list with one (or None)
+                for each. Wrong parts cost time, never text. A drafter that makes no use of it is refused.
 
         Returns:
             A `Result`, or a list of them for a list.
@@ -229,12 +250,43 @@ class LLM:
             new_drafter = _factory(chosen, options.get("drafter_options", {}))
             first = new_drafter()
             require(self.target, first.needs, first.name)
+            if self.tokenizer is not None:
+                first.check_tokenizer(self.tokenizer)
+        predictions = self._predictions(options.get("prediction"), len(prompts), new_drafter)
         sampled = options.get("temperature", 0.0) != 0
         requests = []
-        for prompt, seed in zip(prompts, _seeds(options.get("seed"), len(prompts), sampled), strict=True):
+        seeds = _seeds(options.get("seed"), len(prompts), sampled)
+        for prompt, seed, prediction in zip(prompts, seeds, predictions, strict=True):
             tokens = encode(prompt, self.tokenizer, self.target)
-            requests.append(_Request(tokens, new_drafter, *self._params(options, seed)))
+            requests.append(_Request(tokens, new_drafter, *self._params(options, seed), prediction))
         return requests
+
+    def _predictions(self, given: Any, count: int, new_drafter: Callable[[], Drafter]) -> list[tuple[int, ...]]:
+        """Token ids for each prompt."""
+        if given is None:
+            return [()] * count
+        if not (drafter := new_drafter()).predicts:
+            raise BadParameter(f"drafter {drafter.name!r} makes no use of a prediction; use auto or prediction")
+        if isinstance(given, (list, tuple)) and any(not _is_id(each) for each in given):
+            if len(given) != count:
+                raise BadParameter(
+                    f"there are {len(given)} predictions and {count} prompts; give one for all, or one for each"
+                )
+            return [self._predicted(each) for each in given]
+        return [self._predicted(given)] * count
+
+    def _predicted(self, given: Any) -> tuple[int, ...]:
+        if given is None:
+            return ()
+        if isinstance(given, str):
+            if self.tokenizer is None:
+                raise BadParameter("a prediction as text needs a tokenizer; pass tokenizer=..., or its token ids")
+            given = self.tokenizer.encode(given, add_special_tokens=False) if given else []
+        if not isinstance(given, (list, tuple, np.ndarray)) or not all(_is_id(token) for token in given):
+            raise BadParameter(
+                f"a prediction must be text or token ids, or a list with one for each prompt, got {given!r}"
+            )
+        return self._ids("the prediction", given)
 
     def _params(self, options: Options, seed: int) -> tuple[SamplingParams, StopParams, bool]:
         stop = options.get("stop", ())
@@ -326,12 +378,47 @@ class LLM:
             writing[generation] = index, _Writer(request, generation, stream)
 
     def _begin(self, request: _Request) -> Generation:
-        stats = Stats()
         text = Detokenizer(self.tokenizer).add if self.tokenizer is not None else None
-        stopper = Stopper(request.stop, request.tokens, self.target.context_length, text)
-        reserve = len(request.tokens) + request.stop.max_new_tokens
-        session = self.target.open(request.tokens, request.sampling, stats, reserve)
-        return Generation(session, request.new_drafter(), stopper, stats)
+        return Generation.begin(
+            self.target,
+            request.tokens,
+            request.new_drafter(),
+            request.sampling,
+            request.stop,
+            text=text,
+            memory=self.memory,
+            prediction=request.prediction,
+        )
+
+    def save_memory(self, path: str | Path | None = None) -> Path:
+        """Writes the memory to a file, merged with what other processes saved there meanwhile.
+
+        Args:
+            path: by default the file that `memory` named.
+
+        Returns:
+            The file. It holds pieces of prompts and texts; a new one can be read by its owner only.
+
+        Raises:
+            BadParameter: nothing is kept, there is nowhere to write, or what is there is something else.
+        """
+        if self.memory is None:
+            raise BadParameter("memory=False keeps nothing that could be saved; leave it out, or name a file")
+        return self.memory.save(path)
+
+    @contextmanager
+    def without_memory(self) -> Iterator[None]:
+        """Inside, texts are decoded as if none had come before, and teach nothing: to measure a prompt many times."""
+        memory, self.memory = self.memory, None
+        try:
+            yield
+        finally:
+            self.memory = memory
+
+    @staticmethod
+    def _vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> str:
+        """The name under which a memory knows a model's tokens."""
+        return f"vocabulary of {vocab_size}" if tokenizer is None else fingerprint(tokenizer)
 
 
 @dataclass(frozen=True)
@@ -341,6 +428,7 @@ class _Request:
     sampling: SamplingParams
     stop: StopParams
     include_stop: bool
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)

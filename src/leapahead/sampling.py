@@ -295,11 +295,18 @@ class Sampler:
             int64 [candidates], indices. The identity when greedy; when sampling, by falling `logp / T + g[position]`:
             what this seed will pick if the opinion is right. The text cannot change, only how often drafts are right.
         """
-        tokens = np.asarray(tokens, dtype=np.int64)
+        scores = self.dice_scores(position, tokens, logp)
+        return np.arange(np.size(tokens)) if scores is None else np.argsort(-scores, kind="stable")
+
+    def dice_scores(self, position: int, tokens: npt.ArrayLike, logp: npt.ArrayLike) -> npt.NDArray[np.float64] | None:
+        """float64 [candidates], `logp / T + g[position]`, see `rank`; None when greedy."""
         if self.dice is None:
-            return np.arange(len(tokens))
-        scores = np.asarray(logp, dtype=np.float64) / self.params.temperature + self.dice.noise(position)[tokens]
-        return np.argsort(-scores, kind="stable")
+            return None
+        scores: npt.NDArray[np.float64] = (
+            np.asarray(logp, dtype=np.float64) / self.params.temperature
+            + self.dice.noise(position)[np.asarray(tokens, dtype=np.int64)]
+        )
+        return scores
 
 
 def checked(chosen: Sequence[int] | IntArray, where: str) -> IntArray:

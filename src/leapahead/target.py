@@ -14,10 +14,12 @@ next root.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log2
 from time import perf_counter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from leapahead.errors import BadParameter, ContextOverflow, LeapaheadError, Refused
 from leapahead.sampling import Array, Sampler, SamplingParams
@@ -25,7 +27,22 @@ from leapahead.stats import Stats
 from leapahead.tree import IntArray, TokenTree
 from leapahead.verify import Verdict
 
-CHAIN, TREE, LOGITS = "chain", "tree", "logits"
+CHAIN, TREE, LOGITS, TOP_K = "chain", "tree", "logits", "top_k"
+PROMPT_ROWS = 256  # of a prompt's last tokens, what may follow is kept where it is asked for; more would cost time
+
+
+class PromptTopK(NamedTuple):
+    """What a target thought might follow the last tokens of a prompt, the very last one left out.
+
+    Attributes:
+        tokens: of the prompt, int64 [n].
+        following: the k best behind each, int64 [n, k].
+        logits: theirs, float64 [n, k], falling.
+    """
+
+    tokens: IntArray
+    following: IntArray
+    logits: npt.NDArray[np.float64]
 
 
 class Choices:
@@ -100,9 +117,67 @@ class Choices:
             raise LeapaheadError("the logits of an earlier step are gone; read them before the target's next step")
         return np.array(self._rows) if self._borrowed else self._rows
 
+    def top_k(self, k: int) -> tuple[IntArray, npt.NDArray[np.float64]]:
+        """The k best tokens after each node: int64 [nodes, k], and their logits, float64 [nodes, k], falling.
+
+        Unprocessed logits, of every node, accepted or not.
+        """
+        if self._expired:
+            raise LeapaheadError("the logits of an earlier step are gone; read them before the target's next step")
+        began = perf_counter()
+        found = best(self._rows, k)
+        self._seconds += perf_counter() - began
+        return found
+
     def expire(self) -> None:
         """The logits are gone; what was chosen stays known."""
         self._expired, self._rows = True, None
+
+
+def best(rows: Array, k: int) -> tuple[IntArray, npt.NDArray[np.float64]]:
+    """The k greatest of each row, falling: indices int64 [rows, k], values float64 [rows, k], on the host."""
+    if hasattr(rows, "topk"):  # torch: its own selection, and one transfer of 2 k numbers a row
+        values, tokens = rows.topk(k, dim=-1)
+        return tokens.cpu().numpy(), values.double().cpu().numpy()
+    size = rows.shape[-1]
+    width = 1 << round(log2(max(1.0, size * k)) / 2)
+    if size >= 4 * width and width > k:  # the k best lie in the k columns of greatest maxima: few numbers are sorted
+        height = size // width
+        maxima = rows[:, : height * width].reshape(-1, height, width).max(axis=1)
+        columns = np.argpartition(maxima, -k, axis=-1)[:, -k:]  # [rows, k]
+        looked = (columns[:, :, None] + width * np.arange(height)).reshape(len(rows), -1)
+        if rest := size - height * width:
+            looked = np.concatenate((looked, np.tile(np.arange(size - rest, size), (len(rows), 1))), axis=-1)
+        some = np.take_along_axis(rows, looked, axis=-1)
+        tokens = np.take_along_axis(looked, np.argpartition(some, -k, axis=-1)[:, -k:], axis=-1)
+    else:
+        tokens = np.argpartition(rows, -k, axis=-1)[:, -k:]
+    values = np.take_along_axis(rows, tokens, axis=-1)
+    order = np.argsort(-values, axis=-1, kind="stable")
+    return np.take_along_axis(tokens, order, axis=-1), np.take_along_axis(values, order, axis=-1).astype(np.float64)
+
+
+class KeptPrompt:
+    """For targets: collects the best tokens after each of a prompt's last ones.
+
+    Args:
+        k: how many, at most as many as the vocabulary has.
+    """
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+        self._parts: list[tuple[IntArray, npt.NDArray[np.float64]]] = []
+
+    def see(self, logits: Array) -> None:
+        """Of the next tokens of the prompt, [n, vocab]; the last ones shown are those before the very last."""
+        self._parts.append(best(logits, self.k))
+
+    def found(self, tokens: Sequence[int]) -> PromptTopK | None:
+        """For the tokens shown, the last of the prompt but one; None if none had to be read."""
+        if not self._parts:
+            return None
+        following, logits = (np.concatenate(parts) for parts in zip(*self._parts, strict=True))
+        return PromptTopK(np.array(tokens[-1 - len(following) : -1]), following, logits)
 
 
 @runtime_checkable
@@ -112,6 +187,8 @@ class Session(Protocol):
     tokens: list[int]
     """Committed tokens, prompt included. Read it, never write it."""
     sampler: Sampler
+    prompt_top_k: PromptTopK | None
+    """Where `open` was asked for it."""
 
     def commit(self, verdict: Verdict) -> None:
         """Makes the verdict's path final and forgets every other node of the last step's tree."""
@@ -133,7 +210,9 @@ class Target(Protocol):
         precision: relative step of the coarsest numbers that it computes with, as 2**-7 for bfloat16: how far two equal
             computations may part.
         capabilities: which of "chain" (several tokens in one forward), "tree" (branches too), "logits" (of every node,
-            to drafters) it has. Without any it decodes plainly.
+            to drafters), "top_k" (the best of them) it has. Without any it decodes plainly.
+        fingerprint: what the time of a forward depends on: model, precision, device, threads.
+        pads: whether all sequences of a step have as many rows as the longest of them.
     """
 
     name: str
@@ -141,6 +220,8 @@ class Target(Protocol):
     context_length: int
     precision: float
     capabilities: frozenset[str]
+    fingerprint: str
+    pads: bool
 
     @property
     def max_leaves(self) -> int: ...
@@ -149,7 +230,12 @@ class Target(Protocol):
     def max_nodes(self) -> int: ...
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None, reserve: int = 0
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        stats: Stats | None = None,
+        reserve: int = 0,
+        top_k: int = 0,
     ) -> Session:
         """Reads the prompt but its last token into the cache.
 
@@ -159,6 +245,8 @@ class Target(Protocol):
             stats: where the prompt and its forwards are counted.
             reserve: the length that the sequence may grow to, if it is known; a target whose sessions share a cache of
                 fixed size keeps so much of it free.
+            top_k: keep so many of the best tokens after each of the prompt's last `PROMPT_ROWS` tokens, those that
+                had to be read, in the session's `prompt_top_k`. Targets with the capability "top_k" do.
 
         Raises:
             BadParameter: no tokens, or one outside the vocabulary.

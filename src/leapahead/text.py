@@ -6,11 +6,20 @@ tokens   ... | 14  203 | 91 ...       the window is decoded with and without the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are no character (yet)
 UNFINISHED = 3  # bytes, at most, of a UTF-8 character that still misses one
+ASKED = 256  # ids whose text goes into a fingerprint
+PROBE = (  # texts whose ids do
+    'def add(a: int, b: int = 10) -> int:\n    """Return the sum."""\n\treturn a + b  # 1234567890\r\n',
+    "It's 3:45 p.m.; they'll pay $1,299.99 (50% off) — \"naïve\" façade, antidisestablishmentarianism…\n\n\n",
+    '{"name": "x_1", "items": [1, 2.5e-3, null, true]}</div><p class=\'a\'>https://example.org/?q=a&b=c#d</p>',
+    "Größe, año, été, Привет, мир! 日本語と中文，한국어 العربية हिन्दी ∀x∈ℝ: x²≥0 😀👩‍💻",
+)
 
 
 class Tokenizer(Protocol):
@@ -27,6 +36,25 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str: ...
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Names a tokenizer: 16 hex digits, equal for all that give the same ids to the same text, in any process.
+
+    Made of the number of ids that stand for something, the text of some hundred of them, and the ids of some texts.
+    Ids of no text behind the last one that has some do not count: a model's vocabulary may be padded with them, and
+    whether its tokenizer is depends on who loads it.
+    """
+    size = len(tokenizer)
+    while size and not tokenizer.decode([size - 1]):
+        size -= 1
+    asked = sorted({index * (size - 1) // (ASKED - 1) for index in range(ASKED)}) if size else []
+    known = [
+        size,
+        [tokenizer.decode([token]).strip() for token in asked],  # spaces at the edges are a matter of the decoder
+        [list(map(int, tokenizer.encode(text, add_special_tokens=False))) for text in PROBE],
+    ]
+    return sha256(json.dumps(known).encode()).hexdigest()[:16]
 
 
 class Detokenizer:

@@ -11,7 +11,7 @@ Knows models and caches, neither sampling nor drafts' meaning. Which engine a mo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,13 +20,14 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from leapahead.errors import Refused
-from leapahead.target import CHAIN, LOGITS, TREE
+from leapahead.target import CHAIN, LOGITS, PROMPT_ROWS, TOP_K, TREE
 from leapahead.targets.families import Pattern
 from leapahead.targets.kv_cache import KVCache, Row
 from leapahead.targets.masks import Inputs
 from leapahead.tree import IntArray, TokenTree
 
 CHUNK = 512  # prompt tokens in one forward
+See = Callable[[Tensor], None]  # is shown the logits of a prompt's next rows
 
 
 class State(Protocol):
@@ -48,8 +49,11 @@ class Engine(Protocol):
 
     capabilities: frozenset[str]
 
-    def open(self, tokens: list[int]) -> tuple[State, int, int]:
-        """Reads `tokens[:-1]`. Returns the state, forwards taken, and tokens that need not be read."""
+    def open(self, tokens: list[int], see: See | None = None) -> tuple[State, int, int]:
+        """Reads `tokens[:-1]`. Returns the state, forwards taken, and tokens that need not be read.
+
+        `see` is shown the logits of the last `PROMPT_ROWS` of them, those that had to be read.
+        """
 
     def forward(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[Tensor]:
         """Logits [nodes, vocab] of each tree, over its state's tokens."""
@@ -102,15 +106,19 @@ class CachedEngine:
         self.model = model
         self.cache = cache
         self.device: torch.device = model.get_input_embeddings().weight.device
-        self.few_logits = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
+        self.few_logits = ["logits_to_keep"] if accepts(model, "logits_to_keep") else []
 
-    def open(self, tokens: list[int]) -> tuple[CachedState, int, int]:
+    def open(self, tokens: list[int], see: See | None = None) -> tuple[CachedState, int, int]:
         row = self.cache.take(tokens, len(tokens) - 1)
         state, reused, forwards = CachedState(self.cache, row), row.length, 0
         try:
             while row.length < len(tokens) - 1:
                 chunk = tokens[row.length : min(row.length + CHUNK, len(tokens) - 1)]
-                self.run([row], [TokenTree.chain(chunk[0], chunk[1:])], **self.few_logits)
+                wanted = row.length + len(chunk) + PROMPT_ROWS - (len(tokens) - 1) if see is not None else 0
+                keep = {name: max(1, min(wanted, len(chunk))) for name in self.few_logits}
+                logits = self.run([row], [TokenTree.chain(chunk[0], chunk[1:])], **keep)[0]
+                if see is not None and wanted > 0:
+                    see(logits[-wanted:])
                 self.cache.keep(row, range(len(chunk)))
                 forwards += 1
         except BaseException:
@@ -137,7 +145,7 @@ class MaskedEngine(CachedEngine):
         boolean: whether masks are boolean; else they are added to the scores.
     """
 
-    capabilities = frozenset({CHAIN, TREE, LOGITS})
+    capabilities = frozenset({CHAIN, TREE, LOGITS, TOP_K})
 
     def __init__(self, model: Any, cache: KVCache, patterns: dict[str, Pattern], boolean: bool) -> None:
         super().__init__(model, cache)
@@ -163,7 +171,7 @@ class MaskedEngine(CachedEngine):
 class ChainEngine(CachedEngine):
     """For models that make their mask and their positions themselves, from the number of cached tokens."""
 
-    capabilities = frozenset({CHAIN, LOGITS})
+    capabilities = frozenset({CHAIN, LOGITS, TOP_K})
 
     def run(self, rows: Sequence[Row], trees: Sequence[TokenTree], **options: Any) -> list[Tensor]:
         logits = []
@@ -224,7 +232,7 @@ class NativeEngine:
         if self.name is None:
             raise Refused("its forward takes no cache")
 
-    def open(self, tokens: list[int]) -> tuple[NativeState, int, int]:
+    def open(self, tokens: list[int], see: See | None = None) -> tuple[NativeState, int, int]:
         state = NativeState(tokens)
         self._begin(state)
         if len(tokens) == 1:

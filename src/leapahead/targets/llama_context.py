@@ -158,6 +158,14 @@ class Model:
         self.n_ctx_train: int = c.llama_model_n_ctx_train(self.pointer)
         kinds = {c.LLAMA_FTYPE_ALL_F32: "f32", c.LLAMA_FTYPE_MOSTLY_F16: "f16", c.LLAMA_FTYPE_MOSTLY_BF16: "bf16"}
         self.precision = STEPS[kinds.get(c.llama_model_ftype(self.pointer), "q8_0")]
+        self.fingerprint = " ".join(
+            str(part)
+            for part in (
+                *(self.meta(key) for key in ("general.architecture", "general.file_type")),
+                f"{c.llama_model_n_params(self.pointer)} parameters in {c.llama_model_size(self.pointer)} bytes",
+                f"{c.llama_model_n_layer(self.pointer)} layers of {c.llama_model_n_embd(self.pointer)}",
+            )
+        )
         self.cells = not c.llama_model_is_recurrent(self.pointer) or bool(c.llama_model_is_hybrid(self.pointer))
         self.stateful = bool(c.llama_model_is_recurrent(self.pointer) or c.llama_model_is_hybrid(self.pointer))
         for wrong, what in (
@@ -185,6 +193,7 @@ class Context:
     Attributes:
         n_ctx: cells of the cache.
         n_step: greatest number of nodes in a step.
+        windowed: some layers have a sliding window.
         precision: of the coarser of model and cache, see `Model`.
         seconds: spent inside llama.cpp for forwards whose logits were wanted.
     """
@@ -225,8 +234,13 @@ class Context:
         self.n_batch: int = c.llama_n_batch(self.pointer)
         # Computed in parts, a step would move a sliding window on with its first part, and llama.cpp write the next
         # over what has left the window: gone for good, even if the draft is rejected.
-        self.n_step: int = c.llama_n_ubatch(self.pointer) if c.llama_model_n_swa(model.pointer) else self.n_batch
+        self.windowed = c.llama_model_n_swa(model.pointer) > 0
+        self.n_step: int = c.llama_n_ubatch(self.pointer) if self.windowed else self.n_batch
         self.n_seq_max: int = c.llama_n_seq_max(self.pointer)
+        self.fingerprint = (
+            f"{params.n_threads} threads {params.n_threads_batch} for batches cache {types[0]} {types[1]} "
+            f"flash_attn {options.flash_attn} n_gpu_layers {options.n_gpu_layers}"
+        )
         self.seconds = 0.0
         self._make_batch(4 * self.n_batch)
 
@@ -248,22 +262,23 @@ class Context:
         )
 
     def decode(
-        self, tokens: Sequence[int], positions: Sequence[int], ids: Sequence[Sequence[int]], logits: bool
+        self, tokens: Sequence[int], positions: Sequence[int], ids: Sequence[Sequence[int]], logits: int
     ) -> FloatArray | None:
         """One forward.
 
         Args:
             tokens, positions: of n <= n_batch tokens.
             ids: the sequences that each belongs to.
-            logits: whether those of all tokens are wanted.
+            logits: of how many tokens, the last ones, they are wanted.
 
         Returns:
-            float32 [n, vocab], valid until the next call; None if they were not wanted.
+            float32 [logits, vocab], valid until the next call; None for none.
 
         Raises:
             LeapaheadError: it failed; the cache may hold some of the tokens.
         """
         n, end = len(tokens), 0
+        unwanted = n - logits
         total = sum(map(len, ids))
         if total > len(self._ids):
             self._make_batch(2 * total)
@@ -272,7 +287,7 @@ class Context:
             begin, end = end, end + len(own)
             self._ids[begin:end] = list(own)
             self._tokens[i], self._positions[i], self._counts[i] = tokens[i], positions[i], end - begin
-            self._rows[i], self._wanted[i] = self._ids_at + 4 * begin, logits
+            self._rows[i], self._wanted[i] = self._ids_at + 4 * begin, i >= unwanted
         self._batch.n_tokens = n
         began = perf_counter()
         code = c.llama_decode(self.pointer, self._batch)
@@ -283,7 +298,7 @@ class Context:
             return None
         address = ctypes.addressof(c.llama_get_logits(self.pointer).contents)  # waits for the result
         self.seconds += perf_counter() - began
-        return np.asarray(_Borrowed(address, (n, self.model.vocab_size)))
+        return np.asarray(_Borrowed(address, (logits, self.model.vocab_size)))
 
     def remove(self, sequence: int, start: int = 0) -> bool:
         """Takes the sequence out of its cells from position `start` on; False where the model cannot forget."""

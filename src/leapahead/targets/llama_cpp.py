@@ -25,7 +25,7 @@ import numpy.typing as npt
 from leapahead.errors import BadParameter, CacheFull, Refused
 from leapahead.sampling import Sampler, SamplingParams
 from leapahead.stats import Stats
-from leapahead.target import CHAIN, LOGITS, TREE, Choices, checked_prompt
+from leapahead.target import CHAIN, LOGITS, PROMPT_ROWS, TOP_K, TREE, Choices, KeptPrompt, PromptTopK, checked_prompt
 from leapahead.targets.gguf_tokenizer import GgufTokenizer
 from leapahead.targets.llama_context import Context, FloatArray, LlamaCppOptions, Model
 from leapahead.tree import IntArray, TokenTree
@@ -66,6 +66,9 @@ class Track:
             self.held[self.target.free_id(self)] = 0
         others = list(self.held)[: len(leaves) - 1]
         for other in others:
+            if self.held[other] and self.context.windowed and self._lost(other):
+                self.context.remove(other)
+                self.held[other] = 0
             if self.held[other] < self.length:
                 self.context.copy(self.main, other, self.held[other], self.length)
                 self.held[other] = self.length
@@ -78,6 +81,13 @@ class Track:
                 ids[node].append(owner)
                 node = parents[node]
         return ids
+
+    def _lost(self, other: int) -> bool:
+        """Whether llama.cpp has given cells that a sliding window has passed to others, of one of the two alone.
+
+        It refuses a batch with a token of both then.
+        """
+        return self.context.first_position(other) != self.context.first_position(self.main)
 
     def keep(self, path: Sequence[int]) -> None:
         """Keeps the nodes `path` of the tree that was laid, and frees the cells of all others."""
@@ -128,6 +138,7 @@ class LlamaCppSession:
         self.track = track
         self.sampler = sampler
         self.reserve = reserve
+        self.prompt_top_k: PromptTopK | None = None
 
     def commit(self, verdict: Verdict) -> None:
         self.track.keep(verdict.path)
@@ -161,6 +172,8 @@ class LlamaCppTarget:
         # A window that is longer than what the model was trained with is the user's to choose, as in llama.cpp.
         self.context_length = self.context.n_ctx
         self.precision = self.context.precision
+        self.pads = False
+        self.fingerprint = f"llama.cpp {model.fingerprint} {self.context.fingerprint}"
         self._free = list(range(self.context.n_seq_max))[::-1]
         self._open: list[LlamaCppSession] = []
         self._idle: list[tuple[Track, list[int]]] = []  # closed ones, least recently used first
@@ -181,7 +194,12 @@ class LlamaCppTarget:
         return max(1, min(room, self.context.n_step) // max(1, len(self._open)))
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None, reserve: int = 0
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        stats: Stats | None = None,
+        reserve: int = 0,
+        top_k: int = 0,
     ) -> LlamaCppSession:
         tokens = checked_prompt(tokens, self.vocab_size, self.context_length)
         sampler = Sampler(params, tokens, self.vocab_size)
@@ -194,7 +212,9 @@ class LlamaCppTarget:
             reserved = sum(max(each.reserve - each.track.length, 0) for each in self._open[:-1])
             wanted = max(len(tokens), session.reserve) - track.length
             self._make_room(wanted, f"a prompt of {len(tokens)} tokens", reserved)
-            forwards = self._read(track, tokens[:-1])
+            kept = KeptPrompt(min(top_k, self.vocab_size)) if top_k and TOP_K in self.capabilities else None
+            forwards = self._read(track, tokens[:-1], kept)
+            session.prompt_top_k = kept.found(tokens) if kept is not None else None
         except BaseException:
             self.closed(session)
             raise
@@ -217,7 +237,7 @@ class LlamaCppTarget:
                 "n_ubatch for a model with a sliding window); use a larger one"
             )
         self._make_room(total, f"a step of {total} nodes")
-        logits = self._forward([session.track for session in sessions], trees, logits=True)
+        logits = self._forward([session.track for session in sessions], trees, total)
         assert logits is not None
         self._shown, first = [], 0
         for session, tree in zip(sessions, trees, strict=True):
@@ -290,11 +310,17 @@ class LlamaCppTarget:
                 f"and {what} needs {need}; close a sequence, or load the model with a larger n_ctx"
             )
 
-    def _read(self, track: Track, tokens: list[int]) -> int:
-        """Brings `tokens` into the cache, but those that are there; returns the forwards it took."""
+    def _read(self, track: Track, tokens: list[int], kept: KeptPrompt | None = None) -> int:
+        """Brings `tokens` into the cache, but those that are there; returns the forwards it took.
+
+        In the same parts whether or not what may follow is kept: the cache shall not depend on it.
+        """
         forwards = 0
         while rest := tokens[track.length : track.length + self._chunk]:
-            self._forward([track], [TokenTree.chain(rest[0], rest[1:])], logits=False)
+            wanted = min(len(rest), track.length + len(rest) + PROMPT_ROWS - len(tokens)) if kept is not None else 0
+            logits = self._forward([track], [TokenTree.chain(rest[0], rest[1:])], max(wanted, 0))
+            if kept is not None and logits is not None:
+                kept.see(logits)
             track.keep(range(len(rest)))
             forwards += 1
         return forwards
@@ -305,7 +331,7 @@ class LlamaCppTarget:
         session.track.length = 0
         self._read(session.track, session.tokens[:-1])
 
-    def _forward(self, tracks: Sequence[Track], trees: Sequence[TokenTree], logits: bool) -> FloatArray | None:
+    def _forward(self, tracks: Sequence[Track], trees: Sequence[TokenTree], logits: int) -> FloatArray | None:
         for choices in self._shown:
             choices.expire()
         self._shown = []
@@ -335,7 +361,7 @@ class LlamaCppTarget:
             if _differ(self._after_chunk([a, b, d, e]), own[0][3:4]):
                 self._chunk = 1  # a recurrence in chunks need not be the recurrence
             return frozenset()
-        able = {LOGITS}
+        able = {LOGITS, TOP_K}
         chained = self._session_logits([a, b, d], TokenTree.chain(d, [e, g]))
         if _differ(chained[0], own[0][2:]):
             raise Refused(f"{self.name} does not give its own logits when it reads several tokens at once")
@@ -358,7 +384,7 @@ class LlamaCppTarget:
         """float32 [1, vocab], after the last of `tokens`, the others read at once."""
         track = Track(self, self.free_id())
         self._read(track, tokens[:-1])
-        row = np.array(self._forward([track], [TokenTree.root(tokens[-1])], logits=True))
+        row = np.array(self._forward([track], [TokenTree.root(tokens[-1])], logits=1))
         self._discard(track)
         return row
 
@@ -366,7 +392,7 @@ class LlamaCppTarget:
         """float32 [tokens, vocab], one forward a token, nothing forgotten."""
         track, rows = Track(self, self.free_id()), []
         for token in tokens:
-            rows.append(np.array(self._forward([track], [TokenTree.root(token)], logits=True)))
+            rows.append(np.array(self._forward([track], [TokenTree.root(token)], logits=1)))
             track.keep([0])
         self._discard(track)
         return np.concatenate(rows)
@@ -378,7 +404,7 @@ class LlamaCppTarget:
         session = self.open(prompt, SamplingParams())
         rows = self.step([session], [tree])[0].logits
         session.track.keep(path)
-        after = np.array(self._forward([session.track], [TokenTree.root(int(tree.tokens[1]))], logits=True))
+        after = np.array(self._forward([session.track], [TokenTree.root(int(tree.tokens[1]))], logits=1))
         session.track.forget()
         self._open.remove(session)
         self._free += session.track.release()

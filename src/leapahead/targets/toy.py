@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from leapahead.sampling import Sampler, SamplingParams
 from leapahead.stats import Stats
-from leapahead.target import CHAIN, LOGITS, TREE, Choices, checked_prompt
+from leapahead.target import CHAIN, LOGITS, PROMPT_ROWS, TOP_K, TREE, Choices, PromptTopK, best, checked_prompt
 from leapahead.tree import UNLIMITED, BoolArray, IntArray, TokenTree
 from leapahead.verify import Verdict
 
@@ -30,6 +30,7 @@ class ToySession:
         self.sampler = Sampler(params, tokens, target.vocab_size)
         self.cache: list[tuple[int, int]] = list(enumerate(tokens[:-1]))
         self._pending: list[tuple[int, int]] = []
+        self.prompt_top_k: PromptTopK | None = None
 
     def forward(self, tree: TokenTree, mask: BoolArray, positions: IntArray) -> list[Seen]:
         """What every node sees; their entries wait for the commit."""
@@ -65,7 +66,7 @@ class ToyTarget:
         seed: int = 0,
         sharpness: float = 2.0,
         context_length: int = UNLIMITED,
-        capabilities: frozenset[str] = frozenset({CHAIN, TREE, LOGITS}),
+        capabilities: frozenset[str] = frozenset({CHAIN, TREE, LOGITS, TOP_K}),
         max_leaves: int = UNLIMITED,
         max_nodes: int = UNLIMITED,
     ) -> None:
@@ -75,17 +76,29 @@ class ToyTarget:
         self.max_leaves, self.max_nodes = max_leaves, max_nodes
         self.capabilities = capabilities
         self.precision = float(np.finfo(np.float64).eps)
+        self.fingerprint, self.pads = self.name, False
         self._order, self._seed, self._sharpness = order, seed, sharpness
         self._row = lru_cache(maxsize=1 << 16)(self._compute_row)
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None, reserve: int = 0
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        stats: Stats | None = None,
+        reserve: int = 0,
+        top_k: int = 0,
     ) -> ToySession:
         tokens = checked_prompt(tokens, self.vocab_size, self.context_length)
         if stats is not None:
             stats.prompt_tokens += len(tokens)
             stats.prefill_forwards += len(tokens) > 1
-        return ToySession(self, tokens, params)
+        session = ToySession(self, tokens, params)
+        if top_k and TOP_K in self.capabilities and len(tokens) > 1:
+            read = list(enumerate(tokens[:-1]))
+            first = max(0, len(read) - PROMPT_ROWS)
+            rows = np.stack([self.row(tuple(read[: end + 1])) for end in range(first, len(read))])
+            session.prompt_top_k = PromptTopK(np.array(tokens[first:-1]), *best(rows, min(top_k, self.vocab_size)))
+        return session
 
     def step(self, sessions: Sequence[ToySession], trees: Sequence[TokenTree]) -> list[Choices]:
         return [

@@ -22,7 +22,7 @@ from torch import Tensor
 from leapahead.errors import BadLogits, BadParameter, LeapaheadError, Refused
 from leapahead.sampling import Sampler, SamplingParams
 from leapahead.stats import Stats
-from leapahead.target import Choices, checked_prompt
+from leapahead.target import TOP_K, Choices, KeptPrompt, PromptTopK, checked_prompt
 from leapahead.targets import families, selftest
 from leapahead.targets.engines import CHUNK, ChainEngine, Engine, MaskedEngine, NativeEngine, State, accepts
 from leapahead.targets.kv_cache import KVCache
@@ -43,10 +43,13 @@ OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", 
 class TransformersSession:
     """One sequence. The engine's state holds every committed token but the last, which is the next root."""
 
-    def __init__(self, tokens: list[int], state: State, sampler: Sampler) -> None:
+    def __init__(
+        self, tokens: list[int], state: State, sampler: Sampler, prompt_top_k: PromptTopK | None = None
+    ) -> None:
         self.tokens = tokens
         self.state = state
         self.sampler = sampler
+        self.prompt_top_k = prompt_top_k
 
     def commit(self, verdict: Verdict) -> None:
         with torch.no_grad():
@@ -102,16 +105,35 @@ class TransformersTarget:
             self.engine = self._tested_engine()
         self.capabilities = self.engine.capabilities
         self.precision = torch.finfo(model.dtype).eps  # the first logits may have been widened
+        self.pads = isinstance(self.engine, MaskedEngine)
+        threads = torch.get_num_threads() if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        self.fingerprint = " ".join(
+            str(part)
+            for part in (
+                f"transformers {type(model).__name__} {sum(p.numel() for p in model.parameters())} parameters",
+                *(getattr(self.config, each, "") for each in ("num_hidden_layers", "hidden_size", "vocab_size")),
+                model.dtype,
+                families.attention_implementation(model) if not model._is_stateful else "stateful",
+                self.device.type,
+                threads,
+            )
+        )
         self._eager_choice = self.device.type != "cpu" if eager_choice is None else eager_choice
         self._on_host = self.device.type == "cpu" and not self._eager_choice
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None, reserve: int = 0
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        stats: Stats | None = None,
+        reserve: int = 0,
+        top_k: int = 0,
     ) -> TransformersSession:
         tokens = checked_prompt(tokens, self.vocab_size, self.context_length)
         began = perf_counter()
         with torch.no_grad(), self._memory(f"a prompt of {len(tokens)} tokens", 1):
-            state, forwards, reused = self.engine.open(tokens)
+            kept = KeptPrompt(min(top_k, self.vocab_size)) if top_k and TOP_K in self.capabilities else None
+            state, forwards, reused = self.engine.open(tokens, kept and kept.see)
         if stats is not None:
             stats.prompt_tokens += len(tokens)
             stats.prefill_forwards += forwards
@@ -121,7 +143,7 @@ class TransformersTarget:
             sampler = Sampler(params, tokens, self.vocab_size, from_target=host_logits)
         else:
             sampler = Sampler(params, tokens, self.vocab_size, self._to_device)
-        return TransformersSession(tokens, state, sampler)
+        return TransformersSession(tokens, state, sampler, kept.found(tokens) if kept is not None else None)
 
     def step(self, sessions: Sequence[TransformersSession], trees: Sequence[TokenTree]) -> list[Choices]:
         context = max(len(session.tokens) for session in sessions)
