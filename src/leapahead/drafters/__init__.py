@@ -19,10 +19,16 @@ from leapahead.errors import BadParameter
 GROUP = "leapahead.drafters"
 
 BUILT_IN = {
+    "auto": "leapahead.planner.auto:Auto",
     "plain": "leapahead.drafters.plain:Plain",
     "jacobi": "leapahead.drafters.jacobi:Jacobi",
     "prompt_lookup": "leapahead.drafters.prompt_lookup:PromptLookup",
     "lookahead": "leapahead.drafters.lookahead:Lookahead",
+    "ngram": "leapahead.planner.single:Ngram",
+    "suffix": "leapahead.planner.single:SuffixDrafter",
+    "recycling": "leapahead.planner.single:TokenRecycling",
+    "datastore": "leapahead.planner.single:DatastoreDrafter",
+    "prediction": "leapahead.planner.single:PredictionDrafter",
 }
 
 
@@ -33,6 +39,11 @@ def _third_party() -> dict[str, EntryPoint]:
 def names() -> list[str]:
     """Every registered drafter, ours first."""
     return [*BUILT_IN, *sorted(_third_party())]
+
+
+def ready() -> list[str]:
+    """Those that need nothing but a target: not a datastore, whose file must be given, nor a mere prediction."""
+    return [name for name in names() if name not in ("datastore", "prediction")]
 
 
 def load(name: str) -> type[Drafter]:

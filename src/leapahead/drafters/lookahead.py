@@ -5,26 +5,18 @@
     └─ o1 ─ o2 ─ ... ─ o_{W-1}     row 0 of the window: the spine, positions p+1 .. p+W-1   (lookahead branch)
        under the root and under each spine node hangs one column: rows 1 .. N-2, position growing by 1
 
-       W = 5, N = 4       column   0    1    2    3    4
-                          row 0    c    a1   a2   a3   a4        a: oldest, b: a step younger, e: youngest
-                          row 1    b0   b1   b2   b3   b4        column i is the chain  c a1 .. ai  bi  ei -> new
-                          row 2    e0   e1   e2   e3   e4        and gives the n-gram       (ai; bi ei new)
-                          new      ?    ?    ?    ?    ?
-
-The mask of the paper's figure 2b is "itself and its ancestors" of this tree and its positions are depths, so the target
-needs to know nothing of it. The tree builder merges equal siblings: a window node that a guess shares costs nothing,
-and one that the target happens to choose is accepted like any draft.
+The window is a room of its own, see `drafters.window`.
 """
 
 from __future__ import annotations
 
-import random
 from typing import Any, ClassVar
 
 import numpy as np
 
 from leapahead.drafter import Context, Drafter, Proposal, Step
 from leapahead.drafters.pool import NgramPool
+from leapahead.drafters.window import Window
 from leapahead.errors import BadParameter
 from leapahead.target import TREE
 from leapahead.tree import Budget, TreeBuilder
@@ -82,29 +74,14 @@ class Lookahead(Drafter):
             )
         self.prompt_ngrams, self.start_from_pool = prompt_ngrams, start_from_pool
         self.pool = NgramPool(self.ngram, self.guesses, pool_capacity)
-        self._random = random.Random(seed)
-        self._rows: list[list[int]] = []  # row 0 without column 0 (W-1 tokens), then rows 1 .. N-2 (W tokens each)
-        self._tips: list[int | None] = []  # node at the foot of each column, None where the budget cut it
+        self._window = Window(self.window, self.ngram, seed)
         self._accepted_on_hits = self._hits = 0
         self._hit = False
 
     def begin(self, context: Context) -> None:
         if self.prompt_ngrams:
             self.pool.add_text(context.tokens)
-        ahead = self._first_guess(context)
-        self._rows = [ahead[: self.window - 1]]
-        self._rows += [ahead[row - 1 : row - 1 + self.window] for row in range(1, self.ngram - 1)]
-
-    def _first_guess(self, context: Context) -> list[int]:
-        """W+N-3 tokens, for the positions after the root: random ones of the prompt, or a walk through the pool."""
-        ahead: list[int] = []
-        while len(ahead) < self.window + self.ngram - 3:
-            tail = self.pool.peek(ahead[-1] if ahead else context.root) if self.start_from_pool else None
-            ahead += tail or [self._fill(context)]
-        return ahead[: self.window + self.ngram - 3]
-
-    def _fill(self, context: Context) -> int:
-        return context.tokens[self._random.randrange(context.prompt_length)]
+        self._window.begin(context, self.pool.peek if self.start_from_pool else lambda token: None)
 
     def propose(self, context: Context, budget: Budget) -> Proposal:
         builder = TreeBuilder(context.root, budget)
@@ -115,50 +92,17 @@ class Lookahead(Drafter):
         for index in context.rank(len(context.tokens), [tail[0] for tail in tails], recency).tolist():
             builder.add_path(tails[index])
         guessed = len(builder)
-        self._tips = self._add_window(builder)
+        self._window.add(builder)
         sources = ("",) + ("guess",) * (guessed - 1) + ("window",) * (len(builder) - guessed)
         return Proposal(builder.build(), sources)
-
-    def _add_window(self, builder: TreeBuilder) -> list[int | None]:
-        """Hangs the window under the root; returns the foot of each column."""
-        tips: list[int | None] = []
-        spine: int | None = 0
-        for column in range(self.window):
-            if column > 0 and spine is not None:
-                spine = builder.add(spine, self._rows[0][column - 1])
-            tip = spine
-            for row in self._rows[1:]:
-                tip = builder.add(tip, row[column]) if tip is not None else None
-            tips.append(tip)
-        return tips
 
     def observe(self, context: Context, step: Step) -> None:
         self._hits += self._hit
         self._accepted_on_hits += step.verdict.accepted if self._hit else 0
-        root = int(step.tree.tokens[0])
-        feet = [tip for tip in self._tips if tip is not None]
-        chosen = iter(step.choices.of(feet).tolist() if feet else [])
-        new = [next(chosen) if tip is not None else self._fill(context) for tip in self._tips]
-        for column, tip in enumerate(self._tips):
-            if tip is not None:
-                key = self._rows[0][column - 1] if column else root
-                self.pool.add(key, (*(row[column] for row in self._rows[1:]), new[column]))
-        self._slide(context, new, by=len(step.tokens) if context.sampled else 1)
+        for key, tail in self._window.observe(context, step):
+            self.pool.add(key, tail)
         # Last, so that what was really said is the most recent.
         self.pool.add_text(context.tokens, start=len(context.tokens) - len(step.tokens))
-
-    def _slide(self, context: Context, new: list[int], by: int) -> None:
-        """The oldest row leaves, the new one enters, and the window moves on.
-
-        By one column when greedy, whatever was committed: trajectories may be stale but stay whole. Under sampling by
-        the committed tokens, because a window token was chosen with the dice of its position (ALGORITHMS 4.2.3).
-        """
-        rows = [*self._rows[1:], new]
-        rows[0] = rows[0][1:]
-        for row in rows if by > 1 else []:
-            gone = min(by - 1, len(row))
-            row[:] = row[gone:] + [self._fill(context) for _ in range(gone)]
-        self._rows = rows
 
     def figures(self) -> dict[str, Any]:
         return {

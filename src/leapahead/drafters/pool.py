@@ -7,13 +7,21 @@ Knows tokens only, and nothing of windows or models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Any
+from threading import Lock
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
 
 from leapahead.errors import BadParameter
+from leapahead.memory import Arrays, Part
 
 Tail = tuple[int, ...]
+Ngram = tuple[int, Tail]  # key, tail
+
+SHARED_NGRAM, SHARED_GUESSES, SHARED_CAPACITY = 5, 8, 50_000
 
 
 class NgramPool:
@@ -82,6 +90,10 @@ class NgramPool:
         tails = self._tails.get(key)
         return next(reversed(tails)) if tails else None
 
+    def ngrams(self) -> list[Ngram]:
+        """All of them, the least recently used key first and its tails oldest first: entering them makes this pool."""
+        return [(key, tail) for key, tails in self._tails.items() for tail in tails]
+
     def figures(self) -> dict[str, Any]:
         """Prefixes (keys), continuations (tails), fan-out, hit rate."""
         fan_out = [len(tails) for tails in self._tails.values()]
@@ -96,3 +108,70 @@ class NgramPool:
             "lookups": self.lookups,
             "hit_rate": round(self.hits / self.lookups, 4) if self.lookups else 0.0,
         }
+
+
+class SharedPool(Part):
+    """A pool of all texts' n-grams, for several threads.
+
+    Args:
+        ngram, guesses, capacity: as of `NgramPool`. Longer n-grams are cut, shorter ones refused.
+    """
+
+    token_arrays: ClassVar[tuple[str, ...]] = ("keys", "tails")
+
+    def __init__(
+        self, ngram: int = SHARED_NGRAM, guesses: int = SHARED_GUESSES, capacity: int = SHARED_CAPACITY
+    ) -> None:
+        self._pool = NgramPool(ngram, guesses, capacity)
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._pool)
+
+    def put(self, ngrams: Iterable[Ngram]) -> None:
+        """Enters n-grams, the most recent last: a whole text's at once costs one lock."""
+        with self._lock:
+            for key, tail in ngrams:
+                self._pool.add(key, self._fitting(tail))
+
+    def get(self, key: int) -> list[Tail]:
+        """As `NgramPool.get`."""
+        with self._lock:
+            return self._pool.get(key)
+
+    def _fitting(self, tail: Tail) -> Tail:
+        if len(tail) < self._pool.ngram - 1:
+            raise ValueError(f"n-grams of {len(tail) + 1} tokens do not fit a pool of {self._pool.ngram}")
+        return tail[: self._pool.ngram - 1]
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Keys, int32 [n], and tails, int32 [n, N-1]; see `NgramPool.ngrams` for their order."""
+        with self._lock:
+            ngrams = self._pool.ngrams()
+        return {
+            "keys": np.array([key for key, _ in ngrams], dtype=np.int32),
+            "tails": np.array([tail for _, tail in ngrams], dtype=np.int32).reshape(len(ngrams), self._pool.ngram - 1),
+        }
+
+    def merge(self, arrays: Arrays) -> None:
+        if missing := sorted({"keys", "tails"} - arrays.keys()):
+            raise ValueError(f"a pool needs the array {missing[0]!r}")
+        keys, tails = arrays["keys"], arrays["tails"]
+        if keys.dtype.kind not in "iu" or tails.dtype.kind not in "iu" or keys.ndim != 1 or tails.ndim != 2:
+            raise ValueError("a pool is whole numbers, one a key and a row of them a tail")
+        if len(keys) != len(tails):
+            raise ValueError(f"a pool has a tail for each key, not {len(tails)} for {len(keys)}")
+        if tails.shape[1] < self._pool.ngram - 1:
+            raise ValueError(f"n-grams of {tails.shape[1] + 1} tokens do not fit a pool of {self._pool.ngram}")
+        both = NgramPool(self._pool.ngram, self._pool.guesses, self._pool.capacity)
+        for key, tail in zip(keys.tolist(), tails[:, : both.ngram - 1].tolist(), strict=True):
+            both.add(key, tuple(tail))
+        with self._lock:
+            for key, tail in self._pool.ngrams():
+                both.add(key, tail)
+            both.lookups, both.hits = self._pool.lookups, self._pool.hits
+            self._pool = both
+
+    def figures(self) -> dict[str, Any]:
+        with self._lock:
+            return self._pool.figures()

@@ -1,0 +1,121 @@
+"""The sources one at a time, each as a drafter of its own: for comparison, and for those who want just that one."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from leapahead.drafter import Context
+from leapahead.drafters.sources import Source
+from leapahead.drafters.sources.datastore import Datastore
+from leapahead.drafters.sources.ngram import Ngrams
+from leapahead.drafters.sources.prediction import Prediction
+from leapahead.drafters.sources.recycling import SAMPLED, Recycling
+from leapahead.drafters.sources.suffix import Suffix
+from leapahead.errors import BadParameter
+from leapahead.planner.grown import Grown
+from leapahead.text import Tokenizer
+
+
+class Ngram(Grown):
+    """Multi-level n-grams: what followed the last 1, 2, ... tokens earlier, the longest match first.
+
+    Args:
+        longest: tokens of a match, at most.
+        nodes: draft so many nodes every step; 0 for as many as pay.
+    """
+
+    name: ClassVar[str] = "ngram"
+    needs: ClassVar[frozenset[str]] = Ngrams.needs
+
+    def __init__(self, longest: int = 6, nodes: int = 16) -> None:
+        super().__init__(nodes)
+        self.longest = longest
+        self.make()  # refuses what is not possible
+
+    def make(self) -> list[Source]:
+        return [Ngrams(self.longest)]
+
+
+class SuffixDrafter(Grown):
+    """A suffix automaton over prompt and output: the longest earlier match, whatever its length.
+
+    Args:
+        nodes: draft so many nodes every step; 0 for as many as pay.
+    """
+
+    name: ClassVar[str] = "suffix"
+    needs: ClassVar[frozenset[str]] = Suffix.needs
+
+    def __init__(self, nodes: int = 16) -> None:
+        super().__init__(nodes)
+
+    def make(self) -> list[Source]:
+        return [Suffix()]
+
+
+class TokenRecycling(Grown):
+    """Token Recycling: the target's own last top-k after each token.
+
+    Args:
+        k: continuations of a place; 0 for 8 when greedy and 128 when sampling.
+        longest: tokens of a place, at most; 1 as published.
+        nodes: draft so many nodes every step; 0 for as many as pay.
+    """
+
+    name: ClassVar[str] = "recycling"
+    needs: ClassVar[frozenset[str]] = Recycling.needs
+    prompt_top_k: ClassVar[int] = SAMPLED
+
+    def __init__(self, k: int = 0, longest: int = 4, nodes: int = 16) -> None:
+        super().__init__(nodes)
+        self.k, self.longest = k, longest
+        self.make()
+
+    def make(self) -> list[Source]:
+        return [Recycling(self.k, self.longest)]
+
+
+class DatastoreDrafter(Grown):
+    """REST: what followed the last tokens in a corpus of one's own, see `leapahead datastore build`.
+
+    Args:
+        file: the datastore.
+        nodes: draft so many nodes every step; 0 for as many as pay.
+    """
+
+    name: ClassVar[str] = "datastore"
+    needs: ClassVar[frozenset[str]] = Datastore.needs
+
+    def __init__(self, file: str = "", nodes: int = 16) -> None:
+        super().__init__(nodes)
+        if not file:
+            raise BadParameter("the drafter 'datastore' needs file=..., which `leapahead datastore build` writes")
+        self._source = Datastore(file)
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        self._source.check_tokenizer(tokenizer)
+
+    def begin(self, context: Context) -> None:
+        super().begin(context)
+        self._source.check_vocabulary(context.vocab_size)
+
+    def make(self) -> list[Source]:
+        return [self._source]
+
+
+class PredictionDrafter(Grown):
+    """The user's own expectation of the text, given as prediction=..., for edits and templates.
+
+    Args:
+        nodes: draft so many nodes every step; 0 for as many as pay.
+    """
+
+    name: ClassVar[str] = "prediction"
+    needs: ClassVar[frozenset[str]] = Prediction.needs
+    predicts: ClassVar[bool] = True
+
+    def __init__(self, nodes: int = 16) -> None:
+        super().__init__(nodes)
+
+    def make(self) -> list[Source]:
+        return [Prediction()]
