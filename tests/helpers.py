@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from leapahead.decode import Generation, decode
-from leapahead.drafter import Context, Drafter, Proposal, Step
+from leapahead.drafter import Ask, Context, Drafter, Proposal, Step
 from leapahead.drafters.plain import Plain
+from leapahead.memory import Memory
 from leapahead.sampling import SamplingParams
-from leapahead.stats import Stats
-from leapahead.stop import StopParams, Stopper
+from leapahead.stop import StopParams
 from leapahead.target import Target
 from leapahead.tree import Budget, TokenTree, TreeBuilder
 
@@ -59,12 +59,13 @@ def begin(
     params: SamplingParams = GREEDY,
     stop: StopParams | None = None,
     text: Text | None = None,
+    memory: Memory | None = None,
+    prediction: Sequence[int] = (),
 ) -> Generation:
     """A generation that has not made a step yet; 24 new tokens unless `stop` says otherwise."""
-    stats = Stats()
-    session = target.open(prompt, params, stats)
-    stopper = Stopper(stop or StopParams(max_new_tokens=24), prompt, target.context_length, text)
-    return Generation(session, drafter or Plain(), stopper, stats)
+    stop = stop or StopParams(max_new_tokens=24)
+    drafter = drafter or Plain()
+    return Generation.begin(target, prompt, drafter, params, stop, text=text, memory=memory, prediction=prediction)
 
 
 def run(target: Target, drafter: Drafter | None = None, prompt: Sequence[int] = PROMPT, **options: Any) -> Run:
@@ -247,13 +248,21 @@ class Watched(Drafter):
 
     def __init__(self, inner: Drafter, nodes: int) -> None:
         self.inner, self.nodes, self.trees = inner, nodes, list[TokenTree]()
+        self.prompt_top_k = inner.prompt_top_k  # type: ignore[misc]
 
     def begin(self, context: Context) -> None:
         self.inner.begin(context)
 
     def propose(self, context: Context, budget: Budget) -> Proposal:
+        raise AssertionError("it drafts together with those of its class")
+
+    @classmethod
+    def propose_together(cls, target: Target, asks: Sequence[Ask]) -> list[Proposal]:
+        return [ask.drafter.watch(target, ask.context, ask.budget) for ask in asks]  # type: ignore[attr-defined]
+
+    def watch(self, target: Target, context: Context, budget: Budget) -> Proposal:
         budget = Budget(min(self.nodes, budget.nodes), budget.depth, budget.leaves)
-        proposal = self.inner.propose(context, budget)
+        (proposal,) = self.inner.propose_together(target, [Ask(self.inner, context, budget)])
         tree = proposal.tree
         assert len(tree) - 1 <= budget.nodes
         assert tree.depths.max() <= budget.depth
@@ -263,6 +272,9 @@ class Watched(Drafter):
 
     def observe(self, context: Context, step: Step) -> None:
         self.inner.observe(context, step)
+
+    def finish(self, context: Context) -> None:
+        self.inner.finish(context)
 
 
 def drafters_for(text: Sequence[int]) -> dict[str, Callable[[], Drafter]]:

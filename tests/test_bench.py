@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from leapahead import BadParameter, LeapaheadError, Refused, targets
+from leapahead import BadParameter, LeapaheadError, Refused, drafters, targets
 from leapahead.cli import Commands
 from leapahead.cli.bench import bench as command
 from leapahead.cli.bench import configurations
@@ -24,6 +25,7 @@ from leapahead.drafter import Context, Drafter, Proposal
 from leapahead.drafters.plain import Plain
 from leapahead.lab import bench, cell, peers, record, report, tasks
 from leapahead.lab.contender import Configuration, Contender, Ours, Pass, Setting, Text, aligned
+from leapahead.planner import machine
 from leapahead.targets import Loaded
 from leapahead.targets.toy import ToyTarget
 from leapahead.tree import Budget, TokenTree
@@ -183,6 +185,40 @@ def test_the_counters(batch: int, temperature: float) -> None:
         assert batch * 2 < warm_up <= batch * (24 + 1)
     assert rows[1]["acceptance_length"] > 1
     assert rows[1]["nodes_per_step"] > 2
+
+
+def test_a_round_begins_without_what_the_last_one_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every prompt would be drafted from its own answer."""
+    target, setting = ToyTarget(vocab_size=40, order=4), Setting(max_new_tokens=60)
+
+    def steps(contender: Contender) -> list[int]:
+        monkeypatch.setattr(machine, "_machines", WeakKeyDictionary())  # calibration may stay, but is not what is asked
+        texts = contender.run([PROMPTS[0]], setting).texts + contender.run([PROMPTS[1]], setting).texts
+        return [text.stats.steps for text in texts if text.stats is not None]
+
+    forgets, remembers = (Ours("suffix", target, None, "suffix", {"nodes": 8}) for _ in range(2))
+    rounds, others = [], []
+    for _ in range(3):
+        forgets.begin_round()
+        rounds.append(steps(forgets))
+        others.append(steps(remembers))
+    assert rounds[0] == rounds[1] == rounds[2] == others[0]
+    assert max(others[1]) < min(others[0]) / 3
+
+
+def test_every_round_is_begun() -> None:
+    log: list[str] = []
+
+    class Told(Timed):
+        def begin_round(self) -> None:
+            log.append(f"{self.name} begins")
+
+        def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
+            log.append(self.name)
+            return super().run(prompts, setting)
+
+    measured([Told("plain", lambda turn: 1.0, ten)], rounds=2)
+    assert log == ["plain begins", "plain", *(["plain begins"] + ["plain"] * 3) * 2]
 
 
 def test_a_peer_without_steps_is_a_row_and_joins_the_overall_row() -> None:
@@ -559,7 +595,9 @@ def test_quick_is_less_where_nothing_else_is_said(run: Any, monkeypatch: pytest.
 
 
 def test_configurations() -> None:
-    assert [each.name for each in configurations([], [])][:1] == ["jacobi"]  # plain is there anyway
+    every = [each.name for each in configurations([], [])]
+    assert every[:2] == ["auto", "jacobi"]  # plain is there anyway
+    assert set(every) == set(drafters.ready()) - {"plain"}
     (found,) = configurations([], ["lookahead: window=7, ngram=5, start-from-pool=no"])
     assert found == Configuration("lookahead", {"window": 7, "ngram": 5, "start_from_pool": False})
     assert found.name == "lookahead(window=7, ngram=5, start_from_pool=False)"

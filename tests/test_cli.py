@@ -71,7 +71,7 @@ def test_generate_json_is_one_object(leapahead: Any, expected: Any) -> None:
     assert result.stderr == ""
     found = json.loads(result.stdout)
     assert (found["text"], found["tokens"], found["finish_reason"]) == (expected.text, expected.tokens, "length")
-    assert (found["target"], found["drafter"], found["seed"]) == ("bundled", "lookahead", 5)
+    assert (found["target"], found["drafter"], found["seed"]) == ("bundled", "auto", 5)
     names = {"steps", "committed", "acceptance_length", "drafted", "accepted", "nodes_per_step", "tokens_per_second"}
     assert names <= set(found["stats"])
 
@@ -106,9 +106,10 @@ def test_stops(leapahead: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("args", "figures"),
     [
-        (["-W", "3", "-N", "3", "-G", "2"], {"window": 3, "ngram": 3, "guesses": 2}),
-        (["--preset", "creative"], {"window": 5, "ngram": 4, "guesses": 8}),
-        (["-o", "window=4", "-o", "start-from-pool=yes"], {"window": 4}),
+        (["-d", "lookahead", "-W", "3", "-N", "3", "-G", "2"], {"window": 3, "ngram": 3, "guesses": 2}),
+        (["-d", "lookahead", "--preset", "creative"], {"window": 5, "ngram": 4, "guesses": 8}),
+        (["-d", "lookahead", "-o", "window=4", "-o", "start-from-pool=yes"], {"window": 4}),
+        (["-o", "sources=recycling", "-o", "nodes=3", "-o", "max-nodes=2"], {}),
         (["-d", "jacobi", "-o", "block=3"], {}),
     ],
 )
@@ -118,6 +119,9 @@ def test_drafter_options(leapahead: Any, expected: Any, args: list[str], figures
     assert figures.items() <= found["stats"]["drafter"].items()
     if "jacobi" in args:
         assert found["stats"]["nodes_per_step"] <= 4
+    if "sources=recycling" in args:
+        assert set(found["stats"]["drafter"]) == {"recycling"}
+        assert found["stats"]["nodes_per_step"] <= 3
 
 
 @pytest.mark.parametrize(
@@ -175,7 +179,8 @@ def break_after_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compare_exits_1_when_the_text_differs(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     break_after_load(monkeypatch)
-    result = leapahead("generate", prompts.DEMO, "--max-new-tokens", "100", "--compare", "--rounds", "1")
+    much = ("--max-new-tokens", "100", "-o", "nodes=16", "--rounds", "1")
+    result = leapahead("generate", prompts.DEMO, *much, "--compare")
     assert result.exit_code == 1
     assert "The text differs from plain decoding's at token" in result.stdout
 
@@ -195,7 +200,7 @@ def test_demo(leapahead: Any) -> None:
 
 def test_demo_exits_1_when_the_text_differs(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     break_after_load(monkeypatch)
-    assert leapahead("demo", "--rounds", "1").exit_code == 1
+    assert leapahead("demo", "--rounds", "1", "-o", "nodes=16").exit_code == 1
 
 
 def chatted(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
@@ -329,17 +334,22 @@ def test_check_lists_refusals(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -
         (["generate", ""], "error: the prompt is empty"),
         (["generate", "x", "-d", "lokahead"], "error: there is no drafter 'lokahead' (did you mean 'lookahead'?)"),
         (["generate", "x", "-d", "jacobi", "-W", "3"], "error: drafter 'jacobi' has no option 'window'"),
-        (["generate", "x", "-o", "window"], "error: -o window is not possible: it must be KEY=VALUE"),
-        (["generate", "x", "-o", "window=wide"], "error: -o window=wide is not possible: window is int | None"),
+        (["generate", "x", "-o", "nodes"], "error: -o nodes is not possible: it must be KEY=VALUE"),
+        (["generate", "x", "-o", "nods=3"], "error: drafter 'auto' has no option 'nods' (did you mean 'nodes'?)"),
+        (["generate", "x", "-W", "3"], "error: drafter 'auto' has no option 'window'"),
         (
-            ["generate", "x", "-o", "prompt_ngrams=7"],
+            ["generate", "x", "-d", "lookahead", "-o", "window=wide"],
+            "error: -o window=wide is not possible: window is int | None",
+        ),
+        (
+            ["generate", "x", "-d", "lookahead", "-o", "prompt_ngrams=7"],
             "error: -o prompt_ngrams=7 is not possible: prompt_ngrams is",
         ),
         (
-            ["generate", "x", "-o", "widow=3"],
+            ["generate", "x", "-d", "lookahead", "-o", "widow=3"],
             "error: drafter 'lookahead' has no option 'widow' (did you mean",
         ),
-        (["generate", "x", "--preset", "90b"], "error: there is no preset '90b'"),
+        (["generate", "x", "-d", "lookahead", "--preset", "90b"], "error: there is no preset '90b'"),
         (["generate", "x", "--max-new-tokens", "0"], "error: max_new_tokens=0 is not possible"),
         (["generate", "x", "-t", "-1"], "error: temperature=-1.0 is not possible"),
         (["generate", "x", "--top-p", "0"], "error: top_p=0.0 is not possible"),

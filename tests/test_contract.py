@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import pytest
 from helpers import (
@@ -18,6 +20,7 @@ from helpers import (
     Empty,
     Oracle,
     RandomTrees,
+    Run,
     Scattered,
     Text,
     Watched,
@@ -32,12 +35,17 @@ from leapahead.decode import decode
 from leapahead.drafter import Drafter
 from leapahead.drafters import BUILT_IN, factory, load
 from leapahead.drafters.plain import Plain
+from leapahead.drafters.sources import Source
+from leapahead.drafters.sources.corpus import write
+from leapahead.drafters.sources.datastore import Head
+from leapahead.drafters.sources.lookahead import Judge, LookaheadSource
+from leapahead.planner import machine
+from leapahead.planner.auto import Auto
+from leapahead.planner.grown import Grown
 from leapahead.sampling import SamplingParams
 from leapahead.stop import StopParams
-from leapahead.target import CHAIN, TREE, Target
+from leapahead.target import CHAIN, LOGITS, TOP_K, TREE, Target
 from leapahead.targets.toy import ToyTarget
-
-MakeFor = Callable[[SamplingParams], Drafter]
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class Case:
     prompt: tuple[int, ...]
     text: Text
     length: int = 26  # of a text
+    together: int = 100  # sequences that there is room for
 
 
 def letters(token: int) -> str:
@@ -58,7 +67,7 @@ def toy(prompt: Sequence[int], **options: Any) -> Callable[[], Case]:
     return lambda: Case(ToyTarget(**options), tuple(prompt), letters)
 
 
-def llama_cpp(**options: Any) -> Case:
+def llama_cpp(together: int = 100, **options: Any) -> Case:
     """A random llama in float32, which brings its cache in float32: no two scores are equal by rounding."""
     import gguf_models
 
@@ -67,7 +76,7 @@ def llama_cpp(**options: Any) -> Case:
 
     options = {"n_ctx": 2048, "n_threads": 1, **options}
     target, _ = load(gguf_models.llama(), LlamaCppOptions(**options))
-    return Case(target, (3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), letters)
+    return Case(target, (3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), letters, together=together)
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -82,7 +91,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 if find_spec("llama_cpp") is not None:
     CASES["llama.cpp"] = llama_cpp
-    CASES["llama.cpp, few sequence ids"] = lambda: llama_cpp(n_seq_max=30)
+    CASES["llama.cpp, few sequence ids"] = lambda: llama_cpp(together=20, n_seq_max=30)
 
 PARAMS = {
     "greedy": GREEDY,
@@ -102,8 +111,16 @@ PARAMS = {
     ),
 }
 
+STORE = "a datastore"  # stands for the file that knows the texts of the case
+
 # The registered drafters with their defaults, and at the edges of their options.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "auto": [
+        {},
+        {"nodes": 8},
+        {"nodes": 40, "sources": "prediction, recycling, lookahead", "datastore": STORE},
+        {"nodes": 9, "max_nodes": 3, "dice": False},
+    ],
     "plain": [{}],
     "jacobi": [{}, {"block": 1}, {"block": 3}],
     "prompt_lookup": [{}, {"num_tokens": 1}, {"max_ngram": 1, "places": 1}],
@@ -115,11 +132,30 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"window": 15, "ngram": 5, "guesses": 15, "start_from_pool": True},
         {"window": 4, "ngram": 3, "guesses": 2, "prompt_ngrams": False, "pool_capacity": 3},
     ],
+    "ngram": [{}, {"longest": 1, "nodes": 2}],
+    "suffix": [{}, {"nodes": 0}],
+    "recycling": [{}, {"k": 1, "longest": 1, "nodes": 2}],
+    "datastore": [{"file": STORE}],
+    "prediction": [{}, {"nodes": 0}],
 }
 REGISTERED = {
     f"{name} {options or ''}".strip(): (name, options) for name in BUILT_IN for options in OPTIONS.get(name, [{}])
 }
 MADE_UP = list(drafters_for(()))
+
+
+class Windowed(Auto):
+    """`auto` with a window that rides along from the first step, whether it pays or not."""
+
+    name: ClassVar[str] = "windowed"
+
+    def _enter(self, target: Target) -> list[Source]:
+        sources = super()._enter(target)
+        for source in sources:
+            if isinstance(source, LookaheadSource) and source.judge.level == 0:
+                source.judge = Judge()
+                source.judge.level = 2
+        return sources
 
 
 @cache
@@ -143,13 +179,50 @@ def params(request: pytest.FixtureRequest) -> SamplingParams:
     return request.param
 
 
-@pytest.fixture(params=[*REGISTERED, *MADE_UP])
-def make(request: pytest.FixtureRequest, case: Case) -> MakeFor:
-    """Makes one of the drafters for some parameters; the made-up ones are told the text of the case."""
-    if request.param in REGISTERED:
-        name, options = REGISTERED[request.param]
-        return lambda params: factory(name, **options)()
-    return lambda params: drafters_for(plain_text(case, params))[request.param]()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("contract")
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes one of the drafters for a case; those that must be told something are told about the text of the case."""
+
+    name: str
+    case: Case
+    folder: Path  # for datastores
+
+    def __call__(self, params: SamplingParams) -> Drafter:
+        if self.name in REGISTERED:
+            name, options = REGISTERED[self.name]
+            return factory(name, **self.filled(options))()
+        if self.name == Windowed.name:
+            return Windowed(nodes=5)
+        return drafters_for(plain_text(self.case, params))[self.name]()
+
+    def filled(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {key: str(self.store()) if value == STORE else value for key, value in options.items()}
+
+    def store(self) -> Path:
+        """Of plain decoding's texts under all parameters."""
+        file = self.folder / f"{id(self.case)}.store"
+        if not file.exists():
+            texts = [plain_text(self.case, params) for params in PARAMS.values()]
+            write(file, Head.of("", "", self.case.target.vocab_size, sum(map(len, texts)), len(texts)), texts)
+        return file
+
+    def given(self, params: SamplingParams) -> dict[str, Any]:
+        """What goes with the request: plain decoding's text with gaps and with tokens that are not its own."""
+        name, options = REGISTERED.get(self.name, ("", {}))
+        if name != "prediction" and "prediction" not in options.get("sources", ""):
+            return {}
+        text = plain_text(self.case, params)[len(self.case.prompt) :]
+        return {"prediction": [0 if at % 9 == 4 else token for at, token in enumerate(text) if at % 8 != 7]}
+
+
+@pytest.fixture(params=[*REGISTERED, Windowed.name, *MADE_UP])
+def make(request: pytest.FixtureRequest, case: Case, folder: Path) -> Maker:
+    return Maker(request.param, case, folder)
 
 
 def ways_to_stop(case: Case, params: SamplingParams) -> dict[str, StopParams]:
@@ -167,41 +240,59 @@ def ways_to_stop(case: Case, params: SamplingParams) -> dict[str, StopParams]:
     }
 
 
-def test_the_text_is_plain_decodings_however_it_ends(case: Case, params: SamplingParams, make: MakeFor) -> None:
+def test_the_text_is_plain_decodings_however_it_ends(case: Case, params: SamplingParams, make: Maker) -> None:
     for stop in ways_to_stop(case, params).values():
-        assert_same_text(case.target, make(params), case.prompt, params=params, stop=stop, text=case.text)
+        options = {"params": params, "stop": stop, "text": case.text, **make.given(params)}
+        assert_same_text(case.target, make(params), case.prompt, **options)
 
 
 SAMPLED = PARAMS["T 0.7"]
 
 
-def test_twice_the_same(case: Case, make: MakeFor) -> None:
-    """Same drafts, same steps: nothing hidden decides, and a new instance remembers nothing."""
+def test_twice_the_same(case: Case, make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same drafts, same steps: nothing hidden decides, and a new instance remembers nothing.
+
+    What is learned of a target is shared, and how much to draft is decided by the clock; not here.
+    """
+
+    def once() -> Run:
+        drafter = make(SAMPLED)
+        if isinstance(drafter, Grown):
+            monkeypatch.setattr(machine, "_machines", WeakKeyDictionary())
+            drafter.nodes = drafter.nodes or 8
+        return run(case.target, drafter, case.prompt, params=SAMPLED, stop=stop, **make.given(SAMPLED))
+
     stop = StopParams(max_new_tokens=case.length)
-    one, two = (run(case.target, make(SAMPLED), case.prompt, params=SAMPLED, stop=stop) for _ in range(2))
+    one, two = once(), once()
     assert [step.tree for step in one.steps] == [step.tree for step in two.steps]
     assert [step.verdict for step in one.steps] == [step.verdict for step in two.steps]
 
 
-def test_every_draft_keeps_to_its_budget(case: Case, make: MakeFor) -> None:
+def test_every_draft_keeps_to_its_budget(case: Case, make: Maker) -> None:
     """`Watched` looks at nodes, depth and leaves; towards the end of the text less and less depth is left."""
     stop = StopParams(max_new_tokens=14)
     for nodes in (0, 1, 2, 7):
         drafter = Watched(make(SAMPLED), nodes)
-        assert_same_text(case.target, drafter, case.prompt, params=SAMPLED, stop=stop)
+        assert_same_text(case.target, drafter, case.prompt, params=SAMPLED, stop=stop, **make.given(SAMPLED))
         assert len(drafter.trees) > 0
 
 
-def test_a_batch_of_all_drafters_gives_each_its_own_text(case: Case, params: SamplingParams) -> None:
-    text = plain_text(case, params)
-    makes = [*(factory(name, **options) for name, options in REGISTERED.values()), *drafters_for(text).values()]
+def test_a_batch_of_all_drafters_gives_each_its_own_text(case: Case, params: SamplingParams, folder: Path) -> None:
+    makers = [Maker(name, case, folder) for name in (*REGISTERED, Windowed.name, *MADE_UP)]
+    parts = -(-len(makers) // case.together)
+    for part in range(parts):
+        decode_together(case, params, dict(list(enumerate(makers))[part::parts]))
+
+
+def decode_together(case: Case, params: SamplingParams, makers: dict[int, Maker]) -> None:
     generations, expected = [], []
-    for number, make in enumerate(makes):
-        seeded = SamplingParams(**{**vars(params), "seed": number})
+    for number, make in makers.items():
+        seeded = SamplingParams(**{**vars(params), "seed": 100 + number})  # 23 meets a tie at the edge of top-p
         stop = StopParams(max_new_tokens=3 + number)
         prompt = case.prompt[number % 3 :] or case.prompt
         expected.append(full_text(case.target, prompt, params=seeded, stop=stop))
-        generations.append(begin(case.target, make(), prompt, params=seeded, stop=stop))
+        given = make.given(params)
+        generations.append(begin(case.target, make(params), prompt, params=seeded, stop=stop, **given))
     list(decode(case.target, list(generations)))
     assert [list(generation.session.tokens) for generation in generations] == expected
 
@@ -226,21 +317,30 @@ def test_right_drafts_are_accepted_and_no_drafts_are_not(case: str, params: Samp
 
 
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "plain"])
-def test_every_registered_drafter_pays_on_a_text_that_repeats(name: str, params: SamplingParams) -> None:
+def test_every_registered_drafter_pays_on_a_text_that_repeats(name: str, params: SamplingParams, folder: Path) -> None:
     """The table of the toy looks one token back, so that greedy text is a loop and sampled text comes round often."""
-    target = ToyTarget(vocab_size=4, order=1, sharpness=6.0, seed=1)
-    stop = StopParams(max_new_tokens=100)
-    done = run(target, factory(name)(), [0, 1, 2, 3], params=params, stop=stop)
+    case = case_that_repeats()
+    options = OPTIONS[name][0] if name != "auto" else {"nodes": 8}  # here a forward takes no time, and drafting does
+    make = Maker(f"{name} {options or ''}".strip(), case, folder)
+    stop = StopParams(max_new_tokens=case.length)
+    done = run(case.target, make(params), case.prompt, params=params, stop=stop, **make.given(params))
     assert done.generation.stats.acceptance_length > 1.15
 
 
+@cache
+def case_that_repeats() -> Case:
+    return Case(ToyTarget(vocab_size=4, order=1, sharpness=6.0, seed=1), (0, 1, 2, 3), letters, length=100)
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_a_drafter_says_what_it_is(name: str) -> None:
+def test_a_drafter_says_what_it_is(name: str, folder: Path) -> None:
     """Its registered name, its needs, its figures in plain types."""
     drafter = load(name)
     assert drafter.name == name
-    assert drafter.needs <= {CHAIN, TREE}
-    done = run(ToyTarget(), factory(name)())
+    assert drafter.needs <= {CHAIN, TREE, LOGITS, TOP_K}
+    options = OPTIONS[name][0]
+    make = Maker(f"{name} {options or ''}".strip(), case_of("usual"), folder)
+    done = run(make.case.target, make(GREEDY), make.case.prompt, **make.given(GREEDY))
 
     def is_plain(value: Any) -> bool:
         if isinstance(value, dict):
@@ -250,8 +350,17 @@ def test_a_drafter_says_what_it_is(name: str) -> None:
     assert is_plain(done.generation.stats.drafter)
 
 
-@pytest.mark.parametrize("name", [name for name in BUILT_IN if TREE not in load(name).needs])
-def test_a_drafter_that_needs_no_trees_drafts_chains(name: str, case: Case) -> None:
-    drafter = Watched(factory(name)(), 1000)
-    run(case.target, drafter, case.prompt, params=PARAMS["T 0.7"])
+@pytest.mark.parametrize("name", [name for name, (drafter, _) in REGISTERED.items() if TREE not in load(drafter).needs])
+def test_a_drafter_that_needs_no_trees_drafts_chains(
+    name: str, case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a target has none; those that plan for a target may branch in others."""
+    make = Maker(name, case, folder)
+    drafter = Watched(make(SAMPLED), 1000)
+    if isinstance(drafter.inner, Grown):
+        monkeypatch.setattr(case.target, "capabilities", case.target.capabilities - {TREE})
+        drafter.inner.nodes = drafter.inner.nodes or 8
+    done = run(case.target, drafter, case.prompt, params=SAMPLED, **make.given(SAMPLED))
     assert all(tree.is_chain for tree in drafter.trees)
+    if isinstance(drafter.inner, Grown):
+        assert done.tokens == plain_text(case, SAMPLED, 24)[len(case.prompt) :]

@@ -434,6 +434,8 @@ RUNS = {
     "pool": ([*FEW, "-W", "3", "-N", "3", "-G", "4"], "hit rate"),
     "match": ([*FEW, "--max-ngram", "4"], "steps had no match"),
     "expected": (["-a", "0.5,0.8"], "1.969"),
+    "calibration": ([*FEW, "-o", "nodes=6"], "conditional: "),
+    "growth": (["--sizes", "200,400", "--rounds", "2", "--prefill", "0.001"], "times what it takes at 200"),
 }
 
 
@@ -448,7 +450,7 @@ def test_a_command_writes_its_files(lab: Any, tmp_path: Path, name: str) -> None
     assert (tmp_path / "v1.2.png").read_bytes().startswith(b"\x89PNG")
     svg = (tmp_path / "v1.2.svg").read_bytes()
     assert b"<svg" in svg
-    if name not in ("cost", "expected"):
+    if name not in ("cost", "expected", "growth"):
         assert found["conditions"]["data"] == "1 code, 1 maths prompts"
     plots.save(found, tmp_path / "again")  # the JSON is all that a figure needs
     assert (tmp_path / "again.svg").read_bytes() == svg

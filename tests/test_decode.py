@@ -26,7 +26,7 @@ from helpers import (
 
 from leapahead.decode import Generation, decode
 from leapahead.drafter import Context, Drafter, Proposal, Step
-from leapahead.drafters import BUILT_IN, factory
+from leapahead.drafters import factory, ready
 from leapahead.errors import BadLogits, BadParameter, DraftError, LeapaheadError, Refused
 from leapahead.sampling import SamplingParams
 from leapahead.stats import PHASES, Stats
@@ -47,9 +47,9 @@ class Counting(ToyTarget):
         self.closed: list[ToySession] = []
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None, reserve: int = 0
+        self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None, **rest: Any
     ) -> ToySession:
-        session = super().open(tokens, params, stats)
+        session = super().open(tokens, params, stats, **rest)
         self.opened.append(session)
         session.close = lambda: self.closed.append(session)  # type: ignore[method-assign]
         return session
@@ -59,6 +59,17 @@ class Counting(ToyTarget):
         self.batches.append(len(sessions))
         self.nodes += sum(len(tree) for tree in trees)
         return super().step(sessions, trees)
+
+
+def test_a_drafter_that_cannot_begin_leaves_no_session_open() -> None:
+    class Foreign(Empty):
+        def begin(self, context: Context) -> None:
+            raise BadParameter("it is another vocabulary's")
+
+    target = Counting()
+    with pytest.raises(BadParameter, match="another vocabulary"):
+        begin(target, Foreign())
+    assert target.closed == target.opened != []
 
 
 # ------------------------------------------------------------------------------------------------------- batches
@@ -299,7 +310,7 @@ def test_the_toy_is_a_target_and_refuses_bad_prompts() -> None:
             target.open([1, token], GREEDY)
 
 
-@pytest.mark.parametrize("name", ["curious", *BUILT_IN])
+@pytest.mark.parametrize("name", ["curious", *ready()])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_drafted_prefix_from_which_nothing_can_be_chosen_harms_nobody(name: str, temperature: float) -> None:
     """As with a grammar: it bans every token after prefixes that the text never takes, but drafts do."""
@@ -323,7 +334,7 @@ def test_a_drafted_prefix_from_which_nothing_can_be_chosen_harms_nobody(name: st
             assert chosen.max() < 6
 
     params = SamplingParams(temperature=temperature, seed=4, processors=(even_only,))
-    drafter = Curious() if name == "curious" else factory(name)()
+    drafter = Curious() if name == "curious" else factory(name, **({"nodes": 9} if name == "auto" else {}))()
     assert_same_text(target, drafter, prompt, params=params)
 
 

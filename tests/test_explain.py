@@ -8,6 +8,7 @@ from collections import defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from leapahead.drafter import Context, Proposal, Step
 from leapahead.drafters.lookahead import Lookahead
 from leapahead.errors import LeapaheadError
 from leapahead.lab.explain import Recording, page, record, visible
+from leapahead.planner import machine
 from leapahead.sampling import SamplingParams
 from leapahead.targets.toy import ToyTarget
 from leapahead.tree import Budget
@@ -34,8 +36,10 @@ def loaded(tiny_folder: Path) -> Any:
     return targets.load(str(tiny_folder))
 
 
-def recorded(loaded: Any, prompt: Any = PROMPT, drafter: str = "lookahead", **options: Any) -> Recording:
-    return record(loaded.target, loaded.tokenizer, prompt, drafters.factory(drafter)(), **options)
+def recorded(
+    loaded: Any, prompt: Any = PROMPT, drafter: str = "lookahead", given: dict[str, Any] | None = None, **options: Any
+) -> Recording:
+    return record(loaded.target, loaded.tokenizer, prompt, drafters.factory(drafter, **(given or {}))(), **options)
 
 
 def data_of(html: str) -> Any:
@@ -67,12 +71,17 @@ class Watched(Lookahead):
 # ----------------------------------------------------------------------------------------------- what is recorded
 
 
-@pytest.mark.parametrize("drafter", ["lookahead", "prompt_lookup", "jacobi", "plain"])
+@pytest.mark.parametrize("drafter", drafters.ready())
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
-def test_the_text_is_the_one_that_generate_gives(loaded: Any, tiny_folder: Path, drafter: str, sampling: Any) -> None:
-    recording = recorded(loaded, drafter=drafter, sampling=sampling, max_new_tokens=30)
+def test_the_text_is_the_one_that_generate_gives(
+    loaded: Any, tiny_folder: Path, drafter: str, sampling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_machines", WeakKeyDictionary())  # nothing is known of either target
+    given = {"nodes": 8} if drafter == "auto" else {}  # and the clock decides nothing
+    loaded.target.forget()  # what it thinks of the prompt is told where the prompt is read
+    recording = recorded(loaded, drafter=drafter, given=given, sampling=sampling, max_new_tokens=30)
     options = {"temperature": sampling.temperature, "top_k": sampling.top_k, "seed": sampling.seed}
-    llm = LLM(str(tiny_folder), drafter=drafter)
+    llm = LLM(str(tiny_folder), drafter=drafter, memory=False, **given)
     result = llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True, **options)
     assert (recording.tokens, recording.text) == (result.tokens, result.text)
     assert recording.finish_reason == result.finish_reason
@@ -247,7 +256,7 @@ def test_the_command_writes_a_page(command: Any, tmp_path: Path, monkeypatch: py
     assert result.stderr.startswith("explain.html: ")
     found = data_of((tmp_path / "explain.html").read_text(encoding="utf-8"))
     assert sum(len(step["tokens"]) for step in found["steps"]) == 12
-    assert (found["prompt"], found["drafter"]) == (PROMPT, "lookahead")
+    assert (found["prompt"], found["drafter"]) == (PROMPT, "auto")
     command(
         PROMPT, "--max-new-tokens", "5", "-t", "1", "--seed", "4", "-d", "jacobi", "-o", "block=2", "--out", "j.html"
     )
@@ -258,7 +267,7 @@ def test_the_command_writes_a_page(command: Any, tmp_path: Path, monkeypatch: py
 
 def test_the_terminal(command: Any, loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = command(PROMPT, "--max-new-tokens", "12", "--terminal")
+    result = command(PROMPT, "--max-new-tokens", "12", "-d", "lookahead", "--terminal")
     recording = recorded(loaded, max_new_tokens=12)
     assert result.exit_code == 0
     assert list(tmp_path.iterdir()) == []  # no page unless asked for

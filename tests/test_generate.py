@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import leapahead
-from leapahead import LLM, BadParameter, ContextOverflow, Drafter, LeapaheadError, Refused, targets
+from leapahead import LLM, BadParameter, ContextOverflow, Drafter, LeapaheadError, Refused, drafters, targets
 from leapahead.drafter import Context, Proposal
 from leapahead.targets.toy import ToyTarget
 from leapahead.text import Detokenizer, TextStream
 from leapahead.tree import Budget, TokenTree
 
-NAMES = ["plain", "jacobi", "prompt_lookup", "lookahead"]
+NAMES = drafters.ready()
 
 
 class SyllableTokenizer:
@@ -49,7 +49,8 @@ class SyllableTokenizer:
 
 @pytest.fixture
 def toy() -> LLM:
-    return LLM(ToyTarget(), tokenizer=SyllableTokenizer())
+    """The default drafter, told to draft: it would not where a forward takes no time."""
+    return LLM(ToyTarget(), tokenizer=SyllableTokenizer(), nodes=8)
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -122,7 +123,7 @@ def test_a_stream_is_the_result_in_pieces(toy: LLM) -> None:
 def test_an_abandoned_stream_closes_its_session(toy: LLM) -> None:
     opened: list[Any] = []
     original = toy.target.open
-    toy.target.open = lambda *args: opened.append(original(*args)) or opened[-1]  # type: ignore[method-assign]
+    toy.target.open = lambda *args, **rest: opened.append(original(*args, **rest)) or opened[-1]  # type: ignore
     stream = toy.stream("ab", max_new_tokens=50)
     next(stream)
     stream.close()
@@ -456,15 +457,24 @@ def test_a_prompt_that_is_too_long() -> None:
         (3, {}, "a model must be a name, a path, a loaded torch module or a leapahead target, got int"),
         ("/no/such/folder", {}, "no folder '/no/such/folder'"),
         (ToyTarget(), {"drafter": "lokahead"}, "did you mean 'lookahead'"),
-        (ToyTarget(), {"windw": 3}, "did you mean 'window'"),
-        (ToyTarget(), {"window": 0}, "window=0"),
+        (ToyTarget(), {"nods": 3}, "drafter 'auto' has no option 'nods' .did you mean 'nodes'"),
+        (ToyTarget(), {"nodes": -1}, "nodes=-1"),
+        (ToyTarget(), {"drafter": "lookahead", "windw": 3}, "did you mean 'window'"),
+        (ToyTarget(), {"drafter": "lookahead", "window": 0}, "window=0"),
         (ToyTarget(), {"max_batch": 0}, "max_batch=0"),
-        (ToyTarget(capabilities=frozenset()), {}, "needs tree from the target"),
+        (ToyTarget(capabilities=frozenset()), {"drafter": "lookahead"}, "needs tree from the target"),
     ],
 )
 def test_bad_models_and_drafters(model: Any, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(LeapaheadError, match=sentence):
         LLM(model, **options)
+
+
+def test_the_default_decodes_plainly_where_nothing_can_be_drafted() -> None:
+    llm = LLM(ToyTarget(capabilities=frozenset()))
+    result = llm.generate([1, 2, 3], max_new_tokens=30)
+    assert result.tokens == llm.generate([1, 2, 3], max_new_tokens=30, drafter="plain").tokens
+    assert (result.stats.drafted, result.stats.steps) == (0, 30)
 
 
 def test_a_missing_bundled_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -474,4 +484,4 @@ def test_a_missing_bundled_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_the_repr(toy: LLM) -> None:
-    assert repr(toy) == "LLM('toy(vocab_size=12, order=2, seed=0)', drafter='lookahead')"
+    assert repr(toy) == "LLM('toy(vocab_size=12, order=2, seed=0)', drafter='auto')"

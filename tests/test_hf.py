@@ -55,8 +55,12 @@ VOCAB = 96
 PAD = 0
 HUB_FOLDER = Path(hf.__file__).parent  # holds custom_generate/generate.py
 
-DRAFTERS = ["plain", "jacobi", "prompt_lookup", "lookahead"]
-OPTIONS: dict[str, dict[str, Any]] = {"lookahead": {"window": 5, "ngram": 3, "guesses": 4}, "jacobi": {"block": 4}}
+DRAFTERS = drafters.ready()
+OPTIONS: dict[str, dict[str, Any]] = {
+    "auto": {"nodes": 6},  # whatever they cost
+    "lookahead": {"window": 5, "ngram": 3, "guesses": 4},
+    "jacobi": {"block": 4},
+}
 
 
 def tiny(kind: str, vocab: int = VOCAB, seed: int = 0) -> Any:
@@ -158,8 +162,13 @@ def test_a_model_whose_state_cannot_forget_decodes_plainly(kind: str) -> None:
     model = tiny(kind)
     for inputs in [SINGLE, BATCH]:
         assert ours(model, inputs, "plain").tolist() == theirs(model, inputs).tolist()
-    with pytest.raises(Refused, match="lookahead"):
-        ours(model, SINGLE, "lookahead")
+        stats: list[Stats] = []
+        by_default = model.generate(**inputs, custom_generate=hf.generate, max_new_tokens=20, stats=stats)
+        assert by_default.tolist() == theirs(model, inputs).tolist()
+        assert not any(each.drafted for each in stats)
+    for drafter in ["lookahead", "recycling", "suffix"]:
+        with pytest.raises(Refused, match=drafter):
+            ours(model, SINGLE, drafter)
 
 
 def test_padding_is_inferred_as_in_transformers(llama: Any) -> None:
@@ -243,7 +252,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 def test_every_processor_sees_its_own_prefix(llama: Any, name: str, inputs: dict[str, Any]) -> None:
     options = {"eos_token_id": common_token(llama, inputs), "max_new_tokens": 24, **PROCESSORS[name]}
     expected = theirs(llama, inputs, **options).tolist()
-    for drafter in ["plain", "lookahead"]:
+    for drafter in ["plain", "lookahead", "auto"]:
         assert ours(llama, inputs, drafter, **options).tolist() == expected
 
 
@@ -607,6 +616,8 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "there is no drafter 'lokahead' .did you mean 'lookahead'": {"drafter": "lokahead"},
     "did you mean 'window'": {"drafter": "lookahead", "drafter_options": {"windw": 3}},
     "block=0": {"drafter": "jacobi", "block": 0},
+    "there is no source 'heads'": {"drafter": "auto", "sources": "heads"},
+    "nodes=-1": {"drafter": "suffix", "nodes": -1},
 }
 
 
@@ -684,6 +695,17 @@ def test_every_option_of_a_built_in_drafter_is_a_keyword() -> None:
         assert set(drafters.options(drafters.load(name))) <= keywords, name
     clashes = keywords & {name for name in vars(GenerationConfig())}
     assert not clashes
+
+
+def test_the_default_is_auto(llama: Any) -> None:
+    for name, inputs in {"single": SINGLE, "batch": BATCH}.items():
+        stats: list[Stats] = []
+        options: dict[str, Any] = {"sources": "suffix,recycling", "nodes": 5, "stats": stats, "max_new_tokens": 20}
+        text = llama.generate(**inputs, custom_generate=hf.generate, **options)
+        assert text.tolist() == theirs(llama, inputs).tolist(), name
+        assert {source for each in stats for source in each.drafter} == {"suffix", "recycling"}
+        assert sum(each.drafted for each in stats) > 0
+        assert run(llama, inputs).tolist() == theirs(llama, inputs).tolist()
 
 
 def test_a_target_without_trees_refuses_the_drafter_by_name(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

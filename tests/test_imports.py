@@ -17,16 +17,17 @@ SOURCE = Path(leapahead.__file__).parent
 # From the ground up; a room may import what stands before it (and itself). DESIGN section 4.
 ROOMS = [
     "errors",
+    "memory",
     "tree",
     "verify",
     "sampling",
     "stats",
     "target",
+    "text",
     "drafter",
     "stop",
     "decode",
     "drafters",
-    "text",
     "targets",
     "planner",
     "generate",

@@ -23,7 +23,7 @@ from leapahead.prompts import BUNDLED
 from leapahead.sampling import SamplingParams
 from leapahead.stats import Stats
 from leapahead.stop import StopParams
-from leapahead.target import CHAIN, LOGITS, TREE
+from leapahead.target import CHAIN, LOGITS, TOP_K, TREE
 from leapahead.tree import TokenTree
 from leapahead.verify import Verdict
 
@@ -69,7 +69,7 @@ def positions(target: LlamaCppTarget) -> dict[int, int]:
 
 
 def test_it_can_do_everything(target: LlamaCppTarget) -> None:
-    assert target.capabilities == {CHAIN, TREE, LOGITS}
+    assert target.capabilities == {CHAIN, TREE, LOGITS, TOP_K}
     assert (target.context_length, target.vocab_size, target.max_leaves) == (512, 4096, 64)
 
 
@@ -428,7 +428,7 @@ def test_generate_from_a_file() -> None:
     result = invoke(*words)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert (found["target"], found["drafter"], len(found["tokens"])) == (Path(path).name, "lookahead", 20)
+    assert (found["target"], found["drafter"], len(found["tokens"])) == (Path(path).name, "auto", 20)
 
 
 def test_chat_by_the_template_of_the_file() -> None:

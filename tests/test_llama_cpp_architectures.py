@@ -25,7 +25,7 @@ from leapahead.errors import LeapaheadError, Refused
 from leapahead.sampling import SamplingParams
 from leapahead.stats import Stats
 from leapahead.stop import StopParams, Stopper
-from leapahead.target import CHAIN, LOGITS, TREE
+from leapahead.target import CHAIN, LOGITS, TOP_K, TREE
 from leapahead.tree import TokenTree
 
 pytest.importorskip("llama_cpp")
@@ -42,7 +42,8 @@ ALL = [each.name for each in ARCHITECTURES]
 ATTENTION = [each.name for each in ARCHITECTURES if not each.stateful]
 SLIDING = ["gemma2", "gemma3", "gemma4", "cohere2", "gpt_oss"]
 STATEFUL = [each.name for each in ARCHITECTURES if each.stateful]
-DRAFTERS = [name for name in drafters.names() if name != "plain"]
+DRAFTERS = [name for name in drafters.ready() if name != "plain"]
+OPTIONS = {"auto": {"nodes": 8}}  # whatever they cost
 
 _rng = np.random.default_rng(3)
 _phrase = _rng.integers(0, VOCABULARY - 1, 7).tolist()
@@ -129,7 +130,7 @@ def own_text(path: Path, prompt: Sequence[int], length: int) -> list[int]:
 @pytest.mark.parametrize("name", ALL)
 def test_capabilities(name: str) -> None:
     target = target_of(name)
-    assert target.capabilities == (set() if BY_NAME[name].stateful else {CHAIN, TREE, LOGITS})
+    assert target.capabilities == (set() if BY_NAME[name].stateful else {CHAIN, TREE, LOGITS, TOP_K})
     assert target.vocab_size == VOCABULARY
 
 
@@ -221,7 +222,7 @@ def test_text_of_made_drafts(name: str, mode: str) -> None:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_text_of_registered_drafters(name: str, drafter: str) -> None:
-    target, new = target_of(name), drafters.factory(drafter)
+    target, new = target_of(name), drafters.factory(drafter, **OPTIONS.get(drafter, {}))
     for mode, params in MODES.items():
         expected = plain_texts(name, mode)
         target.forget()
@@ -241,7 +242,15 @@ def test_a_window_survives_drafts_that_are_computed_in_parts(name: str) -> None:
 # ---------------------------------------------------------------------------------------------------- state
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", STATEFUL)
+def test_the_default_decodes_a_state_plainly(name: str) -> None:
+    target = target_of(name)
+    result = LLM(target).generate([1, 2, 3, 1, 2], max_new_tokens=12, ignore_eos=True)
+    plain = LLM(target, drafter="plain").generate([1, 2, 3, 1, 2], max_new_tokens=12, ignore_eos=True)
+    assert (result.tokens, result.stats.drafted) == (plain.tokens, 0)
+
+
+@pytest.mark.parametrize("drafter", [drafter for drafter in DRAFTERS if drafter != "auto"])
 @pytest.mark.parametrize("name", STATEFUL)
 def test_a_state_is_refused_by_name(name: str, drafter: str) -> None:
     target = target_of(name)

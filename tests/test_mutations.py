@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from helpers import GREEDY, RandomTrees, Scattered, full_text, same_text
 
 import leapahead.decode
 from leapahead.drafter import Drafter
+from leapahead.drafters import factory
 from leapahead.sampling import Sampler, SamplingParams
 from leapahead.stats import Stats
 from leapahead.stop import StopParams
@@ -29,12 +31,14 @@ STOP = StopParams(max_new_tokens=30)
 PROMPTS = [(1, 2, 3, 1, 2), (4, 0), (5,), (3, 3, 1, 0, 2, 1, 3)]
 
 
-def differs(target: ToyTarget, params: SamplingParams) -> bool:
+def made_up(text: Sequence[int]) -> Iterable[Drafter]:
+    return [Scattered(text, seed=0), Scattered(text, seed=1, depth=7), RandomTrees(seed=2, nodes=20)]
+
+
+def differs(
+    target: ToyTarget, params: SamplingParams, drafters: Callable[[Sequence[int]], Iterable[Drafter]] = made_up
+) -> bool:
     """Whether any drafter's text is not plain decoding's, on any of a few prompts; or the engine itself objects."""
-
-    def drafters(text: Sequence[int]) -> Iterable[Drafter]:
-        return [Scattered(text, seed=0), Scattered(text, seed=1, depth=7), RandomTrees(seed=2, nodes=20)]
-
     for prompt in PROMPTS:
         text = full_text(target, prompt, params=params, stop=STOP)
         for drafter in drafters(text):
@@ -60,7 +64,7 @@ class Toy(ToyTarget):
         self.ties = ties
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None, reserve: int = 0
+        self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None, **rest: Any
     ) -> ToySession:
         session = self.session(self, list(tokens), params)
         session.sampler = self.sampler(params, session.tokens, self.vocab_size)
@@ -288,6 +292,31 @@ MUTATIONS = {
 def test_a_broken_target_is_caught_and_the_unbroken_one_is_not(mutation: Mutation) -> None:
     assert not differs(mutation.unbroken(mutation.ties), mutation.params)
     assert differs(mutation.broken(mutation.ties), mutation.params)
+
+
+# Under penalties a text does not come back to what it said, so those that match what was said draft next to nothing.
+REGISTERED = [
+    (mutation, name)
+    for mutation in MUTATIONS
+    for name in ("auto", "recycling", "ngram", "suffix")
+    if name in ("auto", "recycling") or not mutation.startswith("path ignored")
+]
+
+
+def registered_differs(name: str, target: Toy, params: SamplingParams) -> bool:
+    return differs(target, params, lambda text: [factory(name, nodes=nodes)() for nodes in (16, 4)])
+
+
+@cache
+def unbroken_differs(name: str, kind: type[Toy], ties: bool, params: SamplingParams) -> bool:
+    return registered_differs(name, kind(ties), params)
+
+
+@pytest.mark.parametrize(("mutation", "name"), REGISTERED)
+def test_a_registered_drafter_catches_it_too(mutation: str, name: str) -> None:
+    one = MUTATIONS[mutation]
+    assert not unbroken_differs(name, one.unbroken, one.ties, one.params)
+    assert registered_differs(name, one.broken(one.ties), one.params)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

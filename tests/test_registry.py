@@ -29,8 +29,10 @@ def third_parties(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ours_are_there_and_load_as_drafters_of_their_name() -> None:
-    assert {"plain", "jacobi", "prompt_lookup", "lookahead"} <= set(registry.names())
-    assert registry.names()[0] == "plain"
+    assert {"auto", "plain", "jacobi", "prompt_lookup", "lookahead"} <= set(registry.names())
+    assert {"ngram", "suffix", "recycling", "datastore", "prediction"} <= set(registry.names())
+    assert registry.names()[:2] == ["auto", "plain"]
+    assert set(registry.names()) - set(registry.ready()) == {"datastore", "prediction"}
     for name in registry.BUILT_IN:
         drafter = registry.load(name)
         assert issubclass(drafter, Drafter)
@@ -58,7 +60,7 @@ def test_an_unknown_name_is_told_with_the_nearest_and_all(wrong: str, nearest: s
 
 
 def test_a_name_like_no_other_is_told_without_a_guess() -> None:
-    with pytest.raises(BadParameter, match="no drafter 'qqq'; there are plain, "):
+    with pytest.raises(BadParameter, match="no drafter 'qqq'; there are auto, plain, "):
         registry.load("qqq")
 
 
@@ -86,6 +88,13 @@ def test_an_unknown_option_is_told_with_the_nearest_and_all(name: str, option: s
         ("jacobi", {"block": 0}),
         ("prompt_lookup", {"num_tokens": 0}),
         ("prompt_lookup", {"min_ngram": 3, "max_ngram": 2}),
+        ("auto", {"nodes": -1}),
+        ("auto", {"max_nodes": 0}),
+        ("ngram", {"longest": 0}),
+        ("suffix", {"nodes": -1}),
+        ("recycling", {"k": -1}),
+        ("recycling", {"longest": 0}),
+        ("prediction", {"nodes": -1}),
     ],
 )
 def test_an_impossible_option_is_told_when_the_factory_is_made(name: str, options: dict[str, object]) -> None:
@@ -94,6 +103,16 @@ def test_an_impossible_option_is_told_when_the_factory_is_made(name: str, option
     for option, value in options.items():
         assert option in str(refusal.value)
         assert str(value) in str(refusal.value)
+
+
+def test_an_unknown_source_is_told_with_all() -> None:
+    with pytest.raises(BadParameter, match="there is no source 'ngrams'; there are prediction, ngram, suffix"):
+        registry.factory("auto", sources="suffix, ngrams")
+
+
+def test_a_datastore_needs_its_file() -> None:
+    with pytest.raises(BadParameter, match=r"'datastore' needs file=\.\.\., which `leapahead datastore build` writes"):
+        registry.factory("datastore")
 
 
 def test_a_factory_makes_one_instance_a_sequence_with_the_options_given() -> None:

@@ -199,8 +199,8 @@ class GridTarget(ToyTarget):
         super().__init__(vocab_size=model.vocab, order=3)
         self.model, self.noise = model, ()
 
-    def open(self, tokens: Sequence[int], params: SamplingParams, stats: Any = None) -> ToySession:
-        session = super().open(tokens, params, stats)
+    def open(self, tokens: Sequence[int], params: SamplingParams, stats: Any = None, **rest: Any) -> ToySession:
+        session = super().open(tokens, params, stats, **rest)
         target, sampler = self, session.sampler
 
         def choose(logits: Any, tree: TokenTree, nodes: IntArray, *rest: Any) -> IntArray:

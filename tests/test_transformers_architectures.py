@@ -19,13 +19,13 @@ from leapahead.drafters.plain import Plain
 from leapahead.errors import BadParameter, Refused
 from leapahead.sampling import SamplingParams
 from leapahead.stop import StopParams, Stopper
-from leapahead.target import CHAIN, TREE, require
+from leapahead.target import CHAIN, TOP_K, TREE, require
 from leapahead.targets.transformers import TransformersTarget
 from leapahead.tree import Budget, TokenTree
 from leapahead.verify import Verdict
 
 NAMES = [each.name for each in ARCHITECTURES]
-CAPABILITIES = {"tree": {CHAIN, TREE}, "chain": {CHAIN}, "plain": set[str]()}
+CAPABILITIES = {"tree": {CHAIN, TREE, TOP_K}, "chain": {CHAIN, TOP_K}, "plain": set[str]()}
 PROMPTS = ((5, 6, 7), tuple(range(3, 23)), (9,), (5, 6, 7, 8))
 LENGTHS = (24, 9, 20, 16)  # so that sequences leave one by one
 PARAMS = {
@@ -175,7 +175,10 @@ def test_text_of_made_drafts(name: str, mode: str) -> None:
     assert alone(target, [kinds[-1](text, i) for i, text in enumerate(texts)], params) == texts
 
 
-@pytest.mark.parametrize("drafter", [name for name in drafters.names() if name != "plain"])
+OPTIONS = {"auto": {"nodes": 8}, "lookahead": {"window": 4, "ngram": 3, "guesses": 4}}
+
+
+@pytest.mark.parametrize("drafter", [name for name in drafters.ready() if name != "plain"])
 @pytest.mark.parametrize("name", NAMES)
 def test_text_of_registered_drafters(name: str, drafter: str) -> None:
     target, kind = target_of(name), drafters.load(drafter)
@@ -183,9 +186,8 @@ def test_text_of_registered_drafters(name: str, drafter: str) -> None:
         with pytest.raises(Refused, match=drafter):
             require(target, kind.needs, drafter)
         return
-    options = {"window": 4, "ngram": 3, "guesses": 4} if drafter == "lookahead" else {}
     for mode in PARAMS:
-        made = [kind(**options) for _ in PROMPTS]
+        made = [kind(**OPTIONS.get(drafter, {})) for _ in PROMPTS]
         assert run(target, made, params_of(mode), start=2) == plain_texts(name, mode)
 
 

@@ -19,7 +19,7 @@ from leapahead.errors import BadLogits, BadParameter, ContextOverflow, Leapahead
 from leapahead.sampling import SamplingParams
 from leapahead.stats import Stats
 from leapahead.stop import StopParams
-from leapahead.target import CHAIN, LOGITS, TREE, Target
+from leapahead.target import CHAIN, LOGITS, TOP_K, TREE, Target
 from leapahead.targets import engines, families, kv_cache, selftest
 from leapahead.targets import transformers as room
 from leapahead.targets.engines import CachedEngine, ChainEngine, MaskedEngine, NativeEngine
@@ -68,7 +68,7 @@ def accept(tree: TokenTree, node: int, bonus: int = 7) -> Verdict:
 
 def test_is_a_target(target: TransformersTarget) -> None:
     assert isinstance(target, Target)
-    assert target.capabilities == {CHAIN, TREE, LOGITS}
+    assert target.capabilities == {CHAIN, TREE, LOGITS, TOP_K}
     assert target.vocab_size == VOCABULARY
     assert target.context_length == SIZES["max_position_embeddings"]
 
@@ -607,7 +607,7 @@ def test_a_model_that_ignores_masks_has_chains_only(monkeypatch: pytest.MonkeyPa
     right = model.model.forward
     monkeypatch.setattr(model.model, "forward", lambda **kwargs: right(**{**kwargs, "attention_mask": None}))
     target = TransformersTarget(model)
-    assert target.capabilities == {CHAIN, LOGITS}
+    assert target.capabilities == {CHAIN, LOGITS, TOP_K}
     assert isinstance(target.engine, ChainEngine)
 
 

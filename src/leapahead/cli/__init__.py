@@ -13,12 +13,15 @@ from leapahead import __version__
 from leapahead.cli.bench import bench
 from leapahead.cli.check import check
 from leapahead.cli.curves import COMMANDS
+from leapahead.cli.datastore import datastore
 from leapahead.cli.drafters import drafters
 from leapahead.cli.explain import explain
 from leapahead.cli.export import export_gguf
 from leapahead.cli.generate import chat, demo, generate
 from leapahead.cli.lab import lab
+from leapahead.cli.memory import memory
 from leapahead.cli.screen import Failure
+from leapahead.cli.tune import tune
 from leapahead.errors import LeapaheadError
 
 
@@ -46,7 +49,7 @@ def main() -> None:
     """Any causal language model, several tokens per forward pass, exactly the text of one at a time."""
 
 
-for command in (generate, chat, check, bench, drafters, explain, demo, export_gguf, lab):
+for command in (generate, chat, check, bench, drafters, explain, demo, tune, datastore, memory, export_gguf, lab):
     main.add_command(command)
 for command in COMMANDS:
     lab.add_command(command)

@@ -186,7 +186,7 @@ def configurations(names: Sequence[str], configs: Sequence[str]) -> list[Configu
         BadParameter: unknown drafter or option, or a value that is not possible.
     """
     if not names and not configs:
-        names = registry.names()
+        names = registry.ready()
     found = [Configuration(name) for name in names]
     for text in configs:
         name, _, given = text.partition(":")

@@ -55,7 +55,7 @@ def check(
     scores lie closer than the measured rounding of that very position.
     """
     texts = prompts.read(file) if file is not None else list(prompts.BUNDLED)
-    options = drafter_arguments(values, names or registry.names())
+    options = drafter_arguments(values, names or registry.ready())
     sampling = SamplingParams(temperature=temperature, seed=seed)
     model = model_arguments(values)
     with screen.loading(model["model"]):

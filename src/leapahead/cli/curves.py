@@ -18,6 +18,8 @@ from leapahead.cli import screen
 from leapahead.cli.options import DRAFTER_OPTIONS, MODEL, Option, all_of, drafter_arguments, model_arguments
 from leapahead.errors import BadParameter, LeapaheadError
 from leapahead.lab import curves, plots, tasks
+from leapahead.lab.curves.calibration import ENOUGH as JUDGED
+from leapahead.lab.curves.growth import SIZES
 from leapahead.lab.curves.match import ENOUGH
 from leapahead.lab.curves.run import Data
 from leapahead.lab.plots import how
@@ -283,7 +285,95 @@ def expected(alpha: str, length: int, cost: float, longest: int, out: Path) -> N
     _write(found, prefix)
 
 
-COMMANDS: list[click.Command] = [cost, compression, jacobi, pool, match, expected]
+@click.command()
+@all_of(MODEL, DATA)
+@click.option("-d", "--drafter", default="auto", show_default=True, metavar="D", help="One that says what it expects.")
+@all_of(DRAFTER_OPTIONS)
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts decoded together.")
+@all_of(DICE)
+@_length(128)
+@_out("calibration")
+def calibration(drafter: str, batch: int, max_new_tokens: int, out: Path, **values: Any) -> None:
+    """Draw how often drafted nodes are accepted against how often the drafter thought they would be.
+
+    Once for whole paths from the root, once for nodes whose parent was accepted.
+    """
+    prefix = _prefix(out)
+    options, dice = drafter_arguments(values, [drafter]), _dice(values)
+    loaded, prompts, named = _loaded(values, max_new_tokens)
+    with screen.progress("calibration") as bar:
+        found = curves.calibration(
+            loaded.target,
+            prompts,
+            drafter,
+            options,
+            max_new_tokens,
+            loaded.eos_token_ids,
+            **dice,
+            batch=batch,
+            progress=bar,
+        )
+    found["conditions"]["data"] = named
+    for kind in ("path", "conditional"):
+        click.echo(f"{kind}: {found[kind]['nodes']} nodes")
+        _show(
+            ("predicted", "nodes", "mean", "observed", "95 %"),
+            [
+                (
+                    f"{row['low']:.1f} to {row['high']:.1f}",
+                    row["nodes"],
+                    f"{row['predicted']:.3f}",
+                    f"{row['observed']:.3f}",
+                    f"{row['interval']['low']:.3f} to {row['interval']['high']:.3f}",
+                )
+                for row in found[kind]["rows"]
+            ],
+        )
+        if (off := found[kind]["deviation"]) is not None:
+            click.echo(f"greatest deviation of a bin with {JUDGED} nodes or more: {off:.3f}")
+    _write(found, prefix)
+
+
+@click.command()
+@all_of(MODEL, DATA)
+@click.option("--sizes", default=",".join(map(str, SIZES)), show_default=True, metavar="N,...", help="Tokens.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Each indexes every size.")
+@click.option("--prefill", type=float, metavar="S", help="Seconds that a target takes for a token of a prompt.")
+@_out("growth")
+def growth(sizes: str, rounds: int, prefill: float | None, out: Path, **values: Any) -> None:
+    """Draw what an index of the text costs as it grows.
+
+    Without --data the text is random and no model is loaded.
+    """
+    prefix, lengths = _prefix(out), _numbers("sizes", sizes, int)
+    text, named = None, ""
+    if values["data"] is not None:
+        _, prompts, named = _loaded(values)
+        text = [token for prompt in prompts for token in prompt]
+    with screen.progress("growth") as bar:
+        found = curves.growth(text, lengths, rounds, prefill, progress=bar)
+    found["text"] = named or found["text"]
+    _show(
+        ("index", "tokens", "seconds", "µs/token", "MB", "of prefill"),
+        [
+            (
+                row["index"],
+                row["tokens"],
+                f"{row['seconds']:.3f}",
+                row["microseconds_per_token"],
+                f"{row['bytes'] / 1e6:.1f}",
+                "-" if row["of_prefill"] is None else f"{row['of_prefill']:.2%}",
+            )
+            for row in found["rows"]
+        ],
+    )
+    for row in found["linear"]:
+        times = f"{row['ratio']:.2f} times what it takes at {row['from']:,}"
+        click.echo(f"{row['index']}: a token at {row['to']:,} takes {times}")
+    _write(found, prefix)
+
+
+COMMANDS: list[click.Command] = [cost, compression, jacobi, pool, match, expected, calibration, growth]
 
 
 # --------------------------------------------------------------------------------------------------------- parts

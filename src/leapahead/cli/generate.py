@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from leapahead.cli import screen
+from leapahead.cli.memory import MEMORY, memory_argument, saved_at_the_end
 from leapahead.cli.options import (
     DRAFTER,
     MODEL,
@@ -31,8 +32,13 @@ from leapahead.prompts import DEMO
 @click.option(
     "-f", "--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Read the prompt from a file."
 )
+@click.option(
+    "--prediction",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A file with what the text will be, about; for the drafters auto and prediction.",
+)
 @click.option("--chat", "as_chat", is_flag=True, help="Send the prompt as a user's message, by the chat template.")
-@all_of(MODEL, DRAFTER, TEXT)
+@all_of(MODEL, DRAFTER, TEXT, MEMORY)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all figures.")
 @click.option("--compare", "with_plain", is_flag=True, help="Time plain decoding beside it, and compare the texts.")
 @click.option("--rounds", type=click.IntRange(min=1), default=ROUNDS, show_default=True, help="Of --compare.")
@@ -41,6 +47,7 @@ from leapahead.prompts import DEMO
 def generate(
     prompt: str | None,
     file: Path | None,
+    prediction: Path | None,
     as_chat: bool,
     as_json: bool,
     with_plain: bool,
@@ -56,6 +63,8 @@ def generate(
     """
     text = prompt_text(prompt, file)
     options = text_arguments(values)
+    if prediction is not None:
+        options["prediction"] = prompt_text(None, prediction)
     llm = _llm(values)
     given: Any = [{"role": "user", "content": text}] if as_chat else text
     if as_json or not streamed:
@@ -81,7 +90,7 @@ def generate(
 
 
 @click.command()
-@all_of(MODEL, DRAFTER, TEXT)
+@all_of(MODEL, DRAFTER, TEXT, MEMORY)
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
 @click.option("-q", "--quiet", is_flag=True, help="Without the line of figures after each answer.")
 def chat(system: str | None, quiet: bool, **values: Any) -> None:
@@ -164,7 +173,8 @@ def _llm(values: dict[str, Any]) -> LLM:
     drafter_options = drafter_arguments(values, [drafter])
     model = model_arguments(values)
     with screen.loading(model["model"]):
-        return LLM(**model, drafter=drafter, max_batch=1, **drafter_options)
+        llm = LLM(**model, drafter=drafter, max_batch=1, memory=memory_argument(values), **drafter_options)
+    return saved_at_the_end(llm)
 
 
 def _compare(llm: LLM, prompt: Any, result: Result, rounds: int, options: dict[str, Any]) -> Comparison:

@@ -55,7 +55,7 @@ DRAFTER_OPTIONS: tuple[Option, ...] = (
 )
 
 DRAFTER: tuple[Option, ...] = (
-    click.option("-d", "--drafter", default="lookahead", show_default=True, metavar="D", help="What guesses ahead."),
+    click.option("-d", "--drafter", default="auto", show_default=True, metavar="D", help="What guesses ahead."),
     *DRAFTER_OPTIONS,
 )
 

@@ -50,7 +50,7 @@ def generate(
     stopping_criteria: Sequence[Any],
     generation_config: Any,
     *,
-    drafter: str | type[Drafter] = "lookahead",
+    drafter: str | type[Drafter] = "auto",
     drafter_options: Mapping[str, Any] | None = None,
     window: int | None = None,
     ngram: int | None = None,
@@ -64,6 +64,14 @@ def generate(
     max_ngram: int | None = None,
     min_ngram: int | None = None,
     places: int | None = None,
+    sources: str | None = None,
+    datastore: str | None = None,
+    nodes: int | None = None,
+    max_nodes: int | None = None,
+    dice: bool | None = None,
+    longest: int | None = None,
+    k: int | None = None,
+    file: str | None = None,
     seed: int | Sequence[int] | None = None,
     stats: list[Stats] | None = None,
     leapahead_streamer: Any = None,
@@ -86,6 +94,10 @@ def generate(
             window, ngram, guesses, preset, prompt_ngrams, start_from_pool, pool_capacity: of `lookahead`.
             block: of `jacobi`.
             num_tokens, max_ngram, min_ngram, places: of `prompt_lookup`.
+            sources, datastore, nodes, max_nodes, dice: of `auto`.
+            nodes: of `ngram`, `suffix`, `recycling`, `datastore` and `prediction`; longest: of the first and the third.
+            k: of `recycling`.
+            file: of `datastore`.
         seed: which dice, when sampling: one for each row, or a number, of which row i takes `seed + i`. By default they
             are drawn from torch's generator, so that `torch.manual_seed` (or `set_seed`) makes a run repeatable.
         stats: a list that receives one `Stats` for each row.
@@ -114,6 +126,14 @@ def generate(
         "max_ngram": max_ngram,
         "min_ngram": min_ngram,
         "places": places,
+        "sources": sources,
+        "datastore": datastore,
+        "nodes": nodes,
+        "max_nodes": max_nodes,
+        "dice": dice,
+        "longest": longest,
+        "k": k,
+        "file": file,
     }
     options = {name: value for name, value in given.items() if value is not None} | dict(drafter_options or {})
     new_drafter = drafters.factory(drafter, **options)
@@ -145,7 +165,7 @@ def run(
     model: Any,
     inputs: Tensor | None = None,
     *,
-    drafter: str | type[Drafter] = "lookahead",
+    drafter: str | type[Drafter] = "auto",
     drafter_options: Mapping[str, Any] | None = None,
     streamer: Any = None,
     tokenizer: Any = None,

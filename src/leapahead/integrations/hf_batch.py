@@ -24,12 +24,11 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from leapahead.decode import Clock, Generation
-from leapahead.drafter import Drafter, Proposal, Step
+from leapahead.drafter import Drafter, Forward, Proposal, Step
 from leapahead.errors import BadParameter, ContextOverflow, Refused
 from leapahead.integrations.hf_fields import PREFIX_FREE
 from leapahead.sampling import LogitsProcessor, PrefixFree, SamplingParams
-from leapahead.stats import Stats
-from leapahead.stop import StopParams, Stopper
+from leapahead.stop import StopParams
 from leapahead.target import Choices, Target
 from leapahead.tree import UNLIMITED, TokenTree
 from leapahead.verify import Verdict
@@ -87,9 +86,9 @@ class _Generation(Generation):
 
     row: Row
 
-    def advance(self, proposal: Proposal, choices: Choices, clock: Clock) -> Step:
+    def advance(self, proposal: Proposal, choices: Choices, clock: Clock, forward: Forward) -> Step:
         self.row.choices, self.row.node = choices, 0
-        return super().advance(proposal, choices, clock)
+        return super().advance(proposal, choices, clock, forward)
 
 
 class Row:
@@ -115,12 +114,10 @@ class Row:
         self.node: int | None = None
 
     def start(self, target: Target, drafter: Drafter, seed: int) -> Generation:
-        stats = Stats()
-        session = target.open(self.prompt, self.params(seed), stats)
         stop = StopParams(
             max_new_tokens=max(1, self.batch.max_length - self.batch.input_ids.shape[1]), criteria=(self.look,)
         )
-        generation = _Generation(session, drafter, Stopper(stop, self.prompt, target.context_length), stats)
+        generation = _Generation.begin(target, self.prompt, drafter, self.params(seed), stop)
         generation.row = self
         return generation
 

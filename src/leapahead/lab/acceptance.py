@@ -41,7 +41,9 @@ def acceptance(
             plain: list[tuple[int, ...]] = []
             for name, drafter, options in CONFIGURATIONS:
                 progress.update(bar, description=f"{task}, temperature {temperature:g}: {name}")
-                with_drafter = LLM(llm.target, tokenizer=llm.tokenizer, drafter=drafter, max_batch=1, **options)
+                with_drafter = LLM(
+                    llm.target, tokenizer=llm.tokenizer, drafter=drafter, max_batch=1, memory=False, **options
+                )
                 results = [
                     with_drafter.generate(
                         prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=1, ignore_eos=ignore

@@ -131,6 +131,8 @@ def measure_cell(
     known: dict[tuple[int, tuple[int, ...]], bool] = {}  # a text is judged once
     groups = groups_of(prompts, setting.batch)
     for turn in range(rounds + 1):
+        for contender in contenders:
+            contender.begin_round()
         for group, members in enumerate(groups if turn else groups[:1]):
             given = [prompts[index] for index in members]
             did: dict[str, Pass] = {}

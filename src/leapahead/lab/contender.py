@@ -16,9 +16,10 @@ from leapahead import drafters
 from leapahead.decode import Generation, decode
 from leapahead.drafter import Drafter
 from leapahead.errors import CacheFull
+from leapahead.memory import Memory
 from leapahead.sampling import SamplingParams
 from leapahead.stats import Stats
-from leapahead.stop import StopParams, Stopper
+from leapahead.stop import StopParams
 from leapahead.target import Forgetful, Target, require
 from leapahead.text import REPLACEMENT, TextStream, Tokenizer
 
@@ -98,6 +99,9 @@ class Contender(ABC):
     def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
         """Continues all prompts, `setting.batch` of them at once, from an empty cache."""
 
+    def begin_round(self) -> None:  # noqa: B027 -- most remember nothing
+        """Every prompt comes once in a round: what was remembered of it is forgotten before the next one."""
+
     def refusal(self, prompts: Sequence[list[int]], setting: Setting) -> str | None:
         """Why it cannot take part in such a cell; None if it can."""
         return None
@@ -159,8 +163,15 @@ class Ours(Contender):
         options: dict[str, Any] | None = None,
     ) -> None:
         self.name, self.target, self.tokenizer = name, target, tokenizer
+        self.memory = Memory()
         self.new_drafter: Callable[[], Drafter] = drafters.factory(drafter, **(options or {}))
-        require(target, self.new_drafter().needs, name)
+        first = self.new_drafter()
+        require(target, first.needs, name)
+        if tokenizer is not None:
+            first.check_tokenizer(tokenizer)
+
+    def begin_round(self) -> None:
+        self.memory = Memory()
 
     def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
         if isinstance(self.target, Forgetful):
@@ -177,8 +188,9 @@ class Ours(Contender):
                 texts[index].stats = stats = Stats()
                 start = perf_counter()
                 try:
-                    reserve = len(tokens) + setting.max_new_tokens
-                    session = self.target.open(tokens, setting.params, stats, reserve)
+                    new = Generation.begin(
+                        self.target, tokens, self.new_drafter(), setting.params, stop, stats=stats, memory=self.memory
+                    )
                 except CacheFull:
                     if not running:
                         raise
@@ -186,8 +198,7 @@ class Ours(Contender):
                 finally:
                     found.prefill += perf_counter() - start
                 waiting.popleft()
-                stopper = Stopper(stop, tokens, self.target.context_length)
-                running.append(new := Generation(session, self.new_drafter(), stopper, stats))
+                running.append(new)
                 writing[new] = texts[index], TextStream(self.tokenizer), start
 
         began = perf_counter()

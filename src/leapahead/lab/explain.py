@@ -29,8 +29,7 @@ from leapahead.drafter import Drafter, Step
 from leapahead.drafters.lookahead import Lookahead
 from leapahead.generate import Prompt, encode
 from leapahead.sampling import Array, SamplingParams
-from leapahead.stats import Stats
-from leapahead.stop import StopParams, Stopper
+from leapahead.stop import StopParams
 from leapahead.target import Target, require
 from leapahead.text import REPLACEMENT, TextStream, Tokenizer
 from leapahead.tree import TokenTree
@@ -162,19 +161,16 @@ def record(
     require(target, drafter.needs, drafter.name)
     tokens = encode(prompt, tokenizer, target)
     stops = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
-    stopper = Stopper(stops, tokens, target.context_length)
-    stats = Stats()
-    session = target.open(tokens, sampling, stats, len(tokens) + max_new_tokens)
-    generation = Generation(session, drafter, stopper, stats)
+    generation = Generation.begin(target, tokens, drafter, sampling, stops)
     stream, steps, pool = TextStream(tokenizer), list[Moment](), _pool(drafter, tokens[-1])
     with closing(decode(target, [generation])) as decoding:
         for _, step in decoding:
             for index, token in enumerate(step.tokens):
                 stream.add(token, index < step.verdict.accepted)
-            spans = stream.finish(stopper.stop_reason) if generation.finished else stream.take()
+            spans = stream.finish(generation.stopper.stop_reason) if generation.finished else stream.take()
             steps.append(_moment(step, drafter, spans, pool))  # now: the next step may overwrite the logits
             pool = _pool(drafter, step.tokens[-1])
-    assert stopper.finish_reason is not None  # the loop ends with it
+    assert generation.stopper.finish_reason is not None  # the loop ends with it
     return Recording(
         prompt=tokenizer.decode(tokens) if tokenizer is not None else "",
         prompt_tokens=len(tokens),
@@ -183,7 +179,7 @@ def record(
         temperature=sampling.temperature,
         seed=sampling.seed if sampling.temperature > 0 else None,
         steps=tuple(steps),
-        finish_reason=stopper.finish_reason,
+        finish_reason=generation.stopper.finish_reason,
         texts=_texts(tokenizer, steps),
     )
 

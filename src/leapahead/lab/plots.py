@@ -270,6 +270,30 @@ def match(data: Data) -> Figure:
     return figure
 
 
+def calibration(data: Data) -> Figure:
+    """Observed against predicted acceptance, with intervals; the diagonal is a drafter that knows."""
+    counts = ", ".join(f"{kind} {data[kind]['nodes']}" for kind in ("path", "conditional"))
+    note = (
+        f"{data['drafter']}; nodes: {counts}; whiskers: exact binomial 95 % intervals; "
+        f"acceptance length {data['acceptance_length']:.2f}"
+    )
+    figure, panels = _figure(2, data, note)
+    titles = {"path": "P(node is accepted)", "conditional": "P(node | its parent is accepted)"}
+    for axes, (kind, title) in zip(panels, titles.items(), strict=True):
+        axes.plot([0, 1], [0, 1], color="#888888", linewidth=1, linestyle=":")
+        for row in data[kind]["rows"]:
+            at, value, interval = row["predicted"], row["observed"], row["interval"]
+            spread = [[max(value - interval["low"], 0)], [max(interval["high"] - value, 0)]]
+            axes.errorbar(at, value, yerr=spread, color=COLOURS[0], marker="o", capsize=3, elinewidth=1.2)
+            label = f"n={row['nodes']}"
+            axes.annotate(label, (at, value), xytext=(6, -10), textcoords="offset points", fontsize=7)
+        off = data[kind]["deviation"]
+        worst = "" if off is None else f"\ngreatest deviation {off:.3f}"
+        axes.set(title=title + worst, xlabel="predicted", xlim=(0, 1.02), ylim=(0, 1.02))
+    panels[0].set_ylabel("observed")
+    return figure
+
+
 def expected(data: Data) -> Figure:
     """Tokens and speed-up of one draft against its length."""
     note = (
@@ -298,6 +322,31 @@ def expected(data: Data) -> Figure:
     return figure
 
 
+def growth(data: Data) -> Figure:
+    """Seconds and megabytes against tokens, linear axes: what is linear is a straight line through zero."""
+    ratios = ", ".join(f"{row['index']} {row['ratio']:.2f}" for row in data["linear"])
+    ends = data["linear"][0]
+    note = f"text: {data['text']}; time of a token at {ends['to']:,} tokens over that at {ends['from']:,}: {ratios}"
+    if (prefill := data["conditions"]["prefill_seconds_per_token"]) is not None:
+        most = max(row["of_prefill"] for row in data["rows"])
+        note += f"; at most {most:.2%} of a prefill of {1e3 * prefill:.3g} ms a token"
+    drawn, (seconds, memory) = _figure(2, data, note)
+    for number, name in enumerate(dict.fromkeys(row["index"] for row in data["rows"])):
+        rows = [row for row in data["rows"] if row["index"] == name]
+        style: Any = {"color": COLOURS[number], "marker": MARKERS[number], "label": name}
+        tokens = [row["tokens"] for row in rows]
+        seconds.plot(tokens, [row["seconds"] for row in rows], **style)
+        memory.plot(tokens, [row["bytes"] / 1e6 for row in rows], **style)
+    seconds.set(title="Time to index a text", xlabel="tokens", ylabel="seconds")
+    memory.set(title="Memory of the index", xlabel="tokens", ylabel="MB")
+    for axes in (seconds, memory):
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+    seconds.legend(loc="upper left")
+    return drawn
+
+
 FIGURES: dict[str, Callable[[Data], Figure]] = {
     "cost": cost,
     "compression": compression,
@@ -305,6 +354,8 @@ FIGURES: dict[str, Callable[[Data], Figure]] = {
     "pool": pool,
     "match": match,
     "expected": expected,
+    "calibration": calibration,
+    "growth": growth,
 }
 
 

@@ -12,8 +12,7 @@ from leapahead.drafter import Drafter, Step
 from leapahead.errors import BadParameter
 from leapahead.lab.conditions import conditions as of_this_machine
 from leapahead.sampling import SamplingParams
-from leapahead.stats import Stats
-from leapahead.stop import StopParams, Stopper
+from leapahead.stop import StopParams
 from leapahead.target import Target, require
 
 Data = dict[str, Any]
@@ -55,9 +54,7 @@ def begin(
 ) -> Generation:
     """A generation of up to `length` tokens that counts itself."""
     stop = StopParams(max_new_tokens=length, eos_token_ids=tuple(eos_token_ids))
-    stopper, stats = Stopper(stop, prompt, target.context_length), Stats()
-    session = target.open(prompt, params, stats, len(prompt) + length)
-    return Generation(session, drafter, stopper, stats)
+    return Generation.begin(target, prompt, drafter, params, stop)
 
 
 def walk(target: Target, generation: Generation) -> Iterator[Step]:

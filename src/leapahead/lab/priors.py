@@ -1,0 +1,58 @@
+"""`python -m leapahead.lab.priors`: what the planner believes of candidates before it has seen any.
+
+Greedy and sampled texts of the bundled model are decoded with more nodes than would pay, so that unlikely candidates
+are seen too; of every key that was tried often enough, coarse or fine, the share that was right is written down. The
+prompts are not those that the benchmarks use.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+
+from leapahead import targets
+from leapahead.decode import Generation, decode
+from leapahead.lab import tasks
+from leapahead.memory import Memory
+from leapahead.planner.auto import Auto
+from leapahead.planner.calibration import Calibration
+from leapahead.planner.machine import PRIORS, machine_of
+from leapahead.sampling import SamplingParams
+from leapahead.stop import StopParams
+
+NODES, LENGTH = 48, 96
+TEMPERATURES = (0.0, 0.7, 1.0)
+ENOUGH = 40  # trials of a key
+
+
+@click.command()
+@click.option("--data", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--prompts", default=40, show_default=True)
+@click.option("--out", default=PRIORS, type=click.Path(dir_okay=False, path_type=Path))
+def main(data: Path, prompts: int, out: Path) -> None:
+    """Measure and write the priors."""
+    loaded = targets.load(None, tokenizer=None, dtype="float32", device="auto", trust_remote_code=False)
+    target, found = loaded.target, Calibration()
+    machine_of(target).calibration = found
+    chosen = [*tasks.read(None), *tasks.read(data, [f"mt_bench={prompts}"])]
+    texts = [tokens for task in chosen for tokens in tasks.encoded(task, loaded, LENGTH)]
+    memories = {temperature: Memory() for temperature in TEMPERATURES}
+    with Progress(console=Console(stderr=True)) as bar:
+        for index, tokens in enumerate(bar.track(texts, description="priors")):
+            for temperature, memory in memories.items():
+                sampling = SamplingParams(temperature=temperature, seed=index)
+                stop = StopParams(max_new_tokens=LENGTH, eos_token_ids=loaded.eos_token_ids)
+                generation = Generation.begin(target, tokens, Auto(nodes=NODES), sampling, stop, memory=memory)
+                for _ in decode(target, [generation]):
+                    pass
+    rows = [[row["key"], row["p"]] for row in found.rows() if row["trials"] >= ENOUGH]
+    out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
+    click.echo(f"{out}: {len(rows)} keys")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+"""`leapahead tune` and the calibration figure: their numbers against each other and against targets that are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from click.testing import CliRunner, Result
+from helpers import PROMPT
+from test_cost import Timed, line
+
+from leapahead.cli import Commands
+from leapahead.cli.tune import tune
+from leapahead.decode import Generation, decode
+from leapahead.drafter import Context, Drafter, Proposal, Step
+from leapahead.drafters.plain import Plain
+from leapahead.errors import BadParameter
+from leapahead.lab import plots, tuning
+from leapahead.lab.curves.calibration import ENOUGH, binned, calibration, trials
+from leapahead.planner.cost import CostCurve
+from leapahead.planner.machine import Machine, Place, machine_of
+from leapahead.sampling import SamplingParams
+from leapahead.stop import StopParams
+from leapahead.target import CHAIN, LOGITS, TOP_K
+from leapahead.targets.toy import Seen, ToyTarget
+from leapahead.tree import Budget, TokenTree, TreeBuilder
+
+PROMPTS = (PROMPT, (4, 5, 6, 4, 5), (7, 1, 7, 2))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LEAPAHEAD_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+# ------------------------------------------------------------------------------------------------------- numbers
+
+
+def test_the_rows_say_what_the_target_takes() -> None:
+    target = Timed(line(0.1, 0.002))
+    found = tuning.tune(target, seconds=3.0, clock=target.clock)
+    rows = {row["nodes"]: row for row in found["rows"]}
+    assert rows[1]["milliseconds"]["median"] == pytest.approx(2.0)
+    assert rows[1]["last_node"] is rows[1]["needs"] is None
+    for n, row in rows.items():
+        assert row["cost"] == pytest.approx(1 + 0.1 * (n - 1), rel=1e-3)
+        if n > 1:
+            assert row["last_node"] == pytest.approx(0.1, rel=1e-2)
+            assert row["needs"] == pytest.approx(0.1, rel=1e-2)
+    assert found["free"] == 1  # 1.1 times a plain step, and not more
+    assert not found["busy"]
+    assert not found["few"]
+    assert max(row["times"] for row in rows.values()) >= 3
+    assert machine_of(target).curve(target, 1)(8) == pytest.approx(0.0034, rel=1e-3)  # this process plans with it
+
+
+def test_what_is_free_may_be_all_that_was_measured() -> None:
+    assert tuning.free(CostCurve({1: 1.0, 128: 1.05}), 128) == 127
+    assert tuning.free(CostCurve({1: 1.0, 2: 1.5, 4: 1.0}), 4) == 0
+    assert tuning.free(CostCurve({4: 1.0, 8: 1.1, 16: 2.0}), 16, sequences=4) == 4
+
+
+def test_a_batch_is_measured_by_rows_and_kept_beside_the_others(cache: Path) -> None:
+    target = Timed(line(0.1, 0.002))
+    Machine().put(target, 1, CostCurve({1: 1.0, 2: 2.0}))
+    found = tuning.tune(target, sequences=4, seconds=3.0, clock=target.clock)
+    assert {row["nodes"] % 4 for row in found["rows"]} == {0}
+    one, two = found["rows"][:2]
+    # Four rows take 1.3 units for four tokens; four more take 0.4, and each must bring a share of those four tokens.
+    assert two["needs"] == pytest.approx(0.4 / 1.3, rel=1e-3)
+    assert two["last_node"] == pytest.approx(0.4 / 1.3, rel=1e-3)
+    assert one["cost"] == 1.0
+    kept = json.loads(Place.of(target).path.read_text())["curves"]
+    assert set(kept) == {"1", "4"}
+    assert kept["1"]["seconds"] == {"1": 1.0, "2": 2.0}
+
+
+def test_a_window_is_recommended_where_rows_are_free_and_not_where_they_cost() -> None:
+    flat = tuning.lookahead(CostCurve({1: 1.0, 128: 1.02}), 128)
+    (best,) = [row for row in flat if row["best"]]
+    assert best["speedup"] == max(row["speedup"] for row in flat) > 1.5
+    steep = tuning.lookahead(CostCurve({1: 1.0, 128: 30.0}), 128)
+    assert not any(row["best"] for row in steep)
+    assert max(row["speedup"] for row in steep) < 1
+    unknown = tuning.lookahead(CostCurve({1: 1.0, 16: 1.0}), 16)
+    assert {row["speedup"] is None for row in unknown if row["nodes"] > 16} == {True}  # not measured, not told
+    assert all(row["at_most"] == pytest.approx(row["compression"]) for row in unknown)  # not ruled out either
+    assert sum(row["best"] for row in unknown) == 1
+    hopeless = tuning.lookahead(CostCurve({1: 1.0, 4: 2.0}), 4)
+    assert all(row["speedup"] is None and row["at_most"] < 1 for row in hopeless)
+
+
+def test_every_drafter_is_served_or_refused_by_name() -> None:
+    chained = {row["name"]: row["refused"] for row in tuning.served(ToyTarget(capabilities=frozenset({CHAIN})))}
+    assert chained["plain"] is chained["prompt_lookup"] is None
+    assert "needs tree" in chained["lookahead"]
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_the_prices_of_a_practice_are_those_of_its_forwards(sequences: int) -> None:
+    target = ToyTarget(order=1, capabilities=frozenset({CHAIN, LOGITS, TOP_K}))  # no tree, and so no window
+    machine_of(target).put(target, sequences, CostCurve({sequences: 1e-2, 64: 1.1e-2}))  # nodes are nearly free
+    cost = CostCurve({sequences: 1.0, 100 + sequences: 26.0})  # every row a quarter of a step
+    found = tuning.practise(target, PROMPTS, cost, sequences, max_new_tokens=40, seconds=60)
+    drafted = sum(row["drafted"] for row in found["sources"])
+    assert found["texts"] == {1: 3, 2: 4}[sequences]  # of two at a time the first comes again
+    assert drafted > 0
+    assert found["nodes_per_step"] == pytest.approx(drafted / found["steps"], abs=1e-3)
+    for row in found["sources"]:
+        if row["drafted"]:
+            # In the time of a row, and of a step of so many texts; of one when the other has ended.
+            assert 0.25 * row["drafted"] - 1e-3 <= row["price"] <= 0.25 * sequences * row["drafted"] + 1e-3
+            assert row["pays"] == (row["accepted"] > row["price"])
+        else:
+            assert row["price"] is row["pays"] is None
+    assert found["acceptance_length"] > 1.2
+    assert {"auto", "plain"} == set(found["tokens_per_second"])
+
+
+def test_a_practice_without_time_says_so() -> None:
+    found = tuning.practise(ToyTarget(), PROMPTS, CostCurve({1: 1.0}), seconds=-1)
+    assert found["texts"] == found["steps"] == 0
+    assert found["nodes_per_step"] is found["acceptance_length"] is found["tokens_per_second"]["auto"] is None
+
+
+# ------------------------------------------------------------------------------------------------------- command
+
+
+def call(*words: str) -> Result:
+    main = Commands("main", commands={"tune": tune})
+    return CliRunner().invoke(main, ["tune", *words], env={"COLUMNS": "100"})
+
+
+QUICK = ("--seconds", "0.5", "--text-seconds", "3", "--limit", "1", "--max-new-tokens", "8")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_prints_the_numbers_that_it_gives_as_json(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = call(*QUICK, "--json")
+    assert given.exit_code == 0, given.output
+    found = json.loads(given.stdout)
+    (file,) = (cache / "cost").glob("*.json")
+    assert found["stored"] == str(file)
+    kept = json.loads(file.read_text())["curves"]["1"]["seconds"]
+    for row in found["rows"]:
+        assert kept[str(row["nodes"])] / kept["1"] == pytest.approx(row["cost"], rel=1e-3)
+    monkeypatch.setattr(tuning, "tune", lambda *_, **__: dict(found))
+    monkeypatch.setattr(tuning, "practise", lambda *_, **__: found["auto"])
+    shown = call(*QUICK, "--plot", str(tmp_path / "curve.svg"))
+    assert shown.exit_code == 0, shown.output
+    table = [line.split() for line in shown.stdout.splitlines()]
+    for row in found["rows"]:
+        (cells,) = [cells for cells in table if cells[:1] == [str(row["nodes"])] and "█" in cells[-1]]
+        assert f"{row['cost']:.2f}" in cells
+        assert f"{row['milliseconds']['median']:.4g}" == cells[1]
+        assert str(row["times"]) in cells
+    for source in found["auto"]["sources"]:
+        (cells,) = [cells for cells in table if cells[:1] == [source["name"]]]
+        assert str(source["drafted"]) in cells
+    assert "can be served by auto" in shown.stdout
+    assert str(file) in shown.stdout.replace("\n", "")
+    assert "<svg" in (tmp_path / "curve.svg").read_text()
+    assert not any("nan" in line.lower().split() for line in shown.stdout.splitlines())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_curve_of_the_command_is_what_the_next_process_begins_with(cache: Path) -> None:
+    from leapahead import targets
+
+    given = call("--seconds", "0.5", "--text-seconds", "0", "--json")
+    found = json.loads(given.stdout)
+    assert found["auto"] is None
+    curve = Machine().curve(targets.load(None).target, 1)
+    assert {n: pytest.approx(value, rel=1e-3) for n, value in curve.relative().items()} == {
+        row["nodes"]: row["cost"] for row in found["rows"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-m", "/nowhere/model.gguf"), "/nowhere/model.gguf"),
+        (("--plot", "curve.pdf"), "must end in .png or .svg"),
+        (("--plot", "/nowhere/curve.png"), "there is no folder /nowhere"),
+        (("--data", "/nowhere"), "there is no folder '/nowhere'"),
+        (("--threads", "2"), "GGUF"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(words: Sequence[str], said: str) -> None:
+    result = call(*words)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_figure_can_be_drawn(tmp_path: Path) -> None:
+    target = Timed(line(0.1, 0.002))
+    found = tuning.tune(target, seconds=1.0, clock=target.clock)
+    (path,) = plots.save(tuning.figure(found), tmp_path / "curve", kinds=("svg",))
+    assert "T(1) = 2 ms" in path.read_text()
+
+
+# --------------------------------------------------------------------------------------------------- calibration
+
+CHANCES = (0.05, 0.15, 0.35, 0.5, 0.65, 0.85, 0.95)
+
+
+class Coin(ToyTarget):
+    """Token 1 follows with a known probability, else 2: a coin for every prefix, as biased as its position says."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(vocab_size=4, seed=seed)
+
+    def chance(self, position: int) -> float:
+        return CHANCES[position % len(CHANCES)]
+
+    def row(self, seen: Seen) -> npt.NDArray[np.float64]:
+        coin = np.random.default_rng([self._seed, *(token for _, token in seen)]).random()
+        logits = np.zeros(4)
+        logits[1 if coin < self.chance(len(seen)) else 2] = 9.0
+        return logits
+
+
+class Honest(Drafter):
+    """Knows the coins of `Coin` but for how they fall: two of its children of every node along the ones."""
+
+    name: ClassVar[str] = "honest"
+
+    def __init__(self, depth: int = 3, lie: float = 1.0) -> None:
+        self.depth, self.lie = depth, lie
+
+    def propose(self, context: Context, budget: Budget) -> Proposal:
+        builder = TreeBuilder(context.root, budget)
+        expected, node, following = [1.0], 0, 0
+        for depth in range(self.depth):
+            p = CHANCES[(len(context.tokens) + depth) % len(CHANCES)]
+            for token, chance in ((1, p), (2, 1 - p)):
+                if (child := builder.add(node, token)) is not None:
+                    expected.append(expected[node] * chance**self.lie)
+                    following = child if token == 1 else following
+                else:
+                    return self.drafted(builder, expected)
+            node = following
+        return self.drafted(builder, expected)
+
+    def drafted(self, builder: TreeBuilder, expected: list[float]) -> Proposal:
+        tree = builder.build()
+        sources = ("", *("one" if token == 1 else "two" for token in tree.tokens[1:]))
+        return Proposal(tree, sources, np.array(expected))
+
+
+def observed(batch: int = 1, **options: Any) -> Any:
+    prompts = [(3, 1 + index % 2, 1 + index // 2 % 2, 1 + index // 4 % 2) for index in range(8)]
+    return calibration(Coin(), prompts, Honest, options, max_new_tokens=400, batch=batch)
+
+
+def test_a_drafter_that_knows_comes_out_calibrated() -> None:
+    found = observed(batch=3)
+    assert found["path"]["nodes"] > 5000
+    for kind in ("path", "conditional"):
+        assert found[kind]["deviation"] < 0.06
+        inside = [row["interval"]["low"] <= row["predicted"] <= row["interval"]["high"] for row in found[kind]["rows"]]
+        assert sum(inside) >= len(inside) - 2
+    assert {row["name"] for row in found["sources"]} == {"one", "two"}
+    assert sum(row["nodes"] for row in found["sources"]) == found["path"]["nodes"]
+    assert found["steps"] > 0
+    assert found["acceptance_length"] > 1.5
+    again = observed(batch=1)
+    assert (again["path"], again["conditional"]) == (found["path"], found["conditional"])
+
+
+@pytest.mark.parametrize("lie", [0.3, 3.0])
+def test_a_drafter_that_lies_does_not(lie: float) -> None:
+    found = observed(lie=lie)
+    for kind in ("path", "conditional"):
+        assert found[kind]["deviation"] > 0.12
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_auto_says_what_it_expects_greedy_and_sampled(temperature: float) -> None:
+    found = calibration(
+        ToyTarget(order=1), PROMPTS * 4, "auto", {"nodes": 8}, 60, temperature=temperature, seed=3, batch=3
+    )
+    assert found["path"]["nodes"] > 500
+    assert found["path"]["nodes"] == sum(row["nodes"] for row in found["path"]["rows"])
+    assert found["conditional"]["nodes"] < found["path"]["nodes"]
+    assert found["conditions"]["temperature"] == temperature
+    json.dumps(found)
+
+
+def test_bins_by_hand() -> None:
+    found = binned([(0.05, False)] * 300 + [(0.15, True)] * 10 + [(1.0, True), (1.2, True)])
+    assert [(row["low"], row["nodes"], row["observed"]) for row in found["rows"]] == [
+        (0.0, 300, 0.0),
+        (0.1, 10, 1.0),
+        (0.9, 2, 1.0),
+    ]
+    assert found["deviation"] is None  # no bin is large enough
+    low = found["rows"][0]["interval"]
+    assert low["low"] == 0.0
+    assert low["high"] == pytest.approx(1 - 0.025 ** (1 / 300), abs=1e-4)  # Clopper and Pearson
+    enough = binned([(0.5, index % 4 == 0) for index in range(ENOUGH)])
+    assert enough["deviation"] == pytest.approx(0.25)
+    assert binned([]) == {"nodes": 0, "deviation": None, "rows": []}
+
+
+class Fixed(Drafter):
+    """A tree of a right chain and a wrong branch."""
+
+    name: ClassVar[str] = "fixed"
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text = list(text)
+
+    def propose(self, context: Context, budget: Budget) -> Proposal:
+        done = len(context.tokens) - context.prompt_length
+        right = self.text[done : done + min(3, budget.depth)]
+        builder = TreeBuilder(context.root, budget)
+        if right:
+            builder.add_path([*right])
+            builder.add_path([(right[0] + 1) % context.vocab_size])
+        tree = builder.build()
+        return Proposal(tree, (), 0.5**tree.depths)
+
+
+def test_what_lies_behind_a_stop_is_not_counted() -> None:
+    def decoded(drafter: Drafter, **stop: Any) -> list[Step]:
+        target = ToyTarget()
+        generation = Generation.begin(target, PROMPT, drafter, SamplingParams(), StopParams(**stop))
+        return [step for _, step in decode(target, [generation])]
+
+    text = [token for step in decoded(Plain(), max_new_tokens=12) for token in step.tokens]
+    first = decoded(Fixed(text), max_new_tokens=12)[0]
+    assert [trial.accepted for trial in trials(first)] == [True, True, True, False]
+    assert [trial.conditional for trial in trials(first)] == [0.5, 0.5, 0.5, 0.5]
+    stopped = decoded(Fixed(text), max_new_tokens=12, eos_token_ids=(text[1],))[0]
+    assert list(stopped.tokens) == text[: text.index(text[1]) + 1]
+    shallow = [depth for depth in stopped.tree.depths[1:].tolist() if depth <= len(stopped.tokens)]
+    assert len(shallow) < len(stopped.tree) - 1
+    assert [trial.accepted for trial in trials(stopped)] == [True] * len(stopped.tokens) + [False]
+    bare = Step(Proposal(TokenTree.root(1)), first.choices, first.verdict, 0)
+    assert list(trials(bare)) == []
+
+
+def test_a_drafter_without_expectations_is_refused() -> None:
+    with pytest.raises(BadParameter, match="does not say how likely"):
+        calibration(ToyTarget(), PROMPTS, "prompt_lookup")
+    with pytest.raises(BadParameter, match="no prompts"):
+        calibration(ToyTarget(), [])
+    with pytest.raises(BadParameter, match="batch=0"):
+        calibration(ToyTarget(), PROMPTS, batch=0)
