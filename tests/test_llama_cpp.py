@@ -190,6 +190,12 @@ def test_the_last_cell_is_used_and_drafts_shrink_before_it() -> None:
         assert run(target, drafter, PROMPT, stop=stop).tokens == plain.tokens
 
 
+def test_more_sequences_than_a_batch_has_tokens_are_refused_before_llama_cpp_ends_the_process() -> None:
+    assert load(n_batch=16).max_leaves == 16
+    with pytest.raises(BadParameter, match="n_seq_max=32 sequences do not fit a batch of 16 tokens"):
+        load(n_batch=16, n_seq_max=32)
+
+
 def test_too_many_sequences_are_refused_by_name() -> None:
     target = load(n_seq_max=2)
     sessions = [target.open(PROMPT[i:], GREEDY) for i in range(2)]
@@ -462,3 +468,26 @@ def test_a_tie_is_judged_where_two_such_sequences_do_not_fit() -> None:
     quick = ties.measure(loaded.target, prompt, [7, 8], (3, 4), SamplingParams(), 1, thorough=False)
     assert quick.gap == pytest.approx(found.gap, abs=0.2)
     loaded.target.open(prompt, SamplingParams()).close()  # nothing was left open
+
+
+@pytest.mark.parametrize("n_batch", [512, 16])
+def test_what_is_kept_of_the_prompt_is_what_the_target_would_say_there(n_batch: int) -> None:
+    target = load(n_ctx=256, n_batch=n_batch)
+    rng = np.random.default_rng(3)
+    prompt = rng.integers(3, target.vocab_size - 1, 60).tolist()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("leapahead.targets.llama_cpp.PROMPT_ROWS", 24)
+        session = target.open(prompt, SamplingParams(), top_k=4)
+    kept = session.prompt_top_k
+    assert kept is not None
+    assert kept.tokens.tolist() == prompt[-25:-1]
+    assert kept.following.shape == kept.logits.shape == (24, 4)
+    session.close()
+    for index in (0, 11, 23):
+        target.forget()
+        alone = target.open(prompt[: 36 + index], SamplingParams())
+        logits = target.step([alone], [TokenTree.root(prompt[35 + index])])[0].logits[0]
+        best = np.argsort(-logits, kind="stable")[:4]
+        assert kept.following[index].tolist() == best.tolist()
+        assert kept.logits[index] == pytest.approx(logits[best], abs=1e-3)
+        alone.close()

@@ -153,7 +153,7 @@ def test_fixed_nodes_are_each_sequences_own(monkeypatch: pytest.MonkeyPatch) -> 
     target = ToyTarget(vocab_size=12, order=2)
     monkeypatch.setattr(Machine, "observed", lambda self, forward: None)
     for sequences in (1, 2, 3):
-        machine_of(target).put(target, sequences, CostCurve({1: 1.0, 2: 1e3, 64: 1e9}))
+        machine_of(target).put(target, sequences, CostCurve({1: 1.0, **{2**n: 1e3 * 100.0**n for n in range(1, 7)}}))
     drafters = [TokenRecycling(nodes=1), TokenRecycling(nodes=12), TokenRecycling(nodes=0)]
     prompts = [[1, 2, 3, 1, 2], [4], [5]]
     batch = [begin(target, drafter, prompt) for drafter, prompt in zip(drafters, prompts, strict=True)]

@@ -748,3 +748,38 @@ def test_auto_device_is_one_that_is_there() -> None:
 def test_the_precision_is_the_models(model: Any, dtype: torch.dtype) -> None:
     """Not that of logits that were widened on the way."""
     assert TransformersTarget(BY_NAME["llama"].build().to(dtype)).precision == torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_what_is_kept_of_the_prompt_is_what_the_target_would_say_there(name: str) -> None:
+    """Over several chunks and behind a part that was known; and the cache is the one without it."""
+    target = build(name)
+    rng = np.random.default_rng(3)
+    prompt = rng.integers(3, VOCABULARY, 60).tolist()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engines, "CHUNK", 16)
+        patched.setattr(engines, "PROMPT_ROWS", 24)
+        session = target.open(prompt, GREEDY, top_k=4)
+    kept = session.prompt_top_k
+    assert kept is not None
+    assert kept.tokens.tolist() == prompt[-25:-1]
+    assert kept.following.shape == kept.logits.shape == (24, 4)
+    session.close()
+    for index in (0, 11, 23):
+        alone = target.open(prompt[: 36 + index], GREEDY)
+        logits = target.step([alone], [TokenTree.root(prompt[35 + index])])[0].logits[0]
+        expected = torch.as_tensor(logits).topk(4)
+        assert kept.following[index].tolist() == expected.indices.tolist()
+        assert kept.logits[index] == pytest.approx(expected.values.numpy(), abs=1e-4)
+        alone.close()
+    assert target.open(prompt, GREEDY).prompt_top_k is None
+
+
+def test_only_what_had_to_be_read_is_kept_of_a_prompt(target: TransformersTarget) -> None:
+    prompt = list(range(3, 33))
+    target.open(prompt[:20], GREEDY).close()
+    session = target.open(prompt, GREEDY, top_k=2)
+    assert session.prompt_top_k is not None
+    assert session.prompt_top_k.tokens.tolist() == prompt[19:-1]
+    session.close()
+    assert target.open(prompt[:5], GREEDY, top_k=2).prompt_top_k is None

@@ -57,8 +57,8 @@ def conditions(root: Path, name: str) -> str:
     versions = ", ".join(f"{package} {number}" for package, number in told["versions"].items() if number)
     others = ", ".join(dict.fromkeys(told["peers"].values()))
     return (
-        f"Conditions: the bundled model at the cost of {name.upper()} parameters, batch 1; {given} prompts, up to "
-        f"{told['max_new_tokens']} new tokens each (the table says how many prompts each target has had); "
+        f"Conditions: the bundled model at the cost of {Path(name).name.upper()} parameters, batch 1; {given} prompts, "
+        f"up to {told['max_new_tokens']} new tokens each (the table says how many prompts each target has had); "
         f"{told['rounds']} round after a warm-up, in which all take turns "
         f"on each prompt; {threads} threads on {told['cpu']}; {versions}; {others}; commit {told['commit'][:10]}."
     )
@@ -85,7 +85,10 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
         return lambda root: overall(root, name, 0.0, table) + "\n\n" + conditions(root, name)
 
     return {
-        "bench-readme": whole("135m"),
+        "auto-135m": whole("auto/135m"),
+        "auto-135m-sampled": lambda root: overall(root, "auto/135m", 1.0, table),
+        "auto-135m-hot": lambda root: overall(root, "auto/135m", 1.5, table),
+        "auto-1b": whole("auto/1b"),
         "bench-135m": whole("135m"),
         "bench-135m-sampled": lambda root: overall(root, "135m", 1.0, table),
         "bench-1b": whole("1b"),

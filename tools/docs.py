@@ -28,6 +28,7 @@ FILES = (
     "docs/structure.md",
     "docs/command-line.md",
     "docs/drafters.md",
+    "docs/auto.md",
     "docs/llama-cpp.md",
     "docs/benchmarks.md",
 )

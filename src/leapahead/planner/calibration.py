@@ -69,10 +69,10 @@ class Calibration:
                     cell[0] *= 0.5
                     cell[1] *= 0.5
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Every cell, plain types: for `stats`, for a plot of predicted against observed, for priors."""
+    def rows(self, longest: int = 99) -> list[dict[str, Any]]:
+        """Every cell, or those of keys up to a length, as plain types: for `stats` and for priors."""
         with self._lock:
-            cells = [(key, hits, trials) for key, (hits, trials) in self._cells.items()]
+            cells = [(key, hits, trials) for key, (hits, trials) in self._cells.items() if len(key) <= longest]
         return [
             {"key": list(key), "hits": round(hits, 2), "trials": round(trials, 2), "p": round(self.estimate(key), 4)}
             for key, hits, trials in sorted(cells, key=lambda each: repr(each[0]))

@@ -9,11 +9,12 @@ the joint estimate is calibrated again, under all their names.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from math import exp
+from math import log
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,13 +24,14 @@ from leapahead.drafters.sources import Candidate, Score, Source
 from leapahead.planner.calibration import Calibration, Key
 from leapahead.tree import Budget, TokenTree, TreeBuilder
 
-WIDE, NARROW = 8, 8  # candidates of a source under the root, and below
+WIDE, NARROW = 8, 4  # candidates of a source under the root, and below
 RANKS = 5  # that are told apart
 MOST = 0.97  # what siblings may sum up to
-SHARES = (0.999, 0.9, 0.75, 0.5, 0.25, 0.1)
 LARGE = 9.0  # margin where nothing else stands
-MARGINS = (3.0, 1.5, 0.5, 0.0, -0.5, -1.5)  # over the second, or of the others below the first
-SCORES = (5.0, 3.0, 2.0, 1.0, 0.0, -1.0)  # log p / T + dice; the winner of a whole vocabulary has 0.6 on average
+# Edges of what a key tells apart, from the greatest value down, with the sign turned: bisection wants them rising.
+SHARES = [-log(share) for share in (0.999, 0.9, 0.75, 0.5, 0.25, 0.1)]  # of a source's candidates
+MARGINS = [-3.0, -1.5, -0.5, 0.0, 0.5, 1.5]  # over the second, or of the others below the first
+SCORES = [-5.0, -3.0, -2.0, -1.0, 0.0, 1.0]  # log p / T + dice; the best of a whole vocabulary has 0.6 on average
 
 
 class Guess(NamedTuple):
@@ -139,7 +141,7 @@ class Growth:
         """Candidates as they come, by what they are like."""
         how = "blind" if self.context.sampled else "greedy"
         return [
-            (token, (name, how, min(rank, RANKS), *feature[:1], _step(exp(logp), SHARES), *feature[1:]))
+            (token, (name, how, min(rank, RANKS), *feature[:1], bisect_left(SHARES, -logp), *feature[1:]))
             for rank, (token, logp, feature) in enumerate(candidates)
         ]
 
@@ -153,7 +155,7 @@ class Growth:
         for rank, index in enumerate(order):
             token, _, feature = candidates[index]
             margin = scores[index] - scores[order[1 if rank == 0 else 0]] if len(order) > 1 else LARGE
-            steps = _step(scores[index], SCORES), _step(margin, MARGINS)
+            steps = bisect_left(SCORES, -scores[index]), bisect_left(MARGINS, -margin)
             found.append((token, (name, "sampled", min(rank, RANKS), *feature[:1], *steps, *feature[1:])))
         return found
 
@@ -183,8 +185,3 @@ class Growth:
                 hit = guess.token == token
                 for key in guess.keys:
                     self.calibration.learn(key, hit)
-
-
-def _step(value: float, edges: tuple[float, ...]) -> int:
-    """The first of the falling edges that `value` reaches."""
-    return next((index for index, edge in enumerate(edges) if value >= edge), len(edges))

@@ -27,6 +27,7 @@ from leapahead.target import TREE, Target
 from leapahead.tree import Budget, TokenTree, TreeBuilder
 
 LONGEST_REST = 32  # steps without asking the sources
+PRICE = 0.01  # of a plain step, that asking in vain may take of each
 USUAL_NODES = 8  # of a tree, when the price of a window is looked at
 RECENT = 0.1  # weight of the newest step
 
@@ -119,7 +120,7 @@ class Grown(Drafter):
             kept |= dict(zip(free, sizes, strict=True))
         for index, growth in growths.items():
             found[index] = growth.proposal(kept[index])
-            drafters[index]._settle(kept[index] > 1)
+            drafters[index]._settle(kept[index] > 1, machine.drafting(0) / curve(len(asks)))
             if index in probing:
                 found[index] = drafters[index]._probe(found[index], asks[index].budget)
         spent = perf_counter() - began + sum(drafters[index]._take_observed() for index in growths)
@@ -152,9 +153,10 @@ class Grown(Drafter):
             np.concatenate((proposal.expected, np.full(probes, np.nan))),  # nobody hopes for them
         )
 
-    def _settle(self, drafted: bool) -> None:
-        """Rests longer each time that nothing paid."""
-        self._rest = 0 if drafted else min(max(1, 2 * self._rest), LONGEST_REST)
+    def _settle(self, drafted: bool, price: float) -> None:
+        """Rests longer each time that nothing paid, as far as asking has a `price` worth it, in plain steps."""
+        longest = min(LONGEST_REST, int(price / PRICE))
+        self._rest = 0 if drafted else min(max(1, 2 * self._rest), longest)
         self._resting = self._rest
 
     def _take_observed(self) -> float:
@@ -193,4 +195,6 @@ class Grown(Drafter):
         told: dict[str, Any] = {source.name: source.figures() for source in self.sources or ()}
         if self._left_out:
             told["left_out"] = self._left_out
+        if self._machine is not None:
+            told |= self._machine.figures()
         return told

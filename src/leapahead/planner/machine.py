@@ -113,6 +113,17 @@ class Machine:
         if self.drafting(0) == 0.0 and seconds > 0:
             self.first = OWN * seconds  # else nothing could be learned from there
 
+    def figures(self) -> dict[str, Any]:
+        """Plain types, for `Stats.drafter`: how often what was guessed is right, by source and rank; T(n) in ms."""
+        coarse = self.calibration.rows(longest=3)
+        return {
+            "calibration": {" ".join(map(str, row["key"])): row["p"] for row in coarse if len(row["key"]) == 3},
+            "milliseconds": {
+                str(sequences): {str(n): round(1e3 * curve(n), 3) for n in curve.sizes}
+                for sequences, curve in sorted(self._curves.items())
+            },
+        }
+
     def observed(self, forward: Forward) -> None:
         """A forward is over; each of its sequences may tell of it."""
         with self._lock:

@@ -205,7 +205,12 @@ class Context:
         params.n_ctx = wanted or model.n_ctx_train
         params.n_batch = options.n_batch
         params.n_ubatch = min(options.n_ubatch, options.n_batch)
-        params.n_seq_max = options.n_seq_max or (8 if model.stateful else 64)
+        params.n_seq_max = options.n_seq_max or min(8 if model.stateful else 64, params.n_ubatch)
+        if params.n_seq_max > params.n_ubatch:  # llama.cpp would end the process
+            raise BadParameter(
+                f"n_seq_max={params.n_seq_max} sequences do not fit a batch of {params.n_ubatch} tokens; "
+                "use a smaller n_seq_max, or a larger n_batch and n_ubatch"
+            )
         params.n_threads = options.n_threads or physical_cores()
         params.n_threads_batch = options.n_threads_batch or params.n_threads
         params.kv_unified = True  # one cell may belong to many sequences
