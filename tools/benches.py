@@ -45,7 +45,7 @@ def _target(conditions: Row, name: str) -> str:
     return f"{ENGINES[told['backend']]}, {told['dtype'].split()[-1].lower()}"  # llama.cpp says "llama ?B Q8_0"
 
 
-def conditions(root: Path, name: str) -> str:
+def conditions(root: Path, name: str, cost: str) -> str:
     """One line, from the bench's own."""
     told = read(root / "docs/bench" / name)["conditions"]
     prompts: dict[str, int] = {}
@@ -57,7 +57,7 @@ def conditions(root: Path, name: str) -> str:
     versions = ", ".join(f"{package} {number}" for package, number in told["versions"].items() if number)
     others = ", ".join(dict.fromkeys(told["peers"].values()))
     return (
-        f"Conditions: the bundled model at the cost of {Path(name).name.upper()} parameters, batch 1; {given} prompts, "
+        f"Conditions: the bundled model at the cost of {cost} parameters, batch 1; {given} prompts, "
         f"up to {told['max_new_tokens']} new tokens each (the table says how many prompts each target has had); "
         f"{told['rounds']} round after a warm-up, in which all take turns "
         f"on each prompt; {threads} threads on {told['cpu']}; {versions}; {others}; commit {told['commit'][:10]}."
@@ -81,16 +81,14 @@ def agreement(root: Path, name: str, again: str, table: Table) -> str:
 
 
 def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
-    def whole(name: str) -> Callable[[Path], str]:
-        return lambda root: overall(root, name, 0.0, table) + "\n\n" + conditions(root, name)
+    def whole(name: str, cost: str) -> Callable[[Path], str]:
+        return lambda root: overall(root, name, 0.0, table) + "\n\n" + conditions(root, name, cost)
 
     return {
-        "auto-135m": whole("auto/135m"),
-        "auto-135m-sampled": lambda root: overall(root, "auto/135m", 1.0, table),
-        "auto-135m-hot": lambda root: overall(root, "auto/135m", 1.5, table),
-        "auto-1b": whole("auto/1b"),
-        "bench-135m": whole("135m"),
+        "auto-135m": whole("auto/135m", "135M"),
+        "auto-1b": whole("auto/1b", "1B"),
+        "bench-135m": whole("135m", "135M"),
         "bench-135m-sampled": lambda root: overall(root, "135m", 1.0, table),
-        "bench-1b": whole("1b"),
+        "bench-1b": whole("1b", "1B"),
         "bench-again": lambda root: agreement(root, "135m", "again", table),
     }

@@ -9,6 +9,7 @@ from rich.progress import Progress
 from leapahead.check import distinct
 from leapahead.generate import LLM
 from leapahead.stats import Stats
+from leapahead.target import Forgetful
 
 # What is compared: (name in the table, drafter, options)
 CONFIGURATIONS: list[tuple[str, str, dict[str, Any]]] = [
@@ -17,6 +18,11 @@ CONFIGURATIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("prompt_lookup (10)", "prompt_lookup", {}),
     ("lookahead (7, 5, 7)", "lookahead", {"window": 7, "ngram": 5, "guesses": 7}),
     ("lookahead (15, 5, 15)", "lookahead", {"window": 15, "ngram": 5, "guesses": 15}),
+    ("suffix (16)", "suffix", {"nodes": 16}),
+    ("recycling (16), as published", "recycling", {"nodes": 16, "longest": 1}),
+    ("recycling (16)", "recycling", {"nodes": 16}),
+    ("auto (16), blind to the dice", "auto", {"nodes": 16, "dice": False}),
+    ("auto (16)", "auto", {"nodes": 16}),
 ]
 
 
@@ -40,10 +46,14 @@ def acceptance(
         for task, temperature, ignore in runs:
             plain: list[tuple[int, ...]] = []
             for name, drafter, options in CONFIGURATIONS:
+                if temperature == 0 and "dice" in options:
+                    progress.advance(bar)
+                    continue
                 progress.update(bar, description=f"{task}, temperature {temperature:g}: {name}")
-                with_drafter = LLM(
-                    llm.target, tokenizer=llm.tokenizer, drafter=drafter, max_batch=1, memory=False, **options
-                )
+                if isinstance(llm.target, Forgetful):
+                    llm.target.forget()  # of a prompt that is known already, nothing can be learned again
+                # A memory of its own for each: no prompt comes twice.
+                with_drafter = LLM(llm.target, tokenizer=llm.tokenizer, drafter=drafter, max_batch=1, **options)
                 results = [
                     with_drafter.generate(
                         prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=1, ignore_eos=ignore

@@ -3,6 +3,7 @@
 compression, compression-sampled    greedy, and at temperature 1       jacobi      both
 pool, pool-sampled                  the same; use by task beside it    match, match-sampled
 expected                            by formula                         cost        on the shapes of a 135M model
+calibration, calibration-sampled    of `auto` with 16 nodes a step     growth      of indexes, up to 100,000 tokens
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from leapahead.lab import curves, plots, tasks
 from leapahead.lab.curves.run import Data, Progress
+from leapahead.sampling import SamplingParams
 from leapahead.targets import Loaded
 
 # Beside them for the pool: text that sums up another, and text of the model's own.
@@ -22,6 +25,8 @@ POOL_TASKS = (*tasks.TEXTS, "spec_bench/summarization", "mt_bench/writing")
 TEMPERATURES = {"": 0.0, "-sampled": 1.0}  # by what stands behind the name of the file
 COMPRESSION_PROMPTS, PROMPTS, MATCH_PROMPTS = 8, 10, 40  # of each task
 PRESET = {"preset": "7b"}  # (W, N, G) = (15, 5, 15): 2402.02057, table 4
+CALIBRATED, NODES = 10, 16  # prompts of each task, and nodes a step
+PREFILLED = 1024  # tokens
 ALPHAS = (0.3, 0.425, 0.5, 0.7, 0.8, 0.9)
 
 Named = Iterator[tuple[str, Data]]  # name of the file and what goes into it, as they are measured
@@ -90,6 +95,18 @@ def _cost(_loaded: Loaded, _data: Path, progress: Progress) -> Named:
     yield "cost", curves.cost(target_135m(), range(1, 251), progress=progress)
 
 
+def _growth(_loaded: Loaded, _data: Path, progress: Progress) -> Named:
+    from leapahead.lab.overhead import target_135m
+
+    target, prompt = target_135m(), [7 + n % 900 for n in range(PREFILLED)]
+    for _ in range(2):  # the first one warms up
+        target.forget()
+        began = perf_counter()
+        target.open(prompt, SamplingParams()).close()
+        seconds = perf_counter() - began
+    yield "growth", curves.growth(prefill=seconds / PREFILLED, progress=progress)
+
+
 PARTS: dict[str, Callable[[Loaded, Path, Progress], Named]] = {
     "compression": partial(_twice, "compression", curves.compression, COMPRESSION_PROMPTS),
     "jacobi": _jacobi,
@@ -97,6 +114,8 @@ PARTS: dict[str, Callable[[Loaded, Path, Progress], Named]] = {
     "match": partial(_twice, "match", curves.match, MATCH_PROMPTS),
     "expected": _expected,
     "cost": _cost,
+    "calibration": partial(_twice, "calibration", partial(curves.calibration, options={"nodes": NODES}), CALIBRATED),
+    "growth": _growth,
 }
 
 
