@@ -112,19 +112,17 @@ def test_the_report_is_a_bench_without_a_mismatch_of_ours(name: str) -> None:
 
 def test_a_number_of_the_bench_is_the_one_in_the_readme() -> None:
     """By hand, beside the comparison of whole blocks: from the samples of a row to the text."""
-    found = json.loads((ROOT / "docs/bench/135m/bench.json").read_text(encoding="utf-8"))
+    found = json.loads((ROOT / "docs/bench/auto/135m/bench.json").read_text(encoding="utf-8"))
     rows = [
         r for r in found["results"] if r["temperature"] == 0 and r["target"] == "135m-bf16" and r["task"] != "overall"
     ]
     speeds = {}
-    for drafter in ("plain", "prompt_lookup"):
+    for drafter in ("plain", "auto"):
         samples = [r["samples"] for r in rows if r["drafter"] == drafter]
         tokens, seconds = (sum(sum(each[key][0]) for each in samples) for key in ("tokens", "seconds"))
         speeds[drafter] = tokens / seconds
-    line = next(
-        line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if "| `prompt_lookup` |" in line
-    )
-    assert f"**{speeds['prompt_lookup'] / speeds['plain']:.2f}**" in line
+    line = next(line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if "| `auto` |" in line)
+    assert f"**{speeds['auto'] / speeds['plain']:.2f}**" in line
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
