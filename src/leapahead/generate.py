@@ -125,9 +125,9 @@ class LLM:
             example `n_ctx=8192, n_threads=4` (see `LlamaCppOptions`).
         memory: what drafters learn from one text for the next, which changes speed and never text. True keeps it as
             long as this LLM lives; False keeps nothing; a file is read if it exists, and `save_memory` writes it; a
-            `Memory` is shared with whoever else holds it, if they have the same vocabulary. It is bounded: about 100 MB
-            when full of sampled texts, less of greedy ones. It holds pieces of prompts and texts: give users who must
-            not learn of each other's texts a memory each, or none.
+            `Memory` is shared with whoever else holds it, if they have the same vocabulary. It is bounded: by an
+            estimated 100 MB when full of sampled texts, by less of greedy ones. It holds pieces of prompts and texts:
+            give users who must not learn of each other's texts a memory each, or none.
 
     Attributes:
         target, tokenizer, drafter_name, eos_token_ids: what was loaded.

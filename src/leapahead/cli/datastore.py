@@ -83,7 +83,7 @@ def show(file: Path, as_json: bool) -> None:
 def _tokenizer(model: str | None, trust_remote_code: bool) -> Tokenizer:
     """Without the model's weights."""
     if model is None or not model.lower().endswith(".gguf"):
-        return targets._tokenizer(targets.bundled() if model is None else model, trust_remote_code)
+        return targets.load_tokenizer(targets.bundled() if model is None else model, trust_remote_code)
     with needing("a GGUF file", "llama-cpp", "llama_cpp"):
         from leapahead.targets import gguf_tokenizer, llama_context
     options = llama_context.LlamaCppOptions(n_gpu_layers=0)

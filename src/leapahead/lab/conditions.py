@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from leapahead import __version__
+from leapahead.planner.machine import processor
 
 PACKAGES = ("numpy", "torch", "transformers", "llama-cpp-python")
 
@@ -20,7 +20,7 @@ def conditions() -> dict[str, Any]:
         "versions": {"leapahead": __version__, "python": platform.python_version(), **_packages()},
         "commit": commit(),
         "system": platform.platform(),
-        "cpu": cpu(),
+        "cpu": processor(),
         "gpu": gpu(),
     }
 
@@ -31,13 +31,6 @@ def commit() -> str | None:
     if not _git(here.parent, "ls-files", "--error-unmatch", "__init__.py"):
         return None  # installed, perhaps inside another project's checkout
     return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-
-
-def cpu() -> str:
-    """The processor's name and the number of its cores that the system shows."""
-    names = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
-    model = next((line.partition(":")[2].strip() for line in names if line.startswith("model name")), "")
-    return f"{os.cpu_count()} cores of {model or platform.processor() or platform.machine()}"
 
 
 def gpu() -> str | None:

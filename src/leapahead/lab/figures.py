@@ -25,10 +25,10 @@ from leapahead.drafters.pool import NgramPool
 from leapahead.generate import LLM
 from leapahead.lab import drawn, tasks
 from leapahead.lab.acceptance import acceptance
-from leapahead.lab.conditions import cpu
 from leapahead.lab.exactness import exactness
 from leapahead.lab.overhead import cost_curve, overhead, target_135m
 from leapahead.lab.picture import picture
+from leapahead.planner.machine import processor
 from leapahead.targets import Loaded
 
 PARTS = ("check", "acceptance", "overhead", "memory", "example", *drawn.PARTS)
@@ -82,7 +82,7 @@ def _measured(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The figures of a part, and their conditions."""
     machine = (
-        f"{cpu()}, {torch.get_num_threads()} of them used; leapahead {__version__}, torch {torch.__version__}, "
+        f"{processor()}, {torch.get_num_threads()} of them used; leapahead {__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}"
     )
     if part == "check":

@@ -28,8 +28,8 @@ from leapahead.drafters.plain import Plain
 from leapahead.errors import BadParameter
 from leapahead.generate import LLM
 from leapahead.lab import tasks
-from leapahead.lab.conditions import cpu
 from leapahead.lab.exactness import exactness
+from leapahead.planner.machine import processor
 from leapahead.sampling import SamplingParams
 from leapahead.stop import StopParams, Stopper
 from leapahead.targets.llama_context import LlamaCppOptions, physical_cores
@@ -70,7 +70,7 @@ def main(
         raise click.UsageError("--part check needs --data, a folder of prompt sets")
     threads = threads or physical_cores()
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
-    machine = f"{threads} threads, {cpu()}; leapahead {__version__}, llama-cpp-python {llama_cpp.__version__}"
+    machine = f"{threads} threads, {processor()}; leapahead {__version__}, llama-cpp-python {llama_cpp.__version__}"
     turns = f"{rounds} rounds, both sides in turn"
     conditions = {
         "plain": f"twice {tokens} tokens from an empty context a round, after a warm-up, {turns}; {machine}.",

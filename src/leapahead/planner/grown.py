@@ -108,15 +108,16 @@ class Grown(Drafter):
         extra = len(asks) * max(probing.values(), default=0) if target.pads else sum(probing.values())
         kept = {index: growth.take_all(size) for index, growth in growths.items() if (size := drafters[index].nodes)}
         free = {index: growth for index, growth in growths.items() if index not in kept}
-        others = len(asks) - len(free) + sum(kept.values()) - len(kept) + extra  # rows that are there in any case
+        others = len(asks) - len(free) + sum(kept.values()) - len(kept)  # rows that are there in any case
+        tallest = max(kept.values(), default=1)
+
+        def seconds(rows: int) -> float:
+            """Of the whole batch, the free trees having so many rows; with padding all are as tall as the tallest."""
+            whole = len(asks) * max(rows // len(free), tallest) if target.pads else rows + others
+            return curve(whole + extra)
+
         if free:
-            sizes = worth(
-                list(free.values()),
-                lambda rows: curve(rows + others),
-                curve.sizes,
-                machine.drafting,
-                padded=target.pads,
-            )
+            sizes = worth(list(free.values()), seconds, curve.sizes, machine.drafting, padded=target.pads)
             kept |= dict(zip(free, sizes, strict=True))
         for index, growth in growths.items():
             found[index] = growth.proposal(kept[index])
@@ -167,14 +168,14 @@ class Grown(Drafter):
     def observe(self, context: Context, step: Step) -> None:
         if self._growth is None:
             return  # a step of rest, which costs nothing; sources read what was said when they are asked next
+        assert self._machine is not None  # it was asked
         began = perf_counter()
-        if self._machine is not None and step.forward is not None:
+        if step.forward is not None:
             self._machine.observed(step.forward)
         for source in self.sources or ():
             source.observe(context, step)
-        if self._growth is not None:
-            self._growth.learn(step)
-            self._judge(step)
+        self._growth.learn(step)
+        self._judge(step)
         self._yield += (step.verdict.accepted - self._yield) * RECENT
         self._observed += perf_counter() - began
 

@@ -27,7 +27,7 @@ class Ngram(Grown):
     name: ClassVar[str] = "ngram"
     needs: ClassVar[frozenset[str]] = Ngrams.needs
 
-    def __init__(self, longest: int = 6, nodes: int = 16) -> None:
+    def __init__(self, longest: int = 8, nodes: int = 16) -> None:
         super().__init__(nodes)
         self.longest = longest
         self.make()  # refuses what is not possible

@@ -80,7 +80,7 @@ def load(
             f"a model must be a name, a path, a loaded torch module or a leapahead target, got {type(model).__name__}"
         )
     if isinstance(tokenizer, str):
-        found = _tokenizer(tokenizer, trust_remote_code)
+        found = load_tokenizer(tokenizer, trust_remote_code)
     elif tokenizer is not None:
         found = tokenizer
     return Loaded(target, found, tuple(dict.fromkeys((*ends, *eos_token_ids(target, found)))))
@@ -113,7 +113,7 @@ def eos_token_ids(target: Target, tokenizer: Tokenizer | None) -> tuple[int, ...
     return tuple(ids)
 
 
-def _tokenizer(name: str, trust_remote_code: bool) -> Tokenizer:
+def load_tokenizer(name: str, trust_remote_code: bool) -> Tokenizer:
     _transformers()
     from transformers import AutoTokenizer
 
