@@ -13,7 +13,7 @@ from helpers import begin
 from leapahead.decode import Generation, decode
 from leapahead.drafter import Context
 from leapahead.drafters.sources import Candidate, Source
-from leapahead.planner.calibration import LEAN, Calibration
+from leapahead.planner.calibration import LEAN, START, Calibration, Trust
 from leapahead.planner.cost import CostCurve
 from leapahead.planner.grow import Growth
 from leapahead.planner.machine import Machine, machine_of
@@ -78,6 +78,21 @@ def growth(says: dict[tuple[int, ...], list[int]], chances: dict[Any, float], bu
 
 SAYS = {(): [3, 4], (3,): [5], (4,): [6], (3, 5): [7]}
 CHANCES = {(0, 0): 0.6, (1, 0): 0.3, (0, 1): 0.5, (0, 2): 0.9}
+
+
+def test_a_text_that_is_hard_to_guess_is_trusted_less_and_one_that_is_easy_more() -> None:
+    hard, easy, as_hoped = Trust(), Trust(), Trust()
+    assert hard.factor == START
+    for turn in range(400):
+        hard.learn(0.6, turn % 10 < 3)
+        easy.learn(0.6, turn % 10 < 9)
+        as_hoped.learn(0.6, turn % 10 < 6)
+    assert hard.factor == pytest.approx(0.5, abs=0.12)
+    assert easy.factor == pytest.approx(1.5, abs=0.15)
+    assert as_hoped.factor == pytest.approx(1.0, abs=0.08)
+    for _ in range(200):
+        hard.learn(0.6, hit=True)
+    assert hard.factor > 1.2, "a text may turn easy"
 
 
 def test_nodes_come_likeliest_first() -> None:

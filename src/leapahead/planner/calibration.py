@@ -20,7 +20,32 @@ Key = tuple[Hashable, ...]
 LEAN = 6.0
 FULL = 300.0  # trials of a cell; older ones count half, a quarter, ...
 UNKNOWN = 0.25
+HOPED, START, FADE = 6.0, 0.9, 0.98  # of a text: the prior's weight in expected hits and its mean; what a hit fades by
 KEPT = 256  # trials for which an estimate is used before it is made again: they move slowly, and drafts must be quick
+
+
+class Trust:
+    """How far the estimates hold for this text: some are harder to guess than others, and most are at their beginning.
+
+        factor = (hits + HOPED * start) / (hits that were expected + HOPED)
+
+    Args:
+        start: the factor before anything was seen.
+    """
+
+    def __init__(self, start: float = START) -> None:
+        self._prior = HOPED * start
+        self._hits, self._expected = self._prior, HOPED
+
+    @property
+    def factor(self) -> float:
+        """What an estimate is multiplied by."""
+        return self._hits / self._expected
+
+    def learn(self, expected: float, hit: bool) -> None:
+        """One place of the text: how likely it was that a guess is right, before this factor, and whether one was."""
+        self._hits = FADE * (self._hits - self._prior) + hit + self._prior
+        self._expected = FADE * (self._expected - HOPED) + expected + HOPED
 
 
 class Calibration:

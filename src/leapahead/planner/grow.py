@@ -21,7 +21,7 @@ import numpy as np
 
 from leapahead.drafter import Context, Proposal, Step
 from leapahead.drafters.sources import Candidate, Score, Source
-from leapahead.planner.calibration import Calibration, Key
+from leapahead.planner.calibration import Calibration, Key, Trust
 from leapahead.tree import Budget, TokenTree, TreeBuilder
 
 WIDE, NARROW = 8, 4  # candidates of a source under the root, and below
@@ -50,6 +50,7 @@ class Growth:
         context: of the sequence.
         sources: in the order in which they are named.
         calibration: tells how likely a candidate is.
+        trust: tells how far that holds for this text; by default it does.
         budget: that the tree stays within.
         dice: rank candidates under them when sampling.
     """
@@ -61,8 +62,10 @@ class Growth:
         calibration: Calibration,
         budget: Budget,
         dice: bool = True,
+        trust: Trust | None = None,
     ) -> None:
         self.dice = dice
+        self.trust = trust or Trust(1.0)
         self.context, self.sources, self.calibration, self.budget = context, sources, calibration, budget
         self._builder = TreeBuilder(context.root, budget)
         self._names = [""]
@@ -132,7 +135,7 @@ class Growth:
             for token, key in keyed:
                 found.setdefault(token, []).append((self.calibration.probability(key), key))
         guesses = [self._joined(token, some) for token, some in found.items()]
-        scale = min(1.0, MOST / max(sum(guess.p for guess in guesses), 1e-9))
+        scale = min(self.trust.factor, MOST / max(sum(guess.p for guess in guesses), 1e-9))
         self.guesses[node] = guesses
         for guess in guesses:
             heappush(self._heap, (-chance * guess.p * scale, next(self._order), node, guess))
@@ -181,7 +184,10 @@ class Growth:
     def learn(self, step: Step) -> None:
         """What became of the guesses along the accepted path, drafted or not."""
         for node, token in zip(step.verdict.path, step.tokens, strict=False):
-            for guess in self.guesses.get(node, ()):
+            guesses = self.guesses.get(node, ())
+            if guesses:
+                self.trust.learn(min(MOST, sum(guess.p for guess in guesses)), any(g.token == token for g in guesses))
+            for guess in guesses:
                 hit = guess.token == token
                 for key in guess.keys:
                     self.calibration.learn(key, hit)

@@ -19,6 +19,7 @@ from leapahead.drafter import Ask, Context, Drafter, Proposal, Step
 from leapahead.drafters.sources import Source
 from leapahead.drafters.sources.lookahead import LookaheadSource
 from leapahead.errors import BadParameter
+from leapahead.planner.calibration import Trust
 from leapahead.planner.cost import CostCurve
 from leapahead.planner.grow import Growth
 from leapahead.planner.machine import Machine, machine_of
@@ -48,6 +49,7 @@ class Grown(Drafter):
         self.sources: list[Source] | None = None
         self._machine: Machine | None = None
         self._growth: Growth | None = None
+        self._trust = Trust()
         self._rest = self._resting = 0
         self._left_out: dict[str, str] = {}
         self._yield = 0.5  # drafted tokens that a step has brought lately
@@ -100,7 +102,9 @@ class Grown(Drafter):
             within = Budget(min(budget.nodes, drafter.max_nodes), budget.depth, leaves)
             for source in sources:
                 source.read(context)
-            growths[index] = drafter._growth = Growth(context, sources, machine.calibration, within, drafter.dice)
+            growths[index] = drafter._growth = Growth(
+                context, sources, machine.calibration, within, drafter.dice, drafter._trust
+            )
         if not growths:
             return found
         curve = machine.curve(target, len(asks))
