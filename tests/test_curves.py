@@ -435,6 +435,7 @@ RUNS = {
     "match": ([*FEW, "--max-ngram", "4"], "steps had no match"),
     "expected": (["-a", "0.5,0.8"], "1.969"),
     "calibration": ([*FEW, "-o", "nodes=6"], "conditional: "),
+    "sequoia": ([*FEW, "--nodes", "8", "--depth", "3"], "the tree that pays"),
     "growth": (["--sizes", "200,400", "--rounds", "2", "--prefill", "0.001"], "times what it takes at 200"),
 }
 

@@ -183,6 +183,8 @@ def check(
         try:
             first = factory()
             require(target, first.needs, name)
+            if sampling.temperature > 0 and not first.same_text:
+                raise Refused(f"drafter {name!r} is exact in distribution, not in text, so there is nothing to compare")
             if tokenizer is not None:
                 first.check_tokenizer(tokenizer)
             allowed.append((row, factory))

@@ -86,6 +86,11 @@ class Generation:
             session.close()
             raise
 
+    def close(self) -> None:
+        """Gives the session back, and what the drafter holds. Closing twice is harmless."""
+        self.session.close()
+        self.drafter.close()
+
     @property
     def finished(self) -> bool:
         return self.stopper.finish_reason is not None
@@ -109,7 +114,7 @@ class Generation:
     def advance(self, proposal: Proposal, choices: Choices, clock: Clock, forward: Forward) -> Step:
         """Verify, cut, commit, learn, count."""
         position = len(self.session.tokens) - 1
-        verdict = self.stopper.cut(verify(proposal.tree, choices))
+        verdict = self.stopper.cut(proposal.judge(choices) if proposal.judge else verify(proposal.tree, choices))
         checked(verdict.tokens, f"position {position + len(verdict.tokens)}")  # after the cut: EOS needs no successor
         clock.charge("verify", self.stats, choose=choices.seconds_since())
         self.session.commit(verdict)
@@ -197,9 +202,9 @@ def decode(target: Target, generations: list[Generation]) -> Generator[tuple[Gen
                 if generation.finished:
                     generations.remove(generation)
                     generation.drafter.finish(generation.context)
-                    generation.session.close()
+                    generation.close()
                     generation.stats.drafter = generation.drafter.figures()
             yield from steps
     finally:
         for generation in generations:
-            generation.session.close()
+            generation.close()

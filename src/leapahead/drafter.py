@@ -6,7 +6,7 @@ Whatever it proposes, the text stays the target's: a wrong draft costs time, nev
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,6 +28,7 @@ class Context:
         tokens: committed tokens, prompt included; live (it grows between calls), not to be written.
         prompt_length: how many of them were given.
         vocab_size: ids are below it.
+        params: of the sampling.
         sampled: true with temperature. A draft is best kept at its position then, where its dice are; ranking needs no
             such question, `rank` knows.
         memory: what drafters keep from one text to the next; None where nothing is to be kept.
@@ -49,6 +50,7 @@ class Context:
         self.prompt_length = sampler.prompt_length
         self.vocab_size = sampler.vocab_size
         self.sampled = sampler.dice is not None
+        self.params = sampler.params
 
     @property
     def root(self) -> int:
@@ -74,11 +76,13 @@ class Proposal:
         tree: over the context's root.
         sources: who drafted each node (the root's entry is not read); empty means the drafter's name for all.
         expected: float [nodes], probability that the node is accepted, if the drafter has an opinion.
+        judge: another rule than `verify`, for drafts that were sampled: given the target's choices, what is committed.
     """
 
     tree: TokenTree
     sources: tuple[str, ...] = ()
     expected: npt.NDArray[np.float64] | None = None
+    judge: Callable[[Choices], Verdict] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +143,7 @@ class Drafter(ABC):
         name: the registered name.
         needs: capabilities that the target must have ("chain", "tree", "logits", "top_k"); refused by name at
             construction.
+        same_text: whether the text is that of plain decoding, and not only as likely: false of a rule other than match.
         predicts: whether it makes use of a predicted text, `Context.prediction`.
         prompt_top_k: so many of the best tokens after each of the prompt's last tokens are wanted in
             `Context.prompt_top_k`, from targets that can.
@@ -146,6 +151,7 @@ class Drafter(ABC):
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
+    same_text: ClassVar[bool] = True
     predicts: ClassVar[bool] = False
     prompt_top_k: ClassVar[int] = 0
 
@@ -173,6 +179,9 @@ class Drafter(ABC):
 
     def finish(self, context: Context) -> None:  # noqa: B027
         """Called once when the text is complete: what it teaches for others goes to `context.memory`."""
+
+    def close(self) -> None:  # noqa: B027  (most drafters hold nothing)
+        """Called when the text is over, complete or not: what is held for it is given back. Twice is harmless."""
 
     def figures(self) -> dict[str, Any]:
         """What the drafter says of itself, for `Stats.drafter` (plain types)."""

@@ -24,6 +24,7 @@ from leapahead.drafter import Drafter, Step
 from leapahead.drafters import kept
 from leapahead.errors import BadParameter, CacheFull, ContextOverflow
 from leapahead.memory import Memory
+from leapahead.planner import models
 from leapahead.sampling import LogitsProcessor, SamplingParams
 from leapahead.stats import Stats
 from leapahead.stop import StopParams
@@ -123,6 +124,9 @@ class LLM:
         trust_remote_code: run Python code that comes with the model.
         options: of the drafter, for example `window=7, ngram=5, guesses=7`; and with a GGUF file of llama.cpp, for
             example `n_ctx=8192, n_threads=4` (see `LlamaCppOptions`).
+        draft: a smaller model that drafts, for the drafters that take one (`draft_model`, `auto`): a name, a folder, a
+            GGUF file, "bundled" for the bundled model's own, or a loaded one; or a list of several. Its tokenizer must
+            be the target's. Loaded with the same dtype, device and llama.cpp options.
         memory: what drafters learn from one text for the next, which changes speed and never text. True keeps it as
             long as this LLM lives; False keeps nothing; a file is read if it exists, and `save_memory` writes it; a
             `Memory` is shared with whoever else holds it, if they have the same vocabulary. It is bounded: by an
@@ -147,13 +151,15 @@ class LLM:
         device: str = "auto",
         max_batch: int = 8,
         trust_remote_code: bool = False,
+        draft: Any = None,
         memory: Memory | str | Path | bool = True,
         **options: Any,
     ) -> None:
         if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
             raise BadParameter(f"max_batch={max_batch!r} is not possible: it must be a whole number >= 1")
         backend = {name: options.pop(name) for name in targets.LLAMA_CPP_OPTIONS if name in options}
-        self._new_drafter = _factory(drafter, options)  # before the load, which may take long
+        if draft is None:
+            self._new_drafter = _factory(drafter, options)  # before the load, which may take long
         self.memory = kept.given(memory)
         loaded = targets.load(
             model,
@@ -167,6 +173,10 @@ class LLM:
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = loaded.eos_token_ids
         self.max_batch = max_batch
+        self._drafts = []
+        if draft is not None:
+            self._drafts = models.given(draft, dtype=dtype, device=device, **backend)
+            self._new_drafter = _factory(drafter, {**options, "draft": self._drafts})
         first = self._new_drafter()
         self.drafter_name = first.name
         require(self.target, first.needs, first.name)
@@ -247,7 +257,10 @@ class LLM:
         new_drafter = self._new_drafter
         if "drafter" in options or "drafter_options" in options:
             chosen = options.get("drafter", self.drafter_name)
-            new_drafter = _factory(chosen, options.get("drafter_options", {}))
+            given = dict(options.get("drafter_options", {}))
+            if self._drafts and "draft" in drafters.options(_class(chosen)):
+                given.setdefault("draft", self._drafts)
+            new_drafter = _factory(chosen, given)
             first = new_drafter()
             require(self.target, first.needs, first.name)
             if self.tokenizer is not None:
@@ -355,7 +368,7 @@ class LLM:
                     self._fill(waiting, running, writing)
         finally:
             for generation in running:  # closing twice is harmless
-                generation.session.close()
+                generation.close()
 
     def _fill(
         self,
@@ -560,10 +573,16 @@ def _listed(name: str, options: Options) -> list[Any]:
     return [value] if isinstance(value, str) or _is_id(value) else list(cast(Sequence[Any], value))
 
 
-def _factory(drafter: str | type[Drafter], options: Mapping[str, Any]) -> Callable[[], Drafter]:
-    if not isinstance(drafter, str) and not (isinstance(drafter, type) and issubclass(drafter, Drafter)):
+def _class(drafter: str | type[Drafter]) -> type[Drafter]:
+    if isinstance(drafter, str):
+        return drafters.load(drafter)
+    if not (isinstance(drafter, type) and issubclass(drafter, Drafter)):
         raise BadParameter(f"a drafter must be a registered name or a subclass of Drafter, got {drafter!r}")
-    return drafters.factory(drafter, **options)
+    return drafter
+
+
+def _factory(drafter: str | type[Drafter], options: Mapping[str, Any]) -> Callable[[], Drafter]:
+    return drafters.factory(_class(drafter), **options)
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leapahead.errors import BadParameter, ContextOverflow, LeapaheadError, Refused
-from leapahead.sampling import Array, Sampler, SamplingParams
+from leapahead.sampling import Array, Sampler, SamplingParams, checked
 from leapahead.stats import Stats
 from leapahead.tree import IntArray, TokenTree
 from leapahead.verify import Verdict
@@ -57,6 +57,7 @@ class Choices:
         sampler: the session's.
         chosen: int64 [nodes], if they are known already.
         borrowed: the logits lie in memory that the target's next step writes again; it calls `expire` before.
+        first: the node of the first row; those before went through the target in an earlier step.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class Choices:
         sampler: Sampler,
         chosen: IntArray | None = None,
         borrowed: bool = False,
+        first: int = 0,
     ) -> None:
-        self.tree = tree
+        self.tree, self.first = tree, first
         self._rows = logits
         self._borrowed, self._expired = borrowed, False
         self._sampler = sampler
@@ -97,9 +99,9 @@ class Choices:
             raise LeapaheadError("the logits of an earlier step are gone; read them before the target's next step")
         began = perf_counter()
         if self._sampler.params.processors:  # called as seldom as can be
-            parts = [(nodes, self._rows[nodes])]
+            parts = [(nodes, self._rows[[node - self.first for node in nodes]])]
         else:  # a row stays in the processor's cache from its first operation to its last; and a slice is no copy
-            parts = [([node], self._rows[node : node + 1]) for node in nodes]
+            parts = [([node], self._rows[node - self.first :][:1]) for node in nodes]
         for some, rows in parts:
             chosen = self._sampler.choose(rows, self.tree, np.array(some), self._length)
             self._known.update(zip(some, chosen.tolist(), strict=True))
@@ -112,13 +114,13 @@ class Choices:
 
     @property
     def logits(self) -> Array:
-        """float [nodes, vocab], unprocessed, of the target's kind and on its device; yours to keep."""
+        """float [nodes - first, vocab], unprocessed, of the target's kind and on its device; yours to keep."""
         if self._expired:
             raise LeapaheadError("the logits of an earlier step are gone; read them before the target's next step")
         return np.array(self._rows) if self._borrowed else self._rows
 
     def top_k(self, k: int) -> tuple[IntArray, npt.NDArray[np.float64]]:
-        """The k best tokens after each node: int64 [nodes, k], and their logits, float64 [nodes, k], falling.
+        """The k best tokens after each node: int64 [nodes - first, k], and their logits, float64, falling.
 
         Unprocessed logits, of every node, accepted or not.
         """
@@ -126,6 +128,32 @@ class Choices:
             raise LeapaheadError("the logits of an earlier step are gone; read them before the target's next step")
         began = perf_counter()
         found = best(self._rows, k)
+        self._seconds += perf_counter() - began
+        return found
+
+    def probabilities(self, nodes: Sequence[int] | IntArray) -> npt.NDArray[np.float64]:
+        """float64 [len(nodes), vocab] on the host: what the sampler draws from after each of them, all filters applied.
+
+        Greedy it is 1 at the choice. For the rejection rule.
+
+        Raises:
+            BadLogits: they are NaN, infinite or all banned.
+        """
+        if self._expired:
+            raise LeapaheadError("the logits of an earlier step are gone; read them before the target's next step")
+        began = perf_counter()
+        wanted = np.asarray(nodes, dtype=np.int64)
+        if self._sampler.dice is None:
+            chosen = checked(self._sampler.choose(self._rows[wanted - self.first], self.tree, wanted, self._length), "")
+            found = np.zeros((len(wanted), self._rows.shape[-1]))
+            found[np.arange(len(wanted)), chosen] = 1.0
+        else:
+            scores = self._sampler.scores(self._rows[wanted - self.first], self.tree, wanted, self._length)
+            found = np.array(scores if isinstance(scores, np.ndarray) else scores.cpu(), dtype=np.float64)
+            found = found - found.max(axis=1, keepdims=True)
+            np.exp(found, out=found)
+            found /= found.sum(axis=1, keepdims=True)
+            checked(np.where(np.isfinite(found).all(axis=1), 0, -1), f"position {self._length}")
         self._seconds += perf_counter() - began
         return found
 
@@ -254,8 +282,16 @@ class Target(Protocol):
             CacheFull: it does not fit beside the sessions that are open.
         """
 
-    def step(self, sessions: Sequence[Any], trees: Sequence[TokenTree]) -> list[Choices]:  # of its own sessions
-        """ONE forward for all trees, each over its session's last committed token."""
+    def step(
+        self, sessions: Sequence[Any], trees: Sequence[TokenTree], known: Sequence[int] | None = None
+    ) -> list[Choices]:  # of its own sessions
+        """ONE forward for all trees, each over its session's last committed token.
+
+        Args:
+            known: for each tree, how many of its nodes, the first ones, are those of the session's last step, not
+                committed since; only the nodes behind them go through the model, at least one of each tree, and have
+                rows in the `Choices`. So a draft grows without being computed again. 0 by default.
+        """
 
 
 @runtime_checkable

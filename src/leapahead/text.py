@@ -57,6 +57,22 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return sha256(json.dumps(known).encode()).hexdigest()[:16]
 
 
+def difference(one: Tokenizer, other: Tokenizer) -> str:
+    """Where two tokenizers part; "" where neither does on what is asked. One may have more ids behind the other's.
+
+    Asked are some hundred ids that both have, and the ids of some texts.
+    """
+    size = min(len(one), len(other))
+    for token in sorted({index * (size - 1) // (ASKED - 1) for index in range(ASKED)}) if size else []:
+        here, there = (each.decode([token]).strip() for each in (one, other))
+        if here != there and here and there:
+            return f"token {token} is {here!r} in one and {there!r} in the other"
+    for text in PROBE:
+        if (ids := one.encode(text, add_special_tokens=False)) != other.encode(text, add_special_tokens=False):
+            return f"the text {text[:20]!r}... becomes other tokens ({ids[:5]}...)"
+    return ""
+
+
 class Detokenizer:
     """The text that each token adds; all of it together is the decoded whole, special tokens left out.
 

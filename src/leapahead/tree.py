@@ -229,6 +229,10 @@ class TreeBuilder:
         self._inner.add(parent)
         return node
 
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` that carries `token`, if there is one."""
+        return self._children.get((node, token))
+
     def add_path(self, tokens: Iterable[int], parent: int = 0) -> list[int]:
         """Adds a chain below `parent`, as far as the budget goes; returns its nodes."""
         nodes = []

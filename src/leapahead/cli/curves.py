@@ -22,8 +22,11 @@ from leapahead.lab.curves.calibration import ENOUGH as JUDGED
 from leapahead.lab.curves.growth import SIZES
 from leapahead.lab.curves.match import ENOUGH
 from leapahead.lab.curves.run import Data
+from leapahead.lab.curves.sequoia import LOOKED
+from leapahead.lab.curves.sequoia import sequoia as draft_tree
 from leapahead.lab.plots import how
 from leapahead.sampling import SamplingParams
+from leapahead.targets import LLAMA_CPP_OPTIONS
 
 Number = TypeVar("Number", int, float)
 KINDS = (".json", ".png", ".svg")
@@ -373,7 +376,68 @@ def growth(sizes: str, rounds: int, prefill: float | None, out: Path, **values: 
     _write(found, prefix)
 
 
-COMMANDS: list[click.Command] = [cost, compression, jacobi, pool, match, expected, calibration, growth]
+@click.command()
+@all_of(MODEL)
+@click.option(
+    "--draft", metavar="M", help="The model that guesses, of the same tokens as the other.  [default: the bundled one]"
+)
+@all_of(DATA)
+@click.option("--nodes", type=click.IntRange(min=1), default=64, show_default=True, help="Of the largest tree.")
+@click.option("--depth", type=click.IntRange(min=0), default=10, show_default=True, help="Of the deepest tree.")
+@click.option("--looked", type=int, default=LOOKED, show_default=True, help="Sampling: tokens that the dice may take.")
+@all_of(DICE)
+@_length(128)
+@_out("sequoia")
+def sequoia(
+    draft: str | None, nodes: int, depth: int, looked: int, max_new_tokens: int, out: Path, **values: Any
+) -> None:
+    """Draw the tree that a draft model should draft, by how often its first, second, ... guess is right.
+
+    Of all sizes and depths, that of the least time for a token on this machine (Sequoia, 2402.12374, with the choice of
+    this library: a token of the draft is accepted where it is the target's own).
+    """
+    prefix, dice = _prefix(out), _dice(values)
+    other = _other_model(draft, values)
+    loaded, prompts, named = _loaded(values, max_new_tokens)
+    with screen.loading(draft):
+        guessing = targets.load(**other)
+    with screen.progress("sequoia") as bar:
+        found = draft_tree(
+            loaded.target,
+            guessing.target,
+            prompts,
+            nodes,
+            depth,
+            max_new_tokens,
+            loaded.eos_token_ids,
+            **dice,
+            looked=looked,
+            tokenizers=(loaded.tokenizer, guessing.tokenizer),
+            progress=bar,
+        )
+    found["conditions"]["data"] = named
+    shares = [*enumerate(found["ranks"]), ("none", max(1 - sum(found["ranks"]), 0.0))]
+    _show(("rank", "accepted"), [(rank, f"{share:.1%}") for rank, share in shares])
+    depths = list(found["rows"][0]["best"])
+    _show(
+        ("nodes", *(f"depth {depth}" for depth in depths), "any depth"),
+        [
+            (row["nodes"], *(f"{row['best'][depth]:.3f}" for depth in depths), f"{row['greedy']:.3f}")
+            for row in found["rows"]
+            if row["nodes"] & (row["nodes"] - 1) == 0
+        ],
+    )
+    for name, tree in (("the tree that pays", found["tree"]), ("the likeliest nodes at any depth", found["greedy"])):
+        click.echo(
+            f"{name}: {tree['nodes']} nodes, {tree['depth']} forwards of the draft, {tree['expected']:.2f} tokens a "
+            f"step, {1e3 * tree['seconds_per_token']:.2f} ms a token, {tree['speedup']:.2f} times plain decoding"
+        )
+    if found["tree"]["depth"] == depth or found["tree"]["nodes"] == nodes:
+        click.echo("this is as many nodes, or as deep, as --nodes and --depth allow: more may pay more")
+    _write(found, prefix)
+
+
+COMMANDS: list[click.Command] = [cost, compression, jacobi, pool, match, expected, calibration, growth, sequoia]
 
 
 # --------------------------------------------------------------------------------------------------------- parts
@@ -399,6 +463,14 @@ def _loaded(values: dict[str, Any], room: int = 0) -> tuple[targets.Loaded, list
                 f"the context of {loaded.target.context_length}"
             )
     return loaded, [tokens for each in fitting.values() for tokens in each], tasks.in_words(fitting)
+
+
+def _other_model(name: str | None, values: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `targets.load` for a second model, loaded as the first one is; what is not for its kind is left."""
+    found = model_arguments(dict(values))
+    if not str(name).lower().endswith(".gguf"):
+        found = {key: value for key, value in found.items() if key not in LLAMA_CPP_OPTIONS}
+    return {**found, "model": name}
 
 
 def _dice(values: dict[str, Any]) -> dict[str, Any]:

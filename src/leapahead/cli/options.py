@@ -17,7 +17,7 @@ from leapahead.targets import LLAMA_CPP_OPTIONS
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Any], Any]  # a click decorator
 
-SHORTHANDS = ("window", "ngram", "guesses", "preset")  # drafter options with a flag of their own
+SHORTHANDS = ("window", "ngram", "guesses", "preset", "draft")  # drafter options with a flag of their own
 
 MODEL: tuple[Option, ...] = (
     click.option(
@@ -44,6 +44,9 @@ DRAFTER_OPTIONS: tuple[Option, ...] = (
     click.option("-N", "--ngram", type=int, metavar="N", help="Lookahead's n-gram length, key included."),
     click.option("-G", "--guesses", type=int, metavar="G", help="Lookahead's guesses per step."),
     click.option("--preset", metavar="NAME", help="Lookahead's (W, N, G) by name: code, text, creative, 7b, 13b, 34b."),
+    click.option(
+        "--draft", metavar="M", help="A smaller model that drafts, with the same tokenizer; several divided by commas."
+    ),
     click.option(
         "-o",
         "--option",

@@ -29,7 +29,12 @@ BUILT_IN = {
     "recycling": "leapahead.planner.single:TokenRecycling",
     "datastore": "leapahead.planner.single:DatastoreDrafter",
     "prediction": "leapahead.planner.single:PredictionDrafter",
+    "draft_model": "leapahead.planner.single:DraftModel",
+    "speculative_sampling": "leapahead.planner.speculative:SpeculativeSampling",
 }
+
+
+NEEDING = ("datastore", "prediction", "draft_model", "speculative_sampling")  # a file, a text, another model
 
 
 def _third_party() -> dict[str, EntryPoint]:
@@ -42,8 +47,8 @@ def names() -> list[str]:
 
 
 def ready() -> list[str]:
-    """Those that need nothing but a target: not a datastore, whose file must be given, nor a mere prediction."""
-    return [name for name in names() if name not in ("datastore", "prediction")]
+    """Those that need nothing but a target: no file, no other model, no prediction."""
+    return [name for name in names() if name not in NEEDING]
 
 
 def load(name: str) -> type[Drafter]:

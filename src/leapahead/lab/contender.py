@@ -217,6 +217,6 @@ class Ours(Contender):
                     join()
         finally:
             for generation in running:  # closing twice is harmless
-                generation.session.close()
+                generation.close()
         found.seconds = perf_counter() - began - found.prefill
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from leapahead.drafter import Context
 from leapahead.drafters.sources import Source
@@ -14,6 +14,7 @@ from leapahead.drafters.sources.prediction import Prediction
 from leapahead.drafters.sources.recycling import SAMPLED, Recycling
 from leapahead.drafters.sources.suffix import Suffix
 from leapahead.errors import BadParameter
+from leapahead.planner import models
 from leapahead.planner.grown import Grown
 from leapahead.text import Tokenizer
 
@@ -33,6 +34,7 @@ class Auto(Grown):
     Args:
         sources: their names, divided by commas; by default prediction, suffix, recycling and lookahead.
         datastore: a file that `leapahead datastore build` has written, as one more source.
+        draft: a draft model, as one more source; or several, see `draft_model`.
         nodes: draft so many nodes every step, whatever they cost; 0 for what pays.
         max_nodes: never more.
         dice: rank candidates under the dice when sampling; false for comparison.
@@ -43,15 +45,23 @@ class Auto(Grown):
     prompt_top_k: ClassVar[int] = SAMPLED
 
     def __init__(
-        self, sources: str = "", datastore: str = "", nodes: int = 0, max_nodes: int = 128, dice: bool = True
+        self,
+        sources: str = "",
+        datastore: str = "",
+        draft: Any = None,
+        nodes: int = 0,
+        max_nodes: int = 128,
+        dice: bool = True,
     ) -> None:
         super().__init__(nodes, max_nodes, dice)
         self._wanted = [name.strip() for name in sources.split(",") if name.strip()] or list(USUAL)
         if unknown := [name for name in self._wanted if name not in SOURCES]:
             raise BadParameter(f"there is no source {unknown[0]!r}; there are {', '.join(SOURCES)}")
         self._store = Datastore(datastore) if datastore else None
+        self._drafts = models.given(draft) if draft else []
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        models.check(self._drafts, tokenizer)
         if self._store is not None:
             self._store.check_tokenizer(tokenizer)
 
@@ -62,4 +72,4 @@ class Auto(Grown):
 
     def make(self) -> list[Source]:
         sources = [SOURCES[name]() for name in self._wanted if name != "prediction" or self._context.prediction]
-        return sources if self._store is None else [*sources, self._store]
+        return [*sources, *([self._store] if self._store is not None else []), *models.sources(self._drafts)]

@@ -68,6 +68,7 @@ class Growth:
         self.trust = trust or Trust(1.0)
         self.context, self.sources, self.calibration, self.budget = context, sources, calibration, budget
         self._builder = TreeBuilder(context.root, budget)
+        self.how = ("sampled" if dice else "blind") if context.sampled else "greedy"
         self._names = [""]
         self.expected = [1.0]
         self._depths = [0]
@@ -113,6 +114,14 @@ class Growth:
             heappush(self._heap, (chance, next(self._order), node, None))
         return True
 
+    def places(self, which: int) -> list[tuple[Any, float, float]]:
+        """Every node as source number `which` sees it: its state, P, and what is guessed about its children in all."""
+        return [
+            (states[which], self.expected[node], min(1.0, sum(guess.p for guess in self.guesses.get(node, ()))))
+            for node, states in enumerate(self._states)
+            if states[which] is not None and self._depths[node] < self.budget.depth
+        ]
+
     def take_all(self, nodes: int) -> int:
         """Adds so many nodes if there are; returns the size of the tree, the root counted."""
         while len(self) <= nodes and self.next > 0:
@@ -142,9 +151,8 @@ class Growth:
 
     def _keyed(self, name: str, candidates: list[Candidate]) -> list[tuple[int, Key]]:
         """Candidates as they come, by what they are like."""
-        how = "blind" if self.context.sampled else "greedy"
         return [
-            (token, (name, how, min(rank, RANKS), *feature[:1], bisect_left(SHARES, -logp), *feature[1:]))
+            (token, (name, self.how, min(rank, RANKS), *feature[:1], bisect_left(SHARES, -logp), *feature[1:]))
             for rank, (token, logp, feature) in enumerate(candidates)
         ]
 
@@ -159,7 +167,7 @@ class Growth:
             token, _, feature = candidates[index]
             margin = scores[index] - scores[order[1 if rank == 0 else 0]] if len(order) > 1 else LARGE
             steps = bisect_left(SCORES, -scores[index]), bisect_left(MARGINS, -margin)
-            found.append((token, (name, "sampled", min(rank, RANKS), *feature[:1], *steps, *feature[1:])))
+            found.append((token, (name, self.how, min(rank, RANKS), *feature[:1], *steps, *feature[1:])))
         return found
 
     def _joined(self, token: int, some: list[tuple[float, Key]]) -> Guess:

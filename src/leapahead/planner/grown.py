@@ -22,6 +22,7 @@ from leapahead.errors import BadParameter
 from leapahead.planner.calibration import Trust
 from leapahead.planner.cost import CostCurve
 from leapahead.planner.grow import Growth
+from leapahead.planner.look import Looks
 from leapahead.planner.machine import Machine, machine_of
 from leapahead.planner.plan import worth
 from leapahead.target import TREE, Target
@@ -40,12 +41,19 @@ class Grown(Drafter):
         nodes: draft so many nodes every step, whatever they cost; 0 for what pays.
         max_nodes: never more.
         dice: rank candidates under the dice when sampling; without, for comparison, by what is likely alone.
+        depth: greatest number of forwards of a draft model in a step; 0 for what pays.
+        chain: no branches.
     """
 
-    def __init__(self, nodes: int = 0, max_nodes: int = 128, dice: bool = True) -> None:
-        if nodes < 0 or max_nodes < 1:
-            raise BadParameter(f"nodes={nodes} must be at least 0 and max_nodes={max_nodes} at least 1")
+    def __init__(
+        self, nodes: int = 0, max_nodes: int = 128, dice: bool = True, depth: int = 0, chain: bool = False
+    ) -> None:
+        if nodes < 0 or max_nodes < 1 or depth < 0:
+            raise BadParameter(
+                f"nodes={nodes} and depth={depth} must be at least 0 and max_nodes={max_nodes} at least 1"
+            )
         self.nodes, self.max_nodes, self.dice = nodes, max_nodes, dice
+        self.depth, self.chain = depth, chain
         self.sources: list[Source] | None = None
         self._machine: Machine | None = None
         self._growth: Growth | None = None
@@ -87,50 +95,50 @@ class Grown(Drafter):
         drafters = [cast("Grown", ask.drafter) for ask in asks]
         began = perf_counter()
         found = [Proposal(TokenTree.root(context.root)) for _, context, _ in asks]
-        growths: dict[int, Growth] = {}
-        machine = machine_of(target)
-        for index, drafter in enumerate(drafters):
-            _, context, budget = asks[index]
-            drafter._growth = None
-            sources = drafter._enter(target)
-            if not sources or min(budget.nodes, budget.depth) < 1:
-                continue
-            if drafter._resting > 0 and not drafter.nodes:
-                drafter._resting -= 1
-                continue
-            leaves = budget.leaves if TREE in target.capabilities else 1
-            within = Budget(min(budget.nodes, drafter.max_nodes), budget.depth, leaves)
-            for source in sources:
-                source.read(context)
-            growths[index] = drafter._growth = Growth(
-                context, sources, machine.calibration, within, drafter.dice, drafter._trust
-            )
-        if not growths:
+        awake = [index for index, drafter in enumerate(drafters) if drafter._wakes(target, asks[index])]
+        if not awake:
             return found
+        machine = machine_of(target)
         curve = machine.curve(target, len(asks))
-        probing = {index: probes for index in growths if (probes := drafters[index]._probing(curve, len(asks)))}
+        probing = {index: probes for index in awake if (probes := drafters[index]._probing(curve, len(asks)))}
         extra = len(asks) * max(probing.values(), default=0) if target.pads else sum(probing.values())
-        kept = {index: growth.take_all(size) for index, growth in growths.items() if (size := drafters[index].nodes)}
-        free = {index: growth for index, growth in growths.items() if index not in kept}
-        others = len(asks) - len(free) + sum(kept.values()) - len(kept)  # rows that are there in any case
-        tallest = max(kept.values(), default=1)
-
-        def seconds(rows: int) -> float:
-            """Of the whole batch, the free trees having so many rows; with padding all are as tall as the tallest."""
-            whole = len(asks) * max(rows // len(free), tallest) if target.pads else rows + others
-            return curve(whole + extra)
-
-        if free:
-            sizes = worth(list(free.values()), seconds, curve.sizes, machine.drafting, padded=target.pads)
-            kept |= dict(zip(free, sizes, strict=True))
+        looks = Looks(target, len(asks))
+        depths = {index: drafters[index].depth for index in awake}
+        while True:
+            growths = {index: drafters[index]._grow(target, asks[index]) for index in awake}
+            kept = {index: growths[index].take_all(size) for index in awake if (size := drafters[index].nodes)}
+            kept |= _free(target, len(asks), growths, kept, extra, looks.seconds)
+            if not looks.more(growths, kept, depths):
+                break
         for index, growth in growths.items():
+            drafters[index]._growth = growth
             found[index] = growth.proposal(kept[index])
             drafters[index]._settle(kept[index] > 1, machine.drafting(0) / curve(len(asks)))
             if index in probing:
                 found[index] = drafters[index]._probe(found[index], asks[index].budget)
-        spent = perf_counter() - began + sum(drafters[index]._take_observed() for index in growths)
+        spent = perf_counter() - began - looks.seconds + sum(drafters[index]._take_observed() for index in growths)
         machine.drafted(spent, sum(kept.values()) - len(kept))
         return found
+
+    def _wakes(self, target: Target, ask: Ask) -> bool:
+        """Whether its sources are asked in this step; they have read the text then."""
+        self._growth = None
+        sources = self._enter(target)
+        if not sources or min(ask.budget.nodes, ask.budget.depth) < 1:
+            return False
+        if self._resting > 0 and not self.nodes:
+            self._resting -= 1
+            return False
+        for source in sources:
+            source.read(ask.context)
+        return True
+
+    def _grow(self, target: Target, ask: Ask) -> Growth:
+        """A tree with nothing in it yet."""
+        leaves = ask.budget.leaves if TREE in target.capabilities and not self.chain else 1
+        within = Budget(min(ask.budget.nodes, self.max_nodes), ask.budget.depth, leaves)
+        table, sources = machine_of(target).calibration, self.sources or []
+        return Growth(ask.context, sources, table, within, self.dice, self._trust)
 
     def _probing(self, curve: CostCurve, sequences: int) -> int:
         """Nodes of the windows that may pay."""
@@ -196,6 +204,10 @@ class Grown(Drafter):
         for source in self.sources or ():
             source.finish(context)
 
+    def close(self) -> None:
+        for source in self.sources or ():
+            source.close()
+
     def figures(self) -> dict[str, Any]:
         told: dict[str, Any] = {source.name: source.figures() for source in self.sources or ()}
         if self._left_out:
@@ -203,3 +215,34 @@ class Grown(Drafter):
         if self._machine is not None:
             told |= self._machine.figures()
         return told
+
+
+def _free(
+    target: Target, sequences: int, growths: dict[int, Growth], fixed: dict[int, int], extra: int, spent: float
+) -> dict[int, int]:
+    """How many nodes of each tree whose size is free pay, the root counted.
+
+    Args:
+        sequences: of the step.
+        growths: all that draft.
+        fixed: sizes of those that are not free.
+        extra: rows of windows.
+        spent: seconds that drafting has taken already.
+    """
+    free = {index: growth for index, growth in growths.items() if index not in fixed}
+    if not free:
+        return {}
+    machine = machine_of(target)
+    curve = machine.curve(target, sequences)
+    others = sequences - len(free) + sum(fixed.values()) - len(fixed)  # rows that are there in any case
+    tallest = max(fixed.values(), default=1)
+
+    def seconds(rows: int) -> float:
+        """Of the whole batch, the free trees having so many rows; with padding all are as tall as the tallest."""
+        whole = sequences * max(rows // len(free), tallest) if target.pads else rows + others
+        return curve(whole + extra)
+
+    def drafting(nodes: int) -> float:
+        return spent + machine.drafting(nodes)
+
+    return dict(zip(free, worth(list(free.values()), seconds, curve.sizes, drafting, padded=target.pads), strict=True))

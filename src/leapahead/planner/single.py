@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from leapahead.drafter import Context
 from leapahead.drafters.sources import Source
 from leapahead.drafters.sources.datastore import Datastore
+from leapahead.drafters.sources.draft import DraftSource
 from leapahead.drafters.sources.ngram import Ngrams
 from leapahead.drafters.sources.prediction import Prediction
 from leapahead.drafters.sources.recycling import SAMPLED, Recycling
 from leapahead.drafters.sources.suffix import Suffix
 from leapahead.errors import BadParameter
+from leapahead.planner import models
 from leapahead.planner.grown import Grown
 from leapahead.text import Tokenizer
 
@@ -101,6 +103,36 @@ class DatastoreDrafter(Grown):
 
     def make(self) -> list[Source]:
         return [self._source]
+
+
+class DraftModel(Grown):
+    """A smaller model drafts, under the match rule: the text is plain decoding's, greedy and seeded.
+
+    Args:
+        draft: the model that drafts: a name, a folder, a GGUF file, "bundled", or a loaded one; several in a list, or
+            divided by commas.
+        nodes: draft so many nodes every step; 0 for as many as pay.
+        depth: look so many times a step, each time at up to 16 places; 0 for what pays.
+        chain: no branches.
+        dice: rank candidates under the dice when sampling; false for comparison.
+    """
+
+    name: ClassVar[str] = "draft_model"
+    needs: ClassVar[frozenset[str]] = DraftSource.needs
+
+    def __init__(
+        self, draft: Any = None, nodes: int = 0, depth: int = 0, chain: bool = False, dice: bool = True
+    ) -> None:
+        super().__init__(nodes, dice=dice, depth=depth, chain=chain)
+        if draft is None or draft == "":
+            raise BadParameter("the drafter 'draft_model' needs draft=..., the smaller model")
+        self._drafts = models.given(draft)
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        models.check(self._drafts, tokenizer)
+
+    def make(self) -> list[Source]:
+        return list(models.sources(self._drafts))
 
 
 class PredictionDrafter(Grown):

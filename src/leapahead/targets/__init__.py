@@ -86,9 +86,9 @@ def load(
     return Loaded(target, found, tuple(dict.fromkeys((*ends, *eos_token_ids(target, found)))))
 
 
-def bundled() -> str:
-    """The folder of the bundled model."""
-    folder = Path(str(resources.files("leapahead"))) / "assets" / "tiny"
+def bundled(name: str = "tiny") -> str:
+    """The folder of the bundled model, or of its draft ("tiny-draft")."""
+    folder = Path(str(resources.files("leapahead"))) / "assets" / name
     if not (folder / "config.json").is_file():
         raise Refused("this installation has no bundled model; name one (--model, or LLM('name or path'))")
     return str(folder)

@@ -55,8 +55,10 @@ class Engine(Protocol):
         `see` is shown the logits of the last `PROMPT_ROWS` of them, those that had to be read.
         """
 
-    def forward(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[Tensor]:
-        """Logits [nodes, vocab] of each tree, over its state's tokens."""
+    def forward(
+        self, states: Sequence[Any], trees: Sequence[TokenTree], known: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """Logits [nodes - known, vocab] of each tree, over its state's tokens; see `Target.step`."""
 
     def forget(self) -> None:
         """Gives memory back that is kept for sequences to come."""
@@ -116,7 +118,7 @@ class CachedEngine:
                 chunk = tokens[row.length : min(row.length + CHUNK, len(tokens) - 1)]
                 wanted = row.length + len(chunk) + PROMPT_ROWS - (len(tokens) - 1) if see is not None else 0
                 keep = {name: max(1, min(wanted, len(chunk))) for name in self.few_logits}
-                logits = self.run([row], [TokenTree.chain(chunk[0], chunk[1:])], **keep)[0]
+                logits = self.run([row], [TokenTree.chain(chunk[0], chunk[1:])], None, **keep)[0]
                 if see is not None and wanted > 0:
                     see(logits[-wanted:])
                 self.cache.keep(row, range(len(chunk)))
@@ -126,12 +128,16 @@ class CachedEngine:
             raise
         return state, forwards, reused
 
-    def run(self, rows: Sequence[Row], trees: Sequence[TokenTree], **options: Any) -> list[Tensor]:
+    def run(
+        self, rows: Sequence[Row], trees: Sequence[TokenTree], known: Sequence[int] | None = None, **options: Any
+    ) -> list[Tensor]:
         """One forward, or as many as it takes."""
         raise NotImplementedError
 
-    def forward(self, states: Sequence[CachedState], trees: Sequence[TokenTree]) -> list[Tensor]:
-        return self.run([state.row for state in states], trees)
+    def forward(
+        self, states: Sequence[CachedState], trees: Sequence[TokenTree], known: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        return self.run([state.row for state in states], trees, known)
 
     def forget(self) -> None:
         self.cache.forget()
@@ -152,9 +158,15 @@ class MaskedEngine(CachedEngine):
         self.patterns = patterns
         self.dtype = None if boolean else model.dtype
 
-    def run(self, rows: Sequence[Row], trees: Sequence[TokenTree], **options: Any) -> list[Tensor]:
-        order = self.cache.begin(rows, max(len(tree) for tree in trees))
-        inputs = Inputs.of([trees[i] for i in order], [rows[i].length for i in order], self.device)
+    def run(
+        self, rows: Sequence[Row], trees: Sequence[TokenTree], known: Sequence[int] | None = None, **options: Any
+    ) -> list[Tensor]:
+        known = known or [0] * len(trees)
+        new = [len(tree) - first for tree, first in zip(trees, known, strict=True)]
+        order = self.cache.begin(rows, max(new), known)
+        inputs = Inputs.of(
+            [trees[i] for i in order], [rows[i].length for i in order], self.device, [known[i] for i in order]
+        )
         logits = self.model(
             input_ids=inputs.tokens,
             position_ids=inputs.positions,
@@ -165,7 +177,7 @@ class MaskedEngine(CachedEngine):
         ).logits  # [batch, n, vocab]
         self.cache.end()
         place = {i: at for at, i in enumerate(order)}
-        return [logits[place[i], : len(tree)] for i, tree in enumerate(trees)]
+        return [logits[place[i], :count] for i, count in enumerate(new)]
 
 
 class ChainEngine(CachedEngine):
@@ -173,12 +185,14 @@ class ChainEngine(CachedEngine):
 
     capabilities = frozenset({CHAIN, LOGITS, TOP_K})
 
-    def run(self, rows: Sequence[Row], trees: Sequence[TokenTree], **options: Any) -> list[Tensor]:
+    def run(
+        self, rows: Sequence[Row], trees: Sequence[TokenTree], known: Sequence[int] | None = None, **options: Any
+    ) -> list[Tensor]:
         logits = []
-        for row, tree in zip(rows, trees, strict=True):
+        for row, tree, first in zip(rows, trees, known or [0] * len(trees), strict=True):
             assert tree.is_chain, "this target takes chains only"
-            self.cache.begin([row], len(tree))
-            given = inputs(self.model, tree.tokens[None], row.length, self.device)
+            self.cache.begin([row], len(tree) - first, [first])
+            given = inputs(self.model, tree.tokens[None, first:], row.length + first, self.device)
             logits.append(self.model(**given, past_key_values=self.cache, use_cache=True, **options).logits[0])
             self.cache.end()
         return logits
@@ -241,7 +255,10 @@ class NativeEngine:
         state.length = len(tokens) - 1
         return state, 1, 0
 
-    def forward(self, states: Sequence[NativeState], trees: Sequence[TokenTree]) -> list[Tensor]:
+    def forward(
+        self, states: Sequence[NativeState], trees: Sequence[TokenTree], known: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        assert not any(known or ()), "this target takes no drafts"
         logits = []
         for state, tree in zip(states, trees, strict=True):
             assert len(tree) == 1, "this target takes no drafts"

@@ -127,7 +127,7 @@ class KVCache(Cache):  # type: ignore[misc]
         """Gives all memory back. No session may be open."""
         self.rows = [Row(0)]
         self.capacity = FIRST_CAPACITY
-        self.longest = 0  # committed entries of the longest row of the forward under way
+        self.longest = 0  # entries, of the longest row of the forward under way, that were there before
         self._groups: list[Planes] = []
         self._place: dict[tuple[int, int], tuple[Planes, int]] = {}  # (layer, 0 key or 1 value) -> plane
         self._batch = slice(0, 1)
@@ -205,15 +205,20 @@ class KVCache(Cache):  # type: ignore[misc]
 
     # The forward
 
-    def begin(self, rows: Sequence[Row], n: int) -> list[int]:
+    def begin(self, rows: Sequence[Row], n: int, known: Sequence[int] | None = None) -> list[int]:
         """Makes ready for a forward that writes `n` entries behind each of `rows`.
+
+        Args:
+            known: pending entries of each row that stay; the new ones come behind them.
 
         Returns:
             The order in which they lie in the cache, which is the batch's: indices into `rows`.
         """
         first = self._side_by_side(rows)
         order = sorted(range(len(rows)), key=lambda i: rows[i].index)
-        lengths = [rows[i].length for i in order]
+        known = known or [0] * len(rows)
+        assert all(first <= row.pending for row, first in zip(rows, known, strict=True)), "entries never written"
+        lengths = [rows[i].length + known[i] for i in order]
         self.longest = max(lengths)
         need, capacity = self.longest + n, self.capacity
         if need > capacity:
@@ -223,8 +228,8 @@ class KVCache(Cache):  # type: ignore[misc]
         self.capacity = capacity
         self._batch = slice(first, first + len(rows))
         self._lengths, self._slots = lengths, {}
-        for row in rows:
-            row.pending, row.extent = n, max(row.extent, row.length + n)
+        for row, first in zip(rows, known, strict=True):
+            row.pending, row.extent = first + n, max(row.extent, row.length + first + n)
         return order
 
     def end(self) -> None:

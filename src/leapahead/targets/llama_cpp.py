@@ -13,7 +13,7 @@ Knows neither drafters nor text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -55,16 +55,46 @@ class Track:
         """Those that it takes now, a tree that waits for its commit included."""
         return self.length + (len(self.tree) if self.tree is not None else 0)
 
-    def lay(self, tree: TokenTree) -> list[list[int]]:
-        """The ids of every node, those of its first leaf first."""
+    def lay(self, tree: TokenTree, known: int = 0) -> list[list[int]]:
+        """The ids of every node behind the first `known`, those of its first leaf first."""
+        if known:
+            return self._lay_more(tree, known)
         self.tree = tree
         if len(tree) == 1:
             self.laid = [(0, self.main)]
             return [[self.main]]
         leaves = tree.leaves.tolist()
-        while len(self.held) + 1 < len(leaves):
+        self.laid = list(zip(leaves, [self.main, *self._others(len(leaves) - 1)], strict=True))
+        return self._ids(tree)
+
+    def _lay_more(self, tree: TokenTree, known: int) -> list[list[int]]:
+        """A leaf that goes on keeps its id; a second branch has one that owns the cells down to where it begins."""
+        assert self.tree is not None, "nodes that never went through"
+        assert known == len(self.tree), "nodes that never went through"
+        owner_of, parents = dict(self.laid), tree.parents.tolist()
+        before = {node: owner for owner, nodes in self._paths() for node in nodes}  # one that owns each known node
+        laid, begun = list[tuple[int, int]](), list[tuple[int, int]]()  # begun: (leaf, known node above it)
+        for leaf in tree.leaves.tolist():
+            node = leaf
+            while node >= known:
+                node = parents[node]
+            if node in owner_of:
+                laid.append((leaf, owner_of.pop(node)))
+            else:
+                begun.append((leaf, node))
+        used = {owner for _, owner in self.laid}
+        fresh = self._others(len(begun), used)
+        for (leaf, node), owner in zip(begun, fresh, strict=True):
+            self.context.copy(before[node], owner, self.length, self.length + int(tree.depths[node]) + 1)
+            laid.append((leaf, owner))
+        self.tree, self.laid = tree, laid
+        return self._ids(tree)[known:]
+
+    def _others(self, count: int, used: Collection[int] = ()) -> list[int]:
+        """So many ids beside the main one and those in use, that own all committed cells."""
+        while len(self.held) + 1 < count + max(len(used), 1):
             self.held[self.target.free_id(self)] = 0
-        others = list(self.held)[: len(leaves) - 1]
+        others = [other for other in self.held if other not in used][:count]
         for other in others:
             if self.held[other] and self.context.windowed and self._lost(other):
                 self.context.remove(other)
@@ -72,14 +102,24 @@ class Track:
             if self.held[other] < self.length:
                 self.context.copy(self.main, other, self.held[other], self.length)
                 self.held[other] = self.length
-        self.laid = list(zip(leaves, [self.main, *others], strict=True))
-        parents = tree.parents.tolist()
-        ids: list[list[int]] = [[] for _ in parents]
+        return others
+
+    def _paths(self) -> list[tuple[int, list[int]]]:
+        """Every id that is laid, with its nodes, the leaf first."""
+        assert self.tree is not None
+        parents, found = self.tree.parents.tolist(), []
         for leaf, owner in self.laid:
-            node = leaf
-            while node >= 0:
+            nodes = [leaf]
+            while (parent := parents[nodes[-1]]) >= 0:
+                nodes.append(parent)
+            found.append((owner, nodes))
+        return found
+
+    def _ids(self, tree: TokenTree) -> list[list[int]]:
+        ids: list[list[int]] = [[] for _ in range(len(tree))]
+        for owner, nodes in self._paths():
+            for node in nodes:
                 ids[node].append(owner)
-                node = parents[node]
         return ids
 
     def _lost(self, other: int) -> bool:
@@ -225,24 +265,30 @@ class LlamaCppTarget:
             stats.prefill_seconds += perf_counter() - began
         return session
 
-    def step(self, sessions: Sequence[LlamaCppSession], trees: Sequence[TokenTree]) -> list[Choices]:
-        for session in sessions:
+    def step(
+        self, sessions: Sequence[LlamaCppSession], trees: Sequence[TokenTree], known: Sequence[int] | None = None
+    ) -> list[Choices]:
+        known = known or [0] * len(trees)
+        for session, first in zip(sessions, known, strict=True):
             track = session.track
-            if (track.tree is not None and not track.forget()) or track.length < len(session.tokens) - 1:
+            if first == 0 and (
+                (track.tree is not None and not track.forget()) or track.length < len(session.tokens) - 1
+            ):
                 self._reread(session)
-        total = sum(len(tree) for tree in trees)
+        total = sum(len(tree) - first for tree, first in zip(trees, known, strict=True))
         if total > max(self.context.n_step, len(trees)):
             raise BadParameter(
                 f"trees of {total} nodes are more than the {self.context.n_step} that a step may have (n_batch, and "
                 "n_ubatch for a model with a sliding window); use a larger one"
             )
         self._make_room(total, f"a step of {total} nodes")
-        logits = self._forward([session.track for session in sessions], trees, total)
+        logits = self._forward([session.track for session in sessions], trees, total, known)
         assert logits is not None
-        self._shown, first = [], 0
-        for session, tree in zip(sessions, trees, strict=True):
-            self._shown.append(Choices(logits[first : first + len(tree)], tree, session.sampler, borrowed=True))
-            first += len(tree)
+        self._shown, at = [], 0
+        for session, tree, first in zip(sessions, trees, known, strict=True):
+            rows = logits[at : at + len(tree) - first]
+            self._shown.append(Choices(rows, tree, session.sampler, borrowed=True, first=first))
+            at += len(rows)
         return self._shown
 
     def closed(self, session: LlamaCppSession) -> None:
@@ -331,16 +377,18 @@ class LlamaCppTarget:
         session.track.length = 0
         self._read(session.track, session.tokens[:-1])
 
-    def _forward(self, tracks: Sequence[Track], trees: Sequence[TokenTree], logits: int) -> FloatArray | None:
+    def _forward(
+        self, tracks: Sequence[Track], trees: Sequence[TokenTree], logits: int, known: Sequence[int] | None = None
+    ) -> FloatArray | None:
         for choices in self._shown:
             choices.expire()
         self._shown = []
         try:
             tokens, positions, ids = list[int](), list[int](), list[list[int]]()
-            for track, tree in zip(tracks, trees, strict=True):
-                ids += track.lay(tree)
-                tokens += tree.tokens.tolist()
-                positions += [track.length + depth for depth in tree.depths.tolist()]
+            for track, tree, first in zip(tracks, trees, known or [0] * len(trees), strict=True):
+                ids += track.lay(tree, first)
+                tokens += tree.tokens[first:].tolist()
+                positions += [track.length + depth for depth in tree.depths[first:].tolist()]
             return self.context.decode(tokens, positions, ids, logits)
         except BaseException:
             for track in tracks:

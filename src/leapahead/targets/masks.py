@@ -28,56 +28,73 @@ from leapahead.tree import TokenTree
 class Inputs:
     """What a model is given for several trees, each behind its own committed entries.
 
+    Behind those a row of the batch has slots of its own: its known nodes', which went through earlier, then the new.
+
     Attributes:
-        tokens: int64 [batch, n].
-        positions: int64 [batch, n].
+        tokens: int64 [batch, n]; of the new nodes.
+        positions: int64 [batch, n]; theirs.
         lengths: int64 [batch]; committed entries.
-        ancestors: bool [batch, n, n].
-        longest: the greatest of `lengths`.
+        slots: int64 [batch, own]; of all nodes. Rows with fewer than others repeat their root's.
+        there: int64 [batch, own]; the positions of all nodes.
+        ancestors: bool [batch, n, own]; whom the new nodes see.
+        end: number of slots that the forward reads.
     """
 
     tokens: Tensor
     positions: Tensor
     lengths: Tensor
+    slots: Tensor
+    there: Tensor
     ancestors: Tensor
-    longest: int
+    end: int
 
     @classmethod
-    def of(cls, trees: Sequence[TokenTree], lengths: Sequence[int], device: torch.device) -> Inputs:
-        batch, n = len(trees), max(len(tree) for tree in trees)
-        whole = np.empty((batch, 2 * n + 1), dtype=np.int64)  # tokens, positions, length: one transfer
-        ancestors = np.zeros((batch, n, n), dtype=np.bool_)
-        for row, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
-            own = len(tree)
-            whole[row, :own] = tree.tokens
-            whole[row, own:n] = tree.tokens[0]
-            whole[row, n : n + own] = length + tree.depths
-            whole[row, n + own : 2 * n] = length
-            whole[row, 2 * n] = length
-            ancestors[row, :own, :own] = np.tri(own, dtype=np.bool_) if tree.is_chain else tree.ancestor_mask
-            ancestors[row, own:, own:] = np.eye(n - own, dtype=np.bool_)
+    def of(
+        cls,
+        trees: Sequence[TokenTree],
+        lengths: Sequence[int],
+        device: torch.device,
+        known: Sequence[int] | None = None,
+    ) -> Inputs:
+        known = known or [0] * len(trees)
+        n = max(len(tree) - first for tree, first in zip(trees, known, strict=True))
+        own = max(known) + n
+        whole = np.empty((len(trees), 2 * n + 2 * own + 1), dtype=np.int64)  # one transfer
+        ancestors = np.zeros((len(trees), n, own), dtype=np.bool_)
+        for row, (tree, length, first) in enumerate(zip(trees, lengths, known, strict=True)):
+            size, new = len(tree), len(tree) - first
+            tokens, positions, slots, there = np.split(whole[row, :-1], (n, 2 * n, 2 * n + own))
+            tokens[:new], tokens[new:] = tree.tokens[first:], tree.tokens[0]
+            positions[:new], positions[new:] = length + tree.depths[first:], length
+            slots[: first + n], slots[first + n :] = np.arange(length, length + first + n), length
+            there[:size], there[size:] = length + tree.depths, length
+            whole[row, -1] = length
+            mask = np.tri(size, dtype=np.bool_) if tree.is_chain else tree.ancestor_mask
+            ancestors[row, :new, :size] = mask[first:]
+            ancestors[row, new:, size : first + n] = np.eye(n - new, dtype=np.bool_)
+            ancestors[row, :, first + n :] = ancestors[row, :, :1]  # what stands at the root's slot a second time
         moved = torch.from_numpy(whole).to(device)
         return cls(
             tokens=moved[:, :n],
             positions=moved[:, n : 2 * n],
-            lengths=moved[:, 2 * n],
+            lengths=moved[:, -1],
+            slots=moved[:, 2 * n : 2 * n + own],
+            there=moved[:, 2 * n + own : -1],
             ancestors=torch.from_numpy(ancestors).to(device),
-            longest=max(lengths),
+            end=max(length + first for length, first in zip(lengths, known, strict=True)) + n,
         )
 
     def masks(self, patterns: Mapping[str, Pattern], dtype: torch.dtype | None) -> Tensor | dict[str, Tensor]:
         """[batch, 1, n, kv] per pattern: boolean, or with `dtype` additive. One tensor if there is but one pattern."""
         batch, n = self.tokens.shape
-        end = self.longest + n
-        slots = torch.arange(end, device=self.tokens.device)
+        slots = torch.arange(self.end, device=self.tokens.device)
         visible = (slots < self.lengths[:, None])[:, None].repeat(1, n, 1)  # [batch, n, kv]
-        new = self.lengths[:, None] + slots[:n]  # [batch, n]; the slots of the nodes
-        visible.scatter_(2, new[:, None].expand(batch, n, n), self.ancestors)
+        visible.scatter_(2, self.slots[:, None].expand(self.ancestors.shape), self.ancestors)
         masks = {}
         for name, pattern in patterns.items():
             mask = visible
             if pattern.window is not None or pattern.chunk is not None:
-                there = slots.repeat(batch, 1).scatter_(1, new, self.positions)[:, None]  # [batch, 1, kv]; positions
+                there = slots.repeat(batch, 1).scatter_(1, self.slots, self.there)[:, None]  # [batch, 1, kv]; positions
                 here = self.positions[:, :, None]
                 if pattern.window is not None:
                     mask = mask & (here - there < pattern.window)

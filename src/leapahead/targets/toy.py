@@ -32,13 +32,16 @@ class ToySession:
         self._pending: list[tuple[int, int]] = []
         self.prompt_top_k: PromptTopK | None = None
 
-    def forward(self, tree: TokenTree, mask: BoolArray, positions: IntArray) -> list[Seen]:
-        """What every node sees; their entries wait for the commit."""
-        self._pending = list(zip(positions.tolist(), tree.tokens.tolist(), strict=True))
-        return [tuple(sorted(self.cache + [self._pending[other] for other in np.flatnonzero(row)])) for row in mask]
+    def forward(self, tree: TokenTree, mask: BoolArray, positions: IntArray, known: int = 0) -> list[Seen]:
+        """What every node behind the known ones sees; their entries wait for the commit."""
+        assert known <= len(self._pending), "nodes that never went through"
+        self._pending[known:] = list(zip(positions.tolist(), tree.tokens.tolist(), strict=True))[known:]
+        seen = [[self._pending[other] for other in np.flatnonzero(row)] for row in mask[known:]]
+        return [tuple(sorted(self.cache + some)) for some in seen]
 
     def commit(self, verdict: Verdict) -> None:
         self.cache += [self._pending[node] for node in verdict.path]
+        self._pending = []
         self.tokens += verdict.tokens
         self.sampler.committed()
         assert len(self.cache) == len(self.tokens) - 1  # every committed token but the last
@@ -100,15 +103,17 @@ class ToyTarget:
             session.prompt_top_k = PromptTopK(np.array(tokens[first:-1]), *best(rows, min(top_k, self.vocab_size)))
         return session
 
-    def step(self, sessions: Sequence[ToySession], trees: Sequence[TokenTree]) -> list[Choices]:
+    def step(
+        self, sessions: Sequence[ToySession], trees: Sequence[TokenTree], known: Sequence[int] | None = None
+    ) -> list[Choices]:
         return [
-            Choices(self.logits(session, tree), tree, session.sampler)
-            for session, tree in zip(sessions, trees, strict=True)
+            Choices(self.logits(session, tree, first), tree, session.sampler, first=first)
+            for session, tree, first in zip(sessions, trees, known or [0] * len(trees), strict=True)
         ]
 
-    def logits(self, session: ToySession, tree: TokenTree) -> npt.NDArray[np.float64]:
-        """float64 [nodes, vocab]."""
-        seen = session.forward(tree, self.mask(tree), self.positions(session, tree))
+    def logits(self, session: ToySession, tree: TokenTree, known: int = 0) -> npt.NDArray[np.float64]:
+        """float64 [nodes - known, vocab]."""
+        seen = session.forward(tree, self.mask(tree), self.positions(session, tree), known)
         return np.stack([self.row(each) for each in seen])
 
     def mask(self, tree: TokenTree) -> BoolArray:

@@ -145,14 +145,22 @@ class TransformersTarget:
             sampler = Sampler(params, tokens, self.vocab_size, self._to_device)
         return TransformersSession(tokens, state, sampler, kept.found(tokens) if kept is not None else None)
 
-    def step(self, sessions: Sequence[TransformersSession], trees: Sequence[TokenTree]) -> list[Choices]:
+    def step(
+        self,
+        sessions: Sequence[TransformersSession],
+        trees: Sequence[TokenTree],
+        known: Sequence[int] | None = None,
+    ) -> list[Choices]:
         context = max(len(session.tokens) for session in sessions)
         with torch.no_grad(), self._memory(f"a step at {context} tokens of context", len(sessions)):
-            logits = self.engine.forward([session.state for session in sessions], trees)
-            chosen = self._choose(sessions, trees, logits) if self._eager_choice else [None] * len(sessions)
+            logits = self.engine.forward([session.state for session in sessions], trees, known)
+            eager = self._eager_choice and known is None  # of a draft that grows nobody reads the choices
+            chosen = self._choose(sessions, trees, logits) if eager else [None] * len(sessions)
         return [
-            Choices(rows, tree, session.sampler, known)
-            for session, tree, rows, known in zip(sessions, trees, logits, chosen, strict=True)
+            Choices(rows, tree, session.sampler, at_once, first=first)
+            for session, tree, rows, at_once, first in zip(
+                sessions, trees, logits, chosen, known or [0] * len(trees), strict=True
+            )
         ]
 
     def forget(self) -> None:

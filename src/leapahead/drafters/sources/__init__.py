@@ -81,6 +81,9 @@ class Source(ABC):
     def finish(self, context: Context) -> None:  # noqa: B027
         """Called once when the text is complete: what it teaches for others goes to `context.memory`."""
 
+    def close(self) -> None:  # noqa: B027
+        """Called when the text is over, complete or not. Twice is harmless."""
+
     def figures(self) -> dict[str, Any]:
         """Plain types, for `Stats.drafter`."""
         return {}

@@ -1,0 +1,167 @@
+"""Whether a draft model should look once more, and where.
+
+A look is one forward of the draft over places of the tree that it does not know yet. It pays while
+
+    (tokens that it is expected to bring) / (seconds that it takes)  >  tokens a second without it
+
+What a place brings is P(place) x p(the draft's first choice is right) x (1 - what others guess there), as if they were
+independent; the seconds are those of the draft's rows and of the further rows of the target. EAGLE-2 (2406.16858)
+expands by value too, in a fixed number of levels of a fixed width; here both follow from the two cost curves.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+from leapahead.drafters.draft import Path
+from leapahead.drafters.sources.draft import DraftSource
+from leapahead.planner.calibration import Calibration
+from leapahead.planner.grow import Growth
+from leapahead.planner.machine import machine_of
+from leapahead.target import Target
+
+HOPE = 0.6  # that a draft's first choice is right, before any was seen
+WIDEST = 16  # places of one sequence in one look
+PRICE = 0.01  # of a plain step, that looking in vain may take of each
+
+
+class Place(NamedTuple):
+    """Where a draft may look.
+
+    Attributes:
+        tokens: that it is expected to bring there.
+        path: the place.
+        source: that does not know it yet.
+    """
+
+    tokens: float
+    path: Path
+    source: DraftSource
+
+
+class Looks:
+    """All looks of one step.
+
+    Args:
+        target: the model that decodes.
+        sequences: of the step.
+
+    Attributes:
+        seconds: that they have taken.
+    """
+
+    def __init__(self, target: Target, sequences: int) -> None:
+        self.target, self.sequences = target, sequences
+        self.seconds = 0.0
+        self._rounds = 0
+
+    def more(self, growths: dict[int, Growth], kept: dict[int, int], depths: dict[int, int]) -> bool:
+        """Looks once more, if that pays or is wanted.
+
+        Args:
+            growths: the trees so far, by sequence.
+            kept: how many of their nodes are drafted as things stand, the root counted.
+            depths: how many looks of each are wanted; 0 for what pays.
+
+        Returns:
+            False where it is enough.
+        """
+        drafts = {
+            id(source.target): source.target
+            for growth in growths.values()
+            for source in growth.sources
+            if isinstance(source, DraftSource) and source.able
+        }
+        best: tuple[float, list[Place]] = (0.0, [])
+        for draft in drafts.values():
+            if self._rounds == 0 and self._too_slow(draft, growths, depths):
+                continue
+            gain, chosen = self._worthwhile(draft, growths, kept, depths)
+            if chosen and gain > best[0]:
+                best = gain, chosen
+        return bool(best[1]) and self._look(best[1])
+
+    def _too_slow(self, draft: Target, growths: dict[int, Growth], depths: dict[int, int]) -> bool:
+        """Whether a token of the draft takes as long as one of the target: said once, and the draft is left alone."""
+        own = machine_of(draft).curve(draft, self.sequences)(self.sequences)
+        whole = machine_of(self.target).curve(self.target, self.sequences)(self.sequences)
+        if own < whole:
+            return False
+        told = (
+            f"the draft model {draft.name} takes {1e3 * own:.1f} ms a token and the target {self.target.name} "
+            f"{1e3 * whole:.1f} ms, so it cannot make it faster; use a smaller one"
+        )
+        if all(depths[index] for index in growths):
+            return False  # its looks are the user's wish
+        warnings.warn(told, UserWarning, stacklevel=2)
+        for index, growth in growths.items():
+            for source in growth.sources:
+                if isinstance(source, DraftSource) and source.target is draft and not depths[index]:
+                    assert source.following is not None
+                    source.following.fail(told)
+        return True
+
+    def _worthwhile(
+        self, draft: Target, growths: dict[int, Growth], kept: dict[int, int], depths: dict[int, int]
+    ) -> tuple[float, list[Place]]:
+        """The places where this draft should look, and by how many tokens that is better than the same time without."""
+        machine, own = machine_of(self.target), machine_of(draft)
+        curve, theirs = machine.curve(self.target, self.sequences), own.curve(draft, self.sequences)
+        rows = self.sequences * max(kept.values()) if self.target.pads else sum(kept.values())
+        rows = max(rows, self.sequences)
+        tokens = sum(sum(growth.expected[: kept[index]]) for index, growth in growths.items())
+        tokens += self.sequences - len(growths)
+        time = curve(rows) + machine.drafting(rows - self.sequences) + self.seconds
+        found, missed, wanted = [], 0, False
+        for index, growth in growths.items():
+            for which, source in enumerate(growth.sources):
+                if not isinstance(source, DraftSource) or source.target is not draft or not source.able:
+                    continue
+                if depths[index] and self._rounds >= depths[index]:
+                    continue
+                wanted |= depths[index] > 0
+                assert source.following is not None
+                missed += source.following.missed
+                found += _places(growth, which, machine.calibration)
+                if source.idle * PRICE * curve(self.sequences) > theirs(missed + 1):
+                    wanted |= self._rounds == 0  # nothing pays for long; but does it still not?
+        found.sort(key=lambda place: place.tokens, reverse=True)
+        if wanted:
+            return float("inf"), found
+        rate, best, chosen, sum_ = tokens / time, 0.0, 0, 0.0
+        for count, place in enumerate(found, 1):
+            sum_ += place.tokens
+            more = self.sequences * -(-count // len(growths)) if self.target.pads else count
+            gain = sum_ - rate * (theirs(missed + count) + curve(rows + more) - curve(rows))
+            if gain > best:
+                best, chosen = gain, count
+        return best, found[:chosen]
+
+    def _look(self, chosen: Sequence[Place]) -> bool:
+        """One forward of a draft model at these places."""
+        began = perf_counter()
+        paths: dict[DraftSource, list[Path]] = {}
+        for place in chosen:
+            paths.setdefault(place.source, []).append(place.path)
+        forward = DraftSource.look(list(paths.items()))
+        if forward is not None:
+            machine_of(chosen[0].source.target).observed(forward)
+        self._rounds += 1
+        self.seconds += perf_counter() - began
+        return forward is not None
+
+
+def _places(growth: Growth, which: int, calibration: Calibration) -> list[Place]:
+    """Places of a tree that its source number `which` does not know, best first."""
+    source = growth.sources[which]
+    assert isinstance(source, DraftSource)
+    right = calibration.estimate((source.name, growth.how, 0), HOPE)
+    found = [
+        Place(chance * right * (1.0 - known), path, source)
+        for path, chance, known in growth.places(which)
+        if not source.knows(path)
+    ]
+    return sorted(found, key=lambda place: place.tokens, reverse=True)[:WIDEST]

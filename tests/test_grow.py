@@ -1,0 +1,150 @@
+"""A draft that grows: nodes that went through the target are not computed again, and the logits are the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_models import llama
+
+from leapahead import targets
+from leapahead.sampling import SamplingParams
+from leapahead.target import CHAIN, TREE, Target
+from leapahead.targets.toy import ToyTarget
+from leapahead.tree import TokenTree, TreeBuilder
+from leapahead.verify import Verdict
+
+GREEDY = SamplingParams()
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def toy() -> Target:
+    return ToyTarget()
+
+
+def bundled() -> Target:
+    return targets.load(None, dtype="float32").target
+
+
+def windowed() -> Target:
+    """Sliding windows of a few tokens beside full attention."""
+    import torch
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, sliding_window=6, max_position_embeddings=256,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return targets.load(Gemma2ForCausalLM(config).to(torch.float32)).target
+
+
+def chains_only() -> Target:
+    import torch
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)
+    return targets.load(BloomForCausalLM(config)).target
+
+
+def gguf() -> Target:
+    return targets.load(llama(), n_ctx=256, n_seq_max=12).target
+
+
+KINDS: dict[str, Callable[[], Target]] = {
+    "toy": toy,
+    "bundled": bundled,
+    "windowed": windowed,
+    "chains only": chains_only,
+    "gguf": gguf,
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def target(request: pytest.FixtureRequest) -> Target:
+    return KINDS[request.param]()
+
+
+def grown(rng: random.Random, target: Target, root: int, sizes: list[int]) -> list[TokenTree]:
+    """Trees, each the one before and some nodes more, anywhere."""
+    builder, found = TreeBuilder(root), []
+    for size in sizes:
+        while len(builder) < size:
+            parent = rng.randrange(len(builder)) if TREE in target.capabilities else len(builder) - 1
+            builder.add(parent, rng.randrange(1, min(target.vocab_size, 60)))
+        found.append(builder.build())
+    return found
+
+
+def rows(choices: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(choices.logits).astype(np.float64)
+
+
+def whole(target: Target, tokens: list[int], tree: TokenTree) -> np.ndarray[Any, Any]:
+    with closing(target.open(list(tokens), GREEDY)) as session:
+        return rows(target.step([session], [tree])[0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tree_that_grows_has_the_logits_of_one_that_is_there_at_once(target: Target, seed: int) -> None:
+    rng = random.Random(seed)
+    tokens = [*PROMPT]
+    session = target.open(tokens, GREEDY)
+    with closing(session):
+        for turn in range(4):
+            trees = grown(rng, target, session.tokens[-1], [1 + turn % 2, 3, 4, 8, 9])
+            known, found = 0, []
+            for tree in trees:
+                choices = target.step([session], [tree], [known])[0]
+                assert choices.first == known
+                found.append(rows(choices))
+                assert choices.top_k(1)[0].shape == (len(tree) - known, 1)
+                assert choices[len(tree) - 1] == int(found[-1][-1].argmax())
+                known = len(tree)
+            expected = whole(target, session.tokens, trees[-1])
+            np.testing.assert_allclose(np.concatenate(found), expected, atol=2e-3 * expected.std())
+            path = trees[-1].path(rng.randrange(len(trees[-1])))  # and what is committed of it serves what follows
+            said = [int(trees[-1].tokens[node]) for node in path[1:]]
+            session.commit(Verdict(tuple(path), (*said, rng.randrange(1, min(target.vocab_size, 60))), len(said)))
+
+
+def test_sessions_that_grow_together_do_not_disturb_each_other(target: Target) -> None:
+    rng = random.Random(7)
+    prompts = [PROMPT, [*PROMPT, 2, 7, 1, 8], PROMPT[:3]]
+    sessions = [target.open(list(prompt), GREEDY) for prompt in prompts]
+    sizes = [[1, 4, 9], [3, 4, 5], [2, 6, 7]]
+    trees = [grown(rng, target, s.tokens[-1], some) for s, some in zip(sessions, sizes, strict=True)]
+    found: list[list[Any]] = [[], [], []]
+    known = [0, 0, 0]
+    for turn in range(3):
+        now = [some[turn] for some in trees]
+        for index, choices in enumerate(target.step(sessions, now, known)):
+            found[index].append(rows(choices))
+        known = [len(tree) for tree in now]
+    for session in sessions:
+        session.close()
+    for prompt, some, parts in zip(prompts, trees, found, strict=True):
+        expected = whole(target, prompt, some[-1])
+        np.testing.assert_allclose(np.concatenate(parts), expected, atol=2e-3 * expected.std())
+
+
+def test_a_draft_that_grew_can_be_dropped(target: Target) -> None:
+    rng = random.Random(3)
+    with closing(target.open(PROMPT, GREEDY)) as session:
+        first, second = grown(rng, target, PROMPT[-1], [3, 6])
+        target.step([session], [first])
+        target.step([session], [second], [3])
+        other = grown(random.Random(4), target, PROMPT[-1], [5])[0]
+        found = rows(target.step([session], [other])[0])
+        expected = whole(target, PROMPT, other)
+        np.testing.assert_allclose(found, expected, atol=2e-3 * expected.std())
+
+
+def test_all_of_these_can_grow(target: Target) -> None:
+    assert CHAIN in target.capabilities
