@@ -394,7 +394,7 @@ def test_mutations_of_speculative_sampling_are_caught(monkeypatch: pytest.Monkey
 
         def flattened(self: Any, paths: Any, q: Any) -> None:
             right(self, paths, q)
-            self._qs = {node: [np.full(4, 0.25)] * len(some) for node, some in self._qs.items()}
+            self.qs = {node: [np.full(4, 0.25)] * len(some) for node, some in self.qs.items()}
 
         patch.setattr(speculative_room._Growing, "draw", flattened)
         assert deviation(SpeculativeSampling, width=2, depth=2) > 1

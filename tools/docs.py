@@ -29,6 +29,7 @@ FILES = (
     "docs/command-line.md",
     "docs/drafters.md",
     "docs/auto.md",
+    "docs/draft-models.md",
     "docs/llama-cpp.md",
     "docs/benchmarks.md",
 )
@@ -112,6 +113,19 @@ def acceptance_table(root: Path) -> str:
     ]
     heads = "prompts | temperature | drafter | acceptance length | nodes per step | distinct 4-grams"
     return table(heads, rows) + _conditions(data, "acceptance")
+
+
+def rules_table(root: Path) -> str:
+    """Acceptance lengths of the two rules, from docs/figures.json."""
+    data = _figures(root)
+    columns = list(dict.fromkeys((row["task"], row["temperature"]) for row in data["rules"]))
+    cells = {(row["name"], row["task"], row["temperature"]): row for row in data["rules"]}
+    rows = [
+        [name, *(f"{cells[name, task, temperature]['acceptance_length']:.2f}" for task, temperature in columns)]
+        for name in dict.fromkeys(row["name"] for row in data["rules"])
+    ]
+    heads = " | ".join(["", *(f"{task}, T = {temperature:g}" for task, temperature in columns)])
+    return table(heads, rows) + _conditions(data, "rules")
 
 
 def check_table(root: Path) -> str:
@@ -230,6 +244,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "command-line": command_line,
     "drafters": drafter_list,
     "acceptance": acceptance_table,
+    "rules": rules_table,
     "check": check_table,
     "overhead": overhead_table,
     "cost-curve": cost_table,

@@ -177,6 +177,15 @@ class Drafter(ABC):
     def observe(self, context: Context, step: Step) -> None:  # noqa: B027
         """Called after the commit of every step but the last; `context.tokens` has grown by `step.tokens`."""
 
+    def opinions(self, tree: TokenTree) -> dict[str, npt.NDArray[np.float64]]:
+        """For those who look on, after a step: what each draft model thought of every node of its tree.
+
+        Returns:
+            Its name -> q, float64 [nodes]: the probability of the node's token after its parent; NaN where it did not
+            look. Empty of drafters without such models.
+        """
+        return {}
+
     def finish(self, context: Context) -> None:  # noqa: B027
         """Called once when the text is complete: what it teaches for others goes to `context.memory`."""
 

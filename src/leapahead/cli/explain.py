@@ -15,7 +15,7 @@ from leapahead import drafters, targets
 from leapahead.cli import screen
 from leapahead.cli.options import DRAFTER, MODEL, all_of, drafter_arguments, model_arguments
 from leapahead.errors import BadParameter, LeapaheadError
-from leapahead.lab.explain import Moment, Recording, page, record
+from leapahead.lab.explain import Moment, Node, Recording, page, record
 from leapahead.sampling import SamplingParams
 
 PAGE = Path("explain.html")
@@ -124,7 +124,9 @@ def _tree(step: Moment, texts: dict[int, str], styles: dict[str, str]) -> Tree:
     branches = [Tree(Text.assemble((texts[step.nodes[0].token], "bold"), (f"  position {step.position}", "dim")))]
     for index, node in enumerate(step.nodes[1:], start=1):
         style = ACCEPTED if index in accepted else styles[node.source]
-        label = Text.assemble((texts[node.token], style), (f"  {node.source} {_probability(node.p)}", "dim"))
+        label = Text.assemble(
+            (texts[node.token], style), (f"  {node.source} {_probability(node.p)}{_opinions(node)}", "dim")
+        )
         if index in accepted:
             label.append("  accepted", style=ACCEPTED)
         branches.append(branches[node.parent].add(label))
@@ -146,7 +148,7 @@ def _legend(styles: dict[str, str]) -> Text:
     for name, style in (*styles.items(), ("accepted", ACCEPTED), ("bonus: the target's own token", BONUS)):
         legend.append(name, style=style)
         legend.append(", ")
-    legend.append("p: the target's probability of a token after the ones before it")
+    legend.append("p: the target's probability of a token after the ones before it; q: a draft model's")
     return legend
 
 
@@ -154,6 +156,11 @@ def _probability(p: float | None) -> str:
     if p is None:
         return "p ?"
     return "p <.001" if p < 0.001 else f"p {p:.3f}"
+
+
+def _opinions(node: Node) -> str:
+    """Of the draft models."""
+    return "".join(f" {name} q {q:.3f}" for name, q in node.q.items())
 
 
 def _harmless(text: str) -> str:

@@ -12,7 +12,8 @@ from leapahead.stats import Stats
 from leapahead.target import Forgetful
 
 # What is compared: (name in the table, drafter, options)
-CONFIGURATIONS: list[tuple[str, str, dict[str, Any]]] = [
+Compared = tuple[str, str, dict[str, Any]]
+CONFIGURATIONS: list[Compared] = [
     ("plain", "plain", {}),
     ("jacobi (8)", "jacobi", {}),
     ("prompt_lookup (10)", "prompt_lookup", {}),
@@ -24,6 +25,19 @@ CONFIGURATIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("auto (16), blind to the dice", "auto", {"nodes": 16, "dice": False}),
     ("auto (16)", "auto", {"nodes": 16}),
 ]
+CHAIN, WIDE = {"draft": "bundled", "depth": 4}, {"draft": "bundled", "depth": 4, "nodes": 16}
+# The two rules on one pair of models, chains of 4 and trees of 16.
+RULES: list[Compared] = [
+    ("chain, match", "draft_model", {**CHAIN, "nodes": 4, "chain": True}),
+    ("chain, match, blind to the dice", "draft_model", {**CHAIN, "nodes": 4, "chain": True, "dice": False}),
+    ("chain, rejection", "speculative_sampling", CHAIN),
+    ("tree, match", "draft_model", WIDE),
+    ("tree, match, blind to the dice", "draft_model", {**WIDE, "dice": False}),
+    ("tree, rejection: sequoia", "speculative_sampling", {**WIDE, "width": 4, "rule": "sequoia"}),
+    ("tree, rejection: specinfer", "speculative_sampling", {**WIDE, "width": 4, "rule": "specinfer"}),
+    ("tree, rejection: spectr", "speculative_sampling", {**WIDE, "width": 4, "rule": "spectr"}),
+]
+TEMPERATURES = (0.3, 0.7, 1.0, 1.5)  # of that table
 
 
 def acceptance(
@@ -32,6 +46,7 @@ def acceptance(
     temperatures: tuple[float, ...] = (0.0, 1.0),
     max_new_tokens: int = 128,
     ignore_eos: tuple[bool, ...] = (False,),
+    configurations: list[Compared] = CONFIGURATIONS,
 ) -> list[dict[str, Any]]:
     """One row per task x temperature x EOS rule x configuration.
 
@@ -42,10 +57,10 @@ def acceptance(
     rows = []
     runs = [(t, temp, ignore) for t in tasks for temp in temperatures for ignore in ignore_eos]
     with Progress() as progress:
-        bar = progress.add_task("acceptance", total=len(runs) * len(CONFIGURATIONS))
+        bar = progress.add_task("acceptance", total=len(runs) * len(configurations))
         for task, temperature, ignore in runs:
             plain: list[tuple[int, ...]] = []
-            for name, drafter, options in CONFIGURATIONS:
+            for name, drafter, options in configurations:
                 if temperature == 0 and "dice" in options:
                     progress.advance(bar)
                     continue

@@ -47,6 +47,7 @@ class Node:
         source: who drafted it: "guess" and "window" of lookahead, else a drafter's name; "" for the root.
         p: the target's probability of the token after its parent: softmax of the raw logits, before penalties, bans,
             temperature and filters. None for the root, and where the logits are no numbers.
+        q: draft model -> its probability of the same; without those that did not look there.
         chosen: the target's own next token after the node, dice included; -1 where there is none.
         likeliest: the target's likeliest next tokens after the node and their probabilities, best first; empty where
             the logits are no numbers.
@@ -57,6 +58,7 @@ class Node:
     depth: int
     source: str
     p: float | None
+    q: dict[str, float]
     chosen: int
     likeliest: tuple[tuple[int, float], ...]
 
@@ -215,6 +217,7 @@ def _moment(step: Step, drafter: Drafter, spans: tuple[tuple[str, bool], ...], p
         accepted.append(node)
     sources = step.proposal.sources or (drafter.name,) * len(tree)
     logits = step.choices.logits
+    thought = drafter.opinions(tree)
     after = [_probabilities(logits[node : node + 1]) for node in range(len(tree))]
     nodes = tuple(
         Node(
@@ -223,6 +226,7 @@ def _moment(step: Step, drafter: Drafter, spans: tuple[tuple[str, bool], ...], p
             depth=depth,
             source=sources[node] if node else "",
             p=_number(after[parent][token]) if node else None,
+            q={name: number for name, row in thought.items() if (number := _number(row[node])) is not None},
             chosen=step.choices[node],
             likeliest=_likeliest(after[node]),
         )

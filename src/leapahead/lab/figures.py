@@ -24,14 +24,14 @@ from leapahead import __version__
 from leapahead.drafters.pool import NgramPool
 from leapahead.generate import LLM
 from leapahead.lab import drawn, tasks
-from leapahead.lab.acceptance import acceptance
+from leapahead.lab.acceptance import RULES, TEMPERATURES, acceptance
 from leapahead.lab.exactness import exactness
 from leapahead.lab.overhead import cost_curve, overhead, target_135m
 from leapahead.lab.picture import picture
 from leapahead.planner.machine import processor
 from leapahead.targets import Loaded
 
-PARTS = ("check", "acceptance", "overhead", "memory", "example", *drawn.PARTS)
+PARTS = ("check", "acceptance", "rules", "overhead", "memory", "example", *drawn.PARTS)
 
 
 @click.command()
@@ -99,6 +99,13 @@ def _measured(
             f"every text equal to plain decoding's; {machine}."
         }
         return {"acceptance": acceptance(llm, prompts)}, conditions
+    if part == "rules":
+        prompts = _texts(data, limit)
+        conditions = {
+            "rules": f"bundled model and its draft, float32, {tasks.in_words(prompts)}, up to 128 new tokens, "
+            f"stopping at EOS, seed 1, chains of 4 and trees of at most 16 nodes and 4 levels; {machine}."
+        }
+        return {"rules": acceptance(llm, prompts, TEMPERATURES, configurations=RULES)}, conditions
     if part == "overhead":
         target = target_135m()
         what = "random weights in the shapes of a 135M Llama, bfloat16, batch 1"

@@ -14,9 +14,11 @@ from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from leapahead.drafter import Ask, Context, Drafter, Proposal, Step
 from leapahead.drafters.sources import Source
+from leapahead.drafters.sources.draft import DraftSource
 from leapahead.drafters.sources.lookahead import LookaheadSource
 from leapahead.errors import BadParameter
 from leapahead.planner.calibration import Trust
@@ -200,6 +202,11 @@ class Grown(Drafter):
             if isinstance(source, LookaheadSource):
                 source.judge.told(len(step.tokens), curve(step.forward.rows) / curve(step.forward.sequences))
 
+    def opinions(self, tree: TokenTree) -> dict[str, npt.NDArray[np.float64]]:
+        drafts = [source for source in self.sources or () if isinstance(source, DraftSource)]
+        places = [(tuple(tree.path_tokens(int(parent))), token) for parent, token in _below_the_root(tree)]
+        return {draft.name: np.array([np.nan, *(draft.q(*place) for place in places)]) for draft in drafts}
+
     def finish(self, context: Context) -> None:
         for source in self.sources or ():
             source.finish(context)
@@ -215,6 +222,11 @@ class Grown(Drafter):
         if self._machine is not None:
             told |= self._machine.figures()
         return told
+
+
+def _below_the_root(tree: TokenTree) -> list[tuple[int, int]]:
+    """(parent, token) of every drafted node."""
+    return list(zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True))
 
 
 def _free(

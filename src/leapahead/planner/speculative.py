@@ -32,7 +32,7 @@ from leapahead.rejection import (
 )
 from leapahead.target import CHAIN, LOGITS, TREE, Choices, Target
 from leapahead.text import Tokenizer
-from leapahead.tree import Budget, TreeBuilder
+from leapahead.tree import Budget, TokenTree, TreeBuilder
 from leapahead.verify import Verdict
 
 APART = 1 << 63  # of the key of the generator: no position is as large
@@ -77,6 +77,7 @@ class SpeculativeSampling(Drafter):
         if len(self._drafts) > 1:
             raise BadParameter("speculative_sampling takes one draft model; draft_model and auto take several")
         self._following: Following | None = None
+        self._drawn: dict[int, list[FloatArray]] = {}
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         models.check(self._drafts, tokenizer)
@@ -104,7 +105,16 @@ class SpeculativeSampling(Drafter):
                         each.wanted = []
                     else:
                         each.draw(look.paths, each.drafter.processed(look.choices, look.nodes))
+        for each in growing:
+            each.drafter._drawn = each.qs
         return [each.proposal() for each in growing]
+
+    def opinions(self, tree: TokenTree) -> dict[str, FloatArray]:
+        q = np.full(len(tree), np.nan)
+        for node in range(1, len(tree)):
+            if rows := self._drawn.get(int(tree.parents[node])):
+                q[node] = rows[0][tree.tokens[node]]
+        return {"draft": q}
 
     def processed(self, choices: Choices, nodes: Sequence[int]) -> FloatArray:
         """q after each node, float64 [nodes, vocab of the target]: what is drawn from."""
@@ -142,7 +152,7 @@ class _Growing:
         self._nodes: dict[Path, int] = {(): 0}
         self._chance: dict[Path, float] = {(): 1.0}
         self._children: dict[int, tuple[int, ...]] = {}
-        self._qs: dict[int, list[FloatArray]] = {}
+        self.qs: dict[int, list[FloatArray]] = {}
         self.wanted: list[Path] = [] if self.following.failed or self.depth < 1 or self.room < 1 else [()]
 
     def draw(self, paths: Sequence[Path], q: FloatArray) -> None:
@@ -170,14 +180,14 @@ class _Growing:
                     self._chance[further] = self._chance[path] * float(row[token])
                     below.append(further)
             self._children[node] = tuple(children)
-            self._qs[node] = [row] * len(children)
+            self.qs[node] = [row] * len(children)
         deeper = [path for path in below if len(path) < self.depth]
         most = -(-self.room // self.width)  # nodes that can still have children
         self.wanted = sorted(deeper, key=self._chance.__getitem__, reverse=True)[:most]
 
     def proposal(self) -> Proposal:
         tree = self._builder.build()
-        draws = Draws(tree, self._children, self._qs)
+        draws = Draws(tree, self._children, self.qs)
         expected = np.ones(len(tree))
         for path, node in self._nodes.items():
             expected[node] = self._chance[path]

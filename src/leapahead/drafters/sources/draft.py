@@ -19,7 +19,10 @@ from leapahead.drafters.draft import Following, Path
 from leapahead.drafters.sources import Candidate, Score, Source
 from leapahead.target import CHAIN, Target
 
-KEPT, SAMPLED = 8, 1024  # likeliest tokens of a place that are kept: greedy; sampling, where the dice choose among them
+KEPT, SAMPLED = (
+    64,
+    1024,
+)  # likeliest tokens of a place that are kept: greedy; sampling, where the dice choose among them
 Row = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]  # tokens, likeliest first; their log-probabilities
 
 
@@ -83,6 +86,13 @@ class DraftSource(Source):
             best = np.argpartition(score(tokens, logp), -limit)[-limit:]
             tokens, logp = tokens[best], logp[best]
         return [Candidate(token, value, ()) for token, value in zip(tokens.tolist(), logp.tolist(), strict=True)]
+
+    def q(self, path: Path, token: int) -> float:
+        """Its probability of a token behind a place, of the tokens that are kept; NaN where it did not look."""
+        if (row := self._rows.get(path)) is None:
+            return float("nan")
+        found = np.flatnonzero(row[0] == token)
+        return float(np.exp(row[1][found[0]])) if len(found) else 0.0
 
     @staticmethod
     def look(asked: Sequence[tuple[DraftSource, Sequence[Path]]]) -> Forward | None:
