@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
@@ -474,6 +475,62 @@ def test_gguf_drafts_for_gguf_and_for_transformers() -> None:
         assert found.stats.acceptance_length > 2
     mixed = LLM(text.target, tokenizer=text.tokenizer, drafter="draft_model", draft=small, nodes=6, depth=3)
     assert mixed.generate("def add(a, b):", max_new_tokens=16).stats.accepted > 4
+
+
+# ------------------------------------------------------------------------------------------------ the target itself
+
+
+@pytest.fixture(scope="module")
+def own() -> LLM:
+    return LLM(dtype="float32", drafter="plain")
+
+
+@pytest.mark.parametrize("draft", ["self:skip=2-3", "self:skip=1m,4a", "self:first=3"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 2}], ids=["greedy", "sampled"])
+def test_the_target_drafts_for_itself_with_layers_left_out(own: LLM, draft: str, options: dict[str, Any]) -> None:
+    llm = LLM(own.target, tokenizer=own.tokenizer, drafter="draft_model", draft=draft, nodes=6, depth=3)
+    expected = own.generate("def add(a, b):", max_new_tokens=24, **options)  # type: ignore[arg-type]
+    found = llm.generate("def add(a, b):", max_new_tokens=24, **options)  # type: ignore[arg-type]
+    assert found.tokens == expected.tokens
+    assert found.stats.accepted > 2
+    assert own.generate("def add(a, b):", max_new_tokens=24, **options).tokens == expected.tokens  # type: ignore[arg-type]
+
+
+def test_what_a_search_has_found_is_used_and_where_there_was_none_it_is_said(
+    own: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEAPAHEAD_CACHE", str(tmp_path))
+    options: dict[str, Any] = {"tokenizer": own.tokenizer, "drafter": "draft_model", "draft": "self:skip"}
+    with pytest.raises(BadParameter, match="run `leapahead lab skip`"):
+        LLM(targets.load(own.target.model).target, **options)  # type: ignore[attr-defined]
+    searched = ["lab", "skip", "--limit", "1", "--trials", "4", "--max-new-tokens", "8", "--dtype", "float32"]
+    found = CliRunner().invoke(main, searched)
+    assert found.exit_code == 0, found.output
+    assert "layer can be left out" in found.output or "use it with --draft self:skip" in found.output
+    file = next((tmp_path / "skip").iterdir())
+    text = file.read_text(encoding="utf-8")
+    file.write_text(re.sub(r'"skip": "[^"]*"', '"skip": "2-3"', text), encoding="utf-8")
+    again = LLM(dtype="float32", drafter="draft_model", draft="self:skip", nodes=4, depth=2)
+    assert again.generate("def add(a, b):", max_new_tokens=12).stats.accepted > 0
+    file.write_text(re.sub(r'"skip": "[^"]*"', '"skip": ""', text), encoding="utf-8")
+    with pytest.raises(BadParameter, match="does not pay"):
+        LLM(dtype="float32", drafter="draft_model", draft="self:skip")
+
+
+@pytest.mark.parametrize(
+    ("draft", "why"),
+    [
+        ("self:skip=99", "99"),
+        ("self:first=0", "first"),
+        ("self:sleep", "there are self:skip, self:skip=LAYERS, self:first=N and self:int8"),
+        ("self:int8", "float32"),
+    ],
+)
+def test_a_draft_of_the_target_that_cannot_be_is_refused_at_construction(own: LLM, draft: str, why: str) -> None:
+    with pytest.raises(LeapaheadError, match=why):
+        LLM(own.target, tokenizer=own.tokenizer, drafter="draft_model", draft=draft)
+    with pytest.raises(Refused, match=r"needs a model of Transformers; for a GGUF file"):
+        LLM(ToyTarget(), drafter="auto", draft=draft)
 
 
 def test_needs_are_told_before_any_text() -> None:

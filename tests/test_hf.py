@@ -643,7 +643,7 @@ def test_the_other_refusals(llama: Any) -> None:
     t5 = T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0)).eval()
     with pytest.raises(Refused, match="encoder-decoder"):
         ours(t5, SINGLE)
-    for name, value in {"assistant_model": llama, "assistant_tokenizer": object(), "synced_gpus": True}.items():
+    for name, value in {"assistant_tokenizer": object(), "synced_gpus": True}.items():
         with pytest.raises(Refused, match=name):
             run(llama, SINGLE, **{name: value})
     for name, value in {"token_healing": True, "cache_implementation": "paged"}.items():

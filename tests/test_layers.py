@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leapahead.errors import BadParameter, LeapaheadError, Refused
-from leapahead.lab.skipping import Agreement, Costs, Found, Threshold, expected, save, saved, search
+from leapahead.lab.skipping import Agreement, Costs, search
+from leapahead.planner.skips import Found, expected, save, saved
 from leapahead.stop import StopParams
 from leapahead.target import CHAIN
 from leapahead.targets import layers
@@ -410,37 +411,3 @@ def test_a_folder_that_cannot_be_written(
     monkeypatch.setenv("LEAPAHEAD_CACHE", str(tmp_path / "file"))
     assert not save(target, FOUND)
     assert saved(target) is None
-
-
-# ---------------------------------------------------------------------------------------------------------- threshold
-
-
-def test_the_threshold_follows_the_paper() -> None:
-    threshold = Threshold(value=0.8)
-    threshold.learn(4, 4)  # rate 0 -> 0.5, below 0.9
-    assert threshold.rate == 0.5
-    assert threshold.value == pytest.approx(0.9 * 0.8 + 0.1 * 0.81)
-    for _ in range(3):
-        threshold.learn(5, 5)
-    assert threshold.rate == pytest.approx(0.9375)  # 0.75, 0.875, 0.9375: only the last one is enough
-    assert threshold.value == pytest.approx(0.8 + 3 * 0.001 - 0.001)
-
-
-def test_a_draft_of_full_length_is_no_reason_to_draft_more() -> None:
-    threshold = Threshold(wanted=0.4, value=0.8, longest=4)
-    threshold.learn(4, 4)
-    assert threshold.value == pytest.approx(0.8)
-    threshold.learn(3, 3)
-    assert threshold.value == pytest.approx(0.799)
-    threshold.learn(0, 0)
-    assert threshold.value == pytest.approx(0.799)
-
-
-def test_the_threshold_stays_a_probability() -> None:
-    low, high = Threshold(wanted=0.0, value=0.001), Threshold(wanted=1.0, value=0.999)
-    for _ in range(100):
-        low.learn(1, 1)
-        high.learn(0, 1)
-    assert (low.value, high.value) == (0.0, 1.0)
-    with pytest.raises(BadParameter, match="wanted=2"):
-        Threshold(wanted=2)

@@ -87,6 +87,14 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
     return {
         "auto-135m": whole("auto/135m", "135M"),
         "auto-1b": whole("auto/1b", "1B"),
+        "auto-135m-sampled": lambda root: "\n\n".join(
+            f"Temperature {temperature:g}:\n\n" + overall(root, "auto/sampled", temperature, table)
+            for temperature in (1.0, 1.5)
+        ),
+        "draft-135m": whole("draft/135m", "135M"),
+        "draft-135m-sampled": lambda root: overall(root, "draft/135m", 1.0, table),
+        "draft-135m-gguf": whole("draft/135m-gguf", "135M"),
+        "draft-1b": whole("draft/1b", "1B"),
         "bench-135m": whole("135m", "135M"),
         "bench-135m-sampled": lambda root: overall(root, "135m", 1.0, table),
         "bench-1b": whole("1b", "1B"),

@@ -23,7 +23,7 @@ from leapahead.generate import Prompt, encode
 from leapahead.sampling import SamplingParams
 from leapahead.stats import Stats
 from leapahead.stop import StopParams
-from leapahead.target import Target, require
+from leapahead.target import Target
 from leapahead.text import Tokenizer
 from leapahead.ties import Gap, measure
 
@@ -182,11 +182,9 @@ def check(
         row = DrafterReport(name)
         try:
             first = factory()
-            require(target, first.needs, name)
+            first.fits(target, tokenizer)
             if sampling.temperature > 0 and not first.same_text:
                 raise Refused(f"drafter {name!r} is exact in distribution, not in text, so there is nothing to compare")
-            if tokenizer is not None:
-                first.check_tokenizer(tokenizer)
             allowed.append((row, factory))
         except Refused as error:
             if drafters is not None:

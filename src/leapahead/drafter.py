@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from leapahead.memory import Memory
 from leapahead.sampling import Sampler
-from leapahead.target import Choices, PromptTopK, Target
+from leapahead.target import Choices, PromptTopK, Target, require
 from leapahead.text import Tokenizer
 from leapahead.tree import Budget, IntArray, TokenTree
 from leapahead.verify import Verdict
@@ -161,6 +161,24 @@ class Drafter(ABC):
         Raises:
             BadParameter: what the drafter brings was made with another one.
         """
+
+    def check_target(self, target: Target) -> None:  # noqa: B027  (most ask for capabilities only)
+        """Called with the model that will decode, before any text.
+
+        Raises:
+            LeapaheadError: this drafter cannot draft for it.
+        """
+
+    def fits(self, target: Target, tokenizer: Tokenizer | None = None) -> None:
+        """Refuses by name, before any work, a target or a tokenizer that this drafter cannot draft for.
+
+        Raises:
+            LeapaheadError: as of `check_target` and `check_tokenizer`; or a capability is missing.
+        """
+        require(target, self.needs, self.name)
+        self.check_target(target)
+        if tokenizer is not None:
+            self.check_tokenizer(tokenizer)
 
     def begin(self, context: Context) -> None:  # noqa: B027  (most drafters keep nothing of the prompt)
         """Called once, with the prompt committed, before the first `propose`."""

@@ -28,7 +28,7 @@ from leapahead.planner import models
 from leapahead.sampling import LogitsProcessor, SamplingParams
 from leapahead.stats import Stats
 from leapahead.stop import StopParams
-from leapahead.target import Target, require
+from leapahead.target import Target
 from leapahead.text import Detokenizer, TextStream, Tokenizer, fingerprint
 
 if TYPE_CHECKING:
@@ -179,9 +179,7 @@ class LLM:
             self._new_drafter = _factory(drafter, {**options, "draft": self._drafts})
         first = self._new_drafter()
         self.drafter_name = first.name
-        require(self.target, first.needs, first.name)
-        if self.tokenizer is not None:
-            first.check_tokenizer(self.tokenizer)
+        first.fits(self.target, self.tokenizer)
         if self.memory is not None:
             name = partial(self._vocabulary, self.tokenizer, self.target.vocab_size)
             self.memory.belong(name if memory is True else name(), self.target.vocab_size)
@@ -261,10 +259,7 @@ class LLM:
             if self._drafts and "draft" in drafters.options(_class(chosen)):
                 given.setdefault("draft", self._drafts)
             new_drafter = _factory(chosen, given)
-            first = new_drafter()
-            require(self.target, first.needs, first.name)
-            if self.tokenizer is not None:
-                first.check_tokenizer(self.tokenizer)
+            new_drafter().fits(self.target, self.tokenizer)
         predictions = self._predictions(options.get("prediction"), len(prompts), new_drafter)
         sampled = options.get("temperature", 0.0) != 0
         requests = []

@@ -21,6 +21,7 @@ from leapahead.cli.generate import chat, demo, generate
 from leapahead.cli.lab import lab
 from leapahead.cli.memory import memory
 from leapahead.cli.screen import Failure
+from leapahead.cli.skip import skip
 from leapahead.cli.tune import tune
 from leapahead.errors import LeapaheadError
 
@@ -51,5 +52,5 @@ def main() -> None:
 
 for command in (generate, chat, check, bench, drafters, explain, demo, tune, datastore, memory, export_gguf, lab):
     main.add_command(command)
-for command in COMMANDS:
+for command in (*COMMANDS, skip):
     lab.add_command(command)

@@ -76,7 +76,8 @@ def figures(result: Result, comparison: Comparison | None = None) -> str:
     if comparison is not None:
         low, high = comparison.spread
         line += f", {comparison.ratio:.2f} times plain decoding's speed ({low:.2f} to {high:.2f})"
-    return line
+    stopped = {name: each["stopped"] for name, each in stats.drafter.items() if "stopped" in each}
+    return "\n".join([line, *(f"{name}: {why}" for name, why in stopped.items())])
 
 
 def verdict(comparison: Comparison) -> str:

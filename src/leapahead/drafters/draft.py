@@ -65,6 +65,11 @@ class Following:
         self._length = 0  # of the text that the tree stands on
 
     @property
+    def opened(self) -> bool:
+        """Whether the draft has read the prompt."""
+        return self._session is not None
+
+    @property
     def missed(self) -> int:
         """Committed tokens that a look must compute beside what it is asked about."""
         if self._session is None:

@@ -39,7 +39,6 @@ from leapahead.errors import BadParameter, Refused
 from leapahead.integrations.hf_batch import Batch, Streaming
 from leapahead.integrations.hf_fields import FIELDS, SYNCED, refuse, refuse_field
 from leapahead.stats import Stats
-from leapahead.target import require
 from leapahead.targets.transformers import TransformersTarget
 
 
@@ -143,8 +142,7 @@ def generate(
     seeds = _seeds(seed, len(batch.rows)) if generation_config.do_sample else [0] * len(batch.rows)
     streaming = Streaming(leapahead_streamer, batch)
     with _target(model) as target:
-        example = new_drafter()
-        require(target, example.needs, example.name)
+        new_drafter().fits(target)
         generations: list[Generation] = [
             row.start(target, new_drafter(), row_seed) for row, row_seed in zip(batch.rows, seeds, strict=True)
         ]
@@ -185,7 +183,8 @@ def run(
         drafter, drafter_options: see `generate`; the options of any drafter may also be given directly.
         streamer: gets the prompt, then the tokens, then `end`, as in Transformers.
         tokenizer: needed for `stop_strings`.
-        synced_gpus, assistant_model, assistant_tokenizer: refused.
+        assistant_model: a loaded model that drafts: the option `draft` of the drafters that take one.
+        synced_gpus, assistant_tokenizer: refused.
         kwargs: everything else that `model.generate` takes, and the other arguments of `generate`.
 
     Returns:
@@ -194,11 +193,10 @@ def run(
     Raises:
         As `generate`.
     """
-    for name, value in {"assistant_model": assistant_model, "assistant_tokenizer": assistant_tokenizer}.items():
-        if value is not None:
-            raise Refused(
-                f"{name} is not supported by leapahead.hf: it sets up another speculative decoding; leave it out"
-            )
+    if assistant_tokenizer is not None:
+        raise Refused(
+            "assistant_tokenizer is not supported by leapahead.hf: a draft model must have the target's tokenizer"
+        )
     if synced_gpus:
         raise Refused(SYNCED)
     if kwargs.pop("custom_generate", None) not in (None, generate):  # where this has replaced `model.generate`
@@ -210,6 +208,10 @@ def run(
     known = drafters.options(drafters.load(drafter) if isinstance(drafter, str) else drafter)
     direct = known.keys() - FIELDS - {"seed"}  # these two are the text's own
     options = {name: kwargs.pop(name) for name in list(kwargs) if name in direct}
+    if assistant_model is not None:
+        if "draft" not in known:
+            raise BadParameter(f"assistant_model cannot be used by drafter {drafter!r}; use auto or draft_model")
+        options["draft"] = assistant_model
     return type(model).generate(
         model,
         inputs,

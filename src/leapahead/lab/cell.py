@@ -151,7 +151,7 @@ def measure_cell(
                     if text.written is not None:
                         assert tokenizer is not None  # it was loaded with the model that the text came from
                         text.tokens = aligned(text.written, expected[index], tokenizer, setting)
-                    if text.tokens != expected[index]:
+                    if text.tokens != expected[index] and (by_name[name].same_text or not setting.temperature):
                         key = (index, tuple(text.tokens))
                         if key not in known:
                             known[key] = judge(prompts[index], expected[index], text.tokens, setting)

@@ -20,7 +20,7 @@ from leapahead.memory import Memory
 from leapahead.sampling import SamplingParams
 from leapahead.stats import Stats
 from leapahead.stop import StopParams
-from leapahead.target import Forgetful, Target, require
+from leapahead.target import Forgetful, Target
 from leapahead.text import REPLACEMENT, TextStream, Tokenizer
 
 
@@ -91,9 +91,11 @@ class Contender(ABC):
 
     Attributes:
         name: in tables; of a peer `peer:NAME`.
+        same_text: false where sampled texts are another draw from the same distribution, and not to be compared.
     """
 
     name: str
+    same_text: bool = True
 
     @abstractmethod
     def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
@@ -166,9 +168,8 @@ class Ours(Contender):
         self.memory = Memory()
         self.new_drafter: Callable[[], Drafter] = drafters.factory(drafter, **(options or {}))
         first = self.new_drafter()
-        require(target, first.needs, name)
-        if tokenizer is not None:
-            first.check_tokenizer(tokenizer)
+        first.fits(target, tokenizer)
+        self.same_text = first.same_text
 
     def begin_round(self) -> None:
         self.memory = Memory()

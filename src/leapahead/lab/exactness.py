@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -9,6 +10,14 @@ from rich.console import Console
 from leapahead.check import check
 from leapahead.generate import LLM
 from leapahead.sampling import SamplingParams
+
+# Draft models, beside the drafters that need none: name in the table -> drafter and options.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "draft_model, chains of 4": ("draft_model", {"draft": "bundled", "nodes": 4, "depth": 4, "chain": True}),
+    "draft_model, trees of 16": ("draft_model", {"draft": "bundled", "nodes": 16, "depth": 4}),
+    "draft_model, two drafts": ("draft_model", {"draft": ["bundled", "self:skip=2-3"], "nodes": 12, "depth": 4}),
+    "auto, with a draft model": ("auto", {"draft": "bundled"}),
+}
 
 
 def exactness(llm: LLM, prompts: dict[str, list[str]], console: Console) -> list[dict[str, Any]]:
@@ -26,6 +35,18 @@ def exactness(llm: LLM, prompts: dict[str, list[str]], console: Console) -> list
                     eos_token_ids=llm.eos_token_ids,
                     batch=batch,
                 )
+                for name, (drafter, options) in VARIANTS.items():
+                    one = check(
+                        llm.target,
+                        llm.tokenizer,
+                        texts,
+                        [drafter],
+                        options=options,
+                        sampling=SamplingParams(temperature=temperature),
+                        eos_token_ids=llm.eos_token_ids,
+                        batch=batch,
+                    )
+                    report.drafters.append(replace(one.drafters[0], name=name))
             for row in report.drafters:
                 rows.append(
                     {

@@ -30,7 +30,7 @@ from leapahead.drafters.lookahead import Lookahead
 from leapahead.generate import Prompt, encode
 from leapahead.sampling import Array, SamplingParams
 from leapahead.stop import StopParams
-from leapahead.target import Target, require
+from leapahead.target import Target
 from leapahead.text import REPLACEMENT, TextStream, Tokenizer
 from leapahead.tree import TokenTree
 
@@ -160,7 +160,7 @@ def record(
         LeapaheadError: one clear sentence for whatever is wrong.
     """
     sampling = sampling or SamplingParams()
-    require(target, drafter.needs, drafter.name)
+    drafter.fits(target, tokenizer)
     tokens = encode(prompt, tokenizer, target)
     stops = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
     generation = Generation.begin(target, tokens, drafter, sampling, stops)

@@ -12,21 +12,16 @@ It takes the target's forward over k + 1 tokens for one over a single token, and
 A Bayesian optimiser (optuna's TPE) looks for the greatest speed, after a few trials of ours: each layer alone, and then
 the least missed ones together.
 
-What is found is kept in CACHE/skip/DIGEST.json, by the target's name and fingerprint.
+What is found is kept by `planner.skips`.
 
 Knows targets and their layers; neither drafters nor text.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -38,7 +33,7 @@ from leapahead import targets
 from leapahead.decode import Generation, decode
 from leapahead.drafters.plain import Plain
 from leapahead.errors import BadParameter, needing
-from leapahead.planner.machine import Place
+from leapahead.planner.skips import Found, expected
 from leapahead.sampling import SamplingParams
 from leapahead.stop import StopParams
 from leapahead.targets.engines import accepts, inputs
@@ -46,41 +41,8 @@ from leapahead.targets.layers import Skip, SubLayers, sub_layers
 from leapahead.targets.transformers import TransformersTarget
 from leapahead.tree import IntArray
 
-FORMAT = 1
-LONGEST = 16  # drafted tokens of a chain
 ROUNDS = 9  # of timing
-TOGETHER = (
-    0.125,
-    0.25,
-    0.375,
-    0.5,
-    0.625,
-    0.75,
-)  # shares of the layers that are left out together before the optimiser
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search has found.
-
-    Attributes:
-        skip: the sub-layers to leave out.
-        agreement: a, in [0, 1].
-        cost: c, in times of the whole model's token.
-        speedup: expected, over plain decoding; not more than 1 where leaving out does not pay.
-        trials: that it took.
-    """
-
-    skip: Skip
-    agreement: float
-    cost: float
-    speedup: float
-    trials: int
-
-    @property
-    def length(self) -> int:
-        """Drafted tokens of the best chain."""
-        return expected(self.agreement, self.cost)[1]
+TOGETHER = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # shares of the layers, left out together before it is asked
 
 
 Progress = Callable[[int, Found], None]  # trials made, and the best of them
@@ -88,16 +50,6 @@ Progress = Callable[[int, Found], None]  # trials made, and the best of them
 
 def silent(trials: int, best: Found) -> None:
     """Shows nothing."""
-
-
-def expected(agreement: float, cost: float, longest: int = LONGEST) -> tuple[float, int]:
-    """The speed-up of chains of the best length up to `longest`, and that length. See the module for the formula."""
-    tokens, power, best = 1.0, 1.0, (0.0, 1)
-    for length in range(1, longest + 1):
-        power *= agreement
-        tokens += power  # the sum of a^0 .. a^k, which is the fraction, and is defined at a = 1
-        best = max(best, (tokens / (length * cost + 1), length), key=lambda each: each[0])
-    return best
 
 
 @dataclass(frozen=True)
@@ -265,107 +217,3 @@ def _logits(model: Any, tokens: Sequence[int], last: int) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(**inputs(model, np.array([tokens]), 0, device), use_cache=False, **keep).logits
     return logits[0, -last:]
-
-
-# ------------------------------------------------------------------------------------------------------ what is kept
-
-
-def save(target: TransformersTarget, found: Found) -> bool:
-    """Keeps what was found for the next process; false where it cannot be written."""
-    path, part = _path(target), ""
-    content = {
-        "format": FORMAT,
-        "model": target.name,
-        "target": target.fingerprint,
-        "skip": str(found.skip),
-        "agreement": found.agreement,
-        "cost": found.cost,
-        "speedup": found.speedup,
-        "trials": found.trials,
-    }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".part", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file)
-        os.replace(part, path)
-    except OSError:
-        if part:
-            Path(part).unlink(missing_ok=True)
-        return False
-    return True
-
-
-def saved(target: TransformersTarget) -> Skip | None:
-    """What a search has found for this model: nothing to leave out, `Skip()`, where that did not pay.
-
-    None if there was no search, or its file is broken or another's.
-    """
-    try:
-        content = json.loads(_path(target).read_text(encoding="utf-8"))
-        if (content["format"], content["model"], content["target"]) != (FORMAT, target.name, target.fingerprint):
-            return None
-        skip = Skip.parse(content["skip"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    return skip if max(skip.attention | skip.mlp, default=0) < target.config.num_hidden_layers else None
-
-
-def _path(target: TransformersTarget) -> Path:
-    """The fingerprint knows shapes, not weights: two models of one shape differ in their names."""
-    name = hashlib.sha256(f"{target.name} {target.fingerprint}".encode()).hexdigest()[:16]
-    return Place.of(target).path.parent.parent / "skip" / f"{name}.json"
-
-
-# ------------------------------------------------------------------------------------------------ when drafting stops
-
-
-class Threshold:
-    """The probability of a drafted token below which no further one is drafted, so that enough of them are accepted.
-
-    Draft & Verify, 2309.08168, section 3.4, with the constants of its code (the token that falls below is still part of
-    the draft there, so that at least one is always drafted):
-
-        rate  = old rate + (1 - old) accepted / drafted
-        aim   = value + step if rate < wanted, else value - step; value itself where the draft was as long as it may be
-        value = kept value + (1 - kept) aim
-
-    Args:
-        wanted: share of drafted tokens that shall be accepted.
-        value: to begin with.
-        step: epsilon.
-        old: weight of the past in the acceptance rate.
-        kept: weight of the past in the value.
-        longest: greatest number of drafted tokens, if there is one: such a draft was not ended by the threshold, and
-            one that was accepted is no reason to lower it.
-
-    Attributes:
-        value: theta, in [0, 1].
-        rate: accepted tokens of the drafted ones, of late.
-    """
-
-    def __init__(
-        self,
-        wanted: float = 0.9,
-        value: float = 0.8,
-        step: float = 0.01,
-        old: float = 0.5,
-        kept: float = 0.9,
-        longest: int | None = None,
-    ) -> None:
-        for name, each in (("wanted", wanted), ("value", value), ("step", step), ("old", old), ("kept", kept)):
-            if not 0 <= each <= 1:
-                raise BadParameter(f"{name}={each} is not possible: it must be from 0 to 1")
-        self.wanted, self.value, self.rate = wanted, value, 0.0
-        self._step, self._old, self._kept, self._longest = step, old, kept, longest
-
-    def learn(self, accepted: int, drafted: int) -> None:
-        """A draft was verified; one of no tokens teaches nothing."""
-        if drafted < 1:
-            return
-        self.rate = self._old * self.rate + (1 - self._old) * accepted / drafted
-        if self.rate < self.wanted:
-            aim = self.value + self._step
-        else:
-            aim = self.value if drafted == self._longest else self.value - self._step
-        self.value = min(max(self._kept * self.value + (1 - self._kept) * aim, 0.0), 1.0)

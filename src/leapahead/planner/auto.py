@@ -16,6 +16,7 @@ from leapahead.drafters.sources.suffix import Suffix
 from leapahead.errors import BadParameter
 from leapahead.planner import models
 from leapahead.planner.grown import Grown
+from leapahead.target import Target
 from leapahead.text import Tokenizer
 
 SOURCES: dict[str, Callable[[], Source]] = {
@@ -60,6 +61,9 @@ class Auto(Grown):
         self._store = Datastore(datastore) if datastore else None
         self._drafts = models.given(draft) if draft else []
 
+    def check_target(self, target: Target) -> None:
+        self._models = models.resolved(self._drafts, target)
+
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         models.check(self._drafts, tokenizer)
         if self._store is not None:
@@ -72,4 +76,4 @@ class Auto(Grown):
 
     def make(self) -> list[Source]:
         sources = [SOURCES[name]() for name in self._wanted if name != "prediction" or self._context.prediction]
-        return [*sources, *([self._store] if self._store is not None else []), *models.sources(self._drafts)]
+        return [*sources, *([self._store] if self._store is not None else []), *models.sources(self._models)]

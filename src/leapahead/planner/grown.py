@@ -75,6 +75,7 @@ class Grown(Drafter):
     def _enter(self, target: Target) -> list[Source]:
         """The sources that this target can serve; the others are told by name in the figures."""
         if self.sources is None:
+            self.check_target(target)
             self.sources = []
             self._machine = machine_of(target)
             for source in self.make():

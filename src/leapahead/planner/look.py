@@ -12,6 +12,7 @@ expands by value too, in a fixed number of levels of a fixed width; here both fo
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
@@ -56,7 +57,7 @@ class Looks:
     def __init__(self, target: Target, sequences: int) -> None:
         self.target, self.sequences = target, sequences
         self.seconds = 0.0
-        self._rounds = 0
+        self._rounds: Counter[Target] = Counter()
 
     def more(self, growths: dict[int, Growth], kept: dict[int, int], depths: dict[int, int]) -> bool:
         """Looks once more, if that pays or is wanted.
@@ -77,7 +78,7 @@ class Looks:
         }
         best: tuple[float, list[Place]] = (0.0, [])
         for draft in drafts.values():
-            if self._rounds == 0 and self._too_slow(draft, growths, depths):
+            if not self._rounds[draft] and self._too_slow(draft, growths, depths):
                 continue
             gain, chosen = self._worthwhile(draft, growths, kept, depths)
             if chosen and gain > best[0]:
@@ -115,19 +116,22 @@ class Looks:
         tokens = sum(sum(growth.expected[: kept[index]]) for index, growth in growths.items())
         tokens += self.sequences - len(growths)
         time = curve(rows) + machine.drafting(rows - self.sequences) + self.seconds
-        found, missed, wanted = [], 0, False
+        found, missed, opening, wanted, probing = [], 0, 0.0, False, False
         for index, growth in growths.items():
             for which, source in enumerate(growth.sources):
                 if not isinstance(source, DraftSource) or source.target is not draft or not source.able:
                     continue
-                if depths[index] and self._rounds >= depths[index]:
+                if depths[index] and self._rounds[draft] >= depths[index]:
                     continue
                 wanted |= depths[index] > 0
                 assert source.following is not None
-                missed += source.following.missed
+                if source.following.opened:
+                    missed += source.following.missed
+                else:  # the prompt is read once, for all tokens that may come
+                    opening += theirs(source.following.missed) / max(1, growth.budget.depth)
                 found += _places(growth, which, machine.calibration)
-                if source.idle * PRICE * curve(self.sequences) > theirs(missed + 1):
-                    wanted |= self._rounds == 0  # nothing pays for long; but does it still not?
+                if source.idle * PRICE * curve(self.sequences) > theirs(source.following.missed + 1):
+                    probing |= not self._rounds[draft]  # nothing has paid for long; but does it still not?
         found.sort(key=lambda place: place.tokens, reverse=True)
         if wanted:
             return float("inf"), found
@@ -135,9 +139,11 @@ class Looks:
         for count, place in enumerate(found, 1):
             sum_ += place.tokens
             more = self.sequences * -(-count // len(growths)) if self.target.pads else count
-            gain = sum_ - rate * (theirs(missed + count) + curve(rows + more) - curve(rows))
+            gain = sum_ - rate * (opening + theirs(missed + count) + curve(rows + more) - curve(rows))
             if gain > best:
                 best, chosen = gain, count
+        if probing and not chosen:
+            return float("inf"), [place for place in found if not place.path][:1]
         return best, found[:chosen]
 
     def _look(self, chosen: Sequence[Place]) -> bool:
@@ -149,7 +155,7 @@ class Looks:
         forward = DraftSource.look(list(paths.items()))
         if forward is not None:
             machine_of(chosen[0].source.target).observed(forward)
-        self._rounds += 1
+        self._rounds[chosen[0].source.target] += 1
         self.seconds += perf_counter() - began
         return forward is not None
 

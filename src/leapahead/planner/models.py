@@ -1,7 +1,13 @@
-"""Draft models as drafters are given them: by name, folder or file, or loaded; one or several.
+"""Draft models as drafters are given them: by name, folder or file, or loaded; the target itself; one or several.
 
-What is given by name is loaded once and shared by all sequences of the process. Whether a draft's tokens are the
-target's is asked of the tokenizers, where both are known.
+    "small", "small.gguf", "bundled", a module, a target    another model
+    "self:skip"            the target without the layers that `leapahead lab skip` found (Draft & Verify, 2309.08168)
+    "self:skip=1m,2-3"     without these: MLP of 1, all of 2 and 3
+    "self:first=8"         its first 8 layers and its head (LayerSkip, 2404.16710, with a cache of its own)
+    "self:int8"            its weights in int8
+
+What is given by name is loaded once and shared by all sequences of the process; what is made of a target lives as long
+as that. Whether a draft's tokens are the target's is asked of the tokenizers, where both are known.
 """
 
 from __future__ import annotations
@@ -9,18 +15,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from leapahead import targets
 from leapahead.drafters.sources.draft import DraftSource
-from leapahead.errors import BadParameter, Refused
-from leapahead.target import CHAIN, TOP_K
+from leapahead.errors import BadParameter, Refused, needing
+from leapahead.target import CHAIN, TOP_K, Target
 from leapahead.targets import Loaded
 from leapahead.text import Tokenizer, difference
 
 BUNDLED = "bundled"  # the draft that comes with the bundled model
+SELF = "self:"
 MOST = 4  # models that are kept by name; the one that was used longest ago goes
 
+Draft = Loaded | str  # a string: of the target itself
 _kept: dict[tuple[Any, ...], Loaded] = {}
+_own: WeakKeyDictionary[Target, dict[str, Loaded]] = WeakKeyDictionary()
 
 
 def load(draft: Any, dtype: str = "auto", device: str = "auto", **llama_cpp_options: Any) -> Loaded:
@@ -49,14 +59,64 @@ def load(draft: Any, dtype: str = "auto", device: str = "auto", **llama_cpp_opti
     return found
 
 
-def given(draft: Any, **options: Any) -> list[Loaded]:
+def given(draft: Any, **options: Any) -> list[Draft]:
     """The draft models that are meant: one, a list, or names divided by commas; options as of `load`."""
-    if isinstance(draft, str):
+    if isinstance(draft, str) and not draft.startswith(SELF):  # whose layers are divided by commas
         draft = [name.strip() for name in draft.split(",") if name.strip()]
-    found = [load(each, **options) for each in (draft if isinstance(draft, (list, tuple)) else [draft])]
-    if not found:
+    drafts = draft if isinstance(draft, (list, tuple)) else [draft]
+    if not drafts:
         raise BadParameter("draft names no model; give a name, a folder, a GGUF file, or several divided by commas")
-    return found
+    return [each if isinstance(each, str) and each.startswith(SELF) else load(each, **options) for each in drafts]
+
+
+def resolved(drafts: Sequence[Draft], target: Target) -> list[Loaded]:
+    """The models, those that are made of the target too.
+
+    Raises:
+        LeapaheadError: it cannot be made, or cannot draft.
+    """
+    return [own(target, each) if isinstance(each, str) else each for each in drafts]
+
+
+def own(target: Target, draft: str) -> Loaded:
+    """A draft that is made of the target itself and shares its weights."""
+    made = _own.setdefault(target, {})
+    if draft not in made:
+        what, _, value = draft.removeprefix(SELF).partition("=")
+        with needing("a draft made of the target", "transformers", "torch", "transformers"):
+            from leapahead.targets.transformers import TransformersTarget
+        if not isinstance(target, TransformersTarget):
+            raise Refused(
+                f"draft={draft!r} needs a model of Transformers; for a GGUF file give another quantisation of it, "
+                "draft='model-q4_0.gguf'"
+            )
+        if what == "skip":
+            from leapahead.planner import skips
+            from leapahead.targets.layers import Skip, without
+
+            skip = Skip.parse(value) if value else skips.saved(target)
+            if skip is None:
+                raise BadParameter(
+                    f"draft={draft!r} needs a search that was not made for {target.name}: run `leapahead lab skip`, or "
+                    "name the layers, as in self:skip=2m,4-6"
+                )
+            if not skip:
+                raise BadParameter(f"leaving layers out of {target.name} does not pay: the search found none")
+            view = without(target, skip)
+        elif what == "first" and value.isdigit():
+            from leapahead.targets.layers import first
+
+            view = first(target, int(value))
+        elif what == "int8" and not value:
+            with needing("a draft in int8", "int8", "optimum"):
+                from leapahead.targets.int8 import int8
+            view = int8(target)
+        else:
+            raise BadParameter(
+                f"draft={draft!r} is not possible; there are self:skip, self:skip=LAYERS, self:first=N and self:int8"
+            )
+        made[draft] = able(Loaded(view, None, ()))
+    return made[draft]
 
 
 def able(loaded: Loaded) -> Loaded:
@@ -69,14 +129,16 @@ def able(loaded: Loaded) -> Loaded:
     return loaded
 
 
-def check(drafts: Sequence[Loaded], tokenizer: Tokenizer) -> None:
+def check(drafts: Sequence[Draft], tokenizer: Tokenizer) -> None:
     """Refuses a draft with another vocabulary.
 
     Raises:
         BadParameter: naming the first difference.
     """
     for draft in drafts:
-        if draft.tokenizer is not None and (unlike := difference(tokenizer, draft.tokenizer)):
+        if isinstance(draft, str) or draft.tokenizer is None:
+            continue
+        if unlike := difference(tokenizer, draft.tokenizer):
             raise BadParameter(
                 f"the draft model {draft.target.name} has another vocabulary than the target: {unlike}; use one with "
                 "the target's tokenizer"

@@ -15,6 +15,7 @@ from leapahead.drafters.sources.suffix import Suffix
 from leapahead.errors import BadParameter
 from leapahead.planner import models
 from leapahead.planner.grown import Grown
+from leapahead.target import Target
 from leapahead.text import Tokenizer
 
 
@@ -110,7 +111,8 @@ class DraftModel(Grown):
 
     Args:
         draft: the model that drafts: a name, a folder, a GGUF file, "bundled", or a loaded one; several in a list, or
-            divided by commas.
+            divided by commas; or the target itself, with less to compute: "self:skip", "self:skip=LAYERS",
+            "self:first=N", "self:int8".
         nodes: draft so many nodes every step; 0 for as many as pay.
         depth: look so many times a step, each time at up to 16 places; 0 for what pays.
         chain: no branches.
@@ -128,11 +130,14 @@ class DraftModel(Grown):
             raise BadParameter("the drafter 'draft_model' needs draft=..., the smaller model")
         self._drafts = models.given(draft)
 
+    def check_target(self, target: Target) -> None:
+        self._models = models.resolved(self._drafts, target)
+
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         models.check(self._drafts, tokenizer)
 
     def make(self) -> list[Source]:
-        return list(models.sources(self._drafts))
+        return list(models.sources(self._models))
 
 
 class PredictionDrafter(Grown):

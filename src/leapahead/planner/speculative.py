@@ -79,11 +79,13 @@ class SpeculativeSampling(Drafter):
         self._following: Following | None = None
         self._drawn: dict[int, list[FloatArray]] = {}
 
+    def check_target(self, target: Target) -> None:
+        (self._model,) = models.resolved(self._drafts, target)
+
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         models.check(self._drafts, tokenizer)
 
     def begin(self, context: Context) -> None:
-        self._following = Following(self._drafts[0].target, context.tokens, context.params)
         self._vocab = context.vocab_size
         self._rng = np.random.Generator(np.random.Philox(key=np.array([context.params.seed, APART], dtype=np.uint64)))
 
@@ -93,7 +95,7 @@ class SpeculativeSampling(Drafter):
     @classmethod
     def propose_together(cls, target: Target, asks: Sequence[Ask]) -> list[Proposal]:
         """Level by level; each level is one forward of a draft model for all sequences that share it."""
-        growing = [_Growing(cast("SpeculativeSampling", ask.drafter), ask, target) for ask in asks]
+        growing = [_Growing(cast("SpeculativeSampling", ask.drafter)._follow(target, ask), ask, target) for ask in asks]
         while groups := _by_draft(growing):
             for members in groups:
                 followings = [each.following for each in members]
@@ -108,6 +110,13 @@ class SpeculativeSampling(Drafter):
         for each in growing:
             each.drafter._drawn = each.qs
         return [each.proposal() for each in growing]
+
+    def _follow(self, target: Target, ask: Ask) -> SpeculativeSampling:
+        """Begins to follow the text, if that has not begun."""
+        if self._following is None:
+            self.check_target(target)
+            self._following = Following(self._model.target, ask.context.tokens, ask.context.params)
+        return self
 
     def opinions(self, tree: TokenTree) -> dict[str, FloatArray]:
         q = np.full(len(tree), np.nan)
@@ -128,7 +137,8 @@ class SpeculativeSampling(Drafter):
             self._following.close()
 
     def figures(self) -> dict[str, Any]:
-        assert self._following is not None
+        if self._following is None:
+            return {}
         told = {"model": self._following.target.name, "forwards": self._following.forwards}
         return {"draft": told | ({"stopped": self._following.failed} if self._following.failed else {})}
 
