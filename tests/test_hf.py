@@ -653,6 +653,15 @@ def test_the_other_refusals(llama: Any) -> None:
         run(llama, SINGLE, windw=3)
 
 
+def test_an_assistant_model_drafts(llama: Any) -> None:
+    expected = llama.generate(**SINGLE, max_new_tokens=12, do_sample=False)
+    options = {"max_new_tokens": 12, "do_sample": False, "assistant_model": llama}
+    found = run(llama, SINGLE, drafter="draft_model", **options)
+    assert found.tolist() == expected.tolist()
+    with pytest.raises(BadParameter, match="assistant_model cannot be used by drafter 'suffix'"):
+        run(llama, SINGLE, drafter="suffix", **options)
+
+
 def test_every_field_of_the_config_is_honoured_or_refused() -> None:
     """Fails when Transformers brings a new field: put it where it belongs."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}

@@ -119,6 +119,7 @@ class Grown(Drafter):
             drafters[index]._settle(kept[index] > 1, machine.drafting(0) / curve(len(asks)))
             if index in probing:
                 found[index] = drafters[index]._probe(found[index], asks[index].budget)
+        looks.settle(growths, found)
         spent = perf_counter() - began - looks.seconds + sum(drafters[index]._take_observed() for index in growths)
         machine.drafted(spent, sum(kept.values()) - len(kept))
         return found

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
+from leapahead.drafter import Proposal
 from leapahead.drafters.draft import Path
 from leapahead.drafters.sources.draft import DraftSource
 from leapahead.planner.calibration import Calibration
@@ -26,6 +27,7 @@ from leapahead.target import Target
 
 HOPE = 0.6  # that a draft's first choice is right, before any was seen
 WIDEST = 16  # places of one sequence in one look
+LONGEST_REST = 32  # steps without a look
 PRICE = 0.01  # of a plain step, that looking in vain may take of each
 
 
@@ -121,7 +123,7 @@ class Looks:
             for which, source in enumerate(growth.sources):
                 if not isinstance(source, DraftSource) or source.target is not draft or not source.able:
                     continue
-                if depths[index] and self._rounds[draft] >= depths[index]:
+                if self._rounds[draft] >= depths[index] > 0 or (source.resting and not depths[index]):
                     continue
                 wanted |= depths[index] > 0
                 assert source.following is not None
@@ -158,6 +160,17 @@ class Looks:
         self._rounds[chosen[0].source.target] += 1
         self.seconds += perf_counter() - began
         return forward is not None
+
+    def settle(self, growths: dict[int, Growth], proposals: Sequence[Proposal]) -> None:
+        """Tells the drafts that have looked whether something came of it."""
+        if not self.seconds:
+            return
+        plain = machine_of(self.target).curve(self.target, self.sequences)(self.sequences)
+        longest = min(LONGEST_REST, int(self.seconds / plain / PRICE))
+        for index, growth in growths.items():
+            for source in growth.sources:
+                if isinstance(source, DraftSource) and source.idle == 0:
+                    source.settle(useful=source.name in proposals[index].sources, longest=longest)
 
 
 def _places(growth: Growth, which: int, calibration: Calibration) -> list[Place]:

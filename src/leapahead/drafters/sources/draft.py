@@ -41,6 +41,8 @@ class DraftSource(Source):
         self.name = name  # type: ignore[misc]  # of an instance: there may be several
         self.following: Following | None = None
         self.idle = 0  # steps since it has looked last
+        self.resting = 0  # steps in which it is not to be asked
+        self._rest = 0
         self._rows: dict[Path, Row] = {}
         self._length = 0
 
@@ -48,6 +50,11 @@ class DraftSource(Source):
         self.following = Following(self.target, context.tokens)
         self._context = context
         self._limit = min(context.vocab_size, self.target.vocab_size)
+
+    def settle(self, *, useful: bool, longest: int) -> None:
+        """After a step in which it has looked: rests longer each time that nothing came of it, `longest` at most."""
+        self._rest = 0 if useful else min(max(1, 2 * self._rest), longest)
+        self.resting = self._rest
 
     @property
     def able(self) -> bool:
@@ -60,6 +67,7 @@ class DraftSource(Source):
             self._length = len(context.tokens)
             self._rows = {}
             self.idle += 1
+            self.resting = max(0, self.resting - 1)
             self.following.settle()
 
     def root(self, context: Context) -> Path | None:
