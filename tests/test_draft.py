@@ -521,7 +521,7 @@ def test_what_a_search_has_found_is_used_and_where_there_was_none_it_is_said(
     ("draft", "why"),
     [
         ("self:skip=99", "99"),
-        ("self:first=0", "first"),
+        ("self:first=0", "layers=0 is not possible"),
         ("self:sleep", "there are self:skip, self:skip=LAYERS, self:first=N and self:int8"),
         ("self:int8", "float32"),
     ],

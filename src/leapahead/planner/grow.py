@@ -21,6 +21,7 @@ import numpy as np
 
 from leapahead.drafter import Context, Proposal, Step
 from leapahead.drafters.sources import Candidate, Score, Source
+from leapahead.drafters.sources.draft import DraftSource
 from leapahead.planner.calibration import Calibration, Key, Trust
 from leapahead.tree import Budget, TokenTree, TreeBuilder
 
@@ -32,6 +33,11 @@ LARGE = 9.0  # margin where nothing else stands
 SHARES = [-log(share) for share in (0.999, 0.9, 0.75, 0.5, 0.25, 0.1)]  # of a source's candidates
 MARGINS = [-3.0, -1.5, -0.5, 0.0, 0.5, 1.5]  # over the second, or of the others below the first
 SCORES = [-5.0, -3.0, -2.0, -1.0, 0.0, 1.0]  # log p / T + dice; the best of a whole vocabulary has 0.6 on average
+
+
+def first_choice(name: str, how: str) -> Key:
+    """Under which it is counted how often a draft model's first choice is right."""
+    return (f"{name}, first choice", how)
 
 
 class Guess(NamedTuple):
@@ -68,6 +74,7 @@ class Growth:
         self.trust = trust or Trust(1.0)
         self.context, self.sources, self.calibration, self.budget = context, sources, calibration, budget
         self._builder = TreeBuilder(context.root, budget)
+        self._drafts = {source.name for source in sources if isinstance(source, DraftSource)}
         self.how = ("sampled" if dice else "blind") if context.sampled else "greedy"
         self._names = [""]
         self.expected = [1.0]
@@ -199,3 +206,5 @@ class Growth:
                 hit = guess.token == token
                 for key in guess.keys:
                     self.calibration.learn(key, hit)
+                    if key[0] in self._drafts and key[2] == 0:
+                        self.calibration.learn(first_choice(str(key[0]), self.how), hit)

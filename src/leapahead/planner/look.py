@@ -21,7 +21,7 @@ from leapahead.drafter import Proposal
 from leapahead.drafters.draft import Path
 from leapahead.drafters.sources.draft import DraftSource
 from leapahead.planner.calibration import Calibration
-from leapahead.planner.grow import Growth
+from leapahead.planner.grow import Growth, first_choice
 from leapahead.planner.machine import machine_of
 from leapahead.target import Target
 
@@ -170,14 +170,14 @@ class Looks:
         for index, growth in growths.items():
             for source in growth.sources:
                 if isinstance(source, DraftSource) and source.idle == 0:
-                    source.settle(useful=source.name in proposals[index].sources, longest=longest)
+                    source.settle(useful=len(proposals[index].tree) > 1, longest=longest)
 
 
 def _places(growth: Growth, which: int, calibration: Calibration) -> list[Place]:
     """Places of a tree that its source number `which` does not know, best first."""
     source = growth.sources[which]
     assert isinstance(source, DraftSource)
-    right = calibration.estimate((source.name, growth.how, 0), HOPE)
+    right = calibration.estimate(first_choice(source.name, growth.how), HOPE)
     found = [
         Place(chance * right * (1.0 - known), path, source)
         for path, chance, known in growth.places(which)
