@@ -93,6 +93,9 @@ if find_spec("llama_cpp") is not None:
     CASES["llama.cpp"] = llama_cpp
     CASES["llama.cpp, few sequence ids"] = lambda: llama_cpp(together=20, n_seq_max=30)
 
+# A toy takes as long as its twin.
+pytestmark = pytest.mark.filterwarnings("ignore:the draft model toy")
+
 PARAMS = {
     "greedy": GREEDY,
     "T 0.7": SamplingParams(temperature=0.7, seed=1),
@@ -111,6 +114,7 @@ PARAMS = {
     ),
 }
 
+TWIN, POOR = "a twin", "a poor one"  # stand for draft models: one that is always right, and one that seldom is
 STORE = "a datastore"  # stands for the file that knows the texts of the case
 
 # The registered drafters with their defaults, and at the edges of their options.
@@ -120,6 +124,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"nodes": 8},
         {"nodes": 40, "sources": "prediction, recycling, lookahead", "datastore": STORE},
         {"nodes": 9, "max_nodes": 3, "dice": False},
+        {"nodes": 7, "draft": POOR},
     ],
     "plain": [{}],
     "jacobi": [{}, {"block": 1}, {"block": 3}],
@@ -137,9 +142,15 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "recycling": [{}, {"k": 1, "longest": 1, "nodes": 2}],
     "datastore": [{"file": STORE}],
     "prediction": [{}, {"nodes": 0}],
+    "draft_model": [
+        {"draft": TWIN, "nodes": 4, "depth": 4, "chain": True},
+        {"draft": TWIN},
+        {"draft": POOR, "nodes": 9, "depth": 3},
+    ],
 }
+NAMES = [name for name in BUILT_IN if load(name).same_text]
 REGISTERED = {
-    f"{name} {options or ''}".strip(): (name, options) for name in BUILT_IN for options in OPTIONS.get(name, [{}])
+    f"{name} {options or ''}".strip(): (name, options) for name in NAMES for options in OPTIONS.get(name, [{}])
 }
 MADE_UP = list(drafters_for(()))
 
@@ -201,7 +212,14 @@ class Maker:
         return drafters_for(plain_text(self.case, params))[self.name]()
 
     def filled(self, options: dict[str, Any]) -> dict[str, Any]:
-        return {key: str(self.store()) if value == STORE else value for key, value in options.items()}
+        made = {STORE: lambda: str(self.store()), TWIN: self.twin, POOR: self.poor}
+        return {key: made[value]() if value in made else value for key, value in options.items()}
+
+    def twin(self) -> Target:
+        return self.case.target if isinstance(self.case.target, ToyTarget) else self.poor()
+
+    def poor(self) -> Target:
+        return ToyTarget(vocab_size=self.case.target.vocab_size, order=1, seed=9)
 
     def store(self) -> Path:
         """Of plain decoding's texts under all parameters."""
@@ -261,7 +279,7 @@ def test_twice_the_same(case: Case, make: Maker, monkeypatch: pytest.MonkeyPatch
             case.target.forget()  # of a prompt that need not be read, nothing is learned
         if isinstance(drafter, Grown):
             monkeypatch.setattr(machine, "_machines", WeakKeyDictionary())
-            drafter.nodes = drafter.nodes or 8
+            drafter.nodes, drafter.depth = drafter.nodes or 8, drafter.depth or 2
         return run(case.target, drafter, case.prompt, params=SAMPLED, stop=stop, **given)
 
     stop = StopParams(max_new_tokens=case.length)
@@ -318,7 +336,7 @@ def test_right_drafts_are_accepted_and_no_drafts_are_not(case: str, params: Samp
     assert 1 <= length(RandomTrees()) < 3
 
 
-@pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "plain"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "plain"])
 def test_every_registered_drafter_pays_on_a_text_that_repeats(name: str, params: SamplingParams, folder: Path) -> None:
     """The table of the toy looks one token back, so that greedy text is a loop and sampled text comes round often."""
     case = case_that_repeats()
@@ -334,7 +352,7 @@ def case_that_repeats() -> Case:
     return Case(ToyTarget(vocab_size=4, order=1, sharpness=6.0, seed=1), (0, 1, 2, 3), letters, length=100)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_drafter_says_what_it_is(name: str, folder: Path) -> None:
     """Its registered name, its needs, its figures in plain types."""
     drafter = load(name)

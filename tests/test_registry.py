@@ -32,7 +32,8 @@ def test_ours_are_there_and_load_as_drafters_of_their_name() -> None:
     assert {"auto", "plain", "jacobi", "prompt_lookup", "lookahead"} <= set(registry.names())
     assert {"ngram", "suffix", "recycling", "datastore", "prediction"} <= set(registry.names())
     assert registry.names()[:2] == ["auto", "plain"]
-    assert set(registry.names()) - set(registry.ready()) == {"datastore", "prediction"}
+    assert set(registry.names()) - set(registry.ready()) == {*registry.NEEDING}
+    assert set(registry.NEEDING) == {"datastore", "prediction", "draft_model", "speculative_sampling"}
     for name in registry.BUILT_IN:
         drafter = registry.load(name)
         assert issubclass(drafter, Drafter)

@@ -71,6 +71,12 @@ def generate(
     longest: int | None = None,
     k: int | None = None,
     file: str | None = None,
+    draft: Any = None,
+    depth: int | None = None,
+    chain: bool | None = None,
+    rule: str | None = None,
+    width: int | None = None,
+    unsure: float | None = None,
     seed: int | Sequence[int] | None = None,
     stats: list[Stats] | None = None,
     leapahead_streamer: Any = None,
@@ -97,6 +103,8 @@ def generate(
             nodes: of `ngram`, `suffix`, `recycling`, `datastore` and `prediction`; longest: of the first and the third.
             k: of `recycling`.
             file: of `datastore`.
+            draft: of `draft_model`, `auto` and `speculative_sampling`; nodes, depth: of the first and the third; chain,
+            dice: of the first; rule, width, unsure: of the third.
         seed: which dice, when sampling: one for each row, or a number, of which row i takes `seed + i`. By default they
             are drawn from torch's generator, so that `torch.manual_seed` (or `set_seed`) makes a run repeatable.
         stats: a list that receives one `Stats` for each row.
@@ -133,6 +141,12 @@ def generate(
         "longest": longest,
         "k": k,
         "file": file,
+        "draft": draft,
+        "depth": depth,
+        "chain": chain,
+        "rule": rule,
+        "width": width,
+        "unsure": unsure,
     }
     options = {name: value for name, value in given.items() if value is not None} | dict(drafter_options or {})
     new_drafter = drafters.factory(drafter, **options)
