@@ -274,8 +274,8 @@ class Rounding(ToyTarget):
         row[second] = row[first] - 1e-6
         return row
 
-    def logits(self, session: Any, tree: TokenTree) -> Any:
-        logits = super().logits(session, tree)
+    def logits(self, session: Any, tree: TokenTree, known: int = 0) -> Any:
+        logits = super().logits(session, tree, known)
         rng = np.random.default_rng([len(tree), len(session.tokens)])
         return logits + rng.uniform(-self.size, self.size, size=logits.shape) * (len(tree) > 1)
 

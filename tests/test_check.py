@@ -248,8 +248,8 @@ class Rounding(ToyTarget):
         row[second] = row[first] - self.gap
         return row
 
-    def logits(self, session: ToySession, tree: TokenTree) -> Any:
-        logits = super().logits(session, tree).astype(np.float32)
+    def logits(self, session: ToySession, tree: TokenTree, known: int = 0) -> Any:
+        logits = super().logits(session, tree, known).astype(np.float32)
         rng = np.random.default_rng([len(tree), len(session.tokens)])
         wobble = rng.uniform(-self.size, self.size, size=logits.shape) * (len(tree) > 1)
         return (logits + wobble).astype(np.float32)

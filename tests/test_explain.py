@@ -154,8 +154,8 @@ def test_real_logits_too(loaded: Any) -> None:
 
 def test_logits_that_are_no_numbers_on_a_branch_that_is_not_taken() -> None:
     class Broken(ToyTarget):
-        def logits(self, session: Any, tree: Any) -> Any:
-            logits = super().logits(session, tree)
+        def logits(self, session: Any, tree: Any, known: int = 0) -> Any:
+            logits = super().logits(session, tree, known)
             if len(tree) > 1:
                 logits[-1] = np.nan  # the foot of the last column
             return logits

@@ -240,8 +240,11 @@ def test_what_is_kept_for_later_makes_room() -> None:
 # ---------------------------------------------------------------------------------------------------- wrong on purpose
 
 
-def everyone_sees_everyone(self: Track, tree: TokenTree, lay: Any = Track.lay) -> list[list[int]]:
-    ids = lay(self, tree)
+LAY = Track.lay
+
+
+def everyone_sees_everyone(self: Track, tree: TokenTree, known: int = 0) -> list[list[int]]:
+    ids = LAY(self, tree, known)
     return [[owner for _, owner in self.laid]] * len(ids)
 
 

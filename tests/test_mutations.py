@@ -115,9 +115,9 @@ class Keeping(ToySession):
 
     tree: TokenTree
 
-    def forward(self, tree: TokenTree, mask: BoolArray, positions: IntArray) -> Any:
+    def forward(self, tree: TokenTree, mask: BoolArray, positions: IntArray, known: int = 0) -> Any:
         self.tree = tree
-        return super().forward(tree, mask, positions)
+        return super().forward(tree, mask, positions, known)
 
     def commit(self, verdict: Verdict) -> None:
         super().commit(Verdict(tuple(self.kept(verdict.path)), verdict.tokens, verdict.accepted))

@@ -107,7 +107,7 @@ class ToyTarget:
         self, sessions: Sequence[ToySession], trees: Sequence[TokenTree], known: Sequence[int] | None = None
     ) -> list[Choices]:
         return [
-            Choices(self.logits(session, tree, *([first] if first else [])), tree, session.sampler, first=first)
+            Choices(self.logits(session, tree, first), tree, session.sampler, first=first)
             for session, tree, first in zip(sessions, trees, known or [0] * len(trees), strict=True)
         ]
 
