@@ -27,7 +27,7 @@ from leapahead.planner.sequoia import (
 )
 from leapahead.sampling import Sampler, SamplingParams
 from leapahead.target import PROMPT_ROWS, TOP_K, Forgetful, Target
-from leapahead.text import ASKED, PROBE, Tokenizer
+from leapahead.text import Tokenizer, difference
 
 RANKS = 8  # that are told apart, and the most children of a node
 LOOKED = 128  # of the draft's likeliest tokens, those that the dice put in order: as many as drafters keep
@@ -189,15 +189,8 @@ def require(target: Target, draft: Target, tokenizers: tuple[Tokenizer | None, T
         if draft.vocab_size != target.vocab_size:
             raise Refused(f"{sizes}, and there are no tokenizers to tell whether one is the beginning of the other")
         return
-    common = min(len(one), len(other), draft.vocab_size, target.vocab_size)
-    asked = sorted({index * (common - 1) // (ASKED - 1) for index in range(ASKED)})
-    alike = all(one.decode([token]).strip() == other.decode([token]).strip() for token in asked)
-    if not alike or any(_ids(one, text) != _ids(other, text) for text in PROBE):
-        raise Refused(f"{sizes}, and neither is the beginning of the other: a draft must speak the target's tokens")
-
-
-def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    return list(map(int, tokenizer.encode(text, add_special_tokens=False)))
+    if unlike := difference(one, other):
+        raise Refused(f"{sizes}, and neither is the beginning of the other: {unlike}")
 
 
 def _guesses(
