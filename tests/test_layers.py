@@ -24,7 +24,8 @@ from leapahead.stop import StopParams
 from leapahead.target import CHAIN
 from leapahead.targets import layers
 from leapahead.targets.int8 import Int8Linear, int8
-from leapahead.targets.layers import Skip, SubLayers, first, sub_layers, without
+from leapahead.targets.exits import EarlyExit
+from leapahead.targets.layers import Skip, SubLayers, sub_layers, without
 from leapahead.targets.selftest import own_logits
 from leapahead.targets.transformers import TransformersTarget
 
@@ -104,7 +105,7 @@ def test_what_cannot_be_cut_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize("name", TOKEN_BY_TOKEN)
 def test_a_state_that_cannot_forget_is_refused(name: str) -> None:
     with pytest.raises(Refused, match="token by token"):
-        first(TransformersTarget(BY_NAME[name].build()), 1)
+        EarlyExit(TransformersTarget(BY_NAME[name].build()), 1)
 
 
 def test_a_forward_that_was_replaced_is_refused() -> None:
@@ -178,10 +179,10 @@ def test_the_first_layers_are_a_shallower_model(target: TransformersTarget) -> N
     shallow.load_state_dict(
         {name: each for name, each in target.model.state_dict().items() if name in shallow.state_dict()}
     )
-    view = first(target, 2)
+    view = EarlyExit(target, 2)
     assert torch.equal(logits(view.model), logits(shallow))
     assert view.name == f"{target.name} first 2 layers"
-    assert torch.equal(logits(first(target, 4).model), logits(target.model))
+    assert torch.equal(logits(EarlyExit(target, 4).model), logits(target.model))
 
 
 def test_views_have_their_own_names(target: TransformersTarget) -> None:
@@ -200,7 +201,7 @@ def test_layers_that_are_not_there(target: TransformersTarget) -> None:
         without(target, Skip.parse("3-4"))
     for count in (0, 5):
         with pytest.raises(BadParameter, match="give 1 to 4"):
-            first(target, count)
+            EarlyExit(target, count)
 
 
 # --------------------------------------------------------------------------------------------------------------- int8

@@ -295,6 +295,17 @@ class Target(Protocol):
 
 
 @runtime_checkable
+class Companion(Protocol):
+    """A target that reads along in the cache of another one: a session of it follows a session of that.
+
+    `open` with the live tokens of a session of the other one costs nothing then, and its commits are that one's.
+    """
+
+    def shares(self, tokens: Sequence[int]) -> bool:
+        """Whether these are such tokens, the list itself."""
+
+
+@runtime_checkable
 class Forgetful(Protocol):
     """A target that keeps the prompts of closed sessions, so that a later one with the same beginning is cheaper."""
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from leapahead.drafter import Forward
 from leapahead.errors import LeapaheadError
 from leapahead.sampling import SamplingParams
-from leapahead.target import Choices, Session, Target
+from leapahead.target import Choices, Companion, Session, Target
 from leapahead.tree import Budget, TreeBuilder
 from leapahead.verify import Verdict
 
@@ -63,6 +63,8 @@ class Following:
         self._at = 0  # the node of the text's last token
         self._computed = 0  # nodes that went through the draft
         self._length = 0  # of the text that the tree stands on
+        if isinstance(target, Companion) and target.shares(tokens):
+            self.open()  # it has read the prompt
 
     @property
     def opened(self) -> bool:
@@ -82,7 +84,7 @@ class Following:
         """Reads the text so far, if it has not been; `failed` tells where that is not possible."""
         if self._session is None and not self.failed:
             try:
-                self._session = self.target.open(list(self.tokens), self.params)
+                self._session = self.target.open(self.tokens, self.params)
             except LeapaheadError as error:
                 self.fail(str(error))
 

@@ -3,7 +3,7 @@
     "small", "small.gguf", "bundled", a module, a target    another model
     "self:skip"            the target without the layers that `leapahead lab skip` found (Draft & Verify, 2309.08168)
     "self:skip=1m,2-3"     without these: MLP of 1, all of 2 and 3
-    "self:first=8"         its first 8 layers and its head (LayerSkip, 2404.16710, with a cache of its own)
+    "self:first=8"         its first 8 layers and its head, in the target's own cache (LayerSkip, 2404.16710)
     "self:int8"            its weights in int8
 
 What is given by name is loaded once and shared by all sequences of the process; what is made of a target lives as long
@@ -26,6 +26,7 @@ from leapahead.text import Tokenizer, difference
 
 BUNDLED = "bundled"  # the draft that comes with the bundled model
 SELF = "self:"
+FIRST = "self:first="
 MOST = 4  # models that are kept by name; the one that was used longest ago goes
 
 Draft = Loaded | str  # a string: of the target itself
@@ -75,6 +76,9 @@ def resolved(drafts: Sequence[Draft], target: Target) -> list[Loaded]:
     Raises:
         LeapaheadError: it cannot be made, or cannot draft.
     """
+    exits = [each for each in drafts if isinstance(each, str) and each.startswith(FIRST)]
+    if len(exits) > 1:
+        raise BadParameter(f"{' and '.join(exits)} would share one part of the target's cache; give one of them")
     return [own(target, each) if isinstance(each, str) else each for each in drafts]
 
 
@@ -104,9 +108,9 @@ def own(target: Target, draft: str) -> Loaded:
                 raise BadParameter(f"leaving layers out of {target.name} does not pay: the search found none")
             view = without(target, skip)
         elif what == "first" and value.isdigit():
-            from leapahead.targets.layers import first
+            from leapahead.targets.exits import EarlyExit
 
-            view = first(target, int(value))
+            view = EarlyExit(target, int(value))
         elif what == "int8" and not value:
             with needing("a draft in int8", "int8", "optimum"):
                 from leapahead.targets.int8 import int8

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -143,6 +143,44 @@ class CachedEngine:
         self.cache.forget()
 
 
+class Exits(Protocol):
+    """Who has run the first layers of a model over nodes that the whole of it is to judge; see `targets.exits`."""
+
+    def begun(self, rows: Sequence[Row]) -> dict[Row, Any]:
+        """Takes what was begun of these rows, which is of no use after the forward to come."""
+
+    def verify(self, rows: Sequence[Row], trees: Sequence[TokenTree], begun: dict[Row, Any]) -> list[Tensor]:
+        """What `run` gives, from there."""
+
+    def forget(self) -> None:
+        """Gives it up."""
+
+
+class Batch(NamedTuple):
+    """One forward's rows.
+
+    Attributes:
+        inputs: of the model, in the order of the cache.
+        order: which of the rows asked for lies where.
+        new: nodes of each of the rows asked for.
+    """
+
+    inputs: Inputs
+    order: list[int]
+    new: list[int]
+
+    def apart(self, found: Tensor) -> list[Tensor]:
+        """[batch, n, ...] -> [nodes, ...] of each row, in the order asked for."""
+        place = {i: at for at, i in enumerate(self.order)}
+        return [found[place[i], :count] for i, count in enumerate(self.new)]
+
+    def together(self, parts: Sequence[Tensor]) -> Tensor:
+        """The reverse; what is missing repeats a row's first node, as padding does."""
+        n = max(self.new)
+        ordered = [parts[i] for i in self.order]
+        return torch.stack([torch.cat((part, part[:1].expand(n - len(part), -1))) for part in ordered])
+
+
 class MaskedEngine(CachedEngine):
     """Trees of any shape, all sessions in one forward.
 
@@ -157,27 +195,43 @@ class MaskedEngine(CachedEngine):
         super().__init__(model, cache)
         self.patterns = patterns
         self.dtype = None if boolean else model.dtype
+        self.exits: Exits | None = None
 
     def run(
         self, rows: Sequence[Row], trees: Sequence[TokenTree], known: Sequence[int] | None = None, **options: Any
     ) -> list[Tensor]:
+        if self.exits is not None and (begun := self.exits.begun(rows)) and not any(known or ()):
+            return self.exits.verify(rows, trees, begun)
+        batch = self.ready(rows, trees, known)
+        return batch.apart(self.call(self.model, batch, **options))
+
+    def ready(self, rows: Sequence[Row], trees: Sequence[TokenTree], known: Sequence[int] | None = None) -> Batch:
+        """Makes the cache ready for a forward of the nodes behind the `known` ones."""
         known = known or [0] * len(trees)
         new = [len(tree) - first for tree, first in zip(trees, known, strict=True)]
         order = self.cache.begin(rows, max(new), known)
         inputs = Inputs.of(
             [trees[i] for i in order], [rows[i].length for i in order], self.device, [known[i] for i in order]
         )
-        logits = self.model(
-            input_ids=inputs.tokens,
-            position_ids=inputs.positions,
-            attention_mask=inputs.masks(self.patterns, self.dtype),
+        return Batch(inputs, order, new)
+
+    def call(self, model: Any, batch: Batch, **options: Any) -> Tensor:
+        """Logits [batch, n, vocab] by this model, which is the engine's own or a part of it."""
+        logits: Tensor = model(
+            input_ids=batch.inputs.tokens,
+            position_ids=batch.inputs.positions,
+            attention_mask=batch.inputs.masks(self.patterns, self.dtype),
             past_key_values=self.cache,
             use_cache=True,
             **options,
-        ).logits  # [batch, n, vocab]
+        ).logits
         self.cache.end()
-        place = {i: at for at, i in enumerate(order)}
-        return [logits[place[i], :count] for i, count in enumerate(new)]
+        return logits
+
+    def forget(self) -> None:
+        super().forget()
+        if self.exits is not None:
+            self.exits.forget()
 
 
 class ChainEngine(CachedEngine):

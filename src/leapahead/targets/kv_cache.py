@@ -41,6 +41,7 @@ class Row:
         tokens: of the sequence, live; the row holds the entries of the first `length`.
         length: committed entries.
         pending: entries behind them that the last forward wrote.
+        slots: where the entry of each pending node lies, counted from `length`; None if each at its own number.
         extent: no slot from here on was ever written.
         busy: a session owns it.
     """
@@ -49,6 +50,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     length: int = 0
     pending: int = 0
+    slots: Sequence[int] | None = None
     extent: int = 0
     busy: bool = False
 
@@ -155,24 +157,28 @@ class KVCache(Cache):  # type: ignore[misc]
             for group in self._groups:
                 group.entries[:, row.index, :, :shared] = group.entries[:, source.index, :, :shared]
             row.length, row.extent = shared, max(row.extent, shared)
-        row.tokens, row.pending, row.busy = tokens, 0, True
+        row.tokens, row.pending, row.slots, row.busy = tokens, 0, None, True
         return row
 
     def release(self, row: Row) -> None:
         """The sequence is closed; its entries stay for one that begins like it."""
-        row.tokens, row.pending, row.busy = row.tokens[: row.length], 0, False
+        row.tokens, row.pending, row.slots, row.busy = row.tokens[: row.length], 0, None, False
 
     def keep(self, row: Row, path: Sequence[int]) -> None:
-        """Commits the pending entries `path` (rising), moved to follow each other, and forgets the others."""
+        """Commits the pending entries of the nodes `path`, moved to follow each other, and forgets the others."""
         assert path[-1] < row.pending, "commit without a step"
-        moved = [(node, place) for place, node in enumerate(path) if node != place]
+        self.gather(row, [row.slots[node] for node in path] if row.slots is not None else path)
+        row.length += len(path)
+        row.pending, row.slots = 0, None
+
+    def gather(self, row: Row, slots: Sequence[int]) -> None:
+        """Moves the pending entries at these slots, in any order, to follow the committed ones; still pending."""
+        moved = [(slot, place) for place, slot in enumerate(slots) if slot != place]
         if moved:
             for group in self._groups:
                 entries = group.entries[:, row.index]  # [planes, heads, capacity, dim]
                 source, goal = torch.tensor(moved, device=entries.device).T + row.length
                 entries.index_copy_(2, goal, entries.index_select(2, source))
-        row.length += len(path)
-        row.pending = 0
 
     def _add_rows(self) -> None:
         count = len(self.rows)
@@ -229,7 +235,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._batch = slice(first, first + len(rows))
         self._lengths, self._slots = lengths, {}
         for row, first in zip(rows, known, strict=True):
-            row.pending, row.extent = first + n, max(row.extent, row.length + first + n)
+            row.pending, row.slots, row.extent = first + n, None, max(row.extent, row.length + first + n)
         return order
 
     def end(self) -> None:

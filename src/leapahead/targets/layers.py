@@ -1,7 +1,7 @@
 """A model with layers left out, as a target of its own: the same weights, less to compute, for drafting.
 
     Draft & Verify (2309.08168)    any attention or MLP sub-layer may be left out       `without`
-    LayerSkip (2404.16710)         the first layers, then the final norm and the head   `first`
+    LayerSkip (2404.16710)         the first layers, then the final norm and the head   `exits.EarlyExit`
 
 A block of a decoder adds to what it is given, and one that is left out adds nothing:
 
@@ -10,8 +10,7 @@ A block of a decoder adds to what it is given, and one that is left out adds not
 
 The view is a twin of the user's model: every module is copied, every weight is the same tensor, so that nothing that
 happens to one is seen by the other. Numbers of layers stay as they are, and with them the cache's places and the
-patterns by layer. LayerSkip's verification from the saved states of the first layers is not here: a view knows nothing
-of the target's cache and keeps its own.
+patterns by layer. A view knows nothing of the target's cache and keeps its own.
 
 Which modules are attention and MLP is told by their names, and whether they may be left out by trying: a forward shows
 the form of what each gives back, and with all of them left out the model must be its embedding, norm and head alone.
@@ -203,6 +202,15 @@ class SubLayers:
                 raise BadParameter(f"layer {layer} cannot be left out: {self._name} has layers 0 to {self.count - 1}")
         return self._cut(skip, whole=True)
 
+    def layer(self, view: Any, index: int) -> nn.Module:
+        """A layer of the model or of a view of it."""
+        found: nn.Module = view.get_submodule(self._path)[index]
+        return found
+
+    def form(self, index: int) -> Form:
+        """How that layer hands its hidden states on."""
+        return self._forms[str(index)]
+
     def _cut(self, skip: Skip, whole: bool) -> Any:
         """Layers of which nothing is left are passed by if `whole`, else kept with their norms."""
         view = twin(self._model)
@@ -315,19 +323,6 @@ def without(target: TransformersTarget, skip: Skip) -> TransformersTarget:
         BadParameter: a layer that it does not have.
     """
     return as_view(target, sub_layers(target).without(skip), f"without {skip or 'nothing'}")
-
-
-def first(target: TransformersTarget, layers: int) -> TransformersTarget:
-    """The target's first layers, then its final norm and head. The draft of LayerSkip, 2404.16710.
-
-    Raises:
-        Refused: its layers cannot be left out; the message says why.
-        BadParameter: fewer layers than one, or more than it has.
-    """
-    parts = sub_layers(target)
-    if not 1 <= layers <= parts.count:
-        raise BadParameter(f"layers={layers} is not possible: {target.name} has {parts.count}; give 1 to {parts.count}")
-    return as_view(target, parts.without(Skip.layers(range(layers, parts.count))), f"first {layers} layers")
 
 
 def as_view(target: TransformersTarget, model: Any, what: str) -> TransformersTarget:

@@ -139,11 +139,13 @@ class TransformersTarget:
             stats.prefill_forwards += forwards
             stats.reused_tokens += reused
             stats.prefill_seconds += perf_counter() - began
-        if self._on_host and not params.processors:  # a user's processor is written for tensors
-            sampler = Sampler(params, tokens, self.vocab_size, from_target=host_logits)
-        else:
-            sampler = Sampler(params, tokens, self.vocab_size, self._to_device)
+        sampler = self._sampler(params, tokens)
         return TransformersSession(tokens, state, sampler, kept.found(tokens) if kept is not None else None)
+
+    def _sampler(self, params: SamplingParams, tokens: list[int]) -> Sampler:
+        if self._on_host and not params.processors:  # a user's processor is written for tensors
+            return Sampler(params, tokens, self.vocab_size, from_target=host_logits)
+        return Sampler(params, tokens, self.vocab_size, self._to_device)
 
     def step(
         self,
@@ -197,10 +199,7 @@ class TransformersTarget:
     def _tested_engine(self) -> Any:
         """The most able engine that gives the model's own logits."""
         patterns = families.patterns(self.config)
-        reaches = [pattern.window or pattern.chunk or UNLIMITED for pattern in (patterns or {}).values()]
-        small = [reach for reach in reaches if reach <= 24]
-        prompts = (max(small, default=1) + 3, 1)  # a small window shall be left behind
-        ids = self._ordinary_ids()
+        prompts, ids = self._test_prompts(), self._ordinary_ids()
         # Only a cached token is final where attention is sparse by ranks, or where the model has a state.
         plain = patterns is None or self.model._is_stateful
         for name, build in self._engines(patterns):
@@ -218,6 +217,11 @@ class TransformersTarget:
             self.refusals[name] = f"logits differ by {result.error:.2g} standard deviations"
         tried = "; ".join(f"{name}: {reason}" for name, reason in self.refusals.items())
         raise Refused(f"{self.name} cannot be decoded exactly ({tried})")
+
+    def _test_prompts(self) -> tuple[int, int]:
+        """Their lengths; a small window shall be left behind."""
+        reaches = [each.window or each.chunk or UNLIMITED for each in (families.patterns(self.config) or {}).values()]
+        return max((reach for reach in reaches if reach <= 24), default=1) + 3, 1
 
     def _engines(self, patterns: dict[str, families.Pattern] | None) -> Iterator[tuple[str, Callable[[], Engine]]]:
         """What may fit the model, from the most able to the least."""
