@@ -72,7 +72,7 @@ REFUSED: Mapping[str, Refusal] = {
     "guidance_scale": Refusal("classifier-free guidance needs a second forward a token; leave it out", (1,)),
     "use_mtp": Refusal("it is another speculative decoding; choose a drafter instead"),
     "prompt_lookup_num_tokens": Refusal("use drafter='prompt_lookup', num_tokens=... instead", ()),
-    "assistant_early_exit": Refusal("it is another speculative decoding; choose a drafter instead", ()),
+    "assistant_early_exit": Refusal("use draft='self:first=N' instead, which shares the cache too", ()),
     "assistant_ensemble_weight": Refusal("it mixes an assistant's distribution into the text, so it is lossy", ()),
     "is_assistant": Refusal("a model that decodes with leapahead cannot be Transformers' assistant"),
     "token_healing": Refusal("it needs a tokenizer before decoding; call model.heal_tokens yourself"),
