@@ -30,9 +30,7 @@ from leapahead.verify import Verdict
 
 WARM = SamplingParams(temperature=1.0, seed=3)
 LONG = StopParams(max_new_tokens=40)
-TREES = [
-    each for each in ARCHITECTURES if each.expect == "tree" and each.name not in {*REFUSED, *TOKEN_BY_TOKEN}
-]
+TREES = [each for each in ARCHITECTURES if each.expect == "tree" and each.name not in {*REFUSED, *TOKEN_BY_TOKEN}]
 
 
 def shallow(name: str = "llama", count: int = 4, **options: Any) -> Any:
@@ -78,11 +76,18 @@ def test_every_family_is_its_two_halves(architecture: Architecture) -> None:
     """Each is tested when it is made; and a text drafted by its first layer is plain decoding's, trees and batches."""
     target = TransformersTarget(architecture.build())
     exit = models.own(target, "self:first=1").target
-    assert isinstance(exit, EarlyExit) and exit.halves is not None
+    assert isinstance(exit, EarlyExit)
+    assert exit.halves is not None
     prompts = [range(20, 31), range(25, 29)]
     plain = [run(target, prompt=prompt, params=WARM, stop=StopParams(max_new_tokens=10)).tokens for prompt in prompts]
     together = [
-        begin(target, DraftModel("self:first=1", nodes=5, depth=2), prompt, params=WARM, stop=StopParams(max_new_tokens=10))
+        begin(
+            target,
+            DraftModel("self:first=1", nodes=5, depth=2),
+            prompt,
+            params=WARM,
+            stop=StopParams(max_new_tokens=10),
+        )
         for prompt in prompts
     ]
     batch = list(together)
@@ -96,9 +101,13 @@ def test_a_model_that_takes_chains_only_keeps_a_cache_for_its_draft() -> None:
     chains = next(each for each in ARCHITECTURES if each.expect == "chain" and each.name not in REFUSED)
     target = TransformersTarget(chains.build())
     exit = EarlyExit(target, 1)
-    assert exit.halves is None and not exit.shares([1, 2])
+    assert exit.halves is None
+    assert not exit.shares([1, 2])
     plain = run(target, prompt=range(20, 31), stop=LONG).tokens
-    assert run(target, DraftModel("self:first=1", nodes=4, depth=2, chain=True), prompt=range(20, 31), stop=LONG).tokens == plain
+    assert (
+        run(target, DraftModel("self:first=1", nodes=4, depth=2, chain=True), prompt=range(20, 31), stop=LONG).tokens
+        == plain
+    )
 
 
 def test_halves_that_are_not_the_model_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +157,8 @@ def test_chains_cost_each_half_a_row_a_node() -> None:
     rows = Rows(target, exit)
     session = target.open(list(range(3, 20)), GREEDY)
     followed = Following(exit, session.tokens)
-    assert followed.opened and followed.missed == 0
+    assert followed.opened
+    assert followed.missed == 0
     whole = rows.whole
     tree = TokenTree.chain(19, [4, 5, 6])
     for depth in range(3):
@@ -209,7 +219,8 @@ def test_what_was_begun_is_handed_over_in_any_order() -> None:
     assert handed.slots == [0, 2, 3]
     assert handed.tree == TokenTree(np.array([9, 2, 4, 1, 3]), np.array([-1, 0, 1, 0, 3]))
     assert [int(handed.tree.tokens[place]) for place in handed.place] == tree.tokens.tolist()
-    assert Handed.of(tree, None).slots == [] and Handed.of(tree, None).tree == tree
+    assert Handed.of(tree, None).slots == []
+    assert Handed.of(tree, None).tree == tree
 
 
 def test_what_was_begun_of_an_earlier_text_is_not_used(target: TransformersTarget) -> None:
@@ -250,7 +261,8 @@ def test_two_exits_are_refused(target: TransformersTarget) -> None:
         Following.look([each])
     mine.add([(4,)])
     Following.look([mine])
-    assert "two early exits" in mine.failed and not theirs.failed
+    assert "two early exits" in mine.failed
+    assert not theirs.failed
     session.close()
 
 
@@ -286,7 +298,8 @@ def test_penalties_reach_the_exit(target: TransformersTarget) -> None:
     session.close()
 
 
-def test_trees_and_engines_are_as_the_issue_of_masks_has_them(target: TransformersTarget) -> None:
-    assert isinstance(target.engine, MaskedEngine) and TREE in EarlyExit(target, 2).capabilities
+def test_more_layers_than_there_are_make_no_exit(target: TransformersTarget) -> None:
+    assert isinstance(target.engine, MaskedEngine)
+    assert TREE in EarlyExit(target, 2).capabilities
     with pytest.raises(LeapaheadError, match="layers=9"):
         EarlyExit(target, 9)

@@ -23,8 +23,8 @@ from leapahead.planner.skips import Found, expected, save, saved
 from leapahead.stop import StopParams
 from leapahead.target import CHAIN
 from leapahead.targets import layers
-from leapahead.targets.int8 import Int8Linear, int8
 from leapahead.targets.exits import EarlyExit
+from leapahead.targets.int8 import Int8Linear, int8
 from leapahead.targets.layers import Skip, SubLayers, sub_layers, without
 from leapahead.targets.selftest import own_logits
 from leapahead.targets.transformers import TransformersTarget

@@ -24,6 +24,7 @@ CONFIGURATIONS: list[Compared] = [
     ("recycling (16)", "recycling", {"nodes": 16}),
     ("auto (16), blind to the dice", "auto", {"nodes": 16, "dice": False}),
     ("auto (16)", "auto", {"nodes": 16}),
+    ("draft_model (16)", "draft_model", {"draft": "bundled", "depth": 4, "nodes": 16}),
 ]
 CHAIN, WIDE = {"draft": "bundled", "depth": 4}, {"draft": "bundled", "depth": 4, "nodes": 16}
 # The two rules on one pair of models, chains of 4 and trees of 16.

@@ -16,6 +16,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "draft_model, chains of 4": ("draft_model", {"draft": "bundled", "nodes": 4, "depth": 4, "chain": True}),
     "draft_model, trees of 16": ("draft_model", {"draft": "bundled", "nodes": 16, "depth": 4}),
     "draft_model, two drafts": ("draft_model", {"draft": ["bundled", "self:skip=2-3"], "nodes": 12, "depth": 4}),
+    "draft_model, first half": ("draft_model", {"draft": "self:first=3", "nodes": 8, "depth": 2}),
     "auto, with a draft model": ("auto", {"draft": "bundled"}),
 }
 

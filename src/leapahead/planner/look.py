@@ -4,9 +4,10 @@ A look is one forward of the draft over places of the tree that it does not know
 
     (tokens that it is expected to bring) / (seconds that it takes)  >  tokens a second without it
 
-What a place brings is P(place) x p(the draft's first choice is right) x (1 - what others guess there), as if they were
-independent; the seconds are those of the draft's rows and of the further rows of the target. EAGLE-2 (2406.16858)
-expands by value too, in a fixed number of levels of a fixed width; here both follow from the two cost curves.
+What a place brings is P(place) x p(one of the draft's first w choices is right) x (1 - what others guess there), as if
+they were independent; the seconds are those of the draft's rows and of w further rows of the target a place; w is what
+pays best. EAGLE-2 (2406.16858) expands by value too, in a fixed number of levels of a fixed width; here both follow
+from the two cost curves.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
@@ -21,11 +23,12 @@ from leapahead.drafter import Proposal
 from leapahead.drafters.draft import Path
 from leapahead.drafters.sources.draft import DraftSource
 from leapahead.planner.calibration import Calibration
-from leapahead.planner.grow import Growth, first_choice
+from leapahead.planner.grow import MOST, Growth, first_choice
 from leapahead.planner.machine import machine_of
 from leapahead.target import Target
 
-HOPE = 0.6  # that a draft's first choice is right, before any was seen
+HOPE, NEXT = 0.6, 0.08  # that a draft's first choice is right, and one of the next, before any was seen
+CHOICES = 4  # of a place, at most, that are hoped for when it is looked at
 WIDEST = 16  # places of one sequence in one look
 LONGEST_REST = 32  # steps without a look
 PRICE = 0.01  # of a plain step, that looking in vain may take of each
@@ -35,12 +38,14 @@ class Place(NamedTuple):
     """Where a draft may look.
 
     Attributes:
-        tokens: that it is expected to bring there.
+        chance: that the text comes there and that nobody else knows how it goes on.
+        right: that the first of the source's choices there is right, or one of the first two, ...
         path: the place.
         source: that does not know it yet.
     """
 
-    tokens: float
+    chance: float
+    right: tuple[float, ...]
     path: Path
     source: DraftSource
 
@@ -134,16 +139,20 @@ class Looks:
                 found += _places(growth, which, machine.calibration)
                 if source.idle * PRICE * curve(self.sequences) > theirs(source.following.missed + 1):
                     probing |= not self._rounds[draft]  # nothing has paid for long; but does it still not?
-        found.sort(key=lambda place: place.tokens, reverse=True)
+        found.sort(key=_hope, reverse=True)
         if wanted:
             return float("inf"), found
-        rate, best, chosen, sum_ = tokens / time, 0.0, 0, 0.0
+        rate, best, chosen = tokens / time, 0.0, 0
+        sums = [0.0] * CHOICES  # of tokens, by choices a place
         for count, place in enumerate(found, 1):
-            sum_ += place.tokens
-            more = self.sequences * -(-count // len(growths)) if self.target.pads else count
-            gain = sum_ - rate * (opening + theirs(missed + count) + curve(rows + more) - curve(rows))
-            if gain > best:
-                best, chosen = gain, count
+            look = opening + theirs(missed + count) - curve(rows)
+            for width, right in enumerate(place.right, 1):
+                sums[width - 1] += place.chance * right
+                new = width * count
+                more = self.sequences * -(-new // len(growths)) if self.target.pads else new
+                gain = sums[width - 1] - rate * (look + curve(rows + more))
+                if gain > best:
+                    best, chosen = gain, count
         if probing and not chosen:
             return float("inf"), [place for place in found if not place.path][:1]
         return best, found[:chosen]
@@ -177,10 +186,17 @@ def _places(growth: Growth, which: int, calibration: Calibration) -> list[Place]
     """Places of a tree that its source number `which` does not know, best first."""
     source = growth.sources[which]
     assert isinstance(source, DraftSource)
-    right = calibration.estimate(first_choice(source.name, growth.how), HOPE)
+    first = calibration.estimate(first_choice(source.name, growth.how), HOPE)
+    others = [calibration.estimate((source.name, growth.how, rank), NEXT) for rank in range(1, CHOICES)]
+    right = tuple(min(MOST, sum_) for sum_ in accumulate((first, *others)))
     found = [
-        Place(chance * right * (1.0 - known), path, source)
+        Place(chance * (1.0 - known), right, path, source)
         for path, chance, known in growth.places(which)
         if not source.knows(path)
     ]
-    return sorted(found, key=lambda place: place.tokens, reverse=True)[:WIDEST]
+    return sorted(found, key=_hope, reverse=True)[:WIDEST]
+
+
+def _hope(place: Place) -> float:
+    """By which places are tried: the tokens that the source's first choice there is expected to bring."""
+    return place.chance * place.right[0]

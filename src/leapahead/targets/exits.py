@@ -6,9 +6,9 @@
     verify    nodes that nobody has drafted from: first E layers
               all nodes: kept hidden states ─ layers E ... L ─ norm ─ head ─ what the target says
 
-The draft reads no prompt and has no cache: it looks from the target's row, whose commit is its own. What it has computed
-of a node, the target does not compute again. Two twins of the model (`layers.twin`) do it, one that ends early and one
-that begins late; that together they are the model is tested when the exit is made (`selftest`).
+The draft reads no prompt and has no cache: it looks from the target's row, whose commit is its own. What it has
+computed of a node, the target does not compute again. Two twins of the model (`layers.twin`) do it, one that ends early
+and one that begins late; that together they are the model is tested when the exit is made (`selftest`).
 
 For an engine with masks of our own; a model that takes only its own drafts from a view with a cache of its own.
 """
@@ -185,9 +185,7 @@ class Halves:
         finally:
             self._given = None
 
-    def look(
-        self, rows: Sequence[Row], trees: Sequence[TokenTree], known: Sequence[int] | None = None
-    ) -> list[Tensor]:
+    def look(self, rows: Sequence[Row], trees: Sequence[TokenTree], known: Sequence[int] | None = None) -> list[Tensor]:
         """Logits behind the first layers, [nodes - known, vocab] of each tree; see `Target.step`.
 
         Raises:
@@ -350,5 +348,3 @@ def some_of(tree: TokenTree) -> TokenTree:
     kept = list(place)
     parents = [-1, *(place[int(tree.parents[node])] for node in kept[1:])]
     return TokenTree(tree.tokens[kept], np.array(parents))
-
-
