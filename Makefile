@@ -57,7 +57,8 @@ PEERS := --peer transformers --peer transformers-prompt-lookup --peer transforme
 ifneq ($(LLAMA_BIN),)
 SIMPLE := llama-speculative-simple:path=$(LLAMA_BIN)/llama-speculative-simple
 PEERS += --peer llama-lookahead:path=$(LLAMA_BIN)/llama-lookahead --peer llama-lookup:path=$(LLAMA_BIN)/llama-lookup
-PEERS += --peer $(SIMPLE),draft=$(STANDINS)/draft-bf16.gguf --peer $(SIMPLE),type=ngram-simple
+DRAFTED := --peer $(SIMPLE),draft=$(STANDINS)/draft-bf16.gguf
+PEERS += $(DRAFTED) --peer $(SIMPLE),type=ngram-simple
 endif
 ifneq ($(VLLM_PYTHON),)
 PEERS += --peer vllm:python=$(VLLM_PYTHON) --peer vllm-ngram:python=$(VLLM_PYTHON) --peer vllm-suffix:python=$(VLLM_PYTHON)
@@ -75,6 +76,40 @@ bench: $(WITH_LLAMA) $(foreach cost,135m 1b,$(STANDINS)/$(cost)-bf16.gguf $(STAN
 		--max-new-tokens 24 --out docs/bench/1b $(RESUME)
 	$(BENCH) -m $(STANDINS)/135m-bf16 -t 0 --task gsm8k=10 --max-new-tokens 32 --out docs/bench/again $(RESUME)
 	$(BIN)/python tools/docs.py
+
+# What docs/auto.md and docs/draft-models.md show; a quarter of an hour each, and the same holds.
+LOOKUP := $(if $(LLAMA_BIN),--peer llama-lookup:path=$(LLAMA_BIN)/llama-lookup)
+PAIRS := $(BIN)/leapahead bench --rounds 1 --dtype bfloat16 -d plain -d auto
+OURS := $(PAIRS) --data $(DATA) --config prompt_lookup:num_tokens=3 --peer transformers-prompt-lookup \
+	--peer transformers-assisted $(LOOKUP) -t 0
+.PHONY: bench-auto bench-draft
+bench-auto: $(WITH_LLAMA) $(foreach cost,135m 1b,$(STANDINS)/$(cost)-bf16.gguf $(STANDINS)/$(cost)-q8_0.gguf)
+	$(OURS) $(call MODELS,135m) -d recycling --task humaneval=5 --task gsm8k=5 --task spec_bench=1 --max-new-tokens 48 \
+		--out docs/bench/auto/135m $(RESUME)
+	$(OURS) -m $(STANDINS)/1b-bf16 -m $(STANDINS)/1b-q8_0.gguf --task humaneval=3 --task gsm8k=3 --max-new-tokens 32 \
+		--out docs/bench/auto/1b $(RESUME)
+	$(PAIRS) --data $(DATA) -m $(STANDINS)/135m-bf16 -m $(STANDINS)/135m-q8_0.gguf -t 1 -t 1.5 --task humaneval=5 \
+		--task gsm8k=5 --task spec_bench=1 --max-new-tokens 48 --out docs/bench/auto/sampled $(RESUME)
+	$(PAIRS) -m $(STANDINS)/135m-bf16 -m $(STANDINS)/135m-q8_0.gguf -t 0 --max-new-tokens 48 \
+		--out docs/bench/auto/own $(RESUME)
+	$(BIN)/python tools/docs.py
+
+BOTH = --config auto:draft=$(1) --config draft_model:draft=$(1)
+CHAIN = --config draft_model:draft=$(1),nodes=4,depth=4,chain=true
+SOME := --task humaneval=8 --task gsm8k=8 --max-new-tokens 48
+bench-draft: $(WITH_LLAMA) $(STANDINS)/1b-bf16 $(STANDINS)/135m-q8_0.gguf $(STANDINS)/draft-bf16.gguf $(STANDINS)/draft-135m
+	$(PAIRS) --data $(DATA) -m $(STANDINS)/135m-bf16 $(call BOTH,bundled) $(call CHAIN,bundled) \
+		--config speculative_sampling:draft=bundled --peer transformers-assisted $(SOME) --out docs/bench/draft/135m $(RESUME)
+	$(PAIRS) --data $(DATA) -m $(STANDINS)/1b-bf16 $(call BOTH,$(STANDINS)/draft-135m) \
+		--peer transformers-assisted:draft=$(STANDINS)/draft-135m --task humaneval=3 --task gsm8k=3 --max-new-tokens 32 \
+		--out docs/bench/draft/1b $(RESUME)
+	$(PAIRS) --data $(DATA) -m $(STANDINS)/135m-q8_0.gguf $(call BOTH,$(STANDINS)/draft-bf16.gguf) \
+		$(call CHAIN,$(STANDINS)/draft-bf16.gguf) $(DRAFTED) \
+		$(SOME) --out docs/bench/draft/135m-gguf $(RESUME)
+	$(BIN)/python tools/docs.py
+
+$(STANDINS)/draft-135m: | $(WITH_LLAMA)
+	$(BIN)/leapahead lab standin --from src/leapahead/assets/tiny-draft --cost 135m --out $@
 
 $(STANDINS)/%-bf16: | $(WITH_LLAMA)
 	$(BIN)/leapahead lab standin --cost $* --out $@

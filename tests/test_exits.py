@@ -298,6 +298,17 @@ def test_penalties_reach_the_exit(target: TransformersTarget) -> None:
     session.close()
 
 
+def test_an_exit_fits_a_batch_of_one() -> None:
+    """Made while the only session that there may be is open; what it is tested with stays out of the cache."""
+    target = TransformersTarget(shallow(), max_batch=1)
+    plain = run(target, prompt=range(3, 20), stop=LONG).tokens
+    session = target.open([5, 6, 7], GREEDY)
+    EarlyExit(target, 2)
+    assert [row.length for row in target.engine.cache.rows] == [2]
+    session.close()
+    assert run(target, DraftModel("self:first=2", nodes=6, depth=2), prompt=range(3, 20), stop=LONG).tokens == plain
+
+
 def test_more_layers_than_there_are_make_no_exit(target: TransformersTarget) -> None:
     assert isinstance(target.engine, MaskedEngine)
     assert TREE in EarlyExit(target, 2).capabilities

@@ -154,6 +154,7 @@ def test_doubling_stops_where_the_context_ends() -> None:
 
 
 def test_keys_and_values_of_one_shape_are_one_tensor(target: TransformersTarget) -> None:
+    target.open(PROMPT, GREEDY).close()
     assert [group.entries.shape[0] for group in cache_of(target)._groups] == [2 * SIZES["num_hidden_layers"]]
     latent = build("deepseek_v3")  # keys and values differ in width
     assert [group.entries.shape[0] for group in cache_of(latent)._groups] == [2, 2]
@@ -224,6 +225,17 @@ def test_more_sessions_make_more_rows(target: TransformersTarget) -> None:
         session.close()
         session.close()
     assert not any(row.busy for row in cache_of(target).rows)
+
+
+def test_a_batch_of_one_loses_nothing(model: Any) -> None:
+    """The test of the model takes two sequences; the limit is for those that come after."""
+    target = TransformersTarget(model, max_batch=1)
+    assert TREE in target.capabilities
+    assert not any(row.busy or row.length for row in target.engine.cache.rows)
+    session = target.open([1, 2, 3], GREEDY)
+    with pytest.raises(Refused, match="max_batch"):
+        target.open([1, 2, 3], GREEDY)
+    session.close()
 
 
 def test_max_batch_is_refused_by_name(model: Any) -> None:

@@ -22,6 +22,7 @@ Knows neither caches nor masks: that is the target's.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,9 @@ from leapahead.integrations.hf_fields import FIELDS, SYNCED, refuse, refuse_fiel
 from leapahead.stats import Stats
 from leapahead.targets.transformers import TransformersTarget
 
+# Of all built-in drafters, by name; a seed is the text's own.
+OPTIONS = sorted({each for name in drafters.BUILT_IN for each in drafters.options(drafters.load(name))} - {"seed"})
+
 
 def generate(
     model: Any,
@@ -51,32 +55,6 @@ def generate(
     *,
     drafter: str | type[Drafter] = "auto",
     drafter_options: Mapping[str, Any] | None = None,
-    window: int | None = None,
-    ngram: int | None = None,
-    guesses: int | None = None,
-    preset: str | None = None,
-    prompt_ngrams: bool | None = None,
-    start_from_pool: bool | None = None,
-    pool_capacity: int | None = None,
-    block: int | None = None,
-    num_tokens: int | None = None,
-    max_ngram: int | None = None,
-    min_ngram: int | None = None,
-    places: int | None = None,
-    sources: str | None = None,
-    datastore: str | None = None,
-    nodes: int | None = None,
-    max_nodes: int | None = None,
-    dice: bool | None = None,
-    longest: int | None = None,
-    k: int | None = None,
-    file: str | None = None,
-    draft: Any = None,
-    depth: int | None = None,
-    chain: bool | None = None,
-    rule: str | None = None,
-    width: int | None = None,
-    unsure: float | None = None,
     seed: int | Sequence[int] | None = None,
     stats: list[Stats] | None = None,
     leapahead_streamer: Any = None,
@@ -95,16 +73,8 @@ def generate(
             every row with that row alone, `([1, length], scores)`.
         input_ids: int64 [batch, length], left-padded where `attention_mask` [batch, length] is 0.
         drafter: what guesses: a registered name (`leapahead drafters` lists them) or a subclass of `leapahead.Drafter`.
-        drafter_options: its options by name. The options of the built-in drafters may also be given directly:
-            window, ngram, guesses, preset, prompt_ngrams, start_from_pool, pool_capacity: of `lookahead`.
-            block: of `jacobi`.
-            num_tokens, max_ngram, min_ngram, places: of `prompt_lookup`.
-            sources, datastore, nodes, max_nodes, dice: of `auto`.
-            nodes: of `ngram`, `suffix`, `recycling`, `datastore` and `prediction`; longest: of the first and the third.
-            k: of `recycling`.
-            file: of `datastore`.
-            draft: of `draft_model`, `auto` and `speculative_sampling`; nodes, depth: of the first and the third; chain,
-            dice: of the first; rule, width, unsure: of the third.
+        drafter_options: its options by name. Those of the built-in drafters (`leapahead drafters` lists them) may also
+            be given directly: `drafter="lookahead", window=15`.
         seed: which dice, when sampling: one for each row, or a number, of which row i takes `seed + i`. By default they
             are drawn from torch's generator, so that `torch.manual_seed` (or `set_seed`) makes a run repeatable.
         stats: a list that receives one `Stats` for each row.
@@ -120,35 +90,8 @@ def generate(
         BadParameter: an unknown drafter or option, an impossible value, an empty prompt.
         ContextOverflow: a prompt that fills the model's context.
     """
-    given = {
-        "window": window,
-        "ngram": ngram,
-        "guesses": guesses,
-        "preset": preset,
-        "prompt_ngrams": prompt_ngrams,
-        "start_from_pool": start_from_pool,
-        "pool_capacity": pool_capacity,
-        "block": block,
-        "num_tokens": num_tokens,
-        "max_ngram": max_ngram,
-        "min_ngram": min_ngram,
-        "places": places,
-        "sources": sources,
-        "datastore": datastore,
-        "nodes": nodes,
-        "max_nodes": max_nodes,
-        "dice": dice,
-        "longest": longest,
-        "k": k,
-        "file": file,
-        "draft": draft,
-        "depth": depth,
-        "chain": chain,
-        "rule": rule,
-        "width": width,
-        "unsure": unsure,
-    }
-    options = {name: value for name, value in given.items() if value is not None} | dict(drafter_options or {})
+    direct = {name: model_kwargs.pop(name) for name in OPTIONS if name in model_kwargs}
+    options = {name: value for name, value in direct.items() if value is not None} | dict(drafter_options or {})
     new_drafter = drafters.factory(drafter, **options)
     refuse(model, generation_config, logits_processor, model_kwargs)
     in_float64 = model.dtype == torch.float64
@@ -171,6 +114,17 @@ def generate(
     return GenerateDecoderOnlyOutput(
         sequences=sequences, scores=batch.stacked("scores"), logits=batch.stacked("logits")
     )
+
+
+def _showing_options(function: Any) -> inspect.Signature:
+    """Its signature with every option of the built-in drafters: Transformers passes on what it finds there by name."""
+    shown = inspect.signature(function)
+    *named, rest = shown.parameters.values()
+    options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in OPTIONS]
+    return shown.replace(parameters=[*named, *options, rest])
+
+
+generate.__signature__ = _showing_options(generate)  # type: ignore[attr-defined]
 
 
 def run(

@@ -197,6 +197,10 @@ class MaskedEngine(CachedEngine):
         self.dtype = None if boolean else model.dtype
         self.exits: Exits | None = None
 
+    def another(self) -> MaskedEngine:
+        """One with a cache of its own, for tests that shall not touch this one's."""
+        return MaskedEngine(self.model, KVCache(), self.patterns, self.dtype is None)
+
     def run(
         self, rows: Sequence[Row], trees: Sequence[TokenTree], known: Sequence[int] | None = None, **options: Any
     ) -> list[Tensor]:

@@ -143,13 +143,16 @@ class Halves:
     def __init__(self, parts: SubLayers, layers: int, engine: MaskedEngine) -> None:
         self.first = parts.without(Skip.layers(range(layers, parts.count)))
         self.rest = parts.without(Skip.layers(range(layers)))
-        self.engine = engine
-        self.handover = Handover.of(engine)
+        self.attach(engine)
         self._seen: Tensor | None = None  # what the next layer is to be given, flat
         self._watched = False
         self._given: Tensor | None = None
         parts.layer(self.first, layers - 1).register_forward_hook(self._see(parts.form(layers - 1)))
         parts.layer(self.rest, 0).register_forward_hook(self._give(parts.form(0)))
+
+    def attach(self, engine: MaskedEngine) -> None:
+        """From now on beside this engine's rows."""
+        self.engine, self.handover = engine, Handover.of(engine)
 
     def _see(self, form: Form) -> Any:
         def see(module: nn.Module, args: Any, output: Any) -> None:
@@ -270,8 +273,7 @@ class EarlyExit(TransformersTarget):
             raise BadParameter(
                 f"layers={layers} is not possible: {target.name} has {parts.count}; give 1 to {parts.count}"
             )
-        shared = isinstance(target.engine, MaskedEngine)
-        halves = Halves(parts, layers, target.engine) if shared else None
+        halves = Halves(parts, layers, target.engine.another()) if isinstance(target.engine, MaskedEngine) else None
         super().__init__(
             halves.first if halves is not None else parts.without(Skip.layers(range(layers, parts.count))),
             max_batch=target.max_batch,
@@ -282,13 +284,13 @@ class EarlyExit(TransformersTarget):
         self.halves = halves
         if halves is not None:
             self._rehearse(target, halves)
+            halves.attach(target.engine)
             self.engine = ExitEngine(self.engine, halves)
 
     def _rehearse(self, target: TransformersTarget, halves: Halves) -> None:
-        ids = target._ordinary_ids()
-        prompts = target._test_prompts()
+        rehearsal, ids = Rehearsal(halves.engine, halves), target._ordinary_ids()
         with torch.no_grad():
-            result = selftest.run(Rehearsal(target.engine, halves), target.model, ids, prompts)
+            result = selftest.run(rehearsal, target.model, ids, target._test_prompts())
         if not result.passed:
             raise Refused(
                 f"{self.name} and the layers behind them do not give the logits of {target.name}: they differ by "

@@ -24,7 +24,16 @@ from leapahead.sampling import Sampler, SamplingParams
 from leapahead.stats import Stats
 from leapahead.target import TOP_K, Choices, KeptPrompt, PromptTopK, checked_prompt
 from leapahead.targets import families, selftest
-from leapahead.targets.engines import CHUNK, ChainEngine, Engine, MaskedEngine, NativeEngine, State, accepts
+from leapahead.targets.engines import (
+    CHUNK,
+    CachedEngine,
+    ChainEngine,
+    Engine,
+    MaskedEngine,
+    NativeEngine,
+    State,
+    accepts,
+)
 from leapahead.targets.kv_cache import KVCache
 from leapahead.tree import UNLIMITED, IntArray, TokenTree
 from leapahead.verify import Verdict
@@ -213,6 +222,9 @@ class TransformersTarget:
                 self.refusals[name] = f"{type(error).__name__}: {_first_sentence(error)}"
                 continue
             if result.passed:
+                engine.forget()  # what was said in the test
+                if isinstance(engine, CachedEngine):
+                    engine.cache.max_rows = self.max_batch  # of which the test needs two
                 return engine
             self.refusals[name] = f"logits differ by {result.error:.2g} standard deviations"
         tried = "; ".join(f"{name}: {reason}" for name, reason in self.refusals.items())
@@ -238,7 +250,7 @@ class TransformersTarget:
         yield "token by token, one session at a time", lambda: NativeEngine(model, self.config, shared=True)
 
     def _cache(self) -> KVCache:
-        return KVCache(self.max_batch, min(self.context_length + CHUNK, UNLIMITED))
+        return KVCache(usual_length=min(self.context_length + CHUNK, UNLIMITED))
 
     def _ordinary_ids(self) -> IntArray:
         """Ids without a special meaning, as padding or images have one."""
