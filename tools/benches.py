@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from leapahead.lab.cell import PLAIN
+from leapahead.lab.cell import PLAIN, speedup
 from leapahead.lab.record import OVERALL, read
 
 Row = dict[str, Any]
@@ -80,6 +80,35 @@ def agreement(root: Path, name: str, again: str, table: Table) -> str:
     return table("task | target | drafter | first run | second run | intervals meet", lines)
 
 
+def gain(root: Path, names: Sequence[str], table: Table) -> str:
+    """Of `auto` with a draft model over `auto` without, in the same run and on the same prompts."""
+    lines = []
+    for name in names:
+        found = read(root / "docs/bench" / name)
+        rows = [row for row in found["results"] if row["task"] != OVERALL]
+        (with_draft,) = {row["drafter"] for row in rows if row["drafter"].startswith("auto(draft=")}
+        for temperature in dict.fromkeys(row["temperature"] for row in rows):
+            mine, others = (
+                _samples([row for row in rows if (row["drafter"], row["temperature"]) == (drafter, temperature)])
+                for drafter in (with_draft, "auto")
+            )
+            each = speedup(mine, others)
+            target = _target(found["conditions"], rows[0]["target"])
+            cost = name.rsplit("/", maxsplit=1)[-1].partition("-")[0].upper()
+            times = f"{each['median']:.2f} ({each['low']:.2f} to {each['high']:.2f})"
+            lines.append([f"{cost}, {target}", f"{temperature:g}", times])
+    return table("target | temperature | `auto` with the draft / without", lines)
+
+
+def _samples(rows: Sequence[Row]) -> dict[str, Any]:
+    """Of several tasks, as of one: [rounds, prompts]."""
+    parts = [row["samples"] for row in rows]
+    return {
+        what: [sum(turns, []) for turns in zip(*(part[what] for part in parts), strict=True)]
+        for what in ("tokens", "seconds")
+    }
+
+
 def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
     def whole(name: str, cost: str) -> Callable[[Path], str]:
         return lambda root: overall(root, name, 0.0, table) + "\n\n" + conditions(root, name, cost)
@@ -94,7 +123,10 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
         "draft-135m": whole("draft/135m", "135M"),
         "draft-135m-sampled": lambda root: overall(root, "draft/135m", 1.0, table),
         "draft-135m-gguf": whole("draft/135m-gguf", "135M"),
+        "draft-135m-gguf-sampled": lambda root: overall(root, "draft/135m-gguf", 1.0, table),
         "draft-1b": whole("draft/1b", "1B"),
+        "draft-1b-sampled": lambda root: overall(root, "draft/1b", 1.0, table),
+        "draft-gain": lambda root: gain(root, ("draft/135m", "draft/1b", "draft/135m-gguf"), table),
         "bench-135m": whole("135m", "135M"),
         "bench-135m-sampled": lambda root: overall(root, "135m", 1.0, table),
         "bench-1b": whole("1b", "1B"),
