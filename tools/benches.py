@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def _samples(rows: Sequence[Row]) -> dict[str, Any]:
     """Of several tasks, as of one: [rounds, prompts]."""
     parts = [row["samples"] for row in rows]
     return {
-        what: [sum(turns, []) for turns in zip(*(part[what] for part in parts), strict=True)]
+        what: [list(chain(*turns)) for turns in zip(*(part[what] for part in parts), strict=True)]
         for what in ("tokens", "seconds")
     }
 
