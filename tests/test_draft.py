@@ -20,6 +20,8 @@ from leapahead.cli import main
 from leapahead.decode import decode
 from leapahead.drafter import Drafter
 from leapahead.errors import BadParameter, LeapaheadError, Refused
+from leapahead.generate import encode
+from leapahead.planner import machine as machine_room
 from leapahead.planner import models
 from leapahead.planner import speculative as speculative_room
 from leapahead.planner.auto import Auto
@@ -32,10 +34,12 @@ from leapahead.stop import StopParams
 from leapahead.target import CHAIN, TOP_K, Choices, Target
 from leapahead.targets import Loaded
 from leapahead.targets.toy import ToyTarget
+from leapahead.tree import TokenTree
 
 FLAT = CostCurve({1: 1.0, 8: 1.02, 128: 1.2})
 DRAFT = CostCurve({1: 0.05, 8: 0.06, 128: 0.2})
 DEAR = CostCurve({1: 0.98, 8: 1.5, 128: 9.0})
+AGAIN = Machine.again
 WARM = SamplingParams(temperature=1.0, seed=3)
 
 
@@ -77,6 +81,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Curves stay as they are put, whatever steps take here."""
     monkeypatch.setattr(Machine, "observed", lambda self, forward: None)
     monkeypatch.setattr(Machine, "drafting", lambda self, nodes: 0.0)
+    monkeypatch.setattr(Machine, "again", lambda self, target: None)
 
 
 def priced(target: Target, draft: Target, curve: CostCurve = DRAFT, own: CostCurve = FLAT) -> None:
@@ -287,6 +292,28 @@ def test_another_tokenizer_is_refused_by_the_first_difference(tokenizer: Any) ->
     DraftModel(bundled).check_tokenizer(bundled.tokenizer)
 
 
+@pytest.mark.parametrize("now", [0.05, 2.0], ids=["faster", "slower"])
+def test_a_draft_that_seems_slow_is_measured_beside_its_target(now: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was kept may be of a busy hour; both are measured anew, once, before the draft is left alone."""
+    monkeypatch.setattr(Machine, "again", AGAIN)
+    target, draft, measured = ToyTarget(), ToyTarget(), list[Target]()
+
+    def measure(each: Target) -> CostCurve:
+        measured.append(each)
+        return FLAT if each is target else CostCurve({1: now, 8: 1.2 * now})
+
+    monkeypatch.setattr(machine_room, "_measured", measure)
+    priced(target, draft, CostCurve({1: 50.0, 8: 60.0}))
+    if now < 1:
+        assert run(target, DraftModel(draft)).generation.stats.drafted > 0
+    else:
+        with pytest.warns(UserWarning, match=r"takes 2000\.0 ms a token and the target toy.* 1000\.0 ms"):
+            run(target, DraftModel(draft))
+        with pytest.warns(UserWarning, match="cannot make it faster"):
+            assert run(target, DraftModel(draft)).generation.stats.drafted == 0
+    assert measured == [draft, target]
+
+
 def test_a_slower_draft_is_said_with_both_costs_and_not_used() -> None:
     target, draft = ToyTarget(), Counting()
     priced(target, draft, CostCurve({1: 2.0, 8: 2.5}))
@@ -359,6 +386,12 @@ def deviation(kind: type[Drafter], count: int = 2500, params: dict[str, Any] | N
             stop=StopParams(max_new_tokens=3),
         )
         found[tuple(done.tokens)] += 1
+    return excess(found, expected)
+
+
+def excess(found: Counter[tuple[int, ...]], expected: dict[Any, float]) -> float:
+    """Chi-square of texts, as a multiple of what is exceeded once in a million."""
+    count = sum(found.values())
     assert set(found) <= set(expected)
     frequent = {text for text, p in expected.items() if p * count >= 5}
     rest = 1 - sum(expected[text] for text in frequent)
@@ -382,6 +415,47 @@ def deviation(kind: type[Drafter], count: int = 2500, params: dict[str, Any] | N
 def test_speculative_sampling_is_exact_in_distribution(options: dict[str, Any]) -> None:
     """Three tokens of four: 64 texts. One false alarm in a million."""
     assert deviation(SpeculativeSampling, **options) < 1
+
+
+@pytest.mark.parametrize("rule", ["leviathan", "sequoia", "specinfer", "spectr"])
+def test_the_bundled_models_are_exact_in_distribution(rule: str) -> None:
+    """Texts of three tokens out of the three likeliest each; what they should be, the target says without any draft."""
+    loaded, draft = (targets.load(targets.bundled(name), dtype="float32") for name in ("tiny", "tiny-draft"))
+    target, filters = loaded.target, {"temperature": 1.2, "top_k": 3}
+    prompt = encode("def add(a, b):\n    return", loaded.tokenizer, target)
+    options = {"rule": "sequoia", "width": 1} if rule == "leviathan" else {"rule": rule, "width": 3}
+    expected: dict[Any, float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for text, p in expected.items():
+            session = target.open([*prompt, *text], SamplingParams(**filters))
+            (after,) = target.step([session], [TokenTree.root(session.tokens[-1])])[0].probabilities([0])
+            longer |= {(*text, int(token)): p * after[token] for token in np.flatnonzero(after)}
+            session.close()
+        expected = longer
+    assert len(expected) == 27
+    found: Counter[tuple[int, ...]] = Counter()
+    accepted = 0
+    for first in range(0, 150, 50):
+        batch = [
+            begin(
+                target,
+                SpeculativeSampling(draft.target, depth=2, **options),
+                prompt,
+                params=SamplingParams(**filters, seed=seed),
+                stop=StopParams(max_new_tokens=3),
+            )
+            for seed in range(first, first + 50)
+        ]
+        texts = list(batch)
+        for _ in decode(target, batch):
+            pass
+        found.update(tuple(each.session.tokens[len(prompt) :]) for each in texts)
+        accepted += sum(each.stats.accepted for each in texts)
+    assert accepted > 40  # else it would be a test of plain sampling
+    assert excess(found, expected) < 1
+    turned = dict(zip(expected, reversed(expected.values()), strict=True))
+    assert excess(found, turned) > 1  # it can fail
 
 
 def test_filters_apply_to_the_draft_as_to_the_target() -> None:

@@ -19,7 +19,7 @@ from leapahead.planner import models
 from leapahead.planner.single import DraftModel
 from leapahead.sampling import SamplingParams
 from leapahead.stop import StopParams
-from leapahead.target import TREE
+from leapahead.target import CHAIN, TREE
 from leapahead.targets import exits
 from leapahead.targets.engines import MaskedEngine
 from leapahead.targets.exits import EarlyExit, Handed
@@ -73,11 +73,16 @@ class Rows:
 
 @pytest.mark.parametrize("architecture", TREES, ids=lambda each: each.name)
 def test_every_family_is_its_two_halves(architecture: Architecture) -> None:
-    """Each is tested when it is made; and a text drafted by its first layer is plain decoding's, trees and batches."""
-    target = TransformersTarget(architecture.build())
-    exit = models.own(target, "self:first=1").target
-    assert isinstance(exit, EarlyExit)
+    """Each is tested when it is made, with drafts that were begun in part."""
+    exit = EarlyExit(TransformersTarget(architecture.build()), 1)
     assert exit.halves is not None
+    assert exit.capabilities >= {CHAIN, TREE}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "gptj", "mixtral", "deepseek_v3", "gpt_oss", "llama4"])
+def test_texts_of_a_family_are_plain_decoding_s(name: str) -> None:
+    """Two in a batch, drafted by the first layer, trees."""
+    target = TransformersTarget(BY_NAME[name].build())
     prompts = [range(20, 31), range(25, 29)]
     plain = [run(target, prompt=prompt, params=WARM, stop=StopParams(max_new_tokens=10)).tokens for prompt in prompts]
     together = [

@@ -154,9 +154,10 @@ def test_doubling_stops_where_the_context_ends() -> None:
 
 
 def test_keys_and_values_of_one_shape_are_one_tensor(target: TransformersTarget) -> None:
-    target.open(PROMPT, GREEDY).close()
-    assert [group.entries.shape[0] for group in cache_of(target)._groups] == [2 * SIZES["num_hidden_layers"]]
     latent = build("deepseek_v3")  # keys and values differ in width
+    for each in (target, latent):
+        each.open(PROMPT, GREEDY).close()
+    assert [group.entries.shape[0] for group in cache_of(target)._groups] == [2 * SIZES["num_hidden_layers"]]
     assert [group.entries.shape[0] for group in cache_of(latent)._groups] == [2, 2]
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
+from weakref import WeakSet
 
 from leapahead.drafter import Proposal
 from leapahead.drafters.draft import Path
@@ -32,6 +33,9 @@ CHOICES = 4  # of a place, at most, that are hoped for when it is looked at
 WIDEST = 16  # places of one sequence in one look
 LONGEST_REST = 32  # steps without a look
 PRICE = 0.01  # of a plain step, that looking in vain may take of each
+
+
+_compared: WeakSet[Target] = WeakSet()  # drafts that seemed slow and were measured beside their target
 
 
 class Place(NamedTuple):
@@ -98,6 +102,11 @@ class Looks:
         whole = machine_of(self.target).curve(self.target, self.sequences)(self.sequences)
         if own < whole:
             return False
+        if draft not in _compared:  # one curve may be of a busier hour than the other
+            _compared.add(draft)
+            for each in (draft, self.target):
+                machine_of(each).again(each)
+            return self._too_slow(draft, growths, depths)
         told = (
             f"the draft model {draft.name} takes {1e3 * own:.1f} ms a token and the target {self.target.name} "
             f"{1e3 * whole:.1f} ms, so it cannot make it faster; use a smaller one"

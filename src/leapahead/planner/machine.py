@@ -80,6 +80,15 @@ class Machine:
             self._curves[sequences] = found
             return found
 
+    def again(self, target: Target) -> None:
+        """Measures anew: what was kept may be of a busier hour, or of an idler one."""
+        found = _measured(target)
+        with self._lock:
+            if found is not None:
+                self._place = self._place or Place.of(target)
+                self._curves = {1: found}
+                self._place.write(self._curves, measured=True)
+
     def put(self, target: Target, sequences: int, curve: CostCurve) -> bool:
         """Takes over a curve that has just been measured; false if it could not be written."""
         with self._lock:
