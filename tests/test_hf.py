@@ -662,6 +662,19 @@ def test_an_assistant_model_drafts(llama: Any) -> None:
         run(llama, SINGLE, drafter="suffix", **options)
 
 
+def test_the_model_s_own_first_layers_draft(llama: Any) -> None:
+    """Beside the rows of a batch with left padding; and again after the weights have changed."""
+    options: dict[str, Any] = {"draft": "self:first=1", "depth": 2, "nodes": 5}
+    with torch.no_grad():
+        for factor in (1.0, 0.7):
+            llama.lm_head.weight *= factor
+            stats: list[Stats] = []
+            found = ours(llama, BATCH, "draft_model", stats=stats, **options)
+            assert found.tolist() == theirs(llama, BATCH).tolist()
+            assert all(each.drafter["draft"]["forwards"] > 0 for each in stats)
+            llama.lm_head.weight /= factor
+
+
 def test_every_field_of_the_config_is_honoured_or_refused() -> None:
     """Fails when Transformers brings a new field: put it where it belongs."""
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
