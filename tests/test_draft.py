@@ -25,6 +25,7 @@ from leapahead.planner import machine as machine_room
 from leapahead.planner import models
 from leapahead.planner import speculative as speculative_room
 from leapahead.planner.auto import Auto
+from leapahead.planner.calibration import Calibration
 from leapahead.planner.cost import CostCurve
 from leapahead.planner.machine import Machine, machine_of
 from leapahead.planner.single import DraftModel
@@ -290,6 +291,22 @@ def test_another_tokenizer_is_refused_by_the_first_difference(tokenizer: Any) ->
         Auto(draft=Loaded(ToyTarget(), tokenizer, ())).check_tokenizer(bundled.tokenizer)  # type: ignore[arg-type]
     assert bundled.tokenizer is not None
     DraftModel(bundled).check_tokenizer(bundled.tokenizer)
+
+
+@pytest.mark.parametrize(("others", "looks"), [(0.25, True), (0.01, False)])
+def test_a_look_is_worth_what_its_first_few_choices_bring(others: float, looks: bool) -> None:
+    """A third of a step, for a first choice that is right three times in ten: the next three pay, or they do not."""
+    target, draft = ToyTarget(), Counting()
+    priced(target, draft, CostCurve({1: 0.35, 8: 0.4}))
+    machine_of(target).calibration = Calibration(
+        {
+            ("draft, first choice", "greedy"): 0.3,
+            ("draft", "greedy", 0): 0.3,
+            **{("draft", "greedy", rank): others for rank in (1, 2, 3)},
+        }
+    )
+    run(target, DraftModel(draft), stop=StopParams(max_new_tokens=4))
+    assert (draft.forwards > 0) == looks
 
 
 @pytest.mark.parametrize("now", [0.05, 2.0], ids=["faster", "slower"])
