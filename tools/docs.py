@@ -129,22 +129,16 @@ def rules_table(root: Path) -> str:
 
 
 def check_table(root: Path) -> str:
-    """Equality with plain decoding, from docs/figures.json."""
+    """Equality with plain decoding, from docs/figures.json: a row for each drafter, over all settings."""
     data = _figures(root)
-    rows = [
-        [
-            f"{row['temperature']:g}",
-            str(row["batch"]),
-            row["drafter"],
-            f"{row['tokens']:,}",
-            str(row["mismatches"]),
-            str(row["ties"]),
-        ]
-        for row in data["check"]
-    ]
-    return table("temperature | batch | drafter | tokens compared | mismatches | ties", rows) + _conditions(
-        data, "check"
-    )
+    rows = []
+    for drafter in dict.fromkeys(row["drafter"] for row in data["check"]):
+        own = [row for row in data["check"] if row["drafter"] == drafter]
+        sums = [sum(row[what] for row in own) for what in ("tokens", "mismatches", "ties")]
+        alone = {row["temperature"]: row["acceptance_length"] for row in own if row["batch"] == 1}
+        rows.append([drafter, *(f"{value:,}" for value in sums), *(f"{alone[each]:.2f}" for each in (0.0, 1.0))])
+    heads = "drafter | tokens compared | mismatches | ties | acceptance length, T = 0 | T = 1"
+    return table(heads, rows) + _conditions(data, "check")
 
 
 def overhead_table(root: Path) -> str:

@@ -88,7 +88,8 @@ def _measured(
     if part == "check":
         prompts = _texts(data, check_limit)
         conditions = {
-            "check": f"bundled model, float32, {tasks.in_words(prompts)}, up to 128 new tokens, seed 0; {machine}."
+            "check": f"bundled model, float32, {tasks.in_words(prompts)}, up to 128 new tokens, seed 0, "
+            f"temperatures 0 and 1, each in batches of 1 and 4; {machine}."
         }
         return {"check": exactness(llm, prompts, console)}, conditions
     if part == "acceptance":
