@@ -63,7 +63,8 @@ class Following:
         self._at = 0  # the node of the text's last token
         self._computed = 0  # nodes that went through the draft
         self._length = 0  # of the text that the tree stands on
-        if isinstance(target, Companion) and target.shares(tokens):
+        self._beside = isinstance(target, Companion) and target.shares(tokens)
+        if self._beside:
             self.open()  # it has read the prompt
 
     @property
@@ -84,7 +85,7 @@ class Following:
         """Reads the text so far, if it has not been; `failed` tells where that is not possible."""
         if self._session is None and not self.failed:
             try:
-                self._session = self.target.open(self.tokens, self.params)
+                self._session = self.target.open(self.tokens if self._beside else list(self.tokens), self.params)
             except LeapaheadError as error:
                 self.fail(str(error))
 
