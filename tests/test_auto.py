@@ -16,7 +16,7 @@ from leapahead.errors import BadParameter
 from leapahead.memory import Memory
 from leapahead.planner.auto import Auto
 from leapahead.planner.cost import CostCurve
-from leapahead.planner.grown import LONGEST_REST
+from leapahead.planner.look import LONGEST_REST
 from leapahead.planner.machine import Machine, machine_of
 from leapahead.planner.single import SuffixDrafter, TokenRecycling
 from leapahead.sampling import SamplingParams

@@ -24,14 +24,12 @@ from leapahead.errors import BadParameter
 from leapahead.planner.calibration import Trust
 from leapahead.planner.cost import CostCurve
 from leapahead.planner.grow import Growth
-from leapahead.planner.look import Looks
+from leapahead.planner.look import LONGEST_REST, PRICE, Looks
 from leapahead.planner.machine import Machine, machine_of
 from leapahead.planner.plan import worth
 from leapahead.target import TREE, Target
 from leapahead.tree import Budget, TokenTree, TreeBuilder
 
-LONGEST_REST = 32  # steps without asking the sources
-PRICE = 0.01  # of a plain step, that asking in vain may take of each
 USUAL_NODES = 8  # of a tree, when the price of a window is looked at
 RECENT = 0.1  # weight of the newest step
 

@@ -31,8 +31,8 @@ from leapahead.target import Target
 HOPE, NEXT = 0.6, 0.08  # that a draft's first choice is right, and one of the next, before any was seen
 CHOICES = 4  # of a place, at most, that are hoped for when it is looked at
 WIDEST = 16  # places of one sequence in one look
-LONGEST_REST = 32  # steps without a look
-PRICE = 0.01  # of a plain step, that looking in vain may take of each
+LONGEST_REST = 32  # steps without a look, or without asking any source
+PRICE = 0.01  # of a plain step, that looking or asking in vain may take of each
 
 
 _compared: WeakSet[Target] = WeakSet()  # drafts that seemed slow and were measured beside their target
@@ -98,6 +98,8 @@ class Looks:
 
     def _too_slow(self, draft: Target, growths: dict[int, Growth], depths: dict[int, int]) -> bool:
         """Whether a token of the draft takes as long as one of the target: said once, and the draft is left alone."""
+        if all(depths[index] for index in growths):
+            return False  # its looks are the user's wish
         own = machine_of(draft).curve(draft, self.sequences)(self.sequences)
         whole = machine_of(self.target).curve(self.target, self.sequences)(self.sequences)
         if own < whole:
@@ -111,8 +113,6 @@ class Looks:
             f"the draft model {draft.name} takes {1e3 * own:.1f} ms a token and the target {self.target.name} "
             f"{1e3 * whole:.1f} ms, so it cannot make it faster; use a smaller one"
         )
-        if all(depths[index] for index in growths):
-            return False  # its looks are the user's wish
         warnings.warn(told, UserWarning, stacklevel=2)
         for index, growth in growths.items():
             for source in growth.sources:

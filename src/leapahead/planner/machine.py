@@ -85,9 +85,8 @@ class Machine:
         found = _measured(target)
         with self._lock:
             if found is not None:
-                self._place = self._place or Place.of(target)
-                self._curves = {1: found}
-                self._place.write(self._curves, measured=True)
+                self._curves = {}  # those of several sequences begin as that of one
+                self.put(target, 1, found)
 
     def put(self, target: Target, sequences: int, curve: CostCurve) -> bool:
         """Takes over a curve that has just been measured; false if it could not be written."""

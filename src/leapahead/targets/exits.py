@@ -207,29 +207,15 @@ class Halves:
         return batch.apart(logits)
 
 
-class BesideState:
-    """The target's row, as the exit has it: the target commits and closes it."""
-
-    def __init__(self, row: Row) -> None:
-        self.row = row
-
-    @property
-    def length(self) -> int:
-        return self.row.length
-
-    def commit(self, path: Sequence[int]) -> None:
-        """The target does."""
-
-    def close(self) -> None:
-        """The target does."""
-
-
 class BesideSession(TransformersSession):
     """A text of the target, as the exit follows it: its tokens are the target's, live."""
 
     def commit(self, verdict: Verdict) -> None:
         """The target has committed already, whatever was drafted."""
         self.sampler.committed()
+
+    def close(self) -> None:
+        """The row is the target's."""
 
 
 class ExitEngine:
@@ -245,7 +231,7 @@ class ExitEngine:
     def forward(
         self, states: Sequence[Any], trees: Sequence[TokenTree], known: Sequence[int] | None = None
     ) -> list[Tensor]:
-        beside = [isinstance(state, BesideState) for state in states]
+        beside = [state.cache is self.halves.engine.cache for state in states]
         assert all(beside) or not any(beside), "a step is for texts of the target or for others"
         if all(beside):
             return self.halves.look([state.row for state in states], trees, known)
@@ -309,21 +295,14 @@ class EarlyExit(TransformersTarget):
         reserve: int = 0,
         top_k: int = 0,
     ) -> TransformersSession:
-        row = self.halves.handover.row_of(tokens) if self.halves is not None else None
-        if row is None:
+        if self.halves is None or (row := self.halves.handover.row_of(tokens)) is None:
             return super().open(tokens, params, stats, reserve, top_k)
-        return BesideSession(row.tokens, BesideState(row), self._sampler(params, row.tokens))
+        state = CachedState(self.halves.engine.cache, row)
+        return BesideSession(row.tokens, state, self._sampler(params, row.tokens))
 
 
-class Rehearsal:
-    """The target's engine, whose every other node was begun by the exit, in two looks."""
-
-    def __init__(self, engine: MaskedEngine, halves: Halves) -> None:
-        self.engine, self.halves = engine, halves
-        self.capabilities = engine.capabilities
-
-    def open(self, tokens: list[int], see: See | None = None) -> tuple[State, int, int]:
-        return self.engine.open(tokens, see)
+class Rehearsal(ExitEngine):
+    """An engine of the whole model, some of whose nodes were begun by the exit, in two looks."""
 
     def forward(
         self, states: Sequence[CachedState], trees: Sequence[TokenTree], known: Sequence[int] | None = None
@@ -331,10 +310,7 @@ class Rehearsal:
         rows = [state.row for state in states]
         self.halves.look(rows, [TokenTree.root(int(tree.tokens[0])) for tree in trees])
         self.halves.look(rows, [some_of(tree) for tree in trees], [1] * len(trees))
-        return self.engine.forward(states, trees, known)
-
-    def forget(self) -> None:
-        self.engine.forget()
+        return self.own.forward(states, trees, known)
 
 
 def some_of(tree: TokenTree) -> TokenTree:
