@@ -44,7 +44,7 @@ tests: $(WITH_LLAMA)
 # gsm8k_test.jsonl, mt_bench.jsonl and spec_bench.jsonl). Ctrl-C keeps what is finished.
 DATA ?= ../shared/data
 figures: $(INSTALLED)
-	$(BIN)/python -m leapahead.lab.figures --data $(DATA) --out docs/figures.json
+	$(BIN)/python -m research.figures --data $(DATA) --out docs/figures.json
 	$(BIN)/python tools/docs.py
 
 # The report under docs/bench: hours, on a machine that does nothing else. Peers whose place is not said are left out;

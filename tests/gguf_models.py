@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from leapahead import targets
+from leapahead.models import loading
 
 
 @cache
@@ -48,7 +48,7 @@ def llama(kind: str = "f32", seed: int = 0, **config: Any) -> Path:
             torch.manual_seed(seed)
             LlamaForCausalLM(LlamaConfig(**values)).save_pretrained(source)
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-            shutil.copy(Path(targets.bundled()) / name, source / name)
+            shutil.copy(Path(loading.bundled()) / name, source / name)
     return export_gguf(source, folder() / f"{source.name}-{kind}.gguf", kind, force=True).path
 
 
@@ -57,4 +57,4 @@ def bundled(kind: str) -> Path:
     """The bundled model."""
     from leapahead.integrations.gguf import export_gguf
 
-    return export_gguf(targets.bundled(), folder() / f"bundled-{kind}.gguf", kind, force=True).path
+    return export_gguf(loading.bundled(), folder() / f"bundled-{kind}.gguf", kind, force=True).path

@@ -13,14 +13,14 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from leapahead.decode import Generation, decode
-from leapahead.drafter import Ask, Context, Drafter, Proposal, Step
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stop import StopParams
+from leapahead.core.tree import Budget, TokenTree, TreeBuilder
+from leapahead.drafters.base import Ask, Context, Drafter, Proposal, Step
+from leapahead.drafters.cache import Memory
 from leapahead.drafters.plain import Plain
-from leapahead.memory import Memory
-from leapahead.sampling import SamplingParams
-from leapahead.stop import StopParams
-from leapahead.target import Target
-from leapahead.tree import Budget, TokenTree, TreeBuilder
+from leapahead.engine.loop import Generation, decode
+from leapahead.models.base import Target
 
 PROMPT = (1, 2, 3, 1, 2)
 GREEDY = SamplingParams()

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from helpers import GREEDY, begin, run
 
-from leapahead.decode import Generation, decode
+from leapahead.core.errors import BadParameter
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stop import StopParams
+from leapahead.drafters.auto import Auto
+from leapahead.drafters.cache import Memory
+from leapahead.drafters.draft_forwards import LONGEST_REST
+from leapahead.drafters.single import SuffixDrafter, TokenRecycling
 from leapahead.drafters.sources.lookahead import FIRST_PAUSE, SHAPES, TRIAL, Judge
 from leapahead.drafters.sources.recycling import Adjacency
-from leapahead.errors import BadParameter
-from leapahead.memory import Memory
-from leapahead.planner.auto import Auto
-from leapahead.planner.cost import CostCurve
-from leapahead.planner.look import LONGEST_REST
-from leapahead.planner.machine import Machine, machine_of
-from leapahead.planner.single import SuffixDrafter, TokenRecycling
-from leapahead.sampling import SamplingParams
-from leapahead.stop import StopParams
-from leapahead.target import CHAIN, PROMPT_ROWS, TREE, best
-from leapahead.targets.toy import ToyTarget
+from leapahead.engine.loop import Generation, decode
+from leapahead.models.base import CHAIN, PROMPT_ROWS, TREE, best
+from leapahead.models.toy import ToyTarget
+from leapahead.planner.latency import CostCurve
+from leapahead.planner.profile import Machine, machine_of
 
 STEEP = CostCurve({1: 1.0, 2: 1.9, 4: 3.7, 64: 60.0})
 CHEAP = CostCurve({1: 1.0, 8: 1.05, 128: 2.0})

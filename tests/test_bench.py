@@ -17,18 +17,20 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from leapahead import BadParameter, LeapaheadError, Refused, drafters, targets
+from leapahead import BadParameter, LeapaheadError, Refused, drafters
+from leapahead.bench import cell, peers, record, report, tasks
+from leapahead.bench import run as runner
+from leapahead.bench.contender import Configuration, Contender, Ours, Pass, Setting, Text, aligned
 from leapahead.cli import Commands
 from leapahead.cli.bench import bench as command
 from leapahead.cli.bench import configurations
-from leapahead.drafter import Context, Drafter, Proposal
+from leapahead.core.tree import Budget, TokenTree
+from leapahead.drafters.base import Context, Drafter, Proposal
 from leapahead.drafters.plain import Plain
-from leapahead.lab import bench, cell, peers, record, report, tasks
-from leapahead.lab.contender import Configuration, Contender, Ours, Pass, Setting, Text, aligned
-from leapahead.planner import machine
-from leapahead.targets import Loaded
-from leapahead.targets.toy import ToyTarget
-from leapahead.tree import Budget, TokenTree
+from leapahead.models import loading
+from leapahead.models.loading import Loaded
+from leapahead.models.toy import ToyTarget
+from leapahead.planner import profile
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 4, 5], [0, 3]]
 PUBLISHED = {
@@ -192,7 +194,7 @@ def test_a_round_begins_without_what_the_last_one_remembers(monkeypatch: pytest.
     target, setting = ToyTarget(vocab_size=40, order=4), Setting(max_new_tokens=60)
 
     def steps(contender: Contender) -> list[int]:
-        monkeypatch.setattr(machine, "_machines", WeakKeyDictionary())  # calibration may stay, but is not what is asked
+        monkeypatch.setattr(profile, "_machines", WeakKeyDictionary())  # calibration may stay, but is not what is asked
         texts = contender.run([PROMPTS[0]], setting).texts + contender.run([PROMPTS[1]], setting).texts
         return [text.stats.steps for text in texts if text.stats is not None]
 
@@ -393,8 +395,8 @@ def test_our_own_prompts() -> None:
 @pytest.fixture
 def run(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`leapahead bench` with the tiny model as the bundled one, on a task of two prompts unless `data` is named."""
-    monkeypatch.setattr(targets, "bundled", lambda: str(tiny_folder))
-    monkeypatch.setattr(bench, "conditions", lambda: {"versions": {"leapahead": "0"}, **dict.fromkeys(MACHINE)})
+    monkeypatch.setattr(loading, "bundled", lambda: str(tiny_folder))
+    monkeypatch.setattr(runner, "conditions", lambda: {"versions": {"leapahead": "0"}, **dict.fromkeys(MACHINE)})
     folder = tmp_path / "small"
     folder.mkdir()
     (folder / "humaneval.jsonl").write_text('{"prompt": "def add(a, b):"}\n{"prompt": "for number in"}\n')
@@ -480,7 +482,7 @@ def test_resume_measures_what_is_missing(run: Any, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_and_reports_what_there_is(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, calls = bench.measure_cell, []
+    whole, calls = runner.measure_cell, []
 
     def interrupted(*args: Any, **options: Any) -> Any:
         calls.append(1)
@@ -488,7 +490,7 @@ def test_ctrl_c_keeps_and_reports_what_there_is(run: Any, tmp_path: Path, monkey
             raise KeyboardInterrupt
         return whole(*args, **options)
 
-    monkeypatch.setattr(bench, "measure_cell", interrupted)
+    monkeypatch.setattr(runner, "measure_cell", interrupted)
     result = run()
     assert result.exit_code == 130
     assert "humaneval" in result.stdout
@@ -502,14 +504,14 @@ def test_ctrl_c_keeps_and_reports_what_there_is(run: Any, tmp_path: Path, monkey
 def test_a_mismatch_is_exit_code_1_after_everything_is_written(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = bench.measure_cell
+    whole = runner.measure_cell
 
     def differing(*args: Any, **options: Any) -> Any:
         rows = whole(*args, **options)
         rows[1]["mismatches"] = 1
         return rows
 
-    monkeypatch.setattr(bench, "measure_cell", differing)
+    monkeypatch.setattr(runner, "measure_cell", differing)
     result = run()
     assert result.exit_code == 1
     assert "MISMATCH" in result.stdout
@@ -586,8 +588,8 @@ def test_without_matplotlib_nothing_is_measured(run: Any, tmp_path: Path, monkey
 
 
 def test_quick_is_less_where_nothing_else_is_said(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: list[bench.Plan] = []
-    monkeypatch.setattr(bench, "run", lambda plan, kept, **options: plans.append(plan))
+    plans: list[runner.Plan] = []
+    monkeypatch.setattr(runner, "run", lambda plan, kept, **options: plans.append(plan))
     run("--quick")
     assert (plans[0].rounds, plans[0].max_new_tokens) == (1, 6)
     (name,) = (each.name for each in plans[0].configurations)
@@ -649,7 +651,7 @@ class Sampler(Timed):
 def test_what_a_target_cannot_do_is_left_out_by_name(tmp_path: Path) -> None:
     target = ToyTarget(capabilities=frozenset({"chain"}), context_length=20)
     chat = [{"role": "user", "content": "Hello"}]
-    plan = bench.Plan(
+    plan = runner.Plan(
         tasks=[tasks.Task("chat", [chat, "x" * 30, "x" * 18]), tasks.Task("long", ["x" * 19])],
         configurations=[Configuration("lookahead"), Configuration("prompt_lookup")],
         peers=[Other(), Other(2, there="x")],
@@ -661,7 +663,7 @@ def test_what_a_target_cannot_do_is_left_out_by_name(tmp_path: Path) -> None:
     kept = record.Record.open(tmp_path, plan.conditions("now"), resume=False)
     said: list[str] = []
     progress: list[tuple[int, int]] = []
-    bench.run(
+    runner.run(
         plan,
         kept,
         say=said.append,
@@ -698,7 +700,7 @@ def test_a_target_starts_every_pass_from_an_empty_cache() -> None:
 
 def test_the_same_model_twice() -> None:
     with pytest.raises(BadParameter, match="the model bundled is there twice"):
-        bench.Plan(tasks=[], models=[None, None], configurations=[])
+        runner.Plan(tasks=[], models=[None, None], configurations=[])
 
 
 def test_a_record_that_cannot_be_rescued_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

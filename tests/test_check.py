@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from leapahead import LLM, BadParameter, LeapaheadError, Refused, SamplingParams, prompts, ties
+from leapahead import LLM, BadParameter, LeapaheadError, Refused, SamplingParams, ties
 from leapahead import drafters as registry
+from leapahead.bench import prompts
+from leapahead.bench.compare import compare
 from leapahead.check import Report, check, distinct
-from leapahead.compare import compare
+from leapahead.core.sampling import Dice
+from leapahead.core.stop import Stopper
+from leapahead.core.tree import TokenTree
+from leapahead.core.verify import Verdict
 from leapahead.drafters.sources.corpus import write
 from leapahead.drafters.sources.datastore import Head
-from leapahead.sampling import Dice
-from leapahead.stop import Stopper
-from leapahead.target import CHAIN, Choices
-from leapahead.targets.toy import ToySession, ToyTarget
-from leapahead.tree import TokenTree
-from leapahead.verify import Verdict
+from leapahead.models.base import CHAIN, Choices
+from leapahead.models.toy import ToySession, ToyTarget
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 4, 5], [0], [1, 2, 1, 2, 1], [8, 8]]
 SAMPLED = SamplingParams(temperature=1.0, seed=7)
@@ -331,7 +332,7 @@ def broken_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def broken_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    from leapahead.targets.masks import Inputs
+    from leapahead.models.transformers.masks import Inputs
 
     original = Inputs.of
 
@@ -346,7 +347,7 @@ def broken_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def broken_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from leapahead.targets.kv_cache import KVCache
+    from leapahead.models.transformers.kv_cache import KVCache
 
     original = KVCache.keep
     monkeypatch.setattr(KVCache, "keep", lambda self, row, path: original(self, row, range(len(path))))

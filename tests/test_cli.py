@@ -12,14 +12,16 @@ from typing import Any, ClassVar
 import pytest
 from click.testing import CliRunner, Result
 
-from leapahead import LLM, Piece, prompts, targets
+from leapahead import LLM, Piece
 from leapahead import drafters as registry
+from leapahead.bench import prompts
 from leapahead.cli import main
 from leapahead.cli.drafters import arguments
 from leapahead.cli.screen import TextWriter
-from leapahead.drafter import Context, Drafter, Proposal
-from leapahead.targets.kv_cache import KVCache
-from leapahead.tree import Budget, TokenTree
+from leapahead.core.tree import Budget, TokenTree
+from leapahead.drafters.base import Context, Drafter, Proposal
+from leapahead.models import loading
+from leapahead.models.transformers.kv_cache import KVCache
 
 PROMPT = "def add(a, b):"
 
@@ -27,7 +29,7 @@ PROMPT = "def add(a, b):"
 @pytest.fixture
 def leapahead(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a command with the tiny model as the bundled one."""
-    monkeypatch.setattr(targets, "bundled", lambda: str(tiny_folder))
+    monkeypatch.setattr(loading, "bundled", lambda: str(tiny_folder))
 
     def run(*args: str, stdin: str | None = None, env: dict[str, str] | None = None) -> Result:
         result = CliRunner(env={"NO_COLOR": None, "FORCE_COLOR": None, **(env or {})}).invoke(main, args, input=stdin)
@@ -167,14 +169,14 @@ def broken_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_after_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = targets.load
+    original = loading.load
 
     def load(*args: Any, **options: Any) -> Any:
         loaded = original(*args, **options)
         broken_commit(monkeypatch)
         return loaded
 
-    monkeypatch.setattr(targets, "load", load)
+    monkeypatch.setattr(loading, "load", load)
 
 
 def test_compare_exits_1_when_the_text_differs(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +391,7 @@ def test_a_file_that_is_not_text(leapahead: Any, tmp_path: Path) -> None:
 
 
 def test_no_bundled_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(targets.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(loading.resources, "files", lambda package: tmp_path)
     result = CliRunner().invoke(main, ["generate", "x"])
     assert result.exit_code == 2
     assert result.stderr.startswith("error: this installation has no bundled model")

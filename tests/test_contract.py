@@ -31,21 +31,21 @@ from helpers import (
     run,
 )
 
-from leapahead.decode import decode
-from leapahead.drafter import Drafter
-from leapahead.drafters import BUILT_IN, factory, load
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stop import StopParams
+from leapahead.drafters.auto import Auto
+from leapahead.drafters.base import Drafter
 from leapahead.drafters.plain import Plain
+from leapahead.drafters.planned import Grown
+from leapahead.drafters.registry import BUILT_IN, factory, load
 from leapahead.drafters.sources import Source
 from leapahead.drafters.sources.corpus import write
 from leapahead.drafters.sources.datastore import Head
 from leapahead.drafters.sources.lookahead import Judge, LookaheadSource
-from leapahead.planner import machine
-from leapahead.planner.auto import Auto
-from leapahead.planner.grown import Grown
-from leapahead.sampling import SamplingParams
-from leapahead.stop import StopParams
-from leapahead.target import CHAIN, LOGITS, TOP_K, TREE, Forgetful, Target
-from leapahead.targets.toy import ToyTarget
+from leapahead.engine.loop import decode
+from leapahead.models.base import CHAIN, LOGITS, TOP_K, TREE, Forgetful, Target
+from leapahead.models.toy import ToyTarget
+from leapahead.planner import profile
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def llama_cpp(together: int = 100, **options: Any) -> Case:
     """A random llama in float32, which brings its cache in float32: no two scores are equal by rounding."""
     import gguf_models
 
-    from leapahead.targets.llama_context import LlamaCppOptions
-    from leapahead.targets.llama_cpp import load
+    from leapahead.models.llama_cpp.context import LlamaCppOptions
+    from leapahead.models.llama_cpp.model import load
 
     options = {"n_ctx": 2048, "n_threads": 1, **options}
     target, _ = load(gguf_models.llama(), LlamaCppOptions(**options))
@@ -278,7 +278,7 @@ def test_twice_the_same(case: Case, make: Maker, monkeypatch: pytest.MonkeyPatch
         if isinstance(case.target, Forgetful):
             case.target.forget()  # of a prompt that need not be read, nothing is learned
         if isinstance(drafter, Grown):
-            monkeypatch.setattr(machine, "_machines", WeakKeyDictionary())
+            monkeypatch.setattr(profile, "_machines", WeakKeyDictionary())
             drafter.nodes, drafter.depth = drafter.nodes or 8, drafter.depth or 2
         return run(case.target, drafter, case.prompt, params=SAMPLED, stop=stop, **given)
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from leapahead.drafter import Forward
-from leapahead.errors import CacheFull, LeapaheadError
-from leapahead.planner import machine
-from leapahead.planner.cost import ASSUMED, SIZES, CostCurve, fitted, measure, rounds, samples
-from leapahead.planner.machine import Machine, Place, machine_of
-from leapahead.target import CHAIN
-from leapahead.targets.toy import ToyTarget
+from leapahead.core.errors import CacheFull, LeapaheadError
+from leapahead.drafters.base import Forward
+from leapahead.models.base import CHAIN
+from leapahead.models.toy import ToyTarget
+from leapahead.planner import profile
+from leapahead.planner.latency import ASSUMED, SIZES, CostCurve, fitted, measure, rounds, samples
+from leapahead.planner.profile import Machine, Place, machine_of
 
 SEEDS = range(5)
 
@@ -368,7 +368,7 @@ def test_a_file_that_is_broken_or_foreign_or_old_is_measured_again(
     Place.of(target).path.write_text(spoil(content))
     assert Machine().curve(target, 1)(1) < 1.0
     assert Machine().curve(target, 1)(1) < 1.0  # and is whole again
-    assert json.loads(Place.of(target).path.read_text())["format"] == machine.FORMAT
+    assert json.loads(Place.of(target).path.read_text())["format"] == profile.FORMAT
 
 
 def test_binary_rubbish_is_measured_again(cache: Path) -> None:
@@ -381,7 +381,7 @@ def test_binary_rubbish_is_measured_again(cache: Path) -> None:
 def test_a_batch_begins_as_one_and_is_kept_as_steps_correct_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = ToyTarget()
     now = [0.0]
-    monkeypatch.setattr(machine, "monotonic", lambda: now[0])
+    monkeypatch.setattr(profile, "monotonic", lambda: now[0])
     here = Machine()
     here.put(target, 1, sloping(0.1))
     curve = here.curve(target, 4)
@@ -407,22 +407,22 @@ def test_a_batch_begins_as_one_and_is_kept_as_steps_correct_it(cache: Path, monk
 def test_corrections_do_not_make_a_measurement_younger(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = ToyTarget()
     today = 1e9
-    monkeypatch.setattr(machine, "time", lambda: today)
+    monkeypatch.setattr(profile, "time", lambda: today)
     here = Machine()
     here.put(target, 1, CostCurve({1: 7.0, 2: 8.0}))
-    today += machine.OLD / 2
-    for _ in range(machine.ENOUGH):
+    today += profile.OLD / 2
+    for _ in range(profile.ENOUGH):
         here.observed(Forward(7.0, 1, 1))
     assert here.keep()
     assert Machine().curve(target, 1)(1) == pytest.approx(7.0)
-    today += machine.OLD / 2 + 1
+    today += profile.OLD / 2 + 1
     assert Machine().curve(target, 1)(1) < 1.0
 
 
 WRITER = """
 import sys
-from leapahead.planner.cost import CostCurve
-from leapahead.planner.machine import Place
+from leapahead.planner.latency import CostCurve
+from leapahead.planner.profile import Place
 place, own = Place("shared"), int(sys.argv[1])
 for turn in range(80):
     assert place.write({own: CostCurve({own: 1.0, own + 7: 2.0 + turn})}, measured=True)

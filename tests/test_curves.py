@@ -20,26 +20,27 @@ from helpers import GREEDY, PROMPT, begin, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leapahead import targets
+from leapahead.api import encode
+from leapahead.bench import tasks
 from leapahead.cli import Commands
-from leapahead.cli.curves import COMMANDS
+from leapahead.core.errors import BadParameter, ContextOverflow, LeapaheadError, Refused
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stop import StopParams
+from leapahead.core.tree import TokenTree
 from leapahead.drafters.lookahead import Lookahead
 from leapahead.drafters.prompt_lookup import PromptLookup
-from leapahead.errors import BadParameter, ContextOverflow, LeapaheadError, Refused
-from leapahead.generate import encode
-from leapahead.lab import curves, drawn, plots, tasks
-from leapahead.lab.curves.compression import _fitted
-from leapahead.lab.curves.cost import WARM_UP
-from leapahead.lab.curves.expected import expected_speedup, expected_tokens
-from leapahead.lab.curves.formula import compression_formula, drafts_yield, fit
-from leapahead.lab.curves.jacobi import _blocks
-from leapahead.lab.curves.match import ENOUGH, match_length
-from leapahead.lab.curves.pool import _by_step, _by_tokens
-from leapahead.sampling import SamplingParams
-from leapahead.stop import StopParams
-from leapahead.target import CHAIN, Choices
-from leapahead.targets.toy import Seen, ToySession, ToyTarget
-from leapahead.tree import TokenTree
+from leapahead.models import loading
+from leapahead.models.base import CHAIN, Choices
+from leapahead.models.toy import Seen, ToySession, ToyTarget
+from research import curves, drawn, plots
+from research.commands import COMMANDS
+from research.curves.compression import _fitted
+from research.curves.cost import WARM_UP
+from research.curves.expected import expected_speedup, expected_tokens
+from research.curves.formula import compression_formula, drafts_yield, fit
+from research.curves.jacobi import _blocks
+from research.curves.match import ENOUGH, match_length
+from research.curves.pool import _by_step, _by_tokens
 
 PROMPTS = (PROMPT, (4, 5, 6, 4, 5), (7, 1, 7, 2))
 
@@ -414,7 +415,7 @@ def test_an_alpha_that_cannot_be(alpha: float) -> None:
 @pytest.fixture
 def lab(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a command with the tiny model as the bundled one."""
-    monkeypatch.setattr(targets, "bundled", lambda: str(tiny_folder))
+    monkeypatch.setattr(loading, "bundled", lambda: str(tiny_folder))
     group = Commands("lab", commands={str(command.name): command for command in COMMANDS})
 
     def invoke(*args: str) -> Result:
@@ -480,7 +481,7 @@ def test_conversations_and_prompts_that_do_not_fit(lab: Any, tmp_path: Path) -> 
 
 
 def test_conversations_are_encoded_by_the_template(tiny_folder: Path) -> None:
-    loaded = targets.load(str(tiny_folder))
+    loaded = loading.load(str(tiny_folder))
     chat: tasks.Prompt = [{"role": "user", "content": "a b"}]
     task = tasks.Task("chat", [chat, "a b"])
     assert tasks.has_template(loaded.tokenizer)
@@ -561,7 +562,7 @@ def test_figures_of_the_documents(tiny_folder: Path, tmp_path: Path) -> None:
     data.mkdir()
     (data / "humaneval.jsonl").write_text('{"prompt": "def f(x):"}\n')
     (data / "gsm8k_test.jsonl").write_text('{"question": "How many?"}\n')
-    loaded = targets.load(str(tiny_folder))
+    loaded = loading.load(str(tiny_folder))
     shown: list[str] = []
 
     def progress(what: str, done: int, total: int) -> None:

@@ -22,14 +22,14 @@ from leapahead import LLM, BadParameter
 from leapahead import drafters as registry
 from leapahead.cli import main
 from leapahead.cli.datastore import _tokenizer
-from leapahead.drafter import Context
+from leapahead.core.sampling import Sampler, SamplingParams
+from leapahead.core.text import fingerprint
+from leapahead.drafters.base import Context
+from leapahead.drafters.single import DatastoreDrafter
 from leapahead.drafters.sources import corpus as corpus_module
 from leapahead.drafters.sources.corpus import Corpus, build, suffix_array, write
 from leapahead.drafters.sources.datastore import LONGEST, ORDERED, SHORTEST, Datastore, Head, Place, Store, opened
-from leapahead.planner.single import DatastoreDrafter
-from leapahead.sampling import Sampler, SamplingParams
-from leapahead.targets.toy import ToyTarget
-from leapahead.text import fingerprint
+from leapahead.models.toy import ToyTarget
 
 SMALL, LARGE = 12, 70_000  # vocabularies; the second takes four bytes a token
 WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "log", "while", "rain", "fell"]
@@ -275,7 +275,7 @@ def test_a_tokenizer_has_one_name_in_every_process_and_engine(tokenizer: Any) ->
     mine = fingerprint(_tokenizer(None, False))
     assert fingerprint(_tokenizer(str(gguf_models.bundled("f32")), False)) == mine
     code = (
-        "from leapahead.cli.datastore import _tokenizer; from leapahead.text import fingerprint\n"
+        "from leapahead.cli.datastore import _tokenizer; from leapahead.core.text import fingerprint\n"
         "print(fingerprint(_tokenizer(None, False)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -486,7 +486,7 @@ def leapahead(*args: Any) -> Result:
 
 
 def test_build_show_and_generate(tmp_path: Path, bundled: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.BUILT_IN, "datastore", "leapahead.planner.single:DatastoreDrafter")
+    monkeypatch.setitem(registry.BUILT_IN, "datastore", "leapahead.drafters.single:DatastoreDrafter")
     prompt, options = "def add(a, b):", {"max_new_tokens": 60, "ignore_eos": True}
     plain = bundled.generate(prompt, **options)
     written(tmp_path, {"in/answer.txt": prompt + plain.text, "in/more.txt": text_of(5, 30), "in/x.png": b"\0"})

@@ -24,16 +24,16 @@ from helpers import (
     run,
 )
 
-from leapahead.decode import Generation, decode
-from leapahead.drafter import Context, Drafter, Proposal, Step
-from leapahead.drafters import factory, ready
-from leapahead.errors import BadLogits, BadParameter, DraftError, LeapaheadError, Refused
-from leapahead.sampling import SamplingParams
-from leapahead.stats import PHASES, Stats
-from leapahead.stop import StopParams
-from leapahead.target import CHAIN, LOGITS, TREE, Choices, Session, Target, require
-from leapahead.targets.toy import ToySession, ToyTarget
-from leapahead.tree import Budget, TokenTree
+from leapahead.core.errors import BadLogits, BadParameter, DraftError, LeapaheadError, Refused
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stats import PHASES, Stats
+from leapahead.core.stop import StopParams
+from leapahead.core.tree import Budget, TokenTree
+from leapahead.drafters.base import Context, Drafter, Proposal, Step
+from leapahead.drafters.registry import factory, ready
+from leapahead.engine.loop import Generation, decode
+from leapahead.models.base import CHAIN, LOGITS, TREE, Choices, Session, Target, require
+from leapahead.models.toy import ToySession, ToyTarget
 
 
 class Counting(ToyTarget):

@@ -15,27 +15,28 @@ from click.testing import CliRunner
 from helpers import GREEDY, assert_same_text, begin, run
 from scipy.stats import chi2
 
-from leapahead import LLM, targets
+from leapahead import LLM
+from leapahead.api import encode
 from leapahead.cli import main
-from leapahead.decode import decode
-from leapahead.drafter import Drafter
-from leapahead.errors import BadParameter, LeapaheadError, Refused
-from leapahead.generate import encode
-from leapahead.planner import machine as machine_room
-from leapahead.planner import models
-from leapahead.planner import speculative as speculative_room
-from leapahead.planner.auto import Auto
-from leapahead.planner.calibration import Calibration
-from leapahead.planner.cost import CostCurve
-from leapahead.planner.machine import Machine, machine_of
-from leapahead.planner.single import DraftModel
-from leapahead.planner.speculative import SpeculativeSampling
-from leapahead.sampling import SamplingParams
-from leapahead.stop import StopParams
-from leapahead.target import CHAIN, TOP_K, Choices, Target
-from leapahead.targets import Loaded
-from leapahead.targets.toy import ToyTarget
-from leapahead.tree import TokenTree
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stop import StopParams
+from leapahead.core.tree import TokenTree
+from leapahead.drafters import draft_models
+from leapahead.drafters import speculative_sampling as speculative_room
+from leapahead.drafters.auto import Auto
+from leapahead.drafters.base import Drafter
+from leapahead.drafters.single import DraftModel
+from leapahead.drafters.speculative_sampling import SpeculativeSampling
+from leapahead.engine.loop import decode
+from leapahead.models import loading
+from leapahead.models.base import CHAIN, TOP_K, Choices, Target
+from leapahead.models.loading import Loaded
+from leapahead.models.toy import ToyTarget
+from leapahead.planner import profile as machine_room
+from leapahead.planner.acceptance import Calibration
+from leapahead.planner.latency import CostCurve
+from leapahead.planner.profile import Machine, machine_of
 
 FLAT = CostCurve({1: 1.0, 8: 1.02, 128: 1.2})
 DRAFT = CostCurve({1: 0.05, 8: 0.06, 128: 0.2})
@@ -278,13 +279,13 @@ def test_a_draft_that_does_not_fit_beside_the_target_is_refused(
 ) -> None:
     file = tmp_path / "big.gguf"
     file.write_bytes(b"x" * 5000)
-    monkeypatch.setattr(models, "memory_left", lambda: 4000)
+    monkeypatch.setattr(draft_models, "memory_left", lambda: 4000)
     with pytest.raises(BadParameter, match=r"does not fit beside the target: its weights are .* GiB"):
         DraftModel(str(file))
 
 
 def test_another_tokenizer_is_refused_by_the_first_difference(tokenizer: Any) -> None:
-    bundled = models.load("bundled")
+    bundled = draft_models.load("bundled")
     with pytest.raises(BadParameter, match="another vocabulary than the target: "):
         DraftModel(bundled).check_tokenizer(tokenizer)
     with pytest.raises(BadParameter, match="another vocabulary"):
@@ -437,7 +438,7 @@ def test_speculative_sampling_is_exact_in_distribution(options: dict[str, Any]) 
 @pytest.mark.parametrize("rule", ["leviathan", "sequoia", "specinfer", "spectr"])
 def test_the_bundled_models_are_exact_in_distribution(rule: str) -> None:
     """Texts of three tokens out of the three likeliest each; what they should be, the target says without any draft."""
-    loaded, draft = (targets.load(targets.bundled(name), dtype="float32") for name in ("tiny", "tiny-draft"))
+    loaded, draft = (loading.load(loading.bundled(name), dtype="float32") for name in ("tiny", "tiny-draft"))
     target, filters = loaded.target, {"temperature": 1.2, "top_k": 3}
     prompt = encode("def add(a, b):\n    return", loaded.tokenizer, target)
     options = {"rule": "sequoia", "width": 1} if rule == "leviathan" else {"rule": rule, "width": 3}
@@ -555,7 +556,7 @@ def test_check_refuses_a_rule_that_changes_the_text() -> None:
 def test_gguf_drafts_for_gguf_and_for_transformers() -> None:
     from gguf_models import bundled
 
-    text = targets.load(None, dtype="float32")
+    text = loading.load(None, dtype="float32")
     small = str(bundled("q8_0"))
     llm = LLM(str(bundled("f32")), drafter="draft_model", draft=small, nodes=6, depth=3, n_ctx=256, n_threads=1)
     plain = LLM(str(bundled("f32")), drafter="plain", n_ctx=256, n_threads=1)
@@ -593,7 +594,7 @@ def test_what_a_search_has_found_is_used_and_where_there_was_none_it_is_said(
     monkeypatch.setenv("LEAPAHEAD_CACHE", str(tmp_path))
     options: dict[str, Any] = {"tokenizer": own.tokenizer, "drafter": "draft_model", "draft": "self:skip"}
     with pytest.raises(BadParameter, match="run `leapahead lab skip`"):
-        LLM(targets.load(own.target.model).target, **options)  # type: ignore[attr-defined]
+        LLM(loading.load(own.target.model).target, **options)  # type: ignore[attr-defined]
     searched = ["lab", "skip", "--limit", "1", "--trials", "4", "--max-new-tokens", "8", "--dtype", "float32"]
     found = CliRunner().invoke(main, searched)
     assert found.exit_code == 0, found.output

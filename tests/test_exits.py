@@ -12,21 +12,21 @@ from architectures import ARCHITECTURES, BY_NAME, Architecture
 from helpers import GREEDY, begin, run
 from test_layers import REFUSED, TOKEN_BY_TOKEN
 
-from leapahead.decode import decode
-from leapahead.drafters.draft import Following
-from leapahead.errors import BadParameter, LeapaheadError, Refused
-from leapahead.planner import models
-from leapahead.planner.single import DraftModel
-from leapahead.sampling import SamplingParams
-from leapahead.stop import StopParams
-from leapahead.target import CHAIN, TREE
-from leapahead.targets import exits
-from leapahead.targets.engines import MaskedEngine
-from leapahead.targets.exits import EarlyExit, Handed
-from leapahead.targets.layers import sub_layers
-from leapahead.targets.transformers import TransformersTarget
-from leapahead.tree import TokenTree
-from leapahead.verify import Verdict
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stop import StopParams
+from leapahead.core.tree import TokenTree
+from leapahead.core.verify import Verdict
+from leapahead.drafters import draft_models
+from leapahead.drafters.draft_runner import Following
+from leapahead.drafters.single import DraftModel
+from leapahead.engine.loop import decode
+from leapahead.models.base import CHAIN, TREE
+from leapahead.models.self_draft import early_exit
+from leapahead.models.self_draft.early_exit import EarlyExit, Handed
+from leapahead.models.self_draft.layer_skip import sub_layers
+from leapahead.models.transformers.forward import MaskedEngine
+from leapahead.models.transformers.model import TransformersTarget
 
 WARM = SamplingParams(temperature=1.0, seed=3)
 LONG = StopParams(max_new_tokens=40)
@@ -116,12 +116,12 @@ def test_a_model_that_takes_chains_only_keeps_a_cache_for_its_draft() -> None:
 
 
 def test_halves_that_are_not_the_model_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = exits.Halves.end
+    right = early_exit.Halves.end
 
     def wrong(self: Any, batch: Any, hidden: torch.Tensor) -> torch.Tensor:
         return right(self, batch, hidden * 1.5)
 
-    monkeypatch.setattr(exits.Halves, "end", wrong)
+    monkeypatch.setattr(early_exit.Halves, "end", wrong)
     with pytest.raises(Refused, match=r"first 2 layers and the layers behind them do not give the logits of"):
         EarlyExit(TransformersTarget(shallow()), 2)
 
@@ -134,7 +134,7 @@ def test_halves_that_are_not_the_model_are_refused(monkeypatch: pytest.MonkeyPat
 def test_nothing_is_computed_twice(params: SamplingParams, options: dict[str, Any]) -> None:
     """Each node goes through the first layers once, through the others once; the prompt through neither half."""
     target = TransformersTarget(shallow())
-    exit = models.own(target, "self:first=2").target
+    exit = draft_models.own(target, "self:first=2").target
     assert isinstance(exit, EarlyExit)
     plain = run(target, prompt=range(3, 40), params=params, stop=LONG)
     run(target, DraftModel("self:first=2", **options), stop=LONG)  # measures costs, once
@@ -157,7 +157,7 @@ def test_nothing_is_computed_twice(params: SamplingParams, options: dict[str, An
 def test_chains_cost_each_half_a_row_a_node() -> None:
     """Where all that was looked at is drafted, the count is exact."""
     target = TransformersTarget(shallow())
-    exit = models.own(target, "self:first=2").target
+    exit = draft_models.own(target, "self:first=2").target
     assert isinstance(exit, EarlyExit)
     rows = Rows(target, exit)
     session = target.open(list(range(3, 20)), GREEDY)

@@ -15,16 +15,17 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from leapahead import LLM, drafters, targets
+from leapahead import LLM, drafters
 from leapahead.cli.explain import explain, show
-from leapahead.drafter import Context, Proposal, Step
+from leapahead.core.errors import LeapaheadError
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.tree import Budget
+from leapahead.drafters.base import Context, Proposal, Step
 from leapahead.drafters.lookahead import Lookahead
-from leapahead.errors import LeapaheadError
-from leapahead.lab.explain import Recording, page, record, visible
-from leapahead.planner import machine
-from leapahead.sampling import SamplingParams
-from leapahead.targets.toy import ToyTarget
-from leapahead.tree import Budget
+from leapahead.explain import Recording, page, record, visible
+from leapahead.models import loading
+from leapahead.models.toy import ToyTarget
+from leapahead.planner import profile
 
 PROMPT = "def add(a, b):\n    return a"
 EVIL = "</script><b>x</b><!--<script>&amp;"
@@ -33,7 +34,7 @@ SAMPLED = SamplingParams(temperature=0.7, top_k=50, seed=5)
 
 @pytest.fixture(scope="module")
 def loaded(tiny_folder: Path) -> Any:
-    return targets.load(str(tiny_folder))
+    return loading.load(str(tiny_folder))
 
 
 def recorded(
@@ -76,7 +77,7 @@ class Watched(Lookahead):
 def test_the_text_is_the_one_that_generate_gives(
     loaded: Any, tiny_folder: Path, drafter: str, sampling: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_machines", WeakKeyDictionary())  # nothing is known of either target
+    monkeypatch.setattr(profile, "_machines", WeakKeyDictionary())  # nothing is known of either target
     given = {"nodes": 8} if drafter == "auto" else {}  # and the clock decides nothing
     loaded.target.forget()  # what it thinks of the prompt is told where the prompt is read
     recording = recorded(loaded, drafter=drafter, given=given, sampling=sampling, max_new_tokens=30)
@@ -237,7 +238,7 @@ def test_the_data_reads_back(loaded: Any) -> None:
 
 @pytest.fixture
 def command(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(targets, "bundled", lambda: str(tiny_folder))
+    monkeypatch.setattr(loading, "bundled", lambda: str(tiny_folder))
 
     def run(*args: str) -> Result:
         runner = CliRunner(env={"NO_COLOR": None, "FORCE_COLOR": None, "COLUMNS": "200"})

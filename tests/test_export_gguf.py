@@ -17,11 +17,11 @@ from click.testing import CliRunner, Result
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from leapahead import targets
 from leapahead.cli import main
-from leapahead.errors import BadParameter, LeapaheadError, Refused
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.integrations.gguf import KINDS, Checkpoint, Exported, export_gguf
 from leapahead.integrations.gguf_vocabulary import LLAMA_3
+from leapahead.models import loading
 
 gguf = pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("llama_cpp")
@@ -107,14 +107,14 @@ def load() -> Any:
 
 @pytest.fixture(scope="module")
 def bundled() -> tuple[Any, Any]:
-    folder = targets.bundled()
+    folder = loading.bundled()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def bundled_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("gguf")
-    return {kind: export_gguf(targets.bundled(), folder / f"{kind}.gguf", kind) for kind in KINDS}
+    return {kind: export_gguf(loading.bundled(), folder / f"{kind}.gguf", kind) for kind in KINDS}
 
 
 def logits(model: Any, tokens: list[int]) -> Any:
@@ -148,7 +148,7 @@ def random_llama(folder: Path, *, dtype: Any = None, shard: str = "1GB", **confi
     model = model.to(dtype)
     model.save_pretrained(folder, max_shard_size=shard)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(targets.bundled()) / name, folder / name)
+        shutil.copy(Path(loading.bundled()) / name, folder / name)
     return model
 
 
@@ -618,13 +618,13 @@ def command(*args: Any) -> Result:
 
 def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
     out = tmp_path / "m.gguf"
-    result = command(targets.bundled(), out, "--type", "q4_k_m")
+    result = command(loading.bundled(), out, "--type", "q4_k_m")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == f"{out}: 3.8 MB, q4_k_m, 56 tensors (38 Q4_K, 13 F32, 5 Q6_K)\n"
-    again = command(targets.bundled(), out)
+    again = command(loading.bundled(), out)
     assert (again.exit_code, again.stdout) == (2, "")
     assert again.stderr == f"error: {out} exists: name another file, or force its replacement (--force, force=True)\n"
-    assert command(targets.bundled(), out, "--force").stdout.endswith("bf16, 56 tensors (43 BF16, 13 F32)\n")
+    assert command(loading.bundled(), out, "--force").stdout.endswith("bf16, 56 tensors (43 BF16, 13 F32)\n")
 
 
 def test_the_command_tells_of_other_types(model_dir: Path) -> None:

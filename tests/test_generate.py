@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 import leapahead
-from leapahead import LLM, BadParameter, ContextOverflow, Drafter, LeapaheadError, Refused, drafters, targets
-from leapahead.drafter import Context, Proposal
-from leapahead.targets.toy import ToyTarget
-from leapahead.text import Detokenizer, TextStream
-from leapahead.tree import Budget, TokenTree
+from leapahead import LLM, BadParameter, ContextOverflow, Drafter, LeapaheadError, Refused, drafters
+from leapahead.core.text import Detokenizer, TextStream
+from leapahead.core.tree import Budget, TokenTree
+from leapahead.drafters.base import Context, Proposal
+from leapahead.models import loading
+from leapahead.models.toy import ToyTarget
 
 NAMES = drafters.ready()
 
@@ -345,13 +346,13 @@ def test_a_loaded_model(tiny_model: Any, tokenizer: Any) -> None:
 
 
 def test_eos_by_anyones_word(tiny_folder: Path, tokenizer: Any) -> None:
-    loaded = targets.load(str(tiny_folder))
+    loaded = loading.load(str(tiny_folder))
     assert loaded.eos_token_ids == (0,)  # an id like any other
     model: Any = loaded.target.model  # type: ignore[attr-defined]
     model.generation_config.eos_token_id = [7, 5, 10_000]
     model.config.eos_token_id = 3
-    assert set(targets.eos_token_ids(loaded.target, tokenizer)) == {0, 3, 5, 7}
-    assert set(targets.eos_token_ids(loaded.target, None)) == {3, 5, 7}
+    assert set(loading.eos_token_ids(loaded.target, tokenizer)) == {0, 3, 5, 7}
+    assert set(loading.eos_token_ids(loaded.target, None)) == {3, 5, 7}
 
 
 def test_a_tokenizer_by_name(tiny_folder: Path, tmp_path: Path) -> None:
@@ -478,7 +479,7 @@ def test_the_default_decodes_plainly_where_nothing_can_be_drafted() -> None:
 
 
 def test_a_missing_bundled_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(targets.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(loading.resources, "files", lambda package: tmp_path)
     with pytest.raises(Refused, match="no bundled model"):
         LLM()
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from gguf_models import llama
 
-from leapahead import targets
-from leapahead.sampling import SamplingParams
-from leapahead.target import CHAIN, TREE, Target
-from leapahead.targets.toy import ToyTarget
-from leapahead.tree import TokenTree, TreeBuilder
-from leapahead.verify import Verdict
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.tree import TokenTree, TreeBuilder
+from leapahead.core.verify import Verdict
+from leapahead.models import loading
+from leapahead.models.base import CHAIN, TREE, Target
+from leapahead.models.toy import ToyTarget
 
 GREEDY = SamplingParams()
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -27,7 +27,7 @@ def toy() -> Target:
 
 
 def bundled() -> Target:
-    return targets.load(None, dtype="float32").target
+    return loading.load(None, dtype="float32").target
 
 
 def windowed() -> Target:
@@ -41,7 +41,7 @@ def windowed() -> Target:
         num_key_value_heads=1, head_dim=16, sliding_window=6, max_position_embeddings=256,
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return targets.load(Gemma2ForCausalLM(config).to(torch.float32)).target
+    return loading.load(Gemma2ForCausalLM(config).to(torch.float32)).target
 
 
 def chains_only() -> Target:
@@ -50,11 +50,11 @@ def chains_only() -> Target:
 
     torch.manual_seed(0)
     config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)
-    return targets.load(BloomForCausalLM(config)).target
+    return loading.load(BloomForCausalLM(config)).target
 
 
 def gguf() -> Target:
-    return targets.load(llama(), n_ctx=256, n_seq_max=12).target
+    return loading.load(llama(), n_ctx=256, n_seq_max=12).target
 
 
 KINDS: dict[str, Callable[[], Target]] = {

@@ -45,11 +45,11 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from transformers.generation.streamers import BaseStreamer
 
 from leapahead import drafters
-from leapahead.drafter import Context, Drafter
-from leapahead.errors import BadParameter, Refused
+from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.stats import Stats
+from leapahead.drafters.base import Context, Drafter
 from leapahead.integrations import hf, hf_fields
-from leapahead.stats import Stats
-from leapahead.target import TREE
+from leapahead.models.base import TREE
 
 VOCAB = 96
 PAD = 0

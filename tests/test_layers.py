@@ -17,17 +17,17 @@ from helpers import GREEDY, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leapahead.errors import BadParameter, LeapaheadError, Refused
-from leapahead.lab.skipping import Agreement, Costs, search
-from leapahead.planner.skips import Found, expected, save, saved
-from leapahead.stop import StopParams
-from leapahead.target import CHAIN
-from leapahead.targets import layers
-from leapahead.targets.exits import EarlyExit
-from leapahead.targets.int8 import Int8Linear, int8
-from leapahead.targets.layers import Skip, SubLayers, sub_layers, without
-from leapahead.targets.selftest import own_logits
-from leapahead.targets.transformers import TransformersTarget
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.core.stop import StopParams
+from leapahead.drafters.saved_skips import Found, expected, save, saved
+from leapahead.layer_search import Agreement, Costs, search
+from leapahead.models.base import CHAIN
+from leapahead.models.self_draft import layer_skip
+from leapahead.models.self_draft.early_exit import EarlyExit
+from leapahead.models.self_draft.int8 import Int8Linear, int8
+from leapahead.models.self_draft.layer_skip import Skip, SubLayers, sub_layers, without
+from leapahead.models.transformers.model import TransformersTarget
+from leapahead.models.transformers.selftest import own_logits
 
 IDS = np.arange(20, 32)[None]
 REFUSED = {
@@ -79,8 +79,8 @@ def test_leaving_out_is_adding_nothing(architecture: Architecture) -> None:
     for index, kind in ((0, "a"), (1, "m"), (1, "")):
         path = f"{parts._path}.{index}"
         layer = model.get_submodule(path)
-        names = [layers._first_of(layer, layers.ATTENTION)] if kind != "m" else []
-        names += layers._mlp_of(layer) if kind != "a" else []
+        names = [layer_skip._first_of(layer, layer_skip.ATTENTION)] if kind != "m" else []
+        names += layer_skip._mlp_of(layer) if kind != "a" else []
         wanted = logits(zeroed(model, *(f"{path}.{name}" for name in names)))
         found = logits(parts.without(Skip.parse(f"{index}{kind}")))
         assert not torch.allclose(wanted, before, atol=1e-3)

@@ -13,19 +13,20 @@ import pytest
 from click.testing import CliRunner
 from helpers import GREEDY, Oracle, RandomTrees, Scattered, begin, full_text, run
 
-from leapahead import LLM, targets, ties
+from leapahead import LLM, ties
+from leapahead.bench.prompts import BUNDLED
 from leapahead.check import check
 from leapahead.cli import main as cli
-from leapahead.decode import decode
-from leapahead.drafters import factory
-from leapahead.errors import BadParameter, CacheFull, ContextOverflow, LeapaheadError
-from leapahead.prompts import BUNDLED
-from leapahead.sampling import SamplingParams
-from leapahead.stats import Stats
-from leapahead.stop import StopParams
-from leapahead.target import CHAIN, LOGITS, TOP_K, TREE
-from leapahead.tree import TokenTree
-from leapahead.verify import Verdict
+from leapahead.core.errors import BadParameter, CacheFull, ContextOverflow, LeapaheadError
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stats import Stats
+from leapahead.core.stop import StopParams
+from leapahead.core.tree import TokenTree
+from leapahead.core.verify import Verdict
+from leapahead.drafters.registry import factory
+from leapahead.engine.loop import decode
+from leapahead.models import loading
+from leapahead.models.base import CHAIN, LOGITS, TOP_K, TREE
 
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
@@ -33,9 +34,9 @@ pytest.importorskip("gguf")
 import gguf_models
 import llama_cpp
 
-from leapahead.targets import llama_cpp as room
-from leapahead.targets.llama_context import Context, LlamaCppOptions
-from leapahead.targets.llama_cpp import LlamaCppTarget, Track
+from leapahead.models.llama_cpp import model as room
+from leapahead.models.llama_cpp.context import Context, LlamaCppOptions
+from leapahead.models.llama_cpp.model import LlamaCppTarget, Track
 
 PROMPT = tuple(range(300, 320))
 SAMPLED = SamplingParams(temperature=1.0, seed=5)
@@ -313,7 +314,7 @@ def test_plain_text_is_transformers_text() -> None:
 @pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_k_m"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_check_finds_no_mismatch(kind: str, temperature: float) -> None:
-    loaded = targets.load(gguf_models.bundled(kind), n_threads=1)
+    loaded = loading.load(gguf_models.bundled(kind), n_threads=1)
     report = check(
         loaded.target,
         loaded.tokenizer,
@@ -333,8 +334,8 @@ def test_check_finds_no_mismatch(kind: str, temperature: float) -> None:
 def test_the_tokenizer_is_the_folders() -> None:
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(targets.bundled())
-    ours = targets.load(gguf_models.bundled("bf16"), n_threads=1).tokenizer
+    theirs = AutoTokenizer.from_pretrained(loading.bundled())
+    ours = loading.load(gguf_models.bundled("bf16"), n_threads=1).tokenizer
     assert ours is not None
     assert (len(ours), ours.eos_token_id) == (len(theirs), theirs.eos_token_id)
     for text in (*BUNDLED, "  two  spaces\n\n\ttab", "Ünïcödé 日本語 €5 😀", "<|endoftext|>x", " ", "\n", "a" * 200):
@@ -410,7 +411,7 @@ def test_prompts_are_checked(target: LlamaCppTarget) -> None:
 
 
 def test_the_names_of_the_options_are_the_dataclass() -> None:
-    assert set(targets.LLAMA_CPP_OPTIONS) == set(LlamaCppOptions.__dataclass_fields__)
+    assert set(loading.LLAMA_CPP_OPTIONS) == set(LlamaCppOptions.__dataclass_fields__)
 
 
 def test_its_log_goes_to_our_logger_and_not_to_the_screen(
@@ -464,7 +465,7 @@ def test_a_broken_file_on_the_command_line(tmp_path: Path) -> None:
 
 def test_a_tie_is_judged_where_two_such_sequences_do_not_fit() -> None:
     """A prompt of more than half the cache: the sequence in question leaves, and the ways are computed without it."""
-    loaded = targets.load(gguf_models.bundled("q8_0"), n_threads=1, n_ctx=256)
+    loaded = loading.load(gguf_models.bundled("q8_0"), n_threads=1, n_ctx=256)
     prompt = [5 + i % 90 for i in range(200)]
     found = ties.measure(loaded.target, prompt, [7, 8], (3, 4), SamplingParams(), 1)
     assert found.noise > 0
@@ -479,7 +480,7 @@ def test_what_is_kept_of_the_prompt_is_what_the_target_would_say_there(n_batch: 
     rng = np.random.default_rng(3)
     prompt = rng.integers(3, target.vocab_size - 1, 60).tolist()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("leapahead.targets.llama_cpp.PROMPT_ROWS", 24)
+        patched.setattr("leapahead.models.llama_cpp.model.PROMPT_ROWS", 24)
         session = target.open(prompt, SamplingParams(), top_k=4)
     kept = session.prompt_top_k
     assert kept is not None

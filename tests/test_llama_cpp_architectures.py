@@ -18,15 +18,15 @@ import pytest
 from helpers import Oracle, RandomTrees, Scattered, begin
 
 from leapahead import LLM, drafters
-from leapahead.decode import Generation, decode
-from leapahead.drafter import Drafter
+from leapahead.core.errors import LeapaheadError, Refused
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stats import Stats
+from leapahead.core.stop import StopParams, Stopper
+from leapahead.core.tree import TokenTree
+from leapahead.drafters.base import Drafter
 from leapahead.drafters.plain import Plain
-from leapahead.errors import LeapaheadError, Refused
-from leapahead.sampling import SamplingParams
-from leapahead.stats import Stats
-from leapahead.stop import StopParams, Stopper
-from leapahead.target import CHAIN, LOGITS, TOP_K, TREE
-from leapahead.tree import TokenTree
+from leapahead.engine.loop import Generation, decode
+from leapahead.models.base import CHAIN, LOGITS, TOP_K, TREE
 
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
@@ -34,9 +34,9 @@ pytest.importorskip("gguf")
 import llama_cpp as c
 from gguf_architectures import ARCHITECTURES, BY_NAME, VOCABULARY, WINDOW, Maker, bert, bidirectional, wordless, written
 
-from leapahead.targets import llama_cpp as room
-from leapahead.targets.llama_context import Context, LlamaCppOptions
-from leapahead.targets.llama_cpp import LlamaCppTarget
+from leapahead.models.llama_cpp import model as room
+from leapahead.models.llama_cpp.context import Context, LlamaCppOptions
+from leapahead.models.llama_cpp.model import LlamaCppTarget
 
 ALL = [each.name for each in ARCHITECTURES]
 ATTENTION = [each.name for each in ARCHITECTURES if not each.stateful]
@@ -290,7 +290,7 @@ def test_a_file_without_a_vocabulary_does_not_end_the_process() -> None:
     program = """
 import sys
 from leapahead import LLM
-from leapahead.errors import LeapaheadError
+from leapahead.core.errors import LeapaheadError
 try:
     LLM(sys.argv[1], n_threads=1)
 except LeapaheadError as error:

@@ -24,15 +24,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leapahead import LLM, BadParameter, Drafter, LeapaheadError
-from leapahead import memory as room
 from leapahead.cli.options import all_of
 from leapahead.cli.screen import Failure
-from leapahead.drafter import Context, Proposal
-from leapahead.drafters import kept
+from leapahead.core.tree import Budget, TokenTree
+from leapahead.drafters import cache as room
+from leapahead.drafters import cache_sections
+from leapahead.drafters.base import Context, Proposal
+from leapahead.drafters.cache import Arrays, Memory, Part
 from leapahead.drafters.pool import NgramPool, SharedPool
-from leapahead.memory import Arrays, Memory, Part
-from leapahead.targets.toy import ToyTarget
-from leapahead.tree import Budget, TokenTree
+from leapahead.models.toy import ToyTarget
 
 cli = import_module("leapahead.cli.memory")  # the package has the command under this name
 
@@ -81,8 +81,11 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a package had been installed that declares the part."""
-    entries = [EntryPoint("words", "test_memory:Words", kept.GROUP), EntryPoint("bad", "test_memory:made", kept.GROUP)]
-    monkeypatch.setattr(kept, "entry_points", lambda group: entries if group == kept.GROUP else [])
+    entries = [
+        EntryPoint("words", "test_memory:Words", cache_sections.GROUP),
+        EntryPoint("bad", "test_memory:made", cache_sections.GROUP),
+    ]
+    monkeypatch.setattr(cache_sections, "entry_points", lambda group: entries if group == cache_sections.GROUP else [])
 
 
 # --------------------------------------------------------------------------------------------------------- in memory
@@ -238,19 +241,19 @@ def taught(name: str) -> Part:
     return model.memory.parts[name]
 
 
-@pytest.mark.parametrize("name", kept.BUILT_IN)
+@pytest.mark.parametrize("name", cache_sections.BUILT_IN)
 def test_a_built_in_part_comes_back_from_a_file(name: str, file: Path) -> None:
     part, memory = taught(name), made()
     memory.parts[name] = part
     memory.save(file)
-    found = kept.load(file)
-    assert type(found.parts[name]) is type(part) is type(kept.make(name))
+    found = cache_sections.load(file)
+    assert type(found.parts[name]) is type(part) is type(cache_sections.make(name))
     assert found.unknown == {}
     assert written(found.parts[name]) == written(part)
     assert sum(array.size for array in part.arrays().values()) > 0
 
 
-@pytest.mark.parametrize("name", kept.BUILT_IN)
+@pytest.mark.parametrize("name", cache_sections.BUILT_IN)
 def test_a_built_in_part_counts_once_what_both_have(name: str) -> None:
     part = taught(name)
     before = written(part)
@@ -258,7 +261,7 @@ def test_a_built_in_part_counts_once_what_both_have(name: str) -> None:
     assert written(part) == before
 
 
-@pytest.mark.parametrize("name", kept.BUILT_IN)
+@pytest.mark.parametrize("name", cache_sections.BUILT_IN)
 @pytest.mark.parametrize("token", [-1, VOCAB])
 def test_a_token_outside_the_vocabulary_is_refused(name: str, token: int, file: Path) -> None:
     part = taught(name)
@@ -269,10 +272,10 @@ def test_a_token_outside_the_vocabulary_is_refused(name: str, token: int, file: 
         arrays[key].flat[0] = token
         room._write(file, "T", VOCAB, {name: (part.layout, arrays)})
         with pytest.raises(BadParameter, match=f"part '{name}' .*{key} has a token outside the vocabulary of {VOCAB}"):
-            kept.load(file)
+            cache_sections.load(file)
 
 
-@pytest.mark.parametrize("name", kept.BUILT_IN)
+@pytest.mark.parametrize("name", cache_sections.BUILT_IN)
 def test_a_built_in_part_refuses_what_it_did_not_write(name: str) -> None:
     """In the words of the contract, and nothing has changed then."""
     part = taught(name)
@@ -343,7 +346,7 @@ def test_arrays_of_every_shape_and_kind_of_number_come_back(file: Path) -> None:
 def test_a_part_that_nobody_knows_goes_through_load_and_save(file: Path, tmp_path: Path) -> None:
     arrays = {"values": np.arange(5, dtype=np.float32)}
     room._write(file, "T", VOCAB, {"theirs": (7, arrays), "words": (1, {"tokens": np.array([4])})})
-    memory = kept.load(file)
+    memory = cache_sections.load(file)
     assert list(memory.unknown) == ["theirs", "words"]
     words(memory).append(5)
     other = memory.save(tmp_path / "other.npz")
@@ -367,12 +370,12 @@ def test_of_two_unknown_parts_the_newer_save_stands_and_other_files_are_refused(
 @pytest.mark.usefixtures("known")
 def test_a_third_partys_part_is_ready_where_it_is_installed(file: Path) -> None:
     made([4]).save(file)
-    memory = kept.load(file)
+    memory = cache_sections.load(file)
     assert isinstance(memory.parts["words"], Words)
     assert memory.unknown == {}
     made([4], name="bad").save(file, replace=True)
     with pytest.raises(BadParameter, match=r"entry point 'bad' gives .* not a subclass of Part"):
-        kept.load(file)
+        cache_sections.load(file)
 
 
 def refused(file: Path, data: bytes) -> str:
@@ -598,7 +601,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_memory import Words
-from leapahead.memory import Memory
+from leapahead.drafters.cache import Memory
 from leapahead import memory as room
 if {without_fcntl}:
     room.fcntl = None
@@ -923,7 +926,7 @@ def test_merge(tmp_path: Path) -> None:
     merged = command("merge", one, two, "-o", out)
     assert merged.exit_code == 0
     assert merged.stdout == f"{out}: {out.stat().st_size / 1e6:.2f} MB, from 2 files\n"
-    found = kept.load(out)
+    found = cache_sections.load(out)
     assert words(found) == [1, 2, 3]
     assert found.part("lookahead", SharedPool).get(1) == [(2, 3, 4, 5)]
     again = command("merge", two, one, "-o", out)

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 from helpers import GREEDY, RandomTrees, Scattered, full_text, same_text
 
-import leapahead.decode
-from leapahead.drafter import Drafter
-from leapahead.drafters import factory
-from leapahead.sampling import Sampler, SamplingParams
-from leapahead.stats import Stats
-from leapahead.stop import StopParams
-from leapahead.target import Choices
-from leapahead.targets.toy import ToySession, ToyTarget
-from leapahead.tree import BoolArray, IntArray, TokenTree
-from leapahead.verify import Verdict, verify
+import leapahead.engine.loop
+from leapahead.core.sampling import Sampler, SamplingParams
+from leapahead.core.stats import Stats
+from leapahead.core.stop import StopParams
+from leapahead.core.tree import BoolArray, IntArray, TokenTree
+from leapahead.core.verify import Verdict, verify
+from leapahead.drafters.base import Drafter
+from leapahead.drafters.registry import factory
+from leapahead.models.base import Choices
+from leapahead.models.toy import ToySession, ToyTarget
 
 SAMPLED = SamplingParams(temperature=1.0, seed=2)
 STOP = StopParams(max_new_tokens=30)
@@ -327,7 +327,7 @@ def test_a_broken_verifier_is_caught(
     broken: Callable[[TokenTree, Any], Verdict], params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not differs(Toy(), params)
-    monkeypatch.setattr(leapahead.decode, "verify", broken)
+    monkeypatch.setattr(leapahead.engine.loop, "verify", broken)
     assert differs(Toy(), params)
 
 

@@ -11,21 +11,22 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from leapahead import BadParameter, Refused, targets
-from leapahead.generate import encode
-from leapahead.lab import peers
-from leapahead.lab.cell import measure_cell, tie_on
-from leapahead.lab.contender import Ours, Setting
-from leapahead.lab.peers.transformers import Assisted, Generate, Greedy, PromptLookup
-from leapahead.targets import Loaded
-from leapahead.targets.toy import ToyTarget
+from leapahead import BadParameter, Refused
+from leapahead.api import encode
+from leapahead.bench import peers
+from leapahead.bench.cell import measure_cell, tie_on
+from leapahead.bench.contender import Ours, Setting
+from leapahead.bench.peers.transformers import Assisted, Generate, Greedy, PromptLookup
+from leapahead.models import loading
+from leapahead.models.loading import Loaded
+from leapahead.models.toy import ToyTarget
 
 TEXTS = ["def add(a, b):\n    return a + b\n\n\ndef add_all(", "Two and two are", "x = [1, 2, 3]\ny = [1, 2,"]
 
 
 @pytest.fixture(scope="module")
 def entry() -> peers.Entry:
-    return peers.Entry(targets.load(dtype="float32"))
+    return peers.Entry(loading.load(dtype="float32"))
 
 
 @pytest.fixture(scope="module")
@@ -152,4 +153,4 @@ def test_every_name_is_that_of_its_class() -> None:
     from importlib import import_module
 
     for name, (module, kind) in peers.PEERS.items():
-        assert getattr(import_module(f"leapahead.lab.peers.{module}"), kind).name == name
+        assert getattr(import_module(f"leapahead.bench.peers.{module}"), kind).name == name

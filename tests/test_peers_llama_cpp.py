@@ -16,12 +16,12 @@ pytest.importorskip("gguf")
 
 import gguf_models
 
-from leapahead import targets
-from leapahead.errors import BadParameter, LeapaheadError, Refused
-from leapahead.lab import peers
-from leapahead.lab.cell import measure_cell
-from leapahead.lab.contender import Contender, Ours, Pass, Setting
-from leapahead.lab.peers import program
+from leapahead.bench import peers
+from leapahead.bench.cell import measure_cell
+from leapahead.bench.contender import Contender, Ours, Pass, Setting
+from leapahead.bench.peers import program
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.models import loading
 
 PROMPT = "def add(a, b):\n    # caf\u00e9 \\n , .\n"
 CLOCK = """\
@@ -69,7 +69,7 @@ sys.exit(plan["code"])
 @pytest.fixture(scope="module")
 def entry() -> peers.Entry:
     path = str(gguf_models.llama())
-    return peers.Entry(targets.load(path, n_threads=1), path, 1)
+    return peers.Entry(loading.load(path, n_threads=1), path, 1)
 
 
 @pytest.fixture
@@ -310,7 +310,7 @@ def test_labels_tell_variants_apart_and_no_folder(fake: Fake, entry: peers.Entry
 
 def test_only_a_gguf_file_of_ours_is_entered(fake: Fake, entry: peers.Entry) -> None:
     with pytest.raises(Refused, match=r"llama\.cpp runs GGUF files only"):
-        entered(fake, peers.Entry(targets.load(dtype="float32")))
+        entered(fake, peers.Entry(loading.load(dtype="float32")))
 
 
 def test_a_draft_with_another_vocabulary_is_refused(fake: Fake, entry: peers.Entry) -> None:
@@ -341,7 +341,7 @@ def test_refusals_of_a_cell(fake: Fake, entry: peers.Entry, setting: Setting) ->
 )
 def test_the_real_program_writes_our_text(name: str, options: str) -> None:
     path = str(gguf_models.bundled("f32"))
-    entry = peers.Entry(targets.load(path, n_threads=1), path, 1)
+    entry = peers.Entry(loading.load(path, n_threads=1), path, 1)
     tokenizer = entry.loaded.tokenizer
     assert tokenizer is not None
     folder = Path(os.environ["LEAPAHEAD_LLAMA_CPP_BIN"])

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from leapahead import BadParameter, LeapaheadError, Refused, targets
-from leapahead.generate import encode
-from leapahead.lab import peers
-from leapahead.lab.cell import measure_cell, tie_on
-from leapahead.lab.contender import Ours, Setting
-from leapahead.lab.peers import vllm
-from leapahead.lab.peers.vllm import Ngram, Plain, Served, Suffix
-from leapahead.targets import Loaded
-from leapahead.targets.toy import ToyTarget
+from leapahead import BadParameter, LeapaheadError, Refused
+from leapahead.api import encode
+from leapahead.bench import peers
+from leapahead.bench.cell import measure_cell, tie_on
+from leapahead.bench.contender import Ours, Setting
+from leapahead.bench.peers import vllm
+from leapahead.bench.peers.vllm import Ngram, Plain, Served, Suffix
+from leapahead.models import loading
+from leapahead.models.loading import Loaded
+from leapahead.models.toy import ToyTarget
 
 REAL = os.environ.get("LEAPAHEAD_VLLM_PYTHON")
 
@@ -110,7 +111,7 @@ class LLMEngine:
 
 @pytest.fixture(scope="module")
 def entry() -> peers.Entry:
-    return peers.Entry(targets.load(dtype="float32"), threads=3)
+    return peers.Entry(loading.load(dtype="float32"), threads=3)
 
 
 @pytest.fixture
@@ -175,7 +176,7 @@ def test_tokens_times_and_steps_are_those_behind_the_first_token(
     finally:
         peer.close()
     args, given = logged(tmp_path)["args"], logged(tmp_path)["environment"]
-    assert args["model"] == targets.bundled()
+    assert args["model"] == loading.bundled()
     assert args["dtype"] == "float32"
     assert args["max_model_len"] == entry.loaded.target.context_length
     assert args["speculative_config"] is None
@@ -343,7 +344,7 @@ def test_close_ends_the_worker_and_ctrl_c_does_not_wait_for_it(
 
     peer = Plain(python).enter("peer:vllm", entry)
     with monkeypatch.context() as patch:
-        patch.setattr("leapahead.lab.peers.vllm.select.select", interrupt)
+        patch.setattr("leapahead.bench.peers.vllm.select.select", interrupt)
         with pytest.raises(KeyboardInterrupt):
             peer.run([[1]], Setting(max_new_tokens=10**6))
     began = time.monotonic()
@@ -405,7 +406,7 @@ def test_options_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(not REAL, reason="LEAPAHEAD_VLLM_PYTHON names no Python with vLLM")
 @pytest.mark.parametrize("kind", [Plain, Ngram, Suffix])
 def test_vllm_writes_our_text(kind: type[Plain]) -> None:
-    loaded = targets.load(dtype="float32")
+    loaded = loading.load(dtype="float32")
     texts = ["def add(a, b):\n    return a + b\n\n\ndef add_all(", "x = [1, 2, 3]\ny = [1, 2,", "Two and two are"]
     prompts = [encode(text, loaded.tokenizer, loaded.target) for text in texts]
     plain = Ours("plain", loaded.target, loaded.tokenizer, "plain")

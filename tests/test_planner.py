@@ -10,18 +10,18 @@ from typing import Any, ClassVar
 import pytest
 from helpers import begin
 
-from leapahead.decode import Generation, decode
-from leapahead.drafter import Context
+from leapahead.core.sampling import Sampler, SamplingParams
+from leapahead.core.tree import Budget
+from leapahead.drafters.base import Context
+from leapahead.drafters.single import TokenRecycling
 from leapahead.drafters.sources import Candidate, Source
-from leapahead.planner.calibration import LEAN, START, Calibration, Trust
-from leapahead.planner.cost import CostCurve
-from leapahead.planner.grow import Growth
-from leapahead.planner.machine import Machine, machine_of
-from leapahead.planner.plan import worth
-from leapahead.planner.single import TokenRecycling
-from leapahead.sampling import Sampler, SamplingParams
-from leapahead.targets.toy import ToyTarget
-from leapahead.tree import Budget
+from leapahead.engine.loop import Generation, decode
+from leapahead.models.toy import ToyTarget
+from leapahead.planner.acceptance import LEAN, START, Calibration, Trust
+from leapahead.planner.latency import CostCurve
+from leapahead.planner.profile import Machine, machine_of
+from leapahead.planner.sizing import worth
+from leapahead.planner.tree_search import Growth
 
 # ------------------------------------------------------------------------------------------------------ calibration
 

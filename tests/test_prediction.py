@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from leapahead import LLM, BadParameter
 from leapahead import drafters as registry
 from leapahead.cli import main
-from leapahead.drafter import Context
+from leapahead.core.sampling import Sampler, SamplingParams
+from leapahead.drafters.base import Context
+from leapahead.drafters.single import PredictionDrafter
 from leapahead.drafters.sources.prediction import SURE, Prediction
-from leapahead.planner.single import PredictionDrafter
-from leapahead.sampling import Sampler, SamplingParams
-from leapahead.targets.toy import ToyTarget
+from leapahead.models.toy import ToyTarget
 
 VOCABULARY = 200
 PROMPT = [1, 2, 3]
@@ -292,7 +292,7 @@ def test_a_drafter_that_makes_no_use_of_it_is_refused(target: ToyTarget, drafter
 
 def test_generate_with_a_prediction_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the bundled model; the text is tokenised by itself, its edges may fall otherwise than in the output."""
-    monkeypatch.setitem(registry.BUILT_IN, "prediction", "leapahead.planner.single:PredictionDrafter")
+    monkeypatch.setitem(registry.BUILT_IN, "prediction", "leapahead.drafters.single:PredictionDrafter")
     prompt = "def add(a, b):"
     llm = LLM(drafter="plain")
     plain = llm.generate(prompt, max_new_tokens=80, ignore_eos=True)

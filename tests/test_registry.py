@@ -9,11 +9,11 @@ from importlib.metadata import EntryPoint
 import pytest
 from helpers import Empty, RandomTrees, assert_same_text
 
-import leapahead.drafters as registry
-from leapahead.drafter import Drafter
+import leapahead.drafters.registry as registry
+from leapahead.core.errors import BadParameter
+from leapahead.drafters.base import Drafter
 from leapahead.drafters.plain import Plain
-from leapahead.errors import BadParameter
-from leapahead.targets.toy import ToyTarget
+from leapahead.models.toy import ToyTarget
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import scipy.stats as scipy_stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leapahead.errors import DraftError
-from leapahead.rejection import (
+from leapahead.core.errors import DraftError
+from leapahead.core.rejection import (
     RULES,
     Draws,
     FloatArray,
@@ -30,8 +30,8 @@ from leapahead.rejection import (
     verify_draws,
     without_replacement,
 )
-from leapahead.tree import TokenTree, TreeBuilder
-from leapahead.verify import Verdict
+from leapahead.core.tree import TokenTree, TreeBuilder
+from leapahead.core.verify import Verdict
 
 EXACT = 1e-12
 VISIBLE = 1e-3  # a broken rule is off by more than this

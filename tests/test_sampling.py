@@ -21,15 +21,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from leapahead.decode import decode
-from leapahead.drafter import Context
-from leapahead.errors import BadLogits, BadParameter
-from leapahead.sampling import Dice, PrefixFree, Sampler, SamplingParams, checked
-from leapahead.stop import StopParams
-from leapahead.target import Choices
-from leapahead.targets.toy import ToySession, ToyTarget
-from leapahead.tree import Budget, IntArray, TokenTree
-from leapahead.verify import verify
+from leapahead.core.errors import BadLogits, BadParameter
+from leapahead.core.sampling import Dice, PrefixFree, Sampler, SamplingParams, checked
+from leapahead.core.stop import StopParams
+from leapahead.core.tree import Budget, IntArray, TokenTree
+from leapahead.core.verify import verify
+from leapahead.drafters.base import Context
+from leapahead.engine.loop import decode
+from leapahead.models.base import Choices
+from leapahead.models.toy import ToySession, ToyTarget
 
 ALARM = 1e-4
 THRESHOLD = ALARM / 20

@@ -16,26 +16,19 @@ from helpers import PROMPT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leapahead import targets
 from leapahead.cli import Commands
-from leapahead.cli.curves import COMMANDS
-from leapahead.errors import BadParameter, ContextOverflow, Refused
-from leapahead.lab import plots
-from leapahead.lab.curves.sequoia import LOOKED, RANKS, measured, require, sequoia
-from leapahead.planner.cost import CostCurve
-from leapahead.planner.sequoia import (
-    Shape,
-    best_for_cost,
-    best_shape,
-    greedy_shape,
-    seconds_per_token,
-    values,
-)
-from leapahead.sampling import SamplingParams
-from leapahead.target import CHAIN, PROMPT_ROWS, TREE
-from leapahead.targets.toy import ToyTarget
-from leapahead.tree import TokenTree
-from leapahead.verify import Verdict
+from leapahead.core.errors import BadParameter, ContextOverflow, Refused
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.tree import TokenTree
+from leapahead.core.verify import Verdict
+from leapahead.models import loading
+from leapahead.models.base import CHAIN, PROMPT_ROWS, TREE
+from leapahead.models.toy import ToyTarget
+from leapahead.planner.latency import CostCurve
+from research import plots
+from research.commands import COMMANDS
+from research.curves.sequoia import LOOKED, RANKS, measured, require, sequoia
+from research.sequoia_tree import Shape, best_for_cost, best_shape, greedy_shape, seconds_per_token, values
 
 PROMPTS = (PROMPT, (4, 5, 6, 4, 5), (7, 1, 7, 2))
 VECTORS = (
@@ -395,7 +388,7 @@ def test_the_figure(tmp_path: Path, seconds: tuple[CostCurve, CostCurve]) -> Non
 @pytest.fixture
 def lab(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the command with the tiny model as the bundled one."""
-    monkeypatch.setattr(targets, "bundled", lambda: str(tiny_folder))
+    monkeypatch.setattr(loading, "bundled", lambda: str(tiny_folder))
     group = Commands("lab", commands={str(command.name): command for command in COMMANDS})
 
     def invoke(*args: str) -> Result:

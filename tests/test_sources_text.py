@@ -18,18 +18,18 @@ from helpers import GREEDY, PROMPT, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leapahead.decode import Generation, decode
-from leapahead.drafter import Context
+from leapahead.core.errors import BadParameter
+from leapahead.core.sampling import Sampler
+from leapahead.core.stop import StopParams
+from leapahead.drafters.base import Context
+from leapahead.drafters.cache import Memory
+from leapahead.drafters.single import SuffixDrafter
 from leapahead.drafters.sources import ngram
 from leapahead.drafters.sources.ngram import LEVELS, WALKED, Ngrams
 from leapahead.drafters.sources.suffix import FALLS, FOUND, SharedTexts, Suffix, SuffixAutomaton
-from leapahead.errors import BadParameter
-from leapahead.lab.curves.growth import growth, zipf
-from leapahead.memory import Memory
-from leapahead.planner.single import SuffixDrafter
-from leapahead.sampling import Sampler
-from leapahead.stop import StopParams
-from leapahead.targets.toy import ToyTarget
+from leapahead.engine.loop import Generation, decode
+from leapahead.models.toy import ToyTarget
+from research.curves.growth import growth, zipf
 
 VOCAB = 300
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=60)
@@ -604,7 +604,7 @@ def test_growth_with_a_clock_of_our_own() -> None:
 
 def test_growth_is_drawn() -> None:
     pytest.importorskip("matplotlib")
-    from leapahead.lab.plots import growth as figure
+    from research.plots import growth as figure
 
     for prefill in (None, 0.01):
         drawn = figure(growth(words(0, 400), sizes=(100, 200, 400), rounds=1, prefill=prefill))

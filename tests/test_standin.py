@@ -15,12 +15,14 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from leapahead import LLM, prompts, targets
+from leapahead import LLM
+from leapahead.bench import prompts
 from leapahead.cli import Commands
-from leapahead.cli.lab import lab
-from leapahead.errors import BadParameter, LeapaheadError, Refused
-from leapahead.lab import standin as module
-from leapahead.lab.standin import COSTS, Shapes, standin
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.models import loading
+from research import standin as module
+from research.cli import lab
+from research.standin import COSTS, Shapes, standin
 
 TOKENS = torch.randint(0, 300, (3, 40), generator=torch.Generator().manual_seed(1))  # [texts, tokens]
 
@@ -166,7 +168,7 @@ def test_135m(tmp_path: Path) -> None:
     out = tmp_path / "135m"
     made = standin(None, "135m", out, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(out)
-    stand_in, source = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (out, targets.bundled()))
+    stand_in, source = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (out, loading.bundled()))
     assert sum(p.numel() for p in stand_in.parameters()) == made.shapes.per_token - made.shapes.hidden
     assert made.weights == 4 * sum(p.numel() for p in stand_in.parameters())
     assert made.head_layers == 7

@@ -10,12 +10,12 @@ from helpers import GREEDY, PROMPT, Oracle, Run, assert_same_text, begin, full_t
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leapahead.decode import decode
-from leapahead.errors import BadParameter, ContextOverflow
-from leapahead.sampling import SamplingParams
-from leapahead.stop import StopParams, Stopper
-from leapahead.targets.toy import ToyTarget
-from leapahead.verify import Verdict
+from leapahead.core.errors import BadParameter, ContextOverflow
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stop import StopParams, Stopper
+from leapahead.core.verify import Verdict
+from leapahead.engine.loop import decode
+from leapahead.models.toy import ToyTarget
 
 PIECES = ["a", "b", "ab", "ba", "aab", "c", "", "bca", "x", "yx", "xy", "zz"]
 

@@ -11,10 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from leapahead.train import data, tiny  # noqa: E402
-from leapahead.train.model import Shape, TinyLlama  # noqa: E402
-from leapahead.train.tokenizer import END, train_tokenizer  # noqa: E402
-from leapahead.train.unloop import repeated  # noqa: E402
+from research.train import data, tiny  # noqa: E402
+from research.train.model import Shape, TinyLlama  # noqa: E402
+from research.train.tokenizer import END, train_tokenizer  # noqa: E402
+from research.train.unloop import repeated  # noqa: E402
 
 PACKAGE = Path(sysconfig.get_paths()["stdlib"]) / "json"
 

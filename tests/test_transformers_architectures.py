@@ -13,16 +13,16 @@ from architectures import ARCHITECTURES, BY_NAME, VOCABULARY
 from helpers import RandomTrees, Scattered
 
 from leapahead import drafters
-from leapahead.decode import Generation, decode
-from leapahead.drafter import Context, Drafter, Proposal
+from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stop import StopParams, Stopper
+from leapahead.core.tree import Budget, TokenTree
+from leapahead.core.verify import Verdict
+from leapahead.drafters.base import Context, Drafter, Proposal
 from leapahead.drafters.plain import Plain
-from leapahead.errors import BadParameter, Refused
-from leapahead.sampling import SamplingParams
-from leapahead.stop import StopParams, Stopper
-from leapahead.target import CHAIN, TOP_K, TREE, require
-from leapahead.targets.transformers import TransformersTarget
-from leapahead.tree import Budget, TokenTree
-from leapahead.verify import Verdict
+from leapahead.engine.loop import Generation, decode
+from leapahead.models.base import CHAIN, TOP_K, TREE, require
+from leapahead.models.transformers.model import TransformersTarget
 
 NAMES = [each.name for each in ARCHITECTURES]
 CAPABILITIES = {"tree": {CHAIN, TREE, TOP_K}, "chain": {CHAIN, TOP_K}, "plain": set[str]()}

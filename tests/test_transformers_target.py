@@ -15,19 +15,19 @@ import transformers
 from architectures import BY_NAME, SIZES, VOCABULARY
 from helpers import GREEDY, Oracle, RandomTrees, Scattered, run
 
-from leapahead.errors import BadLogits, BadParameter, ContextOverflow, LeapaheadError, Refused
-from leapahead.sampling import SamplingParams
-from leapahead.stats import Stats
-from leapahead.stop import StopParams
-from leapahead.target import CHAIN, LOGITS, TOP_K, TREE, Target
-from leapahead.targets import engines, families, kv_cache, selftest
-from leapahead.targets import transformers as room
-from leapahead.targets.engines import CachedEngine, ChainEngine, MaskedEngine, NativeEngine
-from leapahead.targets.kv_cache import KVCache
-from leapahead.targets.masks import Inputs
-from leapahead.targets.transformers import TransformersTarget, load
-from leapahead.tree import TokenTree
-from leapahead.verify import Verdict
+from leapahead.core.errors import BadLogits, BadParameter, ContextOverflow, LeapaheadError, Refused
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stats import Stats
+from leapahead.core.stop import StopParams
+from leapahead.core.tree import TokenTree
+from leapahead.core.verify import Verdict
+from leapahead.models.base import CHAIN, LOGITS, TOP_K, TREE, Target
+from leapahead.models.transformers import families, forward, kv_cache, selftest
+from leapahead.models.transformers import model as room
+from leapahead.models.transformers.forward import CachedEngine, ChainEngine, MaskedEngine, NativeEngine
+from leapahead.models.transformers.kv_cache import KVCache
+from leapahead.models.transformers.masks import Inputs
+from leapahead.models.transformers.model import TransformersTarget, load
 
 PROMPT = tuple(range(3, 23))
 SAMPLED = SamplingParams(temperature=1.0, seed=5)
@@ -284,7 +284,7 @@ def test_what_differs_is_not_reused(target: TransformersTarget) -> None:
 
 def test_prompts_are_read_in_chunks(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(TransformersTarget(model), prompt=PROMPT).tokens
-    monkeypatch.setattr(engines, "CHUNK", 5)
+    monkeypatch.setattr(forward, "CHUNK", 5)
     target = TransformersTarget(model)
     found = run(target, prompt=PROMPT)
     assert found.tokens == expected
@@ -770,8 +770,8 @@ def test_what_is_kept_of_the_prompt_is_what_the_target_would_say_there(name: str
     rng = np.random.default_rng(3)
     prompt = rng.integers(3, VOCABULARY, 60).tolist()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engines, "CHUNK", 16)
-        patched.setattr(engines, "PROMPT_ROWS", 24)
+        patched.setattr(forward, "CHUNK", 16)
+        patched.setattr(forward, "PROMPT_ROWS", 24)
         session = target.open(prompt, GREEDY, top_k=4)
     kept = session.prompt_top_k
     assert kept is not None

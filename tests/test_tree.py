@@ -8,8 +8,8 @@ from helpers import paths_of, prefixes, trees
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leapahead.errors import DraftError
-from leapahead.tree import Budget, TokenTree, TreeBuilder
+from leapahead.core.errors import DraftError
+from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 
 some_paths = st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=8)
 budgets = st.builds(Budget, nodes=st.integers(0, 12), depth=st.integers(0, 4), leaves=st.integers(1, 5))

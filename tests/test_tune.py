@@ -14,21 +14,22 @@ from click.testing import CliRunner, Result
 from helpers import PROMPT
 from test_cost import Timed, line
 
+from leapahead import tune as tuning
 from leapahead.cli import Commands
 from leapahead.cli.tune import tune
-from leapahead.decode import Generation, decode
-from leapahead.drafter import Context, Drafter, Proposal, Step
+from leapahead.core.errors import BadParameter
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stop import StopParams
+from leapahead.core.tree import Budget, TokenTree, TreeBuilder
+from leapahead.drafters.base import Context, Drafter, Proposal, Step
 from leapahead.drafters.plain import Plain
-from leapahead.errors import BadParameter
-from leapahead.lab import plots, tuning
-from leapahead.lab.curves.calibration import ENOUGH, binned, calibration, trials
-from leapahead.planner.cost import CostCurve
-from leapahead.planner.machine import Machine, Place, machine_of
-from leapahead.sampling import SamplingParams
-from leapahead.stop import StopParams
-from leapahead.target import CHAIN, LOGITS, TOP_K
-from leapahead.targets.toy import Seen, ToyTarget
-from leapahead.tree import Budget, TokenTree, TreeBuilder
+from leapahead.engine.loop import Generation, decode
+from leapahead.models.base import CHAIN, LOGITS, TOP_K
+from leapahead.models.toy import Seen, ToyTarget
+from leapahead.planner.latency import CostCurve
+from leapahead.planner.profile import Machine, Place, machine_of
+from research import plots
+from research.curves.calibration import ENOUGH, binned, calibration, trials
 
 PROMPTS = (PROMPT, (4, 5, 6, 4, 5), (7, 1, 7, 2))
 
@@ -173,12 +174,12 @@ def test_the_command_prints_the_numbers_that_it_gives_as_json(
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_curve_of_the_command_is_what_the_next_process_begins_with(cache: Path) -> None:
-    from leapahead import targets
+    from leapahead.models import loading
 
     given = call("--seconds", "0.5", "--text-seconds", "0", "--json")
     found = json.loads(given.stdout)
     assert found["auto"] is None
-    curve = Machine().curve(targets.load(None).target, 1)
+    curve = Machine().curve(loading.load(None).target, 1)
     assert {n: pytest.approx(value, rel=1e-3) for n, value in curve.relative().items()} == {
         row["nodes"]: row["cost"] for row in found["rows"]
     }

@@ -8,8 +8,8 @@ from helpers import trees
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leapahead.tree import TokenTree
-from leapahead.verify import Verdict, verify
+from leapahead.core.tree import TokenTree
+from leapahead.core.verify import Verdict, verify
 
 
 @st.composite

@@ -7,8 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from leapahead.lab.cell import PLAIN, speedup
-from leapahead.lab.record import OVERALL, read
+from leapahead.bench.cell import PLAIN, speedup
+from leapahead.bench.record import OVERALL, read
 
 Row = dict[str, Any]
 Table = Callable[[str, list[list[str]]], str]

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from leapahead.lab.curves.formula import compression_formula
-from leapahead.lab.record import OVERALL, read
+from leapahead.bench.record import OVERALL, read
+from research.curves.formula import compression_formula
 
 Data = dict[str, Any]
 Row = tuple[str, str, str, str]  # claim, value claimed, measured here, comment
@@ -414,5 +414,5 @@ def blocks(table: Callable[[str, Sequence[Sequence[str]]], str]) -> dict[str, Ca
 def _cost(root: Path) -> str:
     """The plot that needs a quiet machine, once it is there."""
     if not (root / "docs/figures/cost.svg").is_file():
-        return "Not measured yet: `python -m leapahead.lab.figures --part cost`."
+        return "Not measured yet: `python -m research.figures --part cost`."
     return "![Cost of a forward over n tokens](figures/cost.svg)"

@@ -13,19 +13,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from leapahead.drafter import Context, Drafter, Proposal, Step
-from leapahead.errors import (
-    BadLogits,
-    BadParameter,
-    ContextOverflow,
-    DraftError,
-    LeapaheadError,
-    Refused,
-)
-from leapahead.generate import LLM, Piece, Result
-from leapahead.sampling import LogitsProcessor, PrefixFree, SamplingParams
-from leapahead.stats import Stats
-from leapahead.tree import Budget, TokenTree, TreeBuilder
+from leapahead.api import LLM, Piece, Result
+from leapahead.core.errors import BadLogits, BadParameter, ContextOverflow, DraftError, LeapaheadError, Refused
+from leapahead.core.sampling import LogitsProcessor, PrefixFree, SamplingParams
+from leapahead.core.stats import Stats
+from leapahead.core.tree import Budget, TokenTree, TreeBuilder
+from leapahead.drafters.base import Context, Drafter, Proposal, Step
 
 if TYPE_CHECKING:
     from leapahead.integrations import hf

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from leapahead import drafters as registry
-from leapahead.decode import Generation, decode
-from leapahead.drafter import Drafter
+from leapahead.api import Prompt, encode
+from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stats import Stats
+from leapahead.core.stop import StopParams
+from leapahead.core.text import Tokenizer
+from leapahead.drafters.base import Drafter
 from leapahead.drafters.plain import Plain
-from leapahead.errors import BadParameter, Refused
-from leapahead.generate import Prompt, encode
-from leapahead.sampling import SamplingParams
-from leapahead.stats import Stats
-from leapahead.stop import StopParams
-from leapahead.target import Target
-from leapahead.text import Tokenizer
+from leapahead.engine.loop import Generation, decode
+from leapahead.models.base import Target
 from leapahead.ties import Gap, measure
 
 ENOUGH = 8  # mismatches of one prompt; what follows them is not compared

@@ -27,11 +27,11 @@ import numpy as np
 import numpy.typing as npt
 from array_api_compat import array_namespace, to_device
 
-from leapahead.errors import CacheFull
-from leapahead.sampling import Array, Sampler, SamplingParams
-from leapahead.target import CHAIN, TREE, Forgetful, Session, Target
-from leapahead.tree import Budget, TokenTree, TreeBuilder
-from leapahead.verify import Verdict
+from leapahead.core.errors import CacheFull
+from leapahead.core.sampling import Array, Sampler, SamplingParams
+from leapahead.core.tree import Budget, TokenTree, TreeBuilder
+from leapahead.core.verify import Verdict
+from leapahead.models.base import CHAIN, TREE, Forgetful, Session, Target
 
 CHAINS = (1, 2, 3, 4, 8, 16, 32)
 REBUILT = (5, 16, 64, 256)

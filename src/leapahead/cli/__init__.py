@@ -11,19 +11,19 @@ import click
 
 from leapahead import __version__
 from leapahead.cli.bench import bench
+from leapahead.cli.cache import memory
 from leapahead.cli.check import check
-from leapahead.cli.curves import COMMANDS
 from leapahead.cli.datastore import datastore
 from leapahead.cli.drafters import drafters
 from leapahead.cli.explain import explain
 from leapahead.cli.export import export_gguf
 from leapahead.cli.generate import chat, demo, generate
-from leapahead.cli.lab import lab
-from leapahead.cli.memory import memory
+from leapahead.cli.layer_search import skip
 from leapahead.cli.screen import Failure
-from leapahead.cli.skip import skip
 from leapahead.cli.tune import tune
-from leapahead.errors import LeapaheadError
+from leapahead.core.errors import LeapaheadError
+from research.cli import lab
+from research.commands import COMMANDS
 
 
 class Commands(click.Group):

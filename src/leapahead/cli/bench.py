@@ -17,14 +17,14 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from leapahead import drafters as registry
+from leapahead.bench import peers, record, report, tasks
+from leapahead.bench import run as runner
+from leapahead.bench.cell import PLAIN
+from leapahead.bench.contender import Configuration
 from leapahead.cli import screen
 from leapahead.cli.options import SHORTHANDS, drafter_arguments
-from leapahead.errors import BadParameter, LeapaheadError
-from leapahead.lab import bench as runner
-from leapahead.lab import peers, record, report, tasks
-from leapahead.lab.cell import PLAIN
-from leapahead.lab.contender import Configuration
-from leapahead.sampling import SamplingParams
+from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.core.sampling import SamplingParams
 
 # Of the report's columns, those that a terminal has room for, with their headings.
 SHOWN = {

@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from leapahead import drafters as registry
-from leapahead import prompts, targets
+from leapahead.bench import prompts
 from leapahead.check import Report
 from leapahead.check import check as run_check
 from leapahead.cli import screen
 from leapahead.cli.options import DRAFTER_OPTIONS, MODEL, all_of, drafter_arguments, model_arguments
-from leapahead.sampling import SamplingParams
+from leapahead.core.sampling import SamplingParams
+from leapahead.models import loading
 
 
 @click.command()
@@ -59,7 +60,7 @@ def check(
     sampling = SamplingParams(temperature=temperature, seed=seed)
     model = model_arguments(values)
     with screen.loading(model["model"]):
-        loaded = targets.load(**model)
+        loaded = loading.load(**model)
     with screen.progress("plain") as bar:
         report = run_check(
             loaded.target,

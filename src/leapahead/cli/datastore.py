@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from leapahead import targets
 from leapahead.cli import screen
+from leapahead.core.errors import needing
+from leapahead.core.text import Tokenizer
 from leapahead.drafters.sources.corpus import FIELDS, Corpus, build
 from leapahead.drafters.sources.datastore import Store
-from leapahead.errors import needing
-from leapahead.text import Tokenizer
+from leapahead.models import loading
 
 
 @click.group()
@@ -49,7 +49,7 @@ def build_(
     screen.quiet_transformers()
     with screen.progress("loading the tokenizer") as bar:
         tokenizer = _tokenizer(model, trust_remote_code)
-        name = targets.BUNDLED if model is None else Path(model).name
+        name = loading.BUNDLED if model is None else Path(model).name
         head = build(reading, out, tokenizer, model=name, force=force, progress=bar)
     click.echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB, {head.tokens} tokens, {head.documents} documents")
     if reading.skipped:
@@ -83,8 +83,8 @@ def show(file: Path, as_json: bool) -> None:
 def _tokenizer(model: str | None, trust_remote_code: bool) -> Tokenizer:
     """Without the model's weights."""
     if model is None or not model.lower().endswith(".gguf"):
-        return targets.load_tokenizer(targets.bundled() if model is None else model, trust_remote_code)
+        return loading.load_tokenizer(loading.bundled() if model is None else model, trust_remote_code)
     with needing("a GGUF file", "llama-cpp", "llama_cpp"):
-        from leapahead.targets import gguf_tokenizer, llama_context
-    options = llama_context.LlamaCppOptions(n_gpu_layers=0)
-    return gguf_tokenizer.GgufTokenizer(llama_context.Model(model, options))  # which maps the weights, but reads none
+        from leapahead.models.llama_cpp import context, tokenizer
+    options = context.LlamaCppOptions(n_gpu_layers=0)
+    return tokenizer.GgufTokenizer(context.Model(model, options))  # which maps the weights, but reads none

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from leapahead import drafters as registry
-from leapahead.drafter import Drafter
+from leapahead.drafters.base import Drafter
 
 
 @click.command()

@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from leapahead import drafters, targets
+from leapahead import drafters
 from leapahead.cli import screen
 from leapahead.cli.options import DRAFTER, MODEL, all_of, drafter_arguments, model_arguments
-from leapahead.errors import BadParameter, LeapaheadError
-from leapahead.lab.explain import Moment, Node, Recording, page, record
-from leapahead.sampling import SamplingParams
+from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.core.sampling import SamplingParams
+from leapahead.explain import Moment, Node, Recording, page, record
+from leapahead.models import loading
 
 PAGE = Path("explain.html")
 STYLES = {"guess": "cyan", "window": "magenta"}  # of a node, by who drafted it ...
@@ -69,7 +70,7 @@ def explain(
     drafter = drafters.factory(name, **drafter_arguments(values, [name]))()
     model = model_arguments(values)
     with screen.loading(model["model"]):
-        loaded = targets.load(**model)
+        loaded = loading.load(**model)
     with screen.progress("decoding"):
         recording = record(
             loaded.target,

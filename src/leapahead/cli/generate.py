@@ -9,8 +9,11 @@ from typing import Any
 
 import click
 
+from leapahead.api import LLM, Result
+from leapahead.bench.compare import ROUNDS, Comparison, compare
+from leapahead.bench.prompts import DEMO
 from leapahead.cli import screen
-from leapahead.cli.memory import MEMORY, memory_argument, saved_at_the_end
+from leapahead.cli.cache import MEMORY, memory_argument, saved_at_the_end
 from leapahead.cli.options import (
     DRAFTER,
     MODEL,
@@ -21,10 +24,7 @@ from leapahead.cli.options import (
     prompt_text,
     text_arguments,
 )
-from leapahead.compare import ROUNDS, Comparison, compare
-from leapahead.errors import ContextOverflow
-from leapahead.generate import LLM, Result
-from leapahead.prompts import DEMO
+from leapahead.core.errors import ContextOverflow
 
 
 @click.command()

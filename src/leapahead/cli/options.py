@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from leapahead import drafters
-from leapahead.errors import BadParameter
-from leapahead.targets import LLAMA_CPP_OPTIONS
+from leapahead.core.errors import BadParameter
+from leapahead.models.loading import LLAMA_CPP_OPTIONS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Any], Any]  # a click decorator

@@ -13,11 +13,11 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from leapahead.errors import LeapaheadError
-from leapahead.generate import LLM, Piece, Result
+from leapahead.api import LLM, Piece, Result
+from leapahead.core.errors import LeapaheadError
 
 if TYPE_CHECKING:
-    from leapahead.compare import Comparison
+    from leapahead.bench.compare import Comparison
 
 DRAFTED = "\x1b[32m"  # green
 PLAIN = "\x1b[0m"

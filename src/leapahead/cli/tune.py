@@ -13,13 +13,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from leapahead import targets
+from leapahead import tune as tuning
+from leapahead.bench import tasks
 from leapahead.cli import screen
 from leapahead.cli.options import MODEL, all_of, model_arguments
-from leapahead.errors import BadParameter, LeapaheadError
-from leapahead.lab import plots, tasks, tuning
-from leapahead.lab.curves.run import Data
-from leapahead.planner.cost import CostCurve
+from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.models import loading
+from leapahead.planner.latency import CostCurve
+from research import plots
+from research.curves.run import Data
 
 KINDS = (".png", ".svg")
 WORDS = {None: "never drafted", True: "yes", False: "no"}
@@ -64,7 +66,7 @@ def tune(
     sets = tasks.read(data, (), limit) if text_seconds else []
     model = model_arguments(values)
     with screen.loading(model["model"]):
-        loaded = targets.load(**model)
+        loaded = loading.load(**model)
     target = loaded.target
     with screen.progress("tune") as bar:
         found = tuning.tune(target, batch, seconds, progress=bar)

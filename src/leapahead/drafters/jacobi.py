@@ -12,10 +12,10 @@ import random
 from collections import Counter
 from typing import Any, ClassVar
 
-from leapahead.drafter import Context, Drafter, Proposal, Step
-from leapahead.errors import BadParameter
-from leapahead.target import CHAIN
-from leapahead.tree import Budget, TokenTree
+from leapahead.core.errors import BadParameter
+from leapahead.core.tree import Budget, TokenTree
+from leapahead.drafters.base import Context, Drafter, Proposal, Step
+from leapahead.models.base import CHAIN
 
 
 class Jacobi(Drafter):

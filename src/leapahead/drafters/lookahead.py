@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from leapahead.drafter import Context, Drafter, Proposal, Step
+from leapahead.core.errors import BadParameter
+from leapahead.core.tree import Budget, TreeBuilder
+from leapahead.drafters.base import Context, Drafter, Proposal, Step
 from leapahead.drafters.pool import NgramPool
 from leapahead.drafters.window import Window
-from leapahead.errors import BadParameter
-from leapahead.target import TREE
-from leapahead.tree import Budget, TreeBuilder
+from leapahead.models.base import TREE
 
 # (W, N, G): three for kinds of text, three as published per model size (2402.02057, table 4).
 PRESETS = {

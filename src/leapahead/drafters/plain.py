@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from leapahead.drafter import Context, Drafter, Proposal
-from leapahead.tree import Budget, TokenTree
+from leapahead.core.tree import Budget, TokenTree
+from leapahead.drafters.base import Context, Drafter, Proposal
 
 
 class Plain(Drafter):

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from leapahead.errors import BadParameter
-from leapahead.memory import Arrays, Part
+from leapahead.core.errors import BadParameter
+from leapahead.drafters.cache import Arrays, Part
 
 Tail = tuple[int, ...]
 Ngram = tuple[int, Tail]  # key, tail

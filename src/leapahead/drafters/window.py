@@ -16,8 +16,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from leapahead.drafter import Context, Step
-from leapahead.tree import TreeBuilder
+from leapahead.core.tree import TreeBuilder
+from leapahead.drafters.base import Context, Step
 
 
 class Window:

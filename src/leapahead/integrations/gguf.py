@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from leapahead.errors import BadParameter, LeapaheadError, Refused, needing
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused, needing
 from leapahead.integrations.gguf_vocabulary import ELSEWHERE, Vocabulary, read_json
 
 Progress = Callable[[str, int, int], None]  # what is being done, done, total

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from leapahead.errors import BadParameter, Refused
+from leapahead.core.errors import BadParameter, Refused
 
 ELSEWHERE = "llama.cpp's own convert_hf_to_gguf.py may know it"
 

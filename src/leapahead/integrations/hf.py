@@ -34,13 +34,13 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from leapahead import drafters
-from leapahead.decode import Generation, decode
-from leapahead.drafter import Drafter
-from leapahead.errors import BadParameter, Refused
+from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.stats import Stats
+from leapahead.drafters.base import Drafter
+from leapahead.engine.loop import Generation, decode
 from leapahead.integrations.hf_batch import Batch, Streaming
 from leapahead.integrations.hf_fields import FIELDS, SYNCED, refuse, refuse_field
-from leapahead.stats import Stats
-from leapahead.targets.transformers import TransformersTarget
+from leapahead.models.transformers.model import TransformersTarget
 
 # Of all built-in drafters, by name; a seed is the text's own.
 OPTIONS = sorted({each for name in drafters.BUILT_IN for each in drafters.options(drafters.load(name))} - {"seed"})

@@ -23,15 +23,15 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from leapahead.decode import Clock, Generation
-from leapahead.drafter import Drafter, Forward, Proposal, Step
-from leapahead.errors import BadParameter, ContextOverflow, Refused
+from leapahead.core.errors import BadParameter, ContextOverflow, Refused
+from leapahead.core.sampling import LogitsProcessor, PrefixFree, SamplingParams
+from leapahead.core.stop import StopParams
+from leapahead.core.tree import UNLIMITED, TokenTree
+from leapahead.core.verify import Verdict
+from leapahead.drafters.base import Drafter, Forward, Proposal, Step
+from leapahead.engine.loop import Clock, Generation
 from leapahead.integrations.hf_fields import PREFIX_FREE
-from leapahead.sampling import LogitsProcessor, PrefixFree, SamplingParams
-from leapahead.stop import StopParams
-from leapahead.target import Choices, Target
-from leapahead.tree import UNLIMITED, TokenTree
-from leapahead.verify import Verdict
+from leapahead.models.base import Choices, Target
 
 # Processors that hold something for every row of the batch.
 BATCH_PROCESSORS = (

@@ -13,7 +13,7 @@ import torch
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from leapahead.errors import Refused
+from leapahead.core.errors import Refused
 
 # Every field of GenerationConfig is in exactly one of the next three; a test says when a new one appears.
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from leapahead.drafter import Context, Step
+from leapahead.drafters.base import Context, Step
 
 Feature = tuple[Hashable, ...]
 Score = Callable[[npt.ArrayLike, npt.ArrayLike], npt.NDArray[np.float64]]  # of tokens and their log-probabilities

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from leapahead.core.errors import BadParameter
+from leapahead.core.text import Tokenizer, fingerprint
+from leapahead.core.tree import IntArray
 from leapahead.drafters.sources.datastore import ORDERED, Head
-from leapahead.errors import BadParameter
-from leapahead.text import Tokenizer, fingerprint
-from leapahead.tree import IntArray
 
 FIELDS = ("text", "content", "output", "completion")  # of a .jsonl file's records, the first that there is
 PIECE = 1 << 20  # characters that are tokenised at once, about; longer documents are cut at a line's end

@@ -25,11 +25,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from leapahead.drafter import Context
+from leapahead.core.errors import BadParameter
+from leapahead.core.text import Tokenizer, fingerprint
+from leapahead.drafters.base import Context
 from leapahead.drafters.sources import Candidate, Source
-from leapahead.errors import BadParameter
-from leapahead.target import CHAIN
-from leapahead.text import Tokenizer, fingerprint
+from leapahead.models.base import CHAIN
 
 LONGEST, SHORTEST = 16, 2  # tokens of a match
 ORDERED = 64  # tokens by which suffixes are in order; a match and its draft are not followed any further

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from leapahead.drafter import Context, Forward, Step
-from leapahead.drafters.draft import Following, Path
+from leapahead.drafters.base import Context, Forward, Step
+from leapahead.drafters.draft_runner import Following, Path
 from leapahead.drafters.sources import Candidate, Score, Source
-from leapahead.target import CHAIN, Target
+from leapahead.models.base import CHAIN, Target
 
 KEPT, SAMPLED = (
     64,

@@ -14,12 +14,12 @@ from collections import Counter
 from math import log
 from typing import Any, ClassVar
 
-from leapahead.drafter import Context, Step
+from leapahead.core.tree import TreeBuilder
+from leapahead.drafters.base import Context, Step
 from leapahead.drafters.pool import NgramPool, SharedPool
 from leapahead.drafters.sources import Candidate, Source
 from leapahead.drafters.window import Window
-from leapahead.target import TREE
-from leapahead.tree import TreeBuilder
+from leapahead.models.base import TREE
 
 SHAPES = ((0, 0), (3, 3), (5, 4), (7, 5), (10, 5), (15, 5))  # (W, N), rising in what they cost
 HOPES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # tokens a step that a window of the shape brings where it does well

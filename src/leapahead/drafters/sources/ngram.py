@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from math import log
 from typing import Any, ClassVar, NamedTuple
 
-from leapahead.drafter import Context
+from leapahead.core.errors import BadParameter
+from leapahead.drafters.base import Context
 from leapahead.drafters.sources import Candidate, Source
-from leapahead.errors import BadParameter
-from leapahead.target import CHAIN
+from leapahead.models.base import CHAIN
 
 LEVELS = (4, 2, 1)  # tokens of the n-grams that have chains, longest first
 WALKED = 16  # places of a look-up, over all levels

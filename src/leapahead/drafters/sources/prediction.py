@@ -15,9 +15,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from leapahead.drafter import Context
+from leapahead.drafters.base import Context
 from leapahead.drafters.sources import Candidate, Source
-from leapahead.target import CHAIN
+from leapahead.models.base import CHAIN
 
 MATCH = 4  # tokens, at most, that find the place again
 SURE = 3  # tokens that matched, from which on there is no doubt about the place

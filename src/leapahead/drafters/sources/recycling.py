@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from leapahead.drafter import Context, Step
+from leapahead.core.errors import BadParameter
+from leapahead.drafters.base import Context, Step
+from leapahead.drafters.cache import Arrays, Part
 from leapahead.drafters.sources import Candidate, Feature, Score, Source
-from leapahead.errors import BadParameter
-from leapahead.memory import Arrays, Part
-from leapahead.target import CHAIN, TOP_K
+from leapahead.models.base import CHAIN, TOP_K
 
 CAPACITY = 40_000  # places that are kept: with k = 128 at most 50 MB, with k = 8 about 15 MB
 USUAL, SAMPLED = 8, 128  # k when greedy; and when sampling, where the dice may take a token from far down

@@ -24,11 +24,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from leapahead.drafter import Context
+from leapahead.core.errors import BadParameter
+from leapahead.drafters.base import Context
+from leapahead.drafters.cache import Arrays, Part
 from leapahead.drafters.sources import Candidate, Feature, Source
-from leapahead.errors import BadParameter
-from leapahead.memory import Arrays, Part
-from leapahead.target import CHAIN
+from leapahead.models.base import CHAIN
 
 COUNTED = 8  # endings of each token's place, longest first, whose counts grow; all of them would be quadratic
 FALLS = 16  # links that a drafted token may fall through; a text of one token has as many as tokens

@@ -1,0 +1,1 @@
+"""Figures, measured priors, stand-in models and the recipe of the bundled model; not part of the wheel."""

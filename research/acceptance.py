@@ -1,0 +1,98 @@
+"""Acceptance length by drafter, on the same prompts, every text compared with plain decoding's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.progress import Progress
+
+from leapahead.api import LLM
+from leapahead.check import distinct
+from leapahead.core.stats import Stats
+from leapahead.models.base import Forgetful
+
+# What is compared: (name in the table, drafter, options)
+Compared = tuple[str, str, dict[str, Any]]
+CONFIGURATIONS: list[Compared] = [
+    ("plain", "plain", {}),
+    ("jacobi (8)", "jacobi", {}),
+    ("prompt_lookup (10)", "prompt_lookup", {}),
+    ("lookahead (7, 5, 7)", "lookahead", {"window": 7, "ngram": 5, "guesses": 7}),
+    ("lookahead (15, 5, 15)", "lookahead", {"window": 15, "ngram": 5, "guesses": 15}),
+    ("suffix (16)", "suffix", {"nodes": 16}),
+    ("recycling (16), as published", "recycling", {"nodes": 16, "longest": 1}),
+    ("recycling (16)", "recycling", {"nodes": 16}),
+    ("auto (16), blind to the dice", "auto", {"nodes": 16, "dice": False}),
+    ("auto (16)", "auto", {"nodes": 16}),
+    ("draft_model (16)", "draft_model", {"draft": "bundled", "depth": 4, "nodes": 16}),
+]
+CHAIN, WIDE = {"draft": "bundled", "depth": 4}, {"draft": "bundled", "depth": 4, "nodes": 16}
+# The two rules on one pair of models, chains of 4 and trees of 16.
+RULES: list[Compared] = [
+    ("chain, match", "draft_model", {**CHAIN, "nodes": 4, "chain": True}),
+    ("chain, match, blind to the dice", "draft_model", {**CHAIN, "nodes": 4, "chain": True, "dice": False}),
+    ("chain, rejection", "speculative_sampling", CHAIN),
+    ("tree, match", "draft_model", WIDE),
+    ("tree, match, blind to the dice", "draft_model", {**WIDE, "dice": False}),
+    ("tree, rejection: sequoia", "speculative_sampling", {**WIDE, "width": 4, "rule": "sequoia"}),
+    ("tree, rejection: specinfer", "speculative_sampling", {**WIDE, "width": 4, "rule": "specinfer"}),
+    ("tree, rejection: spectr", "speculative_sampling", {**WIDE, "width": 4, "rule": "spectr"}),
+]
+TEMPERATURES = (0.3, 0.7, 1.0, 1.5)  # of that table
+
+
+def acceptance(
+    llm: LLM,
+    tasks: dict[str, list[str]],
+    temperatures: tuple[float, ...] = (0.0, 1.0),
+    max_new_tokens: int = 128,
+    ignore_eos: tuple[bool, ...] = (False,),
+    configurations: list[Compared] = CONFIGURATIONS,
+) -> list[dict[str, Any]]:
+    """One row per task x temperature x EOS rule x configuration.
+
+    Returns:
+        Rows with task, temperature, ignore_eos, name, prompts, tokens, steps, acceptance_length, nodes_per_step,
+        distinct_4 (mean over prompts) and different (texts that differ from plain decoding's).
+    """
+    rows = []
+    runs = [(t, temp, ignore) for t in tasks for temp in temperatures for ignore in ignore_eos]
+    with Progress() as progress:
+        bar = progress.add_task("acceptance", total=len(runs) * len(configurations))
+        for task, temperature, ignore in runs:
+            plain: list[tuple[int, ...]] = []
+            for name, drafter, options in configurations:
+                if temperature == 0 and "dice" in options:
+                    progress.advance(bar)
+                    continue
+                progress.update(bar, description=f"{task}, temperature {temperature:g}: {name}")
+                if isinstance(llm.target, Forgetful):
+                    llm.target.forget()  # of a prompt that is known already, nothing can be learned again
+                # A memory of its own for each: no prompt comes twice.
+                with_drafter = LLM(llm.target, tokenizer=llm.tokenizer, drafter=drafter, max_batch=1, **options)
+                results = [
+                    with_drafter.generate(
+                        prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=1, ignore_eos=ignore
+                    )
+                    for prompt in tasks[task]
+                ]
+                texts = [tuple(result.tokens) for result in results]
+                plain = plain or texts
+                stats = sum((result.stats for result in results), Stats())
+                rows.append(
+                    {
+                        "task": task,
+                        "temperature": temperature,
+                        "ignore_eos": ignore,
+                        "name": name,
+                        "prompts": len(texts),
+                        "tokens": stats.committed,
+                        "steps": stats.steps,
+                        "acceptance_length": round(stats.acceptance_length, 3),
+                        "nodes_per_step": round(stats.nodes_per_step, 1),
+                        "distinct_4": round(distinct(texts), 3),
+                        "different": sum(a != b for a, b in zip(texts, plain, strict=True)),
+                    }
+                )
+                progress.advance(bar)
+    return rows

@@ -1,0 +1,165 @@
+"""What an index of the text costs as the text grows: seconds and bytes, which must both be linear.
+
+seconds    over the whole text, from nothing                 against the prefill of the same text
+bytes      held afterwards, traced in a pass of its own, since tracing slows
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from leapahead.core.errors import BadParameter
+from leapahead.drafters.pool import NgramPool
+from leapahead.drafters.sources.ngram import Ngrams
+from leapahead.drafters.sources.suffix import SuffixAutomaton
+from research.curves.run import Data, Progress, Tokens, conditions, silent
+
+SIZES = (1_000, 2_000, 5_000, 10_000, 20_000, 40_000, 70_000, 100_000)
+VOCAB, EXPONENT = 50_000, 1.1  # of random text
+PHRASES = 0.3  # of random text: how much of it are pieces of what came before
+
+
+def zipf(length: int, seed: int = 0, vocab_size: int = VOCAB) -> list[int]:
+    """Random text: tokens as frequent as words are by Zipf's law, and phrases that come again."""
+    rng = random.Random(seed)
+    frequent = [1.0 / rank**EXPONENT for rank in range(1, vocab_size + 1)]
+    drawn = iter(rng.choices(range(vocab_size), frequent, k=length))
+    text: list[int] = []
+    while len(text) < length:
+        if text and rng.random() < PHRASES / 5:
+            first = rng.randrange(len(text))
+            text += text[first : first + rng.randint(2, 12)]
+        else:
+            text.append(next(drawn))
+    return text[:length]
+
+
+def _ngrams(text: Tokens) -> object:
+    source = Ngrams()
+    source.index(text)
+    return source
+
+
+def _automaton(text: Tokens) -> object:
+    automaton = SuffixAutomaton()
+    for token in text:
+        automaton.add(token)
+    return automaton
+
+
+def _pool(text: Tokens) -> object:
+    pool = NgramPool(ngram=5, guesses=8, capacity=50_000)
+    pool.add_text(text)
+    return pool
+
+
+INDEXES: dict[str, Callable[[Tokens], object]] = {
+    "n-grams": _ngrams,
+    "suffix automaton": _automaton,
+    "lookahead pool": _pool,  # bounded: it forgets
+}
+
+
+def growth(
+    text: Tokens | None = None,
+    sizes: Sequence[int] = SIZES,
+    rounds: int = 5,
+    prefill: float | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+    clock: Callable[[], float] = perf_counter,
+) -> Data:
+    """Time and memory of what sources keep of a text, by its length. Needs no model.
+
+    Every round indexes every size once, so that a machine that slows down slows all of them.
+
+    Args:
+        text: as many tokens as the greatest of `sizes` at least; by default random text, see `zipf`.
+        sizes: tokens.
+        rounds: that are timed.
+        prefill: seconds that a target takes for a token of a prompt.
+        seed: of random text.
+
+    Returns:
+        text, in words; rows of index, tokens, seconds (median of the rounds), microseconds_per_token, bytes,
+        bytes_per_token and of_prefill (None if `prefill` is not known); linear, a row for each index: from and to (the
+        size nearest to a tenth of the greatest, and that) and ratio of the time per token at `to` over that at `from`,
+        within a round, the median: about 1 where time is linear.
+    """
+    sizes = sorted(set(sizes))
+    if not sizes or sizes[0] < 1 or rounds < 1 or (prefill is not None and prefill <= 0):
+        raise BadParameter("there must be sizes and rounds of at least 1, and prefill must take longer than no time")
+    if text is not None and len(text) < sizes[-1]:
+        raise BadParameter(f"a text of {len(text)} tokens cannot be indexed to a length of {sizes[-1]}")
+    words = f"random tokens and phrases by Zipf's law, seed {seed}" if text is None else "the prompts"
+    tokens = list(zipf(sizes[-1], seed) if text is None else text)
+    parts = {size: tokens[:size] for size in sizes}
+    seconds: dict[tuple[str, int], list[float]] = {(name, size): [] for name in INDEXES for size in sizes}
+    for turn in range(rounds):
+        for number, (name, size) in enumerate(seconds):
+            progress(f"{name} of {size} tokens", turn * len(seconds) + number, (rounds + 1) * len(seconds))
+            seconds[name, size].append(_seconds(INDEXES[name], parts[size], clock))
+    rows: list[dict[str, Any]] = []
+    for number, (name, size) in enumerate(seconds):
+        progress(f"{name}: memory", rounds * len(seconds) + number, (rounds + 1) * len(seconds))
+        held, taken = _bytes(INDEXES[name], parts[size]), median(seconds[name, size])
+        rows.append(
+            {
+                "index": name,
+                "tokens": size,
+                "seconds": round(taken, 6),
+                "microseconds_per_token": round(1e6 * taken / size, 3),
+                "bytes": held,
+                "bytes_per_token": round(held / size, 1),
+                "of_prefill": None if prefill is None else round(taken / (prefill * size), 6),
+            }
+        )
+    tenth, whole = min(sizes, key=lambda size: abs(size - sizes[-1] / 10)), sizes[-1]
+    linear = []
+    for name in INDEXES:
+        few, many = seconds[name, tenth], seconds[name, whole]
+        ratio = median((m / whole) / (f / tenth) for f, m in zip(few, many, strict=True))
+        linear.append({"index": name, "from": tenth, "to": whole, "ratio": round(ratio, 3)})
+    return {
+        "figure": "growth",
+        "conditions": conditions(rounds=rounds, prefill_seconds_per_token=prefill),
+        "text": words,
+        "rows": rows,
+        "linear": linear,
+    }
+
+
+def _seconds(build: Callable[[Tokens], object], text: Tokens, clock: Callable[[], float]) -> float:
+    gc.collect()
+    began = clock()
+    build(text)
+    return clock() - began
+
+
+def _bytes(build: Callable[[Tokens], object], text: Tokens) -> int:
+    with _traced() as held:
+        kept = build(text)
+        found = held()
+    del kept
+    return found
+
+
+@contextmanager
+def _traced() -> Iterator[Callable[[], int]]:
+    """A function that tells the bytes that came since; what is traced already goes on being traced."""
+    already = tracemalloc.is_tracing()
+    if not already:
+        tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    try:
+        yield lambda: tracemalloc.get_traced_memory()[0] - before
+    finally:
+        if not already:
+            tracemalloc.stop()

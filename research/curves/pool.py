@@ -1,0 +1,154 @@
+"""Size and hits of lookahead's n-gram pool as the text grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from leapahead import drafters
+from leapahead.check import distinct
+from leapahead.core.sampling import SamplingParams
+from leapahead.drafters.lookahead import Lookahead
+from leapahead.engine.loop import Generation
+from leapahead.models.base import Target
+from research.curves.run import Data, Progress, Tokens, begin, check, conditions, silent, walk
+
+CHECKPOINTS = (0, 16, 32, 64, 128, 256, 512, 1024)  # new tokens
+
+
+History = list[dict[str, int]]  # after each step: tokens, keys, ngrams, hit, accepted
+
+
+def pool(
+    target: Target,
+    prompts: Sequence[Tokens],
+    options: dict[str, Any] | None = None,
+    max_new_tokens: int = 256,
+    eos_token_ids: Tokens = (),
+    temperature: float = 0.0,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Data:
+    """Size and use of lookahead's n-gram pool as generation proceeds.
+
+    Args:
+        options: of the drafter `lookahead`.
+
+    Returns:
+        steps, a row for each: step (0 is the pool that the prompt filled), prompts (texts that came so far), and means
+        over them of tokens (committed so far), keys, ngrams, hit (the look-up found something) and accepted (a guess
+        of the pool was accepted).
+        at, a row for each number of new tokens: keys, ngrams, and hit and accepted as shares of all steps up to there.
+        overall: steps with a look-up, hit and accepted as shares of them, and tokens of a step: of all, of those with a
+        hit, of those with an accepted guess, and of the others (acceptance_length, per_hit, per_accepted, per_other;
+        None if there is none); distinct_4 of the texts.
+    """
+    make = drafters.factory(Lookahead, **(options or {}))
+    check(target, prompts, Lookahead)
+    params = SamplingParams(temperature=temperature, seed=seed)
+    histories, texts = list[History](), list[list[int]]()
+    for index, prompt in enumerate(prompts):
+        progress("lookahead", index, len(prompts))
+        drafter = make()
+        assert isinstance(drafter, Lookahead)
+        generation = begin(target, prompt, drafter, max_new_tokens, eos_token_ids, params)
+        history, text = _pool_history(target, generation, drafter)
+        histories.append(history)
+        texts.append(text)
+    first = make()
+    assert isinstance(first, Lookahead)
+    return {
+        "figure": "pool",
+        "conditions": conditions(
+            target, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, prompts=len(prompts)
+        ),
+        "lookahead": {"window": first.window, "ngram": first.ngram, "guesses": first.guesses},
+        "steps": _by_step(histories),
+        "at": _by_tokens(histories, max_new_tokens),
+        "overall": {**_overall(histories), "distinct_4": round(distinct(texts), 4)},
+    }
+
+
+def _pool_history(target: Target, generation: Generation, drafter: Lookahead) -> tuple[History, list[int]]:
+    """The history, and the text."""
+    grams, text = drafter.pool, list[int]()
+    history: History = [
+        {"tokens": 0, "keys": grams.figures()["prefixes"], "ngrams": len(grams), "hit": 0, "accepted": 0}
+    ]
+    hits, lookups = grams.hits, grams.lookups
+    for step in walk(target, generation):
+        text += step.tokens
+        looked = grams.lookups > lookups  # the last token of a text has no room for a draft
+        accepted = any(step.proposal.sources[node] == "guess" for node in step.verdict.path[1:])
+        if looked:
+            history.append(
+                {
+                    "tokens": len(text),
+                    "keys": grams.figures()["prefixes"],
+                    "ngrams": len(grams),
+                    "hit": grams.hits - hits,
+                    "accepted": int(accepted),
+                }
+            )
+        hits, lookups = grams.hits, grams.lookups
+    return history, text
+
+
+def _by_step(histories: Sequence[History]) -> list[Data]:
+    rows = []
+    for number in range(max(map(len, histories))):
+        here = [history[number] for history in histories if number < len(history)]
+        rows.append({"step": number, "prompts": len(here), **{name: _mean(here, name) for name in here[0]}})
+    return rows
+
+
+def _by_tokens(histories: Sequence[History], longest: int) -> list[Data]:
+    rows = []
+    for tokens in (*(n for n in CHECKPOINTS if n < longest), longest):
+        parts = []  # of each text that came so far: its history up to there
+        for history in histories:
+            end = next((index for index, row in enumerate(history) if row["tokens"] >= tokens), None)
+            if end is not None:
+                parts.append(history[: end + 1])
+        if parts:
+            steps = [row for part in parts for row in part[1:]]
+            ends = [part[-1] for part in parts]
+            rows.append(
+                {
+                    "tokens": tokens,
+                    "prompts": len(parts),
+                    "keys": _mean(ends, "keys"),
+                    "ngrams": _mean(ends, "ngrams"),
+                    "hit": _mean(steps, "hit") if steps else None,
+                    "accepted": _mean(steps, "accepted") if steps else None,
+                }
+            )
+    return rows
+
+
+def _overall(histories: Sequence[History]) -> Data:
+    steps = [
+        {**after, "new": after["tokens"] - before["tokens"], "all": 1, "other": 1 - after["accepted"]}
+        for history in histories
+        for before, after in pairwise(history)
+    ]
+    lengths = {
+        name: [step["new"] for step in steps if step[kind]]
+        for name, kind in (
+            ("acceptance_length", "all"),
+            ("per_hit", "hit"),
+            ("per_accepted", "accepted"),
+            ("per_other", "other"),
+        )
+    }
+    return {
+        "steps": len(steps),
+        "hit": _mean(steps, "hit") if steps else None,
+        "accepted": _mean(steps, "accepted") if steps else None,
+        **{name: round(sum(new) / len(new), 4) if new else None for name, new in lengths.items()},
+    }
+
+
+def _mean(rows: Sequence[dict[str, int]], name: str) -> float:
+    return round(sum(row[name] for row in rows) / len(rows), 4)

@@ -1,0 +1,151 @@
+"""Every measured number and plot of README and docs: `make figures`, or `python -m research.figures`.
+
+The numbers go to one JSON file, the plots and theirs to the folder `figures` beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress
+
+from leapahead import __version__
+from leapahead.api import LLM
+from leapahead.bench import tasks
+from leapahead.drafters.pool import NgramPool
+from leapahead.models.loading import Loaded
+from leapahead.planner.profile import processor
+from research import drawn
+from research.acceptance import RULES, TEMPERATURES, acceptance
+from research.exactness import exactness
+from research.overhead import cost_curve, overhead, target_135m
+from research.picture import picture
+
+PARTS = ("check", "acceptance", "rules", "overhead", "memory", "example", *drawn.PARTS)
+
+
+@click.command()
+@click.option("--data", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="A JSON file, renewed.")
+@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only this, may be repeated.")
+@click.option("--limit", type=int, default=40, show_default=True, help="Prompts of each task.")
+@click.option("--check-limit", type=int, default=30, show_default=True, help="The same, of the check.")
+def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit: int) -> None:
+    """Measure the bundled model and the cost of a step, and write the figures with their conditions.
+
+    What is finished stays, whatever becomes of the rest.
+    """
+    console = Console(stderr=True)
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {"conditions": {}}
+    transformers.logging.set_verbosity_error()  # prompts that are too long are left out, and counted
+    llm = LLM(dtype="float32", memory=False)
+    loaded = Loaded(llm.target, llm.tokenizer, llm.eos_token_ids)
+    try:
+        for part in parts or PARTS:
+            console.rule(part)
+            if part in drawn.PARTS:
+                _draw(part, loaded, data, out.parent / "figures", console)
+            else:
+                values, conditions = _measured(part, llm, data, out, limit, check_limit, console)
+                found.update(values)
+                found["conditions"].update(conditions)
+                out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except KeyboardInterrupt:
+        console.print("interrupted; what was finished is written")
+        sys.exit(130)
+
+
+def _draw(part: str, loaded: Loaded, data: Path, folder: Path, console: Console) -> None:
+    with Progress(console=console) as bar:
+        row = bar.add_task(part, total=None)
+        drawn.draw(
+            part,
+            loaded,
+            data,
+            folder,
+            lambda what, done, total: bar.update(row, description=what, completed=done, total=total),
+        )
+
+
+def _measured(
+    part: str, llm: LLM, data: Path, out: Path, limit: int, check_limit: int, console: Console
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The figures of a part, and their conditions."""
+    machine = (
+        f"{processor()}, {torch.get_num_threads()} of them used; leapahead {__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, Python {platform.python_version()}"
+    )
+    if part == "check":
+        prompts = _texts(data, check_limit)
+        conditions = {
+            "check": f"bundled model, float32, {tasks.in_words(prompts)}, up to 128 new tokens, seed 0, "
+            f"temperatures 0 and 1, each in batches of 1 and 4; {machine}."
+        }
+        return {"check": exactness(llm, prompts, console)}, conditions
+    if part == "acceptance":
+        prompts = _texts(data, limit)
+        conditions = {
+            "acceptance": f"bundled model, float32, {tasks.in_words(prompts)}, up to 128 new tokens, "
+            "stopping at EOS, seed 1, one after another with a memory for each row of the table, prefill not counted, "
+            f"every text equal to plain decoding's; {machine}."
+        }
+        return {"acceptance": acceptance(llm, prompts)}, conditions
+    if part == "rules":
+        prompts = _texts(data, limit)
+        conditions = {
+            "rules": f"bundled model and its draft, float32, {tasks.in_words(prompts)}, up to 128 new tokens, "
+            f"stopping at EOS, seed 1, chains of 4 and trees of at most 16 nodes and 4 levels; {machine}."
+        }
+        return {"rules": acceptance(llm, prompts, TEMPERATURES, configurations=RULES)}, conditions
+    if part == "overhead":
+        target = target_135m()
+        what = "random weights in the shapes of a 135M Llama, bfloat16, batch 1"
+        conditions = {
+            "overhead": f"{what}, medians of 60 steps; {machine}.",
+            "cost_curve": f"{what}, 250 tokens of context, medians of 15 rounds; {machine}.",
+        }
+        curve = cost_curve(target, list(range(1, 251)), (1, 2, 4, 8, 16, 32, 64, 128))
+        return {"overhead": overhead(target), "cost_curve": curve}, conditions
+    if part == "memory":
+        return {"memory": _memory()}, {"memory": f"Python {platform.python_version()}."}
+    picture(llm, out.parent / "run.svg")
+    readme = (out.parent.parent / "README.md").read_text(encoding="utf-8")
+    return {"example": _printed(readme)}, {}
+
+
+def _texts(data: Path, limit: int) -> dict[str, list[str]]:
+    """Prompts that are plain text, by task."""
+    return {task.name: task.texts for task in tasks.read(data, tasks.TEXTS, limit)}
+
+
+def _memory(ngrams: int = 10_000, ngram: int = 5, keys: int = 1000) -> dict[str, int]:
+    """Bytes that Python allocates for a pool of random n-grams; ids above 256, which are objects of their own."""
+    dice = random.Random(0)
+    tracemalloc.start()
+    pool = NgramPool(ngram, ngrams // keys, ngrams)
+    for number in range(ngrams):
+        pool.add(1000 + number % keys, tuple(dice.randrange(1000, 32_000) for _ in range(ngram - 1)))
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return {"ngrams": len(pool), "ngram": ngram, "keys": keys, "bytes": used}
+
+
+def _printed(readme: str) -> str:
+    """What the README's first Python example prints."""
+    code = readme.split("```python\n")[1].split("```")[0]
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""One cell of a bench: all contenders on the same prompts, taking turns, every text compared with plain decoding's.
+
+    warm-up        every contender once on the first group of prompts (a batch); its times are not kept
+    round 1 ..     for each group: every contender once, in an order drawn for this group and round
+
+A machine's speed drifts, so a ratio is made within a round: tokens per second of the contender over all prompts, by
+those of plain decoding. The speed-up is the median of the rounds; its interval is that of the same figure when rounds
+and prompts are drawn again, with replacement (percentile bootstrap), since other prompts would have done as well.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from leapahead.bench.contender import Contender, Pass, Setting, Text, aligned
+from leapahead.bench.peak_memory import Peak
+from leapahead.check import distinct
+from leapahead.core.stats import PHASES, Stats
+from leapahead.core.text import Tokenizer
+from leapahead.models.base import Target
+from leapahead.ties import measure
+
+PLAIN = "plain"
+RESAMPLES = 2000
+LEVEL = 95  # percent
+
+FloatArray = npt.NDArray[np.float64]
+Judge = Callable[[list[int], list[int], list[int], Setting], bool]  # prompt, expected, got -> whether it is a tie
+
+
+@dataclass
+class Measured:
+    """What a contender did in a cell.
+
+    Attributes:
+        tokens, seconds: [rounds][groups].
+        first_token: [rounds][prompts], seconds.
+        detokenise, prefill: of all measured rounds, seconds.
+        stats: of the first measured round; the others do the same work again.
+        phases: Stats.seconds of all measured rounds, where they are told.
+        texts: of the first measured round.
+        forwards: of every pass, the warm-up's among them, of each sequence; the prefill's too.
+        differing: prompt -> whether all its differences are ties.
+        memory, gpu_memory: peak in the first measured round, MiB.
+    """
+
+    tokens: list[list[int]] = field(default_factory=list)
+    seconds: list[list[float]] = field(default_factory=list)
+    first_token: list[list[float]] = field(default_factory=list)
+    detokenise: float = 0.0
+    prefill: float = 0.0
+    stats: Stats | None = None
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    texts: list[list[int]] = field(default_factory=list)
+    forwards: int = 0
+    differing: dict[int, bool] = field(default_factory=dict)
+    memory: float | None = None
+    gpu_memory: float | None = None
+
+    def count(self, texts: Sequence[Text]) -> None:
+        self.forwards += sum(text.stats.steps + text.stats.prefill_forwards for text in texts if text.stats)
+
+    def keep(self, turn: int, done: Pass) -> None:
+        """A pass over one group, in a measured round."""
+        if len(self.tokens) < turn:
+            self.tokens.append([])
+            self.seconds.append([])
+            self.first_token.append([])
+        self.tokens[-1].append(sum(len(text.tokens) if text.timed is None else text.timed for text in done.texts))
+        self.seconds[-1].append(done.seconds)
+        self.first_token[-1] += [text.first_token for text in done.texts]
+        self.detokenise += done.detokenise
+        self.prefill += done.prefill
+        for text in done.texts:
+            if text.stats is not None:
+                for phase, seconds in text.stats.seconds.items():
+                    self.phases[phase] += seconds
+            if turn == 1:
+                self.texts.append(text.tokens)
+                if text.stats is not None:
+                    self.stats = (self.stats or Stats()) + text.stats
+
+
+def order(names: Sequence[str], seed: int, turn: int, group: int) -> list[str]:
+    """Whose turn it is, one after another."""
+    shuffled = list(names)
+    random.Random(f"{seed}, round {turn}, group {group}").shuffle(shuffled)
+    return shuffled
+
+
+def measure_cell(
+    contenders: Sequence[Contender],
+    prompts: Sequence[list[int]],
+    setting: Setting,
+    *,
+    rounds: int,
+    seed: int,
+    judge: Judge,
+    tokenizer: Tokenizer | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> list[dict[str, Any]]:
+    """A row for each contender, see `row`.
+
+    Args:
+        contenders: plain decoding first.
+        prompts: token ids of each.
+        setting: what all are given alike.
+        rounds: that are measured, after the warm-up.
+        seed: of the order.
+        judge: tells a numeric tie from a mismatch.
+        tokenizer: for contenders that give text only.
+        progress: called with a contender's name after each of its passes: `passes` for every contender.
+    """
+    by_name = {contender.name: contender for contender in contenders}
+    plain = contenders[0]
+    found = {name: Measured() for name in by_name}
+    expected: dict[int, list[int]] = {}  # prompt -> plain decoding's tokens, without company
+    if setting.batch > 1:
+        for index, prompt in enumerate(prompts):
+            text = plain.run([prompt], replace(setting, batch=1)).texts[0]
+            found[plain.name].count([text])
+            expected[index] = text.tokens
+    known: dict[tuple[int, tuple[int, ...]], bool] = {}  # a text is judged once
+    groups = groups_of(prompts, setting.batch)
+    for turn in range(rounds + 1):
+        for contender in contenders:
+            contender.begin_round()
+        for group, members in enumerate(groups if turn else groups[:1]):
+            given = [prompts[index] for index in members]
+            did: dict[str, Pass] = {}
+            for name in order(list(by_name), seed, turn, group):
+                mine, peak = found[name], Peak() if turn == 1 else None
+                done = did[name] = by_name[name].run(given, setting)
+                if peak is not None:
+                    mine.memory = _larger(mine.memory, done.memory or peak.mib())
+                    mine.gpu_memory = _larger(mine.gpu_memory, peak.gpu_mib())
+                progress(name)
+            for index, text in zip(members, did[plain.name].texts, strict=True):
+                expected.setdefault(index, text.tokens)
+            for name, done in did.items():
+                mine = found[name]
+                for index, text in zip(members, done.texts, strict=True):
+                    if text.written is not None:
+                        assert tokenizer is not None  # it was loaded with the model that the text came from
+                        text.tokens = aligned(text.written, expected[index], tokenizer, setting)
+                    if text.tokens != expected[index] and (by_name[name].same_text or not setting.temperature):
+                        key = (index, tuple(text.tokens))
+                        if key not in known:
+                            known[key] = judge(prompts[index], expected[index], text.tokens, setting)
+                        mine.differing[index] = mine.differing.get(index, True) and known[key]
+                mine.count(done.texts)
+                if turn:
+                    mine.keep(turn, done)
+    return [row(name, found[name], found[plain.name], setting, len(groups), seed) for name in by_name]
+
+
+def passes(prompts: int, batch: int, rounds: int) -> int:
+    """Of each contender in a cell."""
+    return 1 + rounds * len(groups_of(range(prompts), batch))
+
+
+def groups_of(prompts: Sequence[Any], batch: int) -> list[range]:
+    """Indices of the prompts that are decoded together."""
+    return [range(start, min(start + batch, len(prompts))) for start in range(0, len(prompts), batch)]
+
+
+def tie_on(target: Target) -> Judge:
+    """Judges at the first difference; what follows a tie is another text, and is not compared (`check` does that)."""
+
+    def judge(prompt: list[int], expected: list[int], got: list[int], setting: Setting) -> bool:
+        at = next((i for i, (e, t) in enumerate(zip(expected, got, strict=False)) if e != t), None)
+        if at is None:  # one ended where the other, with the same tokens, did not
+            return False
+        what = (target, prompt, expected[:at], (expected[at], got[at]), setting.params, setting.batch)
+        return measure(*what, thorough=False).tie or measure(*what).tie  # a cache's layout is part of its rounding
+
+    return judge
+
+
+# ------------------------------------------------------------------------------------------------------- figures
+
+
+def speedup(mine: dict[str, Any], plain: dict[str, Any], seed: int = 0) -> dict[str, float]:
+    """{"median", "low", "high"} of two rows' samples; see the head of this file."""
+    tokens, seconds = np.array(mine["tokens"], float), np.array(mine["seconds"], float)  # [rounds, groups]
+    others, theirs = np.array(plain["tokens"], float), np.array(plain["seconds"], float)
+    rounds, groups = tokens.shape
+    rng = np.random.default_rng(seed)
+    turns = rng.integers(rounds, size=(RESAMPLES, rounds))[:, :, None]
+    picks = rng.integers(groups, size=(RESAMPLES, groups))[:, None, :]
+
+    def total(values: FloatArray) -> FloatArray:
+        drawn: FloatArray = values[turns, picks].sum(axis=-1)  # [resamples, rounds]
+        return drawn
+
+    drawn = np.median(_ratio(total(tokens), total(seconds), total(others), total(theirs)), axis=-1)
+    low, high = np.percentile(drawn, [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
+    middle = np.median(_ratio(*(each.sum(axis=-1) for each in (tokens, seconds, others, theirs))))
+    return {"median": round(float(middle), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+
+
+def _ratio(tokens: FloatArray, seconds: FloatArray, others: FloatArray, theirs: FloatArray) -> FloatArray:
+    return (tokens / seconds) / (others / theirs)
+
+
+def row(name: str, mine: Measured, plain: Measured, setting: Setting, groups: int, seed: int) -> dict[str, Any]:
+    """A contender's figures in a cell; plain types.
+
+    `seconds` are those of one pass over the prompts, on average: what is left of the wall clock when the named phases
+    are taken away is `rest` (drafters begun, bookkeeping). `samples` are what the speed-up is made from.
+    """
+    rounds = len(mine.tokens)
+    wall = sum(map(sum, mine.seconds))
+    named = {**mine.phases, "detokenise": mine.detokenise} if mine.stats is not None else {}
+    split = {"prefill": mine.prefill, **named, "rest": wall - sum(named.values())}
+    samples = _samples(mine)
+    return {
+        "drafter": name,
+        "temperature": setting.temperature,
+        "batch": setting.batch,
+        "speedup": speedup(samples, _samples(plain), seed),
+        "tokens_per_second": _speed(samples),
+        **_counted(mine.stats),
+        "time_to_first_token": round(median(time for each in mine.first_token for time in each), 6),
+        "seconds": {phase: round(spent / rounds, 6) for phase, spent in split.items()},
+        "peak_memory_mib": mine.memory,
+        "peak_gpu_memory_mib": mine.gpu_memory,
+        "distinct_4": round(distinct(mine.texts), 4),
+        "forwards": mine.forwards,
+        "mismatches": sum(not tie for tie in mine.differing.values()),
+        "ties": sum(mine.differing.values()),
+        "prompts": len(mine.texts),
+        "groups": groups,
+        "tokens": sum(mine.tokens[0]),
+        "samples": samples,
+    }
+
+
+def overall(rows: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
+    """One contender's rows of several tasks as one, all prompts counted alike.
+
+    Args:
+        rows: of the contender.
+        plain: of plain decoding, for the same tasks in the same order.
+        seed: of the bootstrap.
+    """
+    samples, others = _joined(rows), _joined(plain)
+    told = all(each["steps"] is not None for each in rows)
+    prompts = sum(each["prompts"] for each in rows)
+    return {
+        **{key: rows[0][key] for key in ("drafter", "temperature", "batch")},
+        "speedup": speedup(samples, others, seed),
+        "tokens_per_second": _speed(samples),
+        **_counted(_stats(rows) if told else None),
+        "time_to_first_token": round(median(time for times in samples["first_token"] for time in times), 6),
+        "seconds": {phase: round(sum(each["seconds"][phase] for each in rows), 6) for phase in rows[0]["seconds"]},
+        "peak_memory_mib": _largest(each["peak_memory_mib"] for each in rows),
+        "peak_gpu_memory_mib": _largest(each["peak_gpu_memory_mib"] for each in rows),
+        "distinct_4": round(sum(each["distinct_4"] * each["prompts"] for each in rows) / prompts, 4),
+        **{key: sum(each[key] for each in rows) for key in ("forwards", "mismatches", "ties")},
+        "prompts": prompts,
+        **{key: sum(each[key] for each in rows) for key in ("groups", "tokens")},
+    }
+
+
+def _counted(stats: Stats | None) -> dict[str, Any]:
+    """Of one pass; None where a contender does not tell."""
+    if stats is None:
+        names = ("acceptance_length", "nodes_per_step", "steps", "nodes", "drafted_by", "accepted_by", "accepted_at")
+        return dict.fromkeys(names)
+    return {
+        "acceptance_length": round(stats.acceptance_length, 4),
+        "nodes_per_step": round(stats.nodes_per_step, 3),
+        "steps": stats.steps,
+        "nodes": stats.nodes,
+        "drafted_by": dict(stats.drafted_by),
+        "accepted_by": dict(stats.accepted_by),
+        "accepted_at": {str(depth): count for depth, count in sorted(stats.accepted_at.items())},
+    }
+
+
+def _stats(rows: Sequence[dict[str, Any]]) -> Stats:
+    total = Stats()
+    for each in rows:
+        total.steps += each["steps"]
+        total.nodes += each["nodes"]
+        total.committed += each["tokens"]
+        total.drafted_by.update(each["drafted_by"])
+        total.accepted_by.update(each["accepted_by"])
+        total.accepted_at.update({int(depth): count for depth, count in each["accepted_at"].items()})
+    return total
+
+
+def _samples(measured: Measured) -> dict[str, Any]:
+    return {
+        "tokens": measured.tokens,
+        "seconds": [[round(time, 6) for time in times] for times in measured.seconds],
+        "first_token": [[round(time, 6) for time in times] for times in measured.first_token],
+    }
+
+
+def _joined(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The samples of several tasks, round by round, one task's groups after another's."""
+    return {
+        key: [[*chain.from_iterable(turn)] for turn in zip(*(each["samples"][key] for each in rows), strict=True)]
+        for key in ("tokens", "seconds", "first_token")
+    }
+
+
+def _speed(samples: dict[str, Any]) -> float:
+    """Median of the rounds."""
+    pairs = zip(samples["tokens"], samples["seconds"], strict=True)
+    speed: float = median(sum(tokens) / sum(seconds) for tokens, seconds in pairs)
+    return round(speed, 3)
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    return _largest((one, other))
+
+
+def _largest(values: Any) -> float | None:
+    return max((value for value in values if value is not None), default=None)

@@ -1,0 +1,107 @@
+"""How much faster than plain decoding, measured in one run: both on the same prompt, taking turns.
+
+A machine's speed drifts (heat, neighbours), so each round times both, in alternating order, and gives one ratio; the
+median of the rounds is the figure and their range says what it is worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from leapahead.api import LLM, Options, Prompt, Result
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A drafter against plain decoding.
+
+    Attributes:
+        ratios: of each round, the drafter's tokens per second over plain decoding's; prefills are not counted.
+        equal: whether every text was plain decoding's, token for token.
+        plain: plain decoding's text.
+        first_difference: index of the first token that differs, if one does.
+    """
+
+    ratios: list[float]
+    equal: bool
+    plain: Result
+    first_difference: int | None
+
+    @property
+    def ratio(self) -> float:
+        """The median round."""
+        return median(self.ratios)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The slowest and the fastest round."""
+        return min(self.ratios), max(self.ratios)
+
+    def as_dict(self) -> dict[str, Any]:
+        low, high = self.spread
+        return {
+            "ratio": round(self.ratio, 4),
+            "low": round(low, 4),
+            "high": round(high, 4),
+            "rounds": len(self.ratios),
+            "equal": self.equal,
+            "first_difference": self.first_difference,
+            "plain": self.plain.stats.as_dict(),
+        }
+
+
+def compare(
+    llm: LLM,
+    prompt: Prompt,
+    drafted: Result,
+    *,
+    rounds: int = ROUNDS,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    **options: Unpack[Options],
+) -> Comparison:
+    """Times the LLM's drafter and plain decoding on one prompt.
+
+    Args:
+        llm: the model and its drafter.
+        prompt: as for `LLM.generate`.
+        drafted: what the drafter gave for the prompt and the options already; its warm-up, and its seed is kept.
+        rounds: how many.
+        progress: called with the decodings done and to do, before each.
+        options: as for `LLM.generate`.
+    """
+    options["seed"] = drafted.seed
+    plainly: Options = {**options, "drafter": "plain", "drafter_options": {}, "prediction": None}
+    done, total = 0, 2 * rounds + 1
+
+    def run(plain: bool) -> Result:
+        nonlocal done
+        progress(done, total)
+        done += 1
+        with llm.without_memory():  # it remembers this very text
+            return llm.generate(prompt, **(plainly if plain else options))
+
+    reference = run(plain=True)
+    texts, ratios = [drafted.tokens], []
+    for turn in range(rounds):
+        pair = {plain: run(plain) for plain in (turn % 2 == 0, turn % 2 == 1)}
+        ratios.append(pair[False].stats.tokens_per_second / pair[True].stats.tokens_per_second)
+        texts += [result.tokens for result in pair.values()]
+    differing = next((text for text in texts if text != reference.tokens), None)
+    return Comparison(ratios, differing is None, reference, _first_difference(reference.tokens, differing))
+
+
+def _first_difference(expected: list[int], text: list[int] | None) -> int | None:
+    if text is None:
+        return None
+    for index, (e, t) in enumerate(zip(expected, text, strict=False)):
+        if e != t:
+            return index
+    return min(len(expected), len(text))

@@ -1,0 +1,142 @@
+"""What others offer, measured in the same run as ours, on the same weights and prompts: each peer is one small file.
+
+    --peer NAME:KEY=VALUE,...  ->  a class of PEERS, its fields are the keys  ->  a contender for each loaded model
+
+A peer that is not installed, or cannot do what a cell asks for, is left out by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+from leapahead.bench.contender import Contender
+from leapahead.core.errors import BadParameter, needing
+from leapahead.models.loading import Loaded
+
+# name -> (module here, class)
+PEERS = {
+    "transformers": ("transformers", "Greedy"),
+    "transformers-prompt-lookup": ("transformers", "PromptLookup"),
+    "transformers-assisted": ("transformers", "Assisted"),
+    "llama-lookahead": ("llama_cpp", "Lookahead"),
+    "llama-lookup": ("llama_cpp", "Lookup"),
+    "llama-speculative-simple": ("llama_cpp", "SpeculativeSimple"),
+    "vllm": ("vllm", "Plain"),
+    "vllm-ngram": ("vllm", "Ngram"),
+    "vllm-suffix": ("vllm", "Suffix"),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a peer is to run.
+
+    Attributes:
+        loaded: our target and its tokenizer.
+        model: the folder or file that it was loaded from; None is the bundled one.
+        threads: None for the peer's own choice.
+    """
+
+    loaded: Loaded
+    model: str | None = None
+    threads: int | None = None
+
+
+def where(description: str, **options: Any) -> Any:
+    """A field that says where something of the peer is, and is no part of its label."""
+    return field(metadata={"where": description}, **options)
+
+
+@dataclass(frozen=True)
+class Peer(ABC):
+    """What others offer, as configured. A subclass's fields are its options, strings or whole numbers.
+
+    Attributes:
+        name: in PEERS.
+
+    Raises:
+        BadParameter: it cannot run, or not so. Said when it is made, before anything is measured.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def label(self) -> str:
+        """In tables, behind "peer:": the name, and the options that are not the default."""
+        given = ", ".join(
+            f"{each.name}={getattr(self, each.name)}"
+            for each in fields(self)
+            if "where" not in each.metadata and getattr(self, each.name) != each.default
+        )
+        return f"{self.name}({given})" if given else self.name
+
+    @abstractmethod
+    def version(self) -> str:
+        """Of what will run, for the conditions."""
+
+    @abstractmethod
+    def enter(self, name: str, entry: Entry) -> Contender:
+        """A contender of that name for a loaded model.
+
+        Raises:
+            Refused: it cannot run this model.
+        """
+
+
+def configured(texts: Sequence[str]) -> list[Peer]:
+    """Peers from `NAME:KEY=VALUE,...`.
+
+    Raises:
+        BadParameter: there is no such peer or option, a needed option is missing, or it does not run.
+    """
+    return [_configured(text) for text in texts]
+
+
+def _configured(text: str) -> Peer:
+    name, _, given = text.partition(":")
+    if (name := name.strip()) not in PEERS:
+        near = difflib.get_close_matches(name, PEERS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(PEERS)}"
+        raise BadParameter(f"there is no peer {name!r}; {hint}")
+    module, kind = PEERS[name]
+    with needing(f"the peer {name}", module.replace("_", "-"), "torch", "transformers", "safetensors", "llama_cpp"):
+        cls: type[Peer] = getattr(import_module(f"{__name__}.{module}"), kind)
+    known = {each.name: each for each in fields(cls)}
+    options: dict[str, Any] = {}
+    for pair in filter(None, map(str.strip, given.split(","))):
+        key, equals, value = pair.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or key not in known:
+            there = ", ".join(f"{each}=..." for each in known) or "none"
+            raise BadParameter(f"--peer {text} is not possible: {pair!r} is no option of {name}; there are: {there}")
+        if str(known[key].type).startswith("int"):
+            if not value.strip().isdecimal():
+                raise BadParameter(f"--peer {text} is not possible: {key} must be a whole number")
+            options[key] = int(value)
+        else:
+            options[key] = value.strip()
+    for key, each in known.items():
+        if each.default is MISSING and key not in options:
+            raise BadParameter(f"--peer {name} needs {key}=..., {each.metadata.get('where', 'a value')}")
+    return cls(**options)
+
+
+def executable(path: str) -> str:
+    """The path of a program.
+
+    Raises:
+        BadParameter: there is none, or it is not executable.
+    """
+    from shutil import which
+
+    found = which(path)
+    if found is None:
+        kind = "is not executable" if Path(path).is_file() else "does not exist"
+        raise BadParameter(f"the program {path} {kind}; give the path of the peer's program")
+    return found

@@ -1,0 +1,338 @@
+"""llama.cpp's own speculative programs on the GGUF file that our target runs: lookahead, prompt lookup, drafts.
+
+One process for each prompt, under the program's own clock, since its start and the load of the file are no decoding.
+Which forward makes the first token, and where a program stops, differs: each class says how its counters are read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+import sys
+import tempfile
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from leapahead.bench.contender import Contender, Pass, Setting, Text
+from leapahead.bench.peers import Entry, Peer, executable, where
+from leapahead.bench.peers.program import asked, last_line, ran
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.core.stats import Stats
+
+if TYPE_CHECKING:  # only a GGUF file needs llama-cpp-python
+    from leapahead.models.llama_cpp.model import LlamaCppTarget
+
+ROOM = 256  # cells beyond the text, for what is drafted when it is full
+TRIES = 10  # the programs end without waiting for their log: on a busy machine its end is lost, or all of it
+END = b"\n\n\n\n"  # of stdout; the last of all that is logged
+COLOURS = (b"\033[0;96m", b"\033[0m")  # around what llama-lookahead accepted, whatever it is told
+Counts = dict[str, int]  # what a program prints of itself, and "read": tokens of all forwards of more than one
+
+
+@dataclass(frozen=True)
+class Program(Peer):
+    """A program of llama.cpp's examples.
+
+    Attributes:
+        counters: that it prints.
+    """
+
+    path: str = where("the path of llama.cpp's program of that name")
+    counters: ClassVar[tuple[str, ...]] = ("n_predict", "n_accept", "read")
+
+    def __post_init__(self) -> None:
+        self.version()
+
+    def version(self) -> str:
+        return f"llama.cpp {_version(executable(self.path))}"
+
+    def enter(self, name: str, entry: Entry) -> Contender:
+        target, module = entry.loaded.target, sys.modules.get("leapahead.models.llama_cpp.model")
+        if module is None or not isinstance(target, module.LlamaCppTarget):
+            raise Refused(f"llama.cpp runs GGUF files only, and {target.name} is none")
+        if target.model.stateful:
+            raise Refused(f"{target.name} cannot forget rejected tokens, which {self.name} counts on")
+        return Runs(name, self, target, entry.threads)
+
+    def flags(self, cache_type: str) -> list[str]:
+        """Of this program alone."""
+        return []
+
+    @abstractmethod
+    def length(self, tokens: int) -> int:
+        """The -n that makes it write at least so many."""
+
+    @abstractmethod
+    def counted(self, counts: Counts) -> Stats:
+        """Of the forwards after the prefill."""
+
+    def first_token(self, prefill: float, seconds: float, stats: Stats) -> float:
+        """Seconds from the start of the prefill, which makes it."""
+        return prefill
+
+
+@dataclass(frozen=True)
+class Lookahead(Program):
+    """`llama-lookahead`, whose window, n-grams and pool are fixed.
+
+    The prefill makes the first token, which `n_predict` leaves out; every other forward makes one token of its own
+    besides those of `n_accept`.
+    """
+
+    name: ClassVar[str] = "llama-lookahead"
+    counters: ClassVar[tuple[str, ...]] = (*Program.counters, "W", "N")
+
+    def length(self, tokens: int) -> int:
+        return max(0, tokens - 2)  # it stops beyond it, and does not count the first; -1 would be no limit
+
+    def counted(self, counts: Counts) -> Stats:
+        steps, depth = counts["n_predict"] - counts["n_accept"], counts["N"] - 1
+        # The root and the window take W * depth nodes, an n-gram depth: what does not divide was counted elsewhere.
+        nodes = depth * math.ceil((counts["read"] - counts["prompt"]) / depth)
+        return _stats("lookahead", 2, steps, nodes, nodes - steps * counts["W"] * depth, counts["n_accept"])
+
+
+@dataclass(frozen=True)
+class Lookup(Program):
+    """`llama-lookup`: continuations of n-grams of the prompt and the text.
+
+    The prefill makes the first token of `n_predict`; every other forward makes one of its own besides `n_accept`.
+    """
+
+    name: ClassVar[str] = "llama-lookup"
+    counters: ClassVar[tuple[str, ...]] = (*Program.counters, "n_drafted", "t_draft")
+    draft_max: int = 0  # tokens drafted for a step; 0 for llama.cpp's own
+
+    def flags(self, cache_type: str) -> list[str]:
+        return ["--spec-draft-n-max", str(self.draft_max)] if self.draft_max else []
+
+    def length(self, tokens: int) -> int:
+        return max(1, tokens - 1)  # it stops beyond it; 0 would be no limit
+
+    def counted(self, counts: Counts) -> Stats:
+        steps, drafted = counts["n_predict"] - counts["n_accept"] - 1, counts["n_drafted"]
+        return _stats("lookup", 2, steps, steps + drafted, drafted, counts["n_accept"])
+
+
+@dataclass(frozen=True)
+class SpeculativeSimple(Program):
+    """`llama-speculative-simple`, with a draft model or one of its n-gram types.
+
+    The prefill makes no token; every forward makes one of its own besides those of `n_accept`. The time to the first
+    token is that of the prefill and of a step, as long as the others are on average.
+    """
+
+    name: ClassVar[str] = "llama-speculative-simple"
+    counters: ClassVar[tuple[str, ...]] = (*Program.counters, "n_drafted")
+    draft: str = where("a GGUF file of a draft model", default="")
+    type: str = ""  # of --spec-type
+    draft_max: int = 0  # tokens drafted for a step; 0 for llama.cpp's own
+    match: int = 0  # tokens that an n-gram type looks up; 0 for llama.cpp's own
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.draft) == bool(self.type):
+            raise BadParameter(f"{self.name} drafts with a model or with n-grams: give either draft=... or type=...")
+        if self.draft and not Path(self.draft).is_file():
+            raise BadParameter(f"there is no file {self.draft!r}; give a GGUF file as the draft")
+        if self.type and self.type not in (known := _types(executable(self.path))):
+            raise BadParameter(f"{self.name} has no n-gram type {self.type!r}; there are {', '.join(known)}")
+        if (self.match and not self.type) or (self.type == "ngram-cache" and (self.match or self.draft_max)):
+            what = self.type or "a draft model"
+            raise BadParameter(f"{self.name} has no such option for {what}: leave match and draft_max out")
+
+    @property
+    def label(self) -> str:
+        given = {"draft": Path(self.draft).stem, "type": self.type, "draft_max": self.draft_max, "match": self.match}
+        return f"{self.name}({', '.join(f'{key}={value}' for key, value in given.items() if value)})"
+
+    def enter(self, name: str, entry: Entry) -> Contender:
+        contender = super().enter(name, entry)
+        if self.draft:
+            from leapahead.models.llama_cpp.context import LlamaCppOptions, Model
+
+            size, own = Model(self.draft, LlamaCppOptions()).vocab_size, entry.loaded.target.vocab_size
+            if size != own:
+                raise Refused(f"the draft has {size} tokens, the model {own}")
+        return contender
+
+    def flags(self, cache_type: str) -> list[str]:
+        if self.draft:
+            given = ["--spec-type", "draft-simple", "-md", self.draft, "-ctkd", cache_type, "-ctvd", cache_type]
+            return [*given, *(["--spec-draft-n-max", str(self.draft_max)] if self.draft_max else [])]
+        given, mod = ["--spec-type", self.type], self.type == "ngram-mod"
+        if self.match:
+            given += [f"--spec-{self.type}-{'n-match' if mod else 'size-n'}", str(self.match)]
+        if self.draft_max:
+            given += [f"--spec-{self.type}-{'n-max' if mod else 'size-m'}", str(self.draft_max)]
+            if mod:  # it gives shorter drafts up, by default all under 48 tokens
+                given += ["--spec-ngram-mod-n-min", "1"]
+        return given
+
+    def length(self, tokens: int) -> int:
+        return tokens - 1  # it stops beyond it
+
+    def counted(self, counts: Counts) -> Stats:
+        steps, drafted = counts["n_predict"] - counts["n_accept"], counts["n_drafted"]
+        return _stats(self.type or "draft", 1, steps, steps + drafted, drafted, counts["n_accept"])
+
+    def first_token(self, prefill: float, seconds: float, stats: Stats) -> float:
+        return prefill + seconds / stats.steps
+
+
+def _stats(source: str, prefill: int, steps: int, nodes: int, drafted: int, accepted: int) -> Stats:
+    return Stats(
+        prefill_forwards=prefill,
+        steps=steps,
+        committed=steps + accepted,
+        nodes=nodes,
+        drafted=nodes - steps,
+        accepted=accepted,
+        drafted_by=Counter({source: drafted}),
+        accepted_by=Counter({source: accepted}),
+    )
+
+
+class Runs(Contender):
+    """A process for each prompt, with our target's file, threads, context and cache, choosing the likeliest token."""
+
+    def __init__(self, name: str, program: Program, target: LlamaCppTarget, threads: int | None) -> None:
+        import llama_cpp as c
+
+        from leapahead.models.llama_cpp.context import STEPS, physical_cores
+        from leapahead.models.llama_cpp.tokenizer import GgufTokenizer
+
+        self.name, self._program, self._target = name, program, target
+        self._tokenizer = GgufTokenizer(target.model)
+        self._to_piece: Callable[..., int] = c.llama_token_to_piece
+        cache_type = "f32" if target.model.precision == STEPS["f32"] else "f16"  # as `Context` chooses
+        some = str(threads or physical_cores())
+        self._flags = ["-m", str(Path(target.model.path).expanduser()), "-t", some, "-tb", some]
+        self._flags += ["-ctk", cache_type, "-ctv", cache_type, "--swa-full", "-fit", "off", "--no-escape"]
+        self._flags += ["-fa", "off"] if cache_type == "f32" else []
+        self._flags += [] if c.llama_supports_gpu_offload() else ["-dev", "none"]
+        # Alone, or the file's own sampling settings would apply, which our plain decoding does not.
+        self._flags += ["--samplers", "top_k", "--top-k", "1", "--mirostat", "0"]
+        self._flags += program.flags(cache_type)
+        letter = self._tokenizer.encode("x", add_special_tokens=False)
+        self._spaced = self._pieces(letter) == b" x"  # which `decode` takes off again
+
+    def refusal(self, prompts: Sequence[list[int]], setting: Setting) -> str | None:
+        if setting.temperature:
+            return "its dice are others, so that its texts could not be compared"
+        if setting.batch > 1:
+            return "it decodes one text at a time"
+        if set(setting.eos_token_ids) != set(self._tokenizer.end_token_ids):
+            return f"it ends texts at llama.cpp's own end tokens, {self._tokenizer.end_token_ids}, and at no others"
+        if wrong := sum(self._given(prompt) is None for prompt in prompts):
+            return f"it takes text, and that of {wrong} of {len(prompts)} prompts is read as other tokens"
+        return None
+
+    def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
+        done = Pass([], 0.0)
+        for prompt in prompts:
+            one = self._one(prompt, setting)
+            done.texts += one.texts
+            done.seconds += one.seconds
+            done.prefill += one.prefill
+            done.memory = max(filter(None, (done.memory, one.memory)), default=None)
+        return done
+
+    def _one(self, prompt: list[int], setting: Setting) -> Pass:
+        program, context = self._program, self._target.context
+        room = len(prompt) + setting.max_new_tokens + ROOM
+        flags = [*self._flags, "-n", str(program.length(setting.max_new_tokens))]
+        flags += ["-c", str(max(context.n_ctx, room)), "-b", str(max(context.n_batch, len(prompt)))]
+        with tempfile.TemporaryDirectory(prefix="leapahead-") as folder:
+            file = Path(folder) / "prompt"  # not -f, which takes a last newline off
+            file.write_bytes(self._given(prompt) or b"")
+            command = [executable(program.path), *flags, "-bf", str(file)]
+            for _ in range(TRIES):
+                output, said, memory = ran(command, Path(folder))
+                counts = _counts(said)
+                missing = next((key for key in program.counters if key not in counts), None)
+                if missing is None and output.endswith(END):
+                    break
+            else:
+                what = f"what {program.name} does ({missing})" if missing else "its text to the end"
+                raise LeapaheadError(f"{program.path} does not print {what}, in {TRIES} attempts: {last_line(said)}")
+        made = self._made(output, prompt)
+        read, prefill = _clock(program.path, "encoded", said)
+        _, seconds = _clock(program.path, "decoded", said)
+        if made is None or read != len(prompt):
+            raise LeapaheadError(f"{program.path} has read other tokens than the {len(prompt)} of the prompt")
+        stats = program.counted({**counts, "prompt": read})
+        text = Text([], program.first_token(prefill, seconds, stats), stats, stats.committed, self._text(made))
+        return Pass([text], seconds, prefill, memory=memory)
+
+    def _given(self, prompt: list[int]) -> bytes | None:
+        """A text that is read as these tokens; None where there is none."""
+        rest = self._pieces(prompt[1:])  # the program may put the first token before it, and a space
+        for text in (self._pieces(prompt), rest, rest.removeprefix(b" ")):
+            try:
+                if self._tokenizer.encode(text.decode()) == prompt:
+                    return text
+            except UnicodeDecodeError:
+                continue
+        return None
+
+    def _made(self, output: bytes, prompt: list[int]) -> bytes | None:
+        """What stands behind the prompt on stdout; None where that is another."""
+        begin = b"\n\n" + self._pieces(prompt).replace(b"\0", b"")  # printed as C strings
+        return output[len(begin) : -len(END)] if output.startswith(begin) else None
+
+    def _text(self, made: bytes) -> str:
+        """As our tokenizer writes it."""
+        for colour in COLOURS:
+            made = made.replace(colour, b"")
+        for end in filter(None, (self._pieces([token]) for token in self._tokenizer.end_token_ids)):
+            made = made.partition(end)[0]  # an accepted draft goes on behind it
+        text = made.decode("utf-8", "replace")
+        tokens = self._tokenizer.encode(text.removeprefix(" ") if self._spaced else text, add_special_tokens=False)
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _pieces(self, tokens: Sequence[int]) -> bytes:
+        """Each token on its own, special ones too: `decode` would tidy up spaces."""
+        found = []
+        for token in tokens:
+            size = self._to_piece(self._target.model.vocab, token, ctypes.create_string_buffer(0), 0, 0, True)
+            buffer = ctypes.create_string_buffer(abs(size) + 1)
+            self._to_piece(self._target.model.vocab, token, buffer, abs(size), 0, True)
+            found.append(buffer.raw[: abs(size)])
+        return b"".join(found)
+
+
+def _clock(path: str, what: str, said: str) -> tuple[int, float]:
+    """Tokens and seconds, from the speed, which has more digits than the seconds."""
+    found = re.search(rf"{what} +(\d+) tokens in +([\d.]+) seconds, speed: +(\S+) t/s", said)
+    if found is None:
+        raise LeapaheadError(f"{path} does not say how long it {what}: {last_line(said)}")
+    tokens, seconds, speed = int(found[1]), float(found[2]), float(found[3])
+    return tokens, max(tokens / speed if math.isfinite(speed) and speed > 0 else seconds, 1e-6)
+
+
+def _counts(said: str) -> Counts:
+    found = {key: int(value) for key, value in re.findall(r"\b(\w+) += +(\d+)", said)}
+    read = re.search(r"prompt eval time = .*? / +(\d+) tokens", said)
+    return found | ({"read": int(read[1])} if read else {})
+
+
+@cache
+def _version(path: str) -> str:
+    found = re.search(r"^version: (.+)$", asked(path, "--version"), re.MULTILINE)
+    if found is None:
+        raise BadParameter(f"{path} is no program of llama.cpp: its --version names none; give the path of one")
+    return str(found[1]).strip()
+
+
+@cache
+def _types(path: str) -> tuple[str, ...]:
+    """The n-gram types that it knows."""
+    found = re.search(r"^--spec-type +(\S+)", asked(path, "--help"), re.MULTILINE)
+    return tuple(each for each in re.split(r"[^\w-]+", found[1]) if each.startswith("ngram")) if found else ()

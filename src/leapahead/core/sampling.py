@@ -1,0 +1,369 @@
+"""How a target chooses: processed logits, plus the noise of the position, argmax.
+
+    chosen(node) = argmax( processed(logits[node]) + g[position(node) + 1] )
+
+Greedy leaves g out. With temperature, g is Gumbel noise that is a function of (seed, position) alone, so the choice
+after a node depends on nothing but its prefix and its position: the committed text is what plain decoding samples with
+that seed, whatever was drafted (the Gumbel-max trick; coupling as in Daliri et al., 2408.07978).
+
+Written once for numpy and torch arrays through the Python array API; this room imports no backend. It knows neither
+caches nor drafters.
+
+Words:
+    scores: logits after penalties, bans, the user's processors, temperature and filters; -inf where banned.
+    dice: the noise of all positions of one seed.
+    prefix of a node: the committed tokens, the root among them, then the drafted ones from below the root to the node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from array_api_compat import array_namespace, device, is_torch_namespace
+
+from leapahead.core.errors import BadLogits, BadParameter
+from leapahead.core.tree import IntArray, TokenTree
+
+Array = Any  # a numpy array or a torch tensor: whatever the target's logits are
+FloatArray = npt.NDArray[np.float32]
+
+
+class LogitsProcessor(Protocol):
+    """A user's change to the logits, with the calling convention of Transformers.
+
+    It must be a function of its arguments: it is called on drafted prefixes that may never be committed.
+    """
+
+    def __call__(self, prefixes: Array, logits: Array, /) -> Array:
+        """prefixes: int [rows, length]; logits: float [rows, vocab]; returns float [rows, vocab].
+
+        The arrays are of the target's kind: torch for Transformers, numpy elsewhere.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PrefixFree:
+    """Marks a processor that does not read its prefixes, so that one call serves nodes of every depth."""
+
+    processor: LogitsProcessor
+
+    def __call__(self, prefixes: Array, logits: Array, /) -> Array:
+        return self.processor(prefixes, logits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What the target does with its logits. Applied in the order of the attributes, as in Transformers.
+
+    Attributes:
+        bad_words: token sequences that must not appear.
+        min_new_tokens: before so many new tokens the `eos_token_ids` are banned.
+        eos_token_ids: see `min_new_tokens`.
+        repetition_penalty: > 0; logits of tokens in the prompt or the output are divided by it where positive and
+            multiplied where negative (CTRL, 1909.05858). 1 is off.
+        presence_penalty: subtracted once from the logit of every token of the output so far.
+        frequency_penalty: subtracted as often as the token is in the output so far.
+        processors: the user's own, see `LogitsProcessor`.
+        temperature: >= 0; 0 is greedy, and then the filters below are skipped.
+        top_k: keep the k likeliest tokens (ties at the edge stay). 0 is off.
+        top_p: keep the likeliest tokens until their mass reaches p. 1 is off.
+        min_p: keep tokens at least min_p times as likely as the likeliest. 0 is off.
+        seed: 0 <= seed < 2**64; which dice.
+    """
+
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_new_tokens: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    processors: tuple[LogitsProcessor, ...] = ()
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def demand(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise BadParameter(f"{name}={getattr(self, name)!r} is not possible: it must be {rule}")
+
+        for field in fields(self):  # NaN fails every comparison below
+            value, many = getattr(self, field.name), isinstance(field.default, tuple)
+            if many and not isinstance(value, tuple):
+                raise BadParameter(f"{field.name}={value!r} is not possible: it must be a tuple")
+            if not many and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise BadParameter(f"{field.name}={value!r} is not possible: it must be a number")
+        demand(0 <= self.temperature < math.inf, "temperature", "a finite number >= 0")
+        demand(isinstance(self.top_k, int) and self.top_k >= 0, "top_k", "a whole number >= 0 (0 is off)")
+        demand(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        demand(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
+        demand(0 < self.repetition_penalty < math.inf, "repetition_penalty", "a finite number > 0 (1 is off)")
+        demand(math.isfinite(self.presence_penalty), "presence_penalty", "a finite number")
+        demand(math.isfinite(self.frequency_penalty), "frequency_penalty", "a finite number")
+        demand(
+            isinstance(self.min_new_tokens, int) and self.min_new_tokens >= 0, "min_new_tokens", "a whole number >= 0"
+        )
+        demand(isinstance(self.seed, int) and 0 <= self.seed < 2**64, "seed", "a whole number from 0 to 2**64 - 1")
+        demand(all(len(word) > 0 for word in self.bad_words), "bad_words", "made of non-empty token sequences")
+
+
+class Dice:
+    """Gumbel noise as a function of (seed, position): the same numbers on every machine, for every draft.
+
+    Philox, a counter-based generator, is keyed by the pair; its raw bits are turned into noise here, because numpy
+    promises the stability of the bits and not of its distributions.
+    """
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self._kept: dict[int, FloatArray] = {}
+
+    def noise(self, position: int) -> FloatArray:
+        """float32 [vocab]; the noise of the token *at* `position`. Kept until `forget`."""
+        kept = self._kept.get(position)
+        if kept is None:
+            generator = np.random.Philox(key=np.array([self.seed, position], dtype=np.uint64))
+            raw = generator.random_raw((self.vocab_size + 1) // 2).astype("<u8", copy=False)
+            noise = raw.view("<u4")[: self.vocab_size].astype(np.float64)
+            noise += 0.5  # in place: a fresh array for each operation doubles the time
+            noise *= 2.0**-32  # uniform in the open interval (0, 1)
+            for _ in range(2):  # -log(-log(uniform))
+                np.negative(np.log(noise, out=noise), out=noise)
+            kept = self._kept[position] = noise.astype(np.float32)
+        return kept
+
+    def forget(self, before: int) -> None:
+        """Drops the noise of positions that are committed."""
+        for position in [p for p in self._kept if p < before]:
+            del self._kept[position]
+
+
+class Sampler:
+    """Chooses for one session: its parameters, its dice, and what its penalties must remember of its tokens.
+
+    Args:
+        params: see `SamplingParams`.
+        tokens: the session's committed tokens, live; the first of them are the prompt.
+        vocab_size: length of a row of logits.
+        to_array: moves a numpy array to the kind and device of the logits that are processed.
+        from_target: moves the target's logits there, if they are not processed where they are.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokens: list[int],
+        vocab_size: int,
+        to_array: Callable[[npt.NDArray[Any]], Array] = lambda array: array,
+        from_target: Callable[[Array], Array] = lambda logits: logits,
+    ) -> None:
+        for name, words in (("bad_words", params.bad_words), ("eos_token_ids", [params.eos_token_ids])):
+            for token in (token for word in words for token in word):
+                if not 0 <= token < vocab_size:
+                    raise BadParameter(f"{name}: token {token} is outside the vocabulary of {vocab_size}")
+        self.params = params
+        self.tokens = tokens
+        self.vocab_size = vocab_size
+        self.prompt_length = len(tokens)
+        self.dice = Dice(params.seed, vocab_size) if params.temperature > 0 else None
+        self._to_array, self._from_target = to_array, from_target
+        self._noise: dict[int, Array] = {}  # the dice on the target's device
+        p = params
+        self._penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
+        if self._penalised:
+            self._in_prompt = np.zeros(vocab_size, dtype=np.bool_)
+            self._in_prompt[tokens] = True
+            self._counts = np.zeros(vocab_size, dtype=np.int64)  # of the output, root included
+        self._counted = len(tokens)
+        # Without these, a row of scores does not depend on its prefix, and all rows are processed together.
+        self._plain_rows = not (self._penalised or p.bad_words or p.min_new_tokens or p.processors)
+
+    def committed(self) -> None:
+        """To be called after `tokens` grew; work in the number of new tokens only."""
+        if self._penalised:
+            np.add.at(self._counts, self.tokens[self._counted :], 1)
+        self._counted = len(self.tokens)
+        if self.dice is not None:
+            self.dice.forget(self._counted)
+            for position in [p for p in self._noise if p < self._counted]:
+                del self._noise[position]
+
+    def choose(self, logits: Array, tree: TokenTree, nodes: IntArray, length: int | None = None) -> Array:
+        """The target's own next token after each of `nodes`.
+
+        Args:
+            logits: float [rows, vocab], of any float type; row i belongs to nodes[i].
+            tree: the draft over the last committed token.
+            nodes: int64 [rows].
+            length: how many tokens were committed when the tree was drafted; by default all that are now.
+
+        Returns:
+            int64 [rows], of the kind that is processed; -1 where no token can be chosen (see `checked`). Of equal
+            scores the lowest id wins.
+        """
+        if self.dice is None and self._plain_rows:
+            return _best(self._from_target(logits))  # nothing to change, so nothing to copy
+        length = len(self.tokens) if length is None else length
+        scores = self.scores(logits, tree, nodes, length)
+        if self.dice is not None:
+            noise = [self._noise_at(length + depth) for depth in tree.depths[nodes].tolist()]
+            scores += noise[0] if len(noise) == 1 else array_namespace(scores).stack(noise)
+        return _best(scores)
+
+    def _noise_at(self, position: int) -> Array:
+        assert self.dice is not None
+        noise = self._noise.get(position)
+        if noise is None:
+            noise = self._noise[position] = self._to_array(self.dice.noise(position))
+        return noise
+
+    def scores(self, logits: Array, tree: TokenTree, nodes: IntArray, length: int | None = None) -> Array:
+        """float32 or float64 [rows, vocab]; a new array: log-probabilities up to a constant, -inf where banned."""
+        logits = self._from_target(logits)
+        xp = array_namespace(logits)
+        scores = xp.astype(logits, logits.dtype if logits.dtype == xp.float64 else xp.float32, copy=True)
+        if not self._plain_rows:
+            length = len(self.tokens) if length is None else length
+            for row, node in enumerate(nodes.tolist()):
+                self._adjust(scores, row, tree.path_tokens(node), length)
+            scores = self._call_processors(scores, tree, nodes, length)
+        if self.params.temperature > 0:
+            with np.errstate(all="ignore"):  # bad logits are told once, by `checked`
+                if self.params.temperature != 1:
+                    scores = scores / self.params.temperature
+                scores = _filtered(scores, self.params)
+        return scores
+
+    def _adjust(self, scores: Array, row: int, path: list[int], committed: int) -> None:
+        """Bans and penalties of one node, in place."""
+        p, length = self.params, committed + len(path)
+        for word in p.bad_words:
+            need = len(word) - 1
+            if need == 0 or (self.tokens[max(committed - need, 0) : committed] + path)[-need:] == list(word[:-1]):
+                scores[row, word[-1]] = -math.inf
+        if length - self.prompt_length < p.min_new_tokens:
+            for token in p.eos_token_ids:
+                scores[row, token] = -math.inf
+        if self._penalised:
+            xp = array_namespace(scores)
+            counts = self._counts.copy()
+            np.subtract.at(counts, self.tokens[committed : self._counted], 1)
+            np.add.at(counts, path, 1)
+            line = scores[row]
+            seen = self._to_array(self._in_prompt | (counts > 0))
+            repeated = xp.where(line > 0, line / p.repetition_penalty, line * p.repetition_penalty)
+            line = xp.where(seen, repeated, line)
+            subtract = p.frequency_penalty * counts + p.presence_penalty * (counts > 0)
+            scores[row] = line - xp.astype(self._to_array(subtract.astype(np.float32)), line.dtype)
+
+    def _call_processors(self, scores: Array, tree: TokenTree, nodes: IntArray, length: int) -> Array:
+        """Each processor sees every node with its own prefix: one call per depth, or one in all if prefix-free."""
+        xp = array_namespace(scores)
+        depths = tree.depths[nodes]
+        committed = np.array(self.tokens[:length], dtype=np.int64)
+        groups = [np.flatnonzero(depths == depth) for depth in np.unique(depths)] if self.params.processors else []
+        for processor in self.params.processors:
+            for rows in [np.arange(len(nodes))] if isinstance(processor, PrefixFree) else groups:
+                paths = [] if isinstance(processor, PrefixFree) else [tree.path_tokens(int(nodes[r])) for r in rows]
+                prefixes = np.stack([np.concatenate([committed, np.array(p, dtype=np.int64)]) for p in paths or [[]]])
+                if len(rows) == len(nodes):
+                    scores = processor(self._to_array(prefixes), scores)
+                else:
+                    index = self._to_array(rows)
+                    scores[index] = processor(self._to_array(prefixes), scores[index])
+        # What a processor returns may be its own, or one row shown many times: not ours to write in.
+        return xp.astype(scores, scores.dtype, copy=True) if self.params.processors else scores
+
+    def rank(self, position: int, tokens: npt.ArrayLike, logp: npt.ArrayLike) -> IntArray:
+        """The order in which a drafter should try candidates for `position`, best first.
+
+        Args:
+            position: where the candidate would stand.
+            tokens: int [candidates], best first in the drafter's own opinion.
+            logp: float [candidates], that opinion: log-probabilities up to a constant.
+
+        Returns:
+            int64 [candidates], indices. The identity when greedy; when sampling, by falling `logp / T + g[position]`:
+            what this seed will pick if the opinion is right. The text cannot change, only how often drafts are right.
+        """
+        scores = self.dice_scores(position, tokens, logp)
+        return np.arange(np.size(tokens)) if scores is None else np.argsort(-scores, kind="stable")
+
+    def dice_scores(self, position: int, tokens: npt.ArrayLike, logp: npt.ArrayLike) -> npt.NDArray[np.float64] | None:
+        """float64 [candidates], `logp / T + g[position]`, see `rank`; None when greedy."""
+        if self.dice is None:
+            return None
+        scores: npt.NDArray[np.float64] = (
+            np.asarray(logp, dtype=np.float64) / self.params.temperature
+            + self.dice.noise(position)[np.asarray(tokens, dtype=np.int64)]
+        )
+        return scores
+
+
+def checked(chosen: Sequence[int] | IntArray, where: str) -> IntArray:
+    """`chosen` as int64 on the host.
+
+    Raises:
+        BadLogits: a choice is -1, so the logits held NaN, +inf, or nothing but -inf.
+    """
+    if min(chosen, default=0) < 0:
+        raise BadLogits(
+            f"the logits of {where} are NaN, infinite or all banned, so no token can be chosen; try float32, or look "
+            "for the logits processor, bad word or penalty that bans every token"
+        )
+    return np.asarray(chosen, dtype=np.int64)
+
+
+FIRST_LOOK = 1024  # so many of the likeliest tokens nearly always hold the mass that top-p asks for
+
+
+def _filtered(scores: Array, params: SamplingParams) -> Array:
+    """Top-k, then top-p, then min-p. Each keeps the tokens whose score is at least some floor, none needs an order."""
+    xp = array_namespace(scores)
+    vocab = scores.shape[-1]
+    if 0 < params.top_k < vocab:
+        scores = xp.where(scores < _largest(xp, scores, params.top_k)[:, -1:], -math.inf, scores)
+    if params.top_p < 1:
+        best = xp.max(scores, axis=-1, keepdims=True)
+        top = _largest(xp, scores, min(vocab, FIRST_LOOK))  # [rows, k], falling
+        total = xp.sum(xp.exp(scores - best), axis=-1, keepdims=True)
+        if not bool(xp.all(xp.sum(xp.exp(top - best), axis=-1, keepdims=True) >= params.top_p * total)):
+            top = _largest(xp, scores, vocab)
+        mass = xp.exp(top - best) / total
+        above = xp.cumulative_sum(mass, axis=-1) - mass  # of the tokens likelier than each
+        count = xp.sum(xp.astype(above < params.top_p, xp.int64), axis=-1, keepdims=True)
+        floor = xp.take_along_axis(top, xp.where(count > 0, count - 1, count), axis=-1)
+        scores = xp.where(scores < floor, -math.inf, scores)
+    if params.min_p > 0:
+        floor = xp.max(scores, axis=-1, keepdims=True) + math.log(params.min_p)
+        scores = xp.where(scores < floor, -math.inf, scores)
+    return scores
+
+
+def _best(scores: Array) -> Array:
+    """int64 [rows]: the argmax, the lowest of equals; -1 where the best is not finite."""
+    if len(scores) == 1 and isinstance(scores, np.ndarray):  # every token of plain decoding comes through here
+        best = int(scores[0].argmax())
+        return np.array([best if math.isfinite(scores[0, best]) else -1])
+    xp = array_namespace(scores)
+    chosen = xp.argmax(scores, axis=-1)
+    best = scores[xp.arange(len(chosen), device=device(scores)), chosen]
+    return xp.where(xp.isfinite(best), chosen, -1)  # argmax finds a NaN or +inf where there is one
+
+
+def _largest(xp: Any, scores: Array, k: int) -> Array:
+    """[rows, k], falling. The array standard only has the full sort; both libraries can do better for a small k."""
+    if k < scores.shape[-1]:
+        if is_torch_namespace(xp):
+            return xp.topk(scores, k, dim=-1).values
+        scores = np.partition(scores, -k, axis=-1)[:, -k:]
+    return xp.sort(scores, axis=-1, descending=True)

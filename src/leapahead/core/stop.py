@@ -1,0 +1,112 @@
+"""Where a text ends: EOS, stop tokens, stop strings, criteria, length. Cuts a verdict before it is committed.
+
+The tokens of a verdict are looked at one by one, as plain decoding would have met them, so that a stop in the middle of
+an accepted path ends the text at the same token. Knows no tokenizer: stop strings are found in what `text` gives back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from leapahead.core.errors import BadParameter
+from leapahead.core.tree import UNLIMITED
+from leapahead.core.verify import Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopParams:
+    """When to stop.
+
+    Attributes:
+        max_new_tokens: >= 1.
+        eos_token_ids: end the text; emitted as its last token.
+        stop_token_ids: the same, the user's own.
+        stop_strings: end the text at the token that completes one, wherever in that token it ends.
+        criteria: called with all tokens (prompt included) after each new one; true ends the text.
+    """
+
+    max_new_tokens: int = UNLIMITED
+    eos_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    criteria: tuple[Callable[[Sequence[int]], bool], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise BadParameter(f"max_new_tokens={self.max_new_tokens} is not possible: it must be at least 1")
+        if any(not stop for stop in self.stop_strings):
+            raise BadParameter("an empty stop string would end every text at once; leave it out")
+
+
+class Stopper:
+    """Follows one sequence and ends it.
+
+    Args:
+        params: see `StopParams`.
+        prompt: the prompt's tokens (for criteria).
+        context_length: greatest number of tokens, prompt included.
+        text: gives the text that the next token adds; needed for stop strings only.
+
+    Attributes:
+        finish_reason: None while running, then "stop" or "length", as in the OpenAI API.
+        stop_reason: which token id or string ended it; None at EOS and at the length limit.
+    """
+
+    def __init__(
+        self,
+        params: StopParams,
+        prompt: Sequence[int],
+        context_length: int = UNLIMITED,
+        text: Callable[[int], str] | None = None,
+    ) -> None:
+        if params.stop_strings and text is None:
+            raise BadParameter(
+                f"stop strings {list(params.stop_strings)} need a tokenizer, and this model was given without one; "
+                "pass tokenizer=..., or stop_token_ids"
+            )
+        self.params = params
+        self.room = min(params.max_new_tokens, context_length - len(prompt))
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._seen = list(prompt) if params.criteria else []
+        self._text = text
+        self._tail = ""  # as much of the text as a stop string could still begin in
+
+    def cut(self, verdict: Verdict) -> Verdict:
+        """The verdict up to and including the token that ends the text; unchanged if none does."""
+        for count, token in enumerate(verdict.tokens, start=1):
+            if token < 0:
+                break  # no token could be chosen: the loop says so
+            self._look(token)
+            if self.finish_reason is not None:
+                return verdict.cut(count)
+        return verdict
+
+    def _look(self, token: int) -> None:
+        p = self.params
+        self.room -= 1
+        if token in p.eos_token_ids:
+            self.finish_reason = "stop"
+        elif token in p.stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", token
+        elif (found := self._stop_string(token)) is not None:
+            self.finish_reason, self.stop_reason = "stop", found
+        elif self._criterion(token):
+            self.finish_reason = "stop"
+        elif self.room <= 0:
+            self.finish_reason = "length"
+
+    def _stop_string(self, token: int) -> str | None:
+        if not self.params.stop_strings or self._text is None:
+            return None
+        self._tail += self._text(token)
+        hits = [(at, stop) for stop in self.params.stop_strings if (at := self._tail.find(stop)) >= 0]
+        self._tail = self._tail[-max(len(stop) for stop in self.params.stop_strings) :]
+        return min(hits)[1] if hits else None
+
+    def _criterion(self, token: int) -> bool:
+        if not self.params.criteria:
+            return False
+        self._seen.append(token)
+        return any(criterion(self._seen) for criterion in self.params.criteria)

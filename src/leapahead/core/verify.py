@@ -1,0 +1,61 @@
+"""Match the tree against what the target chose. Integers only: greedy and sampling look the same from here.
+
+`chosen[node]` is the target's own next token after `node`. Walking from the root while a child equals the chosen token
+commits exactly what plain decoding would commit, whatever was drafted: every token is the target's choice given the
+tokens before it (ALGORITHMS 4.0.2 and, with the position's noise inside `chosen`, the coupled rule V3 of 4.3.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from leapahead.core.tree import TokenTree
+
+
+class Chosen(Protocol):
+    """Anything that gives the target's next token after a node."""
+
+    def __getitem__(self, node: int, /) -> int: ...
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one step commits.
+
+    Attributes:
+        path: the nodes whose cache entries stay, from the root (always node 0) downwards.
+        tokens: the tokens to commit, as many as `path` has nodes: `tokens[i]` is the target's choice after `path[i]`.
+            All but the last were drafted; the last, which is not in the cache, is the next root.
+        accepted: how many of `tokens` were drafted. One less than their number, unless a stop cut the path.
+    """
+
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+    accepted: int
+
+    def cut(self, length: int) -> Verdict:
+        """The first `length` tokens (at least one) of this verdict; nothing behind them is kept."""
+        if not 1 <= length <= len(self.tokens):
+            raise ValueError(f"cannot cut {len(self.tokens)} tokens to {length}")
+        return Verdict(self.path[:length], self.tokens[:length], min(self.accepted, length))
+
+
+def verify(tree: TokenTree, chosen: Chosen) -> Verdict:
+    """Walk from the root while a child equals the chosen token; the choice that no child equals is the bonus.
+
+    Args:
+        tree: the draft.
+        chosen: int [nodes] or anything indexed by node; read only along the path.
+
+    Returns:
+        At least one token, at most depth + 1.
+    """
+    path, tokens = [0], []
+    while True:
+        token = int(chosen[path[-1]])
+        tokens.append(token)
+        child = tree.child(path[-1], token)
+        if child is None:
+            return Verdict(tuple(path), tuple(tokens), accepted=len(path) - 1)
+        path.append(child)

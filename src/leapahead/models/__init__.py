@@ -1,0 +1,1 @@
+"""Targets: loaded models behind one interface (models.base), one package per engine."""

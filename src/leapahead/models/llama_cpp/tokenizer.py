@@ -1,0 +1,98 @@
+"""The tokenizer and the chat template of a GGUF file, with the methods that are asked of a tokenizer.
+
+llama.cpp tokenizes; the template is rendered in the sandbox of llama-cpp-python, as code from a file that is not
+trusted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import llama_cpp as c
+import numpy as np
+
+from leapahead.models.llama_cpp.context import Model
+
+
+class GgufTokenizer:
+    """See `leapahead.core.text.Tokenizer`.
+
+    Attributes:
+        eos_token_id: None where the file names none.
+        bos_token_id: the same.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model  # it owns the vocabulary
+        self._vocab = model.vocab
+        self.eos_token_id = _or_none(c.llama_vocab_eos(self._vocab))
+        self.bos_token_id = _or_none(c.llama_vocab_bos(self._vocab))
+
+    def __len__(self) -> int:
+        return self._model.vocab_size
+
+    @cached_property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends a text or a turn, by llama.cpp's reckoning."""
+        return tuple(token for token in range(len(self)) if c.llama_vocab_is_eog(self._vocab, token))
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._model.meta("tokenizer.chat_template")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        data = text.encode("utf-8", "surrogatepass")
+        size = len(data) + 16
+        while True:
+            buffer = (c.llama_token * size)()
+            count = c.llama_tokenize(self._vocab, data, len(data), buffer, size, add_special_tokens, True)
+            if count >= 0:
+                return list(buffer[:count])
+            size = -count
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        ids = np.asarray(token_ids, dtype=np.int32)
+        pointer = ids.ctypes.data_as(ctypes.POINTER(c.llama_token))
+        size = 16 * len(ids) + 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            count = c.llama_detokenize(self._vocab, pointer, len(ids), buffer, size, False, not skip_special_tokens)
+            if count >= 0:
+                return buffer.raw[:count].decode("utf-8", "replace")
+            size = -count
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        """The text of a conversation.
+
+        Raises:
+            ValueError: the file has no template, or it refuses these messages.
+        """
+        assert not tokenize, "only the text is asked for"
+        template = self.chat_template
+        if template is None:
+            raise ValueError("the file has no chat template")
+        from jinja2 import TemplateError
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+        def text(token: int | None) -> str:
+            return "" if token is None else self.decode([token])
+
+        try:
+            formatter = Jinja2ChatFormatter(
+                template,
+                eos_token=text(self.eos_token_id),
+                bos_token=text(self.bos_token_id),
+                add_generation_prompt=add_generation_prompt,
+            )
+            return str(formatter(messages=conversation).prompt)  # type: ignore[arg-type]
+        except TemplateError as error:
+            raise ValueError(f"its chat template fails: {error}") from None
+
+
+def _or_none(token: int) -> int | None:
+    return token if token >= 0 else None

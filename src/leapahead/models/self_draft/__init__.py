@@ -1,0 +1,1 @@
+"""Draft models made of the target itself: skipped layers, early exit, int8 weights."""

@@ -1,0 +1,104 @@
+"""A bfloat16 model whose linear layers read int8 weights for a few tokens, on the CPU, as a target of its own.
+
+What a token costs on a CPU is the reading of the weights, and int8 is half of it. Each row of a weight becomes integers
+and one scale by optimum-quanto's absmax rule, and is multiplied by torch's kernel for that form. For drafting: no
+training, and what it drafts is nearly always right.
+
+Time of a linear layer in times of bfloat16, 576 to 1536 and 2048 to 8192, one thread of an AVX-512 machine:
+
+    tokens    1            4            8           64          256
+              0.41 0.68    0.69 0.90    1.3 1.9     4.8 4.8     7.1 5.7
+
+So more than a few tokens, as of a prompt, go through the user's own weight, which is there anyway. Quanto's own modules
+call the kernel for any number of them, with rows that are no multiple of its vectors too, where it crashes; and on a
+small model their tensors take as long in Python as the kernel saves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leapahead.core.errors import Refused, needing
+from leapahead.core.tree import UNLIMITED
+from leapahead.models.base import CHAIN
+from leapahead.models.self_draft.layer_skip import as_view, twin
+from leapahead.models.transformers.model import TransformersTarget
+
+FEW = 4  # rows up to which the kernel is faster
+MULTIPLE = 32  # of a layer's inputs, else the kernel reads beyond the row
+LEAST = 0.5  # of a model's weights beside its embedding, which must lie in linear layers for int8 to be worth its noise
+
+
+class Int8Linear(nn.Module):
+    """x W' + b, of an approximate W where x has few rows.
+
+    Args:
+        linear: of the user's model; its weight [out, in] and bias [out] are shared.
+        integers: int8 [out, in].
+        scale: bfloat16 [out]; a row of the approximate W is its integers times its scale.
+
+    Attributes:
+        few: rows up to which W is approximate.
+    """
+
+    def __init__(self, linear: nn.Linear, integers: Tensor, scale: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.integers, self.scale = nn.Buffer(integers), nn.Buffer(scale)
+        self.few = UNLIMITED
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() > self.few * x.shape[-1]:
+            return nn.functional.linear(x, self.weight, self.bias)
+        rows = x.reshape(-1, x.shape[-1])  # [rows, in]
+        result = torch._weight_int8pack_mm(rows, self.integers, self.scale).reshape(*x.shape[:-1], -1)
+        return result if self.bias is None else result + self.bias
+
+
+def int8(target: TransformersTarget) -> TransformersTarget:
+    """The target with int8 weights, half as many bytes more than its own; the user's model stays as it is.
+
+    Raises:
+        Refused: not bfloat16 on a CPU, few linear layers, or a state that cannot forget.
+        LeapaheadError: optimum-quanto is not installed.
+    """
+    if CHAIN not in target.capabilities:
+        raise Refused(f"{target.name} decodes token by token, so that it cannot draft for itself")
+    if target.device.type != "cpu" or target.model.dtype != torch.bfloat16:
+        kind = f"{target.model.dtype}".removeprefix("torch.")
+        raise Refused(
+            f"{target.name} is {kind} on {target.device.type}; int8 weights are faster than bfloat16 on the CPU only"
+        )
+    view = twin(target.model)
+    embedding = target.model.get_input_embeddings().weight
+    quantised = _quantise(view, embedding)
+    other = sum(each.numel() for each in target.model.parameters()) - embedding.numel()
+    if quantised < LEAST * other:
+        raise Refused(
+            f"{target.name} has {quantised:,} of {other:,} weights beside its embedding in linear layers, which is "
+            "too few for int8 to be faster"
+        )
+    tested = as_view(target, view, "in int8")
+    for layer in view.modules():
+        if isinstance(layer, Int8Linear):
+            layer.few = FEW  # only now: the test compares forwards of few tokens with forwards of many
+    return tested
+
+
+@torch.no_grad()
+def _quantise(model: Any, embedding: Tensor) -> int:
+    """Replaces the linear layers; returns how many weights they had, those tied to the embedding not counted."""
+    with needing("an int8 draft", "int8", "optimum"):
+        from optimum.quanto import AbsmaxOptimizer, qint8, quantize_weight
+    scale_of, count = AbsmaxOptimizer(), 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is not nn.Linear or child.in_features % MULTIPLE or child.weight.dtype != torch.bfloat16:
+                continue  # what is made of a linear layer may do more than one
+            found = quantize_weight(child.weight, qint8, 0, scale_of(child.weight, qint8, 0))
+            setattr(module, name, Int8Linear(child, found._data, found._scale.flatten()))
+            count += 0 if child.weight is embedding else child.weight.numel()
+    return count

@@ -1,0 +1,1 @@
+"""Any causal language model of Hugging Face Transformers as a target."""

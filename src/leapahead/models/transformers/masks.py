@@ -1,0 +1,109 @@
+"""From trees to the tensors of one forward: tokens, positions, and who sees whom.
+
+    one row of the batch, length 5, tree of 4 nodes   slot   0 1 2 3 4 | 5 6 7 8 | 9 ..
+        root (position 5)                                    x x x x x | x       |
+        ├─ a (6)                                             x x x x x | x x     |       committed entries,
+        │  └─ c (7)                                          x x x x x | x x   x |       ancestors, itself
+        └─ b (6)                                             x x x x x | x   x   |
+
+A window is a distance of positions, not of slots: b is at slot 7 and position 6. Rows shorter than the longest see
+nothing behind their own nodes. Padding nodes repeat the root and see the committed entries and themselves, so that no
+line of a mask is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from leapahead.core.tree import TokenTree
+from leapahead.models.transformers.families import Pattern
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a model is given for several trees, each behind its own committed entries.
+
+    Behind those a row of the batch has slots of its own: its known nodes', which went through earlier, then the new.
+
+    Attributes:
+        tokens: int64 [batch, n]; of the new nodes.
+        positions: int64 [batch, n]; theirs.
+        lengths: int64 [batch]; committed entries.
+        slots: int64 [batch, own]; of all nodes. Rows with fewer than others repeat their root's.
+        there: int64 [batch, own]; the positions of all nodes.
+        ancestors: bool [batch, n, own]; whom the new nodes see.
+        end: number of slots that the forward reads.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    lengths: Tensor
+    slots: Tensor
+    there: Tensor
+    ancestors: Tensor
+    end: int
+
+    @classmethod
+    def of(
+        cls,
+        trees: Sequence[TokenTree],
+        lengths: Sequence[int],
+        device: torch.device,
+        known: Sequence[int] | None = None,
+    ) -> Inputs:
+        known = known or [0] * len(trees)
+        n = max(len(tree) - first for tree, first in zip(trees, known, strict=True))
+        own = max(known) + n
+        whole = np.empty((len(trees), 2 * n + 2 * own + 1), dtype=np.int64)  # one transfer
+        ancestors = np.zeros((len(trees), n, own), dtype=np.bool_)
+        for row, (tree, length, first) in enumerate(zip(trees, lengths, known, strict=True)):
+            size, new = len(tree), len(tree) - first
+            tokens, positions, slots, there = np.split(whole[row, :-1], (n, 2 * n, 2 * n + own))
+            tokens[:new], tokens[new:] = tree.tokens[first:], tree.tokens[0]
+            positions[:new], positions[new:] = length + tree.depths[first:], length
+            slots[: first + n], slots[first + n :] = np.arange(length, length + first + n), length
+            there[:size], there[size:] = length + tree.depths, length
+            whole[row, -1] = length
+            mask = np.tri(size, dtype=np.bool_) if tree.is_chain else tree.ancestor_mask
+            ancestors[row, :new, :size] = mask[first:]
+            ancestors[row, new:, size : first + n] = np.eye(n - new, dtype=np.bool_)
+            ancestors[row, :, first + n :] = ancestors[row, :, :1]  # what stands at the root's slot a second time
+        moved = torch.from_numpy(whole).to(device)
+        return cls(
+            tokens=moved[:, :n],
+            positions=moved[:, n : 2 * n],
+            lengths=moved[:, -1],
+            slots=moved[:, 2 * n : 2 * n + own],
+            there=moved[:, 2 * n + own : -1],
+            ancestors=torch.from_numpy(ancestors).to(device),
+            end=max(length + first for length, first in zip(lengths, known, strict=True)) + n,
+        )
+
+    def masks(self, patterns: Mapping[str, Pattern], dtype: torch.dtype | None) -> Tensor | dict[str, Tensor]:
+        """[batch, 1, n, kv] per pattern: boolean, or with `dtype` additive. One tensor if there is but one pattern."""
+        batch, n = self.tokens.shape
+        slots = torch.arange(self.end, device=self.tokens.device)
+        visible = (slots < self.lengths[:, None])[:, None].repeat(1, n, 1)  # [batch, n, kv]
+        visible.scatter_(2, self.slots[:, None].expand(self.ancestors.shape), self.ancestors)
+        masks = {}
+        for name, pattern in patterns.items():
+            mask = visible
+            if pattern.window is not None or pattern.chunk is not None:
+                there = slots.repeat(batch, 1).scatter_(1, self.slots, self.there)[:, None]  # [batch, 1, kv]; positions
+                here = self.positions[:, :, None]
+                if pattern.window is not None:
+                    mask = mask & (here - there < pattern.window)
+                if pattern.chunk is not None:
+                    mask = mask & (here // pattern.chunk == there // pattern.chunk)
+            if dtype is not None:
+                hidden = torch.finfo(dtype).min
+                additive = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, hidden)
+                masks[name] = additive[:, None]
+            else:
+                masks[name] = mask[:, None]
+        return masks if len(masks) > 1 else next(iter(masks.values()))
