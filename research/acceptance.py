@@ -22,7 +22,7 @@ CONFIGURATIONS: list[Compared] = [
     ("suffix (16)", "suffix", {"nodes": 16}),
     ("recycling (16), as published", "recycling", {"nodes": 16, "longest": 1}),
     ("recycling (16)", "recycling", {"nodes": 16}),
-    ("auto (16), blind to the dice", "auto", {"nodes": 16, "dice": False}),
+    ("auto (16), blind to the dice", "auto", {"nodes": 16, "seed_aware": False}),
     ("auto (16)", "auto", {"nodes": 16}),
     ("draft_model (16)", "draft_model", {"draft": "bundled", "depth": 4, "nodes": 16}),
 ]
@@ -30,10 +30,10 @@ CHAIN, WIDE = {"draft": "bundled", "depth": 4}, {"draft": "bundled", "depth": 4,
 # The two rules on one pair of models, chains of 4 and trees of 16.
 RULES: list[Compared] = [
     ("chain, match", "draft_model", {**CHAIN, "nodes": 4, "chain": True}),
-    ("chain, match, blind to the dice", "draft_model", {**CHAIN, "nodes": 4, "chain": True, "dice": False}),
+    ("chain, match, blind to the dice", "draft_model", {**CHAIN, "nodes": 4, "chain": True, "seed_aware": False}),
     ("chain, rejection", "speculative_sampling", CHAIN),
     ("tree, match", "draft_model", WIDE),
-    ("tree, match, blind to the dice", "draft_model", {**WIDE, "dice": False}),
+    ("tree, match, blind to the dice", "draft_model", {**WIDE, "seed_aware": False}),
     ("tree, rejection: sequoia", "speculative_sampling", {**WIDE, "width": 4, "rule": "sequoia"}),
     ("tree, rejection: specinfer", "speculative_sampling", {**WIDE, "width": 4, "rule": "specinfer"}),
     ("tree, rejection: spectr", "speculative_sampling", {**WIDE, "width": 4, "rule": "spectr"}),
@@ -62,7 +62,7 @@ def acceptance(
         for task, temperature, ignore in runs:
             plain: list[tuple[int, ...]] = []
             for name, drafter, options in configurations:
-                if temperature == 0 and "dice" in options:
+                if temperature == 0 and "seed_aware" in options:
                     progress.advance(bar)
                     continue
                 progress.update(bar, description=f"{task}, temperature {temperature:g}: {name}")

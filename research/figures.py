@@ -49,7 +49,7 @@ def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit:
     console = Console(stderr=True)
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {"conditions": {}}
     transformers.logging.set_verbosity_error()  # prompts that are too long are left out, and counted
-    llm = LLM(dtype="float32", memory=False)
+    llm = LLM(dtype="float32", drafter_cache=False)
     loaded = Loaded(llm.target, llm.tokenizer, llm.eos_token_ids)
     try:
         for part in parts or PARTS:

@@ -91,7 +91,7 @@ def main(
         if "check" in parts:
             assert data is not None
             target, tokenizer = load(file, LlamaCppOptions(n_threads=threads))
-            llm = LLM(target, tokenizer=tokenizer, memory=False)
+            llm = LLM(target, tokenizer=tokenizer, drafter_cache=False)
             texts = {task.name: task.texts for task in tasks.read(data, tasks.TEXTS, prompts)}
             row["check"] = exactness(llm, texts, console)
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -23,7 +23,7 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.drafters.auto import Auto
 from leapahead.drafters.base import Drafter
-from leapahead.drafters.cache import Memory
+from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.draft_models import BUNDLED
 from leapahead.drafters.single import DraftModel
 from leapahead.engine.loop import Generation, decode
@@ -51,7 +51,7 @@ def main(data: Path, prompts: int, out: Path) -> None:
         (lambda: Auto(nodes=NODES), found),
         (lambda: DraftModel(BUNDLED, nodes=DRAFTED, depth=DEPTH), drafts),
     ]
-    memories = {temperature: Memory() for temperature in TEMPERATURES}
+    memories = {temperature: DrafterCache() for temperature in TEMPERATURES}
     with Progress(console=Console(stderr=True)) as bar:
         for index, tokens in enumerate(bar.track(texts, description="priors")):
             for temperature, (drafter, calibration) in product(TEMPERATURES, ways):
@@ -59,7 +59,7 @@ def main(data: Path, prompts: int, out: Path) -> None:
                 sampling = SamplingParams(temperature=temperature, seed=index)
                 stop = StopParams(max_new_tokens=LENGTH, eos_token_ids=loaded.eos_token_ids)
                 memory = memories[temperature] if calibration is found else None
-                generation = Generation.begin(target, tokens, drafter(), sampling, stop, memory=memory)
+                generation = Generation.begin(target, tokens, drafter(), sampling, stop, drafter_cache=memory)
                 for _ in decode(target, [generation]):
                     pass
     kept = [*found.rows(), *(row for row in drafts.rows() if row["key"][0] == "draft")]

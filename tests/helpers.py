@@ -17,7 +17,7 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.drafters.base import Ask, Context, Drafter, Proposal, Step
-from leapahead.drafters.cache import Memory
+from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.plain import Plain
 from leapahead.engine.loop import Generation, decode
 from leapahead.models.base import Target
@@ -59,13 +59,15 @@ def begin(
     params: SamplingParams = GREEDY,
     stop: StopParams | None = None,
     text: Text | None = None,
-    memory: Memory | None = None,
+    drafter_cache: DrafterCache | None = None,
     prediction: Sequence[int] = (),
 ) -> Generation:
     """A generation that has not made a step yet; 24 new tokens unless `stop` says otherwise."""
     stop = stop or StopParams(max_new_tokens=24)
     drafter = drafter or Plain()
-    return Generation.begin(target, prompt, drafter, params, stop, text=text, memory=memory, prediction=prediction)
+    return Generation.begin(
+        target, prompt, drafter, params, stop, text=text, drafter_cache=memory, prediction=prediction
+    )
 
 
 def run(target: Target, drafter: Drafter | None = None, prompt: Sequence[int] = PROMPT, **options: Any) -> Run:

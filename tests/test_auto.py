@@ -13,7 +13,7 @@ from leapahead.core.errors import BadParameter
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.drafters.auto import Auto
-from leapahead.drafters.cache import Memory
+from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.draft_forwards import LONGEST_REST
 from leapahead.drafters.single import SuffixDrafter, TokenRecycling
 from leapahead.drafters.sources.lookahead import FIRST_PAUSE, SHAPES, TRIAL, Judge
@@ -135,13 +135,15 @@ def test_the_best_of_a_row_are_the_best(size: int, k: int) -> None:
     assert all(len(set(row)) == k for row in tokens.tolist())
 
 
-def accepted(target: ToyTarget, memory: Memory | None = None, **options: Any) -> float:
+def accepted(target: ToyTarget, drafter_cache: DrafterCache | None = None, **options: Any) -> float:
     done = 0.0
     for seed in range(6):
         params = SamplingParams(temperature=1.0, seed=seed)
         machine_of(target).calibration = type(machine_of(target).calibration)()
         stop = StopParams(max_new_tokens=120)
-        generation = begin(target, Auto(nodes=8, **options), [1, 2, seed], params=params, stop=stop, memory=memory)
+        generation = begin(
+            target, Auto(nodes=8, **options), [1, 2, seed], params=params, stop=stop, drafter_cache=memory
+        )
         for _ in decode(target, [generation]):
             pass
         done += generation.stats.acceptance_length / 6
@@ -150,7 +152,7 @@ def accepted(target: ToyTarget, memory: Memory | None = None, **options: Any) ->
 
 def test_the_dice_make_sampled_drafts_better() -> None:
     target = ToyTarget(vocab_size=60, order=1, sharpness=1.5)
-    assert accepted(target) > 1.15 * accepted(target, dice=False)
+    assert accepted(target) > 1.15 * accepted(target, seed_aware=False)
 
 
 def test_a_window_grows_where_it_pays_and_goes_where_it_does_not() -> None:
@@ -182,12 +184,14 @@ def test_a_window_that_never_pays_is_tried_ever_more_seldom() -> None:
 
 
 def test_shared_places_serve_the_next_text() -> None:
-    memory = Memory()
+    memory = DrafterCache()
     target = ToyTarget(vocab_size=60, order=1, sharpness=3.0)
     machine_of(target).put(target, 1, CHEAP)
 
     def once() -> float:
-        generation = begin(target, TokenRecycling(nodes=8), [7, 9], stop=StopParams(max_new_tokens=15), memory=memory)
+        generation = begin(
+            target, TokenRecycling(nodes=8), [7, 9], stop=StopParams(max_new_tokens=15), drafter_cache=memory
+        )
         for _ in decode(target, [generation]):
             pass
         return generation.stats.acceptance_length
@@ -242,12 +246,12 @@ def test_figures_tell_what_is_believed_and_what_it_costs() -> None:
 
 def test_sequences_of_a_batch_leave_without_harm() -> None:
     """Shared memory, ragged ends, one text after another."""
-    target, memory = ToyTarget(vocab_size=20, order=2), Memory()
+    target, memory = ToyTarget(vocab_size=20, order=2), DrafterCache()
     alone = [run(target, None, [1, 2, n]).tokens for n in range(5)]
-    batch: list[Generation] = [begin(target, Auto(nodes=5), [1, 2, n], memory=memory) for n in range(3)]
+    batch: list[Generation] = [begin(target, Auto(nodes=5), [1, 2, n], drafter_cache=memory) for n in range(3)]
     everyone = list(batch)
     for generation, _ in decode(target, batch):
         if generation.finished and len(everyone) < 5:
-            everyone.append(begin(target, SuffixDrafter(nodes=3), [1, 2, len(everyone)], memory=memory))
+            everyone.append(begin(target, SuffixDrafter(nodes=3), [1, 2, len(everyone)], drafter_cache=memory))
             batch.append(everyone[-1])
     assert [generation.session.tokens[3:] for generation in everyone] == alone

@@ -339,7 +339,7 @@ def test_a_contender_that_gives_text_is_compared_and_its_own_count_of_tokens_is_
         def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
             found = super().run(prompts, setting)
             texts = [Text(written=Letters().decode(text.tokens) + "zz", timed=5) for text in found.texts]
-            return Pass(texts, found.seconds, memory=12.5)
+            return Pass(texts, found.seconds, drafter_cache=12.5)
 
     rows = measured(
         [Timed("plain", lambda turn: 1.0, ten), Writer("peer:x", lambda turn: 1.0, ten)], tokenizer=Letters()

@@ -14,7 +14,7 @@ from leapahead import drafters as registry
 from leapahead.bench import prompts
 from leapahead.bench.compare import compare
 from leapahead.check import Report, check, distinct
-from leapahead.core.sampling import Dice
+from leapahead.core.sampling import GumbelNoise
 from leapahead.core.stop import Stopper
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
@@ -212,7 +212,9 @@ def test_a_broken_target_fails(
 
 def test_noise_that_is_not_keyed_by_position_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     state = np.random.default_rng(0)
-    monkeypatch.setattr(Dice, "noise", lambda self, position: state.gumbel(size=self.vocab_size).astype(np.float32))
+    monkeypatch.setattr(
+        GumbelNoise, "noise", lambda self, position: state.gumbel(size=self.vocab_size).astype(np.float32)
+    )
     assert not checked(ToyTarget(), SAMPLED, prompts=PROMPTS[:1], max_new_tokens=8).ok
 
 

@@ -38,7 +38,7 @@ from leapahead.drafters.base import Drafter
 from leapahead.drafters.plain import Plain
 from leapahead.drafters.planned import Grown
 from leapahead.drafters.registry import BUILT_IN, factory, load
-from leapahead.drafters.sources import Source
+from leapahead.planner.source import Source
 from leapahead.drafters.sources.corpus import write
 from leapahead.drafters.sources.datastore import Head
 from leapahead.drafters.sources.lookahead import Judge, LookaheadSource
@@ -123,7 +123,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {},
         {"nodes": 8},
         {"nodes": 40, "sources": "prediction, recycling, lookahead", "datastore": STORE},
-        {"nodes": 9, "max_nodes": 3, "dice": False},
+        {"nodes": 9, "max_nodes": 3, "seed_aware": False},
         {"nodes": 7, "draft": POOR},
     ],
     "plain": [{}],

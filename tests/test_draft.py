@@ -111,7 +111,7 @@ def test_a_perfect_draft_is_accepted_whole_and_computes_each_token_once() -> Non
     [
         {"nodes": 3, "depth": 3, "chain": True},
         {"nodes": 12, "depth": 3},
-        {"nodes": 12, "depth": 2, "dice": False},
+        {"nodes": 12, "depth": 2, "seed_aware": False},
         {"nodes": 7},
         {},
     ],
@@ -222,13 +222,13 @@ def test_how_far_it_looks_depends_on_how_often_it_is_right() -> None:
 
 
 def test_the_dice_make_a_sampled_draft_better() -> None:
-    def length(*, dice: bool) -> float:
+    def length(*, seed_aware: bool) -> float:
         target, draft = ToyTarget(vocab_size=40), Blurred(0.25, vocab_size=40)
-        drafter = DraftModel(draft, nodes=4, depth=4, chain=True, dice=dice)
+        drafter = DraftModel(draft, nodes=4, depth=4, chain=True, seed_aware=dice)
         done = run(target, drafter, params=WARM, stop=StopParams(max_new_tokens=400))
         return done.generation.stats.acceptance_length
 
-    assert length(dice=True) > 1.2 * length(dice=False)
+    assert length(seed_aware=True) > 1.2 * length(seed_aware=False)
 
 
 def test_several_drafts_make_one_tree() -> None:

@@ -82,7 +82,7 @@ def test_the_text_is_the_one_that_generate_gives(
     loaded.target.forget()  # what it thinks of the prompt is told where the prompt is read
     recording = recorded(loaded, drafter=drafter, given=given, sampling=sampling, max_new_tokens=30)
     options = {"temperature": sampling.temperature, "top_k": sampling.top_k, "seed": sampling.seed}
-    llm = LLM(str(tiny_folder), drafter=drafter, memory=False, **given)
+    llm = LLM(str(tiny_folder), drafter=drafter, drafter_cache=False, **given)
     result = llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True, **options)
     assert (recording.tokens, recording.text) == (result.tokens, result.text)
     assert recording.finish_reason == result.finish_reason

@@ -361,7 +361,7 @@ def test_drafters_know_the_temperature(llama: Any) -> None:
 
     class Spy(drafters.load("plain")):  # type: ignore[misc]
         def begin(self, context: Context) -> None:
-            noise = context._sampler.dice.noise(50)
+            noise = context._sampler.noise.noise(50)
             logp = np.linspace(0.0, 40.0, 30)
             order = context.rank(50, np.arange(30), logp)
             scale = {t: np.argsort(-(logp / t + noise[:30]), kind="stable").tolist() for t in (0.5, 1.0, 4.0)}

@@ -30,7 +30,7 @@ from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters import cache as room
 from leapahead.drafters import cache_sections
 from leapahead.drafters.base import Context, Proposal
-from leapahead.drafters.cache import Arrays, Memory, Part
+from leapahead.drafters.cache import Arrays, DrafterCache, Section
 from leapahead.drafters.pool import NgramPool, SharedPool
 from leapahead.models.toy import ToyTarget
 
@@ -40,7 +40,7 @@ VOCAB = 100
 PROMPT = [1, 2, 3]
 
 
-class Words(Part):
+class Words(Section):
     """A fake: the last tokens seen, each once, oldest first."""
 
     token_arrays: ClassVar[tuple[str, ...]] = ("tokens",)
@@ -61,16 +61,18 @@ class Words(Part):
         return {"words": len(self.tokens)}
 
 
-def made(tokens: Sequence[int] = (), name: str = "words", tokenizer: str = "T", vocab_size: int = VOCAB) -> Memory:
-    memory = Memory()
+def made(
+    tokens: Sequence[int] = (), name: str = "words", tokenizer: str = "T", vocab_size: int = VOCAB
+) -> DrafterCache:
+    memory = DrafterCache()
     memory.belong(tokenizer, vocab_size)
     if tokens:
-        memory.part(name, lambda: Words(tokens))
+        memory.section(name, lambda: Words(tokens))
     return memory
 
 
-def words(memory: Memory, name: str = "words") -> list[int]:
-    return memory.part(name, Words).tokens
+def words(drafter_cache: DrafterCache, name: str = "words") -> list[int]:
+    return memory.section(name, Words).tokens
 
 
 @pytest.fixture
@@ -92,14 +94,14 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_part_is_made_once_and_shared() -> None:
-    memory = Memory()
-    assert memory.part("words", Words) is memory.part("words", Words)
-    assert memory.part("others", Words) is not memory.part("words", Words)
+    memory = DrafterCache()
+    assert memory.section("words", Words) is memory.section("words", Words)
+    assert memory.section("others", Words) is not memory.section("words", Words)
 
 
 def test_threads_get_the_same_part() -> None:
-    memory, found = Memory(), set[int]()
-    threads = [threading.Thread(target=lambda: found.add(id(memory.part("words", Words)))) for _ in range(20)]
+    memory, found = DrafterCache(), set[int]()
+    threads = [threading.Thread(target=lambda: found.add(id(memory.section("words", Words)))) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -108,7 +110,7 @@ def test_threads_get_the_same_part() -> None:
 
 
 def test_a_memory_belongs_to_one_vocabulary() -> None:
-    memory = Memory()
+    memory = DrafterCache()
     memory.belong(lambda: pytest.fail("nobody needs to know yet"), VOCAB)
     memory = made([1])
     memory.belong("T", VOCAB)
@@ -131,7 +133,7 @@ def pool_of(entered: list[Any], guesses: int = 3, capacity: int = 10) -> SharedP
     return pool
 
 
-def written(part: Part) -> dict[str, Any]:
+def written(part: Section) -> dict[str, Any]:
     return {name: array.tolist() for name, array in part.arrays().items()}
 
 
@@ -229,7 +231,7 @@ def test_a_pool_serves_threads() -> None:
 # ------------------------------------------------------------------------------------------------------ real parts
 
 
-def taught(name: str) -> Part:
+def taught(name: str) -> Section:
     """A built-in part with something in it: from a text, where a drafter keeps it."""
     if name == "lookahead":
         pool = SharedPool()
@@ -238,18 +240,18 @@ def taught(name: str) -> Part:
     model = LLM(ToyTarget(), drafter="auto")
     model.generate(PROMPT, max_new_tokens=40)
     assert model.memory is not None
-    return model.memory.parts[name]
+    return model.memory.sections[name]
 
 
 @pytest.mark.parametrize("name", cache_sections.BUILT_IN)
 def test_a_built_in_part_comes_back_from_a_file(name: str, file: Path) -> None:
     part, memory = taught(name), made()
-    memory.parts[name] = part
+    memory.sections[name] = part
     memory.save(file)
     found = cache_sections.load(file)
-    assert type(found.parts[name]) is type(part) is type(cache_sections.make(name))
+    assert type(found.sections[name]) is type(part) is type(cache_sections.make(name))
     assert found.unknown == {}
-    assert written(found.parts[name]) == written(part)
+    assert written(found.sections[name]) == written(part)
     assert sum(array.size for array in part.arrays().values()) > 0
 
 
@@ -295,9 +297,9 @@ def test_a_built_in_part_refuses_what_it_did_not_write(name: str) -> None:
 
 def test_a_memory_comes_back_from_its_file(file: Path) -> None:
     memory = made([3, 1, 2])
-    memory.part("empty", Words)
+    memory.section("empty", Words)
     assert memory.save(file) == file
-    found = Memory.load(file)
+    found = DrafterCache.load(file)
     assert (found.tokenizer, found.vocab_size, found.path) == ("T", VOCAB, file)
     assert words(found) == [3, 1, 2]
     assert words(found, "empty") == []
@@ -320,12 +322,12 @@ def test_a_file_keeps_its_rights_and_a_link_its_goal(file: Path) -> None:
     file.chmod(0o640)
     link = file.with_name("link.npz")
     link.symlink_to(file)
-    memory = Memory.load(link)
+    memory = DrafterCache.load(link)
     words(memory).append(2)
     memory.save()
     assert link.is_symlink()
     assert file.stat().st_mode & 0o777 == 0o640
-    assert words(Memory.load(file)) == [1, 2]
+    assert words(DrafterCache.load(file)) == [1, 2]
 
 
 def test_arrays_of_every_shape_and_kind_of_number_come_back(file: Path) -> None:
@@ -337,7 +339,7 @@ def test_arrays_of_every_shape_and_kind_of_number_come_back(file: Path) -> None:
         "flags": np.array([True, False]),
     }
     room._write(file, "T", VOCAB, {"theirs": (1, arrays)})
-    found = Memory.load(file).unknown["theirs"].arrays
+    found = DrafterCache.load(file).unknown["theirs"].arrays
     for name, array in arrays.items():
         assert found[name].shape == array.shape
         assert found[name].tolist() == array.tolist()
@@ -350,17 +352,17 @@ def test_a_part_that_nobody_knows_goes_through_load_and_save(file: Path, tmp_pat
     assert list(memory.unknown) == ["theirs", "words"]
     words(memory).append(5)
     other = memory.save(tmp_path / "other.npz")
-    found = Memory.load(other).unknown
+    found = DrafterCache.load(other).unknown
     assert (found["theirs"].layout, found["theirs"].arrays["values"].tolist()) == (7, [0, 1, 2, 3, 4])
-    assert words(Memory.load(other)) == [4, 5]
+    assert words(DrafterCache.load(other)) == [4, 5]
 
 
 def test_of_two_unknown_parts_the_newer_save_stands_and_other_files_are_refused(file: Path, tmp_path: Path) -> None:
     room._write(file, "T", VOCAB, {"theirs": (1, {"values": np.array([1])})})
-    memory = Memory.load(file)
+    memory = DrafterCache.load(file)
     room._write(file, "T", VOCAB, {"theirs": (1, {"values": np.array([2])})})
     memory.save()
-    assert Memory.load(file).unknown["theirs"].arrays["values"].tolist() == [2]
+    assert DrafterCache.load(file).unknown["theirs"].arrays["values"].tolist() == [2]
     other = tmp_path / "other.npz"
     room._write(other, "T", VOCAB, {"theirs": (1, {"values": np.array([3])})})
     with pytest.raises(BadParameter, match="both have a part 'theirs', which nothing"):
@@ -371,17 +373,17 @@ def test_of_two_unknown_parts_the_newer_save_stands_and_other_files_are_refused(
 def test_a_third_partys_part_is_ready_where_it_is_installed(file: Path) -> None:
     made([4]).save(file)
     memory = cache_sections.load(file)
-    assert isinstance(memory.parts["words"], Words)
+    assert isinstance(memory.sections["words"], Words)
     assert memory.unknown == {}
     made([4], name="bad").save(file, replace=True)
-    with pytest.raises(BadParameter, match=r"entry point 'bad' gives .* not a subclass of Part"):
+    with pytest.raises(BadParameter, match=r"entry point 'bad' gives .* not a subclass of Section"):
         cache_sections.load(file)
 
 
 def refused(file: Path, data: bytes) -> str:
     file.write_bytes(data)
     with pytest.raises(BadParameter) as refusal:
-        words(Memory.load(file))
+        words(DrafterCache.load(file))
     assert file.name in str(refusal.value)
     assert "\n" not in str(refusal.value)
     return str(refusal.value)
@@ -402,7 +404,7 @@ def test_a_file_with_any_byte_flipped_is_refused_or_unharmed(file: Path) -> None
     for index in range(len(data)):
         file.write_bytes(data[:index] + bytes([data[index] ^ 0xFF]) + data[index + 1 :])
         try:
-            found = Memory.load(file)
+            found = DrafterCache.load(file)
             assert (words(found), found.tokenizer, found.vocab_size) == ([3, 1, 2], "T", VOCAB)
             unharmed += 1
         except BadParameter:
@@ -518,20 +520,20 @@ def test_a_save_never_replaces_what_is_no_memory_or_anothers(file: Path) -> None
     made([5], tokenizer="U").save(file, replace=True)
     with pytest.raises(BadParameter, match=r"belongs to 'U' and cannot be merged with the tokenizer 'T'"):
         made([1]).save(file)
-    assert words(Memory.load(file)) == [5]
+    assert words(DrafterCache.load(file)) == [5]
 
 
 def test_nowhere_to_save(tmp_path: Path) -> None:
     with pytest.raises(BadParameter, match="has no file; say where"):
         made([1]).save()
     with pytest.raises(BadParameter, match="belongs to no vocabulary yet"):
-        Memory().save(tmp_path / "m.npz")
+        DrafterCache().save(tmp_path / "m.npz")
     with pytest.raises(BadParameter, match=r"cannot be written to .*folder that exists"):
         made([1]).save(tmp_path / "none" / "m.npz")
     with pytest.raises(BadParameter, match="cannot be read"):
         made([1]).save(tmp_path)
     with pytest.raises(BadParameter, match="there is no memory"):
-        Memory.load(tmp_path / "none.npz")
+        DrafterCache.load(tmp_path / "none.npz")
     assert os.listdir(tmp_path) == []
 
 
@@ -552,7 +554,7 @@ def test_a_crash_leaves_the_file_as_it_was(file: Path, monkeypatch: pytest.Monke
     assert file.read_bytes() == before
     assert os.listdir(file.parent) == [file.name]
     memory.save()
-    assert words(Memory.load(file)) == [1, 2, 3]
+    assert words(DrafterCache.load(file)) == [1, 2, 3]
 
 
 # --------------------------------------------------------------------------------------------------- two that share
@@ -560,22 +562,22 @@ def test_a_crash_leaves_the_file_as_it_was(file: Path, monkeypatch: pytest.Monke
 
 def test_a_save_merges_with_what_was_saved_meanwhile(file: Path) -> None:
     made([1]).save(file)
-    one, two = Memory.load(file), Memory.load(file)
+    one, two = DrafterCache.load(file), DrafterCache.load(file)
     words(one).append(2)
     words(two).append(3)
     one.save()
     two.save()
-    assert words(Memory.load(file)) == words(two) == [2, 1, 3]
+    assert words(DrafterCache.load(file)) == words(two) == [2, 1, 3]
     one.save()  # and reads what two had added
     assert set(words(one)) == {1, 2, 3}
 
 
 def test_a_file_is_found_again_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    model = llm(memory="memory.npz")
+    model = llm(drafter_cache="memory.npz")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
-    assert model.save_memory() == tmp_path / "memory.npz"
+    assert model.save_drafter_cache() == tmp_path / "memory.npz"
     assert os.listdir() == []
 
 
@@ -601,14 +603,14 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_memory import Words
-from leapahead.drafters.cache import Memory
+from leapahead.drafters.cache import DrafterCache
 from leapahead import memory as room
 if {without_fcntl}:
     room.fcntl = None
 first, file, go = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
-memory = Memory()
+memory = DrafterCache()
 memory.belong("T", 1000)
-own = memory.part("words", Words)
+own = memory.section("words", Words)
 print("ready", flush=True)
 while not go.exists():
     time.sleep(0.001)
@@ -639,7 +641,7 @@ def test_two_processes_that_save_at_the_same_time_lose_nothing(file: Path, witho
         for worker in workers:
             worker.kill()
             worker.wait()
-    found = words(Memory.load(file))
+    found = words(DrafterCache.load(file))
     assert set(found) == {*range(30), *range(100, 130)}
     assert [n for n in found if n < 100] == list(range(30))  # each its own order
     go.unlink()
@@ -649,7 +651,7 @@ def test_two_processes_that_save_at_the_same_time_lose_nothing(file: Path, witho
 def test_two_processes_that_save_in_turn(file: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_memory import *\n"
-        "memory = Memory.load(sys.argv[1]) if Path(sys.argv[1]).exists() else made()\n"
+        "memory = DrafterCache.load(sys.argv[1]) if Path(sys.argv[1]).exists() else made()\n"
         "words(memory).append(int(sys.argv[2])); memory.save(sys.argv[1])"
     )
     for n in range(3):
@@ -657,7 +659,7 @@ def test_two_processes_that_save_in_turn(file: Path) -> None:
             [sys.executable, "-c", code, str(file), str(n)], capture_output=True, text=True, check=False
         )
         assert (done.stderr, done.returncode) == ("", 0)
-    assert words(Memory.load(file)) == [0, 1, 2]
+    assert words(DrafterCache.load(file)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("without_fcntl", [False, True])
@@ -677,7 +679,7 @@ def test_one_that_does_not_let_go_is_waited_for_and_told(
         saving.join(0.2)
         assert saving.is_alive()
     saving.join(10)
-    assert words(Memory.load(file)) == [1]
+    assert words(DrafterCache.load(file)) == [1]
 
 
 @pytest.mark.skipif(room.fcntl is None, reason="only where the system frees the locks of the dead")
@@ -725,8 +727,8 @@ class Remembering(Drafter):
 
     def begin(self, context: Context) -> None:
         self.after: dict[int, int] = {}
-        if context.memory is not None:
-            tokens = context.memory.part("words-in-order", lambda: InOrder()).tokens
+        if context.drafter_cache is not None:
+            tokens = context.drafter_cache.section("words-in-order", lambda: InOrder()).tokens
             self.after = dict(pairwise(tokens))
 
     def propose(self, context: Context, budget: Budget) -> Proposal:
@@ -736,8 +738,8 @@ class Remembering(Drafter):
         return Proposal(TokenTree([context.root, token], [-1, 0]))
 
     def finish(self, context: Context) -> None:
-        if context.memory is not None:
-            context.memory.part("words-in-order", lambda: InOrder()).tokens[:] = context.tokens
+        if context.drafter_cache is not None:
+            context.drafter_cache.section("words-in-order", lambda: InOrder()).tokens[:] = context.tokens
 
 
 class InOrder(Words):
@@ -759,7 +761,7 @@ def test_one_text_teaches_the_next_and_only_then() -> None:
     again = model.generate(PROMPT, max_new_tokens=40)
     assert again.tokens == plain.tokens
     assert plain.stats.acceptance_length == 1.0 < again.stats.acceptance_length
-    with model.without_memory():
+    with model.without_drafter_cache():
         assert model.memory is None
         assert length(model) == 1.0
     assert length(model) == again.stats.acceptance_length
@@ -767,58 +769,60 @@ def test_one_text_teaches_the_next_and_only_then() -> None:
 
 
 def test_without_a_memory_nothing_is_kept() -> None:
-    model = llm(memory=False)
+    model = llm(drafter_cache=False)
     assert model.memory is None
     assert [length(model), length(model)] == [1.0, 1.0]
-    with pytest.raises(BadParameter, match="memory=False keeps nothing"):
-        model.save_memory("somewhere")
+    with pytest.raises(BadParameter, match="drafter_cache=False keeps nothing"):
+        model.save_drafter_cache("somewhere")
 
 
 def test_a_memory_goes_from_one_llm_to_another_through_a_file(file: Path) -> None:
-    first = llm(memory=file)  # not there yet
+    first = llm(drafter_cache=file)  # not there yet
     plain = first.generate(PROMPT, max_new_tokens=40)
-    assert first.save_memory() == file
-    second = llm(memory=str(file))
+    assert first.save_drafter_cache() == file
+    second = llm(drafter_cache=str(file))
     drafted = second.generate(PROMPT, max_new_tokens=40)
     assert drafted.tokens == plain.tokens
     assert drafted.stats.acceptance_length > plain.stats.acceptance_length == 1.0
-    assert Memory.load(file).tokenizer == f"vocabulary of {ToyTarget().vocab_size}"
+    assert DrafterCache.load(file).tokenizer == f"vocabulary of {ToyTarget().vocab_size}"
 
 
 def test_an_llms_own_memory_can_be_saved_where_one_says(file: Path) -> None:
     model = llm()
     length(model)
     with pytest.raises(BadParameter, match="has no file; say where to save it"):
-        model.save_memory()
-    assert model.save_memory(file) == file
-    assert length(llm(memory=file)) > 1.0
+        model.save_drafter_cache()
+    assert model.save_drafter_cache(file) == file
+    assert length(llm(drafter_cache=file)) > 1.0
 
 
 def test_llms_share_a_memory_of_their_vocabulary_only() -> None:
-    memory = Memory()
-    first, second = llm(memory=memory), llm(memory=memory)
+    memory = DrafterCache()
+    first, second = llm(drafter_cache=memory), llm(drafter_cache=memory)
     length(first)
     assert length(second) > 1.0
     with pytest.raises(BadParameter, match="belongs to a vocabulary of 12 and the model has one of 13"):
-        LLM(ToyTarget(vocab_size=13), memory=memory)
+        LLM(ToyTarget(vocab_size=13), drafter_cache=memory)
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "", b"file"])
 def test_what_is_no_memory_is_told(wrong: Any) -> None:
-    with pytest.raises(BadParameter, match=r"memory=.* is not possible: it must be True, False, a file, or a Memory"):
-        llm(memory=wrong)
+    with pytest.raises(
+        BadParameter, match=r"drafter_cache=.* is not possible: it must be True, False, a file, or a DrafterCache"
+    ):
+        llm(drafter_cache=wrong)
 
 
 def test_a_file_is_looked_at_before_the_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "diary.txt").write_text("dear diary")
     for wrong, says in [(tmp_path / "diary.txt", "is no memory"), (tmp_path / "none" / "m", "does not exist")]:
         with pytest.raises(BadParameter, match=says):
-            LLM("no/such-model", memory=wrong)
+            LLM("no/such-model", drafter_cache=wrong)
 
 
 @pytest.fixture(scope="module")
 def bundled() -> LLM:
-    return LLM(dtype="float32", memory=False)
+    return LLM(dtype="float32", drafter_cache=False)
 
 
 def over(bundled: LLM, **options: Any) -> LLM:
@@ -827,14 +831,14 @@ def over(bundled: LLM, **options: Any) -> LLM:
 
 
 def test_another_tokenizers_file_is_refused_by_name(bundled: LLM, file: Path, tokenizer: Any) -> None:
-    over(bundled, memory=file).save_memory()
-    saved = Memory.load(file).tokenizer
+    over(bundled, drafter_cache=file).save_drafter_cache()
+    saved = DrafterCache.load(file).tokenizer
     with pytest.raises(BadParameter) as refusal:
-        LLM(bundled.target, tokenizer=tokenizer, memory=file)
+        LLM(bundled.target, tokenizer=tokenizer, drafter_cache=file)
     assert f"the memory {file} belongs to the tokenizer '{saved}' and the model has '" in str(refusal.value)
     with pytest.raises(BadParameter, match=f"belongs to the tokenizer '{saved}' and the model has 'vocabulary of "):
-        LLM(bundled.target.model, memory=file)
-    over(bundled, memory=file)
+        LLM(bundled.target.model, drafter_cache=file)
+    over(bundled, drafter_cache=file)
 
 
 CODE = "def fibonacci(n):\n    if n < 2:\n        return n\n    return "
@@ -844,14 +848,14 @@ CODE = "def fibonacci(n):\n    if n < 2:\n        return n\n    return "
 def test_a_saved_memory_drafts_a_repeated_prompt_better(bundled: LLM, file: Path, temperature: float) -> None:
     options: dict[str, Any] = {"max_new_tokens": 60, "temperature": temperature, "seed": 1}
     drafting: dict[str, Any] = {"drafter": "suffix"}
-    plain = over(bundled, drafter="plain", memory=False).generate(CODE, **options)
-    first = over(bundled, memory=file, **drafting)
+    plain = over(bundled, drafter="plain", drafter_cache=False).generate(CODE, **options)
+    first = over(bundled, drafter_cache=file, **drafting)
     fresh = first.generate(CODE, **options)
-    first.save_memory()
-    drafted = over(bundled, memory=file, **drafting).generate(CODE, **options)
+    first.save_drafter_cache()
+    drafted = over(bundled, drafter_cache=file, **drafting).generate(CODE, **options)
     assert plain.tokens == fresh.tokens == drafted.tokens
     assert drafted.stats.acceptance_length > 1.5 * fresh.stats.acceptance_length
-    kept_nothing = over(bundled, memory=False, **drafting)
+    kept_nothing = over(bundled, drafter_cache=False, **drafting)
     lengths = [kept_nothing.generate(CODE, **options).stats.acceptance_length for _ in range(2)]
     assert lengths == [fresh.stats.acceptance_length] * 2
 
@@ -885,8 +889,8 @@ def failing(invoke: Callable[[Any], Any]) -> Callable[[Any], Any]:
 @pytest.mark.usefixtures("known")
 def test_show(file: Path) -> None:
     memory = made([1, 2, 3])
-    memory.part("theirs", lambda: Words([5]))
-    memory.part("lookahead", SharedPool).put([(1, (2, 3, 4, 5))])
+    memory.section("theirs", lambda: Words([5]))
+    memory.section("lookahead", SharedPool).put([(1, (2, 3, 4, 5))])
     memory.save(file)
     shown = command("show", file)
     assert (shown.exit_code, shown.stderr) == (0, "")
@@ -921,21 +925,21 @@ def test_merge(tmp_path: Path) -> None:
     one, two, out = (tmp_path / name for name in ("one", "two", "out"))
     made([1, 2]).save(one)
     memory = made([2, 3])
-    memory.part("lookahead", SharedPool).put([(1, (2, 3, 4, 5))])
+    memory.section("lookahead", SharedPool).put([(1, (2, 3, 4, 5))])
     memory.save(two)
     merged = command("merge", one, two, "-o", out)
     assert merged.exit_code == 0
     assert merged.stdout == f"{out}: {out.stat().st_size / 1e6:.2f} MB, from 2 files\n"
     found = cache_sections.load(out)
     assert words(found) == [1, 2, 3]
-    assert found.part("lookahead", SharedPool).get(1) == [(2, 3, 4, 5)]
+    assert found.section("lookahead", SharedPool).get(1) == [(2, 3, 4, 5)]
     again = command("merge", two, one, "-o", out)
     assert (again.exit_code, again.stderr) == (
         2,
         f"error: {out} exists; name another file, or give --force to replace it\n",
     )
     command("merge", two, one, "-o", out, "--force")
-    assert words(Memory.load(out)) == [3, 1, 2]
+    assert words(DrafterCache.load(out)) == [3, 1, 2]
 
 
 def test_merge_refuses_other_tokenizers_by_name(tmp_path: Path) -> None:
@@ -953,7 +957,7 @@ def test_a_command_saves_at_the_end_whatever_happens(file: Path, error: Any, cod
     @click.command()
     @all_of(cli.MEMORY)
     def draft(**values: Any) -> None:
-        model = cli.saved_at_the_end(llm(memory=cli.memory_argument(values)))
+        model = cli.saved_at_the_end(llm(drafter_cache=cli.memory_argument(values)))
         assert values == {}
         length(model)
         if error is not None:
@@ -961,5 +965,5 @@ def test_a_command_saves_at_the_end_whatever_happens(file: Path, error: Any, cod
 
     assert CliRunner().invoke(draft, []).exit_code == code
     assert os.listdir(file.parent) == []
-    assert CliRunner().invoke(draft, ["--memory", str(file)]).exit_code == code
-    assert length(llm(memory=file)) > 1.0
+    assert CliRunner().invoke(draft, ["--drafter-cache", str(file)]).exit_code == code
+    assert length(llm(drafter_cache=file)) > 1.0

@@ -166,7 +166,7 @@ class NoiseByNode(Toy):
 
     class sampler(Sampler):
         def choose(self, logits: Any, tree: TokenTree, nodes: IntArray, *rest: Any) -> Any:
-            noise = [self.dice.noise(len(self.tokens) + node) for node in nodes.tolist()]  # type: ignore[union-attr]
+            noise = [self.seed_aware.noise(len(self.tokens) + node) for node in nodes.tolist()]  # type: ignore[union-attr]
             return (self.scores(logits, tree, nodes, *rest) + np.stack(noise)).argmax(-1)
 
 

@@ -72,7 +72,7 @@ def test_transformers_ends_where_we_do_and_pads_a_batch(entry: peers.Entry, prom
 
 def test_what_transformers_cannot_do_is_refused(entry: peers.Entry, prompts: list[list[int]], tmp_path: Path) -> None:
     greedy, lookup = Greedy().enter("peer:x", entry), PromptLookup().enter("peer:y", entry)
-    assert "dice" in str(greedy.refusal(prompts, Setting(temperature=1.0)))
+    assert "seed_aware" in str(greedy.refusal(prompts, Setting(temperature=1.0)))
     assert greedy.refusal(prompts, Setting(batch=2)) is None
     assert "batch of one" in str(lookup.refusal(prompts, Setting(batch=2)))
     with pytest.raises(Refused, match="runs no model of the kind"):

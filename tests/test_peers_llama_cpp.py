@@ -325,7 +325,7 @@ def test_refusals_of_a_cell(fake: Fake, entry: peers.Entry, setting: Setting) ->
     assert tokenizer is not None
     split = [token for letter in "return" for token in tokenizer.encode(letter)]
     assert contender.refusal([fake.prompt], setting) is None
-    assert "dice" in str(contender.refusal([fake.prompt], replace(setting, temperature=1.0)))
+    assert "seed_aware" in str(contender.refusal([fake.prompt], replace(setting, temperature=1.0)))
     assert "one text at a time" in str(contender.refusal([fake.prompt], replace(setting, batch=2)))
     assert "end tokens" in str(contender.refusal([fake.prompt], replace(setting, eos_token_ids=(0, 5))))
     assert "1 of 2 prompts is read as other tokens" in str(contender.refusal([fake.prompt, split], setting))

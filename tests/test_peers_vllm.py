@@ -248,7 +248,7 @@ def test_what_vllm_cannot_do_is_refused(python: str, entry: peers.Entry, monkeyp
     peer = Plain(python).enter("peer:vllm", entry)
     try:
         assert peer.refusal([[1]], Setting()) is None
-        assert "dice" in str(peer.refusal([[1]], Setting(temperature=1.0)))
+        assert "seed_aware" in str(peer.refusal([[1]], Setting(temperature=1.0)))
         assert peer.refusal([[1]], Setting(batch=5)) == "vLLM decodes at most 4 texts at once"
         long = [1] * (entry.loaded.target.context_length - 63)
         assert "a context of" in str(peer.refusal([long], Setting(max_new_tokens=64)))

@@ -14,7 +14,7 @@ from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import Budget
 from leapahead.drafters.base import Context
 from leapahead.drafters.single import TokenRecycling
-from leapahead.drafters.sources import Candidate, Source
+from leapahead.planner.source import Candidate, Source
 from leapahead.engine.loop import Generation, decode
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.acceptance import LEAN, START, Calibration, Trust

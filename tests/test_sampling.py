@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 from leapahead.core.errors import BadLogits, BadParameter
-from leapahead.core.sampling import Dice, PrefixFree, Sampler, SamplingParams, checked
+from leapahead.core.sampling import GumbelNoise, PrefixFree, Sampler, SamplingParams, checked
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, IntArray, TokenTree
 from leapahead.core.verify import verify
@@ -301,14 +301,14 @@ P = np.array([0.45, 0.25, 0.15, 0.1, 0.04, 0.01])
 
 
 def test_argmax_with_the_dice_has_the_distribution_over_positions() -> None:
-    dice, n = Dice(11, len(P)), 20_000
+    dice, n = GumbelNoise(11, len(P)), 20_000
     counts = Counter(int(np.argmax(np.log(P) + dice.noise(position))) for position in range(n))
     assert chi_square(counts, {t: n * p for t, p in enumerate(P)}) > THRESHOLD
 
 
 def test_argmax_with_the_dice_has_the_distribution_over_seeds() -> None:
     n = 20_000
-    counts = Counter(int(np.argmax(np.log(P) + Dice(seed, len(P)).noise(7))) for seed in range(n))
+    counts = Counter(int(np.argmax(np.log(P) + GumbelNoise(seed, len(P)).noise(7))) for seed in range(n))
     assert chi_square(counts, {t: n * p for t, p in enumerate(P)}) > THRESHOLD
 
 
@@ -317,7 +317,7 @@ def test_neighbouring_positions_and_seeds_are_independent(seed_step: int, positi
     n, p = 10_000, P[:4] / P[:4].sum()
 
     def pick(seed: int, position: int) -> int:
-        return int(np.argmax(np.log(p) + Dice(seed, 4).noise(position)))
+        return int(np.argmax(np.log(p) + GumbelNoise(seed, 4).noise(position)))
 
     pairs = Counter(
         (pick(i % 100, 2 + i // 100), pick(i % 100 + seed_step, 2 + i // 100 + position_step)) for i in range(n)
@@ -368,18 +368,18 @@ def test_the_noise_never_changes() -> None:
         (2**64 - 1, 12345): [-1.6631455, 1.6974521, 1.9191697, -0.40486193, -1.0749592],
     }
     for (seed, position), values in table.items():
-        np.testing.assert_allclose(Dice(seed, 5).noise(position), values, rtol=1e-6)
+        np.testing.assert_allclose(GumbelNoise(seed, 5).noise(position), values, rtol=1e-6)
 
 
 def test_the_noise_does_not_depend_on_who_asks_when() -> None:
-    one, other = Dice(3, 50), Dice(3, 50)
+    one, other = GumbelNoise(3, 50), GumbelNoise(3, 50)
     up = [one.noise(position).copy() for position in range(20)]
     down = [other.noise(position).copy() for position in reversed(range(20))][::-1]
     np.testing.assert_array_equal(up, down)
 
 
 def test_the_noise_is_kept_until_it_is_forgotten_and_then_the_same() -> None:
-    dice = Dice(3, 50)
+    dice = GumbelNoise(3, 50)
     early, late = dice.noise(4), dice.noise(5)
     copy = early.copy()
     assert dice.noise(4) is early
@@ -391,11 +391,11 @@ def test_the_noise_is_kept_until_it_is_forgotten_and_then_the_same() -> None:
 
 @pytest.mark.parametrize(("small", "large"), [(1, 2), (10, 11), (11, 1000), (999, 4096)])
 def test_a_larger_vocabulary_has_the_same_noise_at_the_beginning(small: int, large: int) -> None:
-    np.testing.assert_array_equal(Dice(3, small).noise(9), Dice(3, large).noise(9)[:small])
+    np.testing.assert_array_equal(GumbelNoise(3, small).noise(9), GumbelNoise(3, large).noise(9)[:small])
 
 
 def test_the_noise_is_gumbel() -> None:
-    noise = np.concatenate([Dice(5, 2000).noise(position) for position in range(10)])
+    noise = np.concatenate([GumbelNoise(5, 2000).noise(position) for position in range(10)])
     assert scipy_stats.kstest(noise, "gumbel_r").pvalue > THRESHOLD
 
 
@@ -409,7 +409,7 @@ def test_the_noise_is_finite_whatever_the_generator_gives(bits: int, monkeypatch
             return np.full(size, bits, dtype=np.uint64)
 
     monkeypatch.setattr(np.random, "Philox", Constant)
-    assert np.isfinite(Dice(0, 8).noise(0)).all()
+    assert np.isfinite(GumbelNoise(0, 8).noise(0)).all()
 
 
 # ------------------------------------------------------------------------------------- drafters may see the dice
@@ -453,7 +453,7 @@ def test_without_the_dice_the_same_drafter_is_often_wrong() -> None:
 def test_rank_is_the_order_of_opinion_plus_dice(logp: list[float], seed: int, position: int) -> None:
     tokens = np.random.default_rng(seed).permutation(20)[: len(logp)]
     sampler = Sampler(SamplingParams(temperature=0.5, seed=seed), [0], 20)
-    key = [p / 0.5 + float(Dice(seed, 20).noise(position)[t]) for p, t in zip(logp, tokens, strict=True)]
+    key = [p / 0.5 + float(GumbelNoise(seed, 20).noise(position)[t]) for p, t in zip(logp, tokens, strict=True)]
     assert sampler.rank(position, tokens, logp).tolist() == sorted(range(len(logp)), key=lambda i: -key[i])
     greedy = Sampler(SamplingParams(), [0], 20)
     assert greedy.rank(position, tokens, logp).tolist() == list(range(len(logp)))

@@ -275,8 +275,8 @@ def test_ranks_are_counted_as_a_drafter_would_try_them() -> None:
             for _ in range(30):
                 chosen = target.step([session], [TokenTree.root(session.tokens[-1])])[0][0]
                 row = draft.row(tuple(enumerate(session.tokens)))
-                if session.sampler.dice is not None:
-                    row = row / 0.8 + session.sampler.dice.noise(len(session.tokens))
+                if session.sampler.noise is not None:
+                    row = row / 0.8 + session.sampler.noise.noise(len(session.tokens))
                 rank = np.argsort(-row).tolist().index(chosen)
                 by_rank[rank] += 1 if rank < RANKS else 0
                 tokens += 1

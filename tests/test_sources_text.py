@@ -22,7 +22,7 @@ from leapahead.core.errors import BadParameter
 from leapahead.core.sampling import Sampler
 from leapahead.core.stop import StopParams
 from leapahead.drafters.base import Context
-from leapahead.drafters.cache import Memory
+from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.single import SuffixDrafter
 from leapahead.drafters.sources import ngram
 from leapahead.drafters.sources.ngram import LEVELS, WALKED, Ngrams
@@ -35,7 +35,7 @@ VOCAB = 300
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 
 
-def context_of(tokens: Sequence[int], memory: Memory | None = None) -> Context:
+def context_of(tokens: Sequence[int], drafter_cache: DrafterCache | None = None) -> Context:
     return Context(Sampler(GREEDY, list(tokens), VOCAB), memory)
 
 
@@ -360,7 +360,7 @@ def shared_lengths(source: Suffix, context: Context) -> int:
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=30), max_size=6), st.data())
 def test_own_and_shared_places_are_those_of_brute_force(past: list[list[int]], data: st.DataObject) -> None:
-    memory = Memory()
+    memory = DrafterCache()
     part = memory.part("suffix", lambda: SharedTexts(capacity=400))
     for text in past:
         part.add(text)
@@ -388,7 +388,7 @@ def test_own_and_shared_places_are_those_of_brute_force(past: list[list[int]], d
 
 
 def test_no_match_crosses_the_border_of_two_texts() -> None:
-    memory = Memory()
+    memory = DrafterCache()
     part = memory.part("suffix", SharedTexts)
     part.add([1, 2, 3])
     part.add([4, 5, 6])
@@ -483,7 +483,7 @@ def test_merge_refuses_what_is_not_of_its_kind(arrays: dict[str, Any], message: 
 
 def test_places_stay_right_when_volumes_change() -> None:
     """Requests that finish meanwhile turn the volumes over, more than once, and so does a merge."""
-    memory = Memory()
+    memory = DrafterCache()
     part = memory.part("suffix", lambda: SharedTexts(capacity=300))
     text = words(5, 400)
     source, context = Suffix(), context_of(text[:1], memory)
@@ -507,7 +507,7 @@ def test_places_stay_right_when_volumes_change() -> None:
 
 def test_a_text_that_enters_meanwhile_is_found() -> None:
     """Not only from its first token on that comes after it entered."""
-    memory = Memory()
+    memory = DrafterCache()
     part = memory.part("suffix", SharedTexts)
     part.add([9, 12, 200, 201])
     source, context = Suffix(), context_of([10, 11, 12], memory)
@@ -521,7 +521,7 @@ def test_a_text_that_enters_meanwhile_is_found() -> None:
 
 
 def test_texts_enter_while_others_are_read() -> None:
-    memory = Memory()
+    memory = DrafterCache()
     part = memory.part("suffix", lambda: SharedTexts(capacity=3_000))
     failures: list[BaseException] = []
 
@@ -556,12 +556,12 @@ def test_texts_enter_while_others_are_read() -> None:
 
 def test_a_second_request_is_drafted_from_the_first() -> None:
     target = ToyTarget(vocab_size=VOCAB, order=3)  # its text does not repeat itself soon
-    memory, lengths, texts = Memory(), [], []
+    memory, lengths, texts = DrafterCache(), [], []
     plain = run(target, None, PROMPT, stop=StopParams(max_new_tokens=60)).tokens
     for _ in range(2):
         drafter = SuffixDrafter(nodes=8)
         stop = StopParams(max_new_tokens=60)
-        generation = Generation.begin(target, PROMPT, drafter, GREEDY, stop, memory=memory)
+        generation = Generation.begin(target, PROMPT, drafter, GREEDY, stop, drafter_cache=memory)
         texts.append([token for _, step in decode(target, [generation]) for token in step.tokens])
         lengths.append(generation.stats.committed / generation.stats.steps)
     assert texts == [plain, plain]

@@ -26,7 +26,7 @@ from leapahead.core.stop import StopParams
 from leapahead.core.text import Detokenizer, TextStream, Tokenizer, fingerprint
 from leapahead.drafters import cache_sections, draft_models
 from leapahead.drafters.base import Drafter, Step
-from leapahead.drafters.cache import Memory
+from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.loop import Generation, decode
 from leapahead.models import loading
 from leapahead.models.base import Target
@@ -127,15 +127,15 @@ class LLM:
         draft: a smaller model that drafts, for the drafters that take one (`draft_model`, `auto`): a name, a folder, a
             GGUF file, "bundled" for the bundled model's own, or a loaded one; or a list of several. Its tokenizer must
             be the target's. Loaded with the same dtype, device and llama.cpp options.
-        memory: what drafters learn from one text for the next, which changes speed and never text. True keeps it as
-            long as this LLM lives; False keeps nothing; a file is read if it exists, and `save_memory` writes it; a
-            `Memory` is shared with whoever else holds it, if they have the same vocabulary. It is bounded: by an
+        drafter_cache: what drafters learn from one text for the next, which changes speed and never text. True keeps it as
+            long as this LLM lives; False keeps nothing; a file is read if it exists, and `save_drafter_cache` writes it; a
+            `DrafterCache` is shared with whoever else holds it, if they have the same vocabulary. It is bounded: by an
             estimated 100 MB when full of sampled texts, by less of greedy ones. It holds pieces of prompts and texts:
             give users who must not learn of each other's texts a memory each, or none.
 
     Attributes:
         target, tokenizer, drafter_name, eos_token_ids: what was loaded.
-        memory: see above; None where nothing is kept.
+        drafter_cache: see above; None where nothing is kept.
 
     Raises:
         LeapaheadError: one clear sentence for whatever is wrong.
@@ -152,7 +152,7 @@ class LLM:
         max_batch: int = 8,
         trust_remote_code: bool = False,
         draft: Any = None,
-        memory: Memory | str | Path | bool = True,
+        drafter_cache: DrafterCache | str | Path | bool = True,
         **options: Any,
     ) -> None:
         if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
@@ -160,7 +160,7 @@ class LLM:
         backend = {name: options.pop(name) for name in loading.LLAMA_CPP_OPTIONS if name in options}
         if draft is None:
             self._new_drafter = _factory(drafter, options)  # before the load, which may take long
-        self.memory = cache_sections.given(memory)
+        self.drafter_cache = cache_sections.given(drafter_cache)
         loaded = loading.load(
             model,
             tokenizer=tokenizer,
@@ -180,9 +180,9 @@ class LLM:
         first = self._new_drafter()
         self.drafter_name = first.name
         first.fits(self.target, self.tokenizer)
-        if self.memory is not None:
+        if self.drafter_cache is not None:
             name = partial(self._vocabulary, self.tokenizer, self.target.vocab_size)
-            self.memory.belong(name if memory is True else name(), self.target.vocab_size)
+            self.drafter_cache.belong(name if drafter_cache is True else name(), self.target.vocab_size)
 
     def __repr__(self) -> str:
         return f"LLM({self.target.name!r}, drafter={self.drafter_name!r})"
@@ -394,11 +394,11 @@ class LLM:
             request.sampling,
             request.stop,
             text=text,
-            memory=self.memory,
+            drafter_cache=self.drafter_cache,
             prediction=request.prediction,
         )
 
-    def save_memory(self, path: str | Path | None = None) -> Path:
+    def save_drafter_cache(self, path: str | Path | None = None) -> Path:
         """Writes the memory to a file, merged with what other processes saved there meanwhile.
 
         Args:
@@ -410,18 +410,18 @@ class LLM:
         Raises:
             BadParameter: nothing is kept, there is nowhere to write, or what is there is something else.
         """
-        if self.memory is None:
-            raise BadParameter("memory=False keeps nothing that could be saved; leave it out, or name a file")
-        return self.memory.save(path)
+        if self.drafter_cache is None:
+            raise BadParameter("drafter_cache=False keeps nothing that could be saved; leave it out, or name a file")
+        return self.drafter_cache.save(path)
 
     @contextmanager
-    def without_memory(self) -> Iterator[None]:
+    def without_drafter_cache(self) -> Iterator[None]:
         """Inside, texts are decoded as if none had come before, and teach nothing: to measure a prompt many times."""
-        memory, self.memory = self.memory, None
+        kept, self.drafter_cache = self.drafter_cache, None
         try:
             yield
         finally:
-            self.memory = memory
+            self.drafter_cache = kept
 
     @staticmethod
     def _vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> str:

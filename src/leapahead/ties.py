@@ -87,8 +87,8 @@ def measure(
         here, scores = _host(plain), _scores(session.sampler, plain)
         with np.errstate(invalid="ignore"):
             gap = float(scores[pair[0]] - scores[pair[1]])
-        if (dice := session.sampler.dice) is not None:  # they are no part of the noise: equal in every way
-            gap += float(dice.noise(len(session.tokens))[pair[0]] - dice.noise(len(session.tokens))[pair[1]])
+        if (gumbel := session.sampler.noise) is not None:  # the same in both decodings, so no part of the rounding noise
+            gap += float(gumbel.at(len(session.tokens))[pair[0]] - gumbel.at(len(session.tokens))[pair[1]])
         near = np.union1d(np.argsort(-here)[:NEAR], pair)
         share = min(CEILING_STEPS * target.precision, CEILING_SHARE)
         ceiling = share * float(np.max(np.abs(here[np.isfinite(here)]), initial=0.0))

@@ -85,7 +85,7 @@ def compare(
         nonlocal done
         progress(done, total)
         done += 1
-        with llm.without_memory():  # it remembers this very text
+        with llm.without_drafter_cache():  # it remembers this very text
             return llm.generate(prompt, **(plainly if plain else options))
 
     reference = run(plain=True)

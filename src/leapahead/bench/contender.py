@@ -19,7 +19,7 @@ from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
 from leapahead.core.text import REPLACEMENT, TextStream, Tokenizer
 from leapahead.drafters.base import Drafter
-from leapahead.drafters.cache import Memory
+from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.loop import Generation, decode
 from leapahead.models.base import Forgetful, Target
 
@@ -165,14 +165,14 @@ class Ours(Contender):
         options: dict[str, Any] | None = None,
     ) -> None:
         self.name, self.target, self.tokenizer = name, target, tokenizer
-        self.memory = Memory()
+        self.drafter_cache = DrafterCache()
         self.new_drafter: Callable[[], Drafter] = drafters.factory(drafter, **(options or {}))
         first = self.new_drafter()
         first.fits(target, tokenizer)
         self.same_text = first.same_text
 
     def begin_round(self) -> None:
-        self.memory = Memory()
+        self.drafter_cache = DrafterCache()
 
     def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
         if isinstance(self.target, Forgetful):
@@ -190,7 +190,13 @@ class Ours(Contender):
                 start = perf_counter()
                 try:
                     new = Generation.begin(
-                        self.target, tokens, self.new_drafter(), setting.params, stop, stats=stats, memory=self.memory
+                        self.target,
+                        tokens,
+                        self.new_drafter(),
+                        setting.params,
+                        stop,
+                        stats=stats,
+                        drafter_cache=self.drafter_cache,
                     )
                 except CacheFull:
                     if not running:

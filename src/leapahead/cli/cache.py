@@ -11,13 +11,13 @@ import click
 from leapahead.api import LLM
 from leapahead.core.errors import BadParameter
 from leapahead.drafters import cache_sections
-from leapahead.drafters.cache import Memory
+from leapahead.drafters.cache import DrafterCache
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 MEMORY = (
     click.option(
-        "--memory",
+        "--drafter-cache",
         "memory_file",
         type=FILE,
         metavar="FILE",
@@ -35,8 +35,8 @@ def memory_argument(values: dict[str, Any]) -> Path | bool:
 
 def saved_at_the_end(llm: LLM) -> LLM:
     """Of the command that runs, after Ctrl-C and after an error too, if the memory has a file."""
-    if llm.memory is not None and llm.memory.path is not None:
-        click.get_current_context().call_on_close(llm.save_memory)
+    if llm.drafter_cache is not None and llm.drafter_cache.path is not None:
+        click.get_current_context().call_on_close(llm.save_drafter_cache)
     return llm
 
 
@@ -44,7 +44,7 @@ def saved_at_the_end(llm: LLM) -> LLM:
 def memory() -> None:
     """Show and merge what drafters keep from one text to the next.
 
-    `leapahead generate --memory FILE` and `chat --memory FILE` make and use such files. They hold pieces of prompts and
+    `leapahead generate --drafter-cache FILE` and `chat --drafter-cache FILE` make and use such files. They hold pieces of prompts and
     texts.
     """
 
@@ -79,7 +79,7 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
     """
     if output.exists() and not force:
         raise BadParameter(f"{output} exists; name another file, or give --force to replace it")
-    merged = Memory()
+    merged = DrafterCache()
     for file in reversed(files):  # each comes before what is there already
         merged.take_over(file)
         merged.adopt(cache_sections.make)
@@ -93,11 +93,11 @@ def as_dict(file: Path) -> dict[str, Any]:
     parts = {}
     for name, (layout, arrays) in found.written().items():
         parts[name] = {
-            "known": name in found.parts,
+            "known": name in found.sections,
             "layout": layout,
             "bytes": sum(array.nbytes for array in arrays.values()),
             "arrays": {key: list(array.shape) for key, array in arrays.items()},
-            "figures": found.parts[name].figures() if name in found.parts else {},
+            "figures": found.sections[name].figures() if name in found.sections else {},
         }
     return {
         "file": str(file),

@@ -173,7 +173,7 @@ def _llm(values: dict[str, Any]) -> LLM:
     drafter_options = drafter_arguments(values, [drafter])
     model = model_arguments(values)
     with screen.loading(model["model"]):
-        llm = LLM(**model, drafter=drafter, max_batch=1, memory=memory_argument(values), **drafter_options)
+        llm = LLM(**model, drafter=drafter, max_batch=1, drafter_cache=memory_argument(values), **drafter_options)
     return saved_at_the_end(llm)
 
 

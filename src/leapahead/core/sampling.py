@@ -115,7 +115,7 @@ class SamplingParams:
         demand(all(len(word) > 0 for word in self.bad_words), "bad_words", "made of non-empty token sequences")
 
 
-class Dice:
+class GumbelNoise:
     """Gumbel noise as a function of (seed, position): the same numbers on every machine, for every draft.
 
     Philox, a counter-based generator, is keyed by the pair; its raw bits are turned into noise here, because numpy
@@ -127,7 +127,7 @@ class Dice:
         self.vocab_size = vocab_size
         self._kept: dict[int, FloatArray] = {}
 
-    def noise(self, position: int) -> FloatArray:
+    def at(self, position: int) -> FloatArray:
         """float32 [vocab]; the noise of the token *at* `position`. Kept until `forget`."""
         kept = self._kept.get(position)
         if kept is None:
@@ -141,7 +141,7 @@ class Dice:
             kept = self._kept[position] = noise.astype(np.float32)
         return kept
 
-    def forget(self, before: int) -> None:
+    def drop_before(self, before: int) -> None:
         """Drops the noise of positions that are committed."""
         for position in [p for p in self._kept if p < before]:
             del self._kept[position]
@@ -174,9 +174,9 @@ class Sampler:
         self.tokens = tokens
         self.vocab_size = vocab_size
         self.prompt_length = len(tokens)
-        self.dice = Dice(params.seed, vocab_size) if params.temperature > 0 else None
+        self.noise = GumbelNoise(params.seed, vocab_size) if params.temperature > 0 else None
         self._to_array, self._from_target = to_array, from_target
-        self._noise: dict[int, Array] = {}  # the dice on the target's device
+        self._device_noise: dict[int, Array] = {}  # the dice on the target's device
         p = params
         self._penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
         if self._penalised:
@@ -192,10 +192,10 @@ class Sampler:
         if self._penalised:
             np.add.at(self._counts, self.tokens[self._counted :], 1)
         self._counted = len(self.tokens)
-        if self.dice is not None:
-            self.dice.forget(self._counted)
-            for position in [p for p in self._noise if p < self._counted]:
-                del self._noise[position]
+        if self.noise is not None:
+            self.noise.drop_before(self._counted)
+            for position in [p for p in self._device_noise if p < self._counted]:
+                del self._device_noise[position]
 
     def choose(self, logits: Array, tree: TokenTree, nodes: IntArray, length: int | None = None) -> Array:
         """The target's own next token after each of `nodes`.
@@ -210,20 +210,20 @@ class Sampler:
             int64 [rows], of the kind that is processed; -1 where no token can be chosen (see `checked`). Of equal
             scores the lowest id wins.
         """
-        if self.dice is None and self._plain_rows:
+        if self.noise is None and self._plain_rows:
             return _best(self._from_target(logits))  # nothing to change, so nothing to copy
         length = len(self.tokens) if length is None else length
         scores = self.scores(logits, tree, nodes, length)
-        if self.dice is not None:
-            noise = [self._noise_at(length + depth) for depth in tree.depths[nodes].tolist()]
+        if self.noise is not None:
+            noise = [self._noise_of(length + depth) for depth in tree.depths[nodes].tolist()]
             scores += noise[0] if len(noise) == 1 else array_namespace(scores).stack(noise)
         return _best(scores)
 
-    def _noise_at(self, position: int) -> Array:
-        assert self.dice is not None
-        noise = self._noise.get(position)
+    def _noise_of(self, position: int) -> Array:
+        assert self.noise is not None
+        noise = self._device_noise.get(position)
         if noise is None:
-            noise = self._noise[position] = self._to_array(self.dice.noise(position))
+            noise = self._device_noise[position] = self._to_array(self.noise.at(position))
         return noise
 
     def scores(self, logits: Array, tree: TokenTree, nodes: IntArray, length: int | None = None) -> Array:
@@ -295,16 +295,16 @@ class Sampler:
             int64 [candidates], indices. The identity when greedy; when sampling, by falling `logp / T + g[position]`:
             what this seed will pick if the opinion is right. The text cannot change, only how often drafts are right.
         """
-        scores = self.dice_scores(position, tokens, logp)
+        scores = self.noisy_scores(position, tokens, logp)
         return np.arange(np.size(tokens)) if scores is None else np.argsort(-scores, kind="stable")
 
-    def dice_scores(self, position: int, tokens: npt.ArrayLike, logp: npt.ArrayLike) -> npt.NDArray[np.float64] | None:
+    def noisy_scores(self, position: int, tokens: npt.ArrayLike, logp: npt.ArrayLike) -> npt.NDArray[np.float64] | None:
         """float64 [candidates], `logp / T + g[position]`, see `rank`; None when greedy."""
-        if self.dice is None:
+        if self.noise is None:
             return None
         scores: npt.NDArray[np.float64] = (
             np.asarray(logp, dtype=np.float64) / self.params.temperature
-            + self.dice.noise(position)[np.asarray(tokens, dtype=np.int64)]
+            + self.noise.at(position)[np.asarray(tokens, dtype=np.int64)]
         )
         return scores
 

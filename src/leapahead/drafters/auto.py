@@ -10,7 +10,7 @@ from leapahead.core.text import Tokenizer
 from leapahead.drafters import draft_models
 from leapahead.drafters.base import Context
 from leapahead.drafters.planned import Grown
-from leapahead.drafters.sources import Source
+from leapahead.planner.source import Source
 from leapahead.drafters.sources.datastore import Datastore
 from leapahead.drafters.sources.lookahead import LookaheadSource
 from leapahead.drafters.sources.ngram import Ngrams
@@ -52,9 +52,9 @@ class Auto(Grown):
         draft: Any = None,
         nodes: int = 0,
         max_nodes: int = 128,
-        dice: bool = True,
+        seed_aware: bool = True,
     ) -> None:
-        super().__init__(nodes, max_nodes, dice)
+        super().__init__(nodes, max_nodes, seed_aware)
         self._wanted = [name.strip() for name in sources.split(",") if name.strip()] or list(USUAL)
         if unknown := [name for name in self._wanted if name not in SOURCES]:
             raise BadParameter(f"there is no source {unknown[0]!r}; there are {', '.join(SOURCES)}")

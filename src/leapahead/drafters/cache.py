@@ -47,7 +47,7 @@ PATIENCE = 30.0  # seconds that a save waits for another process's
 BEGIN_ANEW = "name another file, or delete this one to begin anew"
 
 
-class Part(ABC):
+class Section(ABC):
     """What the sources of one kind keep: it can be written down as plain arrays, and takes over what others wrote.
 
     Class attributes:
@@ -80,7 +80,7 @@ class Part(ABC):
         return {}
 
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=Section)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Contents:
     parts: dict[str, Saved]
 
 
-class Memory:
+class DrafterCache:
     """The parts of one vocabulary. It holds pieces of prompts and texts: who can read its file can read those.
 
     Attributes:
@@ -118,7 +118,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self.parts: dict[str, Part] = {}
+        self.sections: dict[str, Section] = {}
         self.unknown: dict[str, Saved] = {}
         self.vocab_size = 0
         self.path: Path | None = None
@@ -126,27 +126,27 @@ class Memory:
         self._seen: dict[Path, str] = {}  # file -> the save that is merged in already
         self._lock = Lock()
 
-    def part(self, name: str, make: Callable[[], P]) -> P:
+    def section(self, name: str, make: Callable[[], P]) -> P:
         """The part of that name, made when it is first asked for.
 
         Raises:
             BadParameter: what a file has under that name is no such part.
         """
         with self._lock:
-            found = self.parts.get(name)
+            found = self.sections.get(name)
             if found is None:
                 found = make()
                 if (saved := self.unknown.get(name)) is not None:
                     self._teach(name, found, saved)
                     del self.unknown[name]
-                self.parts[name] = found
+                self.sections[name] = found
             return found  # type: ignore[return-value]
 
-    def adopt(self, make: Callable[[str], Part | None]) -> None:
+    def adopt(self, make: Callable[[str], Section | None]) -> None:
         """Turns the parts of a file into live ones where `make` knows their names, before any source asks for them."""
         for name in list(self.unknown):
             if (part := make(name)) is not None:
-                self.part(name, lambda made=part: made)  # type: ignore[misc]
+                self.section(name, lambda made=part: made)  # type: ignore[misc]
 
     @property
     def tokenizer(self) -> str:
@@ -182,7 +182,7 @@ class Memory:
         return None
 
     @classmethod
-    def load(cls, path: str | Path) -> Memory:
+    def load(cls, path: str | Path) -> DrafterCache:
         """From a file. Its parts become live when they are asked for, or by `adopt`.
 
         Raises:
@@ -214,7 +214,7 @@ class Memory:
             )
         for name, saved in contents.parts.items():
             with self._lock:
-                if (part := self.parts.get(name)) is not None:
+                if (part := self.sections.get(name)) is not None:
                     self._teach(name, part, saved)
                 elif name in self.unknown and self.unknown[name].file != saved.file:
                     raise BadParameter(
@@ -224,7 +224,7 @@ class Memory:
                 else:
                     self.unknown[name] = saved
 
-    def _teach(self, name: str, part: Part, saved: Saved) -> None:
+    def _teach(self, name: str, part: Section, saved: Saved) -> None:
         if saved.layout != part.layout:
             raise BadParameter(
                 f"{saved.file} has the part {name!r} in layout {saved.layout}, and what is installed here reads layout "
@@ -244,7 +244,7 @@ class Memory:
     def written(self) -> dict[str, tuple[int, Arrays]]:
         """Of every part its layout and its arrays, as a save writes them."""
         with self._lock:
-            parts, unknown = dict(self.parts), dict(self.unknown)
+            parts, unknown = dict(self.sections), dict(self.unknown)
         live = {name: (part.layout, part.arrays()) for name, part in parts.items()}
         return {**live, **{name: (saved.layout, saved.arrays) for name, saved in unknown.items()}}
 
@@ -302,7 +302,7 @@ def _read(file: Path, but: str | None = None) -> Contents | None:
             size = os.fstat(stream.fileno()).st_size
             data = stream.read() if size <= LARGEST else b""
     except FileNotFoundError:
-        raise BadParameter(f"there is no memory {file}; `leapahead generate --memory FILE` makes one") from None
+        raise BadParameter(f"there is no memory {file}; `leapahead generate --drafter-cache FILE` makes one") from None
     except OSError as error:
         raise BadParameter(f"the memory {file} cannot be read ({_short(error)}); name another file") from error
     if size > LARGEST:

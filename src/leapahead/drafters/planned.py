@@ -20,7 +20,7 @@ from leapahead.core.errors import BadParameter
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.drafters.base import Ask, Context, Drafter, Proposal, Step
 from leapahead.drafters.draft_forwards import LONGEST_REST, PRICE, Looks
-from leapahead.drafters.sources import Source
+from leapahead.planner.source import Source
 from leapahead.drafters.sources.draft import DraftSource
 from leapahead.drafters.sources.lookahead import LookaheadSource
 from leapahead.models.base import TREE, Target
@@ -46,13 +46,13 @@ class Grown(Drafter):
     """
 
     def __init__(
-        self, nodes: int = 0, max_nodes: int = 128, dice: bool = True, depth: int = 0, chain: bool = False
+        self, nodes: int = 0, max_nodes: int = 128, seed_aware: bool = True, depth: int = 0, chain: bool = False
     ) -> None:
         if nodes < 0 or max_nodes < 1 or depth < 0:
             raise BadParameter(
                 f"nodes={nodes} and depth={depth} must be at least 0 and max_nodes={max_nodes} at least 1"
             )
-        self.nodes, self.max_nodes, self.dice = nodes, max_nodes, dice
+        self.nodes, self.max_nodes, self.seed_aware = nodes, max_nodes, seed_aware
         self.depth, self.chain = depth, chain
         self.sources: list[Source] | None = None
         self._machine: Machine | None = None
@@ -140,7 +140,7 @@ class Grown(Drafter):
         leaves = ask.budget.leaves if TREE in target.capabilities and not self.chain else 1
         within = Budget(min(ask.budget.nodes, self.max_nodes), ask.budget.depth, leaves)
         table, sources = machine_of(target).calibration, self.sources or []
-        return Growth(ask.context, sources, table, within, self.dice, self._trust)
+        return Growth(ask.context, sources, table, within, self.seed_aware, self._trust)
 
     def _probing(self, curve: CostCurve, sequences: int) -> int:
         """Nodes of the windows that may pay."""

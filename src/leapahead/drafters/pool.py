@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
-from leapahead.drafters.cache import Arrays, Part
+from leapahead.drafters.cache import Arrays, Section
 
 Tail = tuple[int, ...]
 Ngram = tuple[int, Tail]  # key, tail
@@ -110,7 +110,7 @@ class NgramPool:
         }
 
 
-class SharedPool(Part):
+class SharedPool(Section):
     """A pool of all texts' n-grams, for several threads.
 
     Args:

@@ -9,7 +9,7 @@ from leapahead.core.text import Tokenizer
 from leapahead.drafters import draft_models
 from leapahead.drafters.base import Context
 from leapahead.drafters.planned import Grown
-from leapahead.drafters.sources import Source
+from leapahead.planner.source import Source
 from leapahead.drafters.sources.datastore import Datastore
 from leapahead.drafters.sources.draft import DraftSource
 from leapahead.drafters.sources.ngram import Ngrams
@@ -123,9 +123,9 @@ class DraftModel(Grown):
     needs: ClassVar[frozenset[str]] = DraftSource.needs
 
     def __init__(
-        self, draft: Any = None, nodes: int = 0, depth: int = 0, chain: bool = False, dice: bool = True
+        self, draft: Any = None, nodes: int = 0, depth: int = 0, chain: bool = False, seed_aware: bool = True
     ) -> None:
-        super().__init__(nodes, dice=dice, depth=depth, chain=chain)
+        super().__init__(nodes, seed_aware=seed_aware, depth=depth, chain=chain)
         if draft is None or draft == "":
             raise BadParameter("the drafter 'draft_model' needs draft=..., the smaller model")
         self._drafts = draft_models.given(draft)

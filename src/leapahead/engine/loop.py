@@ -21,7 +21,7 @@ from leapahead.core.stop import StopParams, Stopper
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.core.verify import verify
 from leapahead.drafters.base import Ask, Context, Drafter, Forward, Proposal, Step
-from leapahead.drafters.cache import Memory
+from leapahead.drafters.cache import DrafterCache
 from leapahead.models.base import Choices, Session, Target
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Generation:
     """One text in the making: a session of the target, its own drafter, its own stop, its own counters.
 
     Attributes:
-        memory: what drafters keep from one text to the next, if anything.
+        drafter_cache: what drafters keep from one text to the next, if anything.
         prediction: tokens that the user expects, if any.
     """
 
@@ -44,11 +44,11 @@ class Generation:
     drafter: Drafter
     stopper: Stopper
     stats: Stats = field(default_factory=Stats)
-    memory: Memory | None = None
+    drafter_cache: DrafterCache | None = None
     prediction: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self.context = Context(self.session.sampler, self.memory, self.prediction, self.session.prompt_top_k)
+        self.context = Context(self.session.sampler, self.drafter_cache, self.prediction, self.session.prompt_top_k)
         self.drafter.begin(self.context)
 
     @classmethod
@@ -62,7 +62,7 @@ class Generation:
         *,
         text: Callable[[int], str] | None = None,
         stats: Stats | None = None,
-        memory: Memory | None = None,
+        drafter_cache: DrafterCache | None = None,
         prediction: Sequence[int] = (),
     ) -> Self:
         """Reads the prompt.
@@ -81,7 +81,7 @@ class Generation:
         top_k = drafter.prompt_top_k if stop.max_new_tokens > SHORT else 0
         session = target.open(tokens, sampling, stats, reserve=reserve, top_k=top_k)
         try:
-            return cls(session, drafter, stopper, stats, memory, prediction)
+            return cls(session, drafter, stopper, stats, drafter_cache, prediction)
         except BaseException:
             session.close()
             raise

@@ -21,7 +21,7 @@ import numpy as np
 
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.drafters.base import Context, Proposal, Step
-from leapahead.drafters.sources import Candidate, Score, Source
+from leapahead.planner.source import Candidate, Score, Source
 from leapahead.drafters.sources.draft import DraftSource
 from leapahead.planner.acceptance import Calibration, Key, Trust
 
@@ -67,15 +67,15 @@ class Growth:
         sources: Sequence[Source],
         calibration: Calibration,
         budget: Budget,
-        dice: bool = True,
+        seed_aware: bool = True,
         trust: Trust | None = None,
     ) -> None:
-        self.dice = dice
+        self.seed_aware = seed_aware
         self.trust = trust or Trust(1.0)
         self.context, self.sources, self.calibration, self.budget = context, sources, calibration, budget
         self._builder = TreeBuilder(context.root, budget)
         self._drafts = {source.name for source in sources if isinstance(source, DraftSource)}
-        self.how = ("sampled" if dice else "blind") if context.sampled else "greedy"
+        self.how = ("sampled" if seed_aware else "blind") if context.sampled else "greedy"
         self._names = [""]
         self.expected = [1.0]
         self._depths = [0]
@@ -140,14 +140,14 @@ class Growth:
         position = len(self.context.tokens) + depth
         found: dict[int, list[tuple[float, Key]]] = {}
         most = WIDE if depth == 0 else NARROW
-        score = partial(self.context.scores, position) if self.dice and self.context.sampled else None
+        score = partial(self.context.scores, position) if self.seed_aware and self.context.sampled else None
         for source, state in zip(self.sources, self._states[node], strict=True):
             if state is None:
                 continue
             if score is None:
                 keyed = self._keyed(source.name, source.candidates(state, most))
             else:
-                keyed = self._diced(source.name, source.drawn(state, most, score), score, most)
+                keyed = self._seed_aware_candidates(source.name, source.drawn(state, most, score), score, most)
             for token, key in keyed:
                 found.setdefault(token, []).append((self.calibration.probability(key), key))
         guesses = [self._joined(token, some) for token, some in found.items()]
@@ -163,7 +163,9 @@ class Growth:
             for rank, (token, logp, feature) in enumerate(candidates)
         ]
 
-    def _diced(self, name: str, candidates: list[Candidate], score: Score, most: int) -> list[tuple[int, Key]]:
+    def _seed_aware_candidates(
+        self, name: str, candidates: list[Candidate], score: Score, most: int
+    ) -> list[tuple[int, Key]]:
         """The best of them under the dice, and by how much."""
         if not candidates:
             return []

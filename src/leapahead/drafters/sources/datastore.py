@@ -28,7 +28,7 @@ import numpy.typing as npt
 from leapahead.core.errors import BadParameter
 from leapahead.core.text import Tokenizer, fingerprint
 from leapahead.drafters.base import Context
-from leapahead.drafters.sources import Candidate, Source
+from leapahead.planner.source import Candidate, Source
 from leapahead.models.base import CHAIN
 
 LONGEST, SHORTEST = 16, 2  # tokens of a match

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from leapahead.drafters.base import Context, Forward, Step
 from leapahead.drafters.draft_runner import Following, Path
-from leapahead.drafters.sources import Candidate, Score, Source
+from leapahead.planner.source import Candidate, Score, Source
 from leapahead.models.base import CHAIN, Target
 
 KEPT, SAMPLED = (

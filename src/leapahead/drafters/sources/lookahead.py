@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from leapahead.core.tree import TreeBuilder
 from leapahead.drafters.base import Context, Step
 from leapahead.drafters.pool import NgramPool, SharedPool
-from leapahead.drafters.sources import Candidate, Source
+from leapahead.planner.source import Candidate, Source
 from leapahead.drafters.window import Window
 from leapahead.models.base import TREE
 
@@ -123,8 +123,8 @@ class LookaheadSource(Source):
         self._probed = True
 
     def begin(self, context: Context) -> None:
-        if context.memory is not None:
-            self._shared = context.memory.part("lookahead", SharedPool)
+        if context.drafter_cache is not None:
+            self._shared = context.drafter_cache.section("lookahead", SharedPool)
 
     def finish(self, context: Context) -> None:
         if self._shared is not None:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from leapahead.core.errors import BadParameter
 from leapahead.drafters.base import Context
-from leapahead.drafters.sources import Candidate, Source
+from leapahead.planner.source import Candidate, Source
 from leapahead.models.base import CHAIN
 
 LEVELS = (4, 2, 1)  # tokens of the n-grams that have chains, longest first

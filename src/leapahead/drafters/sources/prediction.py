@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from leapahead.drafters.base import Context
-from leapahead.drafters.sources import Candidate, Source
+from leapahead.planner.source import Candidate, Source
 from leapahead.models.base import CHAIN
 
 MATCH = 4  # tokens, at most, that find the place again

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
 from leapahead.drafters.base import Context, Step
-from leapahead.drafters.cache import Arrays, Part
-from leapahead.drafters.sources import Candidate, Feature, Score, Source
+from leapahead.drafters.cache import Arrays, Section
+from leapahead.planner.source import Candidate, Feature, Score, Source
 from leapahead.models.base import CHAIN, TOP_K
 
 CAPACITY = 40_000  # places that are kept: with k = 128 at most 50 MB, with k = 8 about 15 MB
@@ -31,7 +31,7 @@ Place = tuple[int, ...]  # the last tokens, oldest first
 Kept = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]  # tokens, likeliest first; their log-probabilities
 
 
-class Adjacency(Part):
+class Adjacency(Section):
     """Places of one and of two tokens and what may follow them, of all texts; the least recently written go.
 
     Args:
@@ -121,8 +121,8 @@ class Recycling(Source):
 
     def begin(self, context: Context) -> None:
         self.k = min(self.k or (SAMPLED if context.sampled else USUAL), context.vocab_size)
-        if context.memory is not None:
-            self._shared = context.memory.part("recycling", Adjacency)
+        if context.drafter_cache is not None:
+            self._shared = context.drafter_cache.section("recycling", Adjacency)
         if (seen := context.prompt_top_k) is not None:
             tokens = seen.tokens.tolist()
             places = [tuple(tokens[max(0, end - self.longest) : end]) for end in range(1, len(tokens) + 1)]

@@ -26,8 +26,8 @@ import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
 from leapahead.drafters.base import Context
-from leapahead.drafters.cache import Arrays, Part
-from leapahead.drafters.sources import Candidate, Feature, Source
+from leapahead.drafters.cache import Arrays, Section
+from leapahead.planner.source import Candidate, Feature, Source
 from leapahead.models.base import CHAIN
 
 COUNTED = 8  # endings of each token's place, longest first, whose counts grow; all of them would be quadratic
@@ -197,7 +197,7 @@ class Volume:
         self.texts[text] = len(text) // 4
 
 
-class SharedTexts(Part):
+class SharedTexts(Section):
     """Past texts, and a suffix automaton over each of two volumes of them.
 
     Texts enter the young volume. When it is full it becomes the old one, and what was old is forgotten. A text that the
@@ -317,16 +317,16 @@ class Suffix(Source):
         self._places: dict[Volume, tuple[int, int, int]] = {}  # state, length, texts of the volume as it was read
 
     def begin(self, context: Context) -> None:
-        if context.memory is not None:
-            self._shared = context.memory.part(self.name, SharedTexts)
+        if context.drafter_cache is not None:
+            self._shared = context.drafter_cache.section(self.name, SharedTexts)
         self._grow(context.tokens)
 
     def read(self, context: Context) -> None:
         self._grow(context.tokens)
 
     def finish(self, context: Context) -> None:
-        if context.memory is not None:
-            context.memory.part(self.name, SharedTexts).add(context.tokens)
+        if context.drafter_cache is not None:
+            context.drafter_cache.section(self.name, SharedTexts).add(context.tokens)
 
     def _grow(self, tokens: Sequence[int]) -> None:
         known = self.automaton.tokens

@@ -1,0 +1,230 @@
+"""What one forward gives back: the target's choice after every node, and the captured top-k, logits and hidden states.
+
+Everything is computed when it is read. This module imports no backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log2
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from leapahead.core.errors import LeapaheadError, Refused
+from leapahead.core.sampling import Array, Sampler, checked
+from leapahead.core.tree import IntArray, TokenTree
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class Rows:
+    """What a forward knows of its rows: top-k tokens, logits, hidden states. Computed when read.
+
+    Args:
+        logits: float [rows, vocab], of the target's kind.
+        hidden: float [rows, layers * hidden_size], the captured layers side by side; None where none were captured.
+        borrowed: the logits lie in memory that the target's next forward overwrites; it calls `expire` before.
+    """
+
+    def __init__(self, logits: Array, hidden: Array = None, borrowed: bool = False) -> None:
+        self._rows, self._hidden, self._borrowed = logits, hidden, borrowed
+        self._expired = False
+        self._seconds = 0.0
+
+    def top_k(self, k: int) -> tuple[IntArray, FloatArray]:
+        """The k likeliest tokens after each row: int64 [rows, k], and their logits, float64 [rows, k], falling.
+
+        From unprocessed logits, for every row, accepted or not.
+        """
+        began = perf_counter()
+        found = best(self._live(), k)
+        self._seconds += perf_counter() - began
+        return found
+
+    @property
+    def logits(self) -> Array:
+        """float [rows, vocab], unprocessed, of the target's kind and on its device. They are the reader's to keep."""
+        rows = self._live()
+        return np.array(rows) if self._borrowed else rows
+
+    @property
+    def hidden(self) -> Array:
+        """float [rows, layers * hidden_size], of the target's kind and on its device: the captured layers side by side.
+
+        Raises:
+            Refused: the capture request of this forward named no layers.
+        """
+        if self._hidden is None:
+            raise Refused("no hidden states were captured; name their layers in Capture(hidden=...)")
+        return self._hidden
+
+    def seconds_since(self) -> float:
+        """Wall-clock seconds spent in choosing and in selecting top-k tokens since the last call of this method."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def expire(self) -> None:
+        """Called by the target before it overwrites the logits; what was read before stays known."""
+        self._expired, self._rows = True, None
+
+    def _live(self) -> Array:
+        if self._expired:
+            raise LeapaheadError("the logits of an earlier step are gone; read them before the target's next step")
+        return self._rows
+
+
+class PromptRows(Rows):
+    """The captured rows of a chunk of the prompt.
+
+    Args:
+        tokens: int64 [rows], the prompt's tokens of these rows.
+        start: the position of the first of them in the sequence.
+    """
+
+    def __init__(
+        self, tokens: IntArray, start: int, logits: Array, hidden: Array = None, borrowed: bool = False
+    ) -> None:
+        super().__init__(logits, hidden, borrowed)
+        self.tokens, self.start = tokens, start
+
+
+class Choices(Rows):
+    """The target's next token after each node of one tree, chosen when first read and then kept.
+
+    Choosing costs O(vocab) a node (filters, noise), and verification reads the accepted path alone. So a target on the
+    host chooses row by row; one on an accelerator passes `chosen` and pays for a single transfer.
+
+    Args:
+        logits: float [nodes - num_computed, vocab].
+        tree: the draft that went through the target.
+        sampler: the session's.
+        chosen: int64 [nodes], where they are known already.
+        borrowed: see `Rows`.
+        num_computed: the node of the first row; those before it went through the target in an earlier step.
+        hidden: see `Rows`.
+    """
+
+    def __init__(
+        self,
+        logits: Array,
+        tree: TokenTree,
+        sampler: Sampler,
+        chosen: IntArray | None = None,
+        borrowed: bool = False,
+        num_computed: int = 0,
+        hidden: Array = None,
+    ) -> None:
+        super().__init__(logits, hidden, borrowed)
+        self.tree, self.num_computed = tree, num_computed
+        self._sampler = sampler
+        self._known: dict[int, int] = {} if chosen is None else dict(enumerate(chosen.tolist()))
+        self._length = len(sampler.tokens)  # of the prefix that these logits belong to
+
+    def __getitem__(self, node: int) -> int:
+        """For the verifier: -1 where no token can be chosen, which is an error only if the text comes there."""
+        if node not in self._known:
+            self._choose([node])
+        return self._known[node]
+
+    def of(self, nodes: Sequence[int] | IntArray) -> IntArray:
+        """For drafters: int64 [len(nodes)]; nodes that were not read before are chosen in one call.
+
+        0 where no token can be chosen: a processor may ban everything after a prefix that the text will never take.
+        """
+        wanted = [int(node) for node in nodes]
+        missing = sorted({node for node in wanted if node not in self._known})  # in the order of the rows, each once
+        if missing:
+            self._choose(missing)
+        return np.array([max(self._known[node], 0) for node in wanted], dtype=np.int64)
+
+    def probabilities(self, nodes: Sequence[int] | IntArray) -> FloatArray:
+        """float64 [len(nodes), vocab] on the host: what the sampler draws from after each node, all filters applied.
+
+        Greedily it is 1 at the choice. For the rejection rule.
+
+        Raises:
+            BadLogits: they are NaN, infinite or all banned.
+        """
+        rows, began = self._live(), perf_counter()
+        wanted = np.asarray(nodes, dtype=np.int64)
+        if self._sampler.noise is None:
+            chosen = checked(
+                self._sampler.choose(rows[wanted - self.num_computed], self.tree, wanted, self._length), ""
+            )
+            found = np.zeros((len(wanted), rows.shape[-1]))
+            found[np.arange(len(wanted)), chosen] = 1.0
+        else:
+            found = _host(self._sampler.scores(rows[wanted - self.num_computed], self.tree, wanted, self._length))
+            found = _softmax(found)
+            checked(np.where(np.isfinite(found).all(axis=1), 0, -1), f"position {self._length}")
+        self._seconds += perf_counter() - began
+        return found
+
+    def log_probabilities(
+        self, nodes: Sequence[int], tokens: Sequence[int], k: int
+    ) -> tuple[FloatArray, IntArray, FloatArray]:
+        """Log-softmax of the unprocessed logits after each node.
+
+        Args:
+            nodes: where to look.
+            tokens: the token after each of them whose log-probability is wanted.
+            k: number of likeliest alternatives.
+
+        Returns:
+            float64 [nodes] of the tokens; int64 [nodes, k] and float64 [nodes, k] of the alternatives, falling.
+        """
+        wanted = np.asarray(nodes, dtype=np.int64) - self.num_computed
+        rows = _host(self._live()[wanted])
+        top = rows.max(axis=1, keepdims=True)
+        log_sum = np.log(np.exp(rows - top).sum(axis=1, keepdims=True)) + top
+        chosen = rows[np.arange(len(rows)), np.asarray(tokens, dtype=np.int64)] - log_sum[:, 0]
+        if k == 0:
+            return chosen, np.zeros((len(rows), 0), dtype=np.int64), np.zeros((len(rows), 0))
+        alternatives, logits = best(rows, min(k, rows.shape[-1]))
+        return chosen, alternatives, logits - log_sum
+
+    def _choose(self, nodes: list[int]) -> None:
+        rows, began = self._live(), perf_counter()
+        if self._sampler.params.processors:  # called as seldom as possible
+            parts = [(nodes, rows[[node - self.num_computed for node in nodes]])]
+        else:  # a row stays in the processor's cache from its first operation to its last; and a slice is no copy
+            parts = [([node], rows[node - self.num_computed :][:1]) for node in nodes]
+        for some, selected in parts:
+            chosen = self._sampler.choose(selected, self.tree, np.array(some), self._length)
+            self._known.update(zip(some, chosen.tolist(), strict=True))
+        self._seconds += perf_counter() - began
+
+
+def best(rows: Array, k: int) -> tuple[IntArray, FloatArray]:
+    """The k greatest of each row, falling: indices int64 [rows, k], values float64 [rows, k], on the host."""
+    if hasattr(rows, "topk"):  # torch: its own selection, and one transfer of 2 k numbers a row
+        values, tokens = rows.topk(k, dim=-1)
+        return tokens.cpu().numpy(), values.double().cpu().numpy()
+    size = rows.shape[-1]
+    width = 1 << round(log2(max(1.0, size * k)) / 2)
+    if size >= 4 * width and width > k:  # the k best lie in the k columns of greatest maxima: few numbers are sorted
+        height = size // width
+        maxima = rows[:, : height * width].reshape(-1, height, width).max(axis=1)
+        columns = np.argpartition(maxima, -k, axis=-1)[:, -k:]  # [rows, k]
+        inside = (columns[:, :, None] + width * np.arange(height)).reshape(len(rows), -1)
+        if rest := size - height * width:
+            inside = np.concatenate((inside, np.tile(np.arange(size - rest, size), (len(rows), 1))), axis=-1)
+        some = np.take_along_axis(rows, inside, axis=-1)
+        tokens = np.take_along_axis(inside, np.argpartition(some, -k, axis=-1)[:, -k:], axis=-1)
+    else:
+        tokens = np.argpartition(rows, -k, axis=-1)[:, -k:]
+    values = np.take_along_axis(rows, tokens, axis=-1)
+    order = np.argsort(-values, axis=-1, kind="stable")
+    return np.take_along_axis(tokens, order, axis=-1), np.take_along_axis(values, order, axis=-1).astype(np.float64)
+
+
+def _host(array: Array) -> FloatArray:
+    """A float64 copy on the host."""
+    return np.array(array if isinstance(array, np.ndarray) else array.double().cpu().numpy(), dtype=np.float64)
+
+
+def _softmax(scores: FloatArray) -> FloatArray:
+    found = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return np.asarray(found / found.sum(axis=1, keepdims=True))

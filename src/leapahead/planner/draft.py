@@ -1,0 +1,127 @@
+"""What passes between the decoding loop, the drafters and the planner: a view of a sequence, a proposal, a step.
+
+Imports neither targets nor drafters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from leapahead.core.sampling import Sampler
+from leapahead.core.tree import IntArray, TokenTree
+from leapahead.core.verify import Verdict
+from leapahead.models.base import Cost
+from leapahead.models.choices import Choices
+
+S = TypeVar("S")
+
+
+class SectionStore(Protocol):
+    """The drafter cache, as sources use it; see `leapahead.drafters.cache.DrafterCache`."""
+
+    def section(self, name: str, make: Callable[[], Any]) -> Any:
+        """The section of that name, made when it is first asked for."""
+
+
+class SequenceView:
+    """What a drafter may know of one sequence.
+
+    Attributes:
+        tokens: committed tokens, prompt included. Live: it grows between calls. Not to be written.
+        prompt_length: how many of them were given.
+        vocab_size: token ids are below it.
+        params: of the sampling.
+        sampled: whether the temperature is above 0. The noise of a position is fixed then, so a drafted token is best
+            kept for the position that it was drafted for.
+        drafter_cache: what drafters keep from one text to the next; None where nothing is to be kept.
+        prediction: the tokens that the user expects the text to consist of; empty where nothing is expected.
+    """
+
+    def __init__(
+        self, sampler: Sampler, drafter_cache: SectionStore | None = None, prediction: Sequence[int] = ()
+    ) -> None:
+        self.drafter_cache, self.prediction = drafter_cache, tuple(prediction)
+        self._sampler = sampler
+        self.tokens = sampler.tokens
+        self.prompt_length = sampler.prompt_length
+        self.vocab_size = sampler.vocab_size
+        self.sampled = sampler.noise is not None
+        self.params = sampler.params
+
+    @property
+    def root(self) -> int:
+        """The last committed token, at position `len(tokens) - 1`."""
+        return self.tokens[-1]
+
+    def rank(self, position: int, tokens: npt.ArrayLike, logp: npt.ArrayLike) -> IntArray:
+        """The order in which to try candidates for `position`, best first; see `Sampler.rank`."""
+        return self._sampler.rank(position, tokens, logp)
+
+    def scores(self, position: int, tokens: npt.ArrayLike, logp: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """What `rank` orders by when sampling, float64 [candidates]: `logp / T` plus the noise of the position."""
+        scores = self._sampler.noisy_scores(position, tokens, logp)
+        assert scores is not None, "greedy decoding has no noise"
+        return scores
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A draft and what is known of it.
+
+    Attributes:
+        tree: over the sequence's root.
+        sources: which source drafted each node (the root's entry is not read); empty means the drafter's name for all.
+        expected: float [nodes], the estimated probability that the node is accepted; NaN where there is no estimate.
+        judge: another rule than `verify`, for drafts that were sampled: given the target's choices, what is committed.
+    """
+
+    tree: TokenTree
+    sources: tuple[str, ...] = ()
+    expected: npt.NDArray[np.float64] | None = None
+    judge: Callable[[Choices], Verdict] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """One forward of a target, timed.
+
+    Attributes:
+        seconds: wall clock.
+        cost: its size.
+    """
+
+    seconds: float
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one sequence, as the drafter and the caller see it after the commit.
+
+    Attributes:
+        proposal: what went through the target.
+        choices: the target's next token after every node, accepted or not.
+        verdict: what was committed.
+        position: of the tree's root.
+        forward: the forward that the nodes were part of. All steps of one forward share the object.
+    """
+
+    proposal: Proposal
+    choices: Choices
+    verdict: Verdict
+    position: int
+    forward: Forward
+
+    @property
+    def tree(self) -> TokenTree:
+        return self.proposal.tree
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The committed tokens; the first `verdict.accepted` of them were drafted."""
+        return self.verdict.tokens
