@@ -1,9 +1,9 @@
-"""Jacobi decoding: guess a block, let the target correct all of it at once, keep what has become final, repeat.
+"""Jacobi decoding: the target corrects a block of guessed tokens in parallel, and the correct prefix is committed.
 
     y_i' = choose( . | x, y_{<i} )  for all i in one forward, until y' = y      (Santilli et al., 2305.10427)
 
-The fixed point is unique: it is the text of plain decoding. With the noise of a position fixed, sampling is a map like
-greedy, so the same iteration converges to the text that the seed samples.
+The fixed point is unique: it is the text of plain decoding. When sampling, the Gumbel noise of a position is fixed, so
+the same iteration converges to the text that the seed samples.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.tree import Budget, TokenTree
-from leapahead.drafters.base import Context, Drafter, Proposal, Step
+from leapahead.drafters.base import SequenceDrafter
 from leapahead.models.base import CHAIN
+from leapahead.planner.draft import Proposal, SequenceView, Step
 
 
-class Jacobi(Drafter):
+class Jacobi(SequenceDrafter):
     """Jacobi decoding: a block of guesses that the target corrects in parallel, step after step.
 
     Args:
-        block: how many positions ahead are guessed.
-        seed: of the random prompt tokens that stand where nothing is known.
+        block: number of positions after the root that are guessed.
+        seed: of the random prompt tokens that are the first guess where no better one is known.
     """
 
     name: ClassVar[str] = "jacobi"
@@ -35,60 +36,61 @@ class Jacobi(Drafter):
         self.block = block
         self._random = random.Random(seed)
         self._guesses: list[int] = []  # for the positions after the root
-        self._history: list[list[int]] = []  # of each guess: its values, oldest first
-        self._after: dict[int, int] = {}  # token -> what followed it last
-        self._learnt = 1
-        self._converged: Counter[int] = Counter()  # iteration at which a position took its final value, and kept it
-        self._iterations: Counter[int] = Counter()  # iterations a position had been through when it was committed
+        self._history: list[list[int]] = []  # for each guess: its values so far, oldest first
+        self._successor: dict[int, int] = {}  # token -> the token that followed it most recently
+        self._num_indexed = 1  # tokens whose predecessor has been entered into `_successor`
+        self._converged: Counter[int] = Counter()  # iteration at which a position took its final value -> positions
+        self._iterations: Counter[int] = Counter()  # iterations that a committed position went through -> positions
 
-    def begin(self, context: Context) -> None:
-        self._learn(context.tokens)
+    def begin(self, sequence: SequenceView) -> None:
+        self._index(sequence.tokens)
 
-    def _learn(self, tokens: list[int]) -> None:
-        for index in range(self._learnt, len(tokens)):
-            self._after[tokens[index - 1]] = tokens[index]
-        self._learnt = len(tokens)
+    def _index(self, tokens: list[int]) -> None:
+        for index in range(self._num_indexed, len(tokens)):
+            self._successor[tokens[index - 1]] = tokens[index]
+        self._num_indexed = len(tokens)
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
-        while len(self._guesses) < self.block:  # warm start from what is known
-            last = self._guesses[-1] if self._guesses else context.root
-            guess = self._after.get(last)
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        while len(self._guesses) < self.block:
+            last = self._guesses[-1] if self._guesses else sequence.root
+            guess = self._successor.get(last)
             if guess is None:
-                guess = context.tokens[self._random.randrange(context.prompt_length)]
+                guess = sequence.tokens[self._random.randrange(sequence.prompt_length)]
             self._guesses.append(guess)
             self._history.append([])
         length = min(self.block, budget.nodes, budget.depth)
         for guess, values in zip(self._guesses[:length], self._history, strict=False):
             values.append(guess)
-        return Proposal(TokenTree.chain(context.root, self._guesses[:length]))
+        return Proposal(TokenTree.chain(sequence.root, self._guesses[:length]))
 
-    def observe(self, context: Context, step: Step) -> None:
-        done = len(step.tokens)
+    def observe(self, sequence: SequenceView, step: Step) -> None:
+        committed = len(step.tokens)
         for token, values in zip(step.tokens, self._history, strict=False):
-            self._tally(token, values)
-        # The choice after the node at depth d is the new guess for the position d + 1 behind the old root.
-        self._guesses = step.choices.of(range(done, len(step.tree))).tolist()
-        self._history = [*self._history[done:], []]
+            self._count_iterations(token, values)
+        # The choice after the node at depth d is the new guess for position d + 1 after the old root.
+        self._guesses = step.choices.of(range(committed, len(step.tree))).tolist()
+        self._history = [*self._history[committed:], []]
         self._history = self._history[: len(self._guesses)]
-        self._learn(context.tokens)
+        self._index(sequence.tokens)
 
-    def _tally(self, token: int, values: list[int]) -> None:
+    def _count_iterations(self, token: int, values: list[int]) -> None:
+        """Counts how many iterations a committed token took, and at which its guess became final."""
         if not values:
             return
         self._iterations[len(values)] += 1
         wrong = [i for i, value in enumerate(values, start=1) if value != token]
-        self._converged[(wrong[-1] if wrong else 0) + 1] += 1  # one past the last wrong value
+        self._converged[(wrong[-1] if wrong else 0) + 1] += 1
 
     def figures(self) -> dict[str, Any]:
         positions = self._iterations.total()
-        after, share = {}, 0
+        shares, converged = {}, 0
         for iteration in range(1, max(self._converged, default=0) + 1):
-            share += self._converged[iteration]
-            after[str(iteration)] = round(share / positions, 4)
+            converged += self._converged[iteration]
+            shares[str(iteration)] = round(converged / positions, 4)
         total = sum(n * count for n, count in self._iterations.items())
         return {
             "positions": positions,
             "mean_iterations": round(total / positions, 4) if positions else 0.0,
             "iterations": {str(n): count for n, count in sorted(self._iterations.items())},
-            "right_after_iteration": after,  # share of positions whose guess was final by then
+            "right_after_iteration": shares,  # share of positions whose guess was final after so many iterations
         }

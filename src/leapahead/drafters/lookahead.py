@@ -1,11 +1,11 @@
-"""Lookahead decoding (Fu et al., 2402.02057): a window of Jacobi trajectories feeds an n-gram pool; both are a tree.
+"""Lookahead decoding (Fu et al., 2402.02057): a window of Jacobi trajectories feeds an n-gram pool; both are one tree.
 
     root = last committed token c, at position p
     ├─ guesses: the pool's tails of c, merged into a trie, each N-1 deep              (verification branch)
     └─ o1 ─ o2 ─ ... ─ o_{W-1}     row 0 of the window: the spine, positions p+1 .. p+W-1   (lookahead branch)
        under the root and under each spine node hangs one column: rows 1 .. N-2, position growing by 1
 
-The window is a room of its own, see `drafters.window`.
+`drafters.window` holds the window, `drafters.pool` the n-gram pool.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import numpy as np
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.tree import Budget, TreeBuilder
-from leapahead.drafters.base import Context, Drafter, Proposal, Step
+from leapahead.drafters.base import SequenceDrafter
 from leapahead.drafters.pool import NgramPool
 from leapahead.drafters.window import Window
 from leapahead.models.base import TREE
+from leapahead.planner.draft import Proposal, SequenceView, Step
 
-# (W, N, G): three for kinds of text, three as published per model size (2402.02057, table 4).
+# (W, N, G): three by kind of text; three by model size, as published (2402.02057, table 4).
 PRESETS = {
     "code": (8, 6, 15),
     "text": (7, 5, 10),
@@ -32,17 +33,17 @@ PRESETS = {
 }
 
 
-class Lookahead(Drafter):
+class Lookahead(SequenceDrafter):
     """Lookahead decoding: n-grams from a window of parallel Jacobi iterations, verified in the same forward.
 
     Args:
-        window: W, how many positions ahead the window looks; by default the preset's.
-        ngram: N, the length of the n-grams, key included; 2 is Jacobi decoding with a memory.
-        guesses: G, how many n-grams of one key are kept, and verified in one step.
+        window: W, the number of positions that the window covers; by default the preset's.
+        ngram: N, the length of the n-grams, key included; 2 is Jacobi decoding with a pool. By default the preset's.
+        guesses: G, how many n-grams of one key are kept, and verified in one step; by default the preset's.
         preset: (W, N, G) of code (8, 6, 15), text (7, 5, 10), creative (5, 4, 8), or as published for model sizes:
             7b (15, 5, 15), 13b (10, 5, 10), 34b (7, 5, 7).
         prompt_ngrams: enter the prompt's n-grams into the pool.
-        start_from_pool: fill the first window by following the pool, instead of with random prompt tokens.
+        start_from_pool: fill the first window with n-grams of the pool instead of random prompt tokens.
         pool_capacity: greatest number of n-grams in the pool.
         seed: of the random prompt tokens that fill the window.
     """
@@ -63,9 +64,9 @@ class Lookahead(Drafter):
     ) -> None:
         if preset not in PRESETS:
             raise BadParameter(f"there is no preset {preset!r}; there are {', '.join(PRESETS)}")
-        given = (window, ngram, guesses)
+        options = (window, ngram, guesses)
         self.window, self.ngram, self.guesses = (
-            value if value is not None else usual for value, usual in zip(given, PRESETS[preset], strict=True)
+            value if value is not None else default for value, default in zip(options, PRESETS[preset], strict=True)
         )
         if self.window < 1 or self.ngram < 2 or self.guesses < 1:
             raise BadParameter(
@@ -78,31 +79,31 @@ class Lookahead(Drafter):
         self._accepted_on_hits = self._hits = 0
         self._hit = False
 
-    def begin(self, context: Context) -> None:
+    def begin(self, sequence: SequenceView) -> None:
         if self.prompt_ngrams:
-            self.pool.add_text(context.tokens)
-        self._window.begin(context, self.pool.peek if self.start_from_pool else lambda token: None)
+            self.pool.add_text(sequence.tokens)
+        self._window.begin(sequence, self.pool.peek if self.start_from_pool else lambda token: None)
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
-        builder = TreeBuilder(context.root, budget)
-        tails = self.pool.get(context.root)
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        builder = TreeBuilder(sequence.root, budget)
+        tails = self.pool.get(sequence.root)
         self._hit = bool(tails)
-        # Recency is the opinion; where the budget is short the dice say whom it serves first.
+        # By recency; when sampling, with the noise of the position added. A short budget takes the first ones.
         recency = -np.log(np.arange(1, len(tails) + 1))
-        for index in context.rank(len(context.tokens), [tail[0] for tail in tails], recency).tolist():
+        for index in sequence.rank(len(sequence.tokens), [tail[0] for tail in tails], recency).tolist():
             builder.add_path(tails[index])
         guessed = len(builder)
         self._window.add(builder)
         sources = ("",) + ("guess",) * (guessed - 1) + ("window",) * (len(builder) - guessed)
         return Proposal(builder.build(), sources)
 
-    def observe(self, context: Context, step: Step) -> None:
+    def observe(self, sequence: SequenceView, step: Step) -> None:
         self._hits += self._hit
         self._accepted_on_hits += step.verdict.accepted if self._hit else 0
-        for key, tail in self._window.observe(context, step):
+        for key, tail in self._window.observe(sequence, step):
             self.pool.add(key, tail)
-        # Last, so that what was really said is the most recent.
-        self.pool.add_text(context.tokens, start=len(context.tokens) - len(step.tokens))
+        # After the window's n-grams, so that those of the committed text are the most recent.
+        self.pool.add_text(sequence.tokens, start=len(sequence.tokens) - len(step.tokens))
 
     def figures(self) -> dict[str, Any]:
         return {

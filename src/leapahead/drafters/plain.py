@@ -1,17 +1,18 @@
-"""Plain decoding as a drafter: it drafts nothing."""
+"""Plain decoding as a drafter: it drafts nothing, so every step commits one token."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 from leapahead.core.tree import Budget, TokenTree
-from leapahead.drafters.base import Context, Drafter, Proposal
+from leapahead.drafters.base import SequenceDrafter
+from leapahead.planner.draft import Proposal, SequenceView
 
 
-class Plain(Drafter):
-    """Plain decoding: one token per step, the reference that every other drafter's text must equal."""
+class Plain(SequenceDrafter):
+    """Plain decoding: one token per step. Every other drafter must give the same text."""
 
     name: ClassVar[str] = "plain"
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
-        return Proposal(TokenTree.root(context.root))
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        return Proposal(TokenTree.root(sequence.root))

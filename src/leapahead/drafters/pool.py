@@ -1,8 +1,6 @@
-"""The n-gram pool of lookahead decoding: what was seen to follow a token.
+"""The n-gram pool of lookahead decoding: token sequences that followed a token before.
 
-    key token ──> at most G tails of N-1 tokens, the least recently used one out        (2402.02057, section 3.2)
-
-Knows tokens only, and nothing of windows or models.
+    key token ──> at most G tails of N-1 tokens; the least recently used one is dropped      (2402.02057, section 3.2)
 """
 
 from __future__ import annotations
@@ -25,19 +23,19 @@ SHARED_NGRAM, SHARED_GUESSES, SHARED_CAPACITY = 5, 8, 50_000
 
 
 class NgramPool:
-    """N-grams by their first token, bounded per key and in total, least recently used out.
+    """N-grams by their first token, bounded per key and in total; the least recently used are dropped.
 
     Args:
-        ngram: N, the length with the key; >= 2.
-        guesses: G, greatest number of tails of a key.
-        capacity: greatest number of n-grams in all.
+        ngram: N, the length of an n-gram, key included; at least 2.
+        guesses: G, greatest number of tails of one key.
+        capacity: greatest number of n-grams in total.
     """
 
     def __init__(self, ngram: int, guesses: int, capacity: int) -> None:
         if ngram < 2 or guesses < 1 or capacity < 1:
             raise BadParameter(
-                f"a pool of {guesses} guesses of n-grams of {ngram} in {capacity} places is not possible: "
-                "guesses and pool_capacity must be at least 1 and ngram at least 2"
+                f"an n-gram pool with ngram={ngram}, guesses={guesses} and capacity={capacity} is not possible: "
+                "guesses and capacity must be at least 1 and ngram at least 2"
             )
         self.ngram, self.guesses, self.capacity = ngram, guesses, capacity
         # Dicts as ordered sets, least recently used first: of the keys, and of the tails of each key.
@@ -49,7 +47,7 @@ class NgramPool:
         return self._size
 
     def add(self, key: int, tail: Tail) -> None:
-        """Enters an n-gram or makes it the most recent of its key."""
+        """Enters an n-gram, or marks it as the most recent of its key."""
         tails = self._tails.pop(key, None) or {}
         self._tails[key] = tails
         if tail in tails:
@@ -76,7 +74,7 @@ class NgramPool:
             self.add(tokens[first], tuple(tokens[first + 1 : first + n]))
 
     def get(self, key: int) -> list[Tail]:
-        """The tails of `key`, most recent first; a look-up counts as use."""
+        """The tails of `key`, most recent first. Marks the key as used."""
         self.lookups += 1
         tails = self._tails.pop(key, None)
         if tails is None:
@@ -86,16 +84,19 @@ class NgramPool:
         return list(reversed(tails))
 
     def peek(self, key: int) -> Tail | None:
-        """The most recent tail of `key`, without counting."""
+        """The most recent tail of `key`, without marking the key as used or counting a look-up."""
         tails = self._tails.get(key)
         return next(reversed(tails)) if tails else None
 
     def ngrams(self) -> list[Ngram]:
-        """All of them, the least recently used key first and its tails oldest first: entering them makes this pool."""
+        """All n-grams, the least recently used key first, its tails oldest first.
+
+        Entering them into an empty pool in this order gives an equal pool.
+        """
         return [(key, tail) for key, tails in self._tails.items() for tail in tails]
 
     def figures(self) -> dict[str, Any]:
-        """Prefixes (keys), continuations (tails), fan-out, hit rate."""
+        """Number of prefixes (keys) and continuations (tails), fan-out (tails of a key), hit rate of look-ups."""
         fan_out = [len(tails) for tails in self._tails.values()]
         return {
             "prefixes": len(fan_out),
@@ -111,10 +112,10 @@ class NgramPool:
 
 
 class SharedPool(Section):
-    """A pool of all texts' n-grams, for several threads.
+    """A cache section: the n-grams of all texts in one pool. May be used by several threads.
 
     Args:
-        ngram, guesses, capacity: as of `NgramPool`. Longer n-grams are cut, shorter ones refused.
+        ngram, guesses, capacity: as of `NgramPool`. Longer n-grams are truncated, shorter ones refused.
     """
 
     token_arrays: ClassVar[tuple[str, ...]] = ("keys", "tails")
@@ -129,23 +130,23 @@ class SharedPool(Section):
         return len(self._pool)
 
     def put(self, ngrams: Iterable[Ngram]) -> None:
-        """Enters n-grams, the most recent last: a whole text's at once costs one lock."""
+        """Enters n-grams, the most recent last, under one lock."""
         with self._lock:
             for key, tail in ngrams:
-                self._pool.add(key, self._fitting(tail))
+                self._pool.add(key, self._truncated(tail))
 
     def get(self, key: int) -> list[Tail]:
         """As `NgramPool.get`."""
         with self._lock:
             return self._pool.get(key)
 
-    def _fitting(self, tail: Tail) -> Tail:
+    def _truncated(self, tail: Tail) -> Tail:
         if len(tail) < self._pool.ngram - 1:
-            raise ValueError(f"n-grams of {len(tail) + 1} tokens do not fit a pool of {self._pool.ngram}")
+            raise ValueError(f"n-grams of {len(tail) + 1} tokens do not fit a pool of {self._pool.ngram}-grams")
         return tail[: self._pool.ngram - 1]
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Keys, int32 [n], and tails, int32 [n, N-1]; see `NgramPool.ngrams` for their order."""
+        """`keys`, int32 [n], and `tails`, int32 [n, N-1], in the order of `NgramPool.ngrams`."""
         with self._lock:
             ngrams = self._pool.ngrams()
         return {
@@ -155,14 +156,14 @@ class SharedPool(Section):
 
     def merge(self, arrays: Arrays) -> None:
         if missing := sorted({"keys", "tails"} - arrays.keys()):
-            raise ValueError(f"a pool needs the array {missing[0]!r}")
+            raise ValueError(f"an n-gram pool needs the array {missing[0]!r}")
         keys, tails = arrays["keys"], arrays["tails"]
         if keys.dtype.kind not in "iu" or tails.dtype.kind not in "iu" or keys.ndim != 1 or tails.ndim != 2:
-            raise ValueError("a pool is whole numbers, one a key and a row of them a tail")
+            raise ValueError("the keys of an n-gram pool must be integers [n] and its tails integers [n, N-1]")
         if len(keys) != len(tails):
-            raise ValueError(f"a pool has a tail for each key, not {len(tails)} for {len(keys)}")
+            raise ValueError(f"an n-gram pool has one tail for each key, not {len(tails)} for {len(keys)}")
         if tails.shape[1] < self._pool.ngram - 1:
-            raise ValueError(f"n-grams of {tails.shape[1] + 1} tokens do not fit a pool of {self._pool.ngram}")
+            raise ValueError(f"n-grams of {tails.shape[1] + 1} tokens do not fit a pool of {self._pool.ngram}-grams")
         both = NgramPool(self._pool.ngram, self._pool.guesses, self._pool.capacity)
         for key, tail in zip(keys.tolist(), tails[:, : both.ngram - 1].tolist(), strict=True):
             both.add(key, tuple(tail))

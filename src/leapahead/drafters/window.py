@@ -1,4 +1,4 @@
-"""The window of lookahead decoding: Jacobi trajectories side by side, as part of the tree (2402.02057, section 3.1).
+"""The window of lookahead decoding: parallel Jacobi trajectories as a part of the token tree (2402.02057, section 3.1).
 
        W = 5, N = 4       column   0    1    2    3    4
                           row 0    c    a1   a2   a3   a4        a: oldest, b: a step younger, e: youngest
@@ -6,9 +6,9 @@
                           row 2    e0   e1   e2   e3   e4        and gives the n-gram       (ai; bi ei new)
                           new      ?    ?    ?    ?    ?
 
-The mask of the paper's figure 2b is "itself and its ancestors" of this tree and its positions are depths, so the target
-needs to know nothing of it. The tree builder merges equal siblings: a window node that a guess shares costs nothing,
-and one that the target happens to choose is accepted like any draft.
+The mask of the paper's figure 2b is "itself and its ancestors" of this tree, and its positions are depths, so a target
+treats window nodes like any others. The tree builder merges equal siblings: a window node that equals a node of the
+draft costs nothing, and one whose token the target chooses is accepted like any drafted token.
 """
 
 from __future__ import annotations
@@ -17,39 +17,45 @@ import random
 from collections.abc import Callable
 
 from leapahead.core.tree import TreeBuilder
-from leapahead.drafters.base import Context, Step
+from leapahead.planner.draft import SequenceView, Step
 
 
 class Window:
-    """W columns of N-1 rows, which hang on the root.
+    """A window of W columns and N-1 rows below the root.
 
     Args:
         width: W.
         ngram: N.
-        seed: of the random prompt tokens that stand where nothing is known.
+        seed: of the random prompt tokens that fill entries for which nothing is known.
     """
 
     def __init__(self, width: int, ngram: int, seed: int = 0) -> None:
         self.width, self.ngram = width, ngram
         self._random = random.Random(seed)
         self._rows: list[list[int]] = []  # row 0 without column 0 (W-1 tokens), then rows 1 .. N-2 (W tokens each)
-        self._tips: list[int | None] = []  # node at the foot of each column, None where the budget cut it
+        self._tips: list[int | None] = []  # last node of each column, None where the budget cut it off
 
-    def begin(self, context: Context, guess: Callable[[int], tuple[int, ...] | None] = lambda token: None) -> None:
-        """Fills W+N-3 tokens, for the positions after the root: by what `guess` says of a token, or at random."""
+    def begin(
+        self, sequence: SequenceView, guess: Callable[[int], tuple[int, ...] | None] = lambda token: None
+    ) -> None:
+        """Fills the first W+N-3 tokens after the root.
+
+        Args:
+            guess: gives tokens that may follow a token, None where it knows none; a random token stands there then.
+        """
         length = self.width + self.ngram - 3
         ahead: list[int] = []
         while len(ahead) < length:
-            ahead += guess(ahead[-1] if ahead else context.root) or [self._fill(context)]
+            ahead += guess(ahead[-1] if ahead else sequence.root) or [self._random_token(sequence)]
         ahead = ahead[:length]
         self._rows = [ahead[: self.width - 1]]
         self._rows += [ahead[row - 1 : row - 1 + self.width] for row in range(1, self.ngram - 1)]
 
-    def _fill(self, context: Context) -> int:
-        return context.tokens[self._random.randrange(context.prompt_length)]
+    def _random_token(self, sequence: SequenceView) -> int:
+        return sequence.tokens[self._random.randrange(sequence.prompt_length)]
 
     def add(self, builder: TreeBuilder) -> None:
-        """Hangs the window under the root, as far as the budget goes."""
+        """Adds the window's nodes below the root, as far as the budget allows."""
         self._tips = []
         spine: int | None = 0
         for column in range(self.width):
@@ -60,29 +66,34 @@ class Window:
                 tip = builder.add(tip, row[column]) if tip is not None else None
             self._tips.append(tip)
 
-    def observe(self, context: Context, step: Step) -> list[tuple[int, tuple[int, ...]]]:
-        """The n-grams that the step has made, as (key, tail); then the window slides."""
+    def observe(self, sequence: SequenceView, step: Step) -> list[tuple[int, tuple[int, ...]]]:
+        """Reads the target's choices after the last row, and moves the window on.
+
+        Returns:
+            The n-grams that the step completed, as (key, tail).
+        """
         root = int(step.tree.tokens[0])
-        feet = [tip for tip in self._tips if tip is not None]
-        chosen = iter(step.choices.of(feet).tolist() if feet else [])
-        new = [next(chosen) if tip is not None else self._fill(context) for tip in self._tips]
+        tips = [tip for tip in self._tips if tip is not None]
+        chosen = iter(step.choices.of(tips).tolist() if tips else [])
+        new = [next(chosen) if tip is not None else self._random_token(sequence) for tip in self._tips]
         ngrams = [
             (self._rows[0][column - 1] if column else root, (*(row[column] for row in self._rows[1:]), new[column]))
             for column, tip in enumerate(self._tips)
             if tip is not None
         ]
-        self._slide(context, new, by=len(step.tokens) if context.sampled else 1)
+        self._slide(sequence, new, by=len(step.tokens) if sequence.sampled else 1)
         return ngrams
 
-    def _slide(self, context: Context, new: list[int], by: int) -> None:
-        """The oldest row leaves, the new one enters, and the window moves on.
+    def _slide(self, sequence: SequenceView, new: list[int], by: int) -> None:
+        """Drops the oldest row, appends the new one, and shifts the window by `by` columns.
 
-        By one column when greedy, whatever was committed: trajectories may be stale but stay whole. Under sampling by
-        the committed tokens, because a window token was chosen with the dice of its position (ALGORITHMS 4.2.3).
+        When greedy it shifts by one column, whatever was committed: trajectories may be stale but stay complete. When
+        sampling it shifts by the number of committed tokens, because a window token was chosen with the Gumbel noise of
+        its position.
         """
         rows = [*self._rows[1:], new]
         rows[0] = rows[0][1:]
         for row in rows if by > 1 else []:
             gone = min(by - 1, len(row))
-            row[:] = row[gone:] + [self._fill(context) for _ in range(gone)]
+            row[:] = row[gone:] + [self._random_token(sequence) for _ in range(gone)]
         self._rows = rows
