@@ -1,20 +1,20 @@
-"""The drafters by name, each imported when it is asked for.
+"""The registered drafters. A drafter's module is imported when the drafter is asked for by name.
 
-Third parties add theirs through the entry-point group `leapahead.drafters` (docs/write-a-drafter.md); a name that is
-taken stays ours.
+Other packages register theirs through the entry-point group `leapahead.drafters` (docs/write-a-drafter.md). A built-in
+name cannot be replaced.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from leapahead.core.errors import BadParameter
-from leapahead.drafters.base import Drafter
+from leapahead.drafters.base import Drafter, PerSequence, SequenceDrafter
 
 GROUP = "leapahead.drafters"
 
@@ -24,38 +24,36 @@ BUILT_IN = {
     "jacobi": "leapahead.drafters.jacobi:Jacobi",
     "prompt_lookup": "leapahead.drafters.prompt_lookup:PromptLookup",
     "lookahead": "leapahead.drafters.lookahead:Lookahead",
-    "ngram": "leapahead.drafters.single:Ngram",
-    "suffix": "leapahead.drafters.single:SuffixDrafter",
-    "recycling": "leapahead.drafters.single:TokenRecycling",
-    "datastore": "leapahead.drafters.single:DatastoreDrafter",
-    "prediction": "leapahead.drafters.single:PredictionDrafter",
-    "draft_model": "leapahead.drafters.single:DraftModel",
+    "ngram": "leapahead.drafters.ngram:NgramDrafter",
+    "suffix": "leapahead.drafters.suffix:SuffixDrafter",
+    "recycling": "leapahead.drafters.recycling:TokenRecycling",
+    "datastore": "leapahead.drafters.datastore:DatastoreDrafter",
+    "prediction": "leapahead.drafters.prediction:PredictionDrafter",
+    "draft_model": "leapahead.drafters.draft_model:DraftModelDrafter",
     "speculative_sampling": "leapahead.drafters.speculative_sampling:SpeculativeSampling",
 }
 
+# Drafters that need more than a target: a file, a prediction, another model.
+NEEDING = ("datastore", "prediction", "draft_model", "speculative_sampling")
 
-NEEDING = ("datastore", "prediction", "draft_model", "speculative_sampling")  # a file, a text, another model
-
-
-def _third_party() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in BUILT_IN}
+DrafterClass = type[Drafter] | type[SequenceDrafter]
 
 
 def names() -> list[str]:
-    """Every registered drafter, ours first."""
+    """The names of all registered drafters: the built-in ones, then those of other packages in alphabetical order."""
     return [*BUILT_IN, *sorted(_third_party())]
 
 
 def ready() -> list[str]:
-    """Those that need nothing but a target: no file, no other model, no prediction."""
+    """The names of the drafters that need nothing but a target."""
     return [name for name in names() if name not in NEEDING]
 
 
-def load(name: str) -> type[Drafter]:
-    """The class registered as `name`.
+def load(name: str) -> DrafterClass:
+    """The class that is registered under `name`.
 
     Raises:
-        BadParameter: there is none, or it is not a `Drafter`.
+        BadParameter: no drafter has that name, or what is registered is not a usable drafter class.
     """
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
@@ -64,36 +62,58 @@ def load(name: str) -> type[Drafter]:
         found = others[name].load()
     else:
         raise BadParameter(f"there is no drafter {name!r}{_nearest(name, names())}; there are {', '.join(names())}")
-    if not (isinstance(found, type) and issubclass(found, Drafter)):
-        raise BadParameter(f"the entry point {name!r} gives {found!r}, which is not a subclass of leapahead.Drafter")
-    return found
+    return _checked(found, f"the entry point {name!r} gives")
 
 
-def options(drafter: type[Drafter]) -> dict[str, inspect.Parameter]:
-    """The keyword options that a drafter takes."""
+def options(drafter: DrafterClass) -> dict[str, inspect.Parameter]:
+    """The keyword options that a drafter class takes, by name."""
     if drafter.__init__ is object.__init__:
         return {}
     return {name: p for name, p in inspect.signature(drafter).parameters.items() if p.kind != p.VAR_KEYWORD}
 
 
-def factory(name: str | type[Drafter], **given: Any) -> Callable[[], Drafter]:
-    """Makes instances of a drafter, one for each sequence; the options are checked now, by making one.
+def make(drafter: str | DrafterClass, **given: Any) -> Drafter:
+    """A new drafter object, for one engine: `Drafter.attach` is called by the engine that takes it.
+
+    Args:
+        drafter: a registered name, or a subclass of `Drafter` or `SequenceDrafter`.
+        given: its options.
 
     Raises:
-        BadParameter: unknown drafter, unknown option, or an option value that is not possible.
+        BadParameter: the drafter is unknown, is no drafter, or does not take such an option or value.
     """
-    drafter = load(name) if isinstance(name, str) else name
-    known = options(drafter)
+    kind = load(drafter) if isinstance(drafter, str) else _checked(drafter, "a drafter must be a name or a class, got")
+    known = options(kind)
     for option in given:
         if option not in known:
             raise BadParameter(
-                f"drafter {drafter.name!r} has no option {option!r}{_nearest(option, known)}; "
+                f"drafter {kind.name!r} has no option {option!r}{_nearest(option, known)}; "
                 + (f"it has {', '.join(known)}" if known else "it has none")
             )
-    drafter(**given)
-    return lambda: drafter(**given)
+    if issubclass(kind, SequenceDrafter):
+        sequence_drafter = kind
+        return PerSequence(lambda: sequence_drafter(**given))
+    return kind(**given)
 
 
-def _nearest(word: str, known: Any) -> str:
+def _third_party() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in BUILT_IN}
+
+
+def _checked(found: Any, where: str) -> DrafterClass:
+    """`found`, if it is a drafter class that can be instantiated and has a name."""
+    if not (isinstance(found, type) and issubclass(found, (Drafter, SequenceDrafter))):
+        raise BadParameter(
+            f"{where} {found!r}, which is not a subclass of leapahead.Drafter or leapahead.SequenceDrafter"
+        )
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise BadParameter(f"the drafter class {found.__name__} must define {' and '.join(missing)}()")
+    name = getattr(found, "name", None)
+    if not (isinstance(name, str) and name):
+        raise BadParameter(f"the drafter class {found.__name__} has no name; give it one, such as name = 'my_drafter'")
+    return found
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

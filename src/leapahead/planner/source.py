@@ -1,26 +1,34 @@
-"""What may come next, asked node by node: the part of a drafter that knows, without the part that decides.
+"""The interface of a source: one provider of candidates of a token tree that is planned node by node.
 
-    root state ── candidates ──> (token, log-probability, feature) ...
-        │ follow(token)
-        └─> state below it ── candidates ──> ...
+    root(sequence) ──> state ── candidates ──> (token, log-probability, feature) ...
+                         │ follow(token)
+                         └──> state below it ── candidates ──> ...
 
-So several sources grow one tree together, and none of them draws up what nobody will use (`planner.grow`).
+Several sources fill one tree together (`leapahead.planner.tree_search`). A source tells what may come next and does not
+decide what is drafted. The planner knows sources by this interface only; what one source can do and most cannot is an
+optional hook with a default.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from leapahead.drafters.base import Context, Step
+from leapahead.core.tree import TreeBuilder
+from leapahead.models.base import NOTHING, Capture
+from leapahead.models.choices import PromptRows
+from leapahead.planner.draft import SequenceView, Step
 
 Feature = tuple[Hashable, ...]
-Score = Callable[[npt.ArrayLike, npt.ArrayLike], npt.NDArray[np.float64]]  # of tokens and their log-probabilities
-NOISE_CANDIDATES = 32  # candidates of which the dice may choose, where a source does not choose itself
+FloatArray = npt.NDArray[np.float64]
+Score = Callable[[npt.ArrayLike, npt.ArrayLike], FloatArray]  # of tokens and their log-probabilities
+
+# Candidates that are ranked with the Gumbel noise, of a source that does not override `seed_aware_candidates`.
+NOISE_CANDIDATES = 32
 
 
 class Candidate(NamedTuple):
@@ -28,8 +36,8 @@ class Candidate(NamedTuple):
 
     Attributes:
         token: its id.
-        logp: the source's opinion, a log-probability among its candidates of this node.
-        feature: what else its acceptance depends on, from coarse to fine (match length, count, recency, ...).
+        logp: the source's own log-probability of it, among its candidates after this node.
+        feature: what else its acceptance depends on, from coarse to fine: match length, count, recency, ...
     """
 
     token: int
@@ -38,52 +46,103 @@ class Candidate(NamedTuple):
 
 
 class Source(ABC):
-    """One instance per sequence. A state is anything that names a place in the text; it is never changed.
+    """Provides candidates for one sequence. There is one object for each sequence.
+
+    A state stands for a position in the text and in a draft. It may be of any type; it is never changed in place.
 
     Class attributes:
-        name: who drafted a node.
+        name: who drafted a node, in reports and in the keys of acceptance estimates.
         needs: capabilities that the target must have.
+        capture: what the target's forwards are to give beside the choices.
+        costs_forward: whether a candidate list costs a forward of another model. How often the first of its candidates
+            is right is then counted under a key of its own, which tells what such a forward is worth.
     """
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
+    capture: ClassVar[Capture] = NOTHING
+    costs_forward: ClassVar[bool] = False
 
-    def begin(self, context: Context) -> None:  # noqa: B027  (some keep nothing of the prompt)
-        """Called once, with the prompt committed."""
+    # ------------------------------------------------------------------------------- the life of a sequence
+
+    def begin(self, sequence: SequenceView) -> None:  # noqa: B027
+        """Called once. `sequence.tokens` are the prompt, which the target has not read yet."""
+
+    def read_prompt(self, sequence: SequenceView, rows: PromptRows) -> None:  # noqa: B027
+        """Called for each chunk of the prompt of which `capture` asked for something. The rows expire afterwards."""
+
+    def read(self, sequence: SequenceView) -> None:  # noqa: B027
+        """Called before `root`: reads tokens that were committed in steps for which `observe` was not called."""
+
+    def observe(self, sequence: SequenceView, step: Step) -> None:
+        """Called after the commit of a step in which `root` was called; `sequence.tokens` contain `step.tokens`."""
+        self.read(sequence)
+
+    def finish(self, sequence: SequenceView) -> None:  # noqa: B027
+        """Called once when the text ends: what it teaches for others goes to `sequence.drafter_cache`."""
+
+    def close(self) -> None:  # noqa: B027
+        """Called when the text is over, complete or not. Calling it twice is harmless."""
+
+    def figures(self) -> dict[str, Any]:
+        """What the source reports, for `Stats.drafter` (plain types)."""
+        return {}
+
+    # ------------------------------------------------------------------------------------------- candidates
 
     @abstractmethod
-    def root(self, context: Context) -> Any:
-        """The state after the last committed token; None if the source knows nothing there."""
+    def root(self, sequence: SequenceView) -> Any:
+        """The state after the last committed token; None if the source has no candidates there."""
 
     @abstractmethod
     def follow(self, state: Any, token: int) -> Any:
-        """The state one drafted token further; None if the source knows nothing there."""
+        """The state one drafted token further; None if the source has no candidates there."""
 
     @abstractmethod
     def candidates(self, state: Any, limit: int) -> list[Candidate]:
-        """At most `limit` tokens that may stand behind a state, likeliest first, each once."""
+        """At most `limit` tokens that may come next after a state, likeliest first, each once."""
 
-    def drawn(self, state: Any, limit: int, score: Score) -> list[Candidate]:
-        """The same when sampling: those of all its candidates that stand best under the dice, in any order.
+    def seed_aware_candidates(self, state: Any, limit: int, score: Score) -> list[Candidate]:
+        """The candidates for seed-aware drafting, in any order; the caller ranks them by `score` and keeps `limit`.
 
         Args:
-            score: see `Context.scores`, of the position where the candidates would stand.
+            score: see `SequenceView.scores`, for the position of the candidates.
         """
         return self.candidates(state, NOISE_CANDIDATES)
 
-    def observe(self, context: Context, step: Step) -> None:
-        """Called after the commit; `context.tokens` has grown by `step.tokens`. Not every step is shown."""
-        self.read(context)
+    # ------------------------------------------------------------------------------------------ probe nodes
+    # Nodes that a source adds to the finished tree because it reads back the target's choices after them. They have
+    # no estimate and are paid for by what the source hopes to learn from them.
 
-    def read(self, context: Context) -> None:  # noqa: B027
-        """Called before `root` is; reads what was committed in steps that were not shown."""
+    @property
+    def probe_nodes(self) -> int:
+        """How many probe nodes `probe` would add to the next tree; 0 for none."""
+        return 0
 
-    def finish(self, context: Context) -> None:  # noqa: B027
-        """Called once when the text is complete: what it teaches for others goes to `context.drafter_cache`."""
+    @property
+    def probe_gain(self) -> float:
+        """Further tokens a step that the probe nodes are hoped to bring. Dearer ones are not added."""
+        return 0.0
 
-    def close(self) -> None:  # noqa: B027
-        """Called when the text is over, complete or not. Twice is harmless."""
+    def skip_probe(self) -> None:  # noqa: B027
+        """Called instead of `probe` where the probe nodes cost more than `probe_gain` tokens."""
 
-    def figures(self) -> dict[str, Any]:
-        """Plain types, for `Stats.drafter`."""
-        return {}
+    def probe(self, sequence: SequenceView, builder: TreeBuilder) -> None:  # noqa: B027
+        """Adds the probe nodes to the tree of the next step, inside the builder's budget."""
+
+    def learn_yield(self, tokens: int, cost: float) -> None:  # noqa: B027
+        """Called after a step with the number of committed tokens and the forward's expected time in plain steps."""
+
+    # --------------------------------------------------------------------------------------------- reports
+
+    def probabilities(self, parents: Sequence[tuple[int, ...]], tokens: Sequence[int]) -> FloatArray | None:
+        """The probability q that a draft model gave to nodes of the last tree; None for other sources.
+
+        Args:
+            parents: for each node, the drafted tokens from below the root to its parent.
+            tokens: of the nodes.
+
+        Returns:
+            float64 [nodes]; NaN where the draft model did not compute it.
+        """
+        return None
