@@ -22,8 +22,6 @@ from leapahead.cli.layer_search import skip
 from leapahead.cli.screen import Failure
 from leapahead.cli.tune import tune
 from leapahead.core.errors import LeapaheadError
-from research.cli import lab
-from research.commands import COMMANDS
 
 
 class Commands(click.Group):
@@ -50,7 +48,5 @@ def main() -> None:
     """Any causal language model, several tokens per forward pass, exactly the text of one at a time."""
 
 
-for command in (generate, chat, check, bench, drafters, explain, demo, tune, datastore, memory, export_gguf, lab):
+for command in (generate, chat, check, bench, drafters, explain, demo, tune, datastore, memory, export_gguf, skip):
     main.add_command(command)
-for command in (*COMMANDS, skip):
-    lab.add_command(command)

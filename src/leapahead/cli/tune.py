@@ -20,8 +20,7 @@ from leapahead.cli.options import MODEL, all_of, model_arguments
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.models import loading
 from leapahead.planner.latency import CostCurve
-from research import plots
-from research.curves.run import Data
+from leapahead.bench.conditions import Data
 
 KINDS = (".png", ".svg")
 WORDS = {None: "never drafted", True: "yes", False: "no"}
