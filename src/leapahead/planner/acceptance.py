@@ -1,104 +1,136 @@
-"""How likely is a candidate to be the target's choice? Learned from what happened to candidates like it.
+"""Acceptance estimates: how likely a candidate is to be the target's choice, learned from similar candidates.
 
-A candidate has a key, from coarse to fine: (source, rank, match length, share, ...). The estimate of each beginning of
-the key leans on that of the one before, as on so many trials of its own, which is a Beta prior with that mean:
+A candidate has a key, from coarse to fine: (source, greedy or sampled, rank, match length, ...). The estimate of each
+prefix of the key is the mean of a Beta posterior whose prior is the estimate of the next shorter prefix, counted as
+`PRIOR_TRIALS` trials:
 
-    p(k1 .. kn) = (hits + LEAN * p(k1 .. kn-1)) / (trials + LEAN)
+    p(k1 .. kn) = (hits + PRIOR_TRIALS * p(k1 .. kn-1)) / (trials + PRIOR_TRIALS)
 
-Old trials fade: a cell that is full is halved. A trial is a candidate whose parent the text went through, whether it
-was drafted or not; so a source is known before its first node is paid for, and goes on being known while none is.
+Old trials lose weight: the counts of a key are halved when they reach `MOST_TRIALS`. A trial is a candidate whose
+parent is on the committed path, whether the candidate was drafted or not. So a source is calibrated before any of its
+candidates is drafted, and remains so while none is.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Mapping
+from functools import cache
+from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Key = tuple[Hashable, ...]
 
-LEAN = 6.0
-FULL = 300.0  # trials of a cell; older ones count half, a quarter, ...
-UNKNOWN = 0.25
-HOPED, START, FADE = 6.0, 0.9, 0.98  # of a text: the prior's weight in expected hits and its mean; what a hit fades by
-KEPT = 256  # trials for which an estimate is used before it is made again: they move slowly, and drafts must be quick
+PRIORS = Path(__file__).parent / "priors.json"
+PRIOR_TRIALS = 6.0
+MOST_TRIALS = 300.0
+UNKNOWN = 0.25  # the estimate of a key of which nothing is known
+REFRESH, FIRST_REFRESH = 256, 8  # trials after which kept estimates are computed anew: later, and at first
+
+# Of a request's correction: weight of the prior in expected hits, its mean, and what every trial's weight decays by.
+CORRECTION_WEIGHT, CORRECTION_START, CORRECTION_DECAY = 6.0, 0.9, 0.98
 
 
-class Trust:
-    """How far the estimates hold for this text: some are harder to guess than others, and most are at their beginning.
+class Correction:
+    """A request's factor on the acceptance estimates, since some texts are harder to predict than others.
 
-        factor = (hits + HOPED * start) / (hits that were expected + HOPED)
+        factor = (hits + CORRECTION_WEIGHT * start) / (expected hits + CORRECTION_WEIGHT)
 
     Args:
-        start: the factor before anything was seen.
+        start: the factor before anything was observed.
     """
 
-    def __init__(self, start: float = START) -> None:
-        self._prior = HOPED * start
-        self._hits, self._expected = self._prior, HOPED
+    def __init__(self, start: float = CORRECTION_START) -> None:
+        self._prior = CORRECTION_WEIGHT * start
+        self._hits, self._expected = self._prior, CORRECTION_WEIGHT
 
     @property
     def factor(self) -> float:
-        """What an estimate is multiplied by."""
+        """By which an estimate is multiplied."""
         return self._hits / self._expected
 
     def learn(self, expected: float, hit: bool) -> None:
-        """One place of the text: how likely it was that a guess is right, before this factor, and whether one was."""
-        self._hits = FADE * (self._hits - self._prior) + hit + self._prior
-        self._expected = FADE * (self._expected - HOPED) + expected + HOPED
+        """Takes one position of the text into account.
+
+        Args:
+            expected: the estimated probability, before the factor, that one of the candidates is right.
+            hit: whether one was.
+        """
+        self._hits = CORRECTION_DECAY * (self._hits - self._prior) + hit + self._prior
+        self._expected = CORRECTION_DECAY * (self._expected - CORRECTION_WEIGHT) + expected + CORRECTION_WEIGHT
 
 
-class Calibration:
-    """Counts by key, shared by the requests of a process.
+class AcceptanceTable:
+    """Hits and trials by key, shared by all requests of an engine. Thread-safe.
 
     Args:
-        priors: key -> probability, where nothing was counted yet; of any length.
+        priors: key prefix of any length -> the estimate before anything was counted.
     """
 
     def __init__(self, priors: Mapping[Key, float] | None = None) -> None:
         self.priors = dict(priors or {})
-        self._cells: dict[Key, list[float]] = {}  # [hits, trials]
+        self._counts: dict[Key, list[float]] = {}  # [hits, trials]
         self._lock = Lock()
         self._estimates: dict[Key, float] = {}
         self._learned = 0
 
+    @classmethod
+    def with_priors(cls) -> Self:
+        """A table that begins with the measured priors of this package."""
+        return cls(priors())
+
     def probability(self, key: Key) -> float:
-        """The estimate of a key, a few hundred trials old at most."""
+        """The estimate of a key, at most `REFRESH` trials old."""
         found = self._estimates.get(key)
         if found is None:
             found = self._estimates[key] = self.estimate(key)
         return found
 
     def estimate(self, key: Key, unknown: float = UNKNOWN) -> float:
-        """The estimate of a key just now; `unknown` is what the shortest beginning leans on."""
-        estimate, cells, priors = unknown, self._cells, self.priors
+        """The present estimate of a key.
+
+        Args:
+            key: from coarse to fine.
+            unknown: the prior of the shortest prefix, where the priors have none.
+        """
+        estimate = unknown
         for end in range(1, len(key) + 1):
-            part = key[:end]
-            estimate = priors.get(part, estimate)
-            cell = cells.get(part)
-            if cell is not None:
-                estimate = (cell[0] + LEAN * estimate) / (cell[1] + LEAN)
+            prefix = key[:end]
+            estimate = self.priors.get(prefix, estimate)
+            counts = self._counts.get(prefix)
+            if counts is not None:
+                estimate = (counts[0] + PRIOR_TRIALS * estimate) / (counts[1] + PRIOR_TRIALS)
         return estimate
 
     def learn(self, key: Key, hit: bool) -> None:
-        """One trial, of the key and all its beginnings."""
+        """Counts one trial for the key and all its prefixes."""
         with self._lock:
             self._learned += 1
-            if self._learned % (KEPT if self._learned > KEPT else 8) == 0:
+            if self._learned % (REFRESH if self._learned > REFRESH else FIRST_REFRESH) == 0:
                 self._estimates = {}
             for end in range(1, len(key) + 1):
-                cell = self._cells.setdefault(key[:end], [0.0, 0.0])
-                cell[0] += hit
-                cell[1] += 1.0
-                if cell[1] > FULL:
-                    cell[0] *= 0.5
-                    cell[1] *= 0.5
+                counts = self._counts.setdefault(key[:end], [0.0, 0.0])
+                counts[0] += hit
+                counts[1] += 1.0
+                if counts[1] > MOST_TRIALS:
+                    counts[0] *= 0.5
+                    counts[1] *= 0.5
 
     def rows(self, longest: int = 99) -> list[dict[str, Any]]:
-        """Every cell, or those of keys up to a length, as plain types: for `stats` and for priors."""
+        """The counts and estimates of all keys up to a length, as plain types, for `Stats.drafter` and for priors."""
         with self._lock:
-            cells = [(key, hits, trials) for key, (hits, trials) in self._cells.items() if len(key) <= longest]
+            counts = [(key, hits, trials) for key, (hits, trials) in self._counts.items() if len(key) <= longest]
         return [
             {"key": list(key), "hits": round(hits, 2), "trials": round(trials, 2), "p": round(self.estimate(key), 4)}
-            for key, hits, trials in sorted(cells, key=lambda each: repr(each[0]))
+            for key, hits, trials in sorted(counts, key=lambda each: repr(each[0]))
         ]
+
+
+@cache
+def priors() -> dict[Key, float]:
+    """The shares of accepted candidates by key that were measured on other texts, from `priors.json`."""
+    return {tuple(key): p for key, p in json.loads(PRIORS.read_text(encoding="utf-8"))}

@@ -1,12 +1,14 @@
-"""What is known of a target on this machine, shared by all sequences of a process: cost curves, calibration, own time.
+"""The latency profiles of one target: measured once, stored in a file, corrected by the time of every step.
 
-    CACHE/cost/DIGEST.json    {"format", "target", "processor", "curves": {sequences: {"measured", "steps", "seconds"}}}
+    CACHE/latency/DIGEST.json    {"format", "target", "processor",
+                                  "profiles": {sequences: {"measured", "steps", "seconds"}}}
 
-One file a target, by its fingerprint (model, precision, device, threads) and the processor; in it a curve for each
-number of sequences. It is written after a measurement, and again as steps correct it, at most once a minute, so that
-the next process begins with what this one has learned. Files are replaced whole, and each writer has a name of its own
-for the new one, so several processes may share them: the last one wins. What cannot be read, is another's, or was
-measured long ago, is measured again; what cannot be written costs the next process a second.
+There is one file per target, by its fingerprint (model, precision, device, threads) and the processor; it has a profile
+for each number of sequences that are stepped together. The cache directory is `LEAPAHEAD_CACHE`, by default
+`leapahead` in the user's cache directory. The file is written after a measurement, and at most once a minute as steps
+correct it. Each writer writes a temporary file beside it and renames it, so processes may share the file; the last
+writer wins. A file that cannot be read, or is older than a week, is measured again. Without a writable cache directory
+nothing fails: every process then measures for itself.
 """
 
 from __future__ import annotations
@@ -16,235 +18,222 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from threading import Lock, RLock
-from time import monotonic, time
+from threading import RLock
+from time import perf_counter, time
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from leapahead.core.errors import LeapaheadError
-from leapahead.drafters.base import Forward
-from leapahead.drafters.sources.lookahead import Judge
-from leapahead.models.base import Target
-from leapahead.planner.acceptance import Calibration, Key
-from leapahead.planner.latency import CostCurve, measure
+from leapahead.models.base import KeepsPrefixes, Target, TargetInfo
+from leapahead.planner.draft import Forward
+from leapahead.planner.latency import LatencyProfile
+from leapahead.planner.measurement import agree, fitted, rounds
 
-FORMAT = 1
-PRIORS = Path(__file__).parent / "priors.json"
-OWN = 0.05  # weight of the newest step in the time that drafting takes
-FIRST, EACH = 1e-4, 2e-5  # seconds that drafting is taken to need before it has been timed: in any case, and a node
-USUAL = 8.0  # drafted nodes; in units of them the two are learned alike
-FARTHEST = 5.0  # times of what was expected; one slow step is no measure
-ENOUGH = 30  # steps before a corrected curve is worth keeping
-MINUTE = 60.0  # seconds between two writes
-OLD = 7 * 24 * 3600.0  # seconds; a curve that says too much is never corrected where nothing is drafted
+FORMAT = 2
+LEAST_STEPS = 30  # after which a corrected profile is written
+WRITE_SECONDS = 60.0  # least time between two writes
+MOST_AGE = 7 * 24 * 3600.0  # seconds; where nothing is drafted, steps do not correct the shape of a profile
+BATCH_LEVEL_ERROR = 1.0  # log seconds by which a profile derived from that of one sequence may be wrong
+
+DRAFTING_RATE = 0.05  # weight of the newest step in the estimate of drafting time
+DRAFTING_BASE, DRAFTING_PER_NODE = 1e-4, 2e-5  # seconds assumed before it was observed
+USUAL_NODES = 8.0  # unit in which nodes are counted, so that both parameters are learned at the same rate
+MOST_RATIO = 5.0  # an observation counts as at most so many times the expected time
 
 
-class Machine:
-    """One per target.
+class LatencyProfiles:
+    """The latency profiles of a target by number of sequences. Thread-safe; an engine has one object and passes it on.
 
-    Attributes:
-        calibration: of all sources on this target's texts.
-        first, each: seconds of drafting, whatever is drafted, and for each node.
+    Sizes are those of `Cost`: the rows and the sequences of the whole forward, whether they draft or not.
+
+    Args:
+        info: of the target.
+        store: the file; by default the one for the target's fingerprint.
+        clock: in seconds.
     """
 
-    def __init__(self) -> None:
-        self.calibration = Calibration(priors())
-        self.first, self.each = FIRST, EACH
-        self._curves: dict[int, CostCurve] = {}
-        self._judges: dict[bool, Judge] = {}
-        self._seen: Forward | None = None
+    def __init__(
+        self, info: TargetInfo, store: ProfileStore | None = None, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        self.store = store or ProfileStore(info.fingerprint or info.name)
+        self._clock = clock
+        self._profiles: dict[int, LatencyProfile] = {}
+        self._last: Forward | None = None
+        self._written = clock()
         self._lock = RLock()
-        self._place: Place | None = None
-        self._kept = monotonic()
 
-    def curve(self, target: Target, sequences: int) -> CostCurve:
-        """Of forwards for so many sequences, by rows; measured when it is first asked for.
+    def prepare(self, target: Target) -> bool:
+        """Loads the stored profile of one sequence, or measures it. Does nothing from the second call on.
 
-        Of several sequences it begins as that of one, since what costs is rows; steps correct it.
+        To be called outside of any request's time: measuring takes about a second. Where the target has no room for a
+        session, the profile is guessed, and steps correct it.
+
+        Returns:
+            Whether it measured.
+        """
+        with target.lock:
+            if self.known(1) is not None:
+                return False
+            if (stored := self.store.read(1)) is not None:
+                self._profiles.setdefault(1, stored)
+                return False
+            self.measure(target)
+            if isinstance(target, KeepsPrefixes):
+                target.forget()  # the cache rows of the measurement
+            return True
+
+    def measure(self, target: Target) -> None:
+        """Measures the profile of one sequence anew and stores it if the rounds agree.
+
+        The profiles of several sequences are derived from it again. Where the target has no room for a session,
+        nothing changes.
+        """
+        try:
+            found = rounds(target, clock=self._clock)
+        except LeapaheadError:
+            with self._lock:
+                self._profiles.setdefault(1, LatencyProfile.guessed())
+            return
+        with self._lock:
+            self._profiles = {1: LatencyProfile(fitted(found))}
+            if agree(found):
+                self.store.write(self._profiles, measured=True)
+
+    def profile(self, sequences: int) -> LatencyProfile:
+        """The profile of forwards over so many sequences.
+
+        Where none is stored, it is derived from that of one sequence, since the time depends mostly on the rows; steps
+        correct it. Nothing is measured here: without `prepare`, and with nothing stored, it is a guess.
         """
         with self._lock:
-            if (found := self._curves.get(sequences)) is not None:
-                return found
-            self._place = self._place or Place.of(target)
-            found = self._place.read(sequences)
-            if found is None and sequences == 1:
-                found = _measured(target)
-                if found is not None:
-                    self._place.write({1: found}, measured=True)
-                found = found or CostCurve.guessed()  # the steps will tell
-            elif found is None:
-                found = _of_more(self.curve(target, 1), sequences)
-            self._curves[sequences] = found
+            found = self._profiles.get(sequences) or self.store.read(sequences)
+            if found is None:
+                found = _derived(self.profile(1), sequences) if sequences > 1 else LatencyProfile.guessed()
+            self._profiles[sequences] = found
             return found
 
-    def again(self, target: Target) -> None:
-        """Measures anew: what was kept may be of a busier hour, or of an idler one."""
-        found = _measured(target)
+    def known(self, sequences: int) -> LatencyProfile | None:
+        """The profile of so many sequences, if it is in use already."""
+        return self._profiles.get(sequences)
+
+    def put(self, sequences: int, profile: LatencyProfile) -> bool:
+        """Replaces a profile by one that was just measured, and stores it; False if it could not be written."""
         with self._lock:
-            if found is not None:
-                self._curves = {}  # those of several sequences begin as that of one
-                self.put(target, 1, found)
+            self._profiles[sequences] = profile
+            return self.store.write({sequences: profile}, measured=True)
 
-    def put(self, target: Target, sequences: int, curve: CostCurve) -> bool:
-        """Takes over a curve that has just been measured; false if it could not be written."""
+    def observe(self, forward: Forward) -> None:
+        """Corrects the profile of the forward's number of sequences.
+
+        A forward that several sequences report, one after the other, counts once.
+        """
         with self._lock:
-            self._place = self._place or Place.of(target)
-            self._curves[sequences] = curve
-            return self._place.write({sequences: curve}, measured=True)
-
-    def known_curve(self, sequences: int) -> CostCurve | None:
-        """The curve, if it has been asked for already."""
-        return self._curves.get(sequences)
-
-    def judge(self, sampled: bool) -> Judge:
-        """Of the lookahead window: one for greedy texts and one for sampled ones."""
-        with self._lock:
-            return self._judges.setdefault(sampled, Judge())
-
-    def drafting(self, nodes: int) -> float:
-        """Seconds that everything but the forward takes more than in a plain step."""
-        return self.first + self.each * nodes
-
-    def drafted(self, seconds: float, nodes: int) -> None:
-        """Drafting took so long."""
-        expected = self.drafting(nodes)
-        if not 0 <= seconds < float("inf"):
-            return
-        off = min(seconds, FARTHEST * expected) - expected
-        many = nodes / USUAL
-        share = OWN * off / (1 + many**2)  # normalised least mean squares
-        self.first = max(self.first + share, 0.0)
-        self.each = max(self.each + share * many / USUAL, 0.0)
-        if self.drafting(0) == 0.0 and seconds > 0:
-            self.first = OWN * seconds  # else nothing could be learned from there
-
-    def figures(self) -> dict[str, Any]:
-        """Plain types, for `Stats.drafter`: how often what was guessed is right, by source and rank; T(n) in ms."""
-        coarse = self.calibration.rows(longest=3)
-        return {
-            "calibration": {" ".join(map(str, row["key"])): row["p"] for row in coarse if len(row["key"]) == 3},
-            "milliseconds": {
-                str(sequences): {str(n): round(1e3 * curve(n), 3) for n in curve.sizes}
-                for sequences, curve in sorted(self._curves.items())
-            },
-        }
-
-    def observed(self, forward: Forward) -> None:
-        """A forward is over; each of its sequences may tell of it."""
-        with self._lock:
-            if forward is self._seen:
+            if forward is self._last:
                 return
-            self._seen = forward
-            if (curve := self._curves.get(forward.sequences)) is not None:
-                curve.observe(forward.rows, forward.seconds)
-            if (now := monotonic()) - self._kept >= MINUTE:
-                self._kept = now
+            self._last = forward
+            if (profile := self._profiles.get(forward.cost.sequences)) is not None:
+                profile.observe(forward.cost.rows, forward.seconds)
+            if self._clock() - self._written >= WRITE_SECONDS:
+                self._written = self._clock()
                 self.keep()
 
     def keep(self) -> bool:
-        """Writes what steps have taught; false if there is nothing, or nowhere to write it."""
+        """Writes the profiles that enough steps have corrected; False if there are none or they cannot be written."""
         with self._lock:
-            taught = {sequences: curve for sequences, curve in self._curves.items() if curve.steps >= ENOUGH}
-            return bool(taught) and self._place is not None and self._place.write(taught, measured=False)
+            corrected = {n: profile for n, profile in self._profiles.items() if profile.steps >= LEAST_STEPS}
+            return bool(corrected) and self.store.write(corrected, measured=False)
+
+    def as_dict(self) -> dict[str, dict[str, float]]:
+        """Milliseconds by sequences and rows, for `Stats.drafter`."""
+        with self._lock:
+            return {
+                str(sequences): {str(n): round(1e3 * profile(n), 3) for n in profile.sizes}
+                for sequences, profile in sorted(self._profiles.items())
+            }
 
 
-@cache
-def priors() -> dict[Key, float]:
-    """What is believed of candidates before any was seen: the shares that `research.priors` has measured."""
-    if not PRIORS.is_file():
-        return {}
-    return {tuple(key): p for key, p in json.loads(PRIORS.read_text(encoding="utf-8"))}
-
-
-_machines: WeakKeyDictionary[Target, Machine] = WeakKeyDictionary()
-_lock = Lock()
-
-
-def machine_of(target: Target) -> Machine:
-    """The one of this target."""
-    with _lock:
-        if (found := _machines.get(target)) is None:
-            found = _machines[target] = Machine()
-        return found
-
-
-def _measured(target: Target) -> CostCurve | None:
-    try:
-        return measure(target)
-    except LeapaheadError:  # no room for a session of its own
-        return None
-
-
-def _of_more(one: CostCurve, sequences: int) -> CostCurve:
-    """A plain step has a row for each sequence; what lies below is never decoded."""
+def _derived(one: LatencyProfile, sequences: int) -> LatencyProfile:
+    """The profile of several sequences from that of one. A plain step has one row for each sequence, none has fewer."""
     rows = sorted({sequences, 2 * sequences, 4 * sequences, *(n for n in one.sizes if n > sequences)})
-    return CostCurve({n: one(n) for n in rows}, pace=1.0)
+    return LatencyProfile({n: one(n) for n in rows}, BATCH_LEVEL_ERROR)
 
 
-@cache
-def processor() -> str:
-    """The processor's name and the number of its cores that the system shows."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{os.cpu_count()} cores of {model or platform.processor() or platform.machine()}"
+class DraftingTime:
+    """Seconds that a step takes for drafting, beside the forward: a constant and a part for each drafted node.
 
-
-class Place:
-    """The file of a target's curves.
-
-    Args:
-        target: its fingerprint.
+    Learned by normalised least mean squares.
     """
 
-    def __init__(self, target: str) -> None:
-        self.target = target
-        folder = os.environ.get("LEAPAHEAD_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "leapahead"
-        name = hashlib.sha256(f"{target} on {processor()}".encode()).hexdigest()[:16]
-        try:
-            folder = Path(folder).expanduser()
-        except RuntimeError:  # nobody's home is known
-            folder = Path(tempfile.gettempdir()) / "leapahead"
-        self.path = folder / "cost" / f"{name}.json"
+    def __init__(self) -> None:
+        self._base, self._per_node = DRAFTING_BASE, DRAFTING_PER_NODE
 
-    @classmethod
-    def of(cls, target: Target) -> Place:
-        return cls(target.fingerprint or f"{type(target).__name__} {target.name}")
+    def __call__(self, nodes: int) -> float:
+        """Seconds for so many drafted nodes, all sequences together."""
+        return self._base + self._per_node * nodes
 
-    def read(self, sequences: int) -> CostCurve | None:
-        """The curve of so many sequences, if there is one of use."""
+    def observe(self, seconds: float, nodes: int) -> None:
+        """Corrects the estimate: drafting so many nodes took so long."""
+        if not 0 <= seconds < float("inf"):
+            return
+        expected = self(nodes)
+        error = min(seconds, MOST_RATIO * expected) - expected  # a single slow step must not change much
+        units = nodes / USUAL_NODES
+        change = DRAFTING_RATE * error / (1 + units**2)
+        self._base = max(self._base + change, 0.0)
+        self._per_node = max(self._per_node + change * units / USUAL_NODES, 0.0)
+        if self._base == 0.0 and seconds > 0:  # five times an expected 0 would stay 0
+            self._base = DRAFTING_RATE * seconds
+
+
+class ProfileStore:
+    """The file with the stored profiles of one target on this processor.
+
+    Args:
+        fingerprint: of the target.
+
+    Attributes:
+        path: where the file is.
+    """
+
+    def __init__(self, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        name = hashlib.sha256(f"{fingerprint} on {processor()}".encode()).hexdigest()[:16]
+        self.path = cache_directory() / "latency" / f"{name}.json"
+
+    def read(self, sequences: int) -> LatencyProfile | None:
+        """The stored profile of so many sequences; None if there is none, or it is too old or broken."""
         try:
             found = self._entries()[str(sequences)]
-            if not 0 <= time() - found["measured"] <= OLD:
+            if not 0 <= time() - found["measured"] <= MOST_AGE:
                 return None
-            curve = CostCurve({int(n): float(seconds) for n, seconds in found["seconds"].items()})
+            profile = LatencyProfile({int(n): float(seconds) for n, seconds in found["seconds"].items()})
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return None
-        return curve if curve.sizes[0] == sequences else None
+        return profile if profile.sizes[0] == sequences else None
 
-    def write(self, curves: Mapping[int, CostCurve], measured: bool) -> bool:
-        """Replaces these curves and leaves the file's others; false where nothing can be written.
+    def write(self, profiles: Mapping[int, LatencyProfile], measured: bool) -> bool:
+        """Replaces these profiles and leaves the others in the file as they are.
 
         Args:
-            curves: by number of sequences.
-            measured: just now; else they keep the age that they had.
+            profiles: by number of sequences.
+            measured: whether they were measured just now. Otherwise they keep the age that they had.
+
+        Returns:
+            False where the file cannot be written.
         """
         now = time()
         entries = self._entries()
-        for sequences, curve in curves.items():
+        for sequences, profile in profiles.items():
             before = entries.get(str(sequences))
             age = before.get("measured") if isinstance(before, dict) and not measured else None
             entries[str(sequences)] = {
                 "measured": age if isinstance(age, (int, float)) else now,
-                "steps": curve.steps,
-                "seconds": {n: float(f"{seconds:.6g}") for n, seconds in curve.as_dict().items()},
+                "steps": profile.steps,
+                "seconds": {n: float(f"{seconds:.6g}") for n, seconds in profile.as_dict().items()},
             }
-        content = {"format": FORMAT, "target": self.target, "processor": processor(), "curves": entries}
+        content = {"format": FORMAT, "target": self.fingerprint, "processor": processor(), "profiles": entries}
         part = ""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -259,11 +248,31 @@ class Place:
         return True
 
     def _entries(self) -> dict[str, Any]:
-        """Number of sequences -> what the file says of them; empty where it is broken or another's."""
+        """Number of sequences -> entry of the file; empty where the file is missing, broken or of another target."""
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
-            if (found["format"], found["target"], found["processor"]) == (FORMAT, self.target, processor()):
-                return dict(found["curves"])
+            if (found["format"], found["target"], found["processor"]) == (FORMAT, self.fingerprint, processor()):
+                return dict(found["profiles"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass
         return {}
+
+
+def cache_directory() -> Path:
+    """The directory for what this package stores for later processes; it need not exist."""
+    folder = os.environ.get("LEAPAHEAD_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "leapahead"
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError:  # the user has no home directory
+        return Path(tempfile.gettempdir()) / "leapahead"
+
+
+@cache
+def processor() -> str:
+    """The processor's name and the number of cores that the system shows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{os.cpu_count()} cores of {model or platform.processor() or platform.machine()}"
