@@ -17,31 +17,11 @@ from leapahead.drafters.single import TokenRecycling
 from leapahead.planner.source import Candidate, Source
 from leapahead.engine.loop import Generation, decode
 from leapahead.models.toy import ToyTarget
-from leapahead.planner.acceptance import LEAN, START, Calibration, Trust
+from leapahead.planner.acceptance import AcceptanceTable
 from leapahead.planner.latency import CostCurve
 from leapahead.planner.profile import Machine, machine_of
 from leapahead.planner.sizing import worth
 from leapahead.planner.tree_search import Growth
-
-# ------------------------------------------------------------------------------------------------------ calibration
-
-
-def test_an_estimate_leans_on_what_is_coarser_and_comes_to_what_is_seen() -> None:
-    table = Calibration({("a",): 0.8, ("a", 1): 0.4})
-    assert table.probability(("a", 1, 2)) == 0.4
-    assert table.probability(("a", 2)) == 0.8
-    assert table.estimate(("b",), unknown=0.1) == 0.1
-    table.learn(("a", 1, 2), hit=False)
-    own = (0 + LEAN * 0.8) / (1 + LEAN)
-    assert table.probability(("a",)) == pytest.approx(own)
-    rng = random.Random(0)
-    for _ in range(2000):
-        table.learn(("a", 1, 3), rng.random() < 0.7)
-    assert table.probability(("a", 1, 3)) == pytest.approx(0.7, abs=0.08)
-    for _ in range(400):
-        table.learn(("a", 1, 3), hit=False)  # the text has turned
-    assert table.probability(("a", 1, 3)) < 0.2
-    assert all(row["trials"] <= 301 for row in table.rows())
 
 
 # ------------------------------------------------------------------------------------------------------------- trees
@@ -72,27 +52,12 @@ def context() -> Context:
 
 
 def growth(says: dict[tuple[int, ...], list[int]], chances: dict[Any, float], budget: Budget | None = None) -> Growth:
-    table = Calibration({("known", "greedy", rank, depth): p for (rank, depth), p in chances.items()})
+    table = AcceptanceTable({("known", "greedy", rank, depth): p for (rank, depth), p in chances.items()})
     return Growth(context(), [Known(says)], table, budget or Budget())
 
 
 SAYS = {(): [3, 4], (3,): [5], (4,): [6], (3, 5): [7]}
 CHANCES = {(0, 0): 0.6, (1, 0): 0.3, (0, 1): 0.5, (0, 2): 0.9}
-
-
-def test_a_text_that_is_hard_to_guess_is_trusted_less_and_one_that_is_easy_more() -> None:
-    hard, easy, as_hoped = Trust(), Trust(), Trust()
-    assert hard.factor == START
-    for turn in range(400):
-        hard.learn(0.6, turn % 10 < 3)
-        easy.learn(0.6, turn % 10 < 9)
-        as_hoped.learn(0.6, turn % 10 < 6)
-    assert hard.factor == pytest.approx(0.5, abs=0.12)
-    assert easy.factor == pytest.approx(1.5, abs=0.15)
-    assert as_hoped.factor == pytest.approx(1.0, abs=0.08)
-    for _ in range(200):
-        hard.learn(0.6, hit=True)
-    assert hard.factor > 1.2, "a text may turn easy"
 
 
 def test_nodes_come_likeliest_first() -> None:

@@ -1,0 +1,78 @@
+"""Acceptance estimates, their correction for a request, and back-off."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from leapahead.planner.acceptance import CORRECTION_START, MOST_TRIALS, PRIOR_TRIALS, AcceptanceTable, Correction
+from leapahead.planner.backoff import BackOff
+
+
+def test_an_estimate_begins_at_that_of_the_coarser_key_and_approaches_what_is_observed() -> None:
+    table = AcceptanceTable({("a",): 0.8, ("a", 1): 0.4})
+    assert table.probability(("a", 1, 2)) == 0.4
+    assert table.probability(("a", 2)) == 0.8
+    assert table.estimate(("b",), unknown=0.1) == 0.1
+    table.learn(("a", 1, 2), hit=False)
+    own = (0 + PRIOR_TRIALS * 0.8) / (1 + PRIOR_TRIALS)
+    assert table.probability(("a",)) == pytest.approx(own)
+    rng = random.Random(0)
+    for _ in range(2000):
+        table.learn(("a", 1, 3), rng.random() < 0.7)
+    assert table.probability(("a", 1, 3)) == pytest.approx(0.7, abs=0.08)
+    for _ in range(400):
+        table.learn(("a", 1, 3), hit=False)  # the text has changed
+    assert table.probability(("a", 1, 3)) < 0.2
+    assert all(row["trials"] <= MOST_TRIALS for row in table.rows())
+    assert {len(row["key"]) for row in table.rows(longest=2)} == {1, 2}
+
+
+def test_the_priors_are_probabilities_by_source() -> None:
+    table = AcceptanceTable.with_priors()
+    assert all(0 <= p <= 1 for p in table.priors.values())
+    assert table.estimate(("recycling", "greedy", 0)) > table.estimate(("recycling", "greedy", 1)) > 0
+    table.learn(("recycling",), hit=True)
+    assert AcceptanceTable.with_priors().rows() == []  # each engine has a table of its own
+
+
+def test_the_correction_falls_on_a_text_that_is_hard_to_predict_and_rises_on_an_easy_one() -> None:
+    hard, easy, as_expected = Correction(), Correction(), Correction()
+    assert hard.factor == CORRECTION_START
+    for turn in range(400):
+        hard.learn(0.6, turn % 10 < 3)
+        easy.learn(0.6, turn % 10 < 9)
+        as_expected.learn(0.6, turn % 10 < 6)
+    assert hard.factor == pytest.approx(0.5, abs=0.12)
+    assert easy.factor == pytest.approx(1.5, abs=0.15)
+    assert as_expected.factor == pytest.approx(1.0, abs=0.08)
+    for _ in range(200):
+        hard.learn(0.6, hit=True)
+    assert hard.factor > 1.2, "a text may become easy"
+
+
+def suspended(backoff: BackOff) -> int:
+    """Steps until drafting goes on."""
+    steps = 0
+    while backoff.suspended():
+        steps += 1
+    return steps
+
+
+def test_back_off_doubles_up_to_its_limit_and_ends_with_a_draft_that_pays() -> None:
+    backoff = BackOff()
+    assert suspended(backoff) == 0
+    lengths = []
+    for _ in range(6):
+        backoff.update(paid=False, longest=10)
+        lengths.append(suspended(backoff))
+    assert lengths == [1, 2, 4, 8, 10, 10]
+    backoff.update(paid=False, longest=3)
+    assert backoff.remaining == 3
+    backoff.update(paid=True, longest=10)
+    assert suspended(backoff) == 0
+    backoff.update(paid=False, longest=10)
+    assert suspended(backoff) == 1
+    backoff.update(paid=False, longest=0)
+    assert suspended(backoff) == 0

@@ -1,0 +1,558 @@
+"""Latency profiles: what a measurement finds, what steps correct, what is stored. All times come from a made clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leapahead.core.errors import CacheFull, ContextOverflow, LeapaheadError
+from leapahead.models.base import CHAIN, Cost, KeepsPrefixes
+from leapahead.models.toy import ToyTarget
+from leapahead.planner.draft import Forward
+from leapahead.planner.latency import ASSUMED_SLOPE, SIZES, LatencyProfile
+from leapahead.planner.measurement import Round, agree, fitted, rounds, samples
+from leapahead.planner.profile import (
+    FORMAT,
+    LEAST_STEPS,
+    MOST_AGE,
+    WRITE_SECONDS,
+    DraftingTime,
+    LatencyProfiles,
+    ProfileStore,
+)
+
+SEEDS = range(3)
+
+
+class Clock:
+    """Shows the time that the target has taken so far."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Timed(ToyTarget):
+    """Its forwards take given times on its own clock. It keeps the cache of closed sessions, in name."""
+
+    def __init__(self, seconds: Callable[[int], float] = lambda rows: 0.01, **options: Any) -> None:
+        super().__init__(**options)
+        self.seconds, self.clock, self.stepped = seconds, Clock(), list[int]()
+        self.open_sessions = self.kept = 0
+
+    def open(self, *args: Any, **options: Any) -> Any:
+        session = super().open(*args, **options)
+        self.open_sessions += 1
+        close = session.close
+
+        def closing() -> None:
+            self.open_sessions -= 1
+            self.kept += 1
+            close()
+
+        session.close = closing  # type: ignore[method-assign]
+        return session
+
+    def step(self, sessions: Any, trees: Any, *args: Any, **options: Any) -> Any:
+        rows = sum(map(len, trees))
+        self.stepped.append(rows)
+        self.clock.now += self.seconds(rows)
+        return super().step(sessions, trees, *args, **options)
+
+    def forget(self) -> None:
+        assert not self.open_sessions
+        self.kept = 0
+
+
+def line(slope: float, one: float = 0.02) -> Callable[[int], float]:
+    """T(n) with each additional row at `slope` of the first."""
+    return lambda n: one * (1 + slope * (n - 1))
+
+
+def sloping(slope: float) -> LatencyProfile:
+    return LatencyProfile({n: line(slope)(n) for n in SIZES})
+
+
+def measured(target: Timed, **options: Any) -> LatencyProfile:
+    return LatencyProfile(fitted(rounds(target, clock=target.clock, **options)))
+
+
+def profiles(target: ToyTarget) -> LatencyProfiles:
+    """Those of a new process."""
+    return LatencyProfiles(target.info, clock=target.clock if isinstance(target, Timed) else Clock())
+
+
+class World:
+    """A true T(n) under lognormal noise, with an outlier of ten times now and then."""
+
+    def __init__(self, true: Callable[[int], float], seed: int, noise: float = 0.1, outliers: float = 0.01) -> None:
+        self.true, self.random, self.noise, self.outliers = true, random.Random(seed), noise, outliers
+
+    def live(self, profile: LatencyProfile, steps: int, sizes: Sequence[int] = (1, 4, 8), pace: float = 1.0) -> None:
+        for _ in range(steps):
+            n = self.random.choice(sizes)
+            outlier = 10.0 if self.random.random() < self.outliers else 1.0
+            profile.observe(n, pace * self.true(n) * exp(self.random.gauss(0, self.noise)) * outlier)
+
+    def error(self, profile: LatencyProfile, sizes: Sequence[int] = (4, 8)) -> float:
+        """Greatest relative error of T(n)/T(1)."""
+        relative = profile.relative()
+        return max(abs(relative[n] / (self.true(n) / self.true(1)) - 1) for n in sizes)
+
+
+# --------------------------------------------------------------------------------------------------------- profile
+
+
+def test_the_profile_goes_through_what_was_measured_and_on_behind_it() -> None:
+    profile = LatencyProfile({1: 1.0, 2: 1.2, 4: 1.4, 8: 2.4})
+    assert [round(profile(n), 6) for n in (1, 2, 3, 4, 6, 8, 16)] == [1.0, 1.2, 1.3, 1.4, 1.9, 2.4, 4.4]
+    assert profile.relative()[4] == pytest.approx(1.4)
+    assert LatencyProfile({int(n): s for n, s in profile.as_dict().items()})(6) == pytest.approx(1.9)
+    for broken in ({}, {1: 0.0}, {1: float("nan")}, {1: float("inf")}, {0: 1.0}, {1: -1.0, 2: 1.0}):
+        with pytest.raises(ValueError, match="positive seconds"):
+            LatencyProfile(broken)
+
+
+def test_a_profile_that_falls_at_its_end_does_not_fall_for_ever() -> None:
+    profile = LatencyProfile({1: 1.0, 64: 3.0, 96: 2.5})
+    assert profile(96) == profile(200) == pytest.approx(2.5)
+
+
+def test_of_one_size_the_others_are_assumed() -> None:
+    profile = LatencyProfile({1: 2.0})
+    assert profile(1) == pytest.approx(2.0)
+    assert profile(11) == pytest.approx(2.0 * (1 + 10 * ASSUMED_SLOPE))
+    rows = LatencyProfile({4: 2.0})  # of four sequences
+    assert rows(2) == rows(4) == pytest.approx(2.0)
+    assert rows.relative()[4] == 1.0
+    assert LatencyProfile({500: 1.0})(1000) > 1.0
+
+
+# ------------------------------------------------------------------------------------------------------- learning
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("slope", [0.05, 0.13, 0.5])
+@pytest.mark.parametrize("wrong", [0.5, 2.0])
+def test_a_slope_that_was_wrong_by_two_is_right_after_sixty_steps(slope: float, wrong: float, seed: int) -> None:
+    world, profile = World(line(slope), seed), sloping(wrong * slope)
+    world.live(profile, 60)
+    assert world.error(profile) < 0.1
+
+
+def test_nodes_that_are_not_free_are_found_out_before_they_have_cost_much() -> None:
+    """The case in which drafting is a loss: 8 nodes seem free, and take 1.9 plain steps."""
+    world, profile = World(line(0.13), 0), sloping(0.005)
+    world.live(profile, 30)
+    assert profile.relative()[8] > 1.7
+    assert profile.relative()[16] > 1.9  # which was never decoded: its neighbours were
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("slope", [0.02, 0.13, 0.3])
+def test_a_profile_that_was_guessed_is_right_after_thirty_steps(slope: float, seed: int) -> None:
+    world, profile = World(line(slope), seed, outliers=0.0), LatencyProfile.guessed()
+    world.live(profile, 30, sizes=(1, 2, 4, 8, 12))
+    assert world.error(profile, (2, 4, 8, 12)) < 0.15
+    assert profile(1) == pytest.approx(0.02, rel=0.2)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("pace", [0.5, 2.0, 4.0])
+def test_a_machine_that_changes_its_speed_is_followed_within_ten_steps(pace: float, seed: int) -> None:
+    world, profile = World(line(0.1), seed), sloping(0.1)
+    world.live(profile, 50)
+    world.live(profile, 10, pace=pace)
+    assert profile(1) == pytest.approx(0.02 * pace, rel=0.2)
+    assert world.error(profile) < 0.12  # and its shape stays
+    world.live(profile, 10)
+    assert profile(1) == pytest.approx(0.02, rel=0.2)
+
+
+def test_a_context_that_grows_makes_all_sizes_dearer() -> None:
+    world, profile = World(line(0.1), 0, noise=0.05), sloping(0.1)
+    for step in range(400):
+        world.live(profile, 1, pace=1 + step / 400)
+    assert profile(1) == pytest.approx(0.04, rel=0.12)
+    assert world.error(profile) < 0.1
+
+
+def test_a_shape_that_was_wrong_is_learned_while_the_pace_changes() -> None:
+    profile = LatencyProfile({1: 1.0, 8: 1.1})
+    world = World(lambda n: 1.0 if n == 1 else 3.0, 0)
+    for pace in (1.0, 2.0, 3.0):
+        world.live(profile, 100, sizes=(1, 8), pace=pace)
+    assert profile.relative()[8] == pytest.approx(3.0, rel=0.12)
+
+
+def test_a_jump_of_the_clock_teaches_nothing_and_a_lasting_change_does() -> None:
+    profile = LatencyProfile({1: 1.0, 8: 2.0})
+    for seconds in (3600.0, -5.0, 0.0, float("inf"), float("nan"), -3600.0):
+        profile.observe(1, seconds)
+    profile.observe(0, 1.0)
+    assert profile(1) == pytest.approx(1.0)
+    assert profile.relative()[8] == pytest.approx(2.0)
+    for _ in range(12):
+        profile.observe(1, 10.0)
+    assert profile(1) == pytest.approx(10.0, rel=0.01)
+    assert profile.relative()[8] == pytest.approx(2.0, rel=0.05)
+
+
+def test_what_a_size_needs_when_it_comes_first_is_no_measure_of_it() -> None:
+    """As when a kernel is compiled, or a graph captured, for every new size."""
+    profile = sloping(0.05)
+    for n in range(2, 30):
+        profile.observe(1, 0.02)
+        profile.observe(n, 100 * line(0.05)(n))
+    assert profile(1) == pytest.approx(0.02, rel=0.01)
+    assert profile.relative()[16] == pytest.approx(1.75, rel=0.01)
+
+
+def test_a_long_life_of_one_size_forgets_nothing_and_stays_finite() -> None:
+    profile = sloping(0.2)
+    World(line(0.2), 0).live(profile, 5000, sizes=(1,))
+    assert profile.relative()[8] == pytest.approx(2.4, rel=0.1)
+    World(line(0.4), 1).live(profile, 60)  # and it can still learn
+    assert profile.relative()[8] == pytest.approx(3.8, rel=0.12)
+
+
+# ------------------------------------------------------------------------------------------------------ measuring
+
+
+def test_a_measurement_keeps_to_its_time_and_takes_the_important_sizes_first() -> None:
+    quick = Timed(line(0.05, 0.002))
+    profile = measured(quick)
+    assert quick.clock.now < 1.0
+    assert profile.sizes[-1] == 96  # the first that takes more than five plain steps
+    assert profile.relative()[64] == pytest.approx(1 + 63 * 0.05)
+    assert quick.stepped[:4] == [1, 4, 8, 16]
+    slow = Timed(line(0.05, 0.2))
+    profile = measured(slow)
+    assert slow.clock.now <= 1.0
+    assert profile(8) == pytest.approx(0.27)
+    assert profile.sizes == [1, 4, 8]
+    slower = Timed(line(0.5, 1.0))
+    profile = measured(slower)
+    assert slower.stepped == [1]
+    assert profile.sizes == list(SIZES)
+    assert profile(1) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("one", [0.005, 0.05, 0.3, 0.45])
+@pytest.mark.parametrize("slope", [0.0, 0.05, 0.5])
+def test_a_measurement_takes_less_than_a_second_or_a_little_more(one: float, slope: float) -> None:
+    target = Timed(line(slope, one))
+    measured(target)
+    assert target.clock.now < 1.0 + 1.6 * one  # the time of a forward is not known before it
+
+
+def test_noise_only_adds_time_and_neighbours_in_the_wrong_order_get_their_mean() -> None:
+    rng = random.Random(0)
+    target = Timed(lambda n: line(0.05, 0.002)(n) * (1 + rng.choice([0, 0, 0, 0.02, 3.0])))
+    profile = measured(target, seconds=3.0)
+    assert all(profile(n) == pytest.approx(line(0.05, 0.002)(n), rel=0.05) for n in profile.sizes if n <= 32)
+    values = [profile(n) for n in profile.sizes]
+    assert values == sorted(values)
+    found = fitted([{}, {1: 1.0, 2: 1.5, 3: 1.3, 4: 2.0}])
+    assert found == pytest.approx({1: 1.0, 2: 1.4, 3: 1.4, 4: 2.0})
+
+
+def test_a_dip_that_every_round_shows_is_kept() -> None:
+    once = {1: 1.0, 2: 1.5, 3: 2.0, 4: 1.2, 5: 1.3}
+    kept = fitted([once] * 5)
+    assert kept == pytest.approx(once)
+    smoothed = fitted([once] * 3)  # the warm-up and two rounds are not enough
+    assert list(smoothed.values()) == sorted(smoothed.values())
+    now_and_then = [once, once, once, {**once, 4: 2.1}, {**once, 4: 2.1}, once]
+    assert list(fitted(now_and_then).values()) == sorted(fitted(now_and_then).values())
+
+
+def test_the_warm_up_counts_only_where_there_is_little_else() -> None:
+    found = [{1: 9.0, 8: 9.0, 64: 9.0}, {1: 1.0, 8: 2.0}, {1: 1.1}, {1: 1.2}]
+    assert samples(found) == {1: [1.0, 1.1, 1.2], 8: [2.0, 9.0], 64: [9.0]}
+
+
+def test_targets_with_little_room_are_measured_as_far_as_they_go() -> None:
+    plain = Timed(capabilities=frozenset())
+    assert measured(plain)(1) == pytest.approx(0.01)
+    assert set(plain.stepped) == {1}
+    short = Timed(context_length=40)
+    assert measured(short)(1) == pytest.approx(0.01)
+    narrow = Timed(max_nodes=6, capabilities=frozenset({CHAIN}))
+    assert measured(narrow).sizes == [1, 2, 3, 4, 6]
+    tiny = Timed(context_length=2)
+    with pytest.raises(ContextOverflow, match="context of 2 tokens"):
+        measured(tiny)
+    assert plain.open_sessions == short.open_sessions == narrow.open_sessions == tiny.open_sessions == 0
+
+
+def test_sequences_are_measured_together_by_rows() -> None:
+    target = Timed(line(0.05, 0.002))
+    found = rounds(target, seconds=2.0, sequences=3, clock=target.clock)
+    assert {n % 3 for each in found for n in each} == {0}
+    assert fitted(found)[12] == pytest.approx(line(0.05, 0.002)(12))
+    assert target.open_sessions == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([{1: 1.0, 4: 2.0}], False),  # the warm-up alone cannot be checked
+        ([{1: 1.0, 4: 2.0}, {1: 1.05}], True),
+        ([{1: 1.0, 4: 2.0}, {1: 1.5}], False),
+        ([{1: 9.0, 4: 9.0}, {1: 1.0, 4: 2.0}, {1: 1.1, 4: 2.1}], True),  # the warm-up does not count here
+        ([{}, {1: 1.0, 4: 2.0}, {1: 2.0, 4: 2.0}, {1: 1.0, 4: 2.1}, {1: 2.1, 4: 2.0}], False),
+        ([{}, *[{1: 1.0, 4: 2.0, 8: 3.0}] * 5, {1: 50.0, 4: 2.0, 8: 3.0}], True),  # one slow forward
+    ],
+)
+def test_whether_rounds_agree(found: list[Round], expected: bool) -> None:
+    assert agree(found) is expected
+
+
+class Full(Timed):
+    """Has no room after some forwards."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    def step(self, *args: Any, **options: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise CacheFull("no room")
+        return super().step(*args, **options)
+
+
+# --------------------------------------------------------------------------------------- profiles and their file
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LEAPAHEAD_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_target_without_room_is_guessed_and_the_steps_tell(cache: Path) -> None:
+    with pytest.raises(CacheFull):
+        measured(Full(0))
+    target = Full(3)
+    assert measured(target).sizes == [1, 4, 8]  # what was measured before counts
+    assert target.open_sessions == 0
+    full = Full(0)
+    here = profiles(full)
+    here.prepare(full)
+    assert not list(cache.rglob("*.json"))  # a guess is not stored
+    for _ in range(5):
+        here.observe(Forward(0.05, Cost(1, 1, 9)))
+    assert here.profile(1)(1) == pytest.approx(0.05, rel=0.01)
+
+
+class Refusing(ToyTarget):
+    def open(self, *_: Any, **__: Any) -> Any:
+        raise LeapaheadError("not now")
+
+
+def test_an_error_of_the_target_is_no_error_of_the_planner() -> None:
+    target = Refusing()
+    here = profiles(target)
+    here.prepare(target)
+    assert here.profile(1)(1) > 0
+    assert here.profile(3).sizes[0] == 3
+
+
+def test_it_is_measured_once_and_leaves_no_trace_on_the_target(cache: Path) -> None:
+    target = Timed()
+    assert isinstance(target, KeepsPrefixes)
+    here = profiles(target)
+    assert here.known(1) is None
+    assert here.prepare(target)
+    assert target.open_sessions == target.kept == 0
+    forwards = len(target.stepped)
+    assert not here.prepare(target)
+    assert not profiles(target).prepare(target)  # another process reads the file
+    assert len(target.stepped) == forwards
+    assert len(list((cache / "latency").iterdir())) == 1
+    another = Timed(seed=1)
+    assert profiles(another).prepare(another)
+    assert len(list((cache / "latency").iterdir())) == 2  # another model, another file
+    again = profiles(target)
+    assert again.profile(1).as_dict() == pytest.approx(here.profile(1).as_dict(), rel=1e-4)
+    assert again.as_dict()["1"]["1"] == pytest.approx(10.0)
+
+
+def test_without_a_writable_cache_directory_each_process_measures_once(cache: Path, monkeypatch: Any) -> None:
+    (cache / "file").touch()
+    monkeypatch.setenv("LEAPAHEAD_CACHE", str(cache / "file"))
+    target = Timed()
+    here = profiles(target)
+    assert here.prepare(target)
+    assert not here.prepare(target)
+    assert here.profile(1)(1) == pytest.approx(0.01)
+    assert not here.put(1, sloping(0.1))
+    assert profiles(target).prepare(target)
+
+
+def test_rounds_that_disagree_are_used_and_not_stored(cache: Path) -> None:
+    rng = random.Random(0)
+    target = Timed(lambda n: 0.02 * rng.choice((1, 3)))
+    here = profiles(target)
+    assert here.prepare(target)
+    assert here.profile(1)(1) > 0
+    assert not list(cache.rglob("*.json"))
+    for _ in range(LEAST_STEPS):
+        here.observe(Forward(0.02, Cost(1, 1, 9)))
+    assert here.keep()  # steps have corrected it
+    assert profiles(target).profile(1)(1) == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_measurement_on_demand_replaces_what_was_derived() -> None:
+    target = Timed()
+    here = profiles(target)
+    here.put(1, sloping(0.1))
+    assert here.profile(2)(4) == pytest.approx(line(0.1)(4))
+    here.measure(target)
+    assert here.profile(2)(4) == pytest.approx(0.01)
+
+
+def stored(target: ToyTarget) -> dict[str, Any]:
+    """The file of a target whose plain step takes 7 seconds, which no measurement gives."""
+    assert profiles(target).put(1, LatencyProfile({1: 7.0, 2: 8.0}))
+    content: dict[str, Any] = json.loads(ProfileStore(target.info.fingerprint).path.read_text())
+    return content
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda content: "{broken",
+        lambda content: "",
+        lambda content: "[]",
+        lambda content: "7",
+        lambda content: "\xff\x00\xfe" * 99,
+        lambda content: json.dumps({**content, "target": "another"}),
+        lambda content: json.dumps({**content, "processor": "another"}),
+        lambda content: json.dumps({**content, "format": FORMAT - 1}),
+        lambda content: json.dumps({**content, "profiles": {}}),
+        lambda content: json.dumps({**content, "profiles": None}),
+        lambda content: json.dumps({**content, "profiles": {"1": 5}}),
+        lambda content: json.dumps(content).replace("7.0", "-7.0"),
+        lambda content: json.dumps(content).replace("7.0", '"x"'),
+        lambda content: json.dumps(content).replace("7.0", "NaN"),
+        lambda content: json.dumps(content).replace('"measured": ', '"measured": -'),
+        lambda content: json.dumps(content).replace('"measured": ', '"measured": 9'),
+    ],
+)
+def test_a_file_that_is_broken_or_foreign_or_old_is_measured_again(spoil: Callable[[dict[str, Any]], str]) -> None:
+    target = Timed()
+    content = stored(target)
+    assert not profiles(target).prepare(target)
+    store = ProfileStore(target.info.fingerprint)
+    store.path.write_bytes(spoil(content).encode("latin-1"))
+    assert profiles(target).prepare(target)
+    assert not profiles(target).prepare(target)  # the file is whole again
+    assert profiles(target).profile(1)(1) == pytest.approx(0.01)
+
+
+def test_a_batch_begins_as_one_and_is_kept_as_steps_correct_it() -> None:
+    target = Timed()
+    here = profiles(target)
+    here.put(1, sloping(0.1))
+    profile = here.profile(4)
+    assert profile.sizes[0] == 4
+    assert profile(8) == pytest.approx(line(0.1)(8))
+    world = World(line(0.3), 0)
+    for _ in range(60):
+        rows = world.random.choice((4, 8, 16))
+        forward = Forward(world.true(rows), Cost(rows, 4, 9))
+        for _ in range(4):
+            here.observe(forward)  # each of its sequences reports it
+    assert profile.steps == 60
+    target.clock.now += WRITE_SECONDS - 1
+    here.observe(Forward(world.true(4), Cost(4, 4, 9)))
+    assert ProfileStore(target.info.fingerprint).read(4) is None
+    target.clock.now += 2
+    here.observe(Forward(world.true(4), Cost(4, 4, 9)))
+    later = profiles(target)
+    assert later.profile(4).relative()[8] == pytest.approx(world.true(8) / world.true(4), rel=0.05)
+    assert later.profile(1).relative()[8] == pytest.approx(1.7, rel=0.01)  # no step of one: as it was measured
+
+
+def test_corrections_do_not_make_a_measurement_younger() -> None:
+    target = Timed()
+    content = stored(target)
+    store = ProfileStore(target.info.fingerprint)
+
+    def age(seconds: float) -> None:
+        content["profiles"]["1"]["measured"] -= seconds
+        store.path.write_text(json.dumps(content))
+
+    age(MOST_AGE - 60)
+    here = profiles(target)
+    assert here.profile(1)(1) == pytest.approx(7.0)
+    for _ in range(LEAST_STEPS):
+        here.observe(Forward(7.0, Cost(1, 1, 9)))
+    assert here.keep()
+    assert store.read(1) is not None
+    kept = json.loads(store.path.read_text())["profiles"]["1"]
+    assert kept == {"measured": content["profiles"]["1"]["measured"], "steps": LEAST_STEPS, "seconds": kept["seconds"]}
+    age(61)
+    assert store.read(1) is None
+
+
+WRITER = """
+import sys
+from leapahead.planner.latency import LatencyProfile
+from leapahead.planner.profile import ProfileStore
+store, own = ProfileStore("shared"), int(sys.argv[1])
+for turn in range(80):
+    assert store.write({own: LatencyProfile({own: 1.0, own + 7: 2.0 + turn})}, measured=True)
+    profile = store.read(own)  # the last writer wins, so it may be missing
+    assert profile is None or profile.sizes == [own, own + 7]
+"""
+
+
+def test_processes_that_share_a_file_never_break_it() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(own)], env=environment) for own in (1, 2, 3)]
+    store, seen = ProfileStore("shared"), 0
+    while any(writer.poll() is None for writer in writers):
+        if store.path.is_file():
+            assert json.loads(store.path.read_text())["target"] == "shared"  # whole at every moment
+            seen += 1
+    assert [writer.returncode for writer in writers] == [0, 0, 0]
+    assert seen
+    assert [file.suffix for file in store.path.parent.iterdir()] == [".json"]
+
+
+# --------------------------------------------------------------------------------------------------- drafting time
+
+
+def test_the_time_of_drafting_is_learned_by_node() -> None:
+    drafting, rng = DraftingTime(), random.Random(0)
+    for _ in range(2000):
+        nodes = rng.choice((0, 4, 8, 16, 32))
+        outlier = 20 if rng.random() < 0.005 else 1
+        drafting.observe((3e-4 + 5e-5 * nodes) * rng.uniform(0.9, 1.1) * outlier, nodes)
+    assert drafting(0) == pytest.approx(3e-4, rel=0.25)
+    assert drafting(32) == pytest.approx(19e-4, rel=0.2)
+    for seconds in (-1.0, float("nan"), float("inf")):
+        before = drafting(8)
+        drafting.observe(seconds, 8)
+        assert drafting(8) == before
+    for _ in range(500):
+        drafting.observe(0.0, 8)
+    assert 0 <= drafting(8) < 1e-4
+    for _ in range(300):
+        drafting.observe(2e-3, 0)
+    assert drafting(0) == pytest.approx(2e-3, rel=0.1)
