@@ -13,19 +13,24 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from leapahead import Engine, Request
 from leapahead.core.sampling import SamplingParams
+from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
-from leapahead.drafters.base import Ask, Context, Drafter, Proposal, Step
+from leapahead.drafters.base import Drafter, PerSequence, SequenceDrafter
 from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.plain import Plain
-from leapahead.engine.loop import Generation, decode
+from leapahead.engine.request import Handle
 from leapahead.models.base import Target
+from leapahead.planner.acceptance import AcceptanceTable
+from leapahead.planner.draft import Proposal, SequenceView, Step
+from leapahead.planner.profile import LatencyProfiles
 
 PROMPT = (1, 2, 3, 1, 2)
 GREEDY = SamplingParams()
 
-Text = Callable[[int], str]
+AnyDrafter = Drafter | SequenceDrafter | type[Drafter] | type[SequenceDrafter] | str
 
 # Examples are judged by what they show, not by how long a busy machine takes for them.
 settings.register_profile("leapahead", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -35,56 +40,86 @@ settings.load_profile("leapahead")
 # ---------------------------------------------------------------------------------------------------------- runs
 
 
+class Spelling:
+    """As much of a tokenizer as decoding needs: the text of each token, given by a function."""
+
+    def __init__(self, text: Callable[[int], str]) -> None:
+        self.text = text
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join(map(self.text, tokens))
+
+
 @dataclass
 class Run:
     """A finished decoding."""
 
-    generation: Generation
+    handle: Handle
     steps: list[Step]
 
     @property
     def tokens(self) -> list[int]:
         """The new tokens."""
-        return [token for step in self.steps for token in step.tokens]
+        return self.handle.tokens
+
+    @property
+    def stats(self) -> Stats:
+        return self.handle.stats
 
     @property
     def finish(self) -> tuple[str | None, int | str | None]:
-        return self.generation.stopper.finish_reason, self.generation.stopper.stop_reason
+        return self.handle.finish_reason, self.handle.stop_reason
 
 
-def begin(
+def attached(engine: Engine, drafter: AnyDrafter | None) -> Drafter:
+    """A drafter for the engine; one made for a single sequence serves only that."""
+    if isinstance(drafter, SequenceDrafter):
+        return engine.drafter(PerSequence(lambda: drafter))
+    return engine.drafter(Plain if drafter is None else drafter)
+
+
+def run(
     target: Target,
-    drafter: Drafter | None = None,
+    drafter: AnyDrafter | None = None,
     prompt: Sequence[int] = PROMPT,
     params: SamplingParams = GREEDY,
     stop: StopParams | None = None,
-    text: Text | None = None,
+    text: Callable[[int], str] | None = None,
     drafter_cache: DrafterCache | None = None,
     prediction: Sequence[int] = (),
-) -> Generation:
-    """A generation that has not made a step yet; 24 new tokens unless `stop` says otherwise."""
-    stop = stop or StopParams(max_new_tokens=24)
-    drafter = drafter or Plain()
-    return Generation.begin(
-        target, prompt, drafter, params, stop, text=text, drafter_cache=memory, prediction=prediction
+    acceptance: AcceptanceTable | None = None,
+    latency: LatencyProfiles | None = None,
+    prefill_chunk: int | None = None,
+) -> Run:
+    """Decodes one text to its end; plainly if no drafter is given, and 24 new tokens unless `stop` says otherwise."""
+    spelling: Any = Spelling(text) if text is not None else None
+    engine = Engine(target, tokenizer=spelling, acceptance=acceptance, latency=latency, prefill_chunk=prefill_chunk)
+    steps: list[Step] = []
+    request = Request(
+        list(prompt),
+        attached(engine, drafter),
+        params,
+        stop or StopParams(max_new_tokens=24),
+        prediction,
+        drafter_cache,
+        on_step=steps.append,
     )
+    handle = engine.submit(request)
+    engine.run([handle])
+    assert handle.tokens == [token for step in steps for token in step.tokens]  # what is kept is what was emitted
+    return Run(handle, steps)
 
 
-def run(target: Target, drafter: Drafter | None = None, prompt: Sequence[int] = PROMPT, **options: Any) -> Run:
-    """Decodes one text to its end; plainly if no drafter is given. Options as for `begin`."""
-    generation = begin(target, drafter, prompt, **options)
-    done = Run(generation, [step for _, step in decode(target, [generation])])
-    assert generation.session.tokens == [*prompt, *done.tokens]  # what is kept is what was emitted
-    return done
-
-
-def same_text(target: Target, drafter: Drafter, prompt: Sequence[int] = PROMPT, **options: Any) -> bool:
+def same_text(target: Target, drafter: AnyDrafter, prompt: Sequence[int] = PROMPT, **options: Any) -> bool:
     """Whether `drafter` gives plain decoding's text, ended for the same reason."""
     plain, drafted = run(target, None, prompt, **options), run(target, drafter, prompt, **options)
     return (plain.tokens, plain.finish) == (drafted.tokens, drafted.finish)
 
 
-def assert_same_text(target: Target, drafter: Drafter, prompt: Sequence[int] = PROMPT, **options: Any) -> Run:
+def assert_same_text(target: Target, drafter: AnyDrafter, prompt: Sequence[int] = PROMPT, **options: Any) -> Run:
     """As `same_text`, showing both texts when it fails; returns the drafted run."""
     plain, drafted = run(target, None, prompt, **options), run(target, drafter, prompt, **options)
     assert (drafted.tokens, drafted.finish) == (plain.tokens, plain.finish)
@@ -106,28 +141,28 @@ def fit(tree: TokenTree, budget: Budget) -> TokenTree:
     return tree
 
 
-class Scripted(Drafter):
-    """Drafts whatever `draft(context, budget)` returns."""
+class Scripted(SequenceDrafter):
+    """Drafts whatever `draft(sequence, budget)` returns."""
 
     name: ClassVar[str] = "scripted"
 
-    def __init__(self, draft: Callable[[Context, Budget], TokenTree]) -> None:
+    def __init__(self, draft: Callable[[SequenceView, Budget], TokenTree]) -> None:
         self.draft = draft
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
-        return Proposal(self.draft(context, budget))
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        return Proposal(self.draft(sequence, budget))
 
 
-class Empty(Drafter):
+class Empty(SequenceDrafter):
     """Never has an idea."""
 
     name: ClassVar[str] = "empty"
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
-        return Proposal(TokenTree.root(context.root))
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        return Proposal(TokenTree.root(sequence.root))
 
 
-class Oracle(Drafter):
+class Oracle(SequenceDrafter):
     """Knows the text (prompt included) and drafts its next `depth` tokens: always accepted."""
 
     name: ClassVar[str] = "oracle"
@@ -135,12 +170,12 @@ class Oracle(Drafter):
     def __init__(self, text: Sequence[int], depth: int = 4) -> None:
         self.text, self.depth = list(text), depth
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
-        at = len(context.tokens)
-        return Proposal(fit(TokenTree.chain(context.root, self.text[at : at + self.depth]), budget))
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        at = len(sequence.tokens)
+        return Proposal(fit(TokenTree.chain(sequence.root, self.text[at : at + self.depth]), budget))
 
 
-class RandomTrees(Drafter):
+class RandomTrees(SequenceDrafter):
     """Trees of random shape and random tokens: some nodes are right by luck."""
 
     name: ClassVar[str] = "random"
@@ -148,15 +183,15 @@ class RandomTrees(Drafter):
     def __init__(self, seed: int = 0, nodes: int = 10, depth: int = 5) -> None:
         self.rng, self.nodes, self.depth = np.random.default_rng(seed), nodes, depth
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
         nodes, depth = min(self.nodes, budget.nodes), min(self.depth, budget.depth)
-        builder = TreeBuilder(context.root, Budget(nodes, depth, budget.leaves))
+        builder = TreeBuilder(sequence.root, Budget(nodes, depth, budget.leaves))
         for _ in range(nodes):
-            builder.add(int(self.rng.integers(len(builder))), int(self.rng.integers(context.vocab_size)))
+            builder.add(int(self.rng.integers(len(builder))), int(self.rng.integers(sequence.vocab_size)))
         return Proposal(builder.build())
 
 
-class Scattered(Drafter):
+class Scattered(SequenceDrafter):
     """The right path, its nodes far apart among random ones, so that no node's slot is its depth."""
 
     name: ClassVar[str] = "scattered"
@@ -164,12 +199,12 @@ class Scattered(Drafter):
     def __init__(self, text: Sequence[int], seed: int = 0, depth: int = 4) -> None:
         self.text, self.rng, self.depth = list(text), np.random.default_rng(seed), depth
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
-        at = len(context.tokens)
-        builder, parent = TreeBuilder(context.root, Budget(depth=self.depth)), 0
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        at = len(sequence.tokens)
+        builder, parent = TreeBuilder(sequence.root, Budget(depth=self.depth)), 0
         for right in self.text[at : at + self.depth]:
             for _ in range(2):
-                builder.add(int(self.rng.integers(len(builder))), int(self.rng.integers(context.vocab_size)))
+                builder.add(int(self.rng.integers(len(builder))), int(self.rng.integers(sequence.vocab_size)))
             node = builder.add(parent, right)
             assert node is not None
             parent = node
@@ -230,7 +265,7 @@ ADVERSARIES = {
 }
 
 
-class Adversarial(Drafter):
+class Adversarial(SequenceDrafter):
     """Knows the text and drafts valid trees that are made to mislead, one kind of `ADVERSARIES`."""
 
     name: ClassVar[str] = "adversarial"
@@ -238,48 +273,54 @@ class Adversarial(Drafter):
     def __init__(self, kind: str, text: Sequence[int]) -> None:
         self.kind, self.text = ADVERSARIES[kind], list(text)
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
-        at = len(context.tokens)
-        return Proposal(fit(self.kind(context.root, self.text[at : at + 5], context.vocab_size), budget))
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        at = len(sequence.tokens)
+        return Proposal(fit(self.kind(sequence.root, self.text[at : at + 5], sequence.vocab_size), budget))
 
 
 class Watched(Drafter):
-    """Lets another drafter draft inside a smaller budget of nodes, and looks whether it keeps to it."""
+    """Lets another drafter draft inside a smaller budget of nodes, and checks that it keeps to it."""
 
     name: ClassVar[str] = "watched"
 
     def __init__(self, inner: Drafter, nodes: int) -> None:
         self.inner, self.nodes, self.trees = inner, nodes, list[TokenTree]()
-        self.prompt_top_k = inner.prompt_top_k  # type: ignore[misc]
+        self.capture = inner.capture
 
-    def begin(self, context: Context) -> None:
-        self.inner.begin(context)
+    def attach(self, host: Any) -> None:
+        self.inner.attach(host)
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
-        raise AssertionError("it drafts together with those of its class")
+    def prepare(self) -> None:
+        self.inner.prepare()
 
-    @classmethod
-    def propose_together(cls, target: Target, asks: Sequence[Ask]) -> list[Proposal]:
-        return [ask.drafter.watch(target, ask.context, ask.budget) for ask in asks]  # type: ignore[attr-defined]
+    def begin(self, sequence: SequenceView) -> None:
+        self.inner.begin(sequence)
 
-    def watch(self, target: Target, context: Context, budget: Budget) -> Proposal:
-        budget = Budget(min(self.nodes, budget.nodes), budget.depth, budget.leaves)
-        (proposal,) = self.inner.propose_together(target, [Ask(self.inner, context, budget)])
-        tree = proposal.tree
-        assert len(tree) - 1 <= budget.nodes
-        assert tree.depths.max() <= budget.depth
-        assert len(tree.leaves) <= budget.leaves
-        self.trees.append(tree)
-        return proposal
+    def read_prompt(self, sequence: SequenceView, rows: Any) -> None:
+        self.inner.read_prompt(sequence, rows)
 
-    def observe(self, context: Context, step: Step) -> None:
-        self.inner.observe(context, step)
+    def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
+        budgets = [Budget(min(self.nodes, budget.nodes), budget.depth, budget.leaves) for budget in budgets]
+        proposals = self.inner.propose(sequences, budgets)
+        for proposal, budget in zip(proposals, budgets, strict=True):
+            tree = proposal.tree
+            assert len(tree) - 1 <= budget.nodes
+            assert tree.depths.max() <= budget.depth
+            assert len(tree.leaves) <= budget.leaves
+            self.trees.append(tree)
+        return proposals
 
-    def finish(self, context: Context) -> None:
-        self.inner.finish(context)
+    def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
+        self.inner.observe(sequences, steps)
+
+    def finish(self, sequence: SequenceView) -> None:
+        self.inner.finish(sequence)
+
+    def close(self, sequence: SequenceView) -> None:
+        self.inner.close(sequence)
 
 
-def drafters_for(text: Sequence[int]) -> dict[str, Callable[[], Drafter]]:
+def drafters_for(text: Sequence[int]) -> dict[str, Callable[[], SequenceDrafter]]:
     """Name -> factory of all the drafters above; `text` is what the oracles know."""
     return {
         "empty": Empty,

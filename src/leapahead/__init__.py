@@ -2,7 +2,7 @@
 
     from leapahead import LLM
 
-    llm = LLM("Qwen/Qwen3-0.6B", drafter="lookahead")
+    llm = LLM("Qwen/Qwen3-0.6B")
     print(llm.generate("def fibonacci(n):").text)
 
 Importing this imports neither torch nor any other backend; `LLM(...)` does, when it loads a model.
@@ -13,37 +13,64 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from leapahead.api import LLM, Piece, Result
-from leapahead.core.errors import BadLogits, BadParameter, ContextOverflow, DraftError, LeapaheadError, Refused
+from leapahead.api import LLM, AsyncLLM
+from leapahead.core.errors import (
+    BadLogits,
+    BadParameter,
+    CacheFull,
+    ContextOverflow,
+    DraftError,
+    LeapaheadError,
+    Refused,
+)
 from leapahead.core.sampling import LogitsProcessor, PrefixFree, SamplingParams
 from leapahead.core.stats import Stats
+from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
-from leapahead.drafters.base import Context, Drafter, Proposal, Step
+from leapahead.drafters.base import Drafter, SequenceDrafter
+from leapahead.drafters.cache import DrafterCache
+from leapahead.engine.output import Output, TokenLogprobs
+from leapahead.engine.request import Handle, Request
+from leapahead.engine.scheduler import Engine
+from leapahead.models.base import Capture
+from leapahead.planner.draft import Proposal, SequenceView, Step
+from leapahead.results import Piece, Result
 
 if TYPE_CHECKING:
     from leapahead.integrations import hf
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BadLogits",
     "BadParameter",
     "Budget",
-    "Context",
+    "CacheFull",
+    "Capture",
     "ContextOverflow",
     "DraftError",
     "Drafter",
+    "DrafterCache",
+    "Engine",
+    "Handle",
     "LeapaheadError",
     "LogitsProcessor",
+    "Output",
     "Piece",
     "PrefixFree",
     "Proposal",
     "Refused",
+    "Request",
     "Result",
     "SamplingParams",
+    "SequenceDrafter",
+    "SequenceView",
     "Stats",
     "Step",
+    "StopParams",
+    "TokenLogprobs",
     "TokenTree",
     "TreeBuilder",
     "hf",

@@ -110,3 +110,16 @@ class Stopper:
             return False
         self._seen.append(token)
         return any(criterion(self._seen) for criterion in self.params.criteria)
+
+
+def check_lengths(min_new_tokens: int, max_new_tokens: int) -> None:
+    """Refuses a least number of new tokens that the length limit does not allow.
+
+    Raises:
+        BadParameter: `min_new_tokens` is greater than `max_new_tokens`.
+    """
+    if min_new_tokens > max_new_tokens:
+        raise BadParameter(
+            f"min_new_tokens={min_new_tokens} is not possible with max_new_tokens={max_new_tokens}: it must not be "
+            "greater"
+        )

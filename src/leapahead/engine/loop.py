@@ -1,130 +1,150 @@
-"""The loop. Plain decoding is the tree with a root only; there is no second loop.
+"""One step of decoding. Plain decoding is the tree with a root only; there is no second loop.
 
-tree    = drafter.propose(context, budget)   what might come next
-chosen  = target.step(trees)                 the target's own next token after EVERY node, in one forward
-verdict = verify(tree, chosen)               walk from the root while a child equals the chosen token
-session.commit(verdict)                      keep the path's cache entries, forget the rest
-drafter.observe(step)                        pools, windows, automata learn from all of it
+    trees    = drafter.propose(sequences, budgets)   candidate continuations
+    choices  = target.step(sessions, trees)          the target's own next token after EVERY node, in one forward
+    verdict  = verify(tree, choices)                 walk from the root while a child equals the chosen token
+    session.commit(verdict)                          keep the path's cache entries, discard the rest
+    drafter.observe(sequences, steps)                pools, windows, automata learn from the step
+
+An exception that concerns one sequence (a user's criterion or processor, non-finite logits, a drafter) is recorded in
+it and ends that sequence alone. Queues and threads are the scheduler's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
 
-from leapahead.core.errors import DraftError
-from leapahead.core.sampling import SamplingParams, checked
+from leapahead.core.errors import DraftError, LeapaheadError
+from leapahead.core.sampling import checked
 from leapahead.core.stats import Stats
-from leapahead.core.stop import StopParams, Stopper
+from leapahead.core.stop import Stopper
 from leapahead.core.tree import Budget, TokenTree
-from leapahead.core.verify import verify
-from leapahead.drafters.base import Ask, Context, Drafter, Forward, Proposal, Step
-from leapahead.drafters.cache import DrafterCache
-from leapahead.models.base import Choices, Session, Target
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
-SHORT = 16  # new tokens, for which the prompt's logits would cost more than they can bring
+from leapahead.core.verify import Verdict, verify
+from leapahead.drafters.base import Drafter
+from leapahead.engine.output import Output, TokenLogprobs
+from leapahead.engine.request import Handle
+from leapahead.models.base import NOTHING, Capture, Session, Target
+from leapahead.models.choices import Choices, PromptRows
+from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 
 
-@dataclass(eq=False)
-class Generation:
-    """One text in the making: a session of the target, its own drafter, its own stop, its own counters.
+class Clock:
+    """Charges the time since the last charge to a phase of `Stats.seconds`, in equal shares."""
+
+    def __init__(self) -> None:
+        self.last = perf_counter()
+
+    def charge(self, phase: str, *stats: Stats, choose: float = 0.0) -> float:
+        """Of the seconds since the last charge, `choose` are charged to that phase. Returns the seconds."""
+        now = perf_counter()
+        for each in stats:
+            each.seconds[phase] += (now - self.last - choose) / len(stats)
+            each.seconds["choose"] += choose / len(stats)
+        spent, self.last = now - self.last, now
+        return spent
+
+
+class Running:
+    """A request with a session: its text in the making.
+
+    Args:
+        target: that decodes it.
+        session: of that target.
+        handle: where its outputs go.
+        text: the text that a token adds, for stop strings.
 
     Attributes:
-        drafter_cache: what drafters keep from one text to the next, if anything.
-        prediction: tokens that the user expects, if any.
+        error: what ends it, once something has failed.
     """
 
-    session: Session
-    drafter: Drafter
-    stopper: Stopper
-    stats: Stats = field(default_factory=Stats)
-    drafter_cache: DrafterCache | None = None
-    prediction: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        self.context = Context(self.session.sampler, self.drafter_cache, self.prediction, self.session.prompt_top_k)
-        self.drafter.begin(self.context)
-
-    @classmethod
-    def begin(
-        cls,
-        target: Target,
-        tokens: Sequence[int],
-        drafter: Drafter,
-        sampling: SamplingParams,
-        stop: StopParams,
-        *,
-        text: Callable[[int], str] | None = None,
-        stats: Stats | None = None,
-        drafter_cache: DrafterCache | None = None,
-        prediction: Sequence[int] = (),
-    ) -> Self:
-        """Reads the prompt.
-
-        Args:
-            tokens: the prompt.
-            text: what a token adds to the text, for stop strings.
-            stats: of the text, if it goes on from earlier ones.
-
-        Raises:
-            LeapaheadError: what `Target.open` raises, and what the drafter raises of what it cannot serve.
-        """
-        stats = Stats() if stats is None else stats
-        stopper = Stopper(stop, tokens, target.context_length, text)
-        reserve = len(tokens) + stop.max_new_tokens
-        top_k = drafter.prompt_top_k if stop.max_new_tokens > SHORT else 0
-        session = target.open(tokens, sampling, stats, reserve=reserve, top_k=top_k)
-        try:
-            return cls(session, drafter, stopper, stats, drafter_cache, prediction)
-        except BaseException:
-            session.close()
-            raise
-
-    def close(self) -> None:
-        """Gives the session back, and what the drafter holds. Closing twice is harmless."""
-        self.session.close()
-        self.drafter.close()
+    def __init__(
+        self, target: Target, session: Session, handle: Handle, text: Callable[[int], str] | None = None
+    ) -> None:
+        self.target, self.session, self.handle = target, session, handle
+        request = handle.request
+        self.drafter, self.stats = request.drafter, handle.stats
+        self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction)
+        self.stopper = Stopper(request.stop, session.tokens, target.info.context_length, text)
+        self.error: BaseException | None = None
+        self.drafter.begin(self.view)
 
     @property
     def finished(self) -> bool:
-        return self.stopper.finish_reason is not None
+        return self.stopper.finish_reason is not None or self.error is not None
 
-    def budget(self, target: Target) -> Budget:
-        """It ends where the text must end."""
-        return Budget(nodes=target.max_nodes - 1, depth=self.stopper.room - 1, leaves=target.max_leaves)
+    @property
+    def capture(self) -> Capture:
+        """What its steps read of a forward beside the choices."""
+        return self.drafter.capture | (Capture(logits=True) if self.handle.request.logprobs is not None else NOTHING)
 
-    def checked(self, proposal: Proposal, budget: Budget, target: Target) -> Proposal:
-        """A draft that the target may be given."""
-        tree, name = proposal.tree, self.drafter.name
-        if tree.tokens[0] != self.context.root:
-            raise DraftError(f"drafter {name!r} drafted over token {tree.tokens[0]}, not {self.context.root}")
-        if len(tree) > 1 and not 0 <= tree.tokens.min() <= tree.tokens.max() < target.vocab_size:
-            raise DraftError(f"drafter {name!r} drafted a token outside the vocabulary of {target.vocab_size}")
+    def budget(self) -> Budget:
+        """How large its next draft may be: it ends where the text must end."""
+        return Budget(self.target.max_nodes - 1, self.stopper.room - 1, self.target.max_leaves)
+
+    def checked(self, proposal: Proposal, budget: Budget) -> Proposal:
+        """The proposal, if the target may be given it.
+
+        Raises:
+            DraftError: it is none, stands over another root, has tokens outside the vocabulary, or exceeds the budget.
+        """
+        name = self.drafter.name
+        if not isinstance(proposal, Proposal):
+            raise DraftError(f"drafter {name!r} proposed {proposal!r}; propose must return a Proposal")
+        tree = proposal.tree
+        if tree.tokens[0] != self.view.root:
+            raise DraftError(f"drafter {name!r} drafted over token {tree.tokens[0]}, not {self.view.root}")
+        if len(tree) > 1 and not 0 <= tree.tokens.min() <= tree.tokens.max() < self.view.vocab_size:
+            raise DraftError(f"drafter {name!r} drafted a token outside the vocabulary of {self.view.vocab_size}")
         sizes = (len(tree) - 1, tree.depths.max(), len(tree.leaves)) if len(tree) > 1 else (0, 0, 0)
         if sizes[0] > budget.nodes or sizes[1] > budget.depth or sizes[2] > budget.leaves:
             raise DraftError(f"drafter {name!r} drafted beyond its budget of {budget}")
         return proposal
 
-    def advance(self, proposal: Proposal, choices: Choices, clock: Clock, forward: Forward) -> Step:
-        """Verify, cut, commit, learn, count."""
+    def read_prompt(self, max_tokens: int) -> PromptRows | None:
+        """Reads one chunk of the prompt; returns its captured rows."""
+        began = perf_counter()
+        rows = self.target.prefill(self.session, max_tokens)
+        self.show_prompt(rows)
+        self.stats.prefill_forwards += 1
+        self.stats.prefill_seconds += perf_counter() - began
+        return rows
+
+    def show_prompt(self, rows: PromptRows | None) -> None:
+        """Gives the captured rows of a chunk to the drafter."""
+        if rows is not None:
+            self.drafter.read_prompt(self.view, rows)
+
+    def advance(self, proposal: Proposal, choices: Choices, clock: Clock, forward: Forward) -> Output:
+        """Verify, stop, commit, observe, count."""
+        request = self.handle.request
+        if request.on_choices is not None:
+            request.on_choices(proposal, choices)
         position = len(self.session.tokens) - 1
         verdict = self.stopper.cut(proposal.judge(choices) if proposal.judge else verify(proposal.tree, choices))
         checked(verdict.tokens, f"position {position + len(verdict.tokens)}")  # after the cut: EOS needs no successor
+        logprobs = self._logprobs(verdict, choices)
         clock.charge("verify", self.stats, choose=choices.seconds_since())
         self.session.commit(verdict)
         clock.charge("commit", self.stats)
         step = Step(proposal, choices, verdict, position, forward)
         if not self.finished:
-            self.drafter.observe(self.context, step)
+            self.drafter.observe([self.view], [step])
         clock.charge("observe", self.stats, choose=choices.seconds_since())
         self._count(step)
-        return step
+        if request.on_step is not None:
+            request.on_step(step)
+        stopper = self.stopper
+        return Output(verdict.tokens, verdict.accepted, stopper.finish_reason, stopper.stop_reason, logprobs)
+
+    def _logprobs(self, verdict: Verdict, choices: Choices) -> tuple[TokenLogprobs, ...]:
+        if (k := self.handle.request.logprobs) is None:
+            return ()
+        chosen, tokens, values = choices.log_probabilities(verdict.path, verdict.tokens, k)
+        return tuple(
+            TokenLogprobs(token, float(logprob), tuple(zip(some.tolist(), theirs.tolist(), strict=True)))
+            for token, logprob, some, theirs in zip(verdict.tokens, chosen, tokens, values, strict=True)
+        )
 
     def _count(self, step: Step) -> None:
         stats, sources = self.stats, step.proposal.sources or (self.drafter.name,) * len(step.tree)
@@ -135,76 +155,81 @@ class Generation:
         stats.accepted += step.verdict.accepted
         stats.drafted_by.update(sources[1:])
         for depth in range(1, step.verdict.accepted + 1):
-            token = step.tokens[depth - 1]
-            parent = step.verdict.path[depth - 1]
-            node = step.tree.child(parent, token)
+            node = step.tree.child(step.verdict.path[depth - 1], step.tokens[depth - 1])
             assert node is not None  # an accepted token was drafted
             stats.accepted_by[sources[node]] += 1
             stats.accepted_at[depth] += 1
 
-
-class Clock:
-    """Charges the time since the last charge to a phase, in equal shares; `choose` seconds of it to that phase."""
-
-    def __init__(self) -> None:
-        self.last = perf_counter()
-
-    def charge(self, phase: str, *stats: Stats, choose: float = 0.0) -> float:
-        """Returns the seconds."""
-        now = perf_counter()
-        for each in stats:
-            each.seconds[phase] += (now - self.last - choose) / len(stats)
-            each.seconds["choose"] += choose / len(stats)
-        spent, self.last = now - self.last, now
-        return spent
+    def close(self) -> None:
+        """Ends the text: the drafter keeps what it teaches, the cache rows are released."""
+        try:
+            if self.error is None:
+                self.drafter.finish(self.view)
+            self.stats.drafter = self.drafter.figures(self.view)
+        except Exception as error:  # a drafter of the user's
+            self.error = self.error or error
+        finally:
+            self.drafter.close(self.view)
+            self.session.close()
 
 
-def propose(target: Target, batch: Sequence[Generation], clock: Clock) -> list[Proposal]:
-    """A draft for each; drafters of one class draft together."""
-    found: dict[Generation, Proposal] = {}
-    groups: dict[type[Drafter], list[tuple[Generation, Budget]]] = {}
-    for generation in batch:
-        budget = generation.budget(target)
-        if min(budget.nodes, budget.depth) == 0:
-            found[generation] = Proposal(TokenTree.root(generation.context.root))
-        else:
-            groups.setdefault(type(generation.drafter), []).append((generation, budget))
-    for kind, members in groups.items():
-        proposals = kind.propose_together(target, [Ask(g.drafter, g.context, budget) for g, budget in members])
-        for (generation, budget), proposal in zip(members, proposals, strict=True):
-            found[generation] = generation.checked(proposal, budget, target)
-        clock.charge("draft", *(generation.stats for generation, _ in members))
-    return [found[generation] for generation in batch]
+def step(target: Target, batch: Sequence[Running]) -> list[tuple[Running, Output]]:
+    """ONE forward for the whole batch. A sequence that fails has its `error` set and gives no output.
 
-
-def decode(target: Target, generations: list[Generation]) -> Generator[tuple[Generation, Step], None, None]:
-    """Steps all `generations` together until each has finished.
-
-    Args:
-        target: the model that all the generations' sessions belong to.
-        generations: a live list. Append to it between steps and a generation joins; one that finishes leaves.
-
-    Yields:
-        Every step of every generation, in order; `generation.finished` tells its last.
+    Raises:
+        Exception: what the forward itself raises; it concerns all sequences, whose sessions are as before.
     """
+    clock = Clock()
+    proposals = propose(batch, clock)
+    batch = [running for running in batch if running in proposals]
+    if not batch:
+        return []
+    trees = [proposals[running].tree for running in batch]
+    sessions = [running.session for running in batch]
+    capture = NOTHING
+    for running in batch:
+        capture |= running.capture
+    cost = target.cost(sessions, trees)
+    choices = target.step(sessions, trees, capture=capture)
+    forward = Forward(clock.charge("forward", *(running.stats for running in batch)), cost)
+    outputs = []
+    for running, chosen in zip(batch, choices, strict=True):
+        try:
+            outputs.append((running, running.advance(proposals[running], chosen, clock, forward)))
+        except Exception as error:
+            running.error = error
+        except BaseException:  # interrupted, perhaps between two changes of the session
+            running.error = LeapaheadError("decoding was interrupted while a step of this request was committed")
+            raise
+    return outputs
+
+
+def propose(batch: Sequence[Running], clock: Clock) -> dict[Running, Proposal]:
+    """A draft for each sequence; the sequences of one drafter are drafted together."""
+    found: dict[Running, Proposal] = {}
+    groups: dict[Drafter, list[tuple[Running, Budget]]] = {}
+    for running in batch:
+        budget = running.budget()
+        if min(budget.nodes, budget.depth) == 0:
+            found[running] = Proposal(TokenTree.root(running.view.root))
+        else:
+            groups.setdefault(running.drafter, []).append((running, budget))
+    for drafter, members in groups.items():
+        found.update(_propose(drafter, members))
+        clock.charge("draft", *(running.stats for running, _ in members))
+    return found
+
+
+def _propose(drafter: Drafter, members: list[tuple[Running, Budget]]) -> dict[Running, Proposal]:
+    """The drafts of one drafter. Where the batch fails, each sequence is tried alone, so that only the cause fails."""
     try:
-        while generations:
-            batch, clock = list(generations), Clock()
-            proposals = propose(target, batch, clock)
-            trees = [proposal.tree for proposal in proposals]
-            choices = target.step([s.session for s in batch], trees)
-            seconds = clock.charge("forward", *(s.stats for s in batch))
-            rows = len(trees) * max(map(len, trees)) if target.pads else sum(map(len, trees))
-            forward = Forward(seconds, len(batch), rows)
-            steps = []  # all advance before the caller may open a session: its prompt may overwrite the logits
-            for generation, proposal, chosen in zip(batch, proposals, choices, strict=True):
-                steps.append((generation, generation.advance(proposal, chosen, clock, forward)))
-                if generation.finished:
-                    generations.remove(generation)
-                    generation.drafter.finish(generation.context)
-                    generation.close()
-                    generation.stats.drafter = generation.drafter.figures()
-            yield from steps
-    finally:
-        for generation in generations:
-            generation.close()
+        proposals = drafter.propose([running.view for running, _ in members], [budget for _, budget in members])
+        return {
+            running: running.checked(proposal, budget)
+            for (running, budget), proposal in zip(members, proposals, strict=True)
+        }
+    except Exception as error:
+        if len(members) == 1:
+            members[0][0].error = error
+            return {}
+    return {running: proposal for each in members for running, proposal in _propose(drafter, [each]).items()}

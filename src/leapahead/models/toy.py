@@ -1,43 +1,57 @@
-"""A target small enough to check by hand: a table of logits over the last few tokens, and a cache that can be wrong.
+"""A target small enough to check by hand: logits from a table over the last few tokens, and a cache that can be wrong.
 
-It keeps what a real backend keeps, entries of (token, position) of which each node sees some, and computes a node's
-logits from what that node *sees*, so that a wrong mask, a wrong position or a wrong commit changes the text. For tests,
-the tutorial, and anyone who wants to watch the engine without a model.
+It keeps what a real backend keeps, entries of (position, token) of which each node attends to some, and computes a
+node's logits from the entries that the node *attends to*. So a wrong mask, a wrong position or a wrong commit changes
+the text. For tests, the tutorial, and for watching the engine without a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from threading import RLock
 
 import numpy as np
 import numpy.typing as npt
 
 from leapahead.core.sampling import Sampler, SamplingParams
-from leapahead.core.stats import Stats
 from leapahead.core.tree import UNLIMITED, BoolArray, IntArray, TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.models.base import CHAIN, LOGITS, PROMPT_ROWS, TOP_K, TREE, Choices, PromptTopK, best, checked_prompt
+from leapahead.models.base import (
+    ALL,
+    HIDDEN,
+    NOTHING,
+    PROMPT_ROWS,
+    Capture,
+    Cost,
+    TargetInfo,
+    checked_prompt,
+    require,
+)
+from leapahead.models.choices import Choices, PromptRows
 
-Seen = tuple[tuple[int, int], ...]  # (position, token), sorted
+Entries = tuple[tuple[int, int], ...]  # (position, token), in order of position
 
 
 class ToySession:
-    """The cache of one sequence: every committed token but the last."""
+    """The cache of one sequence: every committed token but the last, once the prompt is read."""
 
-    def __init__(self, target: ToyTarget, tokens: list[int], params: SamplingParams) -> None:
-        self.tokens = tokens
-        self.sampler = Sampler(params, tokens, target.vocab_size)
-        self.cache: list[tuple[int, int]] = list(enumerate(tokens[:-1]))
+    def __init__(self, target: ToyTarget, tokens: list[int], params: SamplingParams, capture: Capture) -> None:
+        self.tokens, self.capture = tokens, capture
+        self.sampler = Sampler(params, tokens, target.info.vocab_size)
+        self.cache: list[tuple[int, int]] = []
         self._pending: list[tuple[int, int]] = []
-        self.prompt_top_k: PromptTopK | None = None
 
-    def forward(self, tree: TokenTree, mask: BoolArray, positions: IntArray, known: int = 0) -> list[Seen]:
-        """What every node behind the known ones sees; their entries wait for the commit."""
-        assert known <= len(self._pending), "nodes that never went through"
-        self._pending[known:] = list(zip(positions.tolist(), tree.tokens.tolist(), strict=True))[known:]
-        seen = [[self._pending[other] for other in np.flatnonzero(row)] for row in mask[known:]]
-        return [tuple(sorted(self.cache + some)) for some in seen]
+    @property
+    def unread(self) -> int:
+        return max(0, self.sampler.prompt_length - 1 - len(self.cache))
+
+    def forward(self, tree: TokenTree, mask: BoolArray, positions: IntArray, num_computed: int = 0) -> list[Entries]:
+        """The entries that every node behind the computed ones attends to; the nodes' entries wait for the commit."""
+        assert num_computed <= len(self._pending), "nodes that never went through the target"
+        self._pending[num_computed:] = list(zip(positions.tolist(), tree.tokens.tolist(), strict=True))[num_computed:]
+        attended = [[self._pending[other] for other in np.flatnonzero(row)] for row in mask[num_computed:]]
+        return [tuple(sorted(self.cache + some)) for some in attended]
 
     def commit(self, verdict: Verdict) -> None:
         self.cache += [self._pending[node] for node in verdict.path]
@@ -51,15 +65,16 @@ class ToySession:
 
 
 class ToyTarget:
-    """logits = table(last `order` tokens), as long as what a node sees is exactly one token at every position.
+    """logits = table(last `order` tokens), as long as a node attends to exactly one token at every position.
 
     Args:
         vocab_size: size of the alphabet.
-        order: how many tokens back the table looks; small orders repeat themselves, which drafters need.
+        order: how many tokens back the table reads; small orders make texts repeat, which drafters need.
         seed: which table.
         sharpness: standard deviation of the logits; higher is more predictable when sampling.
         context_length: greatest number of tokens of a sequence.
-        capabilities: pass fewer to see refusals.
+        capabilities: all but hidden states by default; pass fewer to see refusals.
+        max_leaves, max_nodes: of a tree.
     """
 
     def __init__(
@@ -69,67 +84,74 @@ class ToyTarget:
         seed: int = 0,
         sharpness: float = 2.0,
         context_length: int = UNLIMITED,
-        capabilities: frozenset[str] = frozenset({CHAIN, TREE, LOGITS, TOP_K}),
+        capabilities: frozenset[str] = ALL - {HIDDEN},
         max_leaves: int = UNLIMITED,
         max_nodes: int = UNLIMITED,
     ) -> None:
-        self.name = f"toy(vocab_size={vocab_size}, order={order}, seed={seed})"
-        self.vocab_size = vocab_size
-        self.context_length = context_length
+        name = f"toy(vocab_size={vocab_size}, order={order}, seed={seed})"
+        precision = float(np.finfo(np.float64).eps)
+        self.info = TargetInfo(name, vocab_size, context_length, precision, capabilities, fingerprint=name)
+        self.lock = RLock()
         self.max_leaves, self.max_nodes = max_leaves, max_nodes
-        self.capabilities = capabilities
-        self.precision = float(np.finfo(np.float64).eps)
-        self.fingerprint, self.pads = self.name, False
         self._order, self._seed, self._sharpness = order, seed, sharpness
         self._row = lru_cache(maxsize=1 << 16)(self._compute_row)
 
     def open(
-        self,
-        tokens: Sequence[int],
-        params: SamplingParams,
-        stats: Stats | None = None,
-        reserve: int = 0,
-        top_k: int = 0,
+        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
     ) -> ToySession:
-        tokens = checked_prompt(tokens, self.vocab_size, self.context_length)
-        if stats is not None:
-            stats.prompt_tokens += len(tokens)
-            stats.prefill_forwards += len(tokens) > 1
-        session = ToySession(self, tokens, params)
-        if top_k and TOP_K in self.capabilities and len(tokens) > 1:
-            read = list(enumerate(tokens[:-1]))
-            first = max(0, len(read) - PROMPT_ROWS)
-            rows = np.stack([self.row(tuple(read[: end + 1])) for end in range(first, len(read))])
-            session.prompt_top_k = PromptTopK(np.array(tokens[first:-1]), *best(rows, min(top_k, self.vocab_size)))
-        return session
+        require(self.info, capture.needs, "this capture")
+        return ToySession(self, checked_prompt(tokens, self.info), params, capture)
+
+    def prefill(self, session: ToySession, max_tokens: int) -> PromptRows | None:
+        start, last = len(session.cache), session.sampler.prompt_length - 1
+        end = min(start + max_tokens, last)
+        session.cache += [(position, session.tokens[position]) for position in range(start, end)]
+        first = max(start, last - PROMPT_ROWS)
+        if not session.capture.top_k or first >= end:
+            return None
+        rows = np.stack([self.row(tuple(session.cache[: position + 1])) for position in range(first, end)])
+        return PromptRows(np.array(session.tokens[first:end]), first, rows)
+
+    def fork(self, session: ToySession, params: SamplingParams) -> ToySession:
+        twin = ToySession(self, list(session.tokens), params, session.capture)
+        twin.cache = list(session.cache)
+        return twin
 
     def step(
-        self, sessions: Sequence[ToySession], trees: Sequence[TokenTree], known: Sequence[int] | None = None
+        self,
+        sessions: Sequence[ToySession],
+        trees: Sequence[TokenTree],
+        num_computed: Sequence[int] | None = None,
+        capture: Capture = NOTHING,
     ) -> list[Choices]:
+        require(self.info, capture.needs, "this capture")
         return [
-            Choices(self.logits(session, tree, first), tree, session.sampler, first=first)
-            for session, tree, first in zip(sessions, trees, known or [0] * len(trees), strict=True)
+            Choices(self.logits(session, tree, first), tree, session.sampler, num_computed=first)
+            for session, tree, first in zip(sessions, trees, num_computed or [0] * len(trees), strict=True)
         ]
 
-    def logits(self, session: ToySession, tree: TokenTree, known: int = 0) -> npt.NDArray[np.float64]:
-        """float64 [nodes - known, vocab]."""
-        seen = session.forward(tree, self.mask(tree), self.positions(session, tree), known)
-        return np.stack([self.row(each) for each in seen])
+    def cost(self, sessions: Sequence[ToySession], trees: Sequence[TokenTree]) -> Cost:
+        return Cost(sum(map(len, trees)), len(trees), max(len(session.tokens) for session in sessions))
+
+    def logits(self, session: ToySession, tree: TokenTree, num_computed: int = 0) -> npt.NDArray[np.float64]:
+        """float64 [nodes - num_computed, vocab]."""
+        attended = session.forward(tree, self.mask(tree), self.positions(session, tree), num_computed)
+        return np.stack([self.row(each) for each in attended])
 
     def mask(self, tree: TokenTree) -> BoolArray:
-        """bool [nodes, nodes]; who sees whom. Tests break it."""
+        """bool [nodes, nodes]; which nodes each node attends to. Tests break it."""
         return tree.ancestor_mask
 
     def positions(self, session: ToySession, tree: TokenTree) -> IntArray:
         """int64 [nodes]. Tests break it."""
         return len(session.tokens) - 1 + tree.depths
 
-    def row(self, seen: Seen) -> npt.NDArray[np.float64]:
-        """float64 [vocab]; the logits after what is seen: (position, token) pairs in order of position."""
-        if all(position == index for index, (position, _) in enumerate(seen)):
-            return self._row(tuple(token for _, token in seen[-self._order :]))
-        return self._compute_row((-1, *(n for pair in seen for n in pair)))  # a broken context: other logits
+    def row(self, attended: Entries) -> npt.NDArray[np.float64]:
+        """float64 [vocab]; the logits after these entries."""
+        if all(position == index for index, (position, _) in enumerate(attended)):
+            return self._row(tuple(token for _, token in attended[-self._order :]))
+        return self._compute_row((-1, *(n for pair in attended for n in pair)))  # a broken context: other logits
 
     def _compute_row(self, key: tuple[int, ...]) -> npt.NDArray[np.float64]:
         rng = np.random.default_rng([self._seed, *(n + 1 for n in key)])
-        return rng.normal(scale=self._sharpness, size=self.vocab_size)
+        return rng.normal(scale=self._sharpness, size=self.info.vocab_size)

@@ -1,0 +1,103 @@
+"""What the engine takes, and the handle by which a request is followed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from leapahead.core.errors import BadParameter
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stats import Stats
+from leapahead.core.stop import StopParams
+from leapahead.drafters.base import Drafter
+from leapahead.engine.output import Output, TokenLogprobs
+from leapahead.models.choices import Choices
+from leapahead.planner.draft import Proposal, SectionStore, Step
+
+MAX_LOGPROBS = 1024
+GREEDY, UNTIL_FULL = SamplingParams(), StopParams()
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One text to be decoded.
+
+    Attributes:
+        tokens: the prompt's token ids.
+        drafter: from `Engine.drafter`.
+        sampling: how the target chooses.
+        stop: when the text ends.
+        prediction: token ids that the user expects the text to consist of.
+        drafter_cache: what drafters keep from one text to the next; None to keep nothing.
+        logprobs: number of likeliest alternatives to report beside the log-probability of each token; None for no
+            log-probabilities, 0 for those of the chosen tokens alone.
+        stream: whether somebody reads the outputs one by one. Such a request holds at most one unread output and is
+            not stepped while it has one.
+        on_choices: called in every step before the commit, with what went through the target and what it chose.
+        on_step: called in every step after the commit.
+    """
+
+    tokens: Sequence[int]
+    drafter: Drafter
+    sampling: SamplingParams = GREEDY
+    stop: StopParams = UNTIL_FULL
+    prediction: Sequence[int] = ()
+    drafter_cache: SectionStore | None = None
+    logprobs: int | None = None
+    stream: bool = False
+    on_choices: Callable[[Proposal, Choices], None] | None = None
+    on_step: Callable[[Step], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise BadParameter(
+                f"logprobs={self.logprobs!r} is not possible: give None, or a whole number from 0 to {MAX_LOGPROBS}"
+            )
+
+
+@dataclass(eq=False)
+class Handle:
+    """A request in the engine.
+
+    Attributes:
+        request: as it was submitted.
+        tokens: the new token ids so far.
+        drafted: for each of `tokens`, whether it had been drafted.
+        logprobs: for each of `tokens`, where they were asked for.
+        stats: counters and seconds of the request.
+        finish_reason: "stop" or "length" once the text is complete; "cancelled" after `Engine.cancel`; else None.
+        stop_reason: see `Output`.
+        error: what ended the request, if it failed.
+        cancelled: whether `Engine.cancel` was called.
+        done: whether it is over, for whatever reason.
+        unread: outputs that nobody has read yet, of a streamed request.
+        notify: see `Engine.submit`.
+    """
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: BaseException | None = None
+    cancelled: bool = False
+    done: bool = False
+    unread: deque[Output] = field(default_factory=deque, repr=False)
+    notify: Callable[[], None] | None = field(default=None, repr=False)
+
+    @property
+    def paused(self) -> bool:
+        """Whether it waits for its reader."""
+        return self.request.stream and bool(self.unread)
+
+    def add(self, output: Output) -> None:
+        """Takes the output of a step."""
+        self.tokens += output.tokens
+        self.drafted += [index < output.accepted for index in range(len(output.tokens))]
+        self.logprobs += output.logprobs
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        if self.request.stream:
+            self.unread.append(output)

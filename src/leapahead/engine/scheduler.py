@@ -1,0 +1,408 @@
+"""The engine: one scheduler of requests over one target, used by `LLM`, `check`, `bench` and `hf`.
+
+    submit ──> queue ──> reading its prompt, a chunk per step ──> running ──> done
+                 │             at most `max_batch` requests are stepped together
+                 └── waits while the batch or the cache is full
+
+Every `step()` reads at most one chunk of one prompt, and runs ONE target forward for all running requests, so a running
+request never waits longer than for one chunk. The engine has no thread of its own: callers that wait for output drive
+`step()`, one of them at a time, and the others sleep until the outputs of that step are there. Any thread may submit
+and cancel at any time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from threading import Condition, get_ident
+from typing import Any
+
+from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.text import Detokenizer, Tokenizer
+from leapahead.drafters import registry
+from leapahead.drafters.base import Drafter, Host
+from leapahead.engine.loop import Running, step
+from leapahead.engine.output import Output
+from leapahead.engine.request import Handle, Request
+from leapahead.models.base import Target, checked_prompt
+from leapahead.models.choices import PromptRows
+from leapahead.planner.acceptance import AcceptanceTable
+from leapahead.planner.profile import LatencyProfiles
+
+LARGEST_CHUNK, SMALLEST_CHUNK = 512, 32
+CHUNK_STEPS = 4.0  # a chunk beside running requests may take as long as this many plain steps
+SHORT = 16  # new tokens; the captured rows of a prompt cost more than they bring to a shorter text
+
+
+class Engine:
+    """Decodes requests together, each with exactly the text that it has alone.
+
+    Args:
+        target: the model.
+        tokenizer: of the target, for stop strings.
+        max_batch: greatest number of requests stepped together.
+        prefill_chunk: greatest number of prompt tokens read between two steps of running requests. By default as many
+            as take about four plain steps, by the latency profile.
+        latency: how long forwards of the target take, where it is known already.
+        acceptance: how often drafted tokens were accepted, where that is to be shared with other engines.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        tokenizer: Tokenizer | None = None,
+        max_batch: int = 8,
+        prefill_chunk: int | None = None,
+        latency: LatencyProfiles | None = None,
+        acceptance: AcceptanceTable | None = None,
+    ) -> None:
+        for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise BadParameter(f"{name}={value!r} is not possible: it must be a whole number >= 1")
+        self.target, self.tokenizer = target, tokenizer
+        self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
+        self.latency = latency or LatencyProfiles(target.info)
+        self.acceptance = acceptance or AcceptanceTable.with_priors()
+        self._host = Host(target.info, self.latency, self.acceptance, tokenizer, target)
+        self._drafters: dict[Any, Drafter] = {}
+        self._prepared: set[Drafter] = set()
+        self._queue: deque[Handle] = deque()
+        self._samples: dict[Handle, list[Handle]] = {}  # first of several samples of a prompt -> the others
+        self._prompt_rows: dict[Handle, list[PromptRows]] = {}  # captured for those others
+        self._active: list[Running] = []
+        self._changed = Condition()  # guards the queue, the handles and `_driving`; held for moments only
+        self._driving = self._closed = False
+        self._stepping: int | None = None  # the thread that is in `step`
+
+    # Drafters
+
+    def drafter(self, drafter: str | type[Any] | Drafter, **options: Any) -> Drafter:
+        """The drafter of that name (or class) with these options; one object for each, attached to the target.
+
+        A `Drafter` object that belongs to no engine yet is attached as it is.
+
+        Raises:
+            LeapaheadError: there is no such drafter or option, or the target cannot serve it.
+        """
+        key = (drafter, *((name, value if _hashable(value) else id(value)) for name, value in sorted(options.items())))
+        with self.target.lock:
+            if (found := self._drafters.get(key)) is None:
+                found = drafter if isinstance(drafter, Drafter) else registry.make(drafter, **options)
+                found.attach(self._host)
+                self._drafters[key] = found
+            return found
+
+    def prepare(self, drafter: Drafter) -> None:
+        """What a drafter measures once, before its first request: the latency profile of the target, and of its own."""
+        with self.target.lock:
+            if drafter not in self._prepared:
+                if drafter.plans:
+                    self.latency.prepare(self.target)
+                drafter.prepare()
+                self._prepared.add(drafter)
+
+    # Requests
+
+    def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Handle:
+        """Takes a request. Thread-safe; returns before anything is computed for it.
+
+        Args:
+            notify: called, from whichever thread drives the engine, when the handle has new output or is over.
+
+        Raises:
+            LeapaheadError: the prompt is empty, too long, or has a token outside the vocabulary; the engine is closed.
+        """
+        return self.submit_samples(request, [request.sampling], notify)[0]
+
+    def submit_samples(
+        self, request: Request, sampling: Sequence[SamplingParams], notify: Callable[[], None] | None = None
+    ) -> list[Handle]:
+        """Takes several samples of one prompt, each with its own parameters. The prompt is read once."""
+        request = replace(request, tokens=checked_prompt(request.tokens, self.target.info))
+        self.prepare(request.drafter)
+        handles = [Handle(replace(request, sampling=params), notify=notify) for params in sampling]
+        with self._changed:
+            if self._closed:
+                raise LeapaheadError("this engine is closed; make another one")
+            self._queue.append(handles[0])
+            if len(handles) > 1:
+                self._samples[handles[0]] = handles[1:]
+            self._changed.notify_all()
+        return handles
+
+    def cancel(self, handle: Handle, wait: bool = True) -> None:
+        """Ends a request between two steps and releases its cache rows. Harmless if it is over.
+
+        Args:
+            wait: return when it has ended. Without, whichever thread drives the engine next ends it.
+        """
+        with self._changed:
+            if handle.done:
+                return
+            handle.cancelled = True
+            self._changed.notify_all()
+        if not wait:
+            return
+        if self._stepping == get_ident():
+            return  # called from within a step, which ends the request when it is over
+        while not handle.done:
+            self._drive(self._retire)
+
+    def close(self) -> None:
+        """Cancels every request and takes no further ones."""
+        with self._changed:
+            self._closed = True
+            handles = [*self._queue, *(each for some in self._samples.values() for each in some)]
+            handles += [running.handle for running in self._active]
+        for handle in handles:
+            self.cancel(handle)
+
+    def next(self, handle: Handle) -> Output | None:
+        """Waits for the next output of a streamed request, driving the engine while nobody else does.
+
+        Returns:
+            None once the request is over and everything was read.
+
+        Raises:
+            Exception: what ended the request.
+        """
+        while not handle.unread and not handle.done:
+            self._drive()
+        if (output := self.poll(handle)) is not None:
+            return output
+        if handle.error is not None:
+            raise handle.error
+        return None
+
+    def poll(self, handle: Handle) -> Output | None:
+        """The next unread output of a streamed request, if there is one. Does not wait and drives nothing."""
+        with self._changed:
+            if not handle.unread:
+                return None
+            self._changed.notify_all()  # it may be stepped again
+            return handle.unread.popleft()
+
+    def outputs(self, handle: Handle) -> Iterator[Output]:
+        """Every output of a streamed request. Closing the iterator cancels it."""
+        try:
+            while (output := self.next(handle)) is not None:
+                yield output
+        finally:
+            self.cancel(handle)
+
+    def run(self, handles: Sequence[Handle]) -> None:
+        """Waits until all of these are over, driving the engine while nobody else does. Interrupted, it cancels them.
+
+        Raises:
+            Exception: what ended the first of them that failed; the others are cancelled then.
+        """
+        try:
+            for handle in handles:
+                while not handle.done:
+                    self._drive()
+                if handle.error is not None:
+                    raise handle.error
+        finally:
+            for handle in handles:
+                self.cancel(handle)
+
+    def run_forever(self) -> None:
+        """Drives the engine until it is closed, for a thread of the caller's own."""
+        while not self._closed:
+            with self._changed:
+                if not self._has_work():
+                    self._changed.wait()
+                    continue
+            self._drive()
+
+    def _drive(self, action: Callable[[], object] | None = None) -> None:
+        """One step (or another action), by this thread; or waits for that of the thread which is at it."""
+        with self._changed:
+            if self._driving:
+                self._changed.wait()
+                return
+            self._driving = True
+        try:
+            with self.target.lock:
+                (action or self.step)()
+        finally:
+            with self._changed:
+                self._driving = False
+                self._changed.notify_all()
+
+    # The step
+
+    def step(self) -> list[tuple[Handle, Output]]:
+        """At most one chunk of prefill, and one target forward for all running requests. Returns their outputs."""
+        with self.target.lock:
+            self._stepping = get_ident()
+            try:
+                self._retire()
+                self._admit()
+                self._prefill()
+                outputs = self._decode()
+            finally:
+                self._stepping = None
+                self._retire()
+        return [(running.handle, output) for running, output in outputs]
+
+    def _decode(self) -> list[tuple[Running, Output]]:
+        ready = [each for each in self._active if not (each.finished or each.session.unread or each.handle.paused)]
+        batch = ready[: self.max_batch]
+        if len(ready) > len(batch):  # those left out come first next time
+            self._active = [each for each in self._active if each not in batch] + batch
+        if not batch:
+            return []
+        try:
+            outputs = step(self.target, batch)
+        except Exception as error:  # of the forward: it concerns the whole batch
+            for running in batch:
+                running.error = running.error or error
+            return []
+        with self._changed:
+            for running, output in outputs:
+                running.handle.add(output)
+                if running.handle.request.stream and running.handle.notify is not None:
+                    running.handle.notify()
+        return outputs
+
+    def _admit(self) -> None:
+        """Opens sessions for queued requests, in order, while the batch and the cache have room."""
+        while True:
+            occupied = sum(not each.handle.paused for each in self._active)
+            with self._changed:
+                if not self._queue or occupied >= self.max_batch:
+                    return
+                handle = self._queue.popleft()
+            if handle.cancelled:
+                self._end(handle)
+                continue
+            try:
+                self._open(handle)
+            except CacheFull as error:
+                if occupied:
+                    with self._changed:
+                        self._queue.appendleft(handle)  # it joins when another one has left
+                    return
+                self._end(handle, error)
+            except Exception as error:
+                self._end(handle, error)
+
+    def _open(self, handle: Handle) -> None:
+        request, new_tokens = handle.request, handle.request.stop.max_new_tokens
+        capture = request.drafter.capture if new_tokens > SHORT else replace(request.drafter.capture, top_k=0)
+        session = self.target.open(request.tokens, request.sampling, capture, len(request.tokens) + new_tokens)
+        handle.stats.prompt_tokens = len(request.tokens)
+        handle.stats.reused_tokens = len(request.tokens) - 1 - session.unread
+        self._start(session, handle)
+        if not session.unread:
+            self._fork(self._active[-1])
+
+    def _start(self, session: Any, handle: Handle) -> Running:
+        try:
+            text = Detokenizer(self.tokenizer).add if self.tokenizer is not None else None
+            running = Running(self.target, session, handle, text)
+        except BaseException:
+            session.close()
+            raise
+        self._active.append(running)
+        return running
+
+    def _prefill(self) -> None:
+        """Reads one chunk of the prompt that has waited longest."""
+        reading = [each for each in self._active if each.session.unread and not each.finished]
+        if not reading:
+            return
+        first = reading[0]
+        try:
+            rows = first.read_prompt(self._chunk(alone=len(reading) == len(self._active)))
+            if rows is not None and first.handle in self._samples:
+                self._prompt_rows.setdefault(first.handle, []).append(rows)
+        except Exception as error:
+            first.error = error
+            return
+        if not first.session.unread:
+            self._fork(first)
+        elif len(reading) > 1:  # prompts take turns
+            self._active.remove(first)
+            self._active.append(first)
+
+    def _fork(self, first: Running) -> None:
+        """The other samples of a prompt that has just been read; those for which there is no room are queued."""
+        rows = self._prompt_rows.pop(first.handle, [])
+        for handle in self._samples.pop(first.handle, []):
+            if len(self._active) >= self.max_batch or handle.cancelled:
+                with self._changed:
+                    self._queue.append(handle)
+                continue
+            try:
+                running = self._start(self.target.fork(first.session, handle.request.sampling), handle)
+                handle.stats.prompt_tokens = len(handle.request.tokens)
+                handle.stats.reused_tokens = len(handle.request.tokens) - 1
+                for some in rows:
+                    running.show_prompt(some)
+            except CacheFull:
+                with self._changed:
+                    self._queue.append(handle)
+            except Exception as error:
+                self._end(handle, error)
+
+    def _chunk(self, alone: bool) -> int:
+        """Tokens of a chunk.
+
+        Args:
+            alone: no request is running that would wait for it.
+        """
+        if self.prefill_chunk is not None or alone:
+            return self.prefill_chunk or LARGEST_CHUNK
+        profile = self.latency.known(1)
+        if profile is None:
+            return SMALLEST_CHUNK * 4
+        size = LARGEST_CHUNK
+        while size > SMALLEST_CHUNK and profile(size) > CHUNK_STEPS * profile(1):
+            size //= 2
+        return size
+
+    # The end of requests
+
+    def _retire(self) -> None:
+        """Ends what is finished, failed or cancelled, and releases its cache rows."""
+        for running in [each for each in self._active if each.finished or each.handle.cancelled]:
+            self._active.remove(running)
+            try:
+                running.close()
+            except Exception as error:  # of the session
+                running.error = running.error or error
+            self._end(running.handle, running.error)
+        with self._changed:
+            cancelled = [handle for handle in self._queue if handle.cancelled]
+            for handle in cancelled:
+                self._queue.remove(handle)
+        for handle in cancelled:
+            self._end(handle)
+
+    def _end(self, handle: Handle, error: BaseException | None = None) -> None:
+        """The request is over. Other samples of its prompt, which waited for it, are queued."""
+        self._prompt_rows.pop(handle, None)
+        with self._changed:
+            handle.error, handle.done = error, True
+            if handle.cancelled and handle.finish_reason is None:
+                handle.finish_reason = "cancelled"
+            self._queue.extendleft(reversed(self._samples.pop(handle, [])))
+            self._changed.notify_all()
+        if handle.notify is not None:
+            handle.notify()
+
+    def _has_work(self) -> bool:
+        return bool(self._queue) or any(each.handle.cancelled or not each.handle.paused for each in self._active)
+
+
+def _hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,267 @@
+"""Prompts, predictions and options of the API, checked and turned into token ids and parameters."""
+
+from __future__ import annotations
+
+import difflib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, TypedDict, cast
+
+import numpy as np
+
+from leapahead.core.errors import BadParameter, ContextOverflow
+from leapahead.core.sampling import LogitsProcessor, SamplingParams
+from leapahead.core.stop import StopParams, check_lengths
+from leapahead.core.text import Tokenizer
+from leapahead.drafters.base import Drafter, SequenceDrafter
+from leapahead.models.base import TargetInfo
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
+Prompts = list[str] | list[list[int]] | list[Prompt]
+Prediction = str | Sequence[int]  # text, or token ids
+
+
+class Options(TypedDict, total=False):
+    """The keyword options of `LLM.generate` and `LLM.stream`, explained there."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    bad_words: Sequence[str | int | Sequence[int]]
+    min_new_tokens: int
+    seed: int | Sequence[int] | None
+    n: int
+    logprobs: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    include_stop: bool
+    logits_processors: Sequence[LogitsProcessor]
+    criteria: Sequence[Callable[[Sequence[int]], bool]]
+    drafter: str | type[Drafter] | type[SequenceDrafter]
+    drafter_options: Mapping[str, Any]
+    prediction: Prediction | Sequence[Prediction | None] | None
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Refuses an option that does not exist, naming the nearest one that does."""
+    known = list(Options.__annotations__)
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f" (did you mean {close[0]!r}?)" if close else ""
+            raise BadParameter(f"there is no option {name!r}{meant}; there are {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Turns what a user gives into token ids and parameters.
+
+    Attributes:
+        info: of the target.
+        tokenizer: None where prompts must be token ids.
+        eos_token_ids: of the model and its tokenizer together.
+    """
+
+    info: TargetInfo
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+
+    def prediction(self, given: Any) -> tuple[int, ...]:
+        """One prediction's token ids; none for None."""
+        if given is None:
+            return ()
+        if isinstance(given, str):
+            if self.tokenizer is None:
+                raise BadParameter("a prediction as text needs a tokenizer; pass tokenizer=..., or its token ids")
+            given = self.tokenizer.encode(given, add_special_tokens=False) if given else []
+        if not isinstance(given, (list, tuple, np.ndarray)) or not all(is_id(token) for token in given):
+            raise BadParameter(
+                f"a prediction must be text or token ids, or a list with one for each prompt, got {given!r}"
+            )
+        return self._ids("the prediction", given)
+
+    def predictions(self, given: Any, count: int) -> list[tuple[int, ...]]:
+        """The prediction of each of `count` prompts: one for all, or a list with one (or None) for each."""
+        if isinstance(given, (list, tuple)) and any(not is_id(each) for each in given):
+            if len(given) != count:
+                raise BadParameter(
+                    f"there are {len(given)} predictions and {count} prompts; give one for all, or one for each"
+                )
+            return [self.prediction(each) for each in given]
+        return [self.prediction(given)] * count
+
+    def sampling(self, options: Options, seed: int) -> SamplingParams:
+        """How the target chooses."""
+        return SamplingParams(
+            bad_words=tuple(ids for word in _listed("bad_words", options) for ids in self._bad_word(word)),
+            min_new_tokens=options.get("min_new_tokens", 0),
+            eos_token_ids=(*self._eos(options), *self._stop_token_ids(options)),
+            repetition_penalty=options.get("repetition_penalty", 1.0),
+            presence_penalty=options.get("presence_penalty", 0.0),
+            frequency_penalty=options.get("frequency_penalty", 0.0),
+            processors=tuple(options.get("logits_processors", ())),
+            temperature=options.get("temperature", 0.0),
+            top_k=options.get("top_k", 0),
+            top_p=options.get("top_p", 1.0),
+            min_p=options.get("min_p", 0.0),
+            seed=seed,
+        )
+
+    def stop(self, options: Options) -> StopParams:
+        """When the text ends."""
+        length = whole("max_new_tokens", options.get("max_new_tokens", 128))
+        check_lengths(options.get("min_new_tokens", 0), length)
+        stop = options.get("stop", ())
+        stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        if not all(isinstance(text, str) for text in stop_strings):
+            raise BadParameter(f"stop={stop!r} is not possible: it must be a string or a list of strings")
+        return StopParams(
+            max_new_tokens=length,
+            eos_token_ids=self._eos(options),
+            stop_token_ids=self._stop_token_ids(options),
+            stop_strings=stop_strings,
+            criteria=tuple(options.get("criteria", ())),
+        )
+
+    def _eos(self, options: Options) -> tuple[int, ...]:
+        return () if options.get("ignore_eos", False) else self.eos_token_ids
+
+    def _stop_token_ids(self, options: Options) -> tuple[int, ...]:
+        return self._ids("stop_token_ids", options.get("stop_token_ids", ()))
+
+    def _bad_word(self, word: str | int | Sequence[int]) -> list[tuple[int, ...]]:
+        if not isinstance(word, str):
+            return [self._ids("bad_words", word)]
+        if self.tokenizer is None:
+            raise BadParameter(f"the bad word {word!r} needs a tokenizer; pass tokenizer=..., or its token ids")
+        if not word.strip():
+            raise BadParameter("an empty bad word bans nothing; leave it out")
+        written = (word, " " + word.lstrip())
+        return list(dict.fromkeys(tuple(self.tokenizer.encode(w, add_special_tokens=False)) for w in written))
+
+    def _ids(self, name: str, given: Any) -> tuple[int, ...]:
+        listed = [given] if is_id(given) else given
+        if not isinstance(listed, (list, tuple, set, np.ndarray)) or not all(is_id(token) for token in listed):
+            raise BadParameter(f"{name}={given!r} is not possible: it must consist of token ids")
+        ids = tuple(int(token) for token in listed)
+        if outside := [token for token in ids if not 0 <= token < self.info.vocab_size]:
+            raise BadParameter(f"{name} has {outside[0]}, which is outside the vocabulary of {self.info.vocab_size}")
+        return ids
+
+
+def encode(prompt: Prompt, tokenizer: Tokenizer | None, info: TargetInfo) -> list[int]:
+    """The prompt's token ids.
+
+    Raises:
+        BadParameter: what is given is empty, is no prompt, or needs a tokenizer or a chat template that is missing.
+        ContextOverflow: it leaves no room in the target's context.
+    """
+    prompt = _plain(prompt)
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise BadParameter("a text prompt needs a tokenizer; pass tokenizer=..., or a list of token ids")
+        tokens = tokenizer.encode(prompt) if prompt else []
+    elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
+        tokens = _encode_chat(cast(Sequence[Mapping[str, Any]], prompt), tokenizer)
+    elif all(is_id(token) for token in prompt):
+        tokens = [int(token) for token in cast(Sequence[int], prompt)]
+    else:
+        raise BadParameter("a list of token ids must hold whole numbers only")
+    if not tokens:
+        raise BadParameter("the prompt is empty; give some text, or at least one token id")
+    for token in tokens:
+        if not 0 <= token < info.vocab_size:
+            belongs = "; the tokenizer is not this model's" if isinstance(prompt, str) else ""
+            raise BadParameter(f"the prompt's token id {token} is outside the vocabulary of {info.vocab_size}{belongs}")
+    if len(tokens) >= info.context_length:
+        raise ContextOverflow(
+            f"the prompt has {len(tokens)} tokens and the context of {info.name} {info.context_length}; shorten it, or "
+            "load the model with a longer context"
+        )
+    return tokens
+
+
+def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None) -> list[int]:
+    if tokenizer is None:
+        raise BadParameter("chat messages need a tokenizer; pass tokenizer=..., or a list of token ids")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise BadParameter(f'a chat message is {{"role": "user", "content": "..."}}, got {message!r}')
+    conversation = [dict(message) for message in messages]
+    try:
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is somebody's program, and may raise anything
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise BadParameter(
+                "the tokenizer has no chat template; give the prompt as text, or set tokenizer.chat_template"
+            ) from None
+        raise BadParameter(f"the chat template does not take these messages: {error}") from None
+    return tokenizer.encode(text, add_special_tokens=False)  # the template writes them itself
+
+
+def is_single(prompt: Any) -> bool:
+    """Whether it is one prompt, not a list of them."""
+    prompt = _plain(prompt)
+    if isinstance(prompt, str):
+        return True
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+        raise BadParameter(f"a prompt must be text, a list of token ids or chat messages, got {type(prompt).__name__}")
+    if len(prompt) == 0:
+        raise BadParameter("the prompt is empty; give some text, at least one token id, or at least one prompt")
+    if is_id(prompt[0]) or isinstance(prompt[0], Mapping):
+        return True
+    for each in prompt:
+        if not isinstance(each, str) and not is_single(each):
+            raise BadParameter("a list of prompts must hold prompts, not further lists of them")
+    return False
+
+
+def _plain(prompt: Any) -> Any:
+    """Arrays and tensors as lists of numbers; everything else as it is."""
+    return prompt.tolist() if callable(getattr(prompt, "tolist", None)) else prompt
+
+
+def is_id(token: object) -> bool:
+    """Whether it is a whole number, of Python's or numpy's."""
+    return isinstance(token, Integral) and not isinstance(token, bool)
+
+
+def whole(name: str, value: Any, least: int = 1) -> int:
+    """The value as an int, refused by name unless it is a whole number of at least `least`."""
+    if not is_id(value) or value < least:
+        raise BadParameter(f"{name}={value!r} is not possible: it must be a whole number >= {least}")
+    return int(value)
+
+
+def seeds(seed: Any, prompts: int, samples: int, sampled: bool) -> list[list[int]]:
+    """The seeds of each prompt's samples: the prompt's own seed, then the numbers that follow it.
+
+    Args:
+        seed: one for all prompts, or a list with one for each; None draws them at random.
+        samples: of each prompt.
+        sampled: whether the temperature is above 0; greedy texts need no seed.
+    """
+    if seed is None:
+        firsts = [secrets.randbits(32) if sampled else 0 for _ in range(prompts)]
+    elif is_id(seed):
+        firsts = [int(seed)] * prompts
+    elif isinstance(seed, (list, tuple, np.ndarray)) and len(seed) == prompts and all(is_id(each) for each in seed):
+        firsts = [int(each) for each in seed]
+    else:
+        raise BadParameter(
+            f"seed={seed!r} is not possible: one whole number, or a list of {prompts}, one for each prompt"
+        )
+    return [[first + index for index in range(samples)] for first in firsts]
+
+
+def _listed(name: str, options: Options) -> list[Any]:
+    value = options.get(name, ())
+    return [value] if isinstance(value, str) or is_id(value) else list(cast(Sequence[Any], value))
