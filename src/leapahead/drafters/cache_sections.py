@@ -1,7 +1,7 @@
-"""The parts of a drafter_cache by name, each imported when a file has it, so that a file is ready before a source asks for it.
+"""The sections of a drafter cache by name, each imported when a file contains it.
 
-Third parties add theirs through the entry-point group `leapahead.sections`; a name that is taken stays ours. A part that
-nobody knows stays in its file as it is.
+Third parties add theirs through the entry-point group `leapahead.cache_sections`; built-in names take precedence. A
+section that is not installed stays in its file unchanged.
 """
 
 from __future__ import annotations
@@ -13,56 +13,56 @@ from pathlib import Path
 from leapahead.core.errors import BadParameter
 from leapahead.drafters.cache import DrafterCache, Section
 
-GROUP = "leapahead.sections"
+GROUP = "leapahead.cache_sections"
 
 BUILT_IN = {
-    "suffix": "leapahead.drafters.sources.suffix:SharedTexts",
+    "suffix": "leapahead.drafters.sources.past_texts:PastTexts",
     "recycling": "leapahead.drafters.sources.recycling:Adjacency",
     "lookahead": "leapahead.drafters.pool:SharedPool",
 }
 
 
 def make(name: str) -> Section | None:
-    """A new part, empty; None of a name that nobody knows.
+    """A new, empty section; None if no installed package declares that name.
 
     Raises:
-        BadParameter: an entry point gives something else.
+        BadParameter: an entry point of that name does not give a section.
     """
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
-        found = getattr(import_module(module), attribute)
+        kind = getattr(import_module(module), attribute)
     else:
         entry = next((entry for entry in entry_points(group=GROUP) if entry.name == name), None)
         if entry is None:
             return None
-        found = entry.load()
-    part = found()
-    if not isinstance(part, Section):
-        raise BadParameter(f"the entry point {name!r} gives {found!r}, which is not a subclass of Section")
-    return part
+        kind = entry.load()
+    section = kind()
+    if not isinstance(section, Section):
+        raise BadParameter(f"the entry point {name!r} gives {kind!r}, which is not a subclass of Section")
+    return section
 
 
 def load(path: str | Path) -> DrafterCache:
-    """A drafter_cache from a file, all parts that are known here ready.
+    """Loads a file and creates all sections that are installed.
 
     Raises:
         BadParameter: as of `DrafterCache.load`.
     """
-    drafter_cache = DrafterCache.load(path)
-    drafter_cache.adopt(make)
-    return drafter_cache
+    cache = DrafterCache.load(path)
+    cache.activate(make)
+    return cache
 
 
 def given(drafter_cache: DrafterCache | str | Path | bool) -> DrafterCache | None:
-    """What the argument `drafter_cache` of `LLM` means.
+    """The drafter cache that the argument `drafter_cache` of `LLM` names; None for False.
 
     Raises:
-        BadParameter: as of `load`; or there can be no such file.
+        BadParameter: as of `load`; or such a file cannot exist.
     """
     if isinstance(drafter_cache, bool):
         return DrafterCache() if drafter_cache else None
     if isinstance(drafter_cache, DrafterCache):
-        drafter_cache.adopt(make)
+        drafter_cache.activate(make)
         return drafter_cache
     if not isinstance(drafter_cache, (str, Path)) or not str(drafter_cache):
         raise BadParameter(
@@ -72,7 +72,9 @@ def given(drafter_cache: DrafterCache | str | Path | bool) -> DrafterCache | Non
     if path.exists():
         return load(path)
     if not path.parent.is_dir():
-        raise BadParameter(f"there can be no memory {path}: the folder {path.parent} does not exist; make it first")
+        raise BadParameter(
+            f"the drafter cache {path} cannot be created: the folder {path.parent} does not exist; create it first"
+        )
     new = DrafterCache()
     new.path = path.absolute()
     return new

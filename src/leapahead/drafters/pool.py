@@ -1,6 +1,6 @@
 """The n-gram pool of lookahead decoding: token sequences that followed a token before.
 
-    key token ──> at most G tails of N-1 tokens; the least recently used one is dropped      (2402.02057, section 3.2)
+key token ──> at most G tails of N-1 tokens; the least recently used one is dropped      (2402.02057, section 3.2)
 """
 
 from __future__ import annotations

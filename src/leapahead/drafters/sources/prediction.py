@@ -1,12 +1,13 @@
-"""Predicted output: the user says what the text will be, about, as when a file is edited or a template filled.
+"""Predicted output: the user gives the expected text, as when a file is edited or a template filled.
 
     prediction   a b c d e f g h          text  a b c X | ?
                        │ │ └ "replaced": d became X, so e comes next
-                       │ └ "inserted": X was put in, so d comes next
-                       └ left the prediction here; "found": where else X stands, as when what came before it was deleted
+                       │ └ "inserted": X was inserted, so d comes next
+                       └ the text left the prediction here; "found": another occurrence of X, as after a deletion
 
-As OpenAI's predicted outputs, as a draft: wrong parts cost time, never text. While the text keeps to the prediction
-there is one place to go on from. When it leaves there are several, and each is offered until some tokens have matched.
+Like OpenAI's predicted outputs, as a draft: wrong parts cost time and never change the text. While the text follows the
+prediction, there is one position to continue from. After a divergence there are several, and each is proposed until
+some tokens have matched.
 """
 
 from __future__ import annotations
@@ -15,126 +16,127 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from leapahead.drafters.base import Context
-from leapahead.planner.source import Candidate, Source
 from leapahead.models.base import CHAIN
+from leapahead.planner.draft import SequenceView
+from leapahead.planner.source import Candidate, Source
 
-MATCH = 4  # tokens, at most, that find the place again
-SURE = 3  # tokens that matched, from which on there is no doubt about the place
-RUNS = (0, 1, 2, 3, 4, 6, 8, 16, 32)
-LIKELY = {"follows": -0.05, "found": -0.7, "inserted": -1.4, "replaced": -1.4, "resumed": -2.0}  # log-probabilities
+MAX_MATCH = 4  # greatest number of tokens by which a position is found after a divergence
+CERTAIN = 3  # matching tokens from which on there is no doubt about the position
+RUN_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 16, 32)
+LOG_PROBABILITIES = {"follows": -0.05, "found": -0.7, "inserted": -1.4, "replaced": -1.4, "resumed": -2.0}
 
 
-class Way(NamedTuple):
-    """One reading of where the text stands in the prediction.
+class Alignment(NamedTuple):
+    """One hypothesis of the position in the prediction at which the text continues.
 
     Attributes:
-        at: the place in the prediction that comes next.
-        how: it is there: it follows; or, after a divergence, it was found by its last tokens, or something was inserted
-            or replaced; or it resumes where it had been before it went back in the prediction.
-        run: tokens before it that matched.
+        at: index of the next token in the prediction.
+        kind: why it may continue there. "follows": it has followed the prediction so far; "found": the last tokens
+            occur there; "inserted" or "replaced": tokens were inserted or replaced at the divergence; "resumed": it
+            returns to the furthest position, having gone back in the prediction.
+        run: number of matching tokens before it.
     """
 
     at: int
-    how: str
+    kind: str
     run: int
 
 
-Ways = tuple[Way, ...]  # a state: the readings that the drafted tokens have left, likeliest first
+Alignments = tuple[Alignment, ...]  # a state: the hypotheses that agree with the drafted tokens, likeliest first
 
 
 class Prediction(Source):
-    """Follows `Context.prediction`; without one it knows nothing."""
+    """Proposes the continuation of `SequenceView.prediction`; nothing without a prediction."""
 
     name: ClassVar[str] = "prediction"
     needs: ClassVar[frozenset[str]] = frozenset({CHAIN})
 
     def __init__(self) -> None:
         self._tokens: Sequence[int] = ()
-        self._places: dict[tuple[int, ...], list[int]] | None = None  # n-gram -> places behind it, rising
-        self._read = 0  # tokens of the text
-        self._at = 0  # the place that comes next
-        self._run = SURE  # tokens before it that matched; the beginning is as good as any
-        self._left = self._since = 0  # the place where the text left the prediction, and how many tokens ago
-        self._front = 0  # behind the furthest place that the text surely was at
+        self._index: dict[tuple[int, ...], list[int]] | None = None  # n-gram -> positions after it, rising
+        self._num_read = 0  # tokens of the text
+        self._at = 0  # next position in the prediction
+        self._run = CERTAIN  # matching tokens before it; the beginning is certain
+        self._left = self._since = 0  # where the text left the prediction, and how many tokens ago
+        self._furthest = 0  # the furthest position after a token that certainly matched
         self.matched = self.divergences = 0
 
-    def begin(self, context: Context) -> None:
-        self._tokens, self._read = context.prediction, context.prompt_length
-        self.read(context)
+    def begin(self, sequence: SequenceView) -> None:
+        self._tokens, self._num_read = sequence.prediction, sequence.prompt_length
+        self.read(sequence)
 
-    def root(self, context: Context) -> Ways | None:
-        if self._run >= SURE:
-            back = [Way(self._front, "resumed", 0)] if self._at < self._front else []
-            return self._in_reach(Way(self._at, "follows", self._run), *back)
-        return self._in_reach(
-            *([Way(self._at, "found", self._run)] if self._run else ()),
-            Way(self._left, "inserted", 0),
-            Way(self._left + self._since, "replaced", 0),
-            Way(self._front, "resumed", 0),
+    def root(self, sequence: SequenceView) -> Alignments | None:
+        if self._run >= CERTAIN:
+            back = [Alignment(self._furthest, "resumed", 0)] if self._at < self._furthest else []
+            return self._distinct(Alignment(self._at, "follows", self._run), *back)
+        return self._distinct(
+            *([Alignment(self._at, "found", self._run)] if self._run else ()),
+            Alignment(self._left, "inserted", 0),
+            Alignment(self._left + self._since, "replaced", 0),
+            Alignment(self._furthest, "resumed", 0),
         )
 
-    def _in_reach(self, *ways: Way) -> Ways | None:
-        """Those that do not stand at the prediction's end, one for each place."""
-        places: dict[int, Way] = {}
-        for way in ways:
-            if way.at < len(self._tokens):
-                places.setdefault(way.at, way)
-        return tuple(places.values()) or None
+    def _distinct(self, *alignments: Alignment) -> Alignments | None:
+        """Those before the end of the prediction, one for each position; None if there are none."""
+        found: dict[int, Alignment] = {}
+        for alignment in alignments:
+            if alignment.at < len(self._tokens):
+                found.setdefault(alignment.at, alignment)
+        return tuple(found.values()) or None
 
-    def follow(self, state: Ways, token: int) -> Ways | None:
-        held = [Way(way.at + 1, way.how, way.run + 1) for way in state if self._tokens[way.at] == token]
-        if not held and state[0].how == "follows":  # somebody else drafted a token that leaves the prediction
-            held = [Way(state[0].at, "inserted", 0), Way(state[0].at + 1, "replaced", 0)]
-        return self._in_reach(*held)
+    def follow(self, state: Alignments, token: int) -> Alignments | None:
+        agreeing = [Alignment(at + 1, kind, run + 1) for at, kind, run in state if self._tokens[at] == token]
+        if not agreeing and state[0].kind == "follows":  # another source drafted a token that leaves the prediction
+            agreeing = [Alignment(state[0].at, "inserted", 0), Alignment(state[0].at + 1, "replaced", 0)]
+        return self._distinct(*agreeing)
 
-    def candidates(self, state: Ways, limit: int) -> list[Candidate]:
+    def candidates(self, state: Alignments, limit: int) -> list[Candidate]:
         found: dict[int, Candidate] = {}
-        for at, how, run in state:
-            bucket = next((index for index, edge in enumerate(RUNS) if run <= edge), len(RUNS))
-            feature = (how, bucket) if how == "follows" else (how, bucket, min(self._since, SURE))
+        for at, kind, run in state:
+            bucket = next((index for index, edge in enumerate(RUN_BUCKETS) if run <= edge), len(RUN_BUCKETS))
+            feature = (kind, bucket) if kind == "follows" else (kind, bucket, min(self._since, CERTAIN))
             token = self._tokens[at]
-            found.setdefault(token, Candidate(token, LIKELY[how], feature))
+            found.setdefault(token, Candidate(token, LOG_PROBABILITIES[kind], feature))
         return list(found.values())[:limit]
 
-    def read(self, context: Context) -> None:
-        tokens = context.tokens
-        for end in range(self._read + 1, len(tokens) + 1):
-            self._see(tokens[end - 1], tokens[max(context.prompt_length, end - MATCH) : end])
-        self._read = len(tokens)
+    def read(self, sequence: SequenceView) -> None:
+        tokens = sequence.tokens
+        for end in range(self._num_read + 1, len(tokens) + 1):
+            self._advance(tokens[end - 1], tokens[max(sequence.prompt_length, end - MAX_MATCH) : end])
+        self._num_read = len(tokens)
 
-    def _see(self, token: int, last: Sequence[int]) -> None:
-        """The text's next token; `last` ends with it."""
-        holds = self._at < len(self._tokens) and self._tokens[self._at] == token
-        self.matched += holds
-        if self._run >= SURE:
-            if holds:
+    def _advance(self, token: int, last: Sequence[int]) -> None:
+        """Moves on by the text's next token; `last` ends with it."""
+        matches = self._at < len(self._tokens) and self._tokens[self._at] == token
+        self.matched += matches
+        if self._run >= CERTAIN:
+            if matches:
                 self._at, self._run = self._at + 1, self._run + 1
-                self._front = max(self._front, self._at)
+                self._furthest = max(self._furthest, self._at)
                 return
             self.divergences += 1
             self._left, self._since = self._at, 0
         self._since += 1
-        if holds and self._run:
+        if matches and self._run:
             self._at, self._run = self._at + 1, self._run + 1
         else:
-            self._at, self._run = self._found(last)
+            self._at, self._run = self._find(last)
 
-    def _found(self, last: Sequence[int]) -> tuple[int, int]:
-        """Behind the longest match of the last tokens, the nearest at or after the place that was left, else before.
+    def _find(self, last: Sequence[int]) -> tuple[int, int]:
+        """The longest match of the last tokens: the nearest after the divergence, else the last one before it.
 
         Returns:
-            The place and the length of the match, 0 if there is none.
+            The position after it and its length, 0 if there is none.
         """
-        if self._places is None:  # a prediction that holds never asks
-            self._places = {}
-            for n in range(1, MATCH + 1):
+        if self._index is None:  # built at the first divergence
+            self._index = {}
+            for n in range(1, MAX_MATCH + 1):
                 for end, key in enumerate(zip(*(self._tokens[skip:] for skip in range(n)), strict=False), n):
-                    self._places.setdefault(key, []).append(end)
-        for n in range(min(len(last), MATCH), 0, -1):
-            if places := self._places.get(tuple(last[-n:])):
-                index = bisect_left(places, self._left + 1)  # behind a token that is at or after it
-                return places[min(index, len(places) - 1)], n
+                    self._index.setdefault(key, []).append(end)
+        for n in range(min(len(last), MAX_MATCH), 0, -1):
+            if ends := self._index.get(tuple(last[-n:])):
+                first = bisect_left(ends, self._left + 1)  # whose last token is at or after the divergence
+                return ends[min(first, len(ends) - 1)], n
         return self._left, 0
 
     def figures(self) -> dict[str, Any]:
