@@ -1,12 +1,12 @@
-"""What the figures show: the numbers behind each curve, as plain types that become JSON.
+"""The measurements behind the figures; each returns plain types, ready for JSON.
 
-    cost          T(n) of a target                       expected      tokens of one draft, by formula
-    compression   S of lookahead against log2(W = G)     jacobi        who is right after k iterations
-    pool          size and hits as the text grows        match         accepted tokens by match length
-    calibration   predicted acceptance against observed    growth   seconds and bytes of an index
-    sequoia       the tree for a draft model
+    cost          latency profile T(n) of a target           expected   tokens of one draft, by formula
+    compression   S of lookahead against log2(W = G)         jacobi     convergence of Jacobi iteration
+    pool          size and hits of lookahead's pool          match      accepted tokens by match length
+    calibration   predicted against observed acceptance      growth     time and memory of text indexes
+    sequoia       the best tree for a draft model
 
-Knows targets and drafters; neither files nor plots nor the command line.
+Does not know files, plots or the command line.
 """
 
 from research.curves.calibration import calibration

@@ -1,36 +1,40 @@
-"""What a drafter thinks its nodes are worth against what they were worth: predicted and observed acceptance.
+"""Calibration of a drafter's acceptance estimates: predicted against observed acceptance of its nodes.
 
-    path           P(node is accepted), of every drafted node: `Proposal.expected`
-    conditional    P(node) / P(parent), of the nodes whose parent was accepted: what the drafter says of a token alone
+    path           P(node is accepted), for every drafted node: `Proposal.expected`
+    conditional    P(node) / P(parent), for the nodes whose parent was accepted
 
-Nodes fall into ten bins by what was predicted; in a calibrated drafter's, the share accepted is the mean predicted.
-The planner adds up the first to decide what pays, so an error there makes a tree too large or too small, never a text
-wrong.
+Nodes are sorted into ten bins by prediction. For a calibrated drafter, the share accepted in a bin equals the mean
+prediction. The planner sums the first kind to decide which nodes pay, so a wrong estimate makes a tree too large or too
+small, and never changes the text.
+
+Only bins with at least `LEAST_NODES` nodes count for the greatest deviation that the figure states; in a smaller bin
+the deviation is mostly chance.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from leapahead import drafters
+from leapahead.bench.conditions import Data, Progress, Tokens, conditions, silent
 from leapahead.core.errors import BadParameter, needing
 from leapahead.core.sampling import SamplingParams
-from leapahead.drafters.base import Drafter, Step
-from leapahead.engine.loop import decode
+from leapahead.core.stats import Stats
+from leapahead.drafters.registry import DrafterClass
+from leapahead.engine.scheduler import Engine
 from leapahead.models.base import Target
-from research.curves.run import Data, Progress, Tokens, begin, check, conditions, silent
+from leapahead.planner.draft import Step
+from research.curves.run import request, require_prompts
 
 BINS = 10
-ENOUGH = 500  # nodes of a bin that is judged
+LEAST_NODES = 500  # of a bin that counts for the greatest deviation
 
 
 class Trial(NamedTuple):
-    """A node whose fate is known."""
+    """A node of which it is known whether it was right."""
 
     source: str
     predicted: float
@@ -39,7 +43,7 @@ class Trial(NamedTuple):
 
 
 def trials(step: Step) -> Iterator[Trial]:
-    """The drafted nodes of a step that had an expectation; what lies behind a stop is not known."""
+    """The drafted nodes of a step that have an estimate, except those behind the end of the text."""
     expected, tree = step.proposal.expected, step.tree
     if expected is None:
         return
@@ -51,9 +55,9 @@ def trials(step: Step) -> Iterator[Trial]:
     accepted, cut = set(path), len(path) > len(step.tokens)
     for node in range(1, len(tree)):
         if cut and tree.depths[node] > len(step.tokens):
-            continue  # whatever it hangs on: to count only those that hang on a wrong node would be unfair
+            continue  # at any such depth: counting only the nodes below a wrong parent would bias the result
         if np.isnan(expected[node]):
-            continue  # a probe, which nobody hopes to be accepted
+            continue  # a window node, which has no estimate
         parent = int(tree.parents[node])
         known = parent in accepted and expected[parent] > 0
         alone = min(float(expected[node] / expected[parent]), 1.0) if known else None
@@ -64,7 +68,7 @@ def trials(step: Step) -> Iterator[Trial]:
 def calibration(
     target: Target,
     prompts: Sequence[Tokens],
-    drafter: str | type[Drafter] = "auto",
+    drafter: str | DrafterClass = "auto",
     options: dict[str, Any] | None = None,
     max_new_tokens: int = 128,
     eos_token_ids: Tokens = (),
@@ -75,45 +79,45 @@ def calibration(
 ) -> Data:
     """Predicted against observed acceptance of the nodes that a drafter drafts.
 
-    Intervals are exact binomial ones of 95 %. They take nodes for independent, which those of one tree are not quite:
-    of siblings one at most is accepted, and below a wrong node all are wrong.
+    Intervals are exact binomial ones of 95 %. They treat nodes as independent, which those of one tree are only
+    approximately: at most one of several siblings is accepted, and all nodes below a wrong one are wrong.
 
     Args:
-        drafter: must say what it expects (`Proposal.expected`).
+        drafter: must estimate acceptance (`Proposal.expected`).
         options: of the drafter.
         batch: prompts decoded together.
 
     Returns:
-        path and conditional, each: nodes, deviation (greatest |observed - predicted| of bins with at least 500 nodes;
-        None if there is none) and rows of low, high (edges), nodes, predicted (mean), observed, and its interval as
-        `interval`; sources: rows of name, nodes, predicted and observed of the path; steps, acceptance_length.
+        path and conditional, each: nodes, deviation (greatest |observed - predicted| of the bins that count; None if
+        there is none), least_nodes (of a bin that counts) and rows of low, high (edges), nodes, predicted (mean),
+        observed, and its interval as `interval`; sources: rows of name, nodes, predicted and observed of the path;
+        steps, acceptance_length.
 
     Raises:
-        BadParameter: no prompts, or a drafter that expects nothing.
+        BadParameter: no prompts, or a drafter without estimates.
         LeapaheadError: scipy is not installed.
     """
-    with needing("an interval", "lab", "scipy"):
-        from scipy import stats as _
-    make = drafters.factory(drafter, **(options or {}))
-    kind = drafters.load(drafter) if isinstance(drafter, str) else drafter
-    check(target, prompts, kind)
+    with needing("an interval", "bench", "scipy"):
+        pass
+    require_prompts(prompts)
     if batch < 1:
-        raise BadParameter(f"batch={batch} is not possible: at least 1 prompt is decoded at a time")
+        raise BadParameter(f"batch={batch} is not possible: it must be at least 1")
+    engine = Engine(target, max_batch=batch)
+    chosen = engine.drafter(drafter, **(options or {}))
     params = SamplingParams(temperature=temperature, seed=seed)
     found: list[Trial] = []
-    steps = committed = drafted = 0
-    for start in range(0, len(prompts), batch):
-        progress(kind.name, start, len(prompts))
-        group = prompts[start : start + batch]
-        generations = [begin(target, prompt, make(), max_new_tokens, eos_token_ids, params) for prompt in group]
-        with closing(decode(target, generations)) as loop:
-            for _, step in loop:
-                steps += 1
-                committed += len(step.tokens)
-                drafted += len(step.tree) - 1
-                found += trials(step)
-    if drafted and not found:
-        raise BadParameter(f"drafter {kind.name!r} does not say how likely its nodes are to be accepted")
+    handles = [
+        engine.submit(
+            request(prompt, chosen, max_new_tokens, eos_token_ids, params, lambda step: found.extend(trials(step)))
+        )
+        for prompt in prompts
+    ]
+    for index, handle in enumerate(handles):
+        progress(chosen.name, index, len(prompts))
+        engine.run([handle])
+    stats = sum((handle.stats for handle in handles), Stats())
+    if stats.drafted and not found:
+        raise BadParameter(f"drafter {chosen.name!r} has no acceptance estimates to be compared; choose another one")
     paths = [(trial.predicted, trial.accepted) for trial in found]
     conditionals = [(trial.conditional, trial.accepted) for trial in found if trial.conditional is not None]
     return {
@@ -121,9 +125,9 @@ def calibration(
         "conditions": conditions(
             target, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, prompts=len(prompts), batch=batch
         ),
-        "drafter": kind.name,
-        "steps": steps,
-        "acceptance_length": round(committed / steps, 4) if steps else None,
+        "drafter": chosen.name,
+        "steps": stats.steps,
+        "acceptance_length": round(stats.acceptance_length, 4) if stats.steps else None,
         "path": binned(paths),
         "conditional": binned(conditionals),
         "sources": _by_source(found),
@@ -131,7 +135,7 @@ def calibration(
 
 
 def binned(pairs: Sequence[tuple[float, bool]]) -> Data:
-    """(predicted, accepted) by tenths of what was predicted; empty bins are left out."""
+    """Pairs (predicted, accepted) by tenths of the prediction; empty bins are left out."""
     from scipy.stats import binomtest
 
     bins: dict[int, list[tuple[float, bool]]] = defaultdict(list)
@@ -151,8 +155,9 @@ def binned(pairs: Sequence[tuple[float, bool]]) -> Data:
                 "interval": {"low": round(float(interval.low), 4), "high": round(float(interval.high), 4)},
             }
         )
-    judged = [abs(row["observed"] - row["predicted"]) for row in rows if row["nodes"] >= ENOUGH]
-    return {"nodes": len(pairs), "deviation": round(max(judged), 4) if judged else None, "rows": rows}
+    judged = [abs(row["observed"] - row["predicted"]) for row in rows if row["nodes"] >= LEAST_NODES]
+    deviation = round(max(judged), 4) if judged else None
+    return {"nodes": len(pairs), "deviation": deviation, "least_nodes": LEAST_NODES, "rows": rows}
 
 
 def _by_source(found: Sequence[Trial]) -> list[Data]:

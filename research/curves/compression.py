@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from leapahead import drafters
+from leapahead.bench.conditions import Data, Progress, Tokens, conditions, silent
 from leapahead.check import distinct
 from leapahead.core.errors import BadParameter
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.drafters.lookahead import Lookahead
+from leapahead.engine.scheduler import Engine
 from leapahead.models.base import Target
-from research.curves.formula import enough, fit, optimizer
-from research.curves.run import Data, Progress, Tokens, begin, check, conditions, silent, walk
+from research.curves.fit import fit, optimizer, require_points
+from research.curves.run import decode, request, require_prompts
 
 
 def compression(
@@ -29,28 +30,30 @@ def compression(
 ) -> Data:
     """Step compression S of lookahead decoding by N and W = G, and the formula fitted to all of it.
 
-    S is the acceptance length, new tokens by steps (2402.02057, equation 6); prompts share one sum, the prefill is not
-    counted. The n-grams of the prompt are in the pool.
+    S is the acceptance length, new tokens divided by steps (2402.02057, equation 6), summed over all prompts without
+    their prefill. The n-grams of the prompt are in the pool.
 
     Returns:
-        rows of ngram, window, step_compression, nodes_per_step and steps; `fit` (of all rows, see `Fit`; None with the
-        reason in `note`) and `fits` (for each N alone); distinct_4 of the texts.
+        rows of ngram, window, step_compression, nodes_per_step, steps and different_texts (should be 0); `fit` (of all
+        rows, see `Fit`; None with the reason in `note`) and `fits` (for each N alone); tokens and distinct_4 of the
+        texts.
     """
     pairs = [(ngram, window) for ngram in dict.fromkeys(ngrams) for window in dict.fromkeys(windows)]
-    enough(pairs)  # and all else that the fit needs, before anything is measured
+    require_points(pairs)  # what the fit needs is checked before anything is measured
     optimizer()
-    makers = [drafters.factory(Lookahead, window=w, guesses=w, ngram=n) for n, w in pairs]
-    check(target, prompts, Lookahead)
+    require_prompts(prompts)
+    engine = Engine(target, max_batch=1)
+    drafters = [engine.drafter(Lookahead, window=w, guesses=w, ngram=n) for n, w in pairs]
     params = SamplingParams(temperature=temperature, seed=seed)
     rows: list[Data] = []
     texts: list[list[int]] = []
-    for number, ((ngram, window), make) in enumerate(zip(pairs, makers, strict=True)):
+    for number, ((ngram, window), drafter) in enumerate(zip(pairs, drafters, strict=True)):
         stats, here = Stats(), list[list[int]]()
         for index, prompt in enumerate(prompts):
             progress(f"N = {ngram}, W = G = {window}", number * len(prompts) + index, len(pairs) * len(prompts))
-            generation = begin(target, prompt, make(), max_new_tokens, eos_token_ids, params)
-            here.append([token for step in walk(target, generation) for token in step.tokens])
-            stats += generation.stats
+            handle = decode(engine, request(prompt, drafter, max_new_tokens, eos_token_ids, params))
+            here.append(handle.tokens)
+            stats += handle.stats
         texts = texts or here
         rows.append(
             {
@@ -83,6 +86,7 @@ def compression(
 
 
 def _fitted(rows: Sequence[Data]) -> tuple[Data | None, str]:
+    """The fit and no note, or no fit and why."""
     try:
         return asdict(fit([(row["ngram"], row["window"], row["step_compression"]) for row in rows])), ""
     except BadParameter as error:

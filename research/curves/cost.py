@@ -1,4 +1,4 @@
-"""The cost curve T(n) of a target."""
+"""The latency profile T(n) of a target, measured for a figure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from leapahead.bench.conditions import Data, Progress, Tokens, conditions, silent
 from leapahead.core.errors import BadParameter, ContextOverflow, Refused
+from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
-from leapahead.models.base import CHAIN, Target
-from research.curves.run import GREEDY, Data, Progress, Tokens, conditions, silent
+from leapahead.models.base import CHAIN, Target, read_prompt
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 WARM_UP = 2  # rounds that are not counted
@@ -29,18 +30,18 @@ def cost(
     progress: Progress = silent,
     clock: Callable[[], float] = perf_counter,
 ) -> Data:
-    """The cost curve T(n): wall-clock time of a forward over a chain of n nodes, against that of one node.
+    """The latency profile: wall-clock time T(n) of a forward over a chain of n nodes, relative to one node.
 
-    Every round measures every size once, in an order of its own, so that a machine that slows down slows all of them;
-    T(n)/T(1) is taken within a round. The time includes reading one choice, without which an accelerator may not have
-    finished, and nothing is committed.
+    Every round measures every size once, in a random order, so that a change of the machine's speed affects all sizes
+    alike; T(n)/T(1) is taken within a round. The time includes reading one choice, since an accelerator may not have
+    finished before. Nothing is committed.
 
     Args:
-        text: tokens to fill the context and the chains with, repeated as needed.
-        contexts: lengths of context, each a curve.
-        sizes: n; 1 is always measured.
-        rounds: that count; two more come before.
-        seed: of the orders.
+        text: tokens that fill the context and the chains, repeated as needed.
+        contexts: lengths of context, a curve each.
+        sizes: numbers of nodes n; 1 is always measured.
+        rounds: measured rounds; `WARM_UP` more come before.
+        seed: of the random orders.
 
     Returns:
         rows of context, nodes, and median, low and high (quartiles) of `milliseconds` and of `relative`.
@@ -52,20 +53,23 @@ def cost(
     sizes = sorted({1, *sizes})
     if sizes[0] < 1 or not contexts or min(contexts) < 1 or rounds < 1 or not text:
         raise BadParameter("contexts, sizes and rounds must be at least 1, and there must be a text")
-    if CHAIN not in target.capabilities or target.max_nodes < sizes[-1]:
-        most = target.max_nodes if CHAIN in target.capabilities else 1
-        raise Refused(f"{target.name} reads at most {most} nodes in one forward, and {sizes[-1]} were asked for")
-    if max(contexts) + sizes[-1] - 1 > target.context_length:
+    info = target.info
+    if CHAIN not in info.capabilities or target.max_nodes < sizes[-1]:
+        most = target.max_nodes if CHAIN in info.capabilities else 1
+        raise Refused(f"{info.name} reads at most {most} nodes in one forward; ask for no size of {sizes[-1]}")
+    if max(contexts) + sizes[-1] - 1 > info.context_length:
         raise ContextOverflow(
             f"a context of {max(contexts)} tokens and a chain of {sizes[-1]} do not fit into the "
-            f"{target.context_length} of {target.name}; name shorter ones"
+            f"{info.context_length} of {info.name}; choose shorter ones"
         )
     order, rows, turns = random.Random(seed), [], rounds + WARM_UP
     for number, context in enumerate(contexts):
         tokens = [text[index % len(text)] for index in range(context + sizes[-1])]
         trees = {size: TokenTree.chain(tokens[context - 1], tokens[context : context + size - 1]) for size in sizes}
         seconds: dict[int, list[float]] = {size: [] for size in sizes}
-        with closing(target.open(tokens[:context], GREEDY, reserve=context + sizes[-1])) as session:
+        sampling = SamplingParams()
+        with target.lock, closing(target.open(tokens[:context], sampling, reserve=context + sizes[-1])) as session:
+            read_prompt(target, session)
             for turn in range(turns):
                 progress(f"context of {context} tokens", number * turns + turn, len(contexts) * turns)
                 for size in order.sample(sizes, len(sizes)):

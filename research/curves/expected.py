@@ -1,4 +1,4 @@
-"""Tokens and speed-up to be expected of one draft, by formula."""
+"""Expected tokens and speed-up of one draft, by formula."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from leapahead.bench.conditions import Data, conditions
 from leapahead.core.errors import BadParameter
-from research.curves.run import Data, conditions
 
-LONGEST = 512  # draft that is looked at for the best
+LONGEST = 512  # drafted tokens, the longest draft that is considered
 
 
 def expected_tokens(alpha: float, length: int) -> float:
@@ -21,7 +21,7 @@ def expected_tokens(alpha: float, length: int) -> float:
 def expected_speedup(alpha: float, length: int, cost: float) -> float:
     """Wall-clock gain over plain decoding: expected tokens / (1 + c K) (2211.17192, theorem 3.8).
 
-    The target's step over K + 1 tokens is taken to cost what its step over one costs.
+    A target step over K + 1 tokens is assumed to cost as much as one over a single token.
     """
     return expected_tokens(alpha, length) / (1 + cost * length)
 
@@ -30,14 +30,14 @@ def expected(alphas: Sequence[float], length: int = 5, cost: float = 0.05, longe
     """The expected-tokens calculator.
 
     Args:
-        alphas: acceptance rates, 0 < alpha < 1: the probability that a drafted token is right if all before it are.
-        length: K, drafted tokens of a step.
-        cost: c, time of drafting one token, in steps of the target.
-        longest: K where the curves end.
+        alphas: acceptance rates, 0 < alpha < 1: probability that a drafted token is accepted if all before it are.
+        length: K, drafted tokens per step.
+        cost: c, time of drafting one token, in target steps.
+        longest: last K of the curves.
 
     Returns:
-        rows, one for each alpha: tokens and speedup at K; best_length and best_speedup (None without a cost: longer is
-        then always better); curves of tokens and speedup over K = 0..longest.
+        rows, one for each alpha: tokens and speedup at K; best_length and best_speedup (None where the cost is 0 and a
+        longer draft is always better); curves of tokens and speedup over K = 0..longest.
     """
     for alpha in alphas:
         if not 0 < alpha < 1:

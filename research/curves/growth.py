@@ -1,7 +1,7 @@
-"""What an index of the text costs as the text grows: seconds and bytes, which must both be linear.
+"""Time and memory of the drafters' text indexes by length of the text; both should be linear.
 
-seconds    over the whole text, from nothing                 against the prefill of the same text
-bytes      held afterwards, traced in a pass of its own, since tracing slows
+seconds    to index the whole text, to be compared with its prefill
+bytes      held afterwards, traced in a separate pass, because tracing slows
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from leapahead.bench.conditions import Data, Progress, Tokens, conditions, silent
 from leapahead.core.errors import BadParameter
 from leapahead.drafters.pool import NgramPool
 from leapahead.drafters.sources.ngram import Ngrams
-from leapahead.drafters.sources.suffix import SuffixAutomaton
-from research.curves.run import Data, Progress, Tokens, conditions, silent
+from leapahead.drafters.sources.suffix_automaton import SuffixAutomaton
 
 SIZES = (1_000, 2_000, 5_000, 10_000, 20_000, 40_000, 70_000, 100_000)
 VOCAB, EXPONENT = 50_000, 1.1  # of random text
-PHRASES = 0.3  # of random text: how much of it are pieces of what came before
+PHRASES = 0.3  # of random text: the share that is copied from earlier in the text
 
 
 def zipf(length: int, seed: int = 0, vocab_size: int = VOCAB) -> list[int]:
-    """Random text: tokens as frequent as words are by Zipf's law, and phrases that come again."""
+    """Random text: token frequencies by Zipf's law, with repeated phrases."""
     rng = random.Random(seed)
     frequent = [1.0 / rank**EXPONENT for rank in range(1, vocab_size + 1)]
     drawn = iter(rng.choices(range(vocab_size), frequent, k=length))
@@ -63,7 +63,7 @@ def _pool(text: Tokens) -> object:
 INDEXES: dict[str, Callable[[Tokens], object]] = {
     "n-grams": _ngrams,
     "suffix automaton": _automaton,
-    "lookahead pool": _pool,  # bounded: it forgets
+    "lookahead pool": _pool,  # of bounded size
 }
 
 
@@ -76,20 +76,20 @@ def growth(
     progress: Progress = silent,
     clock: Callable[[], float] = perf_counter,
 ) -> Data:
-    """Time and memory of what sources keep of a text, by its length. Needs no model.
+    """Time and memory of the text indexes by length of the text. Needs no model.
 
-    Every round indexes every size once, so that a machine that slows down slows all of them.
+    Every round indexes every size once, so that a change of the machine's speed affects all sizes alike.
 
     Args:
-        text: as many tokens as the greatest of `sizes` at least; by default random text, see `zipf`.
-        sizes: tokens.
-        rounds: that are timed.
-        prefill: seconds that a target takes for a token of a prompt.
+        text: at least as many tokens as the greatest of `sizes`; by default random text, see `zipf`.
+        sizes: numbers of tokens.
+        rounds: timed rounds.
+        prefill: prefill time of a target, seconds per token.
         seed: of random text.
 
     Returns:
-        text, in words; rows of index, tokens, seconds (median of the rounds), microseconds_per_token, bytes,
-        bytes_per_token and of_prefill (None if `prefill` is not known); linear, a row for each index: from and to (the
+        text, described in words; rows of index, tokens, seconds (median of the rounds), microseconds_per_token, bytes,
+        bytes_per_token and of_prefill (None without `prefill`); linear, a row for each index: from and to (the
         size nearest to a tenth of the greatest, and that) and ratio of the time per token at `to` over that at `from`,
         within a round, the median: about 1 where time is linear.
     """
@@ -153,7 +153,7 @@ def _bytes(build: Callable[[Tokens], object], text: Tokens) -> int:
 
 @contextmanager
 def _traced() -> Iterator[Callable[[], int]]:
-    """A function that tells the bytes that came since; what is traced already goes on being traced."""
+    """Gives a function that returns the bytes allocated since. Tracing that was on before stays on."""
     already = tracemalloc.is_tracing()
     if not already:
         tracemalloc.start()

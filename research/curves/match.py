@@ -7,18 +7,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from leapahead import drafters
+from leapahead.bench.conditions import Data, Progress, Tokens, conditions, silent
 from leapahead.check import distinct
 from leapahead.core.sampling import SamplingParams
 from leapahead.drafters.prompt_lookup import PromptLookup
+from leapahead.engine.scheduler import Engine
 from leapahead.models.base import Target
-from research.curves.run import Data, Progress, Tokens, begin, check, conditions, silent, walk
+from leapahead.planner.draft import Step
+from research.curves.run import decode, request, require_prompts
 
-ENOUGH = 5  # drafts; the bootstrap of fewer is narrower than what is known
+LEAST_DRAFTS = 5  # for an interval; a bootstrap of fewer drafts is too narrow
 
 
 def match_length(tokens: Tokens, longest: int) -> int:
-    """Length of the longest end of `tokens`, up to `longest`, that stands in it earlier too, with a token behind it."""
+    """Length, at most `longest`, of the longest suffix of `tokens` that also occurs earlier, followed by a token."""
     best = 0
     for end in range(len(tokens) - 1, 0, -1):
         length = 0
@@ -42,9 +44,9 @@ def match(
     seed: int = 0,
     progress: Progress = silent,
 ) -> Data:
-    """Accepted tokens of a draft by the length of the match that it follows, of prompt lookup.
+    """Accepted tokens of prompt lookup's drafts by the length of the match that they follow.
 
-    Drafts that the end of the text cut short are left out.
+    Drafts shortened by the end of the text are left out.
 
     Returns:
         rows of match (`max_ngram` stands for all matches at least as long), drafts, `accepted` (mean tokens of a draft,
@@ -52,24 +54,28 @@ def match(
         with an accepted token) and all_right (share accepted to the last token); steps, and how many of them had no
         match at all; acceptance_length and distinct_4 of the texts.
     """
-    make = drafters.factory(PromptLookup, max_ngram=max_ngram, min_ngram=min_ngram, num_tokens=num_tokens)
-    check(target, prompts, PromptLookup)
+    require_prompts(prompts)
+    engine = Engine(target, max_batch=1)
+    drafter = engine.drafter(PromptLookup, max_ngram=max_ngram, min_ngram=min_ngram, num_tokens=num_tokens)
     params = SamplingParams(temperature=temperature, seed=seed)
     accepted: dict[int, list[int]] = defaultdict(list)
     steps = without = 0
     texts: list[list[int]] = []
     for index, prompt in enumerate(prompts):
         progress("prompt_lookup", index, len(prompts))
-        generation = begin(target, prompt, make(), max_new_tokens, eos_token_ids, params)
         before = list(prompt)
-        for step in walk(target, generation):
+
+        def count(step: Step, before: list[int] = before) -> None:
+            nonlocal steps, without
             steps += 1
             length = match_length(before, max_ngram)
             without += length < min_ngram
             if len(step.tree) - 1 == num_tokens:
                 accepted[length].append(step.verdict.accepted)
             before += step.tokens
-        texts.append(before[len(prompt) :])
+
+        handle = decode(engine, request(prompt, drafter, max_new_tokens, eos_token_ids, params, count))
+        texts.append(handle.tokens)
     rows = []
     for length, values in sorted(accepted.items()):
         low, high = _bootstrap(values)
@@ -99,8 +105,8 @@ def match(
 
 
 def _bootstrap(values: Sequence[int], draws: int = 2000) -> tuple[float | None, float | None]:
-    """95 % interval of the mean; drafts count as independent, which those of one text are not quite."""
-    if len(values) < ENOUGH:
+    """95 % interval of the mean. Drafts are treated as independent, which those of one text are only approximately."""
+    if len(values) < LEAST_DRAFTS:
         return None, None
     picked = np.random.default_rng(0).choice(np.array(values), size=(draws, len(values)))
     low, high = np.quantile(picked.mean(axis=1), (0.025, 0.975)).tolist()

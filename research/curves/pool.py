@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from leapahead import drafters
+from leapahead.bench.conditions import Data, Progress, Tokens, conditions, silent
 from leapahead.check import distinct
 from leapahead.core.sampling import SamplingParams
 from leapahead.drafters.lookahead import Lookahead
-from leapahead.engine.loop import Generation
+from leapahead.engine.request import Request
+from leapahead.engine.scheduler import Engine
 from leapahead.models.base import Target
-from research.curves.run import Data, Progress, Tokens, begin, check, conditions, silent, walk
+from leapahead.planner.draft import SequenceView, Step
+from research.curves.run import decode, request, require_prompts
 
 CHECKPOINTS = (0, 16, 32, 64, 128, 256, 512, 1024)  # new tokens
-
 
 History = list[dict[str, int]]  # after each step: tokens, keys, ngrams, hit, accepted
 
@@ -36,28 +38,34 @@ def pool(
         options: of the drafter `lookahead`.
 
     Returns:
-        steps, a row for each: step (0 is the pool that the prompt filled), prompts (texts that came so far), and means
-        over them of tokens (committed so far), keys, ngrams, hit (the look-up found something) and accepted (a guess
-        of the pool was accepted).
+        steps, a row for each: step (0 is the pool filled by the prompt), prompts (texts that have this step), and means
+        over them of tokens (committed so far), keys, ngrams, hit (the look-up found n-grams) and accepted (an n-gram of
+        the pool was accepted).
         at, a row for each number of new tokens: keys, ngrams, and hit and accepted as shares of all steps up to there.
-        overall: steps with a look-up, hit and accepted as shares of them, and tokens of a step: of all, of those with a
-        hit, of those with an accepted guess, and of the others (acceptance_length, per_hit, per_accepted, per_other;
-        None if there is none); distinct_4 of the texts.
+        overall: steps with a look-up; hit and accepted as shares of them; tokens per step over all steps, those with a
+        hit, those with an accepted n-gram and the others (acceptance_length, per_hit, per_accepted, per_other; None
+        without such steps); distinct_4 of the texts.
     """
-    make = drafters.factory(Lookahead, **(options or {}))
-    check(target, prompts, Lookahead)
+    require_prompts(prompts)
+    engine, begun = Engine(target, max_batch=1), list[Lookahead]()
+
+    class Watched(Lookahead):
+        """Lookahead whose object for each sequence is known to the caller."""
+
+        def begin(self, sequence: SequenceView) -> None:
+            super().begin(sequence)
+            begun.append(self)
+
+    drafter = engine.drafter(Watched, **(options or {}))
     params = SamplingParams(temperature=temperature, seed=seed)
     histories, texts = list[History](), list[list[int]]()
     for index, prompt in enumerate(prompts):
         progress("lookahead", index, len(prompts))
-        drafter = make()
-        assert isinstance(drafter, Lookahead)
-        generation = begin(target, prompt, drafter, max_new_tokens, eos_token_ids, params)
-        history, text = _pool_history(target, generation, drafter)
+        asked = request(prompt, drafter, max_new_tokens, eos_token_ids, params)
+        history, text = _pool_history(engine, asked, begun)
         histories.append(history)
         texts.append(text)
-    first = make()
-    assert isinstance(first, Lookahead)
+    first = begun[0]
     return {
         "figure": "pool",
         "conditions": conditions(
@@ -70,29 +78,34 @@ def pool(
     }
 
 
-def _pool_history(target: Target, generation: Generation, drafter: Lookahead) -> tuple[History, list[int]]:
-    """The history, and the text."""
-    grams, text = drafter.pool, list[int]()
-    history: History = [
-        {"tokens": 0, "keys": grams.figures()["prefixes"], "ngrams": len(grams), "hit": 0, "accepted": 0}
-    ]
-    hits, lookups = grams.hits, grams.lookups
-    for step in walk(target, generation):
-        text += step.tokens
-        looked = grams.lookups > lookups  # the last token of a text has no room for a draft
-        accepted = any(step.proposal.sources[node] == "guess" for node in step.verdict.path[1:])
-        if looked:
-            history.append(
-                {
-                    "tokens": len(text),
-                    "keys": grams.figures()["prefixes"],
-                    "ngrams": len(grams),
-                    "hit": grams.hits - hits,
-                    "accepted": int(accepted),
-                }
-            )
-        hits, lookups = grams.hits, grams.lookups
-    return history, text
+def _pool_history(engine: Engine, asked: Request, begun: list[Lookahead]) -> tuple[History, list[int]]:
+    """The history of one text, and the text.
+
+    Args:
+        begun: the drafters of the texts so far; that of this text is the last one, once its prompt has been read.
+    """
+    history: History = []
+    tokens = hits = lookups = 0
+
+    def row(hit: int, accepted: bool) -> None:
+        pool = begun[-1].pool
+        counts = {"tokens": tokens, "keys": pool.figures()["prefixes"], "ngrams": len(pool)}
+        history.append({**counts, "hit": hit, "accepted": int(accepted)})
+
+    def before(*_: object) -> None:
+        if not history:  # before the first step is committed, the pool holds the prompt alone
+            row(0, False)
+
+    def after(step: Step) -> None:
+        nonlocal tokens, hits, lookups
+        tokens += len(step.tokens)
+        pool = begun[-1].pool
+        if pool.lookups > lookups:  # the last token of a text has no room for a draft
+            row(pool.hits - hits, any(step.proposal.sources[node] == "guess" for node in step.verdict.path[1:]))
+        hits, lookups = pool.hits, pool.lookups
+
+    handle = decode(engine, replace(asked, on_choices=before, on_step=after))
+    return history, handle.tokens
 
 
 def _by_step(histories: Sequence[History]) -> list[Data]:
@@ -106,7 +119,7 @@ def _by_step(histories: Sequence[History]) -> list[Data]:
 def _by_tokens(histories: Sequence[History], longest: int) -> list[Data]:
     rows = []
     for tokens in (*(n for n in CHECKPOINTS if n < longest), longest):
-        parts = []  # of each text that came so far: its history up to there
+        parts = []  # of each text with that many tokens: its history up to there
         for history in histories:
             end = next((index for index, row in enumerate(history) if row["tokens"] >= tokens), None)
             if end is not None:

@@ -1,8 +1,10 @@
-"""Acceptance by the rank of a draft model's token, and the tree that Sequoia makes of it (2402.12374).
+"""Acceptance by the rank of a draft model's tokens, and the best draft tree that follows (Sequoia, 2402.12374).
 
 text     decoded plainly by the target
-rank     where its token stands among the draft's best after the same tokens; under the dice when sampling
-tree     of all sizes and depths, that of the least time for a token: acceptance by rank, T(n) of target and draft
+rank     place of each of its tokens among the draft model's likeliest after the same prefix; when sampling, ranked with
+         the Gumbel noise of the position added
+tree     the one with the least time per token of all sizes and depths, by acceptance by rank and the latency profiles
+         of target and draft model
 """
 
 from __future__ import annotations
@@ -11,28 +13,42 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import NamedTuple
 
+import numpy as np
+
+from leapahead.bench.conditions import Data, Progress, Tokens, conditions, silent
 from leapahead.core.errors import BadParameter, ContextOverflow, Refused
 from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.text import Tokenizer, difference
+from leapahead.core.tree import IntArray
 from leapahead.drafters.plain import Plain
-from leapahead.models.base import PROMPT_ROWS, TOP_K, Forgetful, Target
-from leapahead.planner.latency import CostCurve
-from leapahead.planner.profile import machine_of
-from research.curves.run import Data, Progress, Tokens, begin, check, conditions, silent, walk
-from research.sequoia_tree import Seconds, Shape, best_for_cost, best_shape, greedy_shape, seconds_per_token, values
+from leapahead.engine.scheduler import Engine
+from leapahead.models.base import PROMPT_ROWS, TOP_K, Capture, KeepsPrefixes, Target
+from leapahead.planner.latency import LatencyProfile
+from leapahead.planner.profile import LatencyProfiles
+from research.curves.run import decode, request, require_prompts
+from research.sequoia_tree import (
+    FloatArray,
+    Seconds,
+    Shape,
+    best_for_cost,
+    best_shape,
+    greedy_shape,
+    seconds_per_token,
+    values,
+)
 
-RANKS = 8  # that are told apart, and the most children of a node
-LOOKED = 128  # of the draft's likeliest tokens, those that the dice put in order: as many as drafters keep
-DEPTHS = (1, 2, 3, 4, 6)  # whose trees are listed, and the greatest
-Curves = tuple[CostCurve, CostCurve]
+RANKS = 8  # that are counted separately, and the greatest number of children of a node
+RANKED = 128  # when sampling, how many of the draft's likeliest tokens are ranked with the noise, as in drafters
+DEPTHS = (1, 2, 3, 4, 6)  # the rows list the best trees of these depths, and of the greatest
+Profiles = tuple[LatencyProfile, LatencyProfile]
 
 
 class Counted(NamedTuple):
-    """How often a token of the text had each rank.
+    """How often tokens of the text had each rank.
 
     Attributes:
-        by_rank: of the first `RANKS`.
-        tokens: of all texts.
+        by_rank: counts of the first `RANKS` ranks.
+        tokens: number of tokens of all texts.
     """
 
     by_rank: list[int]
@@ -49,45 +65,45 @@ def sequoia(
     eos_token_ids: Tokens = (),
     temperature: float = 0.0,
     seed: int = 0,
-    looked: int = LOOKED,
+    ranked: int = RANKED,
     tokenizers: tuple[Tokenizer | None, Tokenizer | None] = (None, None),
-    seconds: Curves | None = None,
+    seconds: Profiles | None = None,
     progress: Progress = silent,
 ) -> Data:
-    """The tree that a draft model should draft for a target on this machine.
+    """The best tree for a draft model and a target on this machine.
 
     Args:
-        draft: guesses; its vocabulary must be the target's, or one of them the beginning of the other.
-        nodes, depth: greatest of a tree, the root counted in the first.
-        looked: when sampling, how many of the draft's likeliest tokens are put in order by the dice. What the target
-            takes from further down is never guessed; at temperature 1 that may be a tenth of a small model's text.
-        tokenizers: of target and draft; they tell whether vocabularies of two sizes belong together.
-        seconds: T(n) of target and draft; measured, or read from the cache, if they are not given.
+        draft: the draft model; its vocabulary must be the target's, or one of the two the beginning of the other.
+        nodes, depth: limits of a tree, the root counted in the first.
+        ranked: when sampling, how many of the draft's likeliest tokens are ranked with the noise. Tokens of the text
+            that are less likely are never drafted; at temperature 1 these may be a tenth of a small model's text.
+        tokenizers: of target and draft, to compare vocabularies of different sizes.
+        seconds: T(n) of target and draft; measured, or read from the cache, by default.
 
     Returns:
-        draft, its name; tokens of the texts; ranks (share of them at each of the draft's ranks, from the likeliest on);
+        draft, its name; tokens of the texts; ranks (share of them at each rank of the draft, from the likeliest on);
         seconds of target and draft by rows; rows of nodes, greedy (expected tokens of the likeliest nodes, at any
         depth) and best (those of the dynamic programme by depth); greatest_difference of the two at equal limits;
         tree, the chosen one: parents, ranks and chances of its nodes, and nodes, depth, expected, seconds_per_token and
-        speedup over plain decoding; greedy, the same figures of the tree grown by falling chance at the size where it
-        is fastest; plain, seconds per token without a draft.
+        speedup over plain decoding; greedy, the same figures of the tree grown by falling probability at the size where
+        it is fastest; plain, seconds per token without a draft.
 
     Raises:
         BadParameter: no prompts, or limits that no tree satisfies.
         ContextOverflow: a prompt that leaves no room in one of the contexts.
-        Refused: other vocabularies, or a draft that does not tell its best tokens.
+        Refused: different vocabularies, or a draft that does not give its top-k tokens.
     """
-    check(target, prompts)
-    if nodes < 1 or depth < 0 or looked < RANKS:
+    require_prompts(prompts)
+    if nodes < 1 or depth < 0 or ranked < RANKS:
         raise BadParameter(
-            f"nodes={nodes}, depth={depth} and looked={looked} are not possible: a tree has a root, at depth 0, and "
-            f"{RANKS} ranks are told apart"
+            f"nodes={nodes}, depth={depth} and ranked={ranked} are not possible: nodes must be at least 1, depth at "
+            f"least 0 and ranked at least {RANKS}"
         )
     require(target, draft, tokenizers)
     params = SamplingParams(temperature=temperature, seed=seed)
-    counted = measured(target, draft, prompts, max_new_tokens, eos_token_ids, params, looked, progress)
-    progress("cost curves", len(prompts), len(prompts))
-    costs = seconds or (machine_of(target).curve(target, 1), machine_of(draft).curve(draft, 1))
+    counted = measured(target, draft, prompts, max_new_tokens, eos_token_ids, params, ranked, progress)
+    progress("latency profiles", len(prompts), len(prompts))
+    costs = seconds or (_profile(target), _profile(draft))
     ranks = [count / counted.tokens for count in counted.by_rank]
     nodes = min(nodes, target.max_nodes)
     chosen, _ = best_for_cost(ranks, *costs, nodes, depth)
@@ -107,9 +123,9 @@ def sequoia(
             temperature=temperature,
             seed=seed,
             prompts=len(prompts),
-            **({"looked": looked} if temperature else {}),
+            **({"ranked": ranked} if temperature else {}),
         ),
-        "draft": draft.name,
+        "draft": draft.info.name,
         "tokens": counted.tokens,
         "ranks": [round(share, 6) for share in ranks],
         "seconds": {name: curve.as_dict() for name, curve in zip(("target", "draft"), costs, strict=True)},
@@ -140,46 +156,48 @@ def measured(
     max_new_tokens: int,
     eos_token_ids: Tokens,
     params: SamplingParams,
-    looked: int = LOOKED,
+    ranked: int = RANKED,
     progress: Progress = silent,
 ) -> Counted:
-    """Acceptance by rank: the target decodes plainly, and the draft reads along."""
-    by_rank, tokens = [0] * RANKS, 0
+    """Acceptance by rank: the target decodes plainly, then the draft model reads the text."""
+    engine = Engine(target, max_batch=1)
+    plain, by_rank, tokens = engine.drafter(Plain), [0] * RANKS, 0
     for index, prompt in enumerate(prompts):
         progress("texts", index, len(prompts))
-        room = draft.context_length - 1 - len(prompt)
+        room = draft.info.context_length - 1 - len(prompt)
         if room < 1:
             raise ContextOverflow(
-                f"the prompt has {len(prompt)} tokens and the context of the draft {draft.context_length}; shorten the "
-                "prompt"
+                f"the prompt has {len(prompt)} tokens and the context of the draft {draft.info.context_length}; "
+                "shorten the prompt"
             )
-        generation = begin(target, prompt, Plain(), min(max_new_tokens, room), eos_token_ids, params)
-        text = [token for step in walk(target, generation) for token in step.tokens]
+        text = decode(engine, request(prompt, plain, min(max_new_tokens, room), eos_token_ids, params)).tokens
         tokens += len(text)
-        top_k = RANKS if params.temperature == 0 else looked
-        for token, guesses in zip(text, _guesses(draft, prompt, text, params, target.vocab_size, top_k), strict=True):
+        top_k = RANKS if params.temperature == 0 else ranked
+        found = _guesses(draft, prompt, text, params, target.info.vocab_size, top_k)
+        for token, guesses in zip(text, found, strict=True):
             if token in guesses:
                 by_rank[guesses.index(token)] += 1
     if not tokens:
-        raise BadParameter("no text has a token, so there is nothing to guess; take other prompts")
+        raise BadParameter("all texts are empty; choose other prompts")
     return Counted(by_rank, tokens)
 
 
 def require(target: Target, draft: Target, tokenizers: tuple[Tokenizer | None, Tokenizer | None]) -> None:
-    """Whether the draft's tokens mean what the target's do, and can be read.
+    """Refuses a draft model whose vocabulary differs from the target's or that does not give its top-k tokens.
 
-    Tokenizers agree if all ids that both have stand for the same text, and some texts have the same ids.
+    Two tokenizers agree if every id that both have stands for the same text, and some texts have the same ids.
 
     Raises:
-        Refused: they do not, or sizes differ and there are no tokenizers to ask.
+        Refused: they do not agree, or the sizes differ and a tokenizer is missing.
     """
-    if TOP_K not in draft.capabilities:
-        raise Refused(f"{draft.name} cannot be measured as a draft: it does not tell its best tokens")
-    sizes = f"{draft.name} has a vocabulary of {draft.vocab_size} tokens and {target.name} one of {target.vocab_size}"
+    mine, theirs = draft.info, target.info
+    if TOP_K not in mine.capabilities:
+        raise Refused(f"{mine.name} cannot be measured as a draft model: it does not give its top-k tokens")
+    sizes = f"{mine.name} has a vocabulary of {mine.vocab_size} tokens and {theirs.name} one of {theirs.vocab_size}"
     one, other = tokenizers
     if one is None or other is None:
-        if draft.vocab_size != target.vocab_size:
-            raise Refused(f"{sizes}, and there are no tokenizers to tell whether one is the beginning of the other")
+        if mine.vocab_size != theirs.vocab_size:
+            raise Refused(f"{sizes}, and without both tokenizers they cannot be compared")
         return
     if unlike := difference(one, other):
         raise Refused(f"{sizes}, and neither is the beginning of the other: {unlike}")
@@ -188,22 +206,38 @@ def require(target: Target, draft: Target, tokenizers: tuple[Tokenizer | None, T
 def _guesses(
     draft: Target, prompt: Tokens, text: Tokens, params: SamplingParams, vocab_size: int, top_k: int
 ) -> Iterator[list[int]]:
-    """What the draft would guess for each token of the text, likeliest first: `RANKS` at most."""
+    """The draft model's candidates for each token of the text, likeliest first, at most `RANKS`."""
     tokens = list(prompt)
-    sampler = Sampler(params, tokens, vocab_size)  # the dice are the target's
-    if isinstance(draft, Forgetful):
-        draft.forget()  # what need not be read again would not be told
+    sampler = Sampler(params, tokens, vocab_size)  # with the target's noise
     for start in range(0, len(text), PROMPT_ROWS):
         part = text[start : start + PROMPT_ROWS]
-        with closing(draft.open([*tokens, *part], SamplingParams(), top_k=top_k)) as session:
-            seen = session.prompt_top_k
-        assert seen is not None  # the capability was asked for
-        for token, following, logits in zip(part, seen.following[-len(part) :], seen.logits[-len(part) :], strict=True):
-            known = following < vocab_size
-            best = following[known]
-            yield best[sampler.rank(len(tokens), best, logits[known])][:RANKS].tolist()
+        following, logits = _top_k(draft, [*tokens, *part], top_k)
+        for token, best, values in zip(part, following[-len(part) :], logits[-len(part) :], strict=True):
+            known = best < vocab_size
+            candidates = best[known]
+            yield candidates[sampler.rank(len(tokens), candidates, values[known])][:RANKS].tolist()
             tokens.append(token)
             sampler.committed()
+
+
+def _top_k(draft: Target, tokens: Tokens, k: int) -> tuple[IntArray, FloatArray]:
+    """The k likeliest tokens after the last rows of a prompt, and their logits: int64 and float64 [rows, k]."""
+    found = []
+    with draft.lock:
+        if isinstance(draft, KeepsPrefixes):
+            draft.forget()  # rows of a reused prefix are not captured
+        with closing(draft.open(tokens, SamplingParams(), Capture(top_k=k))) as session:
+            while session.unread:
+                if (rows := draft.prefill(session, PROMPT_ROWS)) is not None:
+                    found.append(rows.top_k(k))
+    return np.concatenate([each for each, _ in found]), np.concatenate([each for _, each in found])
+
+
+def _profile(target: Target) -> LatencyProfile:
+    """The latency profile of one sequence, from the cache or measured now."""
+    profiles = LatencyProfiles(target.info)
+    profiles.prepare(target)
+    return profiles.profile(1)
 
 
 def _figures(shape: Shape, target_seconds: Seconds, draft_seconds: Seconds) -> Data:

@@ -1,32 +1,78 @@
-"""What a measurement was made with: versions, machine, commit. Knows nothing of models."""
+"""The conditions of a measurement: package versions, commit, machine, and the description of a target."""
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from leapahead import __version__
+from leapahead.models.base import Target
 from leapahead.planner.profile import processor
 
 PACKAGES = ("numpy", "torch", "transformers", "llama-cpp-python")
 
+Data = dict[str, Any]  # what a measurement returns: plain types, ready for JSON
+Tokens = Sequence[int]
+Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, how much there is
 
-def conditions() -> dict[str, Any]:
-    """Plain types, the same for two runs on one installation and machine."""
-    return {
+
+def silent(what: str, done: int, total: int) -> None:
+    """A `Progress` that shows nothing."""
+
+
+def conditions(target: Target | None = None, **more: Any) -> Data:
+    """The conditions to be stored beside a measurement, as plain types.
+
+    Two runs on one installation and machine have the same ones.
+
+    Args:
+        target: is described as well, see `describe`.
+        more: added by the caller.
+    """
+    found: Data = {
         "versions": {"leapahead": __version__, "python": platform.python_version(), **_packages()},
         "commit": commit(),
         "system": platform.platform(),
         "cpu": processor(),
         "gpu": gpu(),
     }
+    if target is not None:
+        found |= {"target": target.info.name, "precision": target.info.precision, **describe(target)}
+    return {**found, **more}
+
+
+def describe(target: Target) -> Data:
+    """How a target computes: `backend`, `dtype` and `threads`, and `device` of a Transformers model.
+
+    The dtype of a GGUF file is the type that llama.cpp reports for it, such as "llama 7B Q8_0". Empty for other
+    targets.
+    """
+    # A target of either kind exists only if its module has been imported.
+    if (llama := sys.modules.get("leapahead.models.llama_cpp.model")) and isinstance(target, llama.LlamaCppTarget):
+        import llama_cpp
+
+        buffer = ctypes.create_string_buffer(128)
+        llama_cpp.llama_model_desc(target.model.pointer, buffer, len(buffer))
+        dtype = buffer.value.decode("utf-8", "replace")
+        return {"backend": "llama.cpp", "dtype": dtype, "threads": llama_cpp.llama_n_threads(target.context.pointer)}
+    hf = sys.modules.get("leapahead.models.transformers.model")
+    if hf is not None and isinstance(target, hf.TransformersTarget):
+        import torch
+
+        model = target.model
+        dtype, device = str(model.dtype).removeprefix("torch."), str(model.device)
+        return {"backend": "transformers", "dtype": dtype, "device": device, "threads": torch.get_num_threads()}
+    return {}
 
 
 def commit() -> str | None:
-    """Of the checkout that runs, "-dirty" behind it where files were changed; None outside of one."""
+    """The commit of the checkout that runs, with "-dirty" appended where files were changed; None outside of one."""
     here = Path(__file__).resolve()
     if not _git(here.parent, "ls-files", "--error-unmatch", "__init__.py"):
         return None  # installed, perhaps inside another project's checkout
