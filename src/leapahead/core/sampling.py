@@ -1,17 +1,16 @@
-"""How a target chooses: processed logits, plus the noise of the position, argmax.
+"""How the target chooses a token: processed logits plus the Gumbel noise of the position, argmax.
 
-    chosen(node) = argmax( processed(logits[node]) + g[position(node) + 1] )
+    choice(node) = argmax( processed(logits[node]) + g[position(node) + 1] )
 
-Greedy leaves g out. With temperature, g is Gumbel noise that is a function of (seed, position) alone, so the choice
-after a node depends on nothing but its prefix and its position: the committed text is what plain decoding samples with
-that seed, whatever was drafted (the Gumbel-max trick; coupling as in Daliri et al., 2408.07978).
+Greedy decoding leaves g out. With temperature, g is Gumbel noise that is a function of (seed, position) alone, so the
+choice after a node depends on its prefix and its position only: the committed text is the one that plain decoding
+samples with that seed, whatever was drafted (Gumbel-max coupling, Daliri et al., 2408.07978).
 
-Written once for numpy and torch arrays through the Python array API; this room imports no backend. It knows neither
+Written once for numpy and torch arrays through the Python array API; this module imports no backend. It knows neither
 caches nor drafters.
 
-Words:
+Terms:
     scores: logits after penalties, bans, the user's processors, temperature and filters; -inf where banned.
-    dice: the noise of all positions of one seed.
     prefix of a node: the committed tokens, the root among them, then the drafted ones from below the root to the node.
 """
 
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,10 +26,14 @@ import numpy.typing as npt
 from array_api_compat import array_namespace, device, is_torch_namespace
 
 from leapahead.core.errors import BadLogits, BadParameter
+from leapahead.core.noise import GumbelNoise
+from leapahead.core.parameters import number, token_ids, whole
 from leapahead.core.tree import IntArray, TokenTree
 
 Array = Any  # a numpy array or a torch tensor: whatever the target's logits are
-FloatArray = npt.NDArray[np.float32]
+
+LEAST_TEMPERATURE = 1e-6  # below it, logits / temperature may overflow in float32
+FIRST_SORTED = 1024  # number of likeliest tokens that nearly always hold the mass that top-p asks for
 
 
 class LogitsProcessor(Protocol):
@@ -63,18 +66,21 @@ class SamplingParams:
 
     Attributes:
         bad_words: token sequences that must not appear.
-        min_new_tokens: before so many new tokens the `eos_token_ids` are banned.
+        min_new_tokens: as long as there are fewer new tokens, the `eos_token_ids` are banned.
         eos_token_ids: see `min_new_tokens`.
         repetition_penalty: > 0; logits of tokens in the prompt or the output are divided by it where positive and
             multiplied where negative (CTRL, 1909.05858). 1 is off.
         presence_penalty: subtracted once from the logit of every token of the output so far.
         frequency_penalty: subtracted as often as the token is in the output so far.
         processors: the user's own, see `LogitsProcessor`.
-        temperature: >= 0; 0 is greedy, and then the filters below are skipped.
-        top_k: keep the k likeliest tokens (ties at the edge stay). 0 is off.
+        temperature: 0 for greedy decoding, which skips the filters below, or at least `LEAST_TEMPERATURE`.
+        top_k: keep the k likeliest tokens (all tokens that tie with the last of them stay). 0 is off.
         top_p: keep the likeliest tokens until their mass reaches p. 1 is off.
         min_p: keep tokens at least min_p times as likely as the likeliest. 0 is off.
-        seed: 0 <= seed < 2**64; which dice.
+        seed: of the Gumbel noise; 0 <= seed < 2**64.
+
+    Raises:
+        BadParameter: a value is impossible; the message names it.
     """
 
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -91,64 +97,38 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        def demand(ok: bool, name: str, rule: str) -> None:
-            if not ok:
+        def check(name: str, rule: str, is_possible: Callable[[float], bool]) -> None:
+            value = number(getattr(self, name))
+            if value is None or not is_possible(value):  # comparisons with NaN are false
                 raise BadParameter(f"{name}={getattr(self, name)!r} is not possible: it must be {rule}")
+            object.__setattr__(self, name, value)
 
-        for field in fields(self):  # NaN fails every comparison below
-            value, many = getattr(self, field.name), isinstance(field.default, tuple)
-            if many and not isinstance(value, tuple):
-                raise BadParameter(f"{field.name}={value!r} is not possible: it must be a tuple")
-            if not many and (isinstance(value, bool) or not isinstance(value, (int, float))):
-                raise BadParameter(f"{field.name}={value!r} is not possible: it must be a number")
-        demand(0 <= self.temperature < math.inf, "temperature", "a finite number >= 0")
-        demand(isinstance(self.top_k, int) and self.top_k >= 0, "top_k", "a whole number >= 0 (0 is off)")
-        demand(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
-        demand(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
-        demand(0 < self.repetition_penalty < math.inf, "repetition_penalty", "a finite number > 0 (1 is off)")
-        demand(math.isfinite(self.presence_penalty), "presence_penalty", "a finite number")
-        demand(math.isfinite(self.frequency_penalty), "frequency_penalty", "a finite number")
-        demand(
-            isinstance(self.min_new_tokens, int) and self.min_new_tokens >= 0, "min_new_tokens", "a whole number >= 0"
+        for name in ("bad_words", "processors"):
+            if not isinstance(getattr(self, name), tuple):
+                raise BadParameter(f"{name}={getattr(self, name)!r} is not possible: it must be a tuple")
+        if not all(isinstance(word, Sequence) and len(word) > 0 for word in self.bad_words):
+            raise BadParameter(
+                f"bad_words={self.bad_words!r} is not possible: it must be made of non-empty token sequences"
+            )
+        object.__setattr__(self, "bad_words", tuple(token_ids("bad_words", tuple(word)) for word in self.bad_words))
+        object.__setattr__(self, "eos_token_ids", token_ids("eos_token_ids", self.eos_token_ids))
+        for name in ("min_new_tokens", "top_k", "seed"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        check("seed", "a whole number from 0 to 2**64 - 1", lambda value: value < 2**64)
+        check("repetition_penalty", "a finite number > 0 (1 is off)", lambda value: 0 < value < math.inf)
+        check("presence_penalty", "a finite number", math.isfinite)
+        check("frequency_penalty", "a finite number", math.isfinite)
+        check(
+            "temperature",
+            f"0 (greedy decoding) or a finite number of at least {LEAST_TEMPERATURE:g}",
+            lambda value: value == 0 or LEAST_TEMPERATURE <= value < math.inf,
         )
-        demand(isinstance(self.seed, int) and 0 <= self.seed < 2**64, "seed", "a whole number from 0 to 2**64 - 1")
-        demand(all(len(word) > 0 for word in self.bad_words), "bad_words", "made of non-empty token sequences")
-
-
-class GumbelNoise:
-    """Gumbel noise as a function of (seed, position): the same numbers on every machine, for every draft.
-
-    Philox, a counter-based generator, is keyed by the pair; its raw bits are turned into noise here, because numpy
-    promises the stability of the bits and not of its distributions.
-    """
-
-    def __init__(self, seed: int, vocab_size: int) -> None:
-        self.seed = seed
-        self.vocab_size = vocab_size
-        self._kept: dict[int, FloatArray] = {}
-
-    def at(self, position: int) -> FloatArray:
-        """float32 [vocab]; the noise of the token *at* `position`. Kept until `forget`."""
-        kept = self._kept.get(position)
-        if kept is None:
-            generator = np.random.Philox(key=np.array([self.seed, position], dtype=np.uint64))
-            raw = generator.random_raw((self.vocab_size + 1) // 2).astype("<u8", copy=False)
-            noise = raw.view("<u4")[: self.vocab_size].astype(np.float64)
-            noise += 0.5  # in place: a fresh array for each operation doubles the time
-            noise *= 2.0**-32  # uniform in the open interval (0, 1)
-            for _ in range(2):  # -log(-log(uniform))
-                np.negative(np.log(noise, out=noise), out=noise)
-            kept = self._kept[position] = noise.astype(np.float32)
-        return kept
-
-    def drop_before(self, before: int) -> None:
-        """Drops the noise of positions that are committed."""
-        for position in [p for p in self._kept if p < before]:
-            del self._kept[position]
+        check("top_p", "above 0 and at most 1", lambda value: 0 < value <= 1)
+        check("min_p", "between 0 and 1", lambda value: 0 <= value <= 1)
 
 
 class Sampler:
-    """Chooses for one session: its parameters, its dice, and what its penalties must remember of its tokens.
+    """Chooses tokens for one session: its parameters, its noise, and the token counts that its penalties need.
 
     Args:
         params: see `SamplingParams`.
@@ -156,6 +136,12 @@ class Sampler:
         vocab_size: length of a row of logits.
         to_array: moves a numpy array to the kind and device of the logits that are processed.
         from_target: moves the target's logits there, if they are not processed where they are.
+
+    Attributes:
+        noise: of the positions; None for greedy decoding.
+
+    Raises:
+        BadParameter: a token of the parameters is outside the vocabulary.
     """
 
     def __init__(
@@ -176,7 +162,7 @@ class Sampler:
         self.prompt_length = len(tokens)
         self.noise = GumbelNoise(params.seed, vocab_size) if params.temperature > 0 else None
         self._to_array, self._from_target = to_array, from_target
-        self._device_noise: dict[int, Array] = {}  # the dice on the target's device
+        self._device_noise: dict[int, Array] = {}  # the noise on the target's device
         p = params
         self._penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
         if self._penalised:
@@ -188,7 +174,7 @@ class Sampler:
         self._plain_rows = not (self._penalised or p.bad_words or p.min_new_tokens or p.processors)
 
     def committed(self) -> None:
-        """To be called after `tokens` grew; work in the number of new tokens only."""
+        """To be called after `tokens` grew. Takes time in the number of new tokens only."""
         if self._penalised:
             np.add.at(self._counts, self.tokens[self._counted :], 1)
         self._counted = len(self.tokens)
@@ -208,7 +194,7 @@ class Sampler:
 
         Returns:
             int64 [rows], of the kind that is processed; -1 where no token can be chosen (see `checked`). Of equal
-            scores the lowest id wins.
+            scores the lowest id is chosen.
         """
         if self.noise is None and self._plain_rows:
             return _best(self._from_target(logits))  # nothing to change, so nothing to copy
@@ -237,7 +223,7 @@ class Sampler:
                 self._adjust(scores, row, tree.path_tokens(node), length)
             scores = self._call_processors(scores, tree, nodes, length)
         if self.params.temperature > 0:
-            with np.errstate(all="ignore"):  # bad logits are told once, by `checked`
+            with np.errstate(all="ignore"):  # bad logits are reported once, by `checked`
                 if self.params.temperature != 1:
                     scores = scores / self.params.temperature
                 scores = _filtered(scores, self.params)
@@ -266,7 +252,7 @@ class Sampler:
             scores[row] = line - xp.astype(self._to_array(subtract.astype(np.float32)), line.dtype)
 
     def _call_processors(self, scores: Array, tree: TokenTree, nodes: IntArray, length: int) -> Array:
-        """Each processor sees every node with its own prefix: one call per depth, or one in all if prefix-free."""
+        """Calls each processor for every node with its own prefix: one call per depth, or one in all if prefix-free."""
         xp = array_namespace(scores)
         depths = tree.depths[nodes]
         committed = np.array(self.tokens[:length], dtype=np.int64)
@@ -280,20 +266,20 @@ class Sampler:
                 else:
                     index = self._to_array(rows)
                     scores[index] = processor(self._to_array(prefixes), scores[index])
-        # What a processor returns may be its own, or one row shown many times: not ours to write in.
+        # A processor may return an array that it keeps, or a view that repeats one row: it must not be written to.
         return xp.astype(scores, scores.dtype, copy=True) if self.params.processors else scores
 
     def rank(self, position: int, tokens: npt.ArrayLike, logp: npt.ArrayLike) -> IntArray:
         """The order in which a drafter should try candidates for `position`, best first.
 
         Args:
-            position: where the candidate would stand.
-            tokens: int [candidates], best first in the drafter's own opinion.
-            logp: float [candidates], that opinion: log-probabilities up to a constant.
+            position: of the candidates.
+            tokens: int [candidates], best first by the drafter's own estimate.
+            logp: float [candidates], that estimate: log-probabilities up to a constant.
 
         Returns:
             int64 [candidates], indices. The identity when greedy; when sampling, by falling `logp / T + g[position]`:
-            what this seed will pick if the opinion is right. The text cannot change, only how often drafts are right.
+            the order of this seed's choice if the estimate is right. It affects acceptance only, never the text.
         """
         scores = self.noisy_scores(position, tokens, logp)
         return np.arange(np.size(tokens)) if scores is None else np.argsort(-scores, kind="stable")
@@ -323,18 +309,15 @@ def checked(chosen: Sequence[int] | IntArray, where: str) -> IntArray:
     return np.asarray(chosen, dtype=np.int64)
 
 
-FIRST_LOOK = 1024  # so many of the likeliest tokens nearly always hold the mass that top-p asks for
-
-
 def _filtered(scores: Array, params: SamplingParams) -> Array:
-    """Top-k, then top-p, then min-p. Each keeps the tokens whose score is at least some floor, none needs an order."""
+    """Scores after top-k, then top-p, then min-p. Each keeps the tokens whose score is at least some floor."""
     xp = array_namespace(scores)
     vocab = scores.shape[-1]
     if 0 < params.top_k < vocab:
         scores = xp.where(scores < _largest(xp, scores, params.top_k)[:, -1:], -math.inf, scores)
     if params.top_p < 1:
         best = xp.max(scores, axis=-1, keepdims=True)
-        top = _largest(xp, scores, min(vocab, FIRST_LOOK))  # [rows, k], falling
+        top = _largest(xp, scores, min(vocab, FIRST_SORTED))  # [rows, k], falling
         total = xp.sum(xp.exp(scores - best), axis=-1, keepdims=True)
         if not bool(xp.all(xp.sum(xp.exp(top - best), axis=-1, keepdims=True) >= params.top_p * total)):
             top = _largest(xp, scores, vocab)
@@ -351,17 +334,17 @@ def _filtered(scores: Array, params: SamplingParams) -> Array:
 
 def _best(scores: Array) -> Array:
     """int64 [rows]: the argmax, the lowest of equals; -1 where the best is not finite."""
-    if len(scores) == 1 and isinstance(scores, np.ndarray):  # every token of plain decoding comes through here
+    if len(scores) == 1 and isinstance(scores, np.ndarray):  # the fast path of plain decoding
         best = int(scores[0].argmax())
         return np.array([best if math.isfinite(scores[0, best]) else -1])
     xp = array_namespace(scores)
     chosen = xp.argmax(scores, axis=-1)
     best = scores[xp.arange(len(chosen), device=device(scores)), chosen]
-    return xp.where(xp.isfinite(best), chosen, -1)  # argmax finds a NaN or +inf where there is one
+    return xp.where(xp.isfinite(best), chosen, -1)  # argmax gives a NaN or +inf if there is one
 
 
 def _largest(xp: Any, scores: Array, k: int) -> Array:
-    """[rows, k], falling. The array standard only has the full sort; both libraries can do better for a small k."""
+    """[rows, k], falling. The array standard has the full sort only; both libraries are faster for a small k."""
     if k < scores.shape[-1]:
         if is_torch_namespace(xp):
             return xp.topk(scores, k, dim=-1).values

@@ -1,0 +1,42 @@
+"""Checks of the numbers and token ids that a user passes. Numpy's numbers are accepted; booleans are not numbers."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+from typing import Any
+
+from leapahead.core.errors import BadParameter
+
+
+def is_whole(value: object) -> bool:
+    """Whether this is a whole number, of Python or of numpy."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def whole(name: str, value: Any, least: int = 0) -> int:
+    """The value as an int.
+
+    Raises:
+        BadParameter: it is no whole number, or less than `least`.
+    """
+    if not is_whole(value) or value < least:
+        raise BadParameter(f"{name}={value!r} is not possible: it must be a whole number of at least {least}")
+    return int(value)
+
+
+def number(value: Any) -> float | None:
+    """The value as an int or float; None if it is no number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """The value, a tuple of token ids, as ints.
+
+    Raises:
+        BadParameter: it is no tuple of whole numbers.
+    """
+    if not isinstance(value, tuple) or not all(map(is_whole, value)):
+        raise BadParameter(f"{name}={value!r} is not possible: it must be a tuple of token ids")
+    return tuple(map(int, value))
