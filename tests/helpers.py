@@ -136,9 +136,19 @@ def full_text(target: Target, prompt: Sequence[int] = PROMPT, **options: Any) ->
 
 def fit(tree: TokenTree, budget: Budget) -> TokenTree:
     """The part of `tree` that a budget allows: its first nodes, not too deep, above its first leaves."""
-    tree, _ = tree.prune((np.arange(len(tree)) <= budget.nodes) & (tree.depths <= budget.depth))
-    tree, _ = tree.prune(tree.ancestor_mask[tree.leaves[: budget.leaves]].any(axis=0))
-    return tree
+    tree = pruned(tree, (np.arange(len(tree)) <= budget.nodes) & (tree.depths <= budget.depth))
+    return pruned(tree, tree.ancestor_mask[tree.leaves[: budget.leaves]].any(axis=0))
+
+
+def pruned(tree: TokenTree, keep: Sequence[bool] | np.ndarray) -> TokenTree:
+    """The tree without the nodes where `keep` is false, and without everything below them."""
+    dropped = ~np.array(keep, dtype=np.bool_)
+    dropped[0] = False
+    kept = ~(tree.ancestor_mask & dropped).any(axis=1)
+    index = np.cumsum(kept) - 1
+    parents = tree.parents[kept]
+    parents[1:] = index[parents[1:]]
+    return TokenTree(tree.tokens[kept], parents)
 
 
 class Scripted(SequenceDrafter):

@@ -1,1 +1,1 @@
-"""Token trees, verification, sampling, stopping rules and counters. Uses numpy and the array API only."""
+"""Token trees, verification, sampling, stopping rules and counters, on numpy and the Python array API alone."""

@@ -1,4 +1,4 @@
-"""The errors that a user can cause, each one clear sentence. Knows nothing of any other room."""
+"""The errors that a user can cause. Each message is one clear sentence that names the value and the remedy."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 
 class LeapaheadError(Exception):
-    """Base of every error raised on purpose: its text names the value that is wrong and the remedy."""
+    """Base of every error that this package raises on purpose."""
 
 
 class BadParameter(LeapaheadError, ValueError):
-    """A parameter that cannot be: an impossible temperature, an unknown option, an empty prompt."""
+    """An impossible parameter: a negative temperature, an unknown option, an empty prompt."""
 
 
 class Refused(LeapaheadError):
-    """A capability that is missing, refused by name before any work is done."""
+    """A missing capability, refused by name before any work is done."""
 
 
 class ContextOverflow(LeapaheadError, ValueError):
@@ -23,7 +23,7 @@ class ContextOverflow(LeapaheadError, ValueError):
 
 
 class CacheFull(LeapaheadError):
-    """A sequence that does not fit the target's memory beside those that are open; nothing of them is lost."""
+    """A sequence that does not fit the target's cache beside the open ones, which are not affected."""
 
 
 class BadLogits(LeapaheadError, ArithmeticError):
@@ -31,12 +31,18 @@ class BadLogits(LeapaheadError, ArithmeticError):
 
 
 class DraftError(LeapaheadError):
-    """A drafter broke its contract (a token outside the vocabulary, a tree beyond its budget)."""
+    """A drafter that broke its contract: a token outside the vocabulary, a tree beyond its budget."""
 
 
 @contextmanager
 def needing(what: str, extra: str, *packages: str) -> Iterator[None]:
-    """Around an import: one of `packages` that is missing is told with the extra that brings it."""
+    """Encloses an import and turns a missing package into an error that names the extra to install.
+
+    Args:
+        what: that needs the import, as the message names it.
+        extra: of this package.
+        packages: import names that the extra installs; other missing modules are raised as they are.
+    """
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Counters of a generation. Counted once, in the loop; every rate is a property, so that no two can disagree."""
+"""Counters of a generated text. Only counters and seconds are stored; every rate is a property derived from them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-# "choose" is the part of verify and observe that processes logits; targets that choose after all nodes at once, on an
-# accelerator, do it in their forward.
+# "choose" is the part of "verify" and "observe" in which logits are processed. Targets on an accelerator choose after
+# all nodes at once, as part of "forward".
 PHASES = ("draft", "forward", "choose", "verify", "commit", "observe")
 
 
 @dataclass
 class Stats:
-    """What one sequence, or the sum of many, has cost and yielded.
+    """The counters of one sequence, or the sums of many.
 
     Attributes:
-        prompt_tokens: tokens given.
-        prefill_forwards: target forwards that read the prompt; not steps.
-        reused_tokens: prompt tokens whose cache entries were there already.
+        prompt_tokens: length of the prompt.
+        prefill_forwards: target forwards that read the prompt; they are not steps.
+        reused_tokens: prompt tokens whose cache entries were kept from earlier requests.
+        prefill_seconds: wall-clock seconds of the prefill.
         steps: target forwards after the prefill (a batched forward is one step of each of its sequences).
         committed: tokens that steps emitted.
         nodes: tree nodes that went through the target, roots included.
-        drafted: nodes without the roots.
+        drafted: the same without the roots.
         accepted: committed tokens that had been drafted.
-        drafted_by: source -> nodes drafted. accepted_by: source -> nodes accepted.
+        drafted_by: source -> nodes drafted.
+        accepted_by: source -> nodes accepted.
         accepted_at: depth -> nodes accepted at that depth (1 is the first token after the root).
         seconds: phase -> wall-clock seconds; a batched forward counts in equal shares.
-        drafter: what the drafter says of itself (pool size, hit rate, ...).
+        drafter: figures that the drafter reports (pool size, hit rate, ...).
     """
 
     prompt_tokens: int = 0
@@ -52,25 +54,26 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted per drafted node. For wide trees small by nature: siblings exclude each other."""
+        """Accepted nodes per drafted node. It is small for wide trees, since of siblings at most one is accepted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def nodes_per_step(self) -> float:
+        """Tree nodes per step, roots included."""
         return self.nodes / self.steps if self.steps else 0.0
 
     @property
     def decode_seconds(self) -> float:
-        """Wall-clock seconds of all steps, the prefill not among them."""
+        """Wall-clock seconds of all steps, without the prefill."""
         return sum(self.seconds.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """Committed tokens per second of decoding, the prefill not counted."""
+        """Committed tokens per second of decoding, without the prefill."""
         return self.committed / self.decode_seconds if self.decode_seconds else 0.0
 
     def __add__(self, other: Stats) -> Stats:
-        """Sums the counters; `drafter` is per sequence and is left out."""
+        """The sums of the counters; `drafter`, which belongs to one sequence, is left out."""
         total = Stats()
         for name in self.__dataclass_fields__:
             if name == "drafter":
@@ -83,7 +86,7 @@ class Stats:
         return total
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`: counters and rates, plain types."""
+        """Counters and rates as plain types, for `--json`."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,

@@ -1,7 +1,7 @@
 """Where a text ends: EOS, stop tokens, stop strings, criteria, length. Cuts a verdict before it is committed.
 
-The tokens of a verdict are looked at one by one, as plain decoding would have met them, so that a stop in the middle of
-an accepted path ends the text at the same token. Knows no tokenizer: stop strings are found in what `text` gives back.
+The tokens of a verdict are checked one by one, as in plain decoding, so that a stop in the middle of an accepted path
+ends the text at the same token. This module knows no tokenizer: stop strings are searched in what `text` returns.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import token_ids, whole
 from leapahead.core.tree import UNLIMITED
 from leapahead.core.verify import Verdict
 
@@ -20,10 +21,13 @@ class StopParams:
 
     Attributes:
         max_new_tokens: >= 1.
-        eos_token_ids: end the text; emitted as its last token.
-        stop_token_ids: the same, the user's own.
+        eos_token_ids: end the text; the text's last token is one of them.
+        stop_token_ids: the same, chosen by the user.
         stop_strings: end the text at the token that completes one, wherever in that token it ends.
         criteria: called with all tokens (prompt included) after each new one; true ends the text.
+
+    Raises:
+        BadParameter: a value is impossible; the message names it.
     """
 
     max_new_tokens: int = UNLIMITED
@@ -33,14 +37,15 @@ class StopParams:
     criteria: tuple[Callable[[Sequence[int]], bool], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise BadParameter(f"max_new_tokens={self.max_new_tokens} is not possible: it must be at least 1")
+        object.__setattr__(self, "max_new_tokens", whole("max_new_tokens", self.max_new_tokens, least=1))
+        for name in ("eos_token_ids", "stop_token_ids"):
+            object.__setattr__(self, name, token_ids(name, getattr(self, name)))
         if any(not stop for stop in self.stop_strings):
             raise BadParameter("an empty stop string would end every text at once; leave it out")
 
 
 class Stopper:
-    """Follows one sequence and ends it.
+    """Decides where one sequence ends.
 
     Args:
         params: see `StopParams`.
@@ -49,8 +54,12 @@ class Stopper:
         text: gives the text that the next token adds; needed for stop strings only.
 
     Attributes:
+        room: how many tokens the length limit and the context still allow.
         finish_reason: None while running, then "stop" or "length", as in the OpenAI API.
         stop_reason: which token id or string ended it; None at EOS and at the length limit.
+
+    Raises:
+        BadParameter: there are stop strings and no `text`.
     """
 
     def __init__(
@@ -62,8 +71,8 @@ class Stopper:
     ) -> None:
         if params.stop_strings and text is None:
             raise BadParameter(
-                f"stop strings {list(params.stop_strings)} need a tokenizer, and this model was given without one; "
-                "pass tokenizer=..., or stop_token_ids"
+                f"stop strings {list(params.stop_strings)} need a tokenizer, and the model was passed without one; "
+                "pass tokenizer=..., or use stop_token_ids"
             )
         self.params = params
         self.room = min(params.max_new_tokens, context_length - len(prompt))
@@ -71,19 +80,19 @@ class Stopper:
         self.stop_reason: int | str | None = None
         self._seen = list(prompt) if params.criteria else []
         self._text = text
-        self._tail = ""  # as much of the text as a stop string could still begin in
+        self._tail = ""  # the end of the text, as long as the longest stop string
 
     def cut(self, verdict: Verdict) -> Verdict:
         """The verdict up to and including the token that ends the text; unchanged if none does."""
         for count, token in enumerate(verdict.tokens, start=1):
             if token < 0:
-                break  # no token could be chosen: the loop says so
-            self._look(token)
+                break  # no token could be chosen, which the engine reports
+            self._check(token)
             if self.finish_reason is not None:
                 return verdict.cut(count)
         return verdict
 
-    def _look(self, token: int) -> None:
+    def _check(self, token: int) -> None:
         p = self.params
         self.room -= 1
         if token in p.eos_token_ids:
@@ -118,7 +127,7 @@ def check_lengths(min_new_tokens: int, max_new_tokens: int) -> None:
     Raises:
         BadParameter: `min_new_tokens` is greater than `max_new_tokens`.
     """
-    if min_new_tokens > max_new_tokens:
+    if whole("min_new_tokens", min_new_tokens) > max_new_tokens:
         raise BadParameter(
             f"min_new_tokens={min_new_tokens} is not possible with max_new_tokens={max_new_tokens}: it must not be "
             "greater"

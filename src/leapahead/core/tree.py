@@ -1,12 +1,12 @@
-"""A draft is data: a tree of tokens under the last committed one.
+"""The draft of one step: a tree of tokens under the last committed token.
 
                  0 root = last committed token, at position p
                  ├─ 1 ── 3          a node's position is p + its depth;
                  └─ 2 ┬─ 4          it attends to all committed tokens, its ancestors and itself.
                       └─ 5
 
-`TokenTree(tokens=[r, a, b, c, d, e], parents=[-1, 0, 0, 1, 2, 2])` is that picture; everything else is derived.
-This room knows neither models nor probabilities: integers in numpy arrays only.
+The picture is `TokenTree(tokens=[r, a, b, c, d, e], parents=[-1, 0, 0, 1, 2, 2])`; everything else is derived from
+these two arrays. This module knows neither models nor probabilities.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Budget:
 
     Attributes:
         nodes: greatest number of drafted nodes (the root is not counted).
-        depth: greatest depth of a node. The loop sets it to what can still be committed, so that no draft reaches
+        depth: greatest depth of a node. The engine sets it to what can still be committed, so that no draft reaches
             beyond the length limit or the context.
-        leaves: greatest number of leaves; a target that encodes a tree by one sequence id per leaf bounds it.
+        leaves: greatest number of leaves; limited by targets that represent a tree by one sequence id per leaf.
     """
 
     nodes: int = UNLIMITED
@@ -51,7 +51,7 @@ class TokenTree:
         parents: int64 [nodes], -1 for the root and the index of an earlier node for all others.
 
     Raises:
-        DraftError: the arrays are not such a tree.
+        DraftError: the arrays do not describe a tree in this order.
     """
 
     tokens: IntArray
@@ -70,17 +70,17 @@ class TokenTree:
 
     @classmethod
     def root(cls, token: int) -> TokenTree:
-        """The tree of plain decoding: nothing drafted."""
+        """The tree of the root alone, which drafts nothing."""
         return cls(np.array([token]), np.array([-1]))
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int]) -> TokenTree:
-        """One path."""
+        """A tree of one path."""
         return cls(np.array([root, *tokens]), np.arange(-1, len(tokens)))
 
     @classmethod
     def from_paths(cls, root: int, paths: Iterable[Sequence[int]], budget: Budget | None = None) -> TokenTree:
-        """The trie of several paths: common beginnings are one node."""
+        """The trie of several paths: their common prefixes share nodes."""
         builder = TreeBuilder(root, budget)
         for path in paths:
             builder.add_path(path)
@@ -109,7 +109,7 @@ class TokenTree:
 
     @cached_property
     def ancestor_mask(self) -> BoolArray:
-        """bool [nodes, nodes]; row i is true at i and at every ancestor of i: what node i attends to in the tree."""
+        """bool [nodes, nodes]; row i is true at i and its ancestors: the nodes that node i attends to."""
         mask = np.eye(len(self), dtype=np.bool_)
         for node, parent in enumerate(self.parents.tolist()):
             if parent >= 0:
@@ -124,7 +124,7 @@ class TokenTree:
         return found
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that carries `token`, if there is one."""
+        """The child of `node` with the token, if there is one; the first of several."""
         return self._children.get((node, token))
 
     @cached_property
@@ -147,45 +147,18 @@ class TokenTree:
 
     @property
     def is_chain(self) -> bool:
+        """Whether the tree is one path, its nodes in order."""
         return bool((self.parents == np.arange(-1, len(self) - 1)).all())
-
-    def prune(self, keep: npt.ArrayLike) -> tuple[TokenTree, IntArray]:
-        """The tree without the nodes where `keep` (bool [nodes]) is false, nor anything below them.
-
-        Returns:
-            The smaller tree and, for every old node, its new index or -1 (int64 [nodes]).
-        """
-        kept = np.array(keep, dtype=np.bool_)
-        kept[0] = True
-        for node, parent in enumerate(self.parents.tolist()):
-            if parent >= 0 and not kept[parent]:
-                kept[node] = False
-        index = np.where(kept, np.cumsum(kept) - 1, -1)
-        parents = self.parents[kept]
-        parents[1:] = index[parents[1:]]
-        return TokenTree(self.tokens[kept], parents), index
-
-    def merge(self, other: TokenTree) -> tuple[TokenTree, IntArray]:
-        """The union of two trees over the same root: nodes with the same path become one.
-
-        Returns:
-            The union, in which this tree's nodes keep their indices, and the index of every node of `other` in it.
-        """
-        if self.tokens[0] != other.tokens[0]:
-            raise DraftError(f"trees over the roots {self.tokens[0]} and {other.tokens[0]} cannot be merged")
-        builder = TreeBuilder.of(self)
-        index = [0] * len(other)
-        for node in range(1, len(other)):
-            added = builder.add(index[int(other.parents[node])], int(other.tokens[node]))
-            assert added is not None  # no budget was given
-            index[node] = added
-        return builder.build(), np.array(index, dtype=np.int64)
 
 
 class TreeBuilder:
-    """Grows a tree node by node in which no two siblings carry the same token, inside a budget.
+    """Builds a tree node by node, within a budget. No two siblings have the same token.
 
-    The paths of several sources share their common beginnings, so a node costs the target once however many drafted it.
+    Paths that several sources draft share the nodes of their common prefix, so the target computes each node once.
+
+    Args:
+        root: the last committed token.
+        budget: unlimited by default.
     """
 
     def __init__(self, root: int, budget: Budget | None = None) -> None:
@@ -198,7 +171,7 @@ class TreeBuilder:
 
     @classmethod
     def of(cls, tree: TokenTree, budget: Budget | None = None) -> TreeBuilder:
-        """A builder that goes on from `tree`."""
+        """A builder that adds to `tree`."""
         builder = cls(int(tree.tokens[0]), budget)
         builder.tokens = tree.tokens.tolist()
         builder.parents = tree.parents.tolist()
@@ -211,7 +184,11 @@ class TreeBuilder:
         return len(self.tokens)
 
     def add(self, parent: int, token: int) -> int | None:
-        """The child of `parent` with `token`: the one that is there, or a new one, or None beyond the budget."""
+        """Adds a node below `parent`.
+
+        Returns:
+            Its index; that of the existing child if one has the token; None if the budget does not allow another node.
+        """
         key = (parent, token)
         node = self._children.get(key)
         if node is not None:
@@ -220,7 +197,7 @@ class TreeBuilder:
         if len(self.tokens) > budget.nodes or self._depths[parent] >= budget.depth:
             return None
         if parent in self._inner and len(self.tokens) - len(self._inner) >= budget.leaves:
-            return None  # a second child makes one leaf more
+            return None  # a second child adds a leaf
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
@@ -230,11 +207,11 @@ class TreeBuilder:
         return node
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that carries `token`, if there is one."""
+        """The child of `node` with the token, if there is one."""
         return self._children.get((node, token))
 
     def add_path(self, tokens: Iterable[int], parent: int = 0) -> list[int]:
-        """Adds a chain below `parent`, as far as the budget goes; returns its nodes."""
+        """Adds a chain below `parent`, as far as the budget allows; returns its nodes."""
         nodes = []
         for token in tokens:
             node = self.add(parent, token)
@@ -245,4 +222,5 @@ class TreeBuilder:
         return nodes
 
     def build(self) -> TokenTree:
+        """The tree so far."""
         return TokenTree(np.array(self.tokens), np.array(self.parents))

@@ -1,8 +1,8 @@
-"""Match the tree against what the target chose. Integers only: greedy and sampling look the same from here.
+"""Exact matching: the draft against the target's choices. Integers only, the same for greedy decoding and sampling.
 
 `chosen[node]` is the target's own next token after `node`. Walking from the root while a child equals the chosen token
 commits exactly what plain decoding would commit, whatever was drafted: every token is the target's choice given the
-tokens before it (ALGORITHMS 4.0.2 and, with the position's noise inside `chosen`, the coupled rule V3 of 4.3.1).
+tokens before it. (With sampling the noise of the position is part of the choice, see `core.sampling`.)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from leapahead.core.tree import TokenTree
 
 
 class Chosen(Protocol):
-    """Anything that gives the target's next token after a node."""
+    """Gives the target's next token after a node."""
 
     def __getitem__(self, node: int, /) -> int: ...
 
@@ -24,7 +24,7 @@ class Verdict:
     """What one step commits.
 
     Attributes:
-        path: the nodes whose cache entries stay, from the root (always node 0) downwards.
+        path: the nodes whose cache entries are kept, from the root (always node 0) downwards.
         tokens: the tokens to commit, as many as `path` has nodes: `tokens[i]` is the target's choice after `path[i]`.
             All but the last were drafted; the last, which is not in the cache, is the next root.
         accepted: how many of `tokens` were drafted. One less than their number, unless a stop cut the path.
@@ -35,21 +35,25 @@ class Verdict:
     accepted: int
 
     def cut(self, length: int) -> Verdict:
-        """The first `length` tokens (at least one) of this verdict; nothing behind them is kept."""
+        """The verdict with its first `length` tokens only.
+
+        Raises:
+            ValueError: `length` is less than 1 or greater than the number of tokens.
+        """
         if not 1 <= length <= len(self.tokens):
             raise ValueError(f"cannot cut {len(self.tokens)} tokens to {length}")
         return Verdict(self.path[:length], self.tokens[:length], min(self.accepted, length))
 
 
 def verify(tree: TokenTree, chosen: Chosen) -> Verdict:
-    """Walk from the root while a child equals the chosen token; the choice that no child equals is the bonus.
+    """Walks from the root while a child equals the chosen token. The last choice is the bonus token.
 
     Args:
         tree: the draft.
-        chosen: int [nodes] or anything indexed by node; read only along the path.
+        chosen: int [nodes] or anything indexed by node; read along the path only.
 
     Returns:
-        At least one token, at most depth + 1.
+        A verdict of at least 1 and at most depth + 1 tokens.
     """
     path, tokens = [0], []
     while True:
