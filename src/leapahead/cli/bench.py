@@ -1,19 +1,16 @@
-"""`leapahead bench`: how much faster than plain decoding is each drafter, on this model, on this machine?"""
+"""`leapahead bench`: measures how much faster than plain decoding each drafter is, on this model and machine."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
+from click.exceptions import Exit
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from leapahead import drafters as registry
@@ -22,11 +19,13 @@ from leapahead.bench import run as runner
 from leapahead.bench.cell import PLAIN
 from leapahead.bench.contender import Configuration
 from leapahead.cli import screen
-from leapahead.cli.options import SHORTHANDS, drafter_arguments
+from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, option
+from leapahead.cli.options import MODEL_GROUP, SHORTHANDS, drafter_arguments
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.sampling import SamplingParams
 
-# Of the report's columns, those that a terminal has room for, with their headings.
+MEASURED = "What is measured"
+# The columns of the report that fit on a terminal, with their headings.
 SHOWN = {
     "speed-up": "speed-up",
     "95 %": "95 %",
@@ -39,82 +38,136 @@ SHOWN = {
 QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "temperatures": (0.0,)}
 
 
-@click.command()
-@click.option(
-    "-m", "--model", "models", multiple=True, metavar="M", help="A target. May be repeated.  [default: the bundled one]"
+@click.command(
+    cls=Command,
+    examples=(
+        "leapahead bench --quick -d auto -d lookahead",
+        "leapahead bench -m model.gguf --config lookahead:window=7,ngram=5,guesses=7 -t 0 --out results",
+        "leapahead bench --data prompts --task gsm8k=20 --peer transformers-prompt-lookup",
+    ),
 )
-@click.option("-d", "--drafter", "names", multiple=True, metavar="D", help="May be repeated.  [default: all]")
-@click.option(
+@option(
+    "-m",
+    "--model",
+    "models",
+    multiple=True,
+    metavar="MODEL",
+    group=MODEL_GROUP,
+    show_default="the bundled model",
+    help="Hub name or folder of a Transformers model, or a GGUF file. May be repeated.",
+)
+@option("--dtype", default="auto", metavar="DTYPE", group=MODEL_GROUP, help="As of `generate`; not for GGUF files.")
+@option("--device", default="auto", metavar="DEVICE", group=MODEL_GROUP, help="cpu, cuda, mps, or the best available.")
+@option(
+    "--threads",
+    type=click.IntRange(min=1),
+    metavar="N",
+    group=MODEL_GROUP,
+    show_default="chosen by each of them",
+    help="CPU threads of torch and of llama.cpp.",
+)
+@option(
+    "-d",
+    "--drafter",
+    "names",
+    multiple=True,
+    metavar="DRAFTER",
+    group=MEASURED,
+    show_default="all that need no file and no other model",
+    help="A drafter with its default options. May be repeated.",
+)
+@option(
     "--config",
     "configs",
     multiple=True,
-    metavar="D:KEY=VALUE,...",
-    help="A drafter with options, as lookahead:window=7,ngram=5,guesses=7. May be repeated.",
+    metavar="DRAFTER:KEY=VALUE,...",
+    group=MEASURED,
+    help="A drafter with options, such as lookahead:window=7,ngram=5,guesses=7. May be repeated.",
 )
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="Holds humaneval.jsonl, gsm8k_test.jsonl, mt_bench.jsonl or spec_bench.jsonl.  [default: prompts of our own]",
-)
-@click.option(
+@option(
     "--peer",
     "peers_given",
     multiple=True,
-    metavar="P:KEY=VALUE,...",
-    help=f"What others offer, on the same model: {', '.join(peers.PEERS)}. May be repeated.",
+    metavar="PEER:KEY=VALUE,...",
+    group=MEASURED,
+    help=f"Another program on the same model: {', '.join(peers.PEERS)}. May be repeated.",
 )
-@click.option(
+@option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    group=MEASURED,
+    show_default="a small built-in set of prompts",
+    help="Folder with humaneval.jsonl, gsm8k_test.jsonl, mt_bench.jsonl or spec_bench.jsonl.",
+)
+@option(
     "--task",
     "names_of_tasks",
     multiple=True,
-    metavar="T",
-    help="One task, or a family of them; T=K takes K prompts of each. May be repeated.  [default: all]",
+    metavar="TASK",
+    group=MEASURED,
+    show_default="all",
+    help="A task, or a family of tasks; TASK=K takes K prompts of each. May be repeated.",
 )
-@click.option(
+@option("--limit", type=click.IntRange(min=1), default=10, metavar="K", group=MEASURED, help="Prompts of each task.")
+@option(
     "-t",
     "--temperature",
     "temperatures",
     type=float,
     multiple=True,
     default=(0.0, 1.0),
-    show_default=True,
-    help="0 is greedy. May be repeated.",
+    group=MEASURED,
+    help="0 is greedy decoding. May be repeated.",
 )
-@click.option(
+@option(
     "--batch",
     "batches",
     type=click.IntRange(min=1),
     multiple=True,
     default=(1,),
-    show_default=True,
     metavar="N",
-    help="Texts decoded together. May be repeated.",
+    group=MEASURED,
+    help="Number of texts decoded together. May be repeated.",
 )
-@click.option("--limit", type=click.IntRange(min=1), default=10, show_default=True, help="Prompts of each task.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of each text.")
-@click.option(
-    "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Measured ones, after a warm-up."
+@option(
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    default=64,
+    metavar="N",
+    group=MEASURED,
+    help="Greatest length of each text in tokens.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of dice, order and bootstrap.")
-@click.option("--dtype", default="auto", show_default=True, help="Of models that are no GGUF files.")
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda, mps, or the best there is.")
-@click.option(
-    "--threads", type=click.IntRange(min=1), metavar="N", help="Of torch and of llama.cpp.  [default: theirs]"
+@option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=5,
+    metavar="N",
+    group=MEASURED,
+    help="Measured rounds, after one that warms up.",
 )
-@click.option(
+@option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    group=MEASURED,
+    help="Seed of the sampled texts, of the order of measurements and of the bootstrap.",
+)
+@option(
+    "--quick",
+    is_flag=True,
+    group=MEASURED,
+    help="2 prompts of each task, 2 rounds, 32 tokens, greedy, where these options are not given.",
+)
+@option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("bench"),
-    show_default=True,
     metavar="DIR",
-    help="For results, table and plots.",
+    help="Folder of the results, the table and the plots.",
 )
-@click.option("--resume", is_flag=True, help="Go on with the results in --out.")
-@click.option("--report-only", is_flag=True, help="Write table and plots of the results in --out again.")
-@click.option(
-    "--quick", is_flag=True, help="2 prompts a task, 2 rounds, 32 tokens, greedy, where nothing else is said."
-)
+@option("--resume", is_flag=True, help="Continue the measurement whose results are in --out.")
+@option("--report-only", is_flag=True, help="Only write the table and the plots of the results in --out again.")
 @click.pass_context
 def bench(
     context: click.Context,
@@ -131,10 +184,10 @@ def bench(
     quick: bool,
     **values: Any,
 ) -> None:
-    """Measure drafters against plain decoding, taking turns in one run, every text compared.
+    """Measure drafters against plain decoding, alternating in one run, and compare every text.
 
-    Results are in DIR/bench.json after every finished cell (task, target, temperature, batch size); Ctrl-C keeps and
-    reports them, and --resume goes on. The exit code is 1 on any mismatch of ours.
+    Results are written to DIR/bench.json after every finished cell (task, target, temperature, batch size). Ctrl-C
+    keeps and reports them, and --resume continues. The exit code is 1 if a text differs from that of plain decoding.
     """
     report.require_matplotlib()
     if report_only:
@@ -157,14 +210,14 @@ def bench(
     )
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     kept = record.Record.open(out, plan.conditions(now), resume)
-    screen.quiet_transformers()  # its bars and ours would write over each other
+    screen.quiet_transformers()
     interrupted, failure = False, None
     try:
-        with _progress() as (progress, say):
-            runner.run(plan, kept, progress=progress, say=say)
+        with screen.progress("bench") as bar:
+            runner.run(plan, kept, progress=bar, say=bar.say)
     except KeyboardInterrupt:
         interrupted = True
-    except LeapaheadError as error:  # what was measured is shown before it is told
+    except LeapaheadError as error:  # what was measured before is shown first
         failure = error
     found = kept.as_dict()
     _show(found)
@@ -173,17 +226,17 @@ def bench(
     if found["results"]:
         _write(found, out)
     if interrupted:
-        screen.say(f"interrupted; {len(kept.rows)} rows are in {kept.path}, and --resume goes on")
-        sys.exit(130)
+        screen.say(f"interrupted; {len(kept.rows)} rows are in {kept.path}, and --resume continues")
+        raise Exit(INTERRUPTED)
     if any(row["mismatches"] for row in kept.rows if not _peer(row)):
-        sys.exit(1)
+        raise Exit(DIFFERENT)
 
 
 def configurations(names: Sequence[str], configs: Sequence[str]) -> list[Configuration]:
-    """Of the options -d and --config; every registered drafter if neither is given.
+    """The configurations of -d and --config; if neither is given, all drafters that need nothing but a target.
 
     Raises:
-        BadParameter: unknown drafter or option, or a value that is not possible.
+        BadParameter: an unknown drafter or option, or a value that is not possible.
     """
     if not names and not configs:
         names = registry.ready()
@@ -196,22 +249,8 @@ def configurations(names: Sequence[str], configs: Sequence[str]) -> list[Configu
         values: dict[str, Any] = {**dict.fromkeys(SHORTHANDS), "options": pairs}
         found.append(Configuration(name.strip(), drafter_arguments(values, [name.strip()])))
     for each in found:
-        registry.factory(each.drafter, **each.options)
+        registry.make(each.drafter, **each.options)
     return [each for each in found if each.name != PLAIN]
-
-
-@contextmanager
-def _progress() -> Iterator[tuple[Callable[[str, int, int], None], Callable[[str], None]]]:
-    """A bar with the time left, on stderr if that is a terminal; and a way to say a line above it."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    console = Console(stderr=True, highlight=False)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("bench", total=None)
-
-        def say(line: str) -> None:
-            console.print(line, markup=False, soft_wrap=True)
-
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total), say
 
 
 def _report(found: dict[str, Any], out: Path) -> None:
@@ -225,9 +264,7 @@ def _write(found: dict[str, Any], out: Path) -> None:
 
 
 def _show(found: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 120  # nobody's window
+    console = screen.Console()
     for group, rows in report.groups(found["results"]).items():
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=report.title(group), title_justify="left")
         table.add_column("drafter", overflow="fold", min_width=16)
@@ -248,14 +285,16 @@ def _show(found: dict[str, Any]) -> None:
     rows = [row for row in found["results"] if row["task"] != record.OVERALL]
     ties = sum(row["ties"] for row in rows if not _peer(row))
     if any(row["mismatches"] for row in rows if not _peer(row)):
-        click.echo("MISMATCH: a text is not plain decoding's; `leapahead check` shows where. This is a bug.")
+        click.echo(
+            "MISMATCH: a text differs from that of plain decoding. This is a bug; `leapahead check` shows where."
+        )
     elif rows:
-        click.echo("Every text of ours equals plain decoding's" + (f", but for {ties} numeric ties." if ties else "."))
+        click.echo("Every text equals that of plain decoding" + (f", except for {ties} numeric ties." if ties else "."))
     else:
         click.echo("Nothing was measured.")
     for name in dict.fromkeys(row["drafter"] for row in rows if _peer(row) and row["mismatches"]):
         count = sum(row["mismatches"] for row in rows if row["drafter"] == name)
-        click.echo(f"{name}: {count} texts differ from our plain decoding's by more than this target's rounding.")
+        click.echo(f"{name}: {count} texts differ from plain decoding by more than the rounding error of this target.")
 
 
 def _peer(row: report.Row) -> bool:

@@ -1,15 +1,14 @@
-"""`leapahead check`: is every drafter's text plain decoding's, on this model, on this machine?"""
+"""`leapahead check`: compares every drafter's text with that of plain decoding, on the user's model and machine."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
+from click.exceptions import Exit
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from leapahead import drafters as registry
@@ -17,28 +16,57 @@ from leapahead.bench import prompts
 from leapahead.check import Report
 from leapahead.check import check as run_check
 from leapahead.cli import screen
-from leapahead.cli.options import DRAFTER_OPTIONS, MODEL, all_of, drafter_arguments, model_arguments
+from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, option
+from leapahead.cli.options import (
+    DRAFTER_GROUP,
+    DRAFTER_OPTIONS,
+    EXISTING_FILE,
+    MODEL,
+    TEMPERATURE,
+    TEXT_GROUP,
+    all_of,
+    drafter_arguments,
+    model_arguments,
+)
 from leapahead.core.sampling import SamplingParams
 from leapahead.models import loading
 
+SHOWN = 3  # mismatches that are printed of each drafter
 
-@click.command()
+
+@click.command(
+    cls=Command,
+    examples=(
+        "leapahead check",
+        "leapahead check -m Qwen/Qwen3-0.6B -d lookahead -d auto --limit 5",
+        "leapahead check -m model.gguf --prompts prompts.txt -t 0.8 --batch 4 --json",
+    ),
+)
 @all_of(MODEL)
-@click.option("-d", "--drafter", "names", multiple=True, metavar="D", help="May be repeated.  [default: all]")
-@all_of(DRAFTER_OPTIONS)
-@click.option(
+@option(
+    "-d",
+    "--drafter",
+    "names",
+    multiple=True,
+    metavar="DRAFTER",
+    group=DRAFTER_GROUP,
+    show_default="all that need no file and no other model",
+    help="A drafter to check. May be repeated.",
+)
+@all_of(DRAFTER_OPTIONS, [TEMPERATURE])
+@option("--seed", type=int, default=0, group=TEXT_GROUP, help="Seed of the sampled texts.")
+@option("--max-new-tokens", type=int, default=128, group=TEXT_GROUP, help="Greatest length of each text in tokens.")
+@option(
     "--prompts",
     "file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=EXISTING_FILE,
     metavar="FILE",
-    help=".txt (one prompt a line) or .jsonl (field prompt, question or turns).  [default: a small set of our own]",
+    show_default="a small built-in set",
+    help="A .txt file with a prompt on each line, or a .jsonl file with a field prompt, question or turns.",
 )
-@click.option("--limit", type=click.IntRange(min=1), metavar="K", help="Only the first K prompts.")
-@click.option("-t", "--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the dice, with a temperature.")
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts decoded together.")
-@click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Length limit of each text.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option("--limit", type=click.IntRange(min=1), metavar="K", show_default="all", help="Only the first K prompts.")
+@option("--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Number of prompts decoded together.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(
     names: tuple[str, ...],
     file: Path | None,
@@ -50,10 +78,11 @@ def check(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Prove the promise on a model: every drafter's text against plain decoding's, token for token.
+    """Compare every drafter's text with that of plain decoding, token for token.
 
-    The exit code is 1 on any mismatch. A difference is a numeric tie, and no mismatch, only where the two tokens'
-    scores lie closer than the measured rounding of that very position.
+    The exit code is 1 on any mismatch. A difference counts as a numeric tie, and not as a mismatch, only where the
+    logits of the two tokens are closer than the rounding error measured at that position. Ctrl-C shows the drafters
+    that are finished.
     """
     texts = prompts.read(file) if file is not None else list(prompts.BUNDLED)
     options = drafter_arguments(values, names or registry.ready())
@@ -61,33 +90,44 @@ def check(
     model = model_arguments(values)
     with screen.loading(model["model"]):
         loaded = loading.load(**model)
-    with screen.progress("plain") as bar:
-        report = run_check(
-            loaded.target,
-            loaded.tokenizer,
-            texts[:limit],
-            list(names) or None,
-            options=options,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            eos_token_ids=loaded.eos_token_ids,
-            batch=batch,
-            progress=bar,
-        )
+    reports: list[Report] = []  # the latest is the last
+    interrupted = False
+    try:
+        with screen.progress("plain") as bar:
+            run_check(
+                loaded.target,
+                loaded.tokenizer,
+                texts[:limit],
+                list(names) or None,
+                options=options,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                eos_token_ids=loaded.eos_token_ids,
+                batch=batch,
+                progress=bar,
+                finished=reports.append,
+            )
+    except KeyboardInterrupt:
+        interrupted = True
+        if not reports:
+            raise
+    report = reports[-1]
     if as_json:
-        click.echo(json.dumps(report.as_dict()))
+        click.echo(json.dumps({**report.as_dict(), "interrupted": interrupted}))
     else:
         _show(report, f"temperature {temperature:g}, seed {seed}" if temperature > 0 else "greedy", batch)
+    if interrupted:
+        screen.say(f"interrupted; {len(report.drafters)} drafters are finished")
+        raise Exit(INTERRUPTED)
     if not report.ok:
-        sys.exit(1)
+        raise Exit(DIFFERENT)
 
 
 def _show(report: Report, sampling: str, batch: int) -> None:
-    console = Console(highlight=False)
     click.echo(
         f"{report.target}, {sampling}, batch {batch}\n"
-        f"{report.prompts} prompts, {report.tokens} tokens of plain decoding, "
-        f"of whose 4-grams {report.distinct_4_grams:.0%} are distinct"
+        f"{report.prompts} prompts, {report.tokens} tokens of plain decoding; "
+        f"{report.distinct_4_grams:.0%} of their 4-grams are distinct"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("drafter", no_wrap=True)
@@ -99,17 +139,17 @@ def _show(report: Report, sampling: str, batch: int) -> None:
             gap = f"{row.largest_tie:.3g}" if row.ties else "-"
             style = "red" if row.mismatches else None
             table.add_row(row.name, *map(str, counts), gap, f"{row.stats.acceptance_length:.2f}", style=style)
-    console.print(table)
+    screen.Console().print(table)
     for row in report.drafters:
         if row.refused is not None:
             click.echo(f"{row.name}: refused: {row.refused}")
-        for d in row.mismatches[:3]:
+        for d in row.mismatches[:SHOWN]:
             click.echo(
                 f"{row.name}: prompt {d.prompt}, new token {d.position}: {d.got} instead of {d.expected}, "
-                f"gap {d.gap:.3g}, noise {d.noise:.3g}"
+                f"gap {d.gap:.3g}, rounding error {d.noise:.3g}"
             )
-    if report.ok:
+    if not report.ok:
+        click.echo("MISMATCH: a drafter's text differs from that of plain decoding. This is a bug; please report it.")
+    elif any(row.refused is None for row in report.drafters):
         ties = any(row.ties for row in report.drafters)
-        click.echo("Every text equals plain decoding's, token for token" + (", but for numeric ties." if ties else "."))
-    else:
-        click.echo("MISMATCH: a drafter's text is not plain decoding's. This is a bug; please report it.")
+        click.echo(f"Every text equals that of plain decoding, token for token{', except for numeric ties' * ties}.")

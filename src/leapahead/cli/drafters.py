@@ -1,4 +1,4 @@
-"""`leapahead drafters`: what can guess, and with which options, read from the classes themselves."""
+"""`leapahead drafters`: every drafter with its options, read from the signatures and docstrings of the classes."""
 
 from __future__ import annotations
 
@@ -9,43 +9,45 @@ from typing import Any
 
 import click
 from rich import box
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from leapahead import drafters as registry
-from leapahead.drafters.base import Drafter
+from leapahead.cli.command import Command, option
+from leapahead.cli.screen import Console
+from leapahead.drafters.registry import DrafterClass
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON list on standard output.")
+@click.command(cls=Command, examples=("leapahead drafters", "leapahead drafters --json"))
+@option("--json", "as_json", is_flag=True, help="Print one JSON list.")
 def drafters(as_json: bool) -> None:
     """List the drafters and their options.
 
-    Options are given as -o KEY=VALUE, or, for lookahead, as -W, -N, -G and --preset.
+    Other commands take an option of a drafter as -o KEY=VALUE; those of lookahead as -W, -N, -G and --preset too, and
+    draft models as --draft.
     """
     described = [describe(registry.load(name)) for name in registry.names()]
     if as_json:
         click.echo(json.dumps(described, indent=2))
         return
-    console = Console(highlight=False)
+    console = Console()
     for drafter in described:
         console.print(Text.assemble((drafter["name"], "bold"), "  ", drafter["summary"]))
         if drafter["options"]:
             table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
             for column in ("option", "default", "meaning"):
                 table.add_column(column, overflow="fold")
-            for option in drafter["options"]:
-                default = "" if option["default"] is None else str(option["default"])
-                table.add_row(Text(option["name"]), Text(default), Text(option["meaning"]))
+            for each in drafter["options"]:
+                default = "" if each["default"] is None else str(each["default"])
+                table.add_row(Text(each["name"]), Text(default), Text(each["meaning"]))
             console.print(Padding(table, (0, 0, 0, 2)))
         else:
             console.print()
 
 
-def describe(drafter: type[Drafter]) -> dict[str, Any]:
-    """Name, summary, needs and options of a drafter; meanings are those of its docstring's `Args:`."""
+def describe(drafter: DrafterClass) -> dict[str, Any]:
+    """Name, summary, needs and options of a drafter class, from its signature and docstring."""
     doc = inspect.getdoc(drafter) or ""
     meanings = arguments(doc)
     return {
@@ -65,7 +67,7 @@ def describe(drafter: type[Drafter]) -> dict[str, Any]:
 
 
 def arguments(doc: str) -> dict[str, str]:
-    """The `Args:` section of a docstring: name -> meaning on one line."""
+    """The `Args:` section of a docstring: name of the argument -> its meaning, on one line."""
     section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", doc, re.MULTILINE)
     found: dict[str, str] = {}
     name = ""

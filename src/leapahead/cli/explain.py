@@ -1,4 +1,4 @@
-"""`leapahead explain`: a generation to step through, as a page for the browser or in the terminal."""
+"""`leapahead explain`: shows a generation step by step, on an HTML page or in the terminal."""
 
 from __future__ import annotations
 
@@ -7,67 +7,78 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
 from leapahead import drafters
 from leapahead.cli import screen
-from leapahead.cli.options import DRAFTER, MODEL, all_of, drafter_arguments, model_arguments
-from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.cli.command import Command, option
+from leapahead.cli.options import (
+    DRAFTER,
+    IGNORE_EOS,
+    MODEL,
+    SAMPLING,
+    TEXT_GROUP,
+    TEXT_VALUE,
+    all_of,
+    drafter_arguments,
+    model_arguments,
+)
+from leapahead.cli.screen import Console
+from leapahead.core.errors import BadParameter
 from leapahead.core.sampling import SamplingParams
 from leapahead.explain import Moment, Node, Recording, page, record
 from leapahead.models import loading
 
 PAGE = Path("explain.html")
-STYLES = {"guess": "cyan", "window": "magenta"}  # of a node, by who drafted it ...
-OTHERS = ("yellow", "red", "bright_cyan", "bright_magenta")  # ... and of other drafters in turn
+STYLES = {"guess": "cyan", "window": "magenta"}  # style of a node by its source; other sources take these in turn:
+OTHERS = ("yellow", "red", "bright_cyan", "bright_magenta")
 ACCEPTED, BONUS = "bold green", "bold blue"
 
 
-@click.command()
-@click.argument("prompt")
-@click.option("--chat", "as_chat", is_flag=True, help="Send the prompt as a user's message, by the chat template.")
+@click.command(
+    cls=Command,
+    examples=(
+        'leapahead explain "def fibonacci(n):" -d lookahead --out page.html',
+        'leapahead explain "Once upon a time" --terminal --max-new-tokens 16',
+    ),
+)
+@click.argument("prompt", type=TEXT_VALUE)
+@option("--chat", "as_chat", is_flag=True, help="Send the prompt as a user's message, by the chat template.")
 @all_of(MODEL, DRAFTER)
-@click.option("--max-new-tokens", type=int, default=48, show_default=True, help="Length limit of the text.")
-@click.option("-t", "--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=int, default=0, help="Sample from the k likeliest tokens.")
-@click.option("--top-p", type=float, default=1.0, help="Sample from the likeliest tokens of mass p.")
-@click.option(
-    "--min-p", type=float, default=0.0, help="Sample from tokens at least p times as likely as the likeliest."
+@option("--max-new-tokens", type=int, default=48, group=TEXT_GROUP, help="Greatest length of the text in tokens.")
+@all_of(SAMPLING, [IGNORE_EOS])
+@option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    show_default=f"{PAGE}; none with --terminal",
+    help="Where the page is written.",
 )
-@click.option("--seed", type=int, help="The same seed gives the same text.  [default: random]")
-@click.option("--ignore-eos", is_flag=True, help="Go on after the model's end of text.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help=f"Where the page is written.  [default: {PAGE}]"
-)
-@click.option("--terminal", is_flag=True, help="Show the steps here; the page is then written only with --out.")
+@option("--terminal", is_flag=True, help="Show the steps in the terminal.")
 def explain(
     prompt: str,
     as_chat: bool,
     max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
     seed: int | None,
     ignore_eos: bool,
     out: Path | None,
     terminal: bool,
     **values: Any,
 ) -> None:
-    """Complete PROMPT and show how: the tree of every step, what was accepted, and the pool.
+    """Complete PROMPT and show every step: its token tree, which nodes were accepted, and lookahead's n-gram pool.
 
     Writes one HTML page that needs no network; the arrow keys step through it.
     """
     file = out or (None if terminal else PAGE)
     if file is not None:
-        _writable(file)  # before the work
+        _writable(file)
     if seed is None:
-        seed = secrets.randbits(32) if temperature > 0 else 0
-    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        seed = secrets.randbits(32) if values["temperature"] > 0 else 0
+    filters = {name: values.pop(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    sampling = SamplingParams(seed=seed, **{name: value for name, value in filters.items() if value is not None})
     name = values.pop("drafter")
-    drafter = drafters.factory(name, **drafter_arguments(values, [name]))()
+    drafter = drafters.make(name, **drafter_arguments(values, [name]))
     model = model_arguments(values)
     with screen.loading(model["model"]):
         loaded = loading.load(**model)
@@ -82,16 +93,14 @@ def explain(
             eos_token_ids=() if ignore_eos else loaded.eos_token_ids,
         )
     if terminal:
-        show(recording, Console(highlight=False, emoji=False))
+        show(recording, Console(emoji=False))
     if file is not None:
-        try:
-            file.write_text(page(recording), encoding="utf-8")
-        except OSError as error:
-            raise LeapaheadError(f"the page cannot be written to {file}: {error.strerror}") from None
+        screen.write_file(file, page(recording))
         screen.say(f"{file}: {len(recording.steps)} steps, {len(recording.tokens)} tokens; open it in a browser")
 
 
 def _writable(file: Path) -> None:
+    """Refuses, before anything is decoded, a place where no file can be written."""
     if file.is_dir():
         raise BadParameter(f"the page cannot be written to {file}, which is a folder; give the name of a file")
     if not file.parent.is_dir():
@@ -99,7 +108,7 @@ def _writable(file: Path) -> None:
 
 
 def show(recording: Recording, console: Console) -> None:
-    """The prompt, then every step as a tree with the text so far."""
+    """Prints the prompt, then every step as a tree, with the text so far."""
     texts, written = recording.texts, Text()
     console.print(Text(_harmless(recording.prompt), style="dim"))
     styles, tokens = _styles(recording), 0
@@ -108,9 +117,9 @@ def show(recording: Recording, console: Console) -> None:
         console.rule(f"step {number} of {len(recording.steps)}", align="left")
         console.print(_tree(step, texts, styles))
         if step.pool is not None:
-            console.print(f"pool: n-grams {step.pool.size}, of the root {len(step.pool.tails)}")
+            console.print(f"pool: {step.pool.size} n-grams, {len(step.pool.tails)} of them begin with the root")
         console.print(
-            f"committed {len(step.tokens)}, drafted {len(step.accepted)}; so far {tokens}, "
+            f"committed {len(step.tokens)}, of them drafted {len(step.accepted)}; tokens so far {tokens}, "
             f"acceptance length {tokens / number:.2f}"
         )
         for text, drafted in step.spans:
@@ -126,7 +135,7 @@ def _tree(step: Moment, texts: dict[int, str], styles: dict[str, str]) -> Tree:
     for index, node in enumerate(step.nodes[1:], start=1):
         style = ACCEPTED if index in accepted else styles[node.source]
         label = Text.assemble(
-            (texts[node.token], style), (f"  {node.source} {_probability(node.p)}{_opinions(node)}", "dim")
+            (texts[node.token], style), (f"  {node.source} {_probability(node.p)}{_draft_probabilities(node)}", "dim")
         )
         if index in accepted:
             label.append("  accepted", style=ACCEPTED)
@@ -138,7 +147,7 @@ def _tree(step: Moment, texts: dict[int, str], styles: dict[str, str]) -> Tree:
 
 
 def _styles(recording: Recording) -> dict[str, str]:
-    """Every source of the recording with its colour."""
+    """Source of nodes -> style, for all sources of the recording."""
     sources = dict.fromkeys(node.source for step in recording.steps for node in step.nodes[1:])
     others = [source for source in sources if source not in STYLES]
     return {s: STYLES.get(s) or OTHERS[others.index(s) % len(OTHERS)] for s in sources}
@@ -146,10 +155,10 @@ def _styles(recording: Recording) -> dict[str, str]:
 
 def _legend(styles: dict[str, str]) -> Text:
     legend = Text("drafted by ") if styles else Text()
-    for name, style in (*styles.items(), ("accepted", ACCEPTED), ("bonus: the target's own token", BONUS)):
+    for name, style in (*styles.items(), ("accepted", ACCEPTED), ("bonus: added by the target", BONUS)):
         legend.append(name, style=style)
         legend.append(", ")
-    legend.append("p: the target's probability of a token after the ones before it; q: a draft model's")
+    legend.append("p: probability of the token given those before it, by the target; q: by a draft model")
     return legend
 
 
@@ -159,10 +168,11 @@ def _probability(p: float | None) -> str:
     return "p <.001" if p < 0.001 else f"p {p:.3f}"
 
 
-def _opinions(node: Node) -> str:
-    """Of the draft models."""
+def _draft_probabilities(node: Node) -> str:
+    """The probabilities that the draft models gave to a node's token."""
     return "".join(f" {name} q {q:.3f}" for name, q in node.q.items())
 
 
 def _harmless(text: str) -> str:
-    return text.replace("\x1b", "\u241b")  # a model shall not steer the terminal
+    """The text without the escape characters by which it could control the terminal."""
+    return text.replace("\x1b", "\u241b")

@@ -1,4 +1,4 @@
-"""`leapahead export-gguf`: a Hugging Face folder as a file for llama.cpp."""
+"""`leapahead export-gguf`: writes a model folder of Transformers as a GGUF file for llama.cpp."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from pathlib import Path
 import click
 
 from leapahead.cli import screen
+from leapahead.cli.command import Command, option
 from leapahead.integrations import gguf
 
 
-@click.command(name="export-gguf")
+@click.command(
+    name="export-gguf",
+    cls=Command,
+    examples=(
+        "leapahead export-gguf models/my-llama my-llama.gguf",
+        "leapahead export-gguf models/my-llama my-llama-q8_0.gguf --type q8_0 --force",
+    ),
+)
 @click.argument("model_dir", type=click.Path(path_type=Path))
 @click.argument("out", metavar="OUT.gguf", type=click.Path(path_type=Path))
-@click.option(
-    "--type", "kind", type=click.Choice(gguf.KINDS), default="bf16", show_default=True, help="Of the weights."
-)
-@click.option("--force", is_flag=True, help="Replace OUT.gguf if it exists.")
+@option("--type", "kind", type=click.Choice(gguf.KINDS), default="bf16", help="Type of the weights.")
+@option("--force", is_flag=True, help="Replace OUT.gguf if it exists.")
 def export_gguf(model_dir: Path, out: Path, kind: str, force: bool) -> None:
-    """Write a Llama from a Hugging Face folder as a GGUF file, tokenizer included.
+    """Write the Llama model in MODEL_DIR as a GGUF file, with its tokenizer.
 
-    f32 and bf16 hold the weights as they are or rounded to bfloat16; q8_0 and q4_k_m are quantised by llama.cpp. What
-    llama.cpp would compute or tokenize otherwise than Transformers is refused.
+    The types f32 and bf16 keep the weights in that precision; q8_0 and q4_k_m are quantised by llama.cpp. A model that
+    llama.cpp would compute or tokenize differently from Transformers is refused.
     """
     with screen.progress(f"reading {model_dir}") as bar:
         written = gguf.export_gguf(model_dir, out, kind, force=force, progress=bar)
@@ -31,8 +37,8 @@ def export_gguf(model_dir: Path, out: Path, kind: str, force: bool) -> None:
     )
     if written.fallbacks:
         click.echo(
-            f"{sum(written.fallbacks.values())} tensors have rows that are no multiple of {gguf.PACKED[kind]} numbers, "
-            f"which {kind} needs; llama.cpp kept them in other types ({_counts(written.fallbacks)})"
+            f"{sum(written.fallbacks.values())} tensors keep other types, because the length of their rows is not a "
+            f"multiple of {gguf.PACKED[kind]}, the block size of {kind} ({_counts(written.fallbacks)})"
         )
 
 

@@ -1,49 +1,82 @@
-"""`leapahead generate`, `chat` and `demo`: text on standard output, drafted tokens in colour."""
+"""`leapahead generate` and `demo`: text on standard output, drafted tokens in colour."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
+from click.exceptions import Exit
 
 from leapahead.api import LLM, Result
 from leapahead.bench.compare import ROUNDS, Comparison, compare
 from leapahead.bench.prompts import DEMO
 from leapahead.cli import screen
 from leapahead.cli.cache import MEMORY, memory_argument, saved_at_the_end
+from leapahead.cli.command import DIFFERENT, Command, option
 from leapahead.cli.options import (
     DRAFTER,
+    EXISTING_FILE,
     MODEL,
     TEXT,
+    TEXT_VALUE,
     all_of,
     drafter_arguments,
     model_arguments,
     prompt_text,
     text_arguments,
 )
-from leapahead.core.errors import ContextOverflow
+
+INPUT, OUTPUT = "Input options", "Output options"
 
 
-@click.command()
-@click.argument("prompt", required=False)
-@click.option(
-    "-f", "--file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Read the prompt from a file."
+@click.command(
+    cls=Command,
+    examples=(
+        'leapahead generate "def fibonacci(n):"',
+        "leapahead generate -m model.gguf --chat 'Why is the sky blue?' -t 0.8 --seed 1",
+        "leapahead generate -f old.py --prediction old.py -d prediction --compare",
+        "git diff | leapahead generate - -d lookahead -W 7 -N 5 -G 7 --json",
+    ),
 )
-@click.option(
+@click.argument("prompt", required=False, type=TEXT_VALUE)
+@option("-f", "--file", type=EXISTING_FILE, metavar="FILE", group=INPUT, help="Read the prompt from a file.")
+@option(
     "--prediction",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A file with what the text will be, about; for the drafters auto and prediction.",
+    type=EXISTING_FILE,
+    metavar="FILE",
+    group=INPUT,
+    help="A file with approximately the expected text, for the drafters auto and prediction.",
 )
-@click.option("--chat", "as_chat", is_flag=True, help="Send the prompt as a user's message, by the chat template.")
+@option(
+    "--chat", "as_chat", is_flag=True, group=INPUT, help="Send the prompt as a user's message, by the chat template."
+)
 @all_of(MODEL, DRAFTER, TEXT, MEMORY)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all figures.")
-@click.option("--compare", "with_plain", is_flag=True, help="Time plain decoding beside it, and compare the texts.")
-@click.option("--rounds", type=click.IntRange(min=1), default=ROUNDS, show_default=True, help="Of --compare.")
-@click.option("-q", "--quiet", is_flag=True, help="The text only, without the line of figures.")
-@click.option("--stream/--no-stream", "streamed", default=True, help="Show the text as it comes, or at the end.")
+@option("--json", "as_json", is_flag=True, group=OUTPUT, help="Print one JSON object with the text and all figures.")
+@option(
+    "--compare",
+    "with_plain",
+    is_flag=True,
+    group=OUTPUT,
+    help="Time plain decoding of the same prompt too, and compare the texts.",
+)
+@option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=ROUNDS,
+    metavar="N",
+    group=OUTPUT,
+    help="Rounds that --compare measures.",
+)
+@option("-q", "--quiet", is_flag=True, group=OUTPUT, help="Print the text only, without the line of figures.")
+@option(
+    "--stream/--no-stream",
+    "streamed",
+    default=True,
+    group=OUTPUT,
+    help="Show the text while it is decoded or at its end.",
+)
 def generate(
     prompt: str | None,
     file: Path | None,
@@ -56,125 +89,87 @@ def generate(
     streamed: bool,
     **values: Any,
 ) -> None:
-    """Complete PROMPT (- reads standard input).
+    """Complete PROMPT; `-` reads it from standard input.
 
-    The text goes to standard output, drafted tokens in colour, and a line of figures to standard error. With --compare
-    the exit code is 1 if the text differs from plain decoding's.
+    The text goes to standard output, on a terminal with drafted tokens in colour, and a line of figures to standard
+    error. With --compare, the exit code is 1 if the text differs from that of plain decoding.
     """
     text = prompt_text(prompt, file)
     options = text_arguments(values)
     if prediction is not None:
         options["prediction"] = prompt_text(None, prediction)
-    llm = _llm(values)
+    llm = open_llm(values)
     given: Any = [{"role": "user", "content": text}] if as_chat else text
-    if as_json or not streamed:
-        with screen.progress("decoding"):
-            result = llm.generate(given, **options)
-        if not as_json:
-            writer = screen.TextWriter()
-            click.echo(result.text, nl=not result.text.endswith("\n"), color=True)
-            writer.end()
-    else:
-        result = screen.stream(llm, given, options)
+    result = _whole(llm, given, options) if as_json or not streamed else streamed_result(llm, given, options)
     comparison = _compare(llm, given, result, rounds, options) if with_plain else None
     if as_json:
         found = screen.as_dict(llm, result)
         click.echo(json.dumps(found if comparison is None else {**found, "compare": comparison.as_dict()}))
-    elif comparison is not None:
-        click.echo(screen.figures(result, comparison))
-        click.echo(screen.verdict(comparison))
-    elif not quiet:
-        screen.say(screen.figures(result))
+    else:
+        if not streamed:
+            click.echo(result.text, nl=not result.text.endswith("\n"), color=True)
+        if comparison is not None:
+            _show(result, comparison)
+        elif not quiet:
+            screen.say(screen.figures(result))
     if comparison is not None and not comparison.equal:
-        sys.exit(1)
+        raise Exit(DIFFERENT)
 
 
-@click.command()
-@all_of(MODEL, DRAFTER, TEXT, MEMORY)
-@click.option("--system", metavar="TEXT", help="A system message to begin with.")
-@click.option("-q", "--quiet", is_flag=True, help="Without the line of figures after each answer.")
-def chat(system: str | None, quiet: bool, **values: Any) -> None:
-    """Talk with a model, drafted tokens in colour.
-
-    The whole conversation is the prompt of each answer. /reset forgets it; /exit, end of file or Ctrl-C at the prompt
-    leaves; Ctrl-C during an answer ends the answer.
-    """
-    options = text_arguments(values)
-    llm = _llm(values)
-    opening = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
-    if sys.stdin.isatty():
-        import readline  # noqa: F401  (gives `input` line editing and a history)
-
-        screen.say(f"{llm.target.name}, {llm.drafter_name}. /reset forgets the conversation, /exit leaves.")
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except (EOFError, KeyboardInterrupt):
-            if sys.stdin.isatty():
-                click.echo()
-            return
-        if line == "/exit":
-            return
-        if line == "/reset":
-            messages = list(opening)
-        elif line:
-            messages.append({"role": "user", "content": line})
-            answer = _answer(llm, messages, options, quiet)
-            if answer is None:
-                messages.pop()
-            else:
-                messages.append({"role": "assistant", "content": answer})
-
-
-def _answer(llm: LLM, messages: list[dict[str, str]], options: dict[str, Any], quiet: bool) -> str | None:
-    """Shows the answer and gives it back, as far as it went; None if the conversation no longer fits."""
-    writer, texts = screen.TextWriter(), list[str]()
-    try:
-        for piece in llm.stream(messages, **options):
-            writer.write(piece)
-            texts.append(piece.text)
-            if piece.result is not None and not quiet:
-                writer.end()
-                screen.say(screen.figures(piece.result))
-    except KeyboardInterrupt:
-        pass
-    except ContextOverflow as error:
-        screen.say(f"error: {error}; /reset forgets the conversation")
-        return None
-    finally:
-        writer.end()
-    return "".join(texts)
-
-
-@click.command()
+@click.command(
+    cls=Command,
+    examples=("leapahead demo", "leapahead demo -m model.gguf -d lookahead", "leapahead demo --draft bundled"),
+)
 @all_of(MODEL, DRAFTER)
-@click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Length limit of the text.")
-@click.option("--rounds", type=click.IntRange(min=1), default=ROUNDS, show_default=True, help="Of the measurement.")
+@option("--max-new-tokens", type=int, default=128, metavar="N", help="Greatest length of the text in tokens.")
+@option("--rounds", type=click.IntRange(min=1), default=ROUNDS, metavar="N", help="Rounds that are measured.")
 def demo(max_new_tokens: int, rounds: int, **values: Any) -> None:
-    """Complete a piece of Python code, and measure it against plain decoding.
+    """Complete a piece of Python code, and compare text and speed with plain decoding.
 
-    Drafted tokens are shown in colour. The exit code is 1 if the text differs from plain decoding's.
+    Drafted tokens are shown in colour. The exit code is 1 if the text differs from that of plain decoding.
     """
-    llm = _llm(values)
+    llm = open_llm(values)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     click.echo(DEMO, nl=False)
-    result = screen.stream(llm, DEMO, options)
+    result = streamed_result(llm, DEMO, options)
     comparison = _compare(llm, DEMO, result, rounds, options)
     click.echo()
-    click.echo(screen.figures(result, comparison))
-    click.echo(screen.verdict(comparison))
+    _show(result, comparison)
     if not comparison.equal:
-        sys.exit(1)
+        raise Exit(DIFFERENT)
 
 
-def _llm(values: dict[str, Any]) -> LLM:
+def open_llm(values: dict[str, Any]) -> LLM:
+    """The model and drafter of a command's values, closed when the command ends."""
     drafter = values.pop("drafter")
     drafter_options = drafter_arguments(values, [drafter])
     model = model_arguments(values)
     with screen.loading(model["model"]):
         llm = LLM(**model, drafter=drafter, max_batch=1, drafter_cache=memory_argument(values), **drafter_options)
+    click.get_current_context().call_on_close(llm.close)
+    attached = llm.engine.drafter(drafter, **drafter_options)
+    if attached.plans and llm.engine.latency.store.read(1) is None:
+        with screen.progress("measuring this machine once"):
+            llm.engine.prepare(attached)
     return saved_at_the_end(llm)
+
+
+def streamed_result(llm: LLM, prompt: Any, options: dict[str, Any]) -> Result:
+    """Decodes and shows a text; an interrupt shows the figures of what was decoded."""
+    answer = screen.Answer()
+    try:
+        screen.show_stream(llm, prompt, options, answer)
+    except KeyboardInterrupt:
+        screen.say(answer.figures())
+        raise
+    assert answer.result is not None
+    return answer.result
+
+
+def _whole(llm: LLM, prompt: Any, options: dict[str, Any]) -> Result:
+    with screen.progress("decoding"):
+        result: Result = llm.generate(prompt, **options)
+    return result
 
 
 def _compare(llm: LLM, prompt: Any, result: Result, rounds: int, options: dict[str, Any]) -> Comparison:
@@ -183,3 +178,8 @@ def _compare(llm: LLM, prompt: Any, result: Result, rounds: int, options: dict[s
         return compare(
             llm, prompt, result, rounds=rounds, progress=lambda done, total: bar(what, done, total), **options
         )
+
+
+def _show(result: Result, comparison: Comparison) -> None:
+    click.echo(screen.figures(result, comparison))
+    click.echo(screen.verdict(comparison))

@@ -1,4 +1,4 @@
-"""`leapahead lab skip`: which layers a model can do without when it drafts for itself."""
+"""`leapahead search-layers`: finds the layers that a model can leave out when it drafts for itself."""
 
 from __future__ import annotations
 
@@ -10,30 +10,47 @@ import click
 
 from leapahead.bench import tasks
 from leapahead.cli import screen
+from leapahead.cli.command import Command, option
 from leapahead.cli.options import MODEL, all_of, model_arguments
 from leapahead.core.errors import Refused
 from leapahead.models import loading
 
 
-@click.command()
+@click.command(
+    name="search-layers",
+    cls=Command,
+    examples=(
+        "leapahead search-layers -m Qwen/Qwen3-0.6B",
+        "leapahead search-layers -m models/my-llama --data prompts --trials 300 --json",
+        "leapahead generate -m models/my-llama -d draft_model --draft self:skip 'def add(a, b):'",
+    ),
+)
 @all_of(MODEL)
-@click.option(
+@option(
     "--data",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Prompts to search with, see `leapahead bench`.  [default: a small set of our own]",
+    show_default="a small built-in set",
+    help="Folder of prompts, see `leapahead bench`.",
 )
-@click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, help="K prompts of each task.")
-@click.option("--trials", type=click.IntRange(min=1), default=100, show_default=True, help="Sets of layers to try.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of each text.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def skip(
+@option("--limit", type=click.IntRange(min=1), default=4, metavar="K", help="Number of prompts of each task.")
+@option("--trials", type=click.IntRange(min=1), default=100, metavar="N", help="Number of sets of layers to try.")
+@option(
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    default=64,
+    metavar="N",
+    help="Greatest length of each text in tokens.",
+)
+@option("--seed", type=int, default=0, help="Seed of the search.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def search_layers(
     data: Path | None, limit: int, trials: int, max_new_tokens: int, seed: int, as_json: bool, **values: Any
 ) -> None:
-    """Search the layers that a model can leave out when it drafts for itself (Draft & Verify), and keep what was found.
+    """Search the layers that a Transformers model can leave out when it drafts for itself, and store the result.
 
-    `--draft self:skip` uses it. A model of Transformers; a Bayesian optimiser looks for the greatest expected speed.
+    The method is that of Draft & Verify (2309.08168): Bayesian optimisation of the expected speed. The drafters
+    draft_model and auto use the stored result with `--draft self:skip`.
     """
     sets = tasks.read(data, limit=limit)
     model = model_arguments(values)
@@ -43,35 +60,39 @@ def skip(
     from leapahead.drafters import saved_skips
     from leapahead.models.transformers.model import TransformersTarget
 
-    if not isinstance(loaded.target, TransformersTarget):
+    target = loaded.target
+    if not isinstance(target, TransformersTarget):
         raise Refused(
-            f"layers of {loaded.target.name} cannot be left out, since llama.cpp runs them all; use another "
-            "quantisation of the file as its draft"
+            f"{target.info.name} cannot leave out layers, because its engine always runs all of them; use a smaller "
+            "quantisation of the model as its draft model instead"
         )
-
     texts = [tokens for task in sets for tokens in tasks.encoded(task, loaded, max_new_tokens)]
-    with screen.progress("skip") as bar:
+    with screen.progress("searching layers") as bar:
         found = layer_search.search(
-            loaded.target,
+            target,
             texts,
             trials,
             seed,
-            lambda number, best: bar(f"{best.speedup:.2f} times", number, trials),
+            lambda number, best: bar(f"best so far: {best.speedup:.2f} times", number, trials),
             max_new_tokens,
         )
-    kept = saved_skips.save(loaded.target, found)
+    stored = saved_skips.save(target, found)
     if as_json:
-        told = {"skip": str(found.skip), "agreement": found.agreement, "cost": found.cost, "speedup": found.speedup}
-        click.echo(json.dumps({**told, "length": found.length, "trials": found.trials, "kept": kept}))
+        figures = {"skip": str(found.skip), "agreement": found.agreement, "cost": found.cost, "speedup": found.speedup}
+        click.echo(json.dumps({**figures, "length": found.length, "trials": found.trials, "kept": stored}))
         return
+    name = target.info.name
     if not found.skip:
-        click.echo(f"{loaded.target.name}: no layer can be left out so that it pays ({found.trials} trials)")
+        click.echo(f"{name}: leaving out layers does not pay, whichever ({found.trials} trials)")
     else:
         click.echo(
-            f"{loaded.target.name} without {found.skip}: {found.agreement:.0%} of {len(texts)} texts' tokens agree, a "
-            f"token takes {found.cost:.2f} times the whole model's; expected {found.speedup:.2f} times plain decoding "
-            f"with drafts of {found.length}, if a forward over them takes as long as one over a token"
+            f"{name} without {found.skip}: {found.agreement:.0%} of the tokens of {len(texts)} texts agree, and "
+            f"a token takes {found.cost:.2f} times as long as with all layers; with drafts of {found.length} tokens "
+            f"the expected speed is {found.speedup:.2f} times that of plain decoding, if a forward over a draft takes "
+            "as long as one over a token"
         )
     click.echo(
-        "kept; use it with --draft self:skip" if kept else "it could not be kept: LEAPAHEAD_CACHE is not writable"
+        "stored; --draft self:skip uses it"
+        if stored
+        else "not stored: the folder of LEAPAHEAD_CACHE is not writable; set it to another one"
     )

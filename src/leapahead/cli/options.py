@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, and how they become arguments."""
+"""Options that several commands share, and how they become arguments of library calls."""
 
 from __future__ import annotations
 
@@ -11,72 +11,270 @@ from typing import Any, TypeVar
 import click
 
 from leapahead import drafters
+from leapahead.cli.command import option
 from leapahead.core.errors import BadParameter
 from leapahead.models.loading import LLAMA_CPP_OPTIONS
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Option = Callable[[Any], Any]  # a click decorator
 
 SHORTHANDS = ("window", "ngram", "guesses", "preset", "draft")  # drafter options with a flag of their own
+MODEL_GROUP, GGUF_GROUP = "Model options", "GGUF options (llama.cpp)"
+DRAFTER_GROUP, TEXT_GROUP = "Drafter options", "Text options"
+EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
+
+class Text(click.ParamType):
+    """Text for a model. Bytes that are not UTF-8 are refused."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return utf8(value, param.opts[-1] if isinstance(param, click.Option) else "the prompt")
+
+
+TEXT_VALUE = Text()
+
+MODEL_NAME: Option = option(
+    "-m",
+    "--model",
+    metavar="MODEL",
+    group=MODEL_GROUP,
+    show_default="the bundled model",
+    help="Hub name or folder of a Transformers model, or a GGUF file.",
+)
+TRUST_REMOTE_CODE: Option = option(
+    "--trust-remote-code", is_flag=True, group=MODEL_GROUP, help="Run Python code that comes with the model."
+)
 MODEL: tuple[Option, ...] = (
-    click.option(
-        "-m", "--model", metavar="M", help="Hub name or folder of a model, or a GGUF file.  [default: the bundled one]"
+    MODEL_NAME,
+    option(
+        "--dtype",
+        default="auto",
+        metavar="DTYPE",
+        group=MODEL_GROUP,
+        help="float32, bfloat16, float16, or auto: the type that the model was saved in.",
     ),
-    click.option("--dtype", default="auto", show_default=True, help="float32, bfloat16, float16, or the model's own."),
-    click.option("--device", default="auto", show_default=True, help="cpu, cuda, mps, or the best there is."),
-    click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
-    click.option("-c", "--ctx-size", "n_ctx", type=int, metavar="N", help="GGUF: tokens of context; 0: the model's."),
-    click.option("--threads", "n_threads", type=int, metavar="N", help="GGUF: CPU threads.  [default: one a core]"),
-    click.option("--threads-batch", "n_threads_batch", type=int, metavar="N", help="GGUF: the same, for many tokens."),
-    click.option("-ngl", "--gpu-layers", "n_gpu_layers", type=int, metavar="N", help="GGUF: layers on a GPU; -1: all."),
-    click.option("--no-mmap", "use_mmap", flag_value=False, default=None, help="GGUF: read the file, do not map it."),
-    click.option("--mlock", "use_mlock", is_flag=True, default=None, help="GGUF: keep the model in memory."),
-    click.option("-fa", "--flash-attn", type=click.Choice(["on", "off"]), help="GGUF: flash attention."),
-    click.option(
-        "-ctk", "--cache-type-k", "type_k", metavar="T", help="GGUF: of the cached keys: f32, f16, bf16, q8_0."
+    option(
+        "--device",
+        default="auto",
+        metavar="DEVICE",
+        group=MODEL_GROUP,
+        help="cpu, cuda, cuda:1, mps, ..., or auto: an accelerator if there is one.",
     ),
-    click.option("-ctv", "--cache-type-v", "type_v", metavar="T", help="GGUF: the same of the values."),
+    TRUST_REMOTE_CODE,
+    option(
+        "-c",
+        "--ctx-size",
+        "n_ctx",
+        type=int,
+        metavar="N",
+        group=GGUF_GROUP,
+        show_default="the length that the model was trained with, at most 4096",
+        help="Length of the context in tokens; 0 is the length that the model was trained with.",
+    ),
+    option(
+        "--threads",
+        "n_threads",
+        type=int,
+        metavar="N",
+        group=GGUF_GROUP,
+        show_default="one per core",
+        help="CPU threads for forwards of few tokens.",
+    ),
+    option(
+        "--threads-batch",
+        "n_threads_batch",
+        type=int,
+        metavar="N",
+        group=GGUF_GROUP,
+        show_default="as --threads",
+        help="CPU threads for forwards of many tokens.",
+    ),
+    option(
+        "-ngl",
+        "--gpu-layers",
+        "n_gpu_layers",
+        type=int,
+        metavar="N",
+        group=GGUF_GROUP,
+        show_default="llama.cpp's",
+        help="Number of layers on the GPU; -1 is all.",
+    ),
+    option(
+        "--no-mmap",
+        "use_mmap",
+        flag_value=False,
+        default=None,
+        group=GGUF_GROUP,
+        help="Read the file into memory instead of mapping it.",
+    ),
+    option(
+        "--mlock",
+        "use_mlock",
+        is_flag=True,
+        default=None,
+        group=GGUF_GROUP,
+        help="Lock the model in memory, so that it is never swapped out.",
+    ),
+    option(
+        "-fa",
+        "--flash-attn",
+        type=click.Choice(["on", "off"]),
+        group=GGUF_GROUP,
+        show_default="llama.cpp's",
+        help="Flash attention.",
+    ),
+    option(
+        "-ctk",
+        "--cache-type-k",
+        "type_k",
+        metavar="TYPE",
+        group=GGUF_GROUP,
+        show_default="f16; f32 if the weights are f32",
+        help="Type of the cached keys: f32, f16, bf16 or q8_0.",
+    ),
+    option(
+        "-ctv",
+        "--cache-type-v",
+        "type_v",
+        metavar="TYPE",
+        group=GGUF_GROUP,
+        show_default="f16; f32 if the weights are f32",
+        help="Type of the cached values: f32, f16, bf16 or q8_0.",
+    ),
 )
 
 DRAFTER_OPTIONS: tuple[Option, ...] = (
-    click.option("-W", "--window", type=int, metavar="W", help="Lookahead's window: positions it looks ahead."),
-    click.option("-N", "--ngram", type=int, metavar="N", help="Lookahead's n-gram length, key included."),
-    click.option("-G", "--guesses", type=int, metavar="G", help="Lookahead's guesses per step."),
-    click.option("--preset", metavar="NAME", help="Lookahead's (W, N, G) by name: code, text, creative, 7b, 13b, 34b."),
-    click.option(
-        "--draft", metavar="M", help="A smaller model that drafts, with the same tokenizer; several divided by commas."
+    option("-W", "--window", type=int, metavar="W", group=DRAFTER_GROUP, help="Window of the drafter lookahead."),
+    option(
+        "-N", "--ngram", type=int, metavar="N", group=DRAFTER_GROUP, help="N-gram size of lookahead, its key included."
     ),
-    click.option(
+    option("-G", "--guesses", type=int, metavar="G", group=DRAFTER_GROUP, help="Guesses per step of lookahead."),
+    option(
+        "--preset",
+        metavar="NAME",
+        group=DRAFTER_GROUP,
+        help="W, N and G of lookahead by name: code, text, creative, 7b, 13b or 34b.",
+    ),
+    option(
+        "--draft",
+        metavar="MODEL",
+        group=DRAFTER_GROUP,
+        help="A smaller model that drafts, with the tokenizer of the target; several are separated by commas. "
+        "`bundled` is the draft model of the bundled one.",
+    ),
+    option(
         "-o",
         "--option",
         "options",
         multiple=True,
         metavar="KEY=VALUE",
+        group=DRAFTER_GROUP,
         help="Any other option of the drafter, see `leapahead drafters`. May be repeated.",
     ),
 )
 
 DRAFTER: tuple[Option, ...] = (
-    click.option("-d", "--drafter", default="auto", show_default=True, metavar="D", help="What guesses ahead."),
+    option(
+        "-d",
+        "--drafter",
+        default="auto",
+        metavar="DRAFTER",
+        group=DRAFTER_GROUP,
+        help="What drafts, see `leapahead drafters`.",
+    ),
     *DRAFTER_OPTIONS,
 )
 
+TEMPERATURE: Option = option(
+    "-t",
+    "--temperature",
+    type=float,
+    default=0.0,
+    group=TEXT_GROUP,
+    help="0 is greedy decoding; above 0, tokens are sampled.",
+)
+IGNORE_EOS: Option = option(
+    "--ignore-eos", is_flag=True, group=TEXT_GROUP, help="Continue after the model's end-of-text token."
+)
+SAMPLING: tuple[Option, ...] = (
+    TEMPERATURE,
+    option("--top-k", type=int, group=TEXT_GROUP, show_default="all", help="Sample from the k likeliest tokens."),
+    option(
+        "--top-p",
+        type=float,
+        group=TEXT_GROUP,
+        show_default="1",
+        help="Sample from the likeliest tokens whose probabilities add up to p.",
+    ),
+    option(
+        "--min-p",
+        type=float,
+        group=TEXT_GROUP,
+        show_default="0",
+        help="Sample from the tokens that are at least p times as likely as the likeliest.",
+    ),
+    option("--seed", type=int, group=TEXT_GROUP, show_default="random", help="The same seed gives the same text."),
+)
 TEXT: tuple[Option, ...] = (
-    click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Length limit of the text."),
-    click.option("-t", "--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
-    click.option("--top-k", type=int, help="Sample from the k likeliest tokens."),
-    click.option("--top-p", type=float, help="Sample from the likeliest tokens of mass p."),
-    click.option("--min-p", type=float, help="Sample from tokens at least p times as likely as the likeliest."),
-    click.option("--repetition-penalty", type=float, help="Above 1 discourages tokens seen before."),
-    click.option("--presence-penalty", type=float, help="Subtracted from tokens of the output."),
-    click.option("--frequency-penalty", type=float, help="The same, for each time the token was used."),
-    click.option("--bad-word", "bad_words", multiple=True, metavar="TEXT", help="Never write this. May be repeated."),
-    click.option("--min-new-tokens", type=int, help="No end of text before so many tokens."),
-    click.option("--seed", type=int, help="The same seed gives the same text.  [default: random]"),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this. May be repeated."),
-    click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="End at this. May be repeated."),
-    click.option("--ignore-eos", is_flag=True, help="Go on after the model's end of text."),
+    option("--max-new-tokens", type=int, default=128, group=TEXT_GROUP, help="Greatest length of the text in tokens."),
+    option(
+        "--min-new-tokens",
+        type=int,
+        group=TEXT_GROUP,
+        show_default="0",
+        help="No end of text before so many tokens.",
+    ),
+    *SAMPLING,
+    option(
+        "--repetition-penalty",
+        type=float,
+        group=TEXT_GROUP,
+        show_default="1",
+        help="Above 1, tokens of the prompt and of the text become less likely.",
+    ),
+    option(
+        "--presence-penalty",
+        type=float,
+        group=TEXT_GROUP,
+        show_default="0",
+        help="Subtracted from the logits of tokens that the text contains.",
+    ),
+    option(
+        "--frequency-penalty",
+        type=float,
+        group=TEXT_GROUP,
+        show_default="0",
+        help="The same, once for each occurrence of the token.",
+    ),
+    option(
+        "--bad-word",
+        "bad_words",
+        type=TEXT_VALUE,
+        multiple=True,
+        metavar="TEXT",
+        group=TEXT_GROUP,
+        help="Text that must not be written. May be repeated.",
+    ),
+    option(
+        "--stop",
+        type=TEXT_VALUE,
+        multiple=True,
+        metavar="TEXT",
+        group=TEXT_GROUP,
+        help="End before this text. May be repeated.",
+    ),
+    option(
+        "--stop-token-id",
+        "stop_token_ids",
+        type=int,
+        multiple=True,
+        metavar="ID",
+        group=TEXT_GROUP,
+        help="End after this token. May be repeated.",
+    ),
+    IGNORE_EOS,
 )
 
 TEXT_NAMES = (
@@ -85,20 +283,20 @@ TEXT_NAMES = (
 )
 
 
-def all_of(*groups: Sequence[Option]) -> Callable[[Command], Command]:
-    """Puts groups of options on a command, in order."""
+def all_of(*groups: Sequence[Option]) -> Callable[[Decorated], Decorated]:
+    """A decorator that adds groups of options to a command, in order."""
 
-    def put(command: Command) -> Command:
+    def add(command: Decorated) -> Decorated:
         for group in reversed(groups):
-            for option in reversed(group):
-                option(command)  # puts itself on the function
+            for add_option in reversed(group):
+                add_option(command)
         return command
 
-    return put
+    return add
 
 
 def model_arguments(values: dict[str, Any]) -> dict[str, Any]:
-    """Of `targets.load` and `LLM`, taken out of a command's values: options of a backend only where they were given."""
+    """The arguments of `loading.load` and `LLM`, removed from a command's values; GGUF options only where given."""
     found = {name: values.pop(name) for name in ("model", "dtype", "device", "trust_remote_code")}
     backend = {name: values.pop(name) for name in LLAMA_CPP_OPTIONS if name in values}
     if backend["flash_attn"] is not None:
@@ -107,13 +305,17 @@ def model_arguments(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_arguments(values: dict[str, Any]) -> dict[str, Any]:
-    """Of `LLM.generate`: what was given, of a command's values."""
+    """The arguments of `LLM.generate` that were given, removed from a command's values."""
     given = {name: values.pop(name) for name in TEXT_NAMES}
     return {name: value for name, value in given.items() if value not in (None, ())}
 
 
 def drafter_arguments(values: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Options for the drafters `names`, taken out of a command's values; each value in the type that it needs."""
+    """Options for the drafters `names`, removed from a command's values; each value has the type of its annotation.
+
+    Raises:
+        BadParameter: no such drafter, or a value of `-o` that is not KEY=VALUE or not of the option's type.
+    """
     given = {name: value for name in SHORTHANDS if (value := values.pop(name)) is not None}
     known: dict[str, Any] = {}
     for name in names:
@@ -128,16 +330,43 @@ def drafter_arguments(values: dict[str, Any], names: Sequence[str]) -> dict[str,
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:
-    """The prompt as given, from a file, or from standard input for "-"."""
+    """The prompt as given, read from a file, or from standard input for "-".
+
+    Raises:
+        click.UsageError: none or both are given.
+        BadParameter: the text is not UTF-8, or standard input is closed.
+    """
     if (prompt is None) == (file is None):
         raise click.UsageError("give either a prompt (or - for standard input) or --file")
     if file is None:
         assert prompt is not None
-        return sys.stdin.read() if prompt == "-" else prompt
+        return standard_input() if prompt == "-" else prompt
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise BadParameter(f"{file} is not UTF-8 text") from None
+
+
+def standard_input() -> str:
+    if sys.stdin is None:
+        raise BadParameter("standard input is closed, so no prompt can be read from it")
+    return utf8(sys.stdin.read(), "standard input")
+
+
+def utf8(text: str, what: str) -> str:
+    """The text, as Python decodes it from arguments and standard input, refused if its bytes were not UTF-8.
+
+    Raises:
+        BadParameter: bytes that are not UTF-8, which Python has decoded to lone surrogates.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        byte = ord(text[error.start]) - 0xDC00
+        raise BadParameter(
+            f"{what} is not UTF-8 text: byte 0x{byte & 0xFF:02x} at character {error.start}; convert it to UTF-8 first"
+        ) from None
+    return text
 
 
 def _value(key: str, text: str, annotation: Any) -> Any:
@@ -150,7 +379,7 @@ def _value(key: str, text: str, annotation: Any) -> Any:
                 return read(text)
             except ValueError:
                 continue
-    raise BadParameter(f"-o {key}={text} is not possible: {key} is {annotation}")
+    raise BadParameter(f"-o {key}={text} is not possible: the value must be of type {annotation}")
 
 
 def _bool(text: str) -> bool:

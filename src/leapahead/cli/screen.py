@@ -1,17 +1,19 @@
-"""What the commands show: the text with its drafted tokens in colour, one line of figures, progress on stderr."""
+"""What the commands show: the text with its drafted tokens in colour, a line of figures, progress on standard error."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from leapahead.api import LLM, Piece, Result
 from leapahead.core.errors import LeapaheadError
@@ -21,17 +23,31 @@ if TYPE_CHECKING:
 
 DRAFTED = "\x1b[32m"  # green
 PLAIN = "\x1b[0m"
+WIDTH = 120  # of a table that is not shown on a terminal
+
+
+class Console(RichConsole):
+    """Standard output for tables. An output that is no terminal has a width of 120 columns, unless COLUMNS is set."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, **options)
+        if not self.is_terminal and "COLUMNS" not in os.environ:
+            self.width = WIDTH
+
+    def on_broken_pipe(self) -> None:
+        """Lets the root command end the process; rich would do so with exit code 1."""
+        raise BrokenPipeError
 
 
 def coloured() -> bool:
-    """Whether to colour standard output: on a terminal, unless NO_COLOR is set (no-color.org)."""
+    """Whether standard output is coloured: on a terminal, unless NO_COLOR is set (no-color.org)."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
 
 
 class TextWriter:
-    """Writes pieces as they come, byte for byte where the output is no terminal."""
+    """Writes the pieces of a text to standard output as they come, unchanged where that is no terminal."""
 
     def __init__(self) -> None:
         self._colour = coloured()
@@ -40,7 +56,7 @@ class TextWriter:
     def write(self, piece: Piece) -> None:
         for text, drafted in piece.spans:
             if self._colour:
-                text = text.replace("\x1b", "\u241b")  # a model shall not steer the terminal
+                text = text.replace("\x1b", "\u241b")  # the model's text must not control the terminal
             sys.stdout.write(f"{DRAFTED}{text}{PLAIN}" if self._colour and drafted else text)
             self._ended = text.endswith("\n")
         sys.stdout.flush()
@@ -53,21 +69,64 @@ class TextWriter:
             self._ended = True
 
 
-def stream(llm: LLM, prompt: Any, options: dict[str, Any]) -> Result:
-    """Decodes and shows the text."""
-    writer, result = TextWriter(), None
+@dataclass
+class Answer:
+    """A text while it is shown, complete or not.
+
+    Attributes:
+        texts: the text of every step.
+        tokens: their number.
+        began: when the first step ended, which is when the prompt had been read; the times are those of `perf_counter`.
+        ended: when the last step ended.
+        result: the whole, once the text is complete.
+    """
+
+    texts: list[str] = field(default_factory=list)
+    tokens: int = 0
+    first: int = 0
+    began: float = 0.0
+    ended: float = 0.0
+    result: Result | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, piece: Piece) -> None:
+        self.ended = perf_counter()
+        if not self.texts:
+            self.began, self.first = self.ended, len(piece.tokens)
+        self.texts.append(piece.text)
+        self.tokens += len(piece.tokens)
+        self.result = piece.result
+
+    def figures(self) -> str:
+        """One line: the figures of the whole text, or those of the part that was decoded before an interrupt."""
+        if self.result is not None:
+            return figures(self.result)
+        if not self.texts:
+            return "interrupted before the first token"
+        line = f"interrupted: {self.tokens} tokens, {len(self.texts)} steps"
+        line += f", acceptance length {self.tokens / len(self.texts):.2f}"
+        if self.ended > self.began:
+            line += f", {(self.tokens - self.first) / (self.ended - self.began):.1f} tokens/s"
+        return line
+
+
+def show_stream(llm: LLM, prompt: Any, options: dict[str, Any], answer: Answer) -> None:
+    """Decodes and shows a text, piece by piece. `answer` holds what came so far, after an error or interrupt too."""
+    writer = TextWriter()
     try:
-        for piece in llm.stream(prompt, **options):
-            writer.write(piece)
-            result = piece.result
+        with closing(llm.stream(prompt, **options)) as pieces:
+            for piece in pieces:
+                answer.add(piece)
+                writer.write(piece)
     finally:
         writer.end()
-    assert result is not None
-    return result
 
 
 def figures(result: Result, comparison: Comparison | None = None) -> str:
-    """One line: what the text cost."""
+    """One line with the number of tokens and steps, the acceptance length and the speed."""
     stats = result.stats
     line = (
         f"{stats.committed} tokens, {stats.steps} steps, acceptance length {stats.acceptance_length:.2f}, "
@@ -76,17 +135,17 @@ def figures(result: Result, comparison: Comparison | None = None) -> str:
     if comparison is not None:
         low, high = comparison.spread
         line += f", {comparison.ratio:.2f} times plain decoding's speed ({low:.2f} to {high:.2f})"
-    stopped = {name: each["stopped"] for name, each in stats.drafter.items() if "stopped" in each}
-    return "\n".join([line, *(f"{name}: {why}" for name, why in stopped.items())])
+    reports = {name: each for name, each in stats.drafter.items() if isinstance(each, dict)}
+    return "\n".join([line, *(f"{name}: {each['stopped']}" for name, each in reports.items() if "stopped" in each)])
 
 
 def verdict(comparison: Comparison) -> str:
-    """One line: whether the text is plain decoding's."""
+    """One line: whether the text is that of plain decoding."""
     if comparison.equal:
-        return f"The text equals plain decoding's, token for token ({len(comparison.plain.tokens)} tokens)."
+        return f"The text equals that of plain decoding, token for token ({len(comparison.plain.tokens)} tokens)."
     return (
-        f"The text differs from plain decoding's at token {comparison.first_difference}; "
-        "`leapahead check` tells a numeric tie from a bug."
+        f"The text differs from that of plain decoding at token {comparison.first_difference}; "
+        "`leapahead check` distinguishes a numeric tie from an error."
     )
 
 
@@ -97,7 +156,7 @@ def as_dict(llm: LLM, result: Result) -> dict[str, Any]:
         "tokens": result.tokens,
         "finish_reason": result.finish_reason,
         "stop_reason": result.stop_reason,
-        "target": llm.target.name,
+        "target": llm.target.info.name,
         "drafter": llm.drafter_name,
         "seed": result.seed,
         "stats": result.stats.as_dict(),
@@ -105,25 +164,43 @@ def as_dict(llm: LLM, result: Result) -> dict[str, Any]:
 
 
 def say(line: str) -> None:
-    """A line for the user that is not the text, on stderr."""
+    """Writes a line that is not part of the command's output to standard error."""
     click.echo(line, err=True)
 
 
+class Bar:
+    """A progress bar; call it with what is being done, how much of it is done, and how much there is."""
+
+    def __init__(self, progress: Progress, what: str) -> None:
+        self._progress = progress
+        self._task = progress.add_task(what, total=None, count="")
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self._progress.update(self._task, description=what, completed=done, total=total, count=f"{done}/{total}")
+
+    def say(self, line: str) -> None:
+        """Writes a line above the bar."""
+        self._progress.console.print(line, markup=False, soft_wrap=True)
+
+
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr, if that is a terminal; call it with (what, done, total)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(what, total=None, count="")
-        yield lambda what, done, total: bar.update(
-            task, description=what, completed=done, total=total, count=f"{done}/{total}"
-        )
+def progress(what: str) -> Iterator[Bar]:
+    """A progress bar on standard error while the block runs; only its lines (`Bar.say`) where that is no terminal."""
+    columns = (
+        *(TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[count]}")),
+        *(TimeElapsedColumn(), TimeRemainingColumn()),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars:
+        yield Bar(bars, what)
 
 
 @contextmanager
 def loading(model: str | None) -> Iterator[None]:
-    """While a model is loaded: a bar of ours in place of Transformers'. A hub download shows the hub's own."""
+    """Shows a progress bar while a local model is loaded; the download of a model shows that of the hub's client."""
+    if model is not None and model.lower().endswith(".gguf"):
+        with progress(f"loading {model}"):
+            yield
+        return
     quiet_transformers()
     if model is None or Path(model).exists():
         with progress(f"loading {model or 'the bundled model'}"):
@@ -133,24 +210,34 @@ def loading(model: str | None) -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
+    """Turns off the progress bars and log messages of Transformers; those of downloads stay."""
     try:
         from huggingface_hub.utils.tqdm import enable_progress_bars
         from transformers.utils import logging
     except ModuleNotFoundError:
-        return  # the load says what is missing
+        return  # loading the model will name what is missing
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    enable_progress_bars()  # of downloads
+    enable_progress_bars()
 
 
-class Failure(click.ClickException):
-    """A `LeapaheadError` as one line."""
+def write_file(path: Path, content: str | bytes) -> None:
+    """Writes a file beside its place and renames it, so that an error never leaves a part of it.
 
-    exit_code = 2
-
-    def show(self, file: Any = None) -> None:
-        click.echo(f"error: {self.message}", err=True)
-
-    @classmethod
-    def of(cls, error: LeapaheadError) -> Failure:
-        return cls(" ".join(str(error).split()))
+    Raises:
+        LeapaheadError: it cannot be written.
+    """
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    place = path.resolve()
+    try:
+        if place.exists() and not place.is_file():  # a device or a pipe
+            place.write_bytes(data)
+            return
+        part = place.with_name(f".{place.name}.{os.getpid()}.part")
+        try:
+            part.write_bytes(data)
+            part.replace(place)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise LeapaheadError(f"{path} cannot be written: {error.strerror}") from None

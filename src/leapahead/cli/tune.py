@@ -1,4 +1,4 @@
-"""`leapahead tune`: what a forward costs on this machine, and so which drafts pay."""
+"""`leapahead tune`: measures the latency profile of a target on this machine, and which drafts pay with it."""
 
 from __future__ import annotations
 
@@ -10,38 +10,66 @@ from typing import Any
 
 import click
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from leapahead import tune as tuning
-from leapahead.bench import tasks
+from leapahead.bench import plots, tasks
+from leapahead.bench.conditions import Data
 from leapahead.cli import screen
+from leapahead.cli.command import Command, option
 from leapahead.cli.options import MODEL, all_of, model_arguments
+from leapahead.cli.screen import Console
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.models import loading
-from leapahead.planner.latency import CostCurve
-from leapahead.bench.conditions import Data
 
 KINDS = (".png", ".svg")
-WORDS = {None: "never drafted", True: "yes", False: "no"}
-WIDTH = 8  # of the longest bar
+PAYS = {None: "never drafted", True: "yes", False: "no"}
+WIDTH = 8  # characters of the longest bar
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=(
+        "leapahead tune",
+        "leapahead tune -m model.gguf --threads 8 --seconds 20 --plot latency.png",
+        "leapahead tune -m Qwen/Qwen3-0.6B --batch 4 --text-seconds 0 --json",
+    ),
+)
 @all_of(MODEL)
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Texts decoded together.")
-@click.option(
+@option("--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Number of texts decoded together.")
+@option(
     "--data",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Prompts to try auto on, see `leapahead bench`.  [default: a small set of our own]",
+    show_default="a small built-in set of prompts",
+    help="Folder of prompts on which the drafter auto is tried, see `leapahead bench`.",
 )
-@click.option("--limit", type=click.IntRange(min=1), default=2, show_default=True, help="K prompts of each task.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of each text.")
-@click.option("--seconds", type=click.FloatRange(min=0.1), default=5.0, show_default=True, help="For the cost curve.")
-@click.option("--text-seconds", type=click.FloatRange(min=0), default=10.0, show_default=True, help="0: no texts.")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the curve: a .png or .svg file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option("--limit", type=click.IntRange(min=1), default=2, metavar="K", help="Number of prompts of each task.")
+@option(
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    default=64,
+    metavar="N",
+    help="Greatest length of each text in tokens.",
+)
+@option(
+    "--seconds",
+    type=click.FloatRange(min=0.1),
+    default=5.0,
+    metavar="SECONDS",
+    help="Time for the measurement of the latency profile.",
+)
+@option(
+    "--text-seconds",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    metavar="SECONDS",
+    help="Time for trying auto on texts; 0 decodes none.",
+)
+@option(
+    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the latency profile: a .png or .svg file."
+)
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def tune(
     batch: int,
     data: Path | None,
@@ -53,10 +81,10 @@ def tune(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Measure what a forward costs on this machine, and show which drafts pay.
+    """Measure the latency profile of a model on this machine, and show which drafts pay.
 
-    The curve is kept, and `auto` plans with it; without this command it measures one itself, within a second, and
-    corrects it as it decodes.
+    The profile is stored, and the drafter auto plans with it. Without this command, auto measures one within a second
+    before its first text, and corrects it while it decodes.
     """
     if plot is not None:
         _check(plot)
@@ -66,19 +94,9 @@ def tune(
     model = model_arguments(values)
     with screen.loading(model["model"]):
         loaded = loading.load(**model)
-    target = loaded.target
     with screen.progress("tune") as bar:
-        found = tuning.tune(target, batch, seconds, progress=bar)
-        curve = CostCurve({row["nodes"]: row["cost"] for row in found["rows"]})
         prompts = [tokens for task in sets for tokens in tasks.encoded(task, loaded, max_new_tokens)]
-        found["drafters"] = tuning.served(target)
-        largest = max(row["nodes"] for row in found["rows"])
-        found["lookahead"] = tuning.lookahead(curve, largest) if batch == 1 and largest > 1 else []
-        found["auto"] = None
-        if prompts:
-            found["auto"] = tuning.practise(
-                target, prompts, curve, batch, max_new_tokens, loaded.eos_token_ids, text_seconds, progress=bar
-            )
+        found = tuning.tune(loaded, prompts, batch, seconds, text_seconds, max_new_tokens, progress=bar)
     if as_json:
         click.echo(json.dumps(found))
     else:
@@ -90,7 +108,7 @@ def tune(
 
 
 def _check(plot: Path) -> None:
-    """Whether the plot can be written, before anything is measured."""
+    """Refuses, before anything is measured, a plot that cannot be drawn or written."""
     if plot.suffix not in KINDS:
         raise BadParameter(f"--plot {plot} is not possible: the file must end in {' or '.join(KINDS)}")
     if not plot.parent.is_dir():
@@ -121,15 +139,18 @@ def _show(found: Data) -> None:
     if found["lookahead"]:
         _lookahead(found["lookahead"])
     if found["stored"] is None:
-        click.echo("The curve could not be written to the cache; every process will measure its own.")
+        click.echo(
+            "The profile could not be stored, so every process measures its own; set LEAPAHEAD_CACHE to a folder that "
+            "is writable."
+        )
     else:
-        click.echo(f"The curve is kept in {found['stored']}.")
+        click.echo(f"The profile is stored in {found['stored']}.")
 
 
 def _curve(found: Data) -> None:
     rows = found["rows"]
     most = max(row["cost"] for row in rows)
-    table = _table(("n", "ms", "quartiles", "times", "T(n)/T(1)", "last node", "from p"), left=("",))
+    table = _table(("n", "ms", "quartiles", "samples", "T(n)/T(1)", "marginal", "pays from p"), left=("",))
     for row in rows:
         spread = row["milliseconds"]
         table.add_row(
@@ -142,28 +163,34 @@ def _curve(found: Data) -> None:
             "never" if row["needs"] is not None and row["needs"] >= 1 else _number(row["needs"], ".2f"),
             "█" * max(1, round(WIDTH * row["cost"] / most)),
         )
-    Console(highlight=False).print(table)
+    Console().print(table)
     click.echo(
-        "last node: what one more costs there, in tokens of plain decoding\n"
-        "from p: a draft of this size pays if its nodes are accepted with that probability, on average\n"
+        "marginal: cost of one more node at that size, in forwards of plain decoding\n"
+        "pays from p: a draft of this size pays if its nodes are accepted with at least that probability, on average\n"
     )
     if found["busy"]:
-        click.echo("The machine was busy: the times differ widely, and with them what follows. Better measure again.")
+        click.echo(
+            "The machine was busy: the times vary widely, and what follows is not reliable. Measure again when it is "
+            "idle."
+        )
     elif found["few"]:
-        click.echo("Most sizes were measured once or twice only; --seconds gives them more time.")
+        click.echo("Most sizes were measured only once or twice; give more time with --seconds.")
     many, largest = found["free"], rows[-1]["nodes"] - found["sequences"]
     if not largest:
-        click.echo("Only a plain step was measured: this model takes too long, or reads no drafts.")
+        click.echo(
+            "Only a plain step was measured: the model is too slow for the time given, or it cannot verify drafts."
+        )
     elif many:
-        nodes = f"{many} drafted node{' is' if many == 1 else 's are'} free"
-        click.echo(f"{'At least ' * (many == largest)}{nodes} (at most {tuning.FREE:g} times a plain step).")
+        nodes = f"{many} drafted node{'' if many == 1 else 's'}"
+        least = "at least " * (many == largest)
+        click.echo(f"A step with {least}{nodes} takes at most {tuning.FREE:g} times as long as a plain step.")
     else:
-        click.echo(f"No drafted node is free: already the first makes a step more than {tuning.FREE:g} times as long.")
+        click.echo(f"A single drafted node makes a step more than {tuning.FREE:g} times as long as a plain step.")
 
 
 def _drafters(rows: Sequence[Data]) -> None:
     able = [row["name"] for row in rows if row["refused"] is None]
-    click.echo(f"This model can be served by {', '.join(able)}.")
+    click.echo(f"Drafters that can draft for this model: {', '.join(able)}.")
     for row in rows:
         if row["refused"] is not None:
             click.echo(f"{row['name']}: refused: {row['refused']}")
@@ -171,7 +198,7 @@ def _drafters(rows: Sequence[Data]) -> None:
 
 def _auto(auto: Data) -> None:
     if not auto["steps"]:
-        click.echo("auto: there was no time for a text.")
+        click.echo("auto: the time was too short for a text; give more with --text-seconds.")
         return
     click.echo(
         f"\nauto on {auto['texts']} texts, greedy: {auto['nodes_per_step']:.1f} drafted nodes a step, "
@@ -182,9 +209,9 @@ def _auto(auto: Data) -> None:
     if speeds["plain"]:
         click.echo(
             f"{speeds['auto']:.1f} tokens/s, plain decoding of the same texts {speeds['plain']:.1f}: "
-            f"{speeds['auto'] / speeds['plain']:.2f} times its speed"
+            f"{speeds['auto'] / speeds['plain']:.2f} times as fast"
         )
-    table = _table(("first right", "drafted", "accepted", "price", "pays"), head=("source",))
+    table = _table(("first correct", "drafted", "accepted", "cost", "pays"), head=("source",))
     for row in auto["sources"]:
         table.add_row(
             str(row["name"]),
@@ -192,19 +219,19 @@ def _auto(auto: Data) -> None:
             str(row["drafted"]),
             str(row["accepted"]) if row["drafted"] else "-",
             _number(row["price"], ".1f"),
-            "by later drafts" if row["probe"] else WORDS[row["pays"]],
+            "by later drafts" if row["probe"] else PAYS[row["pays"]],
         )
-    Console(highlight=False).print(table)
+    Console().print(table)
     click.echo(
-        "first right: a source's first candidate, drafted or not; price: the tokens that plain steps would have "
-        "committed in the time that its nodes took"
+        "first correct: share of steps in which the source's likeliest candidate was the target's choice, drafted or "
+        "not; cost: number of tokens that plain decoding commits in the time that the source's nodes took"
     )
 
 
 def _lookahead(rows: Sequence[Data]) -> None:
     click.echo(
-        f"\nlookahead's window, by its authors' formula (2402.02057, equation 7, α = {tuning.ALPHA}, f = {tuning.F}); "
-        "only the cost is measured:"
+        f"\nlookahead: S is computed by equation 7 of 2402.02057 with α = {tuning.ALPHA}, f = {tuning.F}; only the "
+        "cost is measured:"
     )
     table = _table(("(W, N, G)", "n", "T(n)/T(1)", "expected S", "expected speed-up"))
     for row in rows:
@@ -216,14 +243,17 @@ def _lookahead(rows: Sequence[Data]) -> None:
             f"{row['speedup']:.2f}" if row["speedup"] is not None else f"< {row['at_most']:.2f}",
             style="bold" if row["best"] else None,
         )
-    Console(highlight=False).print(table)
+    Console().print(table)
     best = next((row for row in rows if row["best"]), None)
     if best is None and all(row["at_most"] < tuning.WORTH for row in rows):
-        click.echo("None of them pays on this machine: plain steps and retrieval drafts only.")
+        click.echo("No window of lookahead pays on this machine; use drafters without a window.")
     elif best is None:
-        click.echo("Whether one pays is not known: forwards that large were not measured (--seconds gives them time).")
+        click.echo(
+            "Whether a window pays is unknown, because forwards that large were not measured; give more --seconds."
+        )
     else:
-        click.echo(f"Here lookahead should run with -W {best['window']} -N {best['ngram']} -G {best['guesses']}.")
+        options = f"-W {best['window']} -N {best['ngram']} -G {best['guesses']}"
+        click.echo(f"The best window of lookahead on this machine: {options}.")
 
 
 def _table(columns: Sequence[str], head: Sequence[str] = (), left: Sequence[str] = ()) -> Table:
@@ -238,5 +268,5 @@ def _table(columns: Sequence[str], head: Sequence[str] = (), left: Sequence[str]
 
 
 def _number(value: float | None, form: str) -> str:
-    """What was not measured is not shown."""
+    """The value in that format, "-" where it was not measured."""
     return "-" if value is None else f"{value:{form}}"

@@ -1,0 +1,229 @@
+"""The classes of all commands: options in groups, examples in the help text, errors as one sentence, exit codes.
+
+Each command is a `Command` with `examples`; its options are made by `option(..., group=...)`. `Program` is the root
+command, which alone decides the exit code of the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+import click
+from click.exceptions import Exit
+
+from leapahead.core.errors import LeapaheadError
+
+DIFFERENT, ERROR, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+EXIT_CODES = (
+    ("0", "success"),
+    (str(DIFFERENT), "generate --compare, demo, check, bench: a text differs from that of plain decoding"),
+    (str(ERROR), "an error, described by one sentence on standard error"),
+    (str(INTERRUPTED), "interrupted by Ctrl-C"),
+    (str(PIPE_CLOSED), "the reader of standard output closed the pipe"),
+)
+SENTENCE = 200  # characters of the longest first sentence of a help text
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
+class Failure(click.ClickException):
+    """An error that is shown as one line on standard error, with exit code 2."""
+
+    exit_code = ERROR
+
+    def show(self, file: Any = None) -> None:
+        with suppress(OSError):  # standard error cannot be written either
+            click.echo(f"error: {self.message}", err=True)
+
+    @classmethod
+    def of(cls, error: LeapaheadError, parameters: Sequence[click.Parameter] = ()) -> Failure:
+        """The failure of a command whose library calls take the values of `parameters`."""
+        return cls(name_options(" ".join(str(error).split()), parameters))
+
+
+def name_options(message: str, parameters: Sequence[click.Parameter]) -> str:
+    """Replaces the names of Python parameters in a message by the options that the user types.
+
+    `max_new_tokens=0` becomes `--max-new-tokens=0`, `n_ctx` becomes `--ctx-size`, and `option 'window'` becomes
+    `option --window`. Names of a single word are replaced only before `=` or after `option`, because elsewhere they may
+    be words of the sentence. Options that name files are left out: no library call takes them under that name.
+    """
+    names = {
+        parameter.name: next(name for name in reversed(parameter.opts) if name.startswith("--"))
+        for parameter in parameters
+        if isinstance(parameter, click.Option) and not isinstance(parameter.type, click.Path)
+    }
+
+    def replacement(match: re.Match[str]) -> str:
+        quoted, name, equals = match["quoted"], match["name"], match["equals"]
+        if quoted in names:
+            return f"option {names[quoted]}"
+        if name in names and ("_" in name or equals):
+            return names[name] + equals
+        return match[0]
+
+    return re.sub(r"(?<![\w./=-])(?:option '(?P<quoted>\w+)'|(?P<name>\w+)(?P<equals>=?))", replacement, message)
+
+
+class Option(click.Option):
+    """An option that the help text shows under the heading `group`."""
+
+    def __init__(self, *args: Any, group: str = "Options", **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.group = group
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        extra = super().get_help_extra(ctx)
+        if isinstance(self.show_default, str):
+            extra["default"] = self.show_default  # without click's parentheses
+        return extra
+
+
+def option(*declarations: str, group: str = "Options", **attributes: Any) -> Any:
+    """A decorator for an `Option`, with the arguments of `click.option`. Its default is shown in the help text."""
+    return click.option(*declarations, cls=Option, group=group, **{"show_default": True, **attributes})
+
+
+class Command(click.Command):
+    """A command whose help text shows its options in groups, and examples below them.
+
+    Attributes:
+        examples: command lines as the user types them.
+    """
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.examples = tuple(examples)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None:
+                group = parameter.group if isinstance(parameter, Option) else "Options"
+                groups.setdefault(group, []).append(record)
+        general = groups.pop("Options", [])  # comes last, with --help
+        for group, records in [*groups.items(), ("Options", general)]:
+            if records:
+                with formatter.section(group):
+                    formatter.write_dl(records)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        if self.examples:
+            with formatter.section("Examples"):
+                for example in self.examples:
+                    formatter.write(f"{'':{formatter.current_indent}}{example}\n")
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LeapaheadError as error:
+            raise Failure.of(error, self.params) from None
+
+
+class Group(click.Group):
+    """A command with subcommands of the class `Command`, listed in the order in which they were added."""
+
+    command_class = Command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Lists the commands with the whole first sentence of their help, which click would cut."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.commands[name].get_short_help_str(SENTENCE)) for name in self.commands])
+
+
+class Program(Group):
+    """The root command: prepares the standard streams, shows warnings, and turns every outcome into an exit code."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        with formatter.section("Exit codes"):
+            formatter.write_dl(EXIT_CODES)
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        _prepare_streams()
+        try:
+            return super().main(*args, **extra)
+        except Exception:  # a bug; Python's exit code for it would be 1, which means that texts differ
+            with suppress(OSError):
+                traceback.print_exc()
+            sys.exit(ERROR)
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with _outcome():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _outcome(), _shown_warnings():
+            return super().invoke(ctx)
+
+
+def _prepare_streams() -> None:
+    """Makes the standard streams such that no character of a prompt or a text can raise an error."""
+    if sys.stderr is None:  # closed by the caller
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (for the life of the process)
+    if sys.stdout is None:
+        Failure("standard output is closed").show()
+        sys.exit(ERROR)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a character that the terminal cannot show becomes "?"
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # invalid bytes are refused by `text_of`
+
+
+@contextmanager
+def _outcome() -> Iterator[None]:
+    """Turns an interrupt, an error of the library and an output that cannot be written into click's exceptions."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        raise Exit(INTERRUPTED) from None
+    except LeapaheadError as error:
+        raise Failure.of(error) from None
+    except BrokenPipeError:
+        _silence(sys.stdout)
+        raise Exit(PIPE_CLOSED) from None
+    except OSError as error:
+        if error.filename is not None:
+            raise Failure(f"{error.filename}: {error.strerror}") from None
+        if error.errno not in UNWRITABLE:
+            raise
+        _silence(sys.stdout)
+        raise Failure(f"standard output cannot be written: {error.strerror}") from None
+
+
+def _silence(stream: TextIO) -> None:
+    """Discards what the stream still holds, so that the interpreter does not fail to write it at its end."""
+    with suppress(io.UnsupportedOperation), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+@contextmanager
+def _shown_warnings() -> Iterator[None]:
+    """Shows this package's warnings as one line each on standard error; those of other packages are discarded."""
+
+    def show(message: Warning | str, *where: Any, **more: Any) -> None:
+        click.echo(f"warning: {' '.join(str(message).split())}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", category=UserWarning, module=r"leapahead(\.|$)")
+        warnings.showwarning = show
+        yield
