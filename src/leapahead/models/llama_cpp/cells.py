@@ -1,0 +1,206 @@
+"""The sequence ids and cells of one KV cache, divided among the tracks of all sequences.
+
+A closed sequence leaves an idle track behind: its cells stay for a prompt that begins with the same tokens, until they
+or its id are needed. A forked track owns the same cells as the one that it was forked from. So that a cell is counted
+once, every track may have a parent, with which its first `shared` cells are counted:
+
+    cells taken  =  sum over tracks of (cells - shared)         an open track's parent is open
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from leapahead.core.errors import CacheFull
+from leapahead.models.llama_cpp.context import Context
+from leapahead.models.llama_cpp.options import MOST_SEQUENCES, option
+from leapahead.models.llama_cpp.track import Track
+
+
+class Cells:
+    """The tracks of a context.
+
+    Attributes:
+        open: those of open sequences.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.open: list[Track] = []
+        self._idle: list[tuple[Track, list[int]]] = []  # with their tokens, least recently used first
+        self._free = list(range(context.n_seq_max))[::-1]
+
+    @property
+    def taken(self) -> int:
+        """Cells of open tracks."""
+        return sum(track.cells - track.shared for track in self.open)
+
+    @property
+    def room(self) -> int:
+        """Cells that the next trees of all open sequences may take."""
+        return self.context.n_ctx - sum(max(track.length, track.prompt) - track.shared for track in self.open)
+
+    @property
+    def kept(self) -> int:
+        """Cells of idle tracks."""
+        return sum(track.cells - track.shared for track, _ in self._idle)
+
+    def acquire(self, tokens: Sequence[int], reserve: int, reuse: bool) -> Track:
+        """A track for a prompt.
+
+        Args:
+            tokens: of the prompt that its cells are to hold.
+            reserve: the number of cells that the sequence may grow to.
+            reuse: whether an idle track with the same beginning may be taken over.
+
+        Raises:
+            CacheFull: no id, or not enough cells.
+        """
+        track = (self._with_prefix(tokens) if reuse else None) or Track(self.context, self._new_id, self._new_id())
+        track.prompt, track.reserve = len(tokens), max(reserve, len(tokens) + 1)
+        try:
+            self._reserve(track, f"a prompt of {len(tokens) + 1} tokens")
+        except CacheFull:
+            track.prompt = 0
+            self._put_back(track, list(tokens[: track.length]))
+            raise
+        self.open.append(track)
+        return track
+
+    def fork(self, track: Track) -> Track:
+        """A second track over the cells of an open one, whose tree has been committed.
+
+        Raises:
+            CacheFull: no id, or not enough cells for what may follow.
+        """
+        twin = Track(self.context, self._new_id, self._new_id(track))
+        twin.reserve = max(track.reserve, track.length + 1)
+        twin.length = twin.shared = track.length
+        twin.parent = track
+        try:
+            self._reserve(twin, f"another sample of {track.length + 1} tokens")
+        except CacheFull:
+            self._free.append(twin.main)
+            raise
+        self.context.copy(track.main, twin.main, 0, track.length)
+        self.open.append(twin)
+        return twin
+
+    def release(self, track: Track, tokens: Sequence[int], keep: bool) -> None:
+        """Ends an open track.
+
+        Args:
+            tokens: of its sequence, all that it has cells of.
+            keep: whether the cells stay for prompts to come.
+        """
+        self.open.remove(track)
+        if track.tree is not None and not track.discard_tree():
+            keep = False
+        self._free += track.release_ids()
+        track.prompt = track.reserve = 0
+        if keep:
+            self._put_back(track, list(tokens[: track.length]))
+        else:
+            self._discard(track)
+
+    def reset(self, track: Track) -> None:
+        """Empties an open track whose state cannot be cut."""
+        self._hand_over(track)
+        track.parent, track.shared, track.length = None, 0, 0
+        self.context.remove(track.main)
+
+    def forget(self) -> None:
+        """Discards all idle tracks."""
+        while self._idle:
+            self._discard(self._idle.pop(0)[0])
+
+    def make_room(self, need: int, what: str, reserved: int = 0) -> None:
+        """Discards idle tracks for `need` cells more.
+
+        Args:
+            what: that needs them, for the message.
+            reserved: cells that are kept free for open sequences.
+
+        Raises:
+            CacheFull: they do not fit beside the open tracks and what is reserved for them; nothing is lost.
+        """
+        if not self.context.model.cells:
+            return
+        n_ctx = self.context.n_ctx
+        while self._idle and self.taken + self.kept + need > n_ctx:
+            self._discard(self._idle.pop(0)[0])
+        if self.taken + reserved + need > n_ctx:
+            raise CacheFull(
+                f"the KV cache of {n_ctx} cells is full: other sequences take {self.taken + reserved}, and {what} "
+                f"needs {need}; close a sequence, or load the model with a larger {option('n_ctx')}"
+            )
+
+    def _reserve(self, track: Track, what: str) -> None:
+        """Makes room for a track that is to be opened, beside what is reserved for the open ones."""
+        reserved = sum(max(each.reserve - each.cells, 0) for each in self.open)
+        self.make_room(min(track.reserve, self.context.n_ctx) - track.shared, what, reserved)
+
+    def _new_id(self, wanting: Track | None = None) -> int:
+        """A sequence id that is not in use, if need be one that a track other than the wanting holds for no tree."""
+        if not self._free and self._idle:
+            self._discard(self._idle.pop(0)[0])
+        if not self._free:
+            others = [track for track in self.open if track is not wanting]
+            share = self.context.n_seq_max // (len(others) + 1)
+            self._free += [each for track in others for each in track.release_ids(keep=share - 1)]
+        if not self._free:
+            raise CacheFull(
+                f"{len(self.open)} sequences are open and all {self.context.n_seq_max} sequence ids are in use; "
+                f"close a sequence, or load the model with a larger n_seq_max (at most {MOST_SEQUENCES})"
+            )
+        return self._free.pop()
+
+    def _with_prefix(self, tokens: Sequence[int]) -> Track | None:
+        """The idle track that has most in common with `tokens`, cut to that."""
+        best, most = -1, 0
+        for index, (track, theirs) in enumerate(self._idle):
+            common = _common(theirs, tokens)
+            if common > most and self.context.first_position(track.main) == 0:  # else a window has moved on
+                best, most = index, common
+        if best < 0:
+            return None
+        track, _ = self._idle.pop(best)
+        self._hand_over(track)
+        self.context.remove(track.main, most)
+        track.length, track.shared = most, min(track.shared, most)
+        return track
+
+    def _put_back(self, track: Track, tokens: list[int]) -> None:
+        """Makes a track idle."""
+        if track.length == 0:
+            self._discard(track)
+            return
+        self._hand_over(track)
+        self._idle.append((track, tokens))
+
+    def _discard(self, track: Track) -> None:
+        """Frees the cells of a track, but for those that others share, and its id."""
+        self._hand_over(track)
+        self.context.remove(track.main)
+        self._free.append(track.main)
+
+    def _hand_over(self, track: Track) -> None:
+        """Makes one of the tracks that count cells with this one the parent of it and of the others."""
+        children = [each for each in (*self.open, *(idle for idle, _ in self._idle)) if each.parent is track]
+        if not children:
+            return
+        heir = max(children, key=lambda each: (each in self.open, each.shared))
+        for child in children:
+            child.parent, child.shared = heir, min(child.shared, heir.shared)
+        heir.parent = track.parent
+        if heir.shared >= track.shared:
+            track.parent, track.shared, heir.shared = heir, heir.shared, track.shared
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    size = min(len(one), len(other))
+    unlike = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
+    return int(unlike[0]) if len(unlike) else size

@@ -1,0 +1,135 @@
+"""The check of a GGUF file before llama.cpp loads it: weights at its end that are all zero.
+
+A download that stopped half-way leaves a file of the full size whose end is zero where the space was reserved first;
+llama.cpp loads it and generates nonsense. llama.cpp itself refuses a file that is shorter than its header promises.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from leapahead.core.errors import BadParameter
+
+MAGIC = b"GGUF"
+STRING, ARRAY = 8, 9
+SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of the other types of a value
+BLOCK = 1 << 20  # bytes that are compared with zero at once
+
+
+class Tensor(NamedTuple):
+    """A tensor of a file, whose data lie at [begin, end), padding behind them included."""
+
+    name: str
+    begin: int
+    end: int
+
+
+def check_file(path: Path) -> None:
+    """Refuses what is not a complete GGUF file. Of a model in several files all are checked.
+
+    A file is incomplete if more than half of a weight is zero, up to the end of the file. A shorter run of zeros is
+    not refused: embeddings of unused tokens may be zero.
+
+    Raises:
+        BadParameter: no such file, not a GGUF file, or an incomplete one.
+    """
+    if not path.is_file():
+        raise BadParameter(f"there is no file {str(path)!r}; give the path of a GGUF file")
+    for part in _parts(path):
+        with part.open("rb") as opened:
+            if opened.read(len(MAGIC)) != MAGIC:
+                raise BadParameter(f"{str(part)!r} is not a GGUF file: it does not begin with {MAGIC.decode()}")
+            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                _check_end(part, data)
+
+
+def _parts(path: Path) -> list[Path]:
+    """All files of a model, those that exist. llama.cpp reports a missing one."""
+    if (match := re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)) is None:
+        return [path]
+    names = (f"{match[1]}-{number:05}-of-{match[2]}.gguf" for number in range(1, int(match[2]) + 1))
+    return [part for name in names if (part := path.with_name(name)).is_file()]
+
+
+def _check_end(path: Path, data: mmap.mmap) -> None:
+    start = _zeros_from(data)
+    if start == len(data):
+        return
+    try:
+        tensors = list(_tensors(data))
+    except (struct.error, KeyError, UnicodeDecodeError, OverflowError, RecursionError):
+        return  # a broken header, which llama.cpp reports
+    for tensor in tensors:
+        if tensor.name.endswith(".weight") and 2 * (tensor.end - max(tensor.begin, start)) > tensor.end - tensor.begin:
+            raise BadParameter(
+                f"the GGUF file {str(path)!r} is incomplete: its last {len(data) - start} bytes are zero, among them "
+                f"the weights {tensor.name}; download or copy it again"
+            )
+
+
+def _zeros_from(data: mmap.mmap) -> int:
+    """Where the zeros at the end of a file begin; its length where it does not end with zeros."""
+    end = len(data)
+    while end > 0:
+        block = data[max(end - BLOCK, 0) : end]
+        if kept := len(block.rstrip(b"\0")):
+            return end - len(block) + kept
+        end -= len(block)
+    return 0
+
+
+def _tensors(data: mmap.mmap) -> Iterator[Tensor]:
+    """The tensors that the header of a file names, in the order of their data.
+
+    Raises:
+        struct.error, KeyError, UnicodeDecodeError, OverflowError, RecursionError: a broken header.
+    """
+    tensor_count, value_count = struct.unpack_from("<QQ", data, 8)
+    at, alignment = 24, 32
+    for _ in range(value_count):
+        key, at = _string(data, at)
+        (kind,) = struct.unpack_from("<I", data, at)
+        if key == b"general.alignment":
+            (alignment,) = struct.unpack_from("<I", data, at + 4)
+        at = _behind(data, at + 4, kind)
+    found = []
+    for _ in range(tensor_count):
+        raw, at = _string(data, at)
+        (dimensions,) = struct.unpack_from("<I", data, at)
+        at += 4 + 8 * dimensions + 4
+        (offset,) = struct.unpack_from("<Q", data, at)
+        at += 8
+        found.append((offset, raw.decode()))
+    data_begin = -(-at // max(alignment, 1)) * alignment
+    found.sort()
+    ends = [offset for offset, _ in found[1:]] + [len(data) - data_begin]
+    for (offset, name), end in zip(found, ends, strict=True):
+        yield Tensor(name, data_begin + offset, data_begin + end)
+
+
+def _string(data: mmap.mmap, at: int) -> tuple[bytes, int]:
+    """A string, and where it ends."""
+    (length,) = struct.unpack_from("<Q", data, at)
+    return data[at + 8 : at + 8 + length], at + 8 + length
+
+
+def _behind(data: mmap.mmap, at: int, kind: int) -> int:
+    """Where a value of the metadata ends."""
+    if kind == STRING:
+        return at + 8 + int(struct.unpack_from("<Q", data, at)[0])
+    if kind != ARRAY:
+        return at + SIZES[kind]
+    entry, count = struct.unpack_from("<IQ", data, at)
+    at += 12
+    if entry in SIZES:
+        return at + int(count) * SIZES[entry]
+    for _ in range(count):
+        at = _behind(data, at, entry)
+    return at

@@ -1,0 +1,99 @@
+"""The options of a GGUF file: how llama.cpp loads it and runs it. This module does not import llama_cpp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from leapahead.core.errors import BadParameter
+
+# Types of the KV cache, by their numbers in llama.cpp's `enum ggml_type`.
+CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
+SMALLEST_CONTEXT = 256  # llama.cpp rounds the size of a cache up to a multiple of this
+MOST_SEQUENCES = 256  # LLAMA_MAX_SEQ
+
+# The options that the command line has too, by its names.
+FLAGS = {
+    "n_ctx": "-c/--ctx-size",
+    "n_threads": "--threads",
+    "n_threads_batch": "--threads-batch",
+    "n_gpu_layers": "-ngl/--gpu-layers",
+    "use_mmap": "--no-mmap",
+    "use_mlock": "--mlock",
+    "flash_attn": "-fa/--flash-attn",
+    "type_k": "-ctk/--cache-type-k",
+    "type_v": "-ctv/--cache-type-v",
+}
+
+
+def option(name: str) -> str:
+    """An option for a message, under both of its names: "-c/--ctx-size (n_ctx)"."""
+    return f"{FLAGS[name]} ({name})" if name in FLAGS else name
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaCppOptions:
+    """How llama.cpp loads and runs a GGUF file, by llama.cpp's own names.
+
+    Attributes:
+        n_ctx: cells of the KV cache, shared by all sequences, and so the greatest length of one. At least 256, and
+            rounded up to a multiple of 256; 0 for the length that the model was trained with; by default the same,
+            but at most 4,096.
+        n_batch: greatest number of tokens in one call, all trees of a step together.
+        n_ubatch: number of those tokens that are computed at once.
+        n_threads: threads for forwards of one token; by default one per physical core.
+        n_threads_batch: threads for all other forwards; by default `n_threads`.
+        n_gpu_layers: layers to put on a GPU; -1 for all; by default llama.cpp's own choice.
+        use_mmap: map the file into memory instead of reading it.
+        use_mlock: keep the model in memory.
+        flash_attn: whether to use flash attention; by default llama.cpp's own choice, but not over a cache in f32,
+            whose values it would round to f16.
+        type_k, type_v: types of the cached keys and values: f32, f16, bf16 or q8_0; by default f16, and f32 where the
+            weights are f32.
+        n_seq_max: sequence ids, of which every leaf of every tree of a step takes one; at most 256; by default 64, and
+            8 for recurrent and hybrid models, which keep a state for each.
+
+    Raises:
+        BadParameter: a value is not possible.
+    """
+
+    n_ctx: int | None = None
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_threads: int | None = None
+    n_threads_batch: int | None = None
+    n_gpu_layers: int | None = None
+    use_mmap: bool = True
+    use_mlock: bool = False
+    flash_attn: bool | None = None
+    type_k: str | None = None
+    type_v: str | None = None
+    n_seq_max: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check("n_ctx", 0, None)
+        self._check("n_batch", 1, None)
+        self._check("n_ubatch", 1, None)
+        self._check("n_threads", 1, 4096)
+        self._check("n_threads_batch", 1, 4096)
+        self._check("n_gpu_layers", -1, None)
+        self._check("n_seq_max", 1, MOST_SEQUENCES)
+        if self.n_ctx is not None and 0 < self.n_ctx < SMALLEST_CONTEXT:
+            raise BadParameter(
+                f"{option('n_ctx')} cannot be {self.n_ctx}: llama.cpp's smallest context has {SMALLEST_CONTEXT} "
+                f"tokens; give {SMALLEST_CONTEXT} or more, or 0 for the length that the model was trained with"
+            )
+        for name in ("type_k", "type_v"):
+            if getattr(self, name) not in (None, *CACHE_TYPES):
+                raise BadParameter(
+                    f"{option(name)} cannot be {getattr(self, name)!r}; choose one of {', '.join(CACHE_TYPES)}"
+                )
+
+    def _check(self, name: str, low: int, high: int | None) -> None:
+        """Refuses what is no whole number from `low` to `high`; None is possible where it is the default."""
+        value = getattr(self, name)
+        if value is None and type(self).__dataclass_fields__[name].default is None:
+            return
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or value < low or (high is not None and value > high):
+            rule = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise BadParameter(f"{option(name)} cannot be {value!r}: it must be a whole number, {rule}")

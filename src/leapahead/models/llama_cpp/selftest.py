@@ -1,0 +1,107 @@
+"""The test of a model, run when its target is made: which of chains, trees and hidden states it gives correctly.
+
+A model's own logits are those of one token at a time, nothing discarded. This module uses the public interface of the
+target only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp as c
+import numpy as np
+import numpy.typing as npt
+
+from leapahead.core.errors import Refused
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.tree import TokenTree
+from leapahead.core.verify import Verdict
+from leapahead.models.base import CHAIN, HIDDEN, LOGITS, TOP_K, TREE, read_prompt
+from leapahead.models.llama_cpp.context import FloatArray
+
+if TYPE_CHECKING:
+    from leapahead.models.llama_cpp.model import LlamaCppTarget
+
+TOLERANCE = 0.1  # of the standard deviation of logits; a wrong mask moves them by about one, 4-bit rounding by 0.03
+
+
+def capabilities(target: LlamaCppTarget) -> frozenset[str]:
+    """What the model can do. None of it for a recurrent state, which cannot discard tokens.
+
+    Raises:
+        Refused: the model's logits of several tokens at once are not those of one token at a time.
+    """
+    a, b, d, e, f, g = _ordinary_tokens(target, 6)
+    tree = TokenTree(np.array([d, e, f, g, a]), np.array([-1, 0, 0, 1, 2]))
+    paths = [[a, b, d, e, g], [a, b, d, f, a]]
+    own = [_own_logits(target, path) for path in paths]
+    if target.model.stateful or not _can_discard(target, [a, b, d]):
+        return frozenset()
+    able = {LOGITS, TOP_K, HIDDEN}
+    chained, _ = _tree_logits(target, [a, b, d], TokenTree.chain(d, [e, g]), (0,), (f,))
+    if differ(chained, own[0][2:]):
+        raise Refused(f"{target.info.name} does not give its own logits when it reads several tokens at once")
+    able.add(CHAIN)
+    if target.context.n_seq_max > 1:
+        rows, after = _tree_logits(target, [a, b, d], tree, (0, 2, 4), (f, a, e))
+        wrong = [differ(rows[nodes], each[2:]) for nodes, each in zip(([0, 1, 3], [0, 2, 4]), own, strict=True)]
+        if not any(wrong) and not differ(after, _own_logits(target, [*paths[1], e])[-1:]):
+            able.add(TREE)
+    return frozenset(able)
+
+
+def reads_in_chunks(target: LlamaCppTarget) -> bool:
+    """Whether a prompt that is read at once leaves the same state as one that is read token by token."""
+    tokens = _ordinary_tokens(target, 4)
+    session = target.open(tokens, SamplingParams())
+    read_prompt(target, session)
+    row = target.step([session], [TokenTree.root(tokens[-1])])[0].logits
+    session.close()
+    return not differ(row, _own_logits(target, tokens)[-1:])
+
+
+def differ(here: npt.NDArray[Any], there: npt.NDArray[Any]) -> bool:
+    """Whether two sets of logits differ by more than rounding; NaN differs from everything."""
+    return not float(np.sqrt(np.mean((here - there) ** 2))) <= TOLERANCE * float(np.std(there))
+
+
+def _own_logits(target: LlamaCppTarget, tokens: Sequence[int]) -> FloatArray:
+    """float32 [tokens, vocab], one forward a token, nothing discarded."""
+    session, rows = target.open(tokens[:1], SamplingParams()), []
+    for following in (*tokens[1:], 0):
+        rows.append(target.step([session], [TokenTree.root(session.tokens[-1])])[0].logits)
+        session.commit(Verdict((0,), (following,), 0))
+    session.close()
+    return np.concatenate(rows)
+
+
+def _tree_logits(
+    target: LlamaCppTarget, prompt: Sequence[int], tree: TokenTree, path: tuple[int, ...], tokens: tuple[int, ...]
+) -> tuple[FloatArray, FloatArray]:
+    """Of the tree over the prompt [nodes, vocab]; after `path` and `tokens` are committed, of the last [1, vocab]."""
+    session = target.open(prompt, SamplingParams())
+    read_prompt(target, session)
+    rows = target.step([session], [tree])[0].logits
+    session.commit(Verdict(path, tokens, len(tokens) - 1))
+    after = target.step([session], [TokenTree.root(tokens[-1])])[0].logits
+    session.close()
+    return rows, after
+
+
+def _can_discard(target: LlamaCppTarget, tokens: Sequence[int]) -> bool:
+    """Whether the cache can discard its last token."""
+    session = target.open(tokens, SamplingParams())
+    read_prompt(target, session)
+    target.step([session], [TokenTree.root(tokens[-1])])
+    able = session.track.discard_tree()
+    session.close()
+    return able
+
+
+def _ordinary_tokens(target: LlamaCppTarget, count: int) -> list[int]:
+    """Ids without a special meaning, spread over the vocabulary."""
+    size = target.info.vocab_size
+    spread = np.linspace(0, size - 1, min(size, 64)).astype(int).tolist()
+    found = [token for token in spread if not c.llama_vocab_is_control(target.model.vocab, token)] or spread
+    return [found[(7 * i + 3) % len(found)] for i in range(count)]
