@@ -2,48 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.text import Tokenizer
 from leapahead.drafters import draft_models
-from leapahead.drafters.base import Context
-from leapahead.drafters.planned import Grown
-from leapahead.planner.source import Source
+from leapahead.drafters.base import Host
+from leapahead.drafters.datastore import check_datastore
+from leapahead.drafters.draft_forwards import DraftForwards
+from leapahead.drafters.planned import Planned
 from leapahead.drafters.sources.datastore import Datastore
-from leapahead.drafters.sources.lookahead import LookaheadSource
+from leapahead.drafters.sources.lookahead import LookaheadSource, WindowTuner
 from leapahead.drafters.sources.ngram import Ngrams
 from leapahead.drafters.sources.prediction import Prediction
-from leapahead.drafters.sources.recycling import SAMPLED, Recycling
+from leapahead.drafters.sources.recycling import Recycling
 from leapahead.drafters.sources.suffix import Suffix
-from leapahead.models.base import Target
+from leapahead.planner.draft import SequenceView
+from leapahead.planner.source import Source
 
-SOURCES: dict[str, Callable[[], Source]] = {
+SOURCES: dict[str, type[Source]] = {
     "prediction": Prediction,
     "ngram": Ngrams,
     "suffix": Suffix,
     "recycling": Recycling,
     "lookahead": LookaheadSource,
 }
-USUAL = ("prediction", "suffix", "recycling", "lookahead")  # n-grams know nothing that the automaton does not
+DEFAULT = ("prediction", "suffix", "recycling", "lookahead")  # n-grams find nothing that the suffix automaton does not
 
 
-class Auto(Grown):
-    """Drafts what pays, from every source that the target can serve; decodes plainly where nothing pays.
+class Auto(Planned):
+    """Drafts as many nodes as pay, from every source that the target can serve; decodes plainly where nothing pays.
 
     Args:
         sources: their names, divided by commas; by default prediction, suffix, recycling and lookahead.
         datastore: a file that `leapahead datastore build` has written, as one more source.
         draft: a draft model, as one more source; or several, see `draft_model`.
-        nodes: draft so many nodes every step, whatever they cost; 0 for what pays.
-        max_nodes: never more.
-        dice: rank candidates under the dice when sampling; false for comparison.
+        nodes: draft so many nodes in every step, whatever they cost; 0 for as many as pay.
+        max_nodes: never more per sequence.
+        seed_aware: rank candidates with the Gumbel noise when sampling; false for comparison.
     """
 
     name: ClassVar[str] = "auto"
-    predicts: ClassVar[bool] = True
-    prompt_top_k: ClassVar[int] = SAMPLED
+    takes_prediction: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -55,25 +54,32 @@ class Auto(Grown):
         seed_aware: bool = True,
     ) -> None:
         super().__init__(nodes, max_nodes, seed_aware)
-        self._wanted = [name.strip() for name in sources.split(",") if name.strip()] or list(USUAL)
-        if unknown := [name for name in self._wanted if name not in SOURCES]:
+        self._names = [name.strip() for name in sources.split(",") if name.strip()] or list(DEFAULT)
+        if unknown := [name for name in self._names if name not in SOURCES]:
             raise BadParameter(f"there is no source {unknown[0]!r}; there are {', '.join(SOURCES)}")
-        self._store = Datastore(datastore) if datastore else None
-        self._drafts = draft_models.given(draft) if draft else []
+        self._file = datastore
+        if datastore:
+            Datastore(datastore)  # refuses a file that cannot be read
+        self._drafts = draft_models.parsed(draft) if draft else []
+        self._tuners = {sampled: WindowTuner() for sampled in (False, True)}
 
-    def check_target(self, target: Target) -> None:
-        self._models = draft_models.resolved(self._drafts, target)
+    def attach(self, host: Host) -> None:
+        if self._file:
+            check_datastore(self._file, host)
+        if self._drafts:
+            models = host.draft_models.all(self._drafts, host.target, host.tokenizer)
+            self.draft_forwards = DraftForwards(models, host.acceptance)
+        super().attach(host)
 
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        draft_models.check(self._drafts, tokenizer)
-        if self._store is not None:
-            self._store.check_tokenizer(tokenizer)
-
-    def begin(self, context: Context) -> None:
-        super().begin(context)
-        if self._store is not None:
-            self._store.check_vocabulary(context.vocab_size)
-
-    def make(self) -> list[Source]:
-        sources = [SOURCES[name]() for name in self._wanted if name != "prediction" or self._context.prediction]
-        return [*sources, *([self._store] if self._store is not None else []), *draft_models.sources(self._models)]
+    def make_sources(self, sequence: SequenceView | None) -> list[Source]:
+        found: list[Source] = []
+        for name in self._names:
+            if name == "lookahead":
+                found.append(LookaheadSource(self._tuners[sequence is not None and sequence.sampled]))
+            elif name != "prediction" or sequence is None or sequence.prediction:
+                found.append(SOURCES[name]())
+        if self._file:
+            found.append(Datastore(self._file))
+        if self.draft_forwards is not None:
+            found += self.draft_forwards.sources()
+        return found

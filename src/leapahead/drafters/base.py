@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from leapahead.core.text import Tokenizer
 from leapahead.core.tree import Budget, TokenTree
+from leapahead.drafters.draft_models import DraftModels
 from leapahead.models.base import NOTHING, Capture, Target, TargetInfo, require
 from leapahead.models.choices import PromptRows
 from leapahead.planner.acceptance import AcceptanceTable
@@ -37,14 +38,19 @@ class Host:
         latency: how long a forward of that target takes, by its number of rows.
         acceptance: how often candidates of each kind were accepted, shared by all drafters of the engine.
         tokenizer: of the target; None where none is known.
-        make_self_draft: makes a draft model out of the target itself, from a specification such as "self:skip=2-4".
+        target: the target itself, for draft models that are made of it ("self:skip=2-4") and for measuring it again.
+            Drafters never run a forward of it. None where the host has no such object.
+        draft_models: the loaded draft models, shared by all drafters of the engine.
+        running: the number of sequences of the forward that is being drafted for, those of other drafters included.
     """
 
     info: TargetInfo
     latency: LatencyProfiles
     acceptance: AcceptanceTable
     tokenizer: Tokenizer | None = None
-    make_self_draft: Callable[[str], Target] | None = None
+    target: Target | None = None
+    draft_models: DraftModels = field(default_factory=DraftModels)
+    running: Callable[[], int] = int
 
 
 class Drafter(ABC):
@@ -60,7 +66,8 @@ class Drafter(ABC):
         plans: whether it reads the latency profile, which is then measured before the first request.
 
     Attributes:
-        capture: what the target's forwards are to give beside the choices. Known after construction.
+        capture: what the target's forwards are to give beside the choices. Known after `attach`.
+        host: what `attach` was given.
     """
 
     name: ClassVar[str]
@@ -69,6 +76,7 @@ class Drafter(ABC):
     takes_prediction: ClassVar[bool] = False
     plans: ClassVar[bool] = False
     capture: Capture = NOTHING
+    host: Host
 
     def attach(self, host: Host) -> None:
         """Called once, before any sequence: takes what the engine gives, or refuses it by name.
@@ -185,4 +193,5 @@ class PerSequence(Drafter):
         self._drafters.pop(sequence, None)
 
     def figures(self, sequence: SequenceView) -> dict[str, Any]:
-        return self._drafters[sequence].figures()
+        drafter = self._drafters.get(sequence)
+        return {} if drafter is None else drafter.figures()

@@ -1,51 +1,47 @@
-"""Whether a draft model should look once more, and where.
+"""Decides when a draft model runs another forward, and over which paths of the trees.
 
-A look is one forward of the draft over places of the tree that it does not know yet. It pays while
+A draft forward computes paths of the tree of which the draft model has no candidates yet. It pays while
 
-    (tokens that it is expected to bring) / (seconds that it takes)  >  tokens a second without it
+    (tokens that it is expected to add) / (seconds that it takes)  >  tokens per second without it
 
-What a place brings is P(place) x p(one of the draft's first w choices is right) x (1 - what others guess there), as if
-they were independent; the seconds are those of the draft's rows and of w further rows of the target a place; w is what
-pays best. EAGLE-2 (2406.16858) expands by value too, in a fixed number of levels of a fixed width; here both follow
-from the two cost curves.
+A path is expected to add P(path) x p(one of the draft model's first w candidates is right) x (1 - the sum of p over the
+guesses of other sources there), as if these were independent. The seconds are those of the draft model's rows, and of w
+further rows of the target for each path; w is chosen best. EAGLE-2 (2406.16858) expands by value too, in a fixed number
+of levels of a fixed width; here both follow from the two latency profiles.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
-from weakref import WeakSet
 
-from leapahead.drafters.base import Proposal
+from leapahead.drafters.draft_models import DraftModel
 from leapahead.drafters.draft_runner import Path
 from leapahead.drafters.sources.draft import DraftSource
 from leapahead.models.base import Target
-from leapahead.planner.acceptance import Calibration
-from leapahead.planner.profile import machine_of
-from leapahead.planner.tree_search import MOST, Growth, first_choice
+from leapahead.planner.acceptance import AcceptanceTable
+from leapahead.planner.profile import LatencyProfiles
+from leapahead.planner.sizing import COST_SHARE, StepPlan
+from leapahead.planner.source import Source
+from leapahead.planner.tree_search import MOST, TreeSearch, first_choice
 
-HOPE, NEXT = 0.6, 0.08  # that a draft's first choice is right, and one of the next, before any was seen
-CHOICES = 4  # of a place, at most, that are hoped for when it is looked at
-WIDEST = 16  # places of one sequence in one look
-LONGEST_REST = 32  # steps without a look, or without asking any source
-PRICE = 0.01  # of a plain step, that looking or asking in vain may take of each
-
-
-_compared: WeakSet[Target] = WeakSet()  # drafts that seemed slow and were measured beside their target
+FIRST_PRIOR, OTHER_PRIOR = 0.6, 0.08  # probability that the first candidate is right, and each other one, if unknown
+CHOICES = 4  # candidates of a path, at most, that are expected to be drafted
+WIDEST = 16  # paths of one sequence in one draft forward
 
 
 class Place(NamedTuple):
-    """Where a draft may look.
+    """A path that a draft model could compute.
 
     Attributes:
-        chance: that the text comes there and that nobody else knows how it goes on.
-        right: that the first of the source's choices there is right, or one of the first two, ...
-        path: the place.
-        source: that does not know it yet.
+        chance: the probability that the text takes it and that no other source knows how it continues.
+        right: the probability that the first of the draft model's candidates is right, or one of the first two, ...
+        path: from below the root.
+        source: of the draft model and the sequence.
     """
 
     chance: float
@@ -53,159 +49,209 @@ class Place(NamedTuple):
     path: Path
     source: DraftSource
 
+    @property
+    def value(self) -> float:
+        """By which paths are ordered: tokens that the first candidate is expected to add."""
+        return self.chance * self.right[0]
 
-class Looks:
-    """All looks of one step.
+
+class DraftForwards:
+    """The draft models of one drafter.
 
     Args:
-        target: the model that decodes.
-        sequences: of the step.
-
-    Attributes:
-        seconds: that they have taken.
+        models: one or several.
+        acceptance: estimates how often their candidates are right.
+        depth: greatest number of forwards of each draft model per step, which are then always run; 0 for what pays.
     """
 
-    def __init__(self, target: Target, sequences: int) -> None:
-        self.target, self.sequences = target, sequences
-        self.seconds = 0.0
-        self._rounds: Counter[Target] = Counter()
+    def __init__(self, models: Sequence[DraftModel], acceptance: AcceptanceTable, depth: int = 0) -> None:
+        self.models, self.acceptance, self.depth = list(models), acceptance, depth
+        self._reported: set[DraftModel] = set()  # too slow, and reported
 
-    def more(self, growths: dict[int, Growth], kept: dict[int, int], depths: dict[int, int]) -> bool:
-        """Looks once more, if that pays or is wanted.
+    def sources(self) -> list[DraftSource]:
+        """New sources, for one sequence."""
+        return [
+            DraftSource(model.target, "draft" if index == 1 else f"draft{index}")
+            for index, model in enumerate(self.models, 1)
+        ]
+
+    def prepare(self, latency: LatencyProfiles, target: Target | None) -> None:
+        """Measures the draft models' latency profiles, outside of every request's time.
+
+        A draft model that seems to be slower than the target is measured again, and so is the target: their stored
+        profiles may be of times in which the machine was differently busy.
+        """
+        if self.depth:
+            return  # the profiles are not read
+        for model in self.models:
+            model.latency.prepare(model.target)
+        if target is not None and (slow := self.slow(latency)):
+            for model in slow:
+                model.latency.measure(model.target)
+            latency.measure(target)
+
+    def slow(self, latency: LatencyProfiles, sequences: int = 1) -> list[DraftModel]:
+        """The draft models of which a forward over one row per sequence takes as long as one of the target."""
+        if self.depth:
+            return []  # their forwards are the user's wish
+        plain = latency.profile(sequences)(sequences)
+        return [model for model in self.models if model.latency.profile(sequences)(sequences) >= plain]
+
+    def report_slow(self, model: DraftModel, target: str, latency: LatencyProfiles, sequences: int) -> str:
+        """Warns once that a draft model is too slow to be used; returns the message."""
+        own, whole = (each.profile(sequences)(sequences) for each in (model.latency, latency))
+        message = (
+            f"the draft model {model.target.info.name} takes {1e3 * own:.1f} ms per token and the target {target} "
+            f"{1e3 * whole:.1f} ms, so it cannot make decoding faster; use a smaller draft model"
+        )
+        if model not in self._reported:
+            self._reported.add(model)
+            warnings.warn(message, UserWarning, stacklevel=2)
+        return message
+
+
+class StepForwards:
+    """The draft forwards of one step.
+
+    Args:
+        forwards: of the drafter.
+        plan: of the step.
+        target: its name, for messages.
+        sources: of all sequences that draft.
+
+    Attributes:
+        seconds: that they have taken, reading of prompts included.
+    """
+
+    def __init__(self, forwards: DraftForwards, plan: StepPlan, target: str, sources: Iterable[Source]) -> None:
+        self.forwards, self.plan = forwards, plan
+        self.seconds = 0.0
+        drafts = [source for source in sources if isinstance(source, DraftSource)]
+        self._runs: Counter[DraftModel] = Counter()
+        for model in forwards.slow(plan.latency, plan.sequences):
+            message = forwards.report_slow(model, target, plan.latency, plan.sequences)
+            for source in drafts:
+                if source.target is model.target and not source.runner.failed:
+                    source.runner.fail(message)
+        self._read_ahead([source for source in drafts if source.runner.reading])
+
+    def more(self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int]) -> bool:
+        """Runs the draft forward that pays best, if one does or is still wanted; false if not.
 
         Args:
-            growths: the trees so far, by sequence.
-            kept: how many of their nodes are drafted as things stand, the root counted.
-            depths: how many looks of each are wanted; 0 for what pays.
-
-        Returns:
-            False where it is enough.
+            searches: the trees so far, by sequence.
+            kept: how many of their nodes would be drafted without it, the root counted.
         """
-        drafts = {
-            id(source.target): source.target
-            for growth in growths.values()
-            for source in growth.sources
-            if isinstance(source, DraftSource) and source.able
-        }
         best: tuple[float, list[Place]] = (0.0, [])
-        for draft in drafts.values():
-            if not self._rounds[draft] and self._too_slow(draft, growths, depths):
-                continue
-            gain, chosen = self._worthwhile(draft, growths, kept, depths)
+        for model in self.forwards.models:
+            gain, chosen = self._gain(model, searches, kept)
             if chosen and gain > best[0]:
                 best = gain, chosen
-        return bool(best[1]) and self._look(best[1])
+        return bool(best[1]) and self._run(best[1])
 
-    def _too_slow(self, draft: Target, growths: dict[int, Growth], depths: dict[int, int]) -> bool:
-        """Whether a token of the draft takes as long as one of the target: said once, and the draft is left alone."""
-        if all(depths[index] for index in growths):
-            return False  # its looks are the user's wish
-        own = machine_of(draft).curve(draft, self.sequences)(self.sequences)
-        whole = machine_of(self.target).curve(self.target, self.sequences)(self.sequences)
-        if own < whole:
-            return False
-        if draft not in _compared:  # one curve may be of a busier hour than the other
-            _compared.add(draft)
-            for each in (draft, self.target):
-                machine_of(each).again(each)
-            return self._too_slow(draft, growths, depths)
-        told = (
-            f"the draft model {draft.name} takes {1e3 * own:.1f} ms a token and the target {self.target.name} "
-            f"{1e3 * whole:.1f} ms, so it cannot make it faster; use a smaller one"
-        )
-        warnings.warn(told, UserWarning, stacklevel=2)
-        for index, growth in growths.items():
-            for source in growth.sources:
-                if isinstance(source, DraftSource) and source.target is draft and not depths[index]:
-                    assert source.following is not None
-                    source.following.fail(told)
-        return True
+    def settle(self, searches: Mapping[int, TreeSearch], drafted: Mapping[int, bool]) -> None:
+        """Suspends the draft models after forwards from which nothing was drafted.
 
-    def _worthwhile(
-        self, draft: Target, growths: dict[int, Growth], kept: dict[int, int], depths: dict[int, int]
+        Args:
+            searches: by sequence.
+            drafted: whether the draft of the sequence has any nodes.
+        """
+        if not self.seconds:
+            return
+        longest = self.plan.longest_back_off(self.seconds)
+        for index, search in searches.items():
+            for source in search.sources:
+                if isinstance(source, DraftSource) and source.steps_without == 0:
+                    source.back_off.update(paid=drafted[index], longest=longest)
+
+    def _gain(
+        self, model: DraftModel, searches: Mapping[int, TreeSearch], kept: Mapping[int, int]
     ) -> tuple[float, list[Place]]:
-        """The places where this draft should look, and by how many tokens that is better than the same time without."""
-        machine, own = machine_of(self.target), machine_of(draft)
-        curve, theirs = machine.curve(self.target, self.sequences), own.curve(draft, self.sequences)
-        rows = self.sequences * max(kept.values()) if self.target.pads else sum(kept.values())
-        rows = max(rows, self.sequences)
-        tokens = sum(sum(growth.expected[: kept[index]]) for index, growth in growths.items())
-        tokens += self.sequences - len(growths)
-        time = curve(rows) + machine.drafting(rows - self.sequences) + self.seconds
-        found, missed, opening, wanted, probing = [], 0, 0.0, False, False
-        for index, growth in growths.items():
-            for which, source in enumerate(growth.sources):
-                if not isinstance(source, DraftSource) or source.target is not draft or not source.able:
-                    continue
-                if self._rounds[draft] >= depths[index] > 0 or (source.resting and not depths[index]):
-                    continue
-                wanted |= depths[index] > 0
-                assert source.following is not None
-                if source.following.opened:
-                    missed += source.following.missed
-                else:  # the prompt is read once, for all tokens that may come
-                    opening += theirs(source.following.missed) / max(1, growth.budget.depth)
-                found += _places(growth, which, machine.calibration)
-                if source.idle * PRICE * curve(self.sequences) > theirs(source.following.missed + 1):
-                    probing |= not self._rounds[draft]  # nothing has paid for long; but does it still not?
-        found.sort(key=_hope, reverse=True)
-        if wanted:
-            return float("inf"), found
-        rate, best, chosen = tokens / time, 0.0, 0
-        sums = [0.0] * CHOICES  # of tokens, by choices a place
-        for count, place in enumerate(found, 1):
-            look = opening + theirs(missed + count) - curve(rows)
+        """Where this draft model should run, and how many tokens that is better than the same time without it."""
+        usable = list(self._usable(model, searches))
+        places = [place for search, which, source in usable for place in self._places(search, which, source)]
+        places.sort(key=lambda place: place.value, reverse=True)
+        if self.forwards.depth:
+            return float("inf"), places
+        if not usable:
+            return 0.0, []
+        plan = self.plan
+        curve, own = plan.latency.profile(plan.sequences), model.latency.profile(plan.sequences)
+        missing, opening, probing = 0, 0.0, False
+        for search, _, source in usable:
+            if source.runner.opened:
+                missing += source.runner.missing
+            else:  # the prompt is read once, for all tokens that may follow
+                opening += own(source.runner.missing) / max(1, search.budget.depth)
+            if source.steps_without * COST_SHARE * curve(plan.sequences) > own(source.runner.missing + 1):
+                probing |= not self._runs[model]  # it has not paid for long: is that still so?
+        rows = plan.rows(kept)
+        tokens = plan.sequences - len(searches)
+        tokens += sum(sum(search.expected[: kept[index]]) for index, search in searches.items())
+        rate = tokens / (curve(rows) + plan.drafting(rows - plan.sequences) + self.seconds)
+        best, chosen = 0.0, 0
+        sums = [0.0] * CHOICES  # of tokens, by candidates of each path
+        for count, place in enumerate(places, 1):
+            seconds = opening + own(missing + count) - curve(rows)
             for width, right in enumerate(place.right, 1):
                 sums[width - 1] += place.chance * right
                 new = width * count
-                more = self.sequences * -(-new // len(growths)) if self.target.pads else new
-                gain = sums[width - 1] - rate * (look + curve(rows + more))
+                added = plan.sequences * -(-new // len(searches)) if plan.padded else new
+                gain = sums[width - 1] - rate * (seconds + curve(rows + added))
                 if gain > best:
                     best, chosen = gain, count
         if probing and not chosen:
-            return float("inf"), [place for place in found if not place.path][:1]
-        return best, found[:chosen]
+            return float("inf"), [place for place in places if not place.path][:1]
+        return best, places[:chosen]
 
-    def _look(self, chosen: Sequence[Place]) -> bool:
-        """One forward of a draft model at these places."""
-        began = perf_counter()
+    def _usable(
+        self, model: DraftModel, searches: Mapping[int, TreeSearch]
+    ) -> Iterator[tuple[TreeSearch, int, DraftSource]]:
+        """The sources of a draft model that may run another forward in this step."""
+        depth = self.forwards.depth
+        if depth and self._runs[model] >= depth:
+            return
+        for search in searches.values():
+            for which, source in enumerate(search.sources):
+                if not isinstance(source, DraftSource) or source.target is not model.target:
+                    continue
+                if source.runner.failed or source.runner.reading:
+                    continue
+                if depth or not source.back_off.remaining:
+                    yield search, which, source
+
+    def _places(self, search: TreeSearch, which: int, source: DraftSource) -> list[Place]:
+        """The paths of a tree that its source number `which` could compute, best first."""
+        table, mode = self.forwards.acceptance, search.mode
+        first = table.estimate(first_choice(source.name, mode), FIRST_PRIOR)
+        others = [table.estimate((source.name, mode, rank), OTHER_PRIOR) for rank in range(1, CHOICES)]
+        right = tuple(min(MOST, total) for total in accumulate((first, *others)))
+        found = [
+            Place(chance * (1.0 - known), right, path, source)
+            for path, chance, known in search.states(which)
+            if not source.has_candidates(path)
+        ]
+        return sorted(found, key=lambda place: place.value, reverse=True)[:WIDEST]
+
+    def _run(self, chosen: Sequence[Place]) -> bool:
+        """One draft forward over these paths; false if nothing came of it."""
         paths: dict[DraftSource, list[Path]] = {}
         for place in chosen:
             paths.setdefault(place.source, []).append(place.path)
-        forward = DraftSource.look(list(paths.items()))
+        self._read_ahead([source for source in paths if not source.runner.opened])
+        ready = [(source, some) for source, some in paths.items() if source.runner.opened and not source.runner.reading]
+        began = perf_counter()
+        model = next(model for model in self.forwards.models if model.target is chosen[0].source.target)
+        forward = DraftSource.draft(ready) if ready else None
         if forward is not None:
-            machine_of(chosen[0].source.target).observed(forward)
-        self._rounds[chosen[0].source.target] += 1
+            model.latency.observe(forward)
+        self._runs[model] += 1
         self.seconds += perf_counter() - began
         return forward is not None
 
-    def settle(self, growths: dict[int, Growth], proposals: Sequence[Proposal]) -> None:
-        """Tells the drafts that have looked whether something came of it."""
-        if not self.seconds:
-            return
-        plain = machine_of(self.target).curve(self.target, self.sequences)(self.sequences)
-        longest = min(LONGEST_REST, int(self.seconds / plain / PRICE))
-        for index, growth in growths.items():
-            for source in growth.sources:
-                if isinstance(source, DraftSource) and source.idle == 0:
-                    source.settle(useful=len(proposals[index].tree) > 1, longest=longest)
-
-
-def _places(growth: Growth, which: int, calibration: Calibration) -> list[Place]:
-    """Places of a tree that its source number `which` does not know, best first."""
-    source = growth.sources[which]
-    assert isinstance(source, DraftSource)
-    first = calibration.estimate(first_choice(source.name, growth.how), HOPE)
-    others = [calibration.estimate((source.name, growth.how, rank), NEXT) for rank in range(1, CHOICES)]
-    right = tuple(min(MOST, sum_) for sum_ in accumulate((first, *others)))
-    found = [
-        Place(chance * (1.0 - known), right, path, source)
-        for path, chance, known in growth.places(which)
-        if not source.knows(path)
-    ]
-    return sorted(found, key=_hope, reverse=True)[:WIDEST]
-
-
-def _hope(place: Place) -> float:
-    """By which places are tried: the tokens that the source's first choice there is expected to bring."""
-    return place.chance * place.right[0]
+    def _read_ahead(self, sources: Sequence[DraftSource]) -> None:
+        """Reads one chunk of each text for its draft model."""
+        began = perf_counter()
+        for source in sources:
+            source.runner.read_ahead()
+        self.seconds += perf_counter() - began if sources else 0.0

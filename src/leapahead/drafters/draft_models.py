@@ -1,162 +1,219 @@
-"""Draft models as drafters are given them: by name, folder or file, or loaded; the target itself; one or several.
+"""Loading of draft models: by name, folder or file; given as loaded models; or made of the target itself.
 
     "small", "small.gguf", "bundled", a module, a target    another model
-    "self:skip"            the target without the layers that `leapahead lab skip` found (Draft & Verify, 2309.08168)
-    "self:skip=1m,2-3"     without these: MLP of 1, all of 2 and 3
+    "self:skip"            the target without the layers that `leapahead layer-search` found (Draft & Verify, 2309.08168)
+    "self:skip=1m,2-3"     without the MLP of layer 1 and all of layers 2 and 3
     "self:first=8"         its first 8 layers and its head, in the target's own cache (LayerSkip, 2404.16710)
     "self:int8"            its weights in int8
 
-What is given by name is loaded once and shared by all sequences of the process; what is made of a target lives as long
-as that. Whether a draft's tokens are the target's is asked of the tokenizers, where both are known.
+`DraftModels` loads each of them once for all drafters of an engine and releases them with the engine. A draft model must
+have the target's tokenizer; where both are known they are compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from leapahead.core.errors import BadParameter, Refused, needing
 from leapahead.core.text import Tokenizer, difference
-from leapahead.drafters.sources.draft import DraftSource
 from leapahead.models import loading
 from leapahead.models.base import CHAIN, TOP_K, Target
 from leapahead.models.loading import Loaded
+from leapahead.planner.profile import LatencyProfiles
 
-BUNDLED = "bundled"  # the draft that comes with the bundled model
+BUNDLED = "bundled"  # the draft model that comes with the bundled model
 SELF = "self:"
 FIRST = "self:first="
-MOST = 4  # models that are kept by name; the one that was used longest ago goes
-
-Draft = Loaded | str  # a string: of the target itself
-_kept: dict[tuple[Any, ...], Loaded] = {}
-_own: WeakKeyDictionary[Target, dict[str, Loaded]] = WeakKeyDictionary()
 
 
-def load(draft: Any, dtype: str = "auto", device: str = "auto", **llama_cpp_options: Any) -> Loaded:
-    """One draft model, as `loading.load` has it; a GGUF file has a dtype of its own, others no options of llama.cpp.
+@dataclass(frozen=True, eq=False)
+class DraftModel:
+    """A loaded draft model.
+
+    Attributes:
+        target: the model, with the interface of a target.
+        tokenizer: its own; None where none is known.
+        latency: how long a forward of it takes.
+    """
+
+    target: Target
+    tokenizer: Tokenizer | None
+    latency: LatencyProfiles
+
+    @classmethod
+    def of(cls, loaded: Loaded) -> DraftModel:
+        """A loaded model as a draft model.
+
+        Raises:
+            Refused: it cannot draft.
+        """
+        info = loaded.target.info
+        if missing := sorted({CHAIN, TOP_K} - info.capabilities):
+            raise Refused(
+                f"{info.name} cannot draft, since it does not have {' and '.join(missing)}; use another draft model"
+            )
+        return cls(loaded.target, loaded.tokenizer, LatencyProfiles(info))
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Refuses a draft model whose tokenizer is not the target's.
+
+        Raises:
+            BadParameter: naming the first difference.
+        """
+        if self.tokenizer is not None and (unlike := difference(tokenizer, self.tokenizer)):
+            raise BadParameter(
+                f"the draft model {self.target.info.name} has another vocabulary than the target: {unlike}; use one "
+                "with the target's tokenizer"
+            )
+
+
+Draft = DraftModel | str  # a name, or "self:..."
+
+
+class DraftModels:
+    """The draft models of one engine. Each name is loaded once and kept as long as the engine."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, DraftModel] = {}
+
+    def get(self, draft: Draft, target: Target | None) -> DraftModel:
+        """The draft model that is meant.
+
+        Args:
+            draft: loaded, a name, or "self:..." for one that is made of the target.
+            target: that it is made of.
+
+        Raises:
+            LeapaheadError: it cannot be loaded or made, or it cannot draft.
+        """
+        if isinstance(draft, DraftModel):
+            return draft
+        if draft not in self._kept:
+            self._kept[draft] = made_of(target, draft) if draft.startswith(SELF) else load(draft)
+        return self._kept[draft]
+
+    def all(self, drafts: Sequence[Draft], target: Target | None, tokenizer: Tokenizer | None) -> list[DraftModel]:
+        """Several of them, their tokenizers compared with the target's where that is known.
+
+        Raises:
+            LeapaheadError: one cannot be loaded or made, cannot draft, or has another tokenizer.
+        """
+        exits = [each for each in drafts if isinstance(each, str) and each.startswith(FIRST)]
+        if len(exits) > 1:
+            raise BadParameter(f"{' and '.join(exits)} would use the same part of the target's cache; give one of them")
+        found = [self.get(draft, target) for draft in drafts]
+        for model in found:
+            if tokenizer is not None:
+                model.check_tokenizer(tokenizer)
+        return found
+
+
+def parsed(draft: Any) -> list[Draft]:
+    """The draft models that an option names: one, a list, or names divided by commas. Names are not loaded yet.
+
+    Raises:
+        BadParameter: it names none.
+        Refused: a loaded one cannot draft.
+    """
+    if isinstance(draft, (str, Path)) and not str(draft).startswith(SELF):  # "self:skip=1,2" has commas of its own
+        draft = [name.strip() for name in str(draft).split(",") if name.strip()]
+    drafts = draft if isinstance(draft, (list, tuple)) else [draft]
+    if not drafts:
+        raise BadParameter("draft names no model; give a name, a folder, a GGUF file, or several divided by commas")
+    return [_parsed(each) for each in drafts]
+
+
+def _parsed(draft: Any) -> Draft:
+    if isinstance(draft, (DraftModel, str)):
+        return draft
+    if isinstance(draft, Path):
+        return str(draft)
+    return DraftModel.of(draft if isinstance(draft, Loaded) else loading.load(draft))
+
+
+def given(draft: Any, **options: Any) -> list[Draft]:
+    """As `parsed`, but names are loaded now, with options as of `load`; "self:..." is made when it is first used."""
+    return [
+        load(each, **options) if isinstance(each, str) and not each.startswith(SELF) else each
+        for each in parsed(draft)
+    ]
+
+
+def load(name: str, dtype: str = "auto", device: str = "auto", **llama_cpp_options: Any) -> DraftModel:
+    """Loads a draft model by name, folder or file, as `loading.load` does.
+
+    A GGUF file has a dtype of its own; the other kinds take no options of llama.cpp.
 
     Raises:
         LeapaheadError: it cannot be loaded, does not fit into the memory that is left, or cannot draft.
     """
-    if isinstance(draft, Loaded):
-        return draft
-    if not isinstance(draft, (str, Path)):
-        return able(loading.load(draft))
-    name = loading.bundled("tiny-draft") if str(draft) == BUNDLED else str(draft)
-    options = (
-        {"device": device, **llama_cpp_options}
-        if name.lower().endswith(".gguf")
-        else {"device": device, "dtype": dtype}
-    )
-    key = name, *sorted(options.items())
-    if (found := _kept.pop(key, None)) is None:
-        room(name)
-        found = able(loading.load(name, **options))
-    _kept[key] = found
-    while len(_kept) > MOST:
-        del _kept[next(iter(_kept))]
-    return found
+    path = loading.bundled("tiny-draft") if name == BUNDLED else name
+    _check_memory(path)
+    if path.lower().endswith(".gguf"):
+        return DraftModel.of(loading.load(path, device=device, **llama_cpp_options))
+    return DraftModel.of(loading.load(path, device=device, dtype=dtype))
 
 
-def given(draft: Any, **options: Any) -> list[Draft]:
-    """The draft models that are meant: one, a list, or names divided by commas; options as of `load`."""
-    if isinstance(draft, str) and not draft.startswith(SELF):  # whose layers are divided by commas
-        draft = [name.strip() for name in draft.split(",") if name.strip()]
-    drafts = draft if isinstance(draft, (list, tuple)) else [draft]
-    if not drafts:
-        raise BadParameter("draft names no model; give a name, a folder, a GGUF file, or several divided by commas")
-    return [each if isinstance(each, str) and each.startswith(SELF) else load(each, **options) for each in drafts]
+def made_of(target: Target | None, draft: str) -> DraftModel:
+    """A draft model that is made of the target and shares its weights.
 
-
-def resolved(drafts: Sequence[Draft], target: Target) -> list[Loaded]:
-    """The models, those that are made of the target too.
+    Args:
+        target: None where the host has none.
+        draft: "self:skip", "self:skip=LAYERS", "self:first=N" or "self:int8".
 
     Raises:
-        LeapaheadError: it cannot be made, or cannot draft.
+        LeapaheadError: it cannot be made of this target.
     """
-    exits = [each for each in drafts if isinstance(each, str) and each.startswith(FIRST)]
-    if len(exits) > 1:
-        raise BadParameter(f"{' and '.join(exits)} would share one part of the target's cache; give one of them")
-    return [own(target, each) if isinstance(each, str) else each for each in drafts]
-
-
-def own(target: Target, draft: str) -> Loaded:
-    """A draft that is made of the target itself and shares its weights."""
-    made = _own.setdefault(target, {})
-    if draft not in made:
-        what, _, value = draft.removeprefix(SELF).partition("=")
-        with needing("a draft made of the target", "transformers", "torch", "transformers"):
-            from leapahead.models.transformers.model import TransformersTarget
-        if not isinstance(target, TransformersTarget):
-            raise Refused(
-                f"draft={draft!r} needs a model of Transformers; for a GGUF file give another quantisation of it, "
-                "draft='model-q4_0.gguf'"
-            )
-        if what == "skip":
-            from leapahead.drafters import saved_skips
-            from leapahead.models.self_draft.layer_skip import Skip, without
-
-            skip = Skip.parse(value) if value else saved_skips.saved(target)
-            if skip is None:
-                raise BadParameter(
-                    f"draft={draft!r} needs a search that was not made for {target.name}: run `leapahead lab skip`, or "
-                    "name the layers, as in self:skip=2m,4-6"
-                )
-            if not skip:
-                raise BadParameter(f"leaving layers out of {target.name} does not pay: the search found none")
-            view = without(target, skip)
-        elif what == "first" and value.isdigit():
-            from leapahead.models.self_draft.early_exit import EarlyExit
-
-            view = EarlyExit(target, int(value))
-        elif what == "int8" and not value:
-            with needing("a draft in int8", "int8", "optimum"):
-                from leapahead.models.self_draft.int8 import int8
-            view = int8(target)
-        else:
-            raise BadParameter(
-                f"draft={draft!r} is not possible; there are self:skip, self:skip=LAYERS, self:first=N and self:int8"
-            )
-        made[draft] = able(Loaded(view, None, ()))
-    return made[draft]
-
-
-def able(loaded: Loaded) -> Loaded:
-    """Refuses by name what cannot draft."""
-    if missing := sorted({CHAIN, TOP_K} - loaded.target.capabilities):
+    what, _, value = draft.removeprefix(SELF).partition("=")
+    with needing("a draft model made of the target", "transformers", "torch", "transformers"):
+        from leapahead.models.transformers.model import TransformersTarget
+    if not isinstance(target, TransformersTarget):
         raise Refused(
-            f"{loaded.target.name} cannot draft, since it does not have {' and '.join(missing)} (its state cannot "
-            "forget rejected tokens); use another draft model"
+            f"draft={draft!r} needs a model of Transformers; for a GGUF file give another quantisation of it, such as "
+            "draft='model-q4_0.gguf'"
         )
-    return loaded
+    view: Target
+    if what == "skip":
+        from leapahead.models.self_draft.layer_skip import without
+
+        view = without(target, _skip(target, draft, value))
+    elif what == "first" and value.isdigit():
+        from leapahead.models.self_draft.early_exit import EarlyExit
+
+        view = EarlyExit(target, int(value))
+    elif what == "int8" and not value:
+        with needing("a draft model in int8", "int8", "optimum"):
+            from leapahead.models.self_draft.int8 import int8
+        view = int8(target)
+    else:
+        raise BadParameter(
+            f"draft={draft!r} is not possible; there are self:skip, self:skip=LAYERS, self:first=N and self:int8"
+        )
+    return DraftModel.of(Loaded(view, None, ()))
 
 
-def check(drafts: Sequence[Draft], tokenizer: Tokenizer) -> None:
-    """Refuses a draft with another vocabulary.
+def _skip(target: Any, draft: str, layers: str) -> Any:
+    """The sub-layers to leave out: those named, or those that a search has found."""
+    from leapahead.drafters import saved_skips
+    from leapahead.models.self_draft.layer_skip import Skip
 
-    Raises:
-        BadParameter: naming the first difference.
-    """
-    for draft in drafts:
-        if isinstance(draft, str) or draft.tokenizer is None:
-            continue
-        if unlike := difference(tokenizer, draft.tokenizer):
-            raise BadParameter(
-                f"the draft model {draft.target.name} has another vocabulary than the target: {unlike}; use one with "
-                "the target's tokenizer"
-            )
-
-
-def sources(drafts: Sequence[Loaded]) -> list[DraftSource]:
-    """New ones, for a sequence."""
-    return [
-        DraftSource(draft.target, "draft" if index == 1 else f"draft{index}") for index, draft in enumerate(drafts, 1)
-    ]
+    skip = Skip.parse(layers) if layers else saved_skips.saved(target)
+    if skip is None:
+        raise BadParameter(
+            f"draft={draft!r} needs a search, and there was none for {target.info.name}: run `leapahead layer-search`, "
+            "or name the layers, as in self:skip=2m,4-6"
+        )
+    if not skip:
+        raise BadParameter(
+            f"draft={draft!r} does not pay: the search found no layers of {target.info.name} that are worth leaving out"
+        )
+    return skip
 
 
-def room(name: str) -> None:
+def _check_memory(name: str) -> None:
     """Refuses a model whose weights are larger than the memory that is left.
 
     Raises:
@@ -173,7 +230,7 @@ def room(name: str) -> None:
 
 
 def memory_left() -> int | None:
-    """Bytes that can be allocated without swapping; None where the system does not tell."""
+    """Bytes that can be allocated without swapping; None where the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:

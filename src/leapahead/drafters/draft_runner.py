@@ -1,12 +1,15 @@
-"""A draft model that follows a text: its own session, its own cache, nothing computed twice.
+"""Runs a draft model along a text: its own session and cache, and nothing is computed twice.
 
     text            t0 t1 t2 t3 t4 t5 t6          committed by the target
-    session         t0 t1 t2 t3                   what the draft's cache has, and its root t3
-    tree            t3 ─ t4 ─ t5 ─ t6 ┬─ a ─ c    what it has missed, as a chain, then what it is asked about
+    session         t0 t1 t2 t3                   what the draft model's cache holds, and its root t3
+    tree            t3 ─ t4 ─ t5 ─ t6 ┬─ a ─ c    the missing tokens as a chain, then the paths that are asked for
                                       └─ b
 
-Each look is one forward of the draft, over what is new in its tree (`Target.step` with `known`). When the text has
-grown, the nodes along it are committed and the others forgotten. Knows no sampling and no planning.
+Each draft forward computes what is new in this tree (`Target.step` with `num_computed`). When the text has grown, the
+nodes along it are committed and the others discarded. This module knows neither sampling nor planning.
+
+A draft model is used under its target's lock. Long prompts are read in chunks, one for each call of `read_ahead`, so
+that the requests that are decoded meanwhile do not wait for a whole prompt.
 """
 
 from __future__ import annotations
@@ -17,22 +20,24 @@ from typing import NamedTuple
 
 from leapahead.core.errors import LeapaheadError
 from leapahead.core.sampling import SamplingParams
-from leapahead.core.tree import Budget, TreeBuilder
+from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.core.verify import Verdict
-from leapahead.drafters.base import Forward
-from leapahead.models.base import Choices, Companion, Session, Target
+from leapahead.models.base import Cost, Session, SharesCache, Target
+from leapahead.models.choices import Choices
+from leapahead.planner.draft import Forward
 
 Path = tuple[int, ...]  # drafted tokens from below the last committed one
-LONGEST = 32  # tokens missed, beyond which it is opened again: what it has is reused, the rest a prompt
+CHUNK = 512  # prompt tokens that are read in one step; a shorter prompt is read at once
+LONGEST_CHAIN = 64  # missing tokens that are computed together with a draft; more are computed before, without one
 
 
-class Look(NamedTuple):
-    """What a draft said in one forward.
+class Draft(NamedTuple):
+    """The result of one draft forward for one text.
 
     Attributes:
-        paths: the places that it was asked about and now knows.
-        nodes: the node of the draft's own tree for each of them.
-        choices: of its forward; to be read before the draft's next one.
+        paths: those that were computed.
+        nodes: the node of the runner's tree for each of them.
+        choices: of the forward. To be read before the draft model's next one, under its lock.
     """
 
     paths: list[Path]
@@ -40,17 +45,18 @@ class Look(NamedTuple):
     choices: Choices
 
 
-class Following:
-    """One text, as a draft model follows it.
+class DraftRunner:
+    """Follows one text with a draft model.
 
     Args:
         target: the draft model.
-        tokens: the text's committed tokens, live.
-        params: of the sampling, for those who ask the draft for processed probabilities.
+        tokens: the committed tokens of the text, live.
+        params: of the sampling, for callers that read processed probabilities.
 
     Attributes:
-        failed: why it cannot follow any more: its context is full, a token is none of its own, ...; "" while it can.
-        forwards, seconds: of all its looks.
+        failed: why the draft model cannot follow this text any more (its context is full, a token is outside its
+            vocabulary, ...); "" while it can.
+        forwards, seconds: of all draft forwards and prompt chunks.
     """
 
     def __init__(self, target: Target, tokens: Sequence[int], params: SamplingParams | None = None) -> None:
@@ -59,48 +65,66 @@ class Following:
         self.forwards, self.seconds = 0, 0.0
         self._session: Session | None = None
         self._tree: TreeBuilder | None = None
-        self._paths: list[Path | None] = []  # of the tree's nodes; None of those that are committed
+        self._paths: list[Path | None] = []  # of the tree's nodes; None for those that are committed
         self._at = 0  # the node of the text's last token
-        self._computed = 0  # nodes that went through the draft
+        self._computed = 0  # nodes that went through the draft model
         self._length = 0  # of the text that the tree stands on
-        self._beside = isinstance(target, Companion) and target.shares(tokens)
-        if self._beside:
-            self.open()  # it has read the prompt
+        if isinstance(target, SharesCache) and target.shares(tokens):  # the prompt is in the cache
+            self._session = target.open(tokens, self.params)
 
     @property
     def opened(self) -> bool:
-        """Whether the draft has read the prompt."""
+        """Whether the draft model has begun to read the prompt."""
         return self._session is not None
 
     @property
-    def missed(self) -> int:
-        """Committed tokens that a look must compute beside what it is asked about."""
+    def reading(self) -> bool:
+        """Whether it has begun to and is not through, so that it cannot draft yet."""
+        return self._session is not None and self._session.unread > 0
+
+    @property
+    def missing(self) -> int:
+        """Committed tokens that the next draft forward must compute beside what it is asked for."""
         if self._session is None:
             return len(self.tokens) - 1
         if self._tree is not None and self._length == len(self.tokens):
             return max(0, self._at - self._computed)
         return len(self.tokens) - len(self._session.tokens)
 
-    def open(self) -> None:
-        """Reads the text so far, if it has not been; `failed` tells where that is not possible."""
-        if self._session is None and not self.failed:
-            try:
-                self._session = self.target.open(self.tokens if self._beside else list(self.tokens), self.params)
-            except LeapaheadError as error:
-                self.fail(str(error))
+    def read_ahead(self) -> bool:
+        """Opens the session, or reads the next chunk of its prompt.
 
-    def fail(self, why: str) -> None:
+        Returns:
+            Whether the prompt is read, so that the draft model can draft. False too where it has failed.
+        """
+        if self.failed:
+            return False
+        began = perf_counter()
+        try:
+            with self.target.lock:
+                if self._session is None:
+                    self._session = self.target.open(list(self.tokens), self.params)
+                if self._session.unread:
+                    self.target.prefill(self._session, CHUNK)
+        except LeapaheadError as error:
+            self.fail(str(error))
+        self.seconds += perf_counter() - began
+        return self._session is not None and not self._session.unread
+
+    def fail(self, reason: str) -> None:
+        """Stops following the text and releases the cache."""
         self.close()
-        self.failed = why
+        self.failed = reason
 
     def close(self) -> None:
-        """Gives the draft's cache back. Closing twice is harmless."""
+        """Releases the cache. Closing twice is harmless."""
         if self._session is not None:
-            self._session.close()
+            with self.target.lock:
+                self._session.close()
         self._session = self._tree = None
 
-    def settle(self) -> None:
-        """Commits what was computed along the text, which may have grown, and forgets the rest."""
+    def commit(self) -> None:
+        """Commits what was computed along the text, which may have grown, and discards the rest of the tree."""
         tree, session = self._tree, self._session
         if tree is None or session is None or self._length == len(self.tokens):
             return
@@ -111,66 +135,91 @@ class Following:
                 break
             path.append(node)
         if self._computed:
-            said = tuple(self.tokens[begin : begin + len(path)])
-            session.commit(Verdict(tuple(path), said, len(path) - 1))
+            tokens = tuple(self.tokens[begin : begin + len(path)])
+            with self.target.lock:
+                session.commit(Verdict(tuple(path), tokens, len(path) - 1))
         self._tree = None
 
     def add(self, paths: Sequence[Path]) -> None:
-        """Puts places into the tree, as far as the draft's own limits let it."""
-        self.settle()
-        if self._session is not None and len(self.tokens) - len(self._session.tokens) > LONGEST:
-            self.close()
-        self.open()
-        if self._session is None:
+        """Puts paths into the tree, as far as the draft model's limits allow. Its prompt must have been read."""
+        self.commit()
+        if self._tree is None and not self._start():
             return
-        if self._tree is None:
-            missing = self.tokens[len(self._session.tokens) :]
-            room = self.target.context_length - len(self._session.tokens) - 1
-            vocabulary = self.target.vocab_size
-            if max(missing, default=0) >= vocabulary:
-                return self.fail(f"the text has a token outside the vocabulary of {vocabulary} of {self.target.name}")
-            if len(missing) >= min(room, self.target.max_nodes):
-                return self.fail(f"the context of {self.target.context_length} tokens of {self.target.name} is full")
-            budget = Budget(self.target.max_nodes - 1, room, self.target.max_leaves)
-            self._tree = TreeBuilder(self._session.tokens[-1], budget)
-            self._at = ([0, *self._tree.add_path(missing)])[-1]
-            self._paths = [None] * self._at + [()]
-            self._computed, self._length = 0, len(self.tokens)
+        assert self._tree is not None
+        vocabulary = self.target.info.vocab_size
         for path in paths:
             node, so_far = self._at, Path()
             for token in path:
                 so_far = (*so_far, token)
-                found = self._tree.add(node, token) if token < self.target.vocab_size else None
+                found = self._tree.add(node, token) if token < vocabulary else None
                 if found is None:
                     break
                 node = found
                 if node == len(self._paths):
                     self._paths.append(so_far)
-        return None
+
+    def _start(self) -> bool:
+        """A new tree with the missing tokens as a chain; false if the draft model cannot follow the text."""
+        assert self._session is not None, "the prompt was not read"
+        info = self.target.info
+        missing = self.tokens[len(self._session.tokens) :]
+        if max(missing, default=0) >= info.vocab_size:
+            self.fail(f"the text has a token outside the vocabulary of {info.vocab_size} of {info.name}")
+        elif len(self.tokens) + 1 >= info.context_length:
+            self.fail(f"the context of {info.context_length} tokens of {info.name} is full")
+        else:
+            self._catch_up(min(LONGEST_CHAIN, self.target.max_nodes // 2))
+        if self._session is None:
+            return False
+        known = len(self._session.tokens)
+        budget = Budget(self.target.max_nodes - 1, info.context_length - known - 1, self.target.max_leaves)
+        self._tree = TreeBuilder(self._session.tokens[-1], budget)
+        self._at = ([0, *self._tree.add_path(self.tokens[known:])])[-1]
+        self._paths = [None] * self._at + [()]
+        self._computed, self._length = 0, len(self.tokens)
+        return True
+
+    def _catch_up(self, longest: int) -> None:
+        """Computes and commits missing tokens, `longest` in a forward, until no more than that are left."""
+        session = self._session
+        assert session is not None
+        try:
+            with self.target.lock:
+                while len(self.tokens) - len(session.tokens) > longest:
+                    tokens = self.tokens[len(session.tokens) :][:longest]
+                    self.target.step([session], [TokenTree.chain(session.tokens[-1], tokens[:-1])])
+                    session.commit(Verdict(tuple(range(longest)), tuple(tokens), longest - 1))
+        except LeapaheadError as error:
+            self.fail(str(error))
 
     @staticmethod
-    def look(followings: Sequence[Following]) -> tuple[list[Look | None], Forward | None]:
-        """ONE forward of the draft over what was added to all of these, which share it; None where nothing was."""
-        able = [each for each in followings if each._tree is not None and len(each._tree) > each._computed]
+    def forward(runners: Sequence[DraftRunner]) -> tuple[list[Draft | None], Forward | None]:
+        """ONE draft forward over what was added to all of these, which share the draft model and whose lock is held.
+
+        Returns:
+            For each runner its draft, None where nothing was added; and the forward, None where there was none.
+        """
+        able = [each for each in runners if each._tree is not None and len(each._tree) > each._computed]
         if not able:
-            return [None] * len(followings), None
+            return [None] * len(runners), None
         target, began = able[0].target, perf_counter()
         builders = [each._tree for each in able if each._tree is not None]
+        sessions = [each._session for each in able if each._session is not None]
         try:
-            found = target.step(
-                [each._session for each in able], [each.build() for each in builders], [each._computed for each in able]
-            )
+            found = target.step(sessions, [each.build() for each in builders], [each._computed for each in able])
         except LeapaheadError as error:
             for each in able:
                 each.fail(str(error))
-            return [None] * len(followings), None
+            return [None] * len(runners), None
         sizes = [len(builder) - each._computed for builder, each in zip(builders, able, strict=True)]
-        forward = Forward(perf_counter() - began, len(able), len(able) * max(sizes) if target.pads else sum(sizes))
-        looks: dict[Following, Look] = {}
+        rows = len(able) * max(sizes) if target.info.padded else sum(sizes)
+        cost = Cost(rows, len(able), max(len(session.tokens) for session in sessions))
+        forward = Forward(perf_counter() - began, cost)
+        drafts: dict[DraftRunner, Draft] = {}
         for each, builder, choices in zip(able, builders, found, strict=True):
             new = [(path, node) for node, path in enumerate(each._paths) if node >= each._computed and path is not None]
-            looks[each] = Look([path for path, _ in new], [node for _, node in new], choices)
+            drafts[each] = Draft([path for path, _ in new], [node for _, node in new], choices)
             each._computed = len(builder)
             each.forwards += 1
             each.seconds += forward.seconds / len(able)
-        return [looks.get(each) for each in followings], forward
+        return [drafts.get(each) for each in runners], forward

@@ -1,49 +1,78 @@
-"""Drafters made of sources: their tree is grown node by node, as large as pays or as large as is said.
+"""Drafters made of sources: one tree from all of them, as large as it pays, or of a fixed size.
 
-    every source ──candidates──> growth ──likeliest first──> worth: yield / (T(rows) + drafting) ──> tree, or none
+    every source ── candidates ──> tree search ── likeliest first ──> sizes: yield / (T(rows) + drafting) ──> trees
 
-When nothing pays, steps are plain, and sources are asked only now and then: what they would have said is compared with
-what the text then said, which costs no node, so drafting begins again as soon as it would pay.
+All sequences of a step are planned together, since they share the target's forward. While nothing pays, steps are plain
+and drafting is suspended with exponential back-off. When sources are asked again, their candidates are compared with
+what the target chose, which costs no node, so drafting starts again as soon as it pays.
 """
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
-from leapahead.drafters.base import Ask, Context, Drafter, Proposal, Step
-from leapahead.drafters.draft_forwards import LONGEST_REST, PRICE, Looks
+from leapahead.drafters.base import Drafter, Host, Probabilities
+from leapahead.drafters.draft_forwards import DraftForwards, StepForwards
+from leapahead.models.base import TREE
+from leapahead.models.choices import PromptRows
+from leapahead.planner.acceptance import Correction
+from leapahead.planner.backoff import BackOff
+from leapahead.planner.draft import Proposal, SequenceView, Step
+from leapahead.planner.profile import DraftingTime
+from leapahead.planner.sizing import StepPlan, best_sizes
 from leapahead.planner.source import Source
-from leapahead.drafters.sources.draft import DraftSource
-from leapahead.drafters.sources.lookahead import LookaheadSource
-from leapahead.models.base import TREE, Target
-from leapahead.planner.acceptance import Trust
-from leapahead.planner.latency import CostCurve
-from leapahead.planner.profile import Machine, machine_of
-from leapahead.planner.sizing import worth
-from leapahead.planner.tree_search import Growth
+from leapahead.planner.tree_search import TreeSearch
 
-USUAL_NODES = 8  # of a tree, when the price of a window is looked at
-RECENT = 0.1  # weight of the newest step
+USUAL_NODES = 8  # drafted nodes per sequence that are assumed when the price of probe nodes is estimated
+RECENT = 0.1  # weight of the newest step in the mean of accepted tokens
 
 
-class Grown(Drafter):
-    """A drafter made of sources: its tree is grown node by node, as large as pays or as large as is said.
+class Drafting:
+    """What a planned drafter keeps of one sequence.
+
+    Attributes:
+        sequence: the sequence.
+        sources: of its own.
+        correction: its factor on the acceptance estimates.
+        back_off: of drafting.
+        search: of the step that is under way; None where no source was asked.
+        probing: the sources that add probe nodes in this step.
+        accepted: drafted tokens that recent steps committed, on average.
+    """
+
+    def __init__(self, sequence: SequenceView, sources: list[Source]) -> None:
+        self.sequence, self.sources = sequence, sources
+        self.correction, self.back_off = Correction(), BackOff()
+        self.search: TreeSearch | None = None
+        self.probing: list[Source] = []
+        self.accepted = 0.5
+
+
+class Planned(Drafter):
+    """Base of the drafters that are made of sources.
 
     Args:
-        nodes: draft so many nodes every step, whatever they cost; 0 for what pays.
-        max_nodes: never more.
-        dice: rank candidates under the dice when sampling; without, for comparison, by what is likely alone.
-        depth: greatest number of forwards of a draft model in a step; 0 for what pays.
+        nodes: draft so many nodes in every step, whatever they cost; 0 for as many as pay.
+        max_nodes: never more per sequence.
+        seed_aware: rank candidates with the Gumbel noise of their positions when sampling; without, by their
+            probability alone, for comparison.
+        depth: greatest number of forwards of a draft model per step; 0 for as many as pay.
         chain: no branches.
+
+    Attributes:
+        draft_forwards: of its draft models, set by drafters that have some before `Planned.attach` is called.
+        left_out: source -> why this target cannot serve it.
     """
+
+    plans = True
 
     def __init__(
         self, nodes: int = 0, max_nodes: int = 128, seed_aware: bool = True, depth: int = 0, chain: bool = False
@@ -54,207 +83,196 @@ class Grown(Drafter):
             )
         self.nodes, self.max_nodes, self.seed_aware = nodes, max_nodes, seed_aware
         self.depth, self.chain = depth, chain
-        self.sources: list[Source] | None = None
-        self._machine: Machine | None = None
-        self._growth: Growth | None = None
-        self._trust = Trust()
-        self._rest = self._resting = 0
-        self._left_out: dict[str, str] = {}
-        self._yield = 0.5  # drafted tokens that a step has brought lately
-        self._observed = 0.0
+        self.draft_forwards: DraftForwards | None = None
+        self.left_out: dict[str, str] = {}
+        self._drafting_time = DraftingTime()
+        self._observing = 0.0  # seconds spent in `observe` since the last proposal
+        self._sequences: dict[SequenceView, Drafting] = {}
 
     @abstractmethod
-    def make(self) -> list[Source]:
-        """New sources for a sequence."""
+    def make_sources(self, sequence: SequenceView | None) -> list[Source]:
+        """New sources for a sequence; for None, all that there may be, of which only the class attributes are read."""
 
-    def begin(self, context: Context) -> None:
-        self._context = context
+    # -------------------------------------------------------------------------------- the life of a sequence
 
-    def _enter(self, target: Target) -> list[Source]:
-        """The sources that this target can serve; the others are told by name in the figures."""
-        if self.sources is None:
-            self.check_target(target)
-            self.sources = []
-            self._machine = machine_of(target)
-            for source in self.make():
-                if missing := sorted(source.needs - target.capabilities):
-                    self._left_out[source.name] = f"{target.name} does not have {' and '.join(missing)}"
-                else:
-                    if isinstance(source, LookaheadSource):
-                        source.judge = self._machine.judge(self._context.sampled)
-                    source.begin(self._context)
-                    self.sources.append(source)
-        return self.sources
+    def attach(self, host: Host) -> None:
+        super().attach(host)
+        usable = []
+        for source in self.make_sources(None):
+            if missing := sorted((source.needs | source.capture.needs) - host.info.capabilities):
+                self.left_out[source.name] = f"{host.info.name} does not have {' and '.join(missing)}"
+            else:
+                usable.append(source)
+                self.capture |= source.capture
+        if not usable:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
+            warnings.warn(
+                f"the drafter {self.name!r} cannot draft for this target, so it decodes plainly ({reasons})",
+                UserWarning,
+                stacklevel=2,
+            )
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
-        """Nothing: without a target there is no cost to plan with, see `propose_together`."""
-        return Proposal(TokenTree.root(context.root))
+    def prepare(self) -> None:
+        if self.draft_forwards is not None:
+            self.draft_forwards.prepare(self.host.latency, self.host.target)
 
-    @classmethod
-    def propose_together(cls, target: Target, asks: Sequence[Ask]) -> list[Proposal]:
-        """All sequences of the step share one plan."""
-        drafters = [cast("Grown", ask.drafter) for ask in asks]
+    def begin(self, sequence: SequenceView) -> None:
+        sources = [source for source in self.make_sources(sequence) if source.name not in self.left_out]
+        self._sequences[sequence] = Drafting(sequence, sources)
+        for source in sources:
+            source.begin(sequence)
+
+    def read_prompt(self, sequence: SequenceView, rows: PromptRows) -> None:
+        for source in self._sequences[sequence].sources:
+            source.read_prompt(sequence, rows)
+
+    def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
         began = perf_counter()
-        found = [Proposal(TokenTree.root(context.root)) for _, context, _ in asks]
-        awake = [index for index, drafter in enumerate(drafters) if drafter._wakes(target, asks[index])]
-        if not awake:
-            return found
-        machine = machine_of(target)
-        curve = machine.curve(target, len(asks))
-        probing = {index: probes for index in awake if (probes := drafters[index]._probing(curve, len(asks)))}
-        extra = len(asks) * max(probing.values(), default=0) if target.pads else sum(probing.values())
-        looks = Looks(target, len(asks))
-        depths = {index: drafters[index].depth for index in awake}
-        while True:
-            growths = {index: drafters[index]._grow(target, asks[index]) for index in awake}
-            kept = {index: growths[index].take_all(size) for index in awake if (size := drafters[index].nodes)}
-            kept |= _free(target, len(asks), growths, kept, extra, looks.seconds)
-            if not looks.more(growths, kept, depths):
-                break
-        for index, growth in growths.items():
-            drafters[index]._growth = growth
-            found[index] = growth.proposal(kept[index])
-            drafters[index]._settle(kept[index] > 1, machine.drafting(0) / curve(len(asks)))
-            if index in probing:
-                found[index] = drafters[index]._probe(found[index], asks[index].budget)
-        looks.settle(growths, found)
-        spent = perf_counter() - began - looks.seconds + sum(drafters[index]._take_observed() for index in growths)
-        machine.drafted(spent, sum(kept.values()) - len(kept))
+        for sequence, step in zip(sequences, steps, strict=True):
+            drafting = self._sequences[sequence]
+            if drafting.search is None:
+                continue  # a plain step; its tokens are read when the sources are asked next
+            cost = step.forward.cost
+            self.host.latency.observe(step.forward)
+            profile = self.host.latency.known(cost.sequences)
+            for source in drafting.sources:
+                source.observe(sequence, step)
+                if profile is not None:
+                    source.learn_yield(len(step.tokens), profile(cost.rows) / profile(cost.sequences))
+            drafting.search.learn(step)
+            drafting.accepted += (step.verdict.accepted - drafting.accepted) * RECENT
+        self._observing += perf_counter() - began
+
+    def finish(self, sequence: SequenceView) -> None:
+        for source in self._sequences[sequence].sources:
+            source.finish(sequence)
+
+    def close(self, sequence: SequenceView) -> None:
+        if (drafting := self._sequences.pop(sequence, None)) is not None:
+            for source in drafting.sources:
+                source.close()
+
+    def figures(self, sequence: SequenceView) -> dict[str, Any]:
+        drafting = self._sequences.get(sequence)
+        found: dict[str, Any] = {source.name: source.figures() for source in drafting.sources} if drafting else {}
+        if self.left_out:
+            found["left_out"] = dict(self.left_out)
+        coarse = (row for row in self.host.acceptance.rows(longest=3) if len(row["key"]) == 3)
+        found["acceptance"] = {" ".join(map(str, row["key"])): row["p"] for row in coarse}
+        found["milliseconds"] = self.host.latency.as_dict()
         return found
 
-    def _wakes(self, target: Target, ask: Ask) -> bool:
-        """Whether its sources are asked in this step; they have read the text then."""
-        self._growth = None
-        sources = self._enter(target)
-        if not sources or min(ask.budget.nodes, ask.budget.depth) < 1:
+    def draft_probabilities(self, sequence: SequenceView, tree: TokenTree) -> Probabilities:
+        parents = [tuple(tree.path_tokens(int(parent))) for parent in tree.parents[1:]]
+        found = {}
+        for source in self._sequences[sequence].sources:
+            if (q := source.probabilities(parents, tree.tokens[1:].tolist())) is not None:
+                found[source.name] = np.array([np.nan, *q])
+        return found
+
+    # ----------------------------------------------------------------------------------------- the proposal
+
+    def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
+        began = perf_counter()
+        found = [Proposal(TokenTree.root(sequence.root)) for sequence in sequences]
+        active: dict[int, Drafting] = {}
+        for index, (sequence, budget) in enumerate(zip(sequences, budgets, strict=True)):
+            if self._asks(self._sequences[sequence], budget):
+                active[index] = self._sequences[sequence]
+        if not active:
+            return found
+        total = max(len(sequences), self.host.running())
+        plan = StepPlan(total, self.host.info.padded, self.host.latency, self._drafting_time)
+        probes = [self._probe_nodes(drafting, plan) for drafting in active.values()]
+        forwards = None
+        if self.draft_forwards is not None:
+            sources = [source for drafting in active.values() for source in drafting.sources]
+            forwards = StepForwards(self.draft_forwards, plan, self.host.info.name, sources)
+        while True:
+            searches = {index: self._search(drafting, budgets[index]) for index, drafting in active.items()}
+            kept = self._sizes(searches, plan, probes, forwards.seconds if forwards else 0.0)
+            if forwards is None or not forwards.more(searches, kept):
+                break
+        for index, drafting in active.items():
+            drafting.search = searches[index]
+            found[index] = searches[index].proposal(kept[index])
+            drafting.back_off.update(paid=kept[index] > 1, longest=plan.longest_back_off(self._drafting_time(0)))
+            if drafting.probing:
+                found[index] = _with_probes(found[index], drafting, budgets[index])
+        if forwards is not None:
+            forwards.settle(searches, {index: len(found[index].tree) > 1 for index in active})
+        spent = perf_counter() - began + self._observing - (forwards.seconds if forwards else 0.0)
+        self._observing = 0.0
+        self._drafting_time.observe(spent, sum(kept.values()) - len(kept))
+        return found
+
+    def _asks(self, drafting: Drafting, budget: Budget) -> bool:
+        """Whether the sources of a sequence are asked in this step; they have read the text then."""
+        drafting.search = None
+        if not drafting.sources or min(budget.nodes, budget.depth) < 1:
             return False
-        if self._resting > 0 and not self.nodes:
-            self._resting -= 1
+        if not self.nodes and drafting.back_off.suspended():
             return False
-        for source in sources:
-            source.read(ask.context)
+        for source in drafting.sources:
+            source.read(drafting.sequence)
         return True
 
-    def _grow(self, target: Target, ask: Ask) -> Growth:
-        """A tree with nothing in it yet."""
-        leaves = ask.budget.leaves if TREE in target.capabilities and not self.chain else 1
-        within = Budget(min(ask.budget.nodes, self.max_nodes), ask.budget.depth, leaves)
-        table, sources = machine_of(target).calibration, self.sources or []
-        return Growth(ask.context, sources, table, within, self.seed_aware, self._trust)
+    def _search(self, drafting: Drafting, budget: Budget) -> TreeSearch:
+        """The search for the tree of a sequence, with nothing taken."""
+        leaves = budget.leaves if TREE in self.host.info.capabilities and not self.chain else 1
+        within = Budget(min(budget.nodes, self.max_nodes), budget.depth, leaves)
+        table, correction = self.host.acceptance, drafting.correction
+        return TreeSearch(drafting.sequence, drafting.sources, table, within, self.seed_aware, correction)
 
-    def _probing(self, curve: CostCurve, sequences: int) -> int:
-        """Nodes of the windows that may pay."""
-        probes = 0
-        for source in self.sources or ():
-            if isinstance(source, LookaheadSource) and (size := source.probes):
-                usual = sequences * USUAL_NODES
-                price = (curve(usual + sequences * size) / curve(usual) - 1) * (1 + self._yield)  # in tokens
-                if price > source.hope and not self.nodes:
-                    source.judge.too_dear()
+    def _sizes(
+        self, searches: Mapping[int, TreeSearch], plan: StepPlan, probes: Sequence[int], spent: float
+    ) -> dict[int, int]:
+        """How many nodes of each tree are drafted, the root counted.
+
+        Args:
+            searches: by index of the sequence.
+            plan: of the step.
+            probes: probe nodes of each tree.
+            spent: seconds that draft forwards have taken in this step.
+        """
+        if self.nodes:
+            return {index: search.take_all(self.nodes) for index, search in searches.items()}
+        profile = plan.latency.profile(plan.sequences)
+        others = plan.sequences - len(searches)  # sequences that draft nothing have one row each
+        extra = plan.sequences * max(probes) if plan.padded else sum(probes)
+
+        def seconds(rows: int) -> float:
+            """Of the forward, if these trees have so many rows."""
+            return profile((plan.sequences * (rows // len(searches)) if plan.padded else rows + others) + extra)
+
+        def drafting(nodes: int) -> float:
+            return spent + plan.drafting(nodes)
+
+        sizes = best_sizes(list(searches.values()), seconds, profile.sizes, drafting, padded=plan.padded)
+        return dict(zip(searches, sizes, strict=True))
+
+    def _probe_nodes(self, drafting: Drafting, plan: StepPlan) -> int:
+        """The number of probe nodes of a sequence; a source whose probe nodes cost too much is told to skip them."""
+        profile, usual, found = plan.latency.profile(plan.sequences), plan.sequences * USUAL_NODES, 0
+        drafting.probing = []
+        for source in drafting.sources:
+            if size := source.probe_nodes:
+                share = profile(usual + plan.sequences * size) / profile(usual) - 1  # of a step
+                if not self.nodes and share * (1 + drafting.accepted) > source.probe_gain:
+                    source.skip_probe()
                 else:
-                    probes += size
-        return probes
-
-    def _probe(self, proposal: Proposal, budget: Budget) -> Proposal:
-        builder = TreeBuilder.of(proposal.tree, budget)
-        for source in self.sources or ():
-            if isinstance(source, LookaheadSource):
-                source.probe(self._context, builder)
-        probes = len(builder) - len(proposal.tree)
-        assert proposal.expected is not None
-        return Proposal(
-            builder.build(),
-            (*proposal.sources, *("window",) * probes),
-            np.concatenate((proposal.expected, np.full(probes, np.nan))),  # nobody hopes for them
-        )
-
-    def _settle(self, drafted: bool, price: float) -> None:
-        """Rests longer each time that nothing paid, as far as asking has a `price` worth it, in plain steps."""
-        longest = min(LONGEST_REST, int(price / PRICE))
-        self._rest = 0 if drafted else min(max(1, 2 * self._rest), longest)
-        self._resting = self._rest
-
-    def _take_observed(self) -> float:
-        """Seconds of observing since it was asked last."""
-        seconds, self._observed = self._observed, 0.0
-        return seconds
-
-    def observe(self, context: Context, step: Step) -> None:
-        if self._growth is None:
-            return  # a step of rest, which costs nothing; sources read what was said when they are asked next
-        assert self._machine is not None  # it was asked
-        began = perf_counter()
-        if step.forward is not None:
-            self._machine.observed(step.forward)
-        for source in self.sources or ():
-            source.observe(context, step)
-        self._growth.learn(step)
-        self._judge(step)
-        self._yield += (step.verdict.accepted - self._yield) * RECENT
-        self._observed += perf_counter() - began
-
-    def _judge(self, step: Step) -> None:
-        """Tells the window's judge what the step has brought and what it cost."""
-        assert self._machine is not None
-        if step.forward is None or (curve := self._machine.known_curve(step.forward.sequences)) is None:
-            return
-        for source in self.sources or ():
-            if isinstance(source, LookaheadSource):
-                source.judge.told(len(step.tokens), curve(step.forward.rows) / curve(step.forward.sequences))
-
-    def opinions(self, tree: TokenTree) -> dict[str, npt.NDArray[np.float64]]:
-        drafts = [source for source in self.sources or () if isinstance(source, DraftSource)]
-        places = [(tuple(tree.path_tokens(int(parent))), token) for parent, token in _below_the_root(tree)]
-        return {draft.name: np.array([np.nan, *(draft.q(*place) for place in places)]) for draft in drafts}
-
-    def finish(self, context: Context) -> None:
-        for source in self.sources or ():
-            source.finish(context)
-
-    def close(self) -> None:
-        for source in self.sources or ():
-            source.close()
-
-    def figures(self) -> dict[str, Any]:
-        told: dict[str, Any] = {source.name: source.figures() for source in self.sources or ()}
-        if self._left_out:
-            told["left_out"] = self._left_out
-        if self._machine is not None:
-            told |= self._machine.figures()
-        return told
+                    drafting.probing.append(source)
+                    found += size
+        return found
 
 
-def _below_the_root(tree: TokenTree) -> list[tuple[int, int]]:
-    """(parent, token) of every drafted node."""
-    return list(zip(tree.parents[1:].tolist(), tree.tokens[1:].tolist(), strict=True))
-
-
-def _free(
-    target: Target, sequences: int, growths: dict[int, Growth], fixed: dict[int, int], extra: int, spent: float
-) -> dict[int, int]:
-    """How many nodes of each tree whose size is free pay, the root counted.
-
-    Args:
-        sequences: of the step.
-        growths: all that draft.
-        fixed: sizes of those that are not free.
-        extra: rows of windows.
-        spent: seconds that drafting has taken already.
-    """
-    free = {index: growth for index, growth in growths.items() if index not in fixed}
-    if not free:
-        return {}
-    machine = machine_of(target)
-    curve = machine.curve(target, sequences)
-    others = sequences - len(free) + sum(fixed.values()) - len(fixed)  # rows that are there in any case
-    tallest = max(fixed.values(), default=1)
-
-    def seconds(rows: int) -> float:
-        """Of the whole batch, the free trees having so many rows; with padding all are as tall as the tallest."""
-        whole = sequences * max(rows // len(free), tallest) if target.pads else rows + others
-        return curve(whole + extra)
-
-    def drafting(nodes: int) -> float:
-        return spent + machine.drafting(nodes)
-
-    return dict(zip(free, worth(list(free.values()), seconds, curve.sizes, drafting, padded=target.pads), strict=True))
+def _with_probes(proposal: Proposal, drafting: Drafting, budget: Budget) -> Proposal:
+    """The proposal with the probe nodes of a sequence's sources, which have no estimate."""
+    builder = TreeBuilder.of(proposal.tree, budget)
+    names = list(proposal.sources)
+    for source in drafting.probing:
+        source.probe(drafting.sequence, builder)
+        names += [source.probe_name] * (len(builder) - len(names))
+    assert proposal.expected is not None
+    expected = np.pad(proposal.expected, (0, len(builder) - len(proposal.tree)), constant_values=np.nan)
+    return Proposal(builder.build(), tuple(names), expected)

@@ -1,43 +1,57 @@
-"""The trees that pay, for all sequences of a step together.
+"""The tree sizes that pay: how many nodes of each sequence's tree are drafted in one joint forward.
 
     yield(n) = sequences + sum of P over the n nodes taken       tokens that the step is expected to commit
-    rate(n)  = yield(n) / (T(rows) + drafting)                   tokens a second
+    rate(n)  = yield(n) / (T(rows) + drafting time)              tokens per second
 
-Nodes come likeliest first, whosever they are, and the best n of all is kept. Since T has steps in it (kernels change,
-blocks fill), a worse n may lie before the best; growing ends when no n beyond can win, even if every further node were
-as likely as the next one.
+Nodes are taken in the order of falling P over all sequences, and the n of the greatest rate is kept. T may have steps
+(another kernel is chosen, a block is filled), so the rate may fall before it rises to its maximum. The search ends when
+no greater n can win even if every further node were as likely as the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
+from typing import NamedTuple
 
-from leapahead.planner.tree_search import Growth
+from leapahead.planner.profile import DraftingTime, LatencyProfiles
+from leapahead.planner.tree_search import TreeSearch
 
-AHEAD = 8  # rows beyond those that there are, at which T is looked at in any case
-MOST = 256  # nodes of a step, whatever is said to be free
+LONGEST_BACK_OFF = 32  # steps
+COST_SHARE = 0.01  # of a plain step, that drafts which do not pay may cost on average
+AHEAD = 8  # T is evaluated at least this many rows beyond the present number
+MOST = 256  # drafted nodes of a step, whatever the latency profile promises
 
 
-@dataclass(frozen=True)
-class Rows:
-    """How nodes become rows of a forward.
+class StepPlan(NamedTuple):
+    """What is fixed while the trees of one step are planned.
 
     Attributes:
-        padded: every sequence has as many rows as the longest of them.
+        sequences: of the joint forward, whether they draft or not.
+        padded: whether all of them take as many rows as the longest.
+        latency: of the target.
+        drafting: the time that a step takes outside its forward.
     """
 
     sequences: int
     padded: bool
+    latency: LatencyProfiles
+    drafting: DraftingTime
 
-    def __call__(self, nodes: int, longest: int) -> int:
-        """`nodes` drafted in all, `longest` of one sequence; roots are counted here."""
-        return self.sequences * (1 + longest) if self.padded else self.sequences + nodes
+    def rows(self, kept: Mapping[int, int]) -> int:
+        """Rows of the forward if so many nodes of each tree are kept, roots counted."""
+        if self.padded:
+            return self.sequences * max(kept.values())
+        return sum(kept.values()) + self.sequences - len(kept)
+
+    def longest_back_off(self, seconds: float) -> int:
+        """The longest back-off, in steps, of a draft that takes so many seconds."""
+        plain = self.latency.profile(self.sequences)(self.sequences)
+        return min(LONGEST_BACK_OFF, int(seconds / plain / COST_SHARE))
 
 
-def worth(
-    growths: Sequence[Growth],
+def best_sizes(
+    searches: Sequence[TreeSearch],
     seconds: Callable[[int], float],
     sizes: Sequence[int],
     drafting: Callable[[int], float] = lambda nodes: 0.0,
@@ -46,60 +60,77 @@ def worth(
     """How many nodes of each tree to keep, the root counted.
 
     Args:
-        growths: one per sequence, with nothing taken.
+        searches: one per sequence, with nothing taken.
         seconds: T(rows).
-        sizes: numbers of rows at which T is looked at beyond the present one.
-        drafting: seconds that everything else takes, by nodes drafted.
-        padded: see `Rows`.
+        sizes: numbers of rows at which T is evaluated beyond the present one.
+        drafting: seconds that a step takes outside the forward, by number of drafted nodes.
+        padded: whether every sequence takes as many rows as the longest of them.
     """
-    rows = Rows(len(growths), padded)
-    taken: list[int] = []  # whose each node is
-    sizes_of = [1] * len(growths)
-    total, longest = float(len(growths)), 0
+    roots = len(searches)
+    taken: list[int] = []  # the search of each node
+    lengths = [1] * roots
+    total = float(roots)
+    best, kept = total / (seconds(roots) + drafting(0)), 0
 
     def cost(rows: int) -> float:
-        return seconds(rows) + drafting(rows - len(growths))
+        return seconds(rows) + drafting(rows - roots)
 
-    best, kept = total / (seconds(rows(0, 0)) + drafting(0)), 0
-    heap = [(-growth.bound, index) for index, growth in enumerate(growths)]
-    heapify(heap)
-    while heap and len(taken) < MOST:
-        bound, index = heap[0]
-        chance = growths[index].next
-        if chance <= 0.0:
-            heappop(heap)
-            continue
-        if -bound > chance:  # another may be likelier
-            heapreplace(heap, (-chance, index))
-            if heap[0][1] != index:
-                continue
-        now = rows(len(taken), longest)
-        free = now - rows.sequences - len(taken)  # padding that nodes may still fill
-        if not _may_win(best, total + free * chance, chance, now, cost, sizes):
+    order = _Order(searches)
+    while len(taken) < MOST and (index := order.first()) is not None:
+        chance = searches[index].next
+        rows = roots * max(lengths) if padded else roots + len(taken)
+        unused = rows - roots - len(taken)  # padding that nodes may fill at no cost
+        if not _may_win(best, total + unused * chance, chance, rows, cost, sizes):
             break
-        if not growths[index].take():
-            heapreplace(heap, (-growths[index].bound, index))
+        was_taken = searches[index].take()
+        order.update(index)
+        if not was_taken:
             continue
-        heapreplace(heap, (-growths[index].bound, index))
         taken.append(index)
-        sizes_of[index] += 1
+        lengths[index] += 1
         total += chance
-        longest = max(longest, sizes_of[index] - 1)
-        rate = total / (seconds(rows(len(taken), longest)) + drafting(len(taken)))
+        rows = roots * max(lengths) if padded else roots + len(taken)
+        rate = total / (seconds(rows) + drafting(len(taken)))
         if rate > best:
             best, kept = rate, len(taken)
-    found = [1] * len(growths)
+    found = [1] * roots
     for index in taken[:kept]:
         found[index] += 1
     return found
 
 
+class _Order:
+    """Searches by P of their likeliest node. A search is asked for it only when its bound is the greatest."""
+
+    def __init__(self, searches: Sequence[TreeSearch]) -> None:
+        self._searches = searches
+        self._heap = [(-search.bound, index) for index, search in enumerate(searches)]
+        heapify(self._heap)
+
+    def first(self) -> int | None:
+        """The search with the likeliest node; None if no search has any."""
+        while self._heap:
+            bound, index = self._heap[0]
+            chance = self._searches[index].next
+            if chance <= 0.0:
+                heappop(self._heap)
+            elif -bound > chance:  # the bound was not tight, so another search may have a likelier node
+                heapreplace(self._heap, (-chance, index))
+            else:
+                return index
+        return None
+
+    def update(self, index: int) -> None:
+        """To be called when a node was taken from the search that `first` gave."""
+        heapreplace(self._heap, (-self._searches[index].bound, index))
+
+
 def _may_win(
-    best: float, total: float, chance: float, now: int, seconds: Callable[[int], float], sizes: Sequence[int]
+    best: float, total: float, chance: float, rows: int, seconds: Callable[[int], float], sizes: Sequence[int]
 ) -> bool:
     """Whether some number of further nodes, all as likely as `chance`, would beat the best rate.
 
-    Not more of them than twice those that there are: P falls, and each look at a node takes time.
+    Only up to about twice the present rows are considered: P falls, and every node that is searched takes time.
     """
-    further = (now, now + 1, *(n for n in sizes if now + 1 < n <= AHEAD + 2 * now))
-    return any(total + (size - now) * chance > best * seconds(size) for size in further)
+    further = (rows, rows + 1, *(n for n in sizes if rows + 1 < n <= AHEAD + 2 * rows))
+    return any(total + (size - rows) * chance > best * seconds(size) for size in further)

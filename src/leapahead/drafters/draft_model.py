@@ -1,0 +1,48 @@
+"""The drafter "draft_model": one or several draft models alone, under exact matching."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from leapahead.core.errors import BadParameter
+from leapahead.drafters import draft_models
+from leapahead.drafters.base import Host
+from leapahead.drafters.draft_forwards import DraftForwards
+from leapahead.drafters.planned import Planned
+from leapahead.drafters.sources.draft import DraftSource
+from leapahead.planner.draft import SequenceView
+from leapahead.planner.source import Source
+
+
+class DraftModelDrafter(Planned):
+    """A smaller model drafts and the target verifies by exact matching: the text is plain decoding's.
+
+    Args:
+        draft: the model that drafts: a name, a folder, a GGUF file, "bundled", or a loaded one; several in a list, or
+            divided by commas; or the target itself, with less to compute: "self:skip", "self:skip=LAYERS",
+            "self:first=N", "self:int8".
+        nodes: draft so many nodes in every step; 0 for as many as pay.
+        depth: number of draft forwards per step, each over up to 16 paths; 0 for as many as pay.
+        chain: no branches.
+        seed_aware: rank candidates with the Gumbel noise when sampling; false for comparison.
+    """
+
+    name: ClassVar[str] = "draft_model"
+    needs: ClassVar[frozenset[str]] = DraftSource.needs
+
+    def __init__(
+        self, draft: Any = None, nodes: int = 0, depth: int = 0, chain: bool = False, seed_aware: bool = True
+    ) -> None:
+        super().__init__(nodes, seed_aware=seed_aware, depth=depth, chain=chain)
+        if draft is None or draft == "":
+            raise BadParameter("the drafter 'draft_model' needs draft=..., the smaller model")
+        self._drafts = draft_models.parsed(draft)
+
+    def attach(self, host: Host) -> None:
+        models = host.draft_models.all(self._drafts, host.target, host.tokenizer)
+        self.draft_forwards = DraftForwards(models, host.acceptance, self.depth)
+        super().attach(host)
+
+    def make_sources(self, sequence: SequenceView | None) -> list[Source]:
+        assert self.draft_forwards is not None, "it was not attached"
+        return [*self.draft_forwards.sources()]

@@ -1,0 +1,30 @@
+"""The drafter "ngram": the n-gram source alone."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from leapahead.drafters.planned import Planned
+from leapahead.drafters.sources.ngram import Ngrams
+from leapahead.planner.draft import SequenceView
+from leapahead.planner.source import Source
+
+
+class NgramDrafter(Planned):
+    """Multi-level n-grams: what followed the last 1, 2, ... tokens earlier in the text, the longest match first.
+
+    Args:
+        longest: greatest number of tokens of a match.
+        nodes: draft so many nodes in every step; 0 for as many as pay.
+    """
+
+    name: ClassVar[str] = "ngram"
+    needs: ClassVar[frozenset[str]] = Ngrams.needs
+
+    def __init__(self, longest: int = 8, nodes: int = 16) -> None:
+        super().__init__(nodes)
+        self.longest = longest
+        self.make_sources(None)  # refuses impossible options
+
+    def make_sources(self, sequence: SequenceView | None) -> list[Source]:
+        return [Ngrams(self.longest)]
