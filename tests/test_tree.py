@@ -1,4 +1,4 @@
-"""Trees against their naive definitions, on random shapes with equal siblings among them."""
+"""Trees against naive definitions, on random shapes that have equal siblings too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ budgets = st.builds(Budget, nodes=st.integers(0, 12), depth=st.integers(0, 4), l
 
 
 def ancestors(tree: TokenTree, node: int) -> list[int]:
-    """By climbing: the root first, the node itself last."""
+    """By following the parents: the root first, the node itself last."""
     parent = int(tree.parents[node])
     return [node] if parent < 0 else [*ancestors(tree, parent), node]
 
@@ -27,17 +27,17 @@ def siblings_differ(tree: TokenTree) -> bool:
 
 
 @given(trees())
-def test_paths_depths_and_mask_are_those_of_climbing(tree: TokenTree) -> None:
+def test_paths_depths_and_mask_follow_from_the_parents(tree: TokenTree) -> None:
     for node in range(len(tree)):
-        climbed = ancestors(tree, node)
-        assert tree.path(node) == climbed
-        assert tree.path_tokens(node) == [int(tree.tokens[i]) for i in climbed[1:]]
-        assert tree.depths[node] == len(climbed) - 1
-        assert np.flatnonzero(tree.ancestor_mask[node]).tolist() == climbed
+        expected = ancestors(tree, node)
+        assert tree.path(node) == expected
+        assert tree.path_tokens(node) == [int(tree.tokens[i]) for i in expected[1:]]
+        assert tree.depths[node] == len(expected) - 1
+        assert np.flatnonzero(tree.ancestor_mask[node]).tolist() == expected
 
 
 @given(trees())
-def test_leaves_are_the_nodes_that_are_nobodys_parent(tree: TokenTree) -> None:
+def test_leaves_are_the_nodes_without_children(tree: TokenTree) -> None:
     assert tree.leaves.tolist() == [node for node in range(len(tree)) if node not in tree.parents.tolist()]
 
 
@@ -60,44 +60,11 @@ def test_the_picture_in_the_docstring() -> None:
     assert tree.path_tokens(5) == [2, 5]
 
 
-@given(trees(), st.data())
-def test_prune_keeps_a_node_exactly_if_all_its_ancestors_are_kept(tree: TokenTree, data: st.DataObject) -> None:
-    keep = data.draw(st.lists(st.booleans(), min_size=len(tree), max_size=len(tree)))
-    pruned, index = tree.prune(keep)
-    stays = [node for node in range(len(tree)) if all(keep[i] for i in ancestors(tree, node)[1:])]
-    assert np.flatnonzero(index >= 0).tolist() == stays
-    assert index[stays].tolist() == list(range(len(pruned)))
-    for node in stays:
-        assert pruned.path(int(index[node])) == [int(index[i]) for i in tree.path(node)]
-        assert pruned.path_tokens(int(index[node])) == tree.path_tokens(node)
-
-
-@given(trees(), trees())
-def test_paths_of_the_union_are_the_union_of_the_paths(tree: TokenTree, other: TokenTree) -> None:
-    other = TokenTree(np.array([tree.tokens[0], *other.tokens[1:]]), other.parents)
-    union, index = tree.merge(other)
-    assert set(paths_of(union)) == set(paths_of(tree)) | set(paths_of(other))
-    assert TokenTree(union.tokens[: len(tree)], union.parents[: len(tree)]) == tree  # its nodes keep their indices
-    assert [union.path_tokens(i) for i in index.tolist()] == [other.path_tokens(n) for n in range(len(other))]
-
-
-@given(trees(distinct=True), trees(distinct=True))
-def test_the_union_of_tries_is_a_trie_and_of_a_tree_with_itself_the_tree(tree: TokenTree, other: TokenTree) -> None:
-    other = TokenTree(np.array([tree.tokens[0], *other.tokens[1:]]), other.parents)
-    assert siblings_differ(tree.merge(other)[0])
-    assert tree.merge(tree)[0] == tree
-
-
-def test_trees_over_two_roots_do_not_merge() -> None:
-    with pytest.raises(DraftError, match="roots 1 and 2"):
-        TokenTree.root(1).merge(TokenTree.root(2))
-
-
 @given(some_paths)
 def test_from_paths_is_the_trie(paths: list[list[int]]) -> None:
     tree = TokenTree.from_paths(7, paths)
     assert tree.tokens[0] == 7
-    assert paths_of(tree) == prefixes(paths)  # each beginning is one node
+    assert paths_of(tree) == prefixes(paths)  # each prefix is one node
 
 
 @given(st.lists(st.integers(0, 9), max_size=6))
@@ -121,7 +88,7 @@ def test_a_builder_never_exceeds_its_budget(paths: list[list[int]], budget: Budg
 
 
 @given(some_paths, some_paths, budgets)
-def test_a_builder_that_goes_on_from_a_tree_keeps_the_budget(
+def test_a_builder_that_begins_with_a_tree_keeps_the_budget(
     paths: list[list[int]], more: list[list[int]], budget: Budget
 ) -> None:
     tree = TokenTree.from_paths(0, paths, budget)
@@ -130,7 +97,7 @@ def test_a_builder_that_goes_on_from_a_tree_keeps_the_budget(
         builder.add_path(path)
     grown = builder.build()
     assert within(grown, budget)
-    assert grown == TokenTree.from_paths(0, [*paths, *more], budget)  # as if it had never stopped
+    assert grown == TokenTree.from_paths(0, [*paths, *more], budget)  # as if built at once
 
 
 @given(some_paths, budgets)
@@ -146,7 +113,7 @@ def test_a_builder_refuses_only_what_the_budget_forbids(paths: list[list[int]], 
             assert not within(larger, budget)
 
 
-def test_adding_what_is_there_costs_nothing_and_is_allowed_beyond_the_budget() -> None:
+def test_adding_an_existing_node_is_allowed_beyond_the_budget() -> None:
     builder = TreeBuilder(0, Budget(nodes=2))
     assert builder.add_path([1, 2]) == [1, 2]
     assert builder.add_path([1, 2, 3]) == [1, 2]
@@ -167,7 +134,7 @@ def test_adding_what_is_there_costs_nothing_and_is_allowed_beyond_the_budget() -
         ([[1, 2]], [[-1, 0]]),
     ],
 )
-def test_arrays_that_are_no_tree_are_refused(tokens: list[int], parents: list[int]) -> None:
+def test_arrays_that_do_not_describe_a_tree_are_refused(tokens: list[int], parents: list[int]) -> None:
     with pytest.raises(DraftError):
         TokenTree(np.array(tokens, dtype=np.int64), np.array(parents, dtype=np.int64))
 

@@ -1,4 +1,4 @@
-"""The verifier against a naive definition: what plain decoding would emit while the draft agrees, plus one token."""
+"""Exact matching against a naive definition: what plain decoding emits while the draft agrees, plus one token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def trees_and_choices(draw: st.DrawFn) -> tuple[TokenTree, list[int]]:
 
 
 def naive(tree: TokenTree, chosen: list[int], node: int = 0) -> list[int]:
-    """Recursively: the choice after `node`, and behind it what the first child that carries it gives."""
+    """Recursively: the choice after `node`, followed by the result of the first child with that token."""
     for child in range(1, len(tree)):
         if tree.parents[child] == node and tree.tokens[child] == chosen[node]:
             return [chosen[node], *naive(tree, chosen, child)]
@@ -60,13 +60,13 @@ def test_only_the_path_is_read(case: tuple[TokenTree, list[int]]) -> None:
 
 @given(trees(), st.lists(st.integers(0, 3), min_size=17, max_size=17))
 def test_whatever_is_drafted_the_tokens_are_those_of_plain_decoding(tree: TokenTree, plain: list[int]) -> None:
-    """The target chooses by depth alone here, as under one seed with one text: the walk gives its beginning."""
+    """The target chooses by depth alone here, as one text under one seed does: the verdict is a prefix of it."""
     verdict = verify(tree, [plain[depth] for depth in tree.depths])
     assert list(verdict.tokens) == plain[: len(verdict.tokens)]
 
 
 @given(st.lists(st.integers(0, 3), max_size=8), st.integers(0, 3))
-def test_a_perfect_chain_is_accepted_whole_with_a_bonus(tokens: list[int], bonus: int) -> None:
+def test_a_correct_chain_is_accepted_with_a_bonus_token(tokens: list[int], bonus: int) -> None:
     verdict = verify(TokenTree.chain(3, tokens), [*tokens, bonus])
     assert verdict == Verdict(tuple(range(len(tokens) + 1)), (*tokens, bonus), len(tokens))
 
@@ -75,18 +75,18 @@ def test_an_empty_draft_gives_the_one_token_of_plain_decoding() -> None:
     assert verify(TokenTree.root(3), [5]) == Verdict((0,), (5,), 0)
 
 
-def test_of_equal_siblings_the_first_is_walked() -> None:
-    tree = TokenTree(np.array([0, 1, 1, 2]), np.array([-1, 0, 0, 2]))  # the copy with the future comes second
+def test_of_equal_siblings_the_first_is_followed() -> None:
+    tree = TokenTree(np.array([0, 1, 1, 2]), np.array([-1, 0, 0, 2]))  # only the second has children
     assert verify(tree, [1, 2, 2, 3]) == Verdict((0, 1), (1, 2), 1)  # shorter, and still exact
 
 
 def test_equal_tokens_elsewhere_in_the_tree_do_not_match() -> None:
     tree = TokenTree(np.array([0, 1, 2, 3]), np.array([-1, 0, 1, 0]))
-    assert verify(tree, [2, 9, 9, 9]).tokens == (2,)  # 2 stands below 1, not below the root
+    assert verify(tree, [2, 9, 9, 9]).tokens == (2,)  # 2 is a child of 1, not of the root
 
 
 @given(trees_and_choices(), st.data())
-def test_a_cut_is_a_beginning(case: tuple[TokenTree, list[int]], data: st.DataObject) -> None:
+def test_a_cut_verdict_is_a_prefix(case: tuple[TokenTree, list[int]], data: st.DataObject) -> None:
     verdict = verify(*case)
     length = data.draw(st.integers(1, len(verdict.tokens)))
     cut = verdict.cut(length)

@@ -1,7 +1,7 @@
-"""Tokens to text, a token at a time. Knows a tokenizer's four methods and no model.
+"""Incremental detokenization, and the comparison of tokenizers. Uses a tokenizer's four methods and no model.
 
-tokens   ... | 14  203 | 91 ...       the window is decoded with and without the new token; what is longer is new,
-         done└ window ─┘ new          except bytes that may be the beginning of a character
+tokens   ... | 14  203 | 91 ...       the window is decoded with and without the new token; the text by which the
+         done└ window ─┘ new          first is longer is new, except bytes that may begin an unfinished character
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, Protocol
 
-REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are no character (yet)
-UNFINISHED = 3  # bytes, at most, of a UTF-8 character that still misses one
-ASKED = 256  # ids whose text goes into a fingerprint
-PROBE = (  # texts whose ids do
+REPLACEMENT = "\ufffd"  # a decoder's output for bytes that are not (yet) a character
+UNFINISHED = 3  # greatest number of bytes of an unfinished UTF-8 character
+PROBED_IDS = 256  # number of ids whose text is part of a fingerprint
+PROBE = (  # texts whose ids are part of it
     'def add(a: int, b: int = 10) -> int:\n    """Return the sum."""\n\treturn a + b  # 1234567890\r\n',
     "It's 3:45 p.m.; they'll pay $1,299.99 (50% off) — \"naïve\" façade, antidisestablishmentarianism…\n\n\n",
     '{"name": "x_1", "items": [1, 2.5e-3, null, true]}</div><p class=\'a\'>https://example.org/?q=a&b=c#d</p>',
@@ -23,7 +23,7 @@ PROBE = (  # texts whose ids do
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer: the part of Hugging Face's interface that is used here."""
+    """The part of Hugging Face's tokenizer interface that is used here."""
 
     eos_token_id: int | None
 
@@ -39,82 +39,82 @@ class Tokenizer(Protocol):
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Names a tokenizer: 16 hex digits, equal for all that give the same ids to the same text, in any process.
+    """Identifies a tokenizer by 16 hex digits, equal for all that give the same ids to the same text, in any process.
 
-    Made of the number of ids that stand for something, the text of some hundred of them, and the ids of some texts.
-    Ids of no text behind the last one that has some do not count: a model's vocabulary may be padded with them, and
-    whether its tokenizer is depends on who loads it.
+    A hash of the number of ids, the text of a few hundred ids, and the ids of some texts. Trailing ids without text do
+    not count: a model's vocabulary may be padded with them, and loaders differ in whether the tokenizer has them.
     """
     size = len(tokenizer)
     while size and not tokenizer.decode([size - 1]):
         size -= 1
-    asked = sorted({index * (size - 1) // (ASKED - 1) for index in range(ASKED)}) if size else []
+    probed = sorted({index * (size - 1) // (PROBED_IDS - 1) for index in range(PROBED_IDS)}) if size else []
     known = [
         size,
-        [tokenizer.decode([token]).strip() for token in asked],  # spaces at the edges are a matter of the decoder
+        [tokenizer.decode([token]).strip() for token in probed],  # decoders differ in spaces at the edges
         [list(map(int, tokenizer.encode(text, add_special_tokens=False))) for text in PROBE],
     ]
     return sha256(json.dumps(known).encode()).hexdigest()[:16]
 
 
 def difference(one: Tokenizer, other: Tokenizer) -> str:
-    """Where two tokenizers part; "" where neither does on what is asked. One may have more ids behind the other's.
+    """Describes the first difference of two tokenizers; "" if none is found.
 
-    Asked are some hundred ids that both have, and the ids of some texts.
+    Compares the text of a few hundred ids that both have, and the ids of some texts. Either may have additional ids
+    after those of the other.
     """
     size = min(len(one), len(other))
-    for token in sorted({index * (size - 1) // (ASKED - 1) for index in range(ASKED)}) if size else []:
+    for token in sorted({index * (size - 1) // (PROBED_IDS - 1) for index in range(PROBED_IDS)}) if size else []:
         here, there = (each.decode([token]).strip() for each in (one, other))
         if here != there and here and there:
             return f"token {token} is {here!r} in one and {there!r} in the other"
     for text in PROBE:
         if (ids := one.encode(text, add_special_tokens=False)) != other.encode(text, add_special_tokens=False):
-            return f"the text {text[:20]!r}... becomes other tokens ({ids[:5]}...)"
+            return f"the text {text[:20]!r}... has other token ids ({ids[:5]}...)"
     return ""
 
 
 class Detokenizer:
-    """The text that each token adds; all of it together is the decoded whole, special tokens left out.
+    """Gives the text that each token adds, so that the pieces together are the text of all tokens decoded at once.
 
-    A token costs the decoding of a bounded window, however long the text is. Ids that the tokenizer does not have (a
-    model's vocabulary may be padded) add no text. Only a tokenizer that changes earlier text in the light of later
-    tokens (`clean_up_tokenization_spaces`) can differ from decoding the whole at once.
+    Special tokens are left out. A token costs the decoding of a bounded window, however long the text is. Ids that the
+    tokenizer does not have (a model's vocabulary may be padded) add no text. The result can differ from decoding all
+    tokens at once only with tokenizers whose later tokens change earlier text (`clean_up_tokenization_spaces`).
     """
 
     WINDOW = 24  # tokens; reached only where the text stays unfinished, as in random bytes
-    KEPT = 12  # of them, when it is cut
+    KEPT = 12  # tokens left of a window that is cut
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._known = len(tokenizer)
+        self._size = len(tokenizer)
         self._window: list[int] = []
-        self._clean = 0  # length of the window's beginning after which its text was last complete
-        self._sent = 0  # characters of the window's text that were given out
+        self._complete = 0  # number of the window's first tokens after which its text was last complete
+        self._sent = 0  # characters of the window's text that were returned
 
     def add(self, token: int) -> str:
-        """The text that is certain now; "" while a character is unfinished."""
-        if token >= self._known:
+        """The text that the token adds; "" while a character is unfinished."""
+        if token >= self._size:
             return ""
         self._window.append(token)
         text = self._decode(self._window)
         held = len(text) - len(text.rstrip(REPLACEMENT))
-        if len(self._window) > self.WINDOW:  # no text, then: give it out but for its end
+        if len(self._window) > self.WINDOW:  # these bytes are no text: return all but the last
             held = min(held, UNFINISHED)
         new = text[self._sent : len(text) - held]
         self._sent = max(self._sent, len(text) - held)
-        if not held and not new:  # a special token: as the window's only context it would lose a leading space
+        if not held and not new:  # a special token: as the only context it would remove the next token's leading space
             if len(self._window) > self.WINDOW:
                 self._window.pop()
-        elif not held:  # the window goes on from the last place where the text was complete
-            self._shift(self._clean, held)
-            self._clean = len(self._window)
+        elif not held:  # the window now begins where the text was last complete
+            self._shift(self._complete, held)
+            self._complete = len(self._window)
         elif len(self._window) > self.WINDOW:
             self._shift(len(self._window) - self.KEPT, held)
-            self._clean = 0
+            self._complete = 0
         return new
 
     def flush(self) -> str:
-        """What was held back, as the decoder shows it. To be called after the last token."""
+        """The text that was held back, as the decoder returns it. To be called after the last token."""
         text = self._decode(self._window)
         new, self._sent = text[self._sent :], len(text)
         return new
@@ -129,12 +129,12 @@ class Detokenizer:
 
 
 class TextStream:
-    """The text of one generation as it may be shown: nothing that a stop string could still take back.
+    """The text of one request in pieces that are final: text that may belong to a stop string is held back.
 
     Args:
-        tokenizer: None gives no text at all.
+        tokenizer: None for no text at all.
         stop_strings: the text ends before the one that stopped it.
-        include_stop: the text ends behind it.
+        include_stop: the text ends after it.
     """
 
     def __init__(
@@ -146,16 +146,21 @@ class TextStream:
         self._held: list[tuple[str, bool]] = []  # (text, drafted)
 
     def add(self, token: int, drafted: bool) -> None:
+        """Takes the next token and whether it had been drafted."""
         if self._detokenizer is not None and (text := self._detokenizer.add(token)):
             self._held.append((text, drafted))
 
     def take(self) -> tuple[tuple[str, bool], ...]:
-        """The (text, drafted) spans that are certain, in order, neighbours unlike each other."""
+        """The new (text, drafted) spans that are final, in order. Neighbouring spans differ in `drafted`."""
         text = "".join(text for text, _ in self._held)
-        return self._give(len(text) - self._doubtful(text))
+        return self._give(len(text) - self._held_back(text))
 
     def finish(self, stopped_by: int | str | None) -> tuple[tuple[str, bool], ...]:
-        """The last spans. `stopped_by`: the stop string that ended the text, if one did."""
+        """The last spans.
+
+        Args:
+            stopped_by: the stop string that ended the text, if one did.
+        """
         if isinstance(stopped_by, str):
             at = "".join(text for text, _ in self._held).find(stopped_by)
             return self._give(at + len(stopped_by) * self._include_stop)
@@ -163,8 +168,8 @@ class TextStream:
             self._held.append((text, False))
         return self._give(sum(len(text) for text, _ in self._held))
 
-    def _doubtful(self, text: str) -> int:
-        """Length of the longest end of `text` with which a stop string could begin."""
+    def _held_back(self, text: str) -> int:
+        """Length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = min(len(text), max((len(stop) - 1 for stop in self._stops), default=0))
         return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
 
