@@ -69,8 +69,10 @@ class DraftRunner:
         self._at = 0  # the node of the text's last token
         self._computed = 0  # nodes that went through the draft model
         self._length = 0  # of the text that the tree stands on
-        if isinstance(target, SharesCache) and target.shares(tokens):  # the prompt is in the cache
-            self._session = target.open(tokens, self.params)
+        if isinstance(target, SharesCache):
+            with target.lock:
+                if target.shares(tokens):  # the prompt is in the cache
+                    self._session = target.open(tokens, self.params)
 
     @property
     def opened(self) -> bool:

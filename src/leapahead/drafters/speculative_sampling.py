@@ -1,19 +1,20 @@
-"""Speculative sampling: the draft is *sampled* from a smaller model, and accepted by the rejection rule.
+"""Speculative sampling: the draft is *sampled* from a smaller model and accepted by the rejection rule.
 
-    look at the root      q0 ─ draw ─> a, b          width draws a node; their number is settled before they are drawn
-    look at a and b       q1 ─ draw ─> c ...         depth levels, or fewer where the draft is unsure
-    target                p at every node            accept with min(1, p / q), or sample the residual
+    draft forward over the root     q0 ─ draw ─> a, b      `width` draws per node, a number that is fixed beforehand
+    draft forward over a and b      q1 ─ draw ─> c ...     `depth` levels, or fewer where the draft model is unsure
+    target                          p at every node        accept with min(1, p / q), or sample the residual
 
-Exact in distribution, not in text: a seed gives another text than plain decoding with it. The rules, and what they
-rest on, are in `rejection`. All randomness is of one generator, keyed by the seed and by a number that no position has,
-so it is independent of the dice, which the target uses where nothing was drafted.
+Exact in distribution, not in text: under a seed the text differs from plain decoding's. The rules and their conditions
+are in `leapahead.core.rejection`. All random numbers come from one generator per text, keyed by the seed and by a number
+that no position has, so they are independent of the Gumbel noise that the target uses where nothing was drafted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,15 +28,34 @@ from leapahead.core.rejection import (
     draw_without_replacement,
     verify_draws,
 )
-from leapahead.core.text import Tokenizer
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.core.verify import Verdict
 from leapahead.drafters import draft_models
-from leapahead.drafters.base import Ask, Context, Drafter, Proposal
-from leapahead.drafters.draft_runner import Following, Path
-from leapahead.models.base import CHAIN, LOGITS, TREE, Choices, Target
+from leapahead.drafters.base import Drafter, Host, Probabilities
+from leapahead.drafters.draft_models import DraftModel
+from leapahead.drafters.draft_runner import DraftRunner, Path
+from leapahead.models.base import CHAIN, LOGITS, TREE, Capture
+from leapahead.models.choices import Choices
+from leapahead.planner.draft import Proposal, SequenceView
 
-APART = 1 << 63  # of the key of the generator: no position is as large
+GENERATOR_KEY = 1 << 63  # greater than every position
+
+
+@dataclass
+class Sampling:
+    """What the drafter keeps of one sequence.
+
+    Attributes:
+        sequence: the sequence.
+        rng: for all its draws and tests.
+        runner: the draft model's, made when it is first needed.
+        drawn: q of the last draft: node -> a row for each of its children, float64 [vocab].
+    """
+
+    sequence: SequenceView
+    rng: np.random.Generator
+    runner: DraftRunner | None = None
+    drawn: dict[int, list[FloatArray]] = field(default_factory=dict)
 
 
 class SpeculativeSampling(Drafter):
@@ -45,14 +65,15 @@ class SpeculativeSampling(Drafter):
         draft: the model that drafts, see `draft_model`.
         rule: for trees: "sequoia" (2402.12374, no token twice), "specinfer" (2305.09781) or "spectr" (2310.15141).
         depth: greatest length of a path.
-        width: draws at every node that is looked at; 1 makes chains, and the three rules one.
+        width: draws at every node; 1 makes chains, and the three rules equal.
         nodes: greatest number of nodes of a tree.
-        unsure: look no further where the draft's likeliest token has less probability.
+        unsure: draw nothing after a path where the draft model's likeliest token has less probability.
     """
 
     name: ClassVar[str] = "speculative_sampling"
     needs: ClassVar[frozenset[str]] = frozenset({CHAIN, LOGITS})
     same_text: ClassVar[bool] = False
+    capture: Capture = Capture(logits=True)
 
     def __init__(
         self,
@@ -73,104 +94,96 @@ class SpeculativeSampling(Drafter):
                 "be at least 1, nodes at least width, and unsure a probability"
             )
         self.rule, self.depth, self.width, self.nodes, self.unsure = rule, depth, width, nodes, unsure
-        self._drafts = draft_models.given(draft)
+        self._drafts = draft_models.parsed(draft)
         if len(self._drafts) > 1:
             raise BadParameter("speculative_sampling takes one draft model; draft_model and auto take several")
-        self._following: Following | None = None
-        self._drawn: dict[int, list[FloatArray]] = {}
+        self._sequences: dict[SequenceView, Sampling] = {}
 
-    def check_target(self, target: Target) -> None:
-        (self._model,) = draft_models.resolved(self._drafts, target)
+    def attach(self, host: Host) -> None:
+        super().attach(host)
+        self._model: DraftModel
+        (self._model,) = host.draft_models.all(self._drafts, host.target, host.tokenizer)
 
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        draft_models.check(self._drafts, tokenizer)
+    def begin(self, sequence: SequenceView) -> None:
+        key = np.array([sequence.params.seed, GENERATOR_KEY], dtype=np.uint64)
+        self._sequences[sequence] = Sampling(sequence, np.random.Generator(np.random.Philox(key=key)))
 
-    def begin(self, context: Context) -> None:
-        self._vocab = context.vocab_size
-        self._rng = np.random.Generator(np.random.Philox(key=np.array([context.params.seed, APART], dtype=np.uint64)))
-
-    def propose(self, context: Context, budget: Budget) -> Proposal:
-        raise NotImplementedError("drafts of a batch are looked up together, see `propose_together`")
-
-    @classmethod
-    def propose_together(cls, target: Target, asks: Sequence[Ask]) -> list[Proposal]:
-        """Level by level; each level is one forward of a draft model for all sequences that share it."""
-        growing = [_Growing(cast("SpeculativeSampling", ask.drafter)._follow(target, ask), ask, target) for ask in asks]
-        while groups := _by_draft(growing):
-            for members in groups:
-                followings = [each.following for each in members]
+    def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
+        """Level by level; each level is one draft forward for all sequences."""
+        growing = [
+            _Growing(self, self._ready(self._sequences[sequence]), budget)
+            for sequence, budget in zip(sequences, budgets, strict=True)
+        ]
+        with self._model.target.lock:
+            while members := [each for each in growing if each.wanted]:
                 for each in members:
-                    each.following.add(each.wanted)
-                looks, _ = Following.look(followings)
-                for each, look in zip(members, looks, strict=True):
-                    if look is None:
+                    each.runner.add(each.wanted)
+                drafts, _ = DraftRunner.forward([each.runner for each in members])
+                for each, draft in zip(members, drafts, strict=True):
+                    if draft is None:
                         each.wanted = []
                     else:
-                        each.draw(look.paths, each.drafter.processed(look.choices, look.nodes))
-        for each in growing:
-            each.drafter._drawn = each.qs
+                        each.draw(draft.paths, _processed(draft.choices, draft.nodes, each.sequence.vocab_size))
+        for sequence, each in zip(sequences, growing, strict=True):
+            self._sequences[sequence].drawn = each.qs
         return [each.proposal() for each in growing]
 
-    def _follow(self, target: Target, ask: Ask) -> SpeculativeSampling:
-        """Begins to follow the text, if that has not begun."""
-        if self._following is None:
-            self.check_target(target)
-            self._following = Following(self._model.target, ask.context.tokens, ask.context.params)
-        return self
+    def _ready(self, state: Sampling) -> Sampling:
+        """With a draft-model runner that has read a further chunk of the prompt if it has not read all of it."""
+        if state.runner is None:
+            state.runner = DraftRunner(self._model.target, state.sequence.tokens, state.sequence.params)
+        if not state.runner.opened or state.runner.reading:
+            state.runner.read_ahead()
+        return state
 
-    def opinions(self, tree: TokenTree) -> dict[str, FloatArray]:
+    def draft_probabilities(self, sequence: SequenceView, tree: TokenTree) -> Probabilities:
+        drawn = self._sequences[sequence].drawn
         q = np.full(len(tree), np.nan)
         for node in range(1, len(tree)):
-            if rows := self._drawn.get(int(tree.parents[node])):
+            if rows := drawn.get(int(tree.parents[node])):
                 q[node] = rows[0][tree.tokens[node]]
         return {"draft": q}
 
-    def processed(self, choices: Choices, nodes: Sequence[int]) -> FloatArray:
-        """q after each node, float64 [nodes, vocab of the target]: what is drawn from."""
-        q = choices.probabilities(nodes)
-        if q.shape[1] > self._vocab:  # what the target does not have is not drawn
-            q = q[:, : self._vocab] / q[:, : self._vocab].sum(axis=1, keepdims=True)
-        return np.pad(q, ((0, 0), (0, self._vocab - q.shape[1])))
+    def close(self, sequence: SequenceView) -> None:
+        if (state := self._sequences.pop(sequence, None)) is not None and state.runner is not None:
+            state.runner.close()
 
-    def close(self) -> None:
-        if self._following is not None:
-            self._following.close()
-
-    def figures(self) -> dict[str, Any]:
-        if self._following is None:
+    def figures(self, sequence: SequenceView) -> dict[str, Any]:
+        if (state := self._sequences.get(sequence)) is None or (runner := state.runner) is None:
             return {}
-        told = {"model": self._following.target.name, "forwards": self._following.forwards}
-        return {"draft": told | ({"stopped": self._following.failed} if self._following.failed else {})}
+        found = {"model": runner.target.info.name, "forwards": runner.forwards}
+        return {"draft": found | ({"stopped": runner.failed} if runner.failed else {})}
 
 
 class _Growing:
     """The draft of one sequence in the making.
 
     Attributes:
-        wanted: places to look at next.
+        wanted: paths of the next draft forward.
+        qs: node -> q of each of its children.
     """
 
-    def __init__(self, drafter: SpeculativeSampling, ask: Ask, target: Target) -> None:
-        assert drafter._following is not None
-        self.drafter, self.following, self.rng = drafter, drafter._following, drafter._rng
-        budget = ask.budget
-        self.width = drafter.width if TREE in target.capabilities else 1
+    def __init__(self, drafter: SpeculativeSampling, state: Sampling, budget: Budget) -> None:
+        assert state.runner is not None
+        self.drafter, self.sequence, self.runner, self.rng = drafter, state.sequence, state.runner, state.rng
+        self.width = drafter.width if TREE in drafter.host.info.capabilities else 1
         self.room = min(drafter.nodes, budget.nodes)  # nodes that may still be drawn
         self.leaves = budget.leaves - 1  # branches that may still begin
         self.depth = min(drafter.depth, budget.depth)
-        self._builder = TreeBuilder(ask.context.root)
+        self.qs: dict[int, list[FloatArray]] = {}
+        can_draft = self.runner.opened and not self.runner.reading and self.depth >= 1 and self.room >= 1
+        self.wanted: list[Path] = [()] if can_draft else []
+        self._builder = TreeBuilder(self.sequence.root)
         self._nodes: dict[Path, int] = {(): 0}
         self._chance: dict[Path, float] = {(): 1.0}
         self._children: dict[int, tuple[int, ...]] = {}
-        self.qs: dict[int, list[FloatArray]] = {}
-        self.wanted: list[Path] = [] if self.following.failed or self.depth < 1 or self.room < 1 else [()]
 
     def draw(self, paths: Sequence[Path], q: FloatArray) -> None:
-        """The children of these places, drawn from q, float64 [paths, vocab]."""
+        """Draws the children of these paths from q, float64 [paths, vocab]."""
         wanted = set(self.wanted)
         below: list[Path] = []
         for path, row in sorted(zip(paths, q, strict=True), key=lambda each: -self._chance[each[0]]):
-            # How many are drawn depends on nothing that this draw shows: see `rejection`.
+            # The number of draws must not depend on what is drawn here: see `leapahead.core.rejection`.
             count = min(self.width, self.room, self.leaves + 1)
             if path not in wanted or count < 1 or row.max() < self.drafter.unsure:
                 continue
@@ -182,7 +195,7 @@ class _Growing:
             children = []
             for token in tokens:
                 child = self._builder.add(node, token)
-                assert child is not None  # it has no budget
+                assert child is not None  # the builder has no budget
                 children.append(child)
                 further = (*path, token)
                 if further not in self._nodes:
@@ -209,10 +222,9 @@ def _judge(draws: Draws, rule: Rule, rng: np.random.Generator, choices: Choices)
     return verify_draws(draws, lambda node: choices.probabilities([node])[0], rng, rule)
 
 
-def _by_draft(growing: Sequence[_Growing]) -> list[list[_Growing]]:
-    """Those that want to look, by the model that they look with."""
-    groups: dict[int, list[_Growing]] = {}
-    for each in growing:
-        if each.wanted:
-            groups.setdefault(id(each.following.target), []).append(each)
-    return list(groups.values())
+def _processed(choices: Choices, nodes: Sequence[int], vocab_size: int) -> FloatArray:
+    """q after each node of the draft model's tree, float64 [nodes, vocab_size], from which tokens are drawn."""
+    q = choices.probabilities(nodes)
+    if q.shape[1] > vocab_size:  # tokens that the target does not have are not drawn
+        q = q[:, :vocab_size] / q[:, :vocab_size].sum(axis=1, keepdims=True)
+    return np.pad(q, ((0, 0), (0, vocab_size - q.shape[1])))
