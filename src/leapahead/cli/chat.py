@@ -11,10 +11,10 @@ import click
 
 from leapahead.api import LLM
 from leapahead.cli import screen
-from leapahead.cli.cache import MEMORY
+from leapahead.cli.cache import DRAFTER_CACHE
 from leapahead.cli.command import Command, option
 from leapahead.cli.generate import open_llm
-from leapahead.cli.options import DRAFTER, MODEL, TEXT, TEXT_VALUE, all_of, text_arguments, utf8
+from leapahead.cli.options import DRAFTER, MODEL, TEXT, all_of, text_arguments, utf8, utf8_only
 from leapahead.core.errors import BadParameter, ContextOverflow
 
 COMMANDS = {
@@ -33,8 +33,8 @@ COMMAND = re.compile(r"/[\w?-]*(\s|$)")  # what is meant as a command; a path su
         "printf 'Hi\\nWhat did I say?\\n' | leapahead chat -q",
     ),
 )
-@all_of(MODEL, DRAFTER, TEXT, MEMORY)
-@option("--system", type=TEXT_VALUE, metavar="TEXT", group="Chat options", help="A system message to begin with.")
+@all_of(MODEL, DRAFTER, TEXT, DRAFTER_CACHE)
+@option("--system", callback=utf8_only, metavar="TEXT", group="Chat options", help="A system message to begin with.")
 @option("-q", "--quiet", is_flag=True, group="Chat options", help="No line of figures after each answer.")
 def chat(system: str | None, quiet: bool, **values: Any) -> None:
     """Talk with a model; drafted tokens are in colour.

@@ -13,9 +13,9 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import click
 from click.exceptions import Exit
@@ -30,6 +30,7 @@ EXIT_CODES = (
     (str(INTERRUPTED), "interrupted by Ctrl-C"),
     (str(PIPE_CLOSED), "the reader of standard output closed the pipe"),
 )
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 SENTENCE = 200  # characters of the longest first sentence of a help text
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
@@ -87,7 +88,7 @@ class Option(click.Option):
         return extra
 
 
-def option(*declarations: str, group: str = "Options", **attributes: Any) -> Any:
+def option(*declarations: str, group: str = "Options", **attributes: Any) -> Callable[[Decorated], Decorated]:
     """A decorator for an `Option`, with the arguments of `click.option`. Its default is shown in the help text."""
     return click.option(*declarations, cls=Option, group=group, **{"show_default": True, **attributes})
 

@@ -19,10 +19,10 @@ from leapahead.cli.options import (
     MODEL,
     SAMPLING,
     TEXT_GROUP,
-    TEXT_VALUE,
     all_of,
     drafter_arguments,
     model_arguments,
+    utf8_only,
 )
 from leapahead.cli.screen import Console
 from leapahead.core.errors import BadParameter
@@ -43,7 +43,7 @@ ACCEPTED, BONUS = "bold green", "bold blue"
         'leapahead explain "Once upon a time" --terminal --max-new-tokens 16',
     ),
 )
-@click.argument("prompt", type=TEXT_VALUE)
+@click.argument("prompt", callback=utf8_only)
 @option("--chat", "as_chat", is_flag=True, help="Send the prompt as a user's message, by the chat template.")
 @all_of(MODEL, DRAFTER)
 @option("--max-new-tokens", type=int, default=48, group=TEXT_GROUP, help="Greatest length of the text in tokens.")

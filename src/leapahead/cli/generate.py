@@ -9,24 +9,25 @@ from typing import Any
 import click
 from click.exceptions import Exit
 
-from leapahead.api import LLM, Result
+from leapahead.api import LLM
 from leapahead.bench.compare import ROUNDS, Comparison, compare
 from leapahead.bench.prompts import DEMO
 from leapahead.cli import screen
-from leapahead.cli.cache import MEMORY, memory_argument, saved_at_the_end
+from leapahead.cli.cache import DRAFTER_CACHE, drafter_cache_argument, save_at_exit
 from leapahead.cli.command import DIFFERENT, Command, option
 from leapahead.cli.options import (
     DRAFTER,
     EXISTING_FILE,
     MODEL,
     TEXT,
-    TEXT_VALUE,
     all_of,
     drafter_arguments,
     model_arguments,
     prompt_text,
     text_arguments,
+    utf8_only,
 )
+from leapahead.results import Result
 
 INPUT, OUTPUT = "Input options", "Output options"
 
@@ -40,7 +41,7 @@ INPUT, OUTPUT = "Input options", "Output options"
         "git diff | leapahead generate - -d lookahead -W 7 -N 5 -G 7 --json",
     ),
 )
-@click.argument("prompt", required=False, type=TEXT_VALUE)
+@click.argument("prompt", required=False, callback=utf8_only)
 @option("-f", "--file", type=EXISTING_FILE, metavar="FILE", group=INPUT, help="Read the prompt from a file.")
 @option(
     "--prediction",
@@ -52,7 +53,7 @@ INPUT, OUTPUT = "Input options", "Output options"
 @option(
     "--chat", "as_chat", is_flag=True, group=INPUT, help="Send the prompt as a user's message, by the chat template."
 )
-@all_of(MODEL, DRAFTER, TEXT, MEMORY)
+@all_of(MODEL, DRAFTER, TEXT, DRAFTER_CACHE)
 @option("--json", "as_json", is_flag=True, group=OUTPUT, help="Print one JSON object with the text and all figures.")
 @option(
     "--compare",
@@ -145,13 +146,15 @@ def open_llm(values: dict[str, Any]) -> LLM:
     drafter_options = drafter_arguments(values, [drafter])
     model = model_arguments(values)
     with screen.loading(model["model"]):
-        llm = LLM(**model, drafter=drafter, max_batch=1, drafter_cache=memory_argument(values), **drafter_options)
+        llm = LLM(
+            **model, drafter=drafter, max_batch=1, drafter_cache=drafter_cache_argument(values), **drafter_options
+        )
     click.get_current_context().call_on_close(llm.close)
     attached = llm.engine.drafter(drafter, **drafter_options)
     if attached.plans and llm.engine.latency.store.read(1) is None:
         with screen.progress("measuring this machine once"):
             llm.engine.prepare(attached)
-    return saved_at_the_end(llm)
+    return save_at_exit(llm)
 
 
 def streamed_result(llm: LLM, prompt: Any, options: dict[str, Any]) -> Result:

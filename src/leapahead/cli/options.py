@@ -6,16 +6,15 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from leapahead import drafters
-from leapahead.cli.command import option
+from leapahead.cli.command import Decorated, option
 from leapahead.core.errors import BadParameter
 from leapahead.models.loading import LLAMA_CPP_OPTIONS
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Option = Callable[[Any], Any]  # a click decorator
 
 SHORTHANDS = ("window", "ngram", "guesses", "preset", "draft")  # drafter options with a flag of their own
@@ -24,16 +23,18 @@ DRAFTER_GROUP, TEXT_GROUP = "Drafter options", "Text options"
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-class Text(click.ParamType):
-    """Text for a model. Bytes that are not UTF-8 are refused."""
+def utf8_only(_: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """A callback for parameters whose value is text for the model, or a tuple of such texts.
 
-    name = "text"
+    Raises:
+        BadParameter: a text was not UTF-8.
+    """
+    what = parameter.opts[-1] if isinstance(parameter, click.Option) else "the prompt"
+    for text in value if isinstance(value, tuple) else (value,):
+        if text is not None:
+            utf8(text, what)
+    return value
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return utf8(value, param.opts[-1] if isinstance(param, click.Option) else "the prompt")
-
-
-TEXT_VALUE = Text()
 
 MODEL_NAME: Option = option(
     "-m",
@@ -251,7 +252,7 @@ TEXT: tuple[Option, ...] = (
     option(
         "--bad-word",
         "bad_words",
-        type=TEXT_VALUE,
+        callback=utf8_only,
         multiple=True,
         metavar="TEXT",
         group=TEXT_GROUP,
@@ -259,7 +260,7 @@ TEXT: tuple[Option, ...] = (
     ),
     option(
         "--stop",
-        type=TEXT_VALUE,
+        callback=utf8_only,
         multiple=True,
         metavar="TEXT",
         group=TEXT_GROUP,

@@ -15,8 +15,9 @@ import click
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from leapahead.api import LLM, Piece, Result
+from leapahead.api import LLM
 from leapahead.core.errors import LeapaheadError
+from leapahead.results import Piece, Result
 
 if TYPE_CHECKING:
     from leapahead.bench.compare import Comparison
