@@ -1,4 +1,4 @@
-"""`leapahead memory`: what a saved memory holds, several made one, and the option by which other commands use one."""
+"""`leapahead cache`: shows and merges saved drafter caches; and the option by which other commands use one."""
 
 from __future__ import annotations
 
@@ -9,91 +9,99 @@ from typing import Any
 import click
 
 from leapahead.api import LLM
+from leapahead.cli.command import Group, option
 from leapahead.core.errors import BadParameter
 from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 
-MEMORY = (
-    click.option(
+DRAFTER_CACHE = (
+    option(
         "--drafter-cache",
-        "memory_file",
+        "cache_file",
         type=FILE,
         metavar="FILE",
-        help="Draft from what earlier texts left in FILE, and leave there what this one teaches. It holds pieces of "
-        "prompts and texts.",
+        group="Drafter options",
+        help="Draft from earlier texts saved in FILE, and add this text to it. The file is created if it does not "
+        "exist. It contains pieces of prompts and texts.",
     ),
 )
 
 
-def memory_argument(values: dict[str, Any]) -> Path | bool:
-    """Of `LLM`, taken out of a command's values."""
-    file: Path | None = values.pop("memory_file", None)
+def drafter_cache_argument(values: dict[str, Any]) -> Path | bool:
+    """The argument `drafter_cache` of `LLM`, taken out of a command's values."""
+    file: Path | None = values.pop("cache_file", None)
     return True if file is None else file
 
 
-def saved_at_the_end(llm: LLM) -> LLM:
-    """Of the command that runs, after Ctrl-C and after an error too, if the memory has a file."""
+def save_at_exit(llm: LLM) -> LLM:
+    """Saves the drafter cache when the running command ends, also after an error or an interrupt, if it has a file."""
     if llm.drafter_cache is not None and llm.drafter_cache.path is not None:
         click.get_current_context().call_on_close(llm.save_drafter_cache)
     return llm
 
 
-@click.group()
-def memory() -> None:
-    """Show and merge what drafters keep from one text to the next.
+@click.group(cls=Group)
+def cache() -> None:
+    """Show and merge files of drafter caches.
 
-    `leapahead generate --drafter-cache FILE` and `chat --drafter-cache FILE` make and use such files. They hold pieces of prompts and
-    texts.
+    A drafter cache holds what drafters learned from earlier texts. It changes the speed of decoding, never the text.
+    `leapahead generate --drafter-cache FILE` and `leapahead chat --drafter-cache FILE` create and use such files. They
+    contain pieces of prompts and texts.
     """
 
 
-@memory.command()
+@cache.command(examples=("leapahead cache show drafts.npz", "leapahead cache show drafts.npz --json"))
 @click.argument("file", type=FILE)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(file: Path, as_json: bool) -> None:
-    """Show what FILE holds: the parts, how much each has, and whose tokens they are."""
+    """Show the tokenizer and the sections of FILE, with their sizes and contents."""
     found = as_dict(file)
     if as_json:
         click.echo(json.dumps(found))
         return
-    click.echo(f"{file}: {found['bytes'] / 1e6:.2f} MB, tokenizer {found['tokenizer']}, {found['vocab_size']} ids")
-    width = max(map(len, ("part", *found["parts"])))
-    click.echo(f"{'part':{width}}  {'MB':>6}  holds")
-    for name, part in found["parts"].items():
-        holds = ", ".join(f"{key} {value}" for key, value in part["figures"].items() if not isinstance(value, dict))
-        if not part["known"]:
-            holds = ", ".join(f"{key} {shape}" for key, shape in part["arrays"].items()) + "; not known here"
-        click.echo(f"{name:{width}}  {part['bytes'] / 1e6:6.2f}  {holds}")
+    click.echo(
+        f"{file}: {found['bytes'] / 1e6:.2f} MB, tokenizer {found['tokenizer']}, vocabulary of {found['vocab_size']}"
+    )
+    width = max(map(len, ("section", *found["sections"])))
+    click.echo(f"{'section':{width}}  {'MB':>6}  contents")
+    for name, section in found["sections"].items():
+        contents = ", ".join(
+            f"{key} {value}" for key, value in section["figures"].items() if not isinstance(value, dict)
+        )
+        if not section["installed"]:
+            contents = ", ".join(f"{key} {shape}" for key, shape in section["arrays"].items())
+            contents += " (arrays of a package that is not installed)"
+        click.echo(f"{name:{width}}  {section['bytes'] / 1e6:6.2f}  {contents}")
 
 
-@memory.command()
+@cache.command(examples=("leapahead cache merge monday.npz tuesday.npz -o week.npz",))
 @click.argument("files", nargs=-1, required=True, type=FILE)
-@click.option("-o", "--output", required=True, type=FILE, metavar="OUT", help="The file to write.")
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@option("-o", "--output", required=True, type=FILE, metavar="OUT", help="The file to write.")
+@option("--force", is_flag=True, help="Replace OUT if it exists.")
 def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
-    """Merge FILES, the oldest first, into one.
+    """Merge FILES, given from the oldest to the newest, into one file.
 
-    Where there is more than a memory keeps, the oldest goes. Files of different tokenizers are refused.
+    Sections have a limited size; what exceeds it is dropped, the oldest first. All files must have the same tokenizer.
     """
     if output.exists() and not force:
-        raise BadParameter(f"{output} exists; name another file, or give --force to replace it")
+        raise BadParameter(f"{output} exists; name another file, or replace it with --force")
     merged = DrafterCache()
-    for file in reversed(files):  # each comes before what is there already
-        merged.take_over(file)
-        merged.adopt(cache_sections.make)
+    for file in reversed(files):  # each is merged as if it had come before the files that are merged already
+        merged.merge(file)
+        merged.activate(cache_sections.make)
     merged.save(output, replace=True)
     click.echo(f"{output}: {output.stat().st_size / 1e6:.2f} MB, from {len(files)} files")
 
 
 def as_dict(file: Path) -> dict[str, Any]:
-    """What a file holds, plain types."""
+    """The contents of a file in plain types, as `cache show --json` prints them."""
     found = cache_sections.load(file)
-    parts = {}
-    for name, (layout, arrays) in found.written().items():
-        parts[name] = {
-            "known": name in found.sections,
+    sections = {}
+    for name, (layout, arrays) in found.snapshot().items():
+        sections[name] = {
+            "installed": name in found.sections,
             "layout": layout,
             "bytes": sum(array.nbytes for array in arrays.values()),
             "arrays": {key: list(array.shape) for key, array in arrays.items()},
@@ -104,5 +112,5 @@ def as_dict(file: Path) -> dict[str, Any]:
         "bytes": file.stat().st_size,
         "tokenizer": found.tokenizer,
         "vocab_size": found.vocab_size,
-        "parts": parts,
+        "sections": sections,
     }

@@ -1,4 +1,4 @@
-"""`leapahead datastore`: a corpus of one's own as a file that the drafter `datastore` searches."""
+"""`leapahead datastore`: turns a corpus into a file that the drafter `datastore` searches, and shows such a file."""
 
 from __future__ import annotations
 
@@ -8,83 +8,96 @@ from pathlib import Path
 
 import click
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from leapahead.cli import screen
+from leapahead.cli.command import Group, option
+from leapahead.cli.options import MODEL_NAME, TRUST_REMOTE_CODE, all_of
 from leapahead.core.errors import needing
 from leapahead.core.text import Tokenizer
 from leapahead.drafters.sources.corpus import FIELDS, Corpus, build
 from leapahead.drafters.sources.datastore import Store
 from leapahead.models import loading
 
+MAX_NAMED = 10  # skipped files that are named
 
-@click.group()
+
+@click.group(cls=Group)
 def datastore() -> None:
-    """Build and show a datastore: a corpus in which a drafter finds what may come next.
-
-    leapahead generate PROMPT -d datastore -o file=FILE makes use of it.
-    """
+    """Build and show datastores: corpora in which the drafter "datastore" looks up continuations."""
 
 
-@datastore.command(name="build")
-@click.argument("corpus", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "-m", "--model", metavar="M", help="Hub name or folder of a model, or a GGUF file.  [default: the bundled one]"
+@datastore.command(
+    name="build",
+    examples=(
+        "leapahead datastore build src/ docs/ -m Qwen/Qwen3-0.6B -o code.datastore",
+        "leapahead datastore build answers.jsonl --field answer -o answers.datastore",
+        'leapahead generate "def main():" -m Qwen/Qwen3-0.6B -d datastore -o file=code.datastore',
+    ),
 )
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
-@click.option("-o", "--out", metavar="FILE", required=True, type=click.Path(path_type=Path), help="Write it here.")
-@click.option("--field", metavar="NAME", help=f"Of .jsonl records.  [default: the first of {', '.join(FIELDS)}]")
-@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-def build_(
+@click.argument("corpus", nargs=-1, required=True, type=click.Path(path_type=Path))
+@all_of((MODEL_NAME, TRUST_REMOTE_CODE))
+@option("-o", "--out", metavar="FILE", required=True, type=click.Path(path_type=Path), help="The file to write.")
+@option(
+    "--field",
+    metavar="NAME",
+    show_default=f"the first of {', '.join(FIELDS)} that a record has",
+    help="Field of .jsonl records that holds the text.",
+)
+@option("--force", is_flag=True, help="Replace FILE if it exists.")
+def build_datastore(
     corpus: tuple[Path, ...], model: str | None, trust_remote_code: bool, out: Path, field: str | None, force: bool
 ) -> None:
-    """Write the datastore of CORPUS: text files, folders of them, .jsonl files.
+    """Build a datastore of CORPUS: text files, folders of them, and .jsonl files.
 
-    It serves the models that have M's tokenizer. A file, or a record of a .jsonl file, is a document, and no match
-    goes beyond one. Hidden files in folders are left out, and files that are not text.
+    It can be used with every model that has the same tokenizer. Each file, and each record of a .jsonl file, is a
+    document; no match spans two documents. In folders, hidden files are ignored, and files that are not text, or whose
+    records cannot be read, are skipped and listed.
     """
     reading = Corpus(corpus, field)
     screen.quiet_transformers()
     with screen.progress("loading the tokenizer") as bar:
         tokenizer = _tokenizer(model, trust_remote_code)
         name = loading.BUNDLED if model is None else Path(model).name
-        head = build(reading, out, tokenizer, model=name, force=force, progress=bar)
-    click.echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB, {head.tokens} tokens, {head.documents} documents")
+        header = build(reading, out, tokenizer, model=name, force=force, progress=bar)
+    click.echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB, {header.tokens} tokens, {header.documents} documents")
     if reading.skipped:
-        click.echo(
-            f"left out, as they are not text: {len(reading.skipped)} of the files found, {reading.skipped[0]} first"
-        )
+        screen.say(f"skipped {len(reading.skipped)} files:")
+        for reason in list(reading.skipped.values())[:MAX_NAMED]:
+            screen.say(f"  {reason}")
+        if (more := len(reading.skipped) - MAX_NAMED) > 0:
+            screen.say(f"  and {more} more")
 
 
-@datastore.command()
+@datastore.command(examples=("leapahead datastore show code.datastore",))
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(file: Path, as_json: bool) -> None:
-    """Show what FILE holds."""
+    """Show the size of FILE and the tokenizer that it was built with."""
     store = Store(file)
+    header = store.header
     if as_json:
-        click.echo(json.dumps({**asdict(store.head), "bytes": store.size}))
+        click.echo(json.dumps({**asdict(header), "bytes": store.size}))
         return
-    head = store.head
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
     for what, value in (
-        ("tokens", f"{head.tokens:,} ({head.dtype})"),
-        ("documents", f"{head.documents:,}"),
+        ("tokens", f"{header.tokens:,} ({header.dtype})"),
+        ("documents", f"{header.documents:,}"),
         ("bytes", f"{store.size:,}"),
-        ("tokenizer", f"{head.fingerprint}, of {head.model}"),
-        ("vocabulary", f"{head.vocab_size:,}"),
+        ("tokenizer", f"{header.fingerprint}, of {header.model}"),
+        ("vocabulary", f"{header.vocab_size:,}"),
     ):
         table.add_row(what, Text(value))
-    Console(highlight=False).print(table)
+    screen.Console().print(table)
 
 
 def _tokenizer(model: str | None, trust_remote_code: bool) -> Tokenizer:
-    """Without the model's weights."""
+    """The tokenizer of a model, whose weights are not read."""
     if model is None or not model.lower().endswith(".gguf"):
         return loading.load_tokenizer(loading.bundled() if model is None else model, trust_remote_code)
     with needing("a GGUF file", "llama-cpp", "llama_cpp"):
-        from leapahead.models.llama_cpp import context, tokenizer
-    options = context.LlamaCppOptions(n_gpu_layers=0)
-    return tokenizer.GgufTokenizer(context.Model(model, options))  # which maps the weights, but reads none
+        from leapahead.models.llama_cpp.context import Model
+        from leapahead.models.llama_cpp.options import LlamaCppOptions
+        from leapahead.models.llama_cpp.tokenizer import GgufTokenizer
+    return GgufTokenizer(Model(model, LlamaCppOptions(n_gpu_layers=0)))  # the weights are memory-mapped only

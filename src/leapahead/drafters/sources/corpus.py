@@ -1,8 +1,8 @@
-"""A corpus becomes a datastore: its files are read, tokenised, put in order and written as one file.
+"""Builds a datastore from a corpus: reads its files, tokenises them, sorts the suffixes and writes one file.
 
-    files, folders, .jsonl ──> documents ──> ids, a separator behind each ──> suffix array ──> head|text|order|first
+    files, folders, .jsonl ──> documents ──> tokens, a separator after each ──> suffix array ──> header|text|order|first
 
-`datastore` reads what is written here, and says what the parts are.
+See `leapahead.drafters.sources.datastore` for the parts of the file.
 """
 
 from __future__ import annotations
@@ -20,35 +20,42 @@ import numpy.typing as npt
 from leapahead.core.errors import BadParameter
 from leapahead.core.text import Tokenizer, fingerprint
 from leapahead.core.tree import IntArray
-from leapahead.drafters.sources.datastore import ORDERED, Head
+from leapahead.drafters.sources.datastore import ORDERED, Header
 
-FIELDS = ("text", "content", "output", "completion")  # of a .jsonl file's records, the first that there is
-PIECE = 1 << 20  # characters that are tokenised at once, about; longer documents are cut at a line's end
-LOOKED_AT = 1 << 13  # bytes of a file that tell whether it is text
+FIELDS = ("text", "content", "output", "completion")  # of .jsonl records; the first that a record has is read
+PIECE = 1 << 20  # characters that are tokenised at once, about; longer documents are split at the end of a line
+BINARY_CHECK = 1 << 13  # bytes at the beginning of a file in which a zero byte marks it as binary
 Progress = Callable[[str, int, int], None]  # what, done, total
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Reports no progress."""
 
 
 @dataclass
 class Corpus:
     """Text files, folders of them, and .jsonl files.
 
+    A file in a folder that cannot be read as text, or as records, is skipped. A path that was given must be readable.
+
     Args:
         paths: of them.
-        column: the field of a .jsonl file's records; by default the first of FIELDS that a record has.
+        column: the field of .jsonl records; by default the first of FIELDS that a record has.
 
     Attributes:
-        skipped: files found in folders that are not text. A file that was named must be.
-
-    Raises:
-        BadParameter: a path that is not there, that cannot be read, or that is no text.
+        skipped: file -> why it was skipped.
     """
 
     paths: Sequence[Path]
     column: str | None = None
-    skipped: list[Path] = field(default_factory=list)
+    skipped: dict[Path, str] = field(default_factory=dict)
 
     def files(self) -> list[tuple[Path, bool]]:
-        """Each once, in order, and whether it was named. Hidden files are found only by name."""
+        """Every file once, in order, and whether it was given by name. Hidden files must be.
+
+        Raises:
+            BadParameter: a path does not exist.
+        """
         found: dict[Path, bool] = {}
         for path in self.paths:
             if path.is_dir():
@@ -61,51 +68,74 @@ class Corpus:
                 raise BadParameter(f"there is no file or folder {str(path)!r}")
         return list(found.items())
 
-    def documents(self, progress: Progress) -> Iterator[str]:
+    def documents(self, progress: Progress = silent) -> Iterator[str]:
+        """The documents of all files.
+
+        Args:
+            progress: called for each file and each document, with kilobytes.
+
+        Raises:
+            BadParameter: a file that was given by name cannot be read.
+        """
         files = self.files()
-        for done, (path, named) in enumerate(files):
-            progress(f"reading {path.name}", done, len(files))
-            text = self._read(path)
-            if text is None and named:
-                raise BadParameter(
-                    f"{str(path)!r} is not UTF-8 text; a corpus is text files, folders of them and .jsonl"
-                )
-            if text is None:
-                self.skipped.append(path)
-            elif path.suffix == ".jsonl":
-                yield from self._records(path, text)
-            else:
-                yield text
-
-    def _read(self, path: Path) -> str | None:
-        """None for what is not text."""
-        try:
-            with path.open("rb") as file:
-                begin = file.read(LOOKED_AT)
-                return None if b"\0" in begin else (begin + file.read()).decode("utf-8-sig")
-        except UnicodeDecodeError:
-            return None
-        except OSError as error:
-            raise BadParameter(f"{str(path)!r} cannot be read: {error.strerror}") from None
-
-    def _records(self, path: Path, text: str) -> Iterator[str]:
-        for number, line in enumerate(text.split("\n"), 1):
-            if not line.strip():
-                continue
-            where = f"line {number} of {str(path)!r}"
+        sizes = [path.stat().st_size for path, _ in files]
+        total, before = sum(sizes) // 1000, 0
+        for (path, named), size in zip(files, sizes, strict=True):
+            progress(f"reading {path.name} (kB)", before // 1000, total)
             try:
-                record = json.loads(line)
-            except ValueError:
-                raise BadParameter(f"{where} is not JSON") from None
-            if not isinstance(record, dict):
-                raise BadParameter(f"{where} is not a JSON object")
-            name = next((name for name in ((self.column,) if self.column else FIELDS) if name in record), None)
-            if name is None:
-                wanted = f"no field {self.column!r}" if self.column else f"none of the fields {', '.join(FIELDS)}"
-                raise BadParameter(f"{where} has {wanted}, but {', '.join(record) or 'none'}; name one with --field")
-            if not isinstance(record[name], str):
-                raise BadParameter(f"the field {name!r} in {where} is not text")
-            yield record[name]
+                documents = self._documents(path)
+            except BadParameter as error:
+                if named:
+                    raise
+                self.skipped[path], documents = str(error), []
+            done = before
+            for document in documents:
+                yield document
+                done += len(document)
+                progress(f"tokenising {path.name} (kB)", done // 1000, total)
+            before += size
+
+    def _documents(self, path: Path) -> list[str]:
+        text = _read(path)
+        if path.suffix != ".jsonl":
+            return [text]
+        lines = enumerate(text.split("\n"), 1)
+        return [self._record(line, f"line {number} of {str(path)!r}") for number, line in lines if line.strip()]
+
+    def _record(self, line: str, where: str) -> str:
+        """The text of one record."""
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            raise BadParameter(f"{where} is not JSON") from None
+        if not isinstance(record, dict):
+            raise BadParameter(f"{where} is not a JSON object")
+        name = next((name for name in ((self.column,) if self.column else FIELDS) if name in record), None)
+        if name is None:
+            wanted = f"no field {self.column!r}" if self.column else f"none of the fields {', '.join(FIELDS)}"
+            raise BadParameter(f"{where} has {wanted}, but {', '.join(record) or 'none'}; name one with --field")
+        text = record[name]
+        if not isinstance(text, str):
+            raise BadParameter(f"the field {name!r} in {where} is not text")
+        return text
+
+
+def _read(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        BadParameter: it cannot be read, or is not UTF-8 text.
+    """
+    try:
+        with path.open("rb") as file:
+            begin = file.read(BINARY_CHECK)
+            if b"\0" not in begin:
+                return (begin + file.read()).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        pass
+    except OSError as error:
+        raise BadParameter(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    raise BadParameter(f"{str(path)!r} is not UTF-8 text; a corpus consists of text files, folders of them and .jsonl")
 
 
 def build(
@@ -115,76 +145,82 @@ def build(
     *,
     model: str = "",
     force: bool = False,
-    progress: Progress = lambda what, done, total: None,
-) -> Head:
-    """Writes the datastore of a corpus, under another name first, so that `out` is whole or is not there.
+    progress: Progress = silent,
+) -> Header:
+    """Writes the datastore of a corpus. If it fails, a file that was there is as it was.
 
     Args:
         corpus: what to read.
         out: the file to write.
-        tokenizer: of the model that will be helped.
-        model: its name, for those who ask later.
+        tokenizer: of the models that the datastore is for.
+        model: name of the model, for messages.
         force: replace `out` if it exists.
-        progress: called with what is done now, and how much of it.
+        progress: called with what is being done, how much of it is done, and the total.
 
     Raises:
-        BadParameter: `out` exists or cannot be written; a corpus that cannot be read, or that is empty.
+        BadParameter: `out` exists or cannot be written; the corpus cannot be read, or has no text.
     """
     if out.exists() and not force:
-        raise BadParameter(f"{out} exists: name another file, or force its replacement (--force, force=True)")
+        raise BadParameter(f"{out} exists: name another file, or replace it with --force (force=True)")
     if not out.parent.is_dir():
-        raise BadParameter(f"there is no folder {str(out.parent)!r} to write {out.name!r} to")
-    ids = [found for text in corpus.documents(progress) if len(found := _encoded(text, tokenizer))]
+        raise BadParameter(f"there is no folder {str(out.parent)!r} to write {out.name!r} to; create it first")
+    ids = [found for text in corpus.documents(progress) if len(found := _encoded(text, tokenizer, progress))]
     if not ids:
         raise BadParameter(f"there is no text in {', '.join(repr(str(path)) for path in corpus.paths)}")
     tokens = sum(map(len, ids))
     vocab_size = max(len(tokenizer), 1 + max(int(each.max()) for each in ids))
-    head = Head.of(model, fingerprint(tokenizer), vocab_size, tokens, len(ids))
-    write(out, head, ids, progress)
-    return head
+    header = Header.of(model, fingerprint(tokenizer), vocab_size, tokens, len(ids))
+    write(out, header, ids, progress)
+    return header
 
 
-def write(
-    out: Path,
-    head: Head,
-    documents: Sequence[npt.ArrayLike],
-    progress: Progress = lambda what, done, total: None,
-) -> None:
-    """The file of these documents' ids."""
-    text = np.full(head.tokens + head.documents, head.separator, dtype=np.int64)
+def write(out: Path, header: Header, documents: Sequence[npt.ArrayLike], progress: Progress = silent) -> None:
+    """Writes the file of some documents beside `out` and renames it.
+
+    Args:
+        out: the file to write.
+        header: of the file; it states the number of tokens and documents.
+        documents: their token ids.
+        progress: see `build`.
+
+    Raises:
+        BadParameter: it cannot be written.
+    """
+    text = np.full(header.tokens + header.documents, header.separator, dtype=np.int64)
     at = 0
     for ids in documents:
         found = np.asarray(ids)
         text[at : at + len(found)] = found
         at += len(found) + 1
-    order = suffix_array(np.minimum(text, head.vocab_size), progress=progress)[: head.tokens]  # separators are last
-    first = np.searchsorted(text[order], np.arange(head.vocab_size + 1))
-    begin = head.packed()
-    layout, _ = head.layout(len(begin))
-    partly = out.with_name(f".{out.name}.{os.getpid()}")
+    # The suffixes that begin with a separator are last, and left out.
+    order = suffix_array(np.minimum(text, header.vocab_size), progress=progress)[: header.tokens]
+    first = np.searchsorted(text[order], np.arange(header.vocab_size + 1))
+    begin = header.packed()
+    layout, _ = header.layout(len(begin))
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        with partly.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(begin)
             for (start, _, dtype), numbers in zip(layout, (text, order, first), strict=True):
                 file.write(b"\0" * (start - file.tell()))
-                numbers.astype(dtype).tofile(file)
-        os.replace(partly, out)
+                file.write(numbers.astype(dtype).view(np.uint8).data)
+        os.replace(temporary, out)
     except OSError as error:
         raise BadParameter(f"{str(out)!r} cannot be written: {error.strerror}") from None
     finally:
-        partly.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def suffix_array(text: IntArray, depth: int = ORDERED, progress: Progress = lambda what, done, total: None) -> IntArray:
-    """The places of a text in the order of what begins there, int64 [n].
+def suffix_array(text: IntArray, depth: int = ORDERED, progress: Progress = silent) -> IntArray:
+    """The suffix array of a text: its indices in the order of the suffixes that begin there, int64 [n].
 
-    By prefix doubling: as many tokens as fit a number are one key; then the rank of a place and that of the place
-    `width` further are one, for the places that others still equal. It ends at `depth` tokens: a match is never longer,
-    and the order beyond is not needed.
+    By prefix doubling. First, as many tokens as fit into 63 bits form one key. Then the rank of an index and that of
+    the index `width` further form the key, for the indices whose order is not decided yet. It ends at `depth` tokens,
+    because no match is longer.
 
     Args:
         text: int64 [n], not negative.
-        depth: tokens by which to order, at least.
+        depth: suffixes are sorted by at least so many tokens.
         progress: called before each round.
     """
     n = len(text)
@@ -197,13 +233,13 @@ def suffix_array(text: IntArray, depth: int = ORDERED, progress: Progress = lamb
         key <<= bits
         key[: max(0, n - shift)] |= text[shift:] + 1
     order = np.argsort(key)
-    rank = np.empty(n, dtype=np.int64)  # the first of `order` that begins alike
+    rank = np.empty(n, dtype=np.int64)  # the first index into `order` of a suffix with the same key
     where, heads = np.arange(n), _heads(key[order])
     rank[order] = where[heads]
     for done in range(1, rounds):
         progress("sorting", done, rounds)
         equal = _repeated(heads)
-        where = where[equal]  # of `order`, still to be settled
+        where = where[equal]  # indices into `order` that are not decided yet
         if not len(where):
             break
         some = order[where]
@@ -220,21 +256,24 @@ def suffix_array(text: IntArray, depth: int = ORDERED, progress: Progress = lamb
 
 
 def _heads(*sorted_keys: npt.NDArray[Any]) -> IntArray:
-    """For each of some sorted keys, where the run of those like it begins, int64 [n]."""
+    """For each of some sorted keys, the index of the first one that equals it, int64 [n]."""
     new = np.ones(len(sorted_keys[0]), dtype=bool)
     new[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in sorted_keys])
     return np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
 
 
 def _repeated(heads: IntArray) -> npt.NDArray[np.bool_]:
-    """Which are in a run of more than one."""
+    """Whether each key equals another one, bool [n]."""
     return np.bincount(heads, minlength=len(heads))[heads] > 1
 
 
-def _encoded(text: str, tokenizer: Tokenizer) -> IntArray:
+def _encoded(text: str, tokenizer: Tokenizer, progress: Progress) -> IntArray:
+    """The token ids of a document, uint32 [tokens]; a long one is tokenised in pieces of whole lines."""
     ids: list[int] = []
     start = 0
     while start < len(text):
+        if len(text) > PIECE:
+            progress("tokenising a long document (MB)", start // 10**6, len(text) // 10**6)
         end = text.find("\n", start + PIECE) + 1 or len(text)
         ids += tokenizer.encode(text[start:end], add_special_tokens=False)
         start = end

@@ -4,8 +4,8 @@
       │ suffix link: the state of the longest suffix that occurred in more contexts
 
 A state stands for the substrings that end at the same positions. Construction is Blumer's: online, linear, with at most
-two states a token. Several texts can be added; a new text starts from the empty string,
-so no substring spans two texts.
+two states a token. Several texts can be added; a new text starts from the empty string, so that no substring spans two
+of them.
 """
 
 from __future__ import annotations
