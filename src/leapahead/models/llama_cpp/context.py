@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refused
 from leapahead.models.llama_cpp import log
-from leapahead.models.llama_cpp.file import check_file
+from leapahead.models.llama_cpp.file import check_file, has_tensor
 from leapahead.models.llama_cpp.options import CACHE_TYPES, SMALLEST_CONTEXT, LlamaCppOptions, option
 
 FloatArray = npt.NDArray[np.float32]
@@ -38,6 +38,7 @@ class Model:
             are multiplied with activations of 8 bits.
         layers: number of layers.
         hidden_size: width of a hidden state.
+        learned_positions: it has an embedding for each of its first `n_ctx_train` positions and none for others.
         stateful: it has a recurrent state, which cannot forget its last tokens.
         cells: a token takes a cell of the cache; false where there is a state only.
 
@@ -83,6 +84,8 @@ class Model:
         self.cells = not c.llama_model_is_recurrent(self.pointer) or bool(c.llama_model_is_hybrid(self.pointer))
         self.stateful = bool(c.llama_model_is_recurrent(self.pointer) or c.llama_model_is_hybrid(self.pointer))
         self._refuse_other_kinds()
+        rotary = c.llama_model_rope_type(self.pointer) != c.LLAMA_ROPE_TYPE_NONE
+        self.learned_positions = not (rotary or self.stateful) and has_tensor(file, "position_embd.weight")
 
     def _refuse_other_kinds(self) -> None:
         for wrong, what in (
@@ -121,6 +124,7 @@ class Context:
 
     Attributes:
         n_ctx: cells of the cache.
+        longest: greatest number of tokens of a sequence.
         n_batch: greatest number of tokens in a forward.
         n_step: greatest number of nodes in a step.
         n_seq_max: number of sequence ids.
@@ -136,32 +140,9 @@ class Context:
 
     def __init__(self, model: Model, options: LlamaCppOptions) -> None:
         self.model = model
-        params = c.llama_context_default_params()
-        trained = model.n_ctx_train or USUAL_CONTEXT
-        wanted = min(trained, USUAL_CONTEXT) if options.n_ctx is None else options.n_ctx or trained
-        params.n_ctx = max(wanted, SMALLEST_CONTEXT)
-        params.n_batch = min(options.n_batch, params.n_ctx)
-        params.n_ubatch = min(options.n_ubatch, params.n_batch)
-        usual_sequences = min(USUAL_STATES if model.stateful else USUAL_SEQUENCES, params.n_ubatch)
-        params.n_seq_max = options.n_seq_max or usual_sequences
-        if params.n_seq_max > params.n_ubatch:  # an assertion of llama.cpp would end the process
-            raise BadParameter(
-                f"n_seq_max={params.n_seq_max} sequences do not fit a batch of {params.n_ubatch} tokens; "
-                f"use a smaller n_seq_max, or a larger n_batch, n_ubatch and {option('n_ctx')}"
-            )
-        params.n_threads = options.n_threads or physical_cores()
-        params.n_threads_batch = options.n_threads_batch or params.n_threads
-        params.pooling_type = c.LLAMA_POOLING_TYPE_NONE  # hidden states of every token
-        params.kv_unified = True  # one cell may belong to many sequences
-        params.swa_full = True  # a rejected draft must not have pushed anything out of a sliding window
-        params.no_perf = True
         usual = "f32" if model.precision == STEPS["f32"] else "f16"
         types = (options.type_k or usual, options.type_v or usual)
-        params.type_k, params.type_v = (CACHE_TYPES[each] for each in types)
-        if options.flash_attn is not None:
-            params.flash_attn_type = int(options.flash_attn)
-        elif CACHE_TYPES["f32"] in (params.type_k, params.type_v):
-            params.flash_attn_type = c.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params = _context_params(model, options, types)
         log.clear()
         self.pointer = c.llama_init_from_model(model.pointer, params)
         if not self.pointer:
@@ -170,11 +151,20 @@ class Context:
                 f"use a smaller {option('n_ctx')}"
             )
         self._free = weakref.finalize(self, c.llama_free, self.pointer)
-        self.precision = max(model.precision, *(STEPS[each] for each in types))
         self.memory = c.llama_get_memory(self.pointer)
         if not self.memory:
             raise Refused(f"{model.path!r} is a model without a cache; leapahead decodes causal language models")
-        self._read_sizes()
+        self.n_ctx: int = c.llama_n_ctx(self.pointer)
+        self.n_batch: int = c.llama_n_batch(self.pointer)
+        self.n_seq_max: int = c.llama_n_seq_max(self.pointer)
+        # Computed in parts, a step would move a sliding window on with its first part, and llama.cpp would write the
+        # next part over what has left the window, which is lost even if the draft is rejected.
+        self.windowed = c.llama_model_n_swa(model.pointer) > 0
+        self.n_step: int = c.llama_n_ubatch(self.pointer) if self.windowed else self.n_batch
+        # A context that is longer than what the model was trained with is the user's to choose, as in llama.cpp.
+        limited = model.learned_positions or not options.n_ctx
+        self.longest = min(self.n_ctx, model.n_ctx_train) if limited and model.n_ctx_train else self.n_ctx
+        self.precision = max(model.precision, *(STEPS[each] for each in types))
         self.fingerprint = (
             f"{params.n_threads} threads {params.n_threads_batch} for batches cache {types[0]} {types[1]} "
             f"flash_attn {options.flash_attn} n_gpu_layers {options.n_gpu_layers}"
@@ -182,15 +172,6 @@ class Context:
         self.seconds = 0.0
         self._gives_hidden = False
         self._make_batch(4 * self.n_batch)
-
-    def _read_sizes(self) -> None:
-        self.n_ctx: int = c.llama_n_ctx(self.pointer)
-        self.n_batch: int = c.llama_n_batch(self.pointer)
-        self.n_seq_max: int = c.llama_n_seq_max(self.pointer)
-        # Computed in parts, a step would move a sliding window on with its first part, and llama.cpp would write the
-        # next part over what has left the window, which is lost even if the draft is rejected.
-        self.windowed = c.llama_model_n_swa(self.model.pointer) > 0
-        self.n_step: int = c.llama_n_ubatch(self.pointer) if self.windowed else self.n_batch
 
     def _make_batch(self, n_ids: int) -> None:
         """Allocates the one batch that all forwards use: llama.cpp reads our arrays in place."""
@@ -267,6 +248,40 @@ class Context:
     def first_position(self, sequence: int) -> int:
         """The lowest position of the sequence that is still in the cache, -1 for none."""
         return int(c.llama_memory_seq_pos_min(self.memory, sequence))
+
+
+def _context_params(model: Model, options: LlamaCppOptions, types: tuple[str, str]) -> Any:
+    """What llama.cpp is asked for. What an assertion of llama.cpp would end the process for is refused."""
+    trained = model.n_ctx_train or USUAL_CONTEXT
+    if model.learned_positions and (options.n_ctx or 0) > trained:
+        raise BadParameter(
+            f"{option('n_ctx')} cannot be {options.n_ctx}: {model.path!r} has learned positions for {trained} tokens; "
+            f"give a smaller one, or 0 for all {trained}"
+        )
+    params = c.llama_context_default_params()
+    wanted = min(trained, USUAL_CONTEXT) if options.n_ctx is None else options.n_ctx or trained
+    params.n_ctx = max(wanted, SMALLEST_CONTEXT)
+    params.n_batch = min(options.n_batch, params.n_ctx)
+    params.n_ubatch = min(options.n_ubatch, params.n_batch)
+    usual_sequences = min(USUAL_STATES if model.stateful else USUAL_SEQUENCES, params.n_ubatch)
+    params.n_seq_max = options.n_seq_max or usual_sequences
+    if params.n_seq_max > params.n_ubatch:
+        raise BadParameter(
+            f"n_seq_max={params.n_seq_max} sequences do not fit a batch of {params.n_ubatch} tokens; "
+            f"use a smaller n_seq_max, or a larger n_batch, n_ubatch and {option('n_ctx')}"
+        )
+    params.n_threads = options.n_threads or physical_cores()
+    params.n_threads_batch = options.n_threads_batch or params.n_threads
+    params.pooling_type = c.LLAMA_POOLING_TYPE_NONE  # hidden states of every token
+    params.kv_unified = True  # one cell may belong to many sequences
+    params.swa_full = True  # a rejected draft must not have pushed anything out of a sliding window
+    params.no_perf = True
+    params.type_k, params.type_v = (CACHE_TYPES[each] for each in types)
+    if options.flash_attn is not None:
+        params.flash_attn_type = int(options.flash_attn)
+    elif "f32" in types:
+        params.flash_attn_type = c.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    return params
 
 
 class _Memory:

@@ -50,6 +50,15 @@ def check_file(path: Path) -> None:
                 _check_end(part, data)
 
 
+def has_tensor(path: Path, name: str) -> bool:
+    """Whether a complete GGUF file has a tensor of that name."""
+    for part in _parts(path):
+        with part.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            if any(tensor.name == name for tensor in _tensors(data)):
+                return True
+    return False
+
+
 def _parts(path: Path) -> list[Path]:
     """All files of a model, those that exist. llama.cpp reports a missing one."""
     if (match := re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)) is None:

@@ -71,12 +71,10 @@ class LlamaCppTarget:
         self._sessions: list[LlamaCppSession] = []
         self._given: list[Rows] = []  # of the last forward: their logits are llama.cpp's memory
         self._chunk = self.context.n_batch  # greatest number of tokens of a prompt in one forward
-        # A context that is longer than what the model was trained with is the user's to choose, as in llama.cpp.
-        trained = model.n_ctx_train or self.context.n_ctx
         self.info = TargetInfo(
             name=name or Path(model.path).name,
             vocab_size=model.vocab_size,
-            context_length=self.context.n_ctx if options.n_ctx else min(self.context.n_ctx, trained),
+            context_length=self.context.longest,
             precision=self.context.precision,
             capabilities=frozenset(),
             fingerprint=f"llama.cpp {model.fingerprint} {self.context.fingerprint}",
