@@ -19,6 +19,7 @@ from leapahead.core.text import Tokenizer, fingerprint
 from leapahead.drafters import cache_sections, registry
 from leapahead.drafters.base import Drafter, SequenceDrafter
 from leapahead.drafters.cache import DrafterCache
+from leapahead.drafters.draft_models import given
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.scheduler import Engine
 from leapahead.inputs import Inputs, Options, Prompt, Prompts, check_names, encode, is_single, seeds, whole
@@ -106,9 +107,8 @@ class LLM:
             tokenizer=self.tokenizer,
             max_batch=max_batch,
             prefill_chunk=prefill_chunk,
-            draft_options={"dtype": dtype, "device": device, **backend},
         )
-        self._draft = {} if draft is None else {"draft": draft}
+        self._draft = {} if draft is None else {"draft": given(draft, dtype=dtype, device=device, **backend)}
         self._drafter = self.engine.drafter(drafter, **options, **self._draft)
         self.drafter_name = self._drafter.name
         self._inputs = Inputs(self.target.info, self.tokenizer, self.eos_token_ids)

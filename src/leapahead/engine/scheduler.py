@@ -66,7 +66,10 @@ class Engine:
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.latency = latency or LatencyProfiles(target.info)
         self.acceptance = acceptance or AcceptanceTable.with_priors()
-        self._host = Host(target.info, self.latency, self.acceptance, tokenizer, target)
+        self._batch_size = 0  # of the step under way
+        self._host = Host(
+            target.info, self.latency, self.acceptance, tokenizer, target, running=lambda: self._batch_size
+        )
         self._drafters: dict[Any, Drafter] = {}
         self._prepared: set[Drafter] = set()
         self._queue: deque[Handle] = deque()
@@ -256,6 +259,7 @@ class Engine:
             self._active = [each for each in self._active if each not in batch] + batch
         if not batch:
             return []
+        self._batch_size = len(batch)
         try:
             outputs = step(self.target, batch)
         except Exception as error:  # of the forward: it concerns the whole batch

@@ -44,6 +44,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
+    cache_tokens: int | None = None,
     **llama_cpp_options: Any,
 ) -> Loaded:
     """Loads a target.
@@ -53,6 +54,7 @@ def load(
         tokenizer: instead of the model's own; or the name or folder of one.
         dtype, device: where and how a name or path is loaded; a loaded model stays as it is.
         trust_remote_code: run Python code that comes with the model.
+        cache_tokens: greatest number of tokens in the KV cache of a Transformers model; None for what fits in memory.
         llama_cpp_options: of a GGUF file, see `LlamaCppOptions`.
 
     Raises:

@@ -1,0 +1,512 @@
+"""The engine: requests of several threads in one batch, each with the text that it has alone, whatever else fails."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from helpers import GREEDY, PROMPT, Oracle, attached, run
+
+from leapahead import (
+    LLM,
+    AsyncLLM,
+    BadLogits,
+    BadParameter,
+    Budget,
+    CacheFull,
+    ContextOverflow,
+    DraftError,
+    Engine,
+    LeapaheadError,
+    Proposal,
+    Request,
+    SamplingParams,
+    SequenceDrafter,
+    SequenceView,
+    StopParams,
+    TokenTree,
+)
+from leapahead.models.toy import ToySession, ToyTarget
+
+LENGTH = StopParams(max_new_tokens=20)
+SAMPLED = SamplingParams(temperature=1.0, seed=5)
+
+
+def prompt(index: int) -> list[int]:
+    return [index % 12, 3, (5 * index) % 12, 1]
+
+
+def request(engine: Engine, index: int = 0, drafter: Any = "prompt_lookup", **options: Any) -> Request:
+    options = {"sampling": SamplingParams(temperature=index % 2, seed=index), "stop": LENGTH, **options}
+    return Request(prompt(index), attached(engine, drafter), **options)
+
+
+def alone(index: int, **options: Any) -> list[int]:
+    """Plain decoding's text of `request(engine, index)`."""
+    params = options.pop("params", SamplingParams(temperature=index % 2, seed=index))
+    return run(ToyTarget(), None, prompt(index), params=params, stop=options.pop("stop", LENGTH), **options).tokens
+
+
+class Limited(ToyTarget):
+    """Has room for a few sessions only, and counts those that are open."""
+
+    def __init__(self, rows: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.rows, self.opened = rows, list[ToySession]()
+
+    def _taken(self, session: ToySession) -> ToySession:
+        if len(self.open_sessions) >= self.rows:
+            raise CacheFull(f"all {self.rows} rows are taken")
+        self.opened.append(session)
+        return session
+
+    @property
+    def open_sessions(self) -> list[ToySession]:
+        return [session for session in self.opened if not session.closed]
+
+    def open(self, *given: Any, **options: Any) -> ToySession:
+        session = Closing.of(super().open(*given, **options))
+        return self._taken(session)
+
+    def fork(self, *given: Any) -> ToySession:
+        return self._taken(Closing.of(super().fork(*given)))
+
+
+class Closing(ToySession):
+    closed = False
+
+    @classmethod
+    def of(cls, session: ToySession) -> ToySession:
+        session.__class__ = cls
+        return session
+
+    def close(self) -> None:
+        super().close()
+        self.closed = True
+
+
+class Failing(SequenceDrafter):
+    """Proposes, or observes, what raises, from its third step on."""
+
+    name: ClassVar[str] = "failing"
+
+    def __init__(self, when: str = "propose") -> None:
+        self.when, self.steps = when, 0
+
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        self.steps += 1
+        if self.steps == 3 and self.when == "propose":
+            raise ZeroDivisionError("a bug of the drafter")
+        if self.steps == 3 and self.when == "none":
+            return None  # type: ignore[return-value]
+        return Proposal(TokenTree.root(sequence.root))
+
+    def observe(self, sequence: SequenceView, step: Any) -> None:
+        if self.steps == 2 and self.when == "observe":
+            raise ZeroDivisionError("a bug of the drafter")
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 8])
+def test_requests_of_many_threads_have_their_own_texts(max_batch: int) -> None:
+    target = Limited(8)
+    engine = Engine(target, max_batch=max_batch)
+
+    def decode(index: int) -> list[int]:
+        handle = engine.submit(request(engine, index, ["prompt_lookup", "lookahead", "jacobi"][index % 3]))
+        engine.run([handle])
+        return handle.tokens
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(decode, range(24))) == [alone(index) for index in range(24)]
+    assert not target.open_sessions
+
+
+def test_one_forward_serves_all_running_requests() -> None:
+    engine = Engine(ToyTarget())
+    handles = [engine.submit(request(engine, index, "plain")) for index in range(4)]
+    while any(handle.stats.steps == 0 for handle in handles):
+        engine.step()
+    before = [handle.stats.steps for handle in handles]
+    assert len(engine.step()) == 4
+    assert [handle.stats.steps for handle in handles] == [steps + 1 for steps in before]
+    engine.run(handles)
+
+
+def test_a_half_read_stream_beside_a_generate() -> None:
+    """It is not stepped while nobody reads, takes no place in the batch, and goes on where it was."""
+    engine = Engine(ToyTarget(), max_batch=1)
+    stream = engine.submit(request(engine, 0, stream=True))
+    first = engine.next(stream)
+    assert first is not None
+    other = engine.submit(request(engine, 1))
+    engine.run([other])
+    assert other.tokens == alone(1)
+    assert len(stream.unread) <= 1
+    rest = [token for output in engine.outputs(stream) for token in output.tokens]
+    assert [*first.tokens, *rest] == alone(0)
+
+
+def test_an_unread_stream_holds_one_output() -> None:
+    engine = Engine(ToyTarget())
+    stream = engine.submit(request(engine, 0, "plain", stream=True))
+    for _ in range(10):
+        engine.step()
+    assert (len(stream.unread), stream.stats.steps) == (1, 1)
+    engine.cancel(stream)
+
+
+@pytest.mark.parametrize("when", ["propose", "observe", "none"])
+@pytest.mark.parametrize("max_batch", [1, 8])
+def test_a_drafter_that_fails_ends_its_own_request_only(when: str, max_batch: int) -> None:
+    target = Limited(8)
+    engine = Engine(target, max_batch=max_batch)
+    good = [engine.submit(request(engine, index)) for index in range(3)]
+    bad = engine.submit(request(engine, 3, Failing(when)))
+    more = engine.submit(request(engine, 4))
+    with pytest.raises((ZeroDivisionError, DraftError)):
+        engine.run([bad])
+    engine.run([*good, more])
+    assert [handle.tokens for handle in [*good, more]] == [alone(index) for index in (0, 1, 2, 4)]
+    assert not target.open_sessions
+
+
+def broken_criterion(tokens: Sequence[int]) -> bool:
+    if len(tokens) > 8:
+        raise RuntimeError("the user's criterion failed")
+    return False
+
+
+def broken_processor(prefixes: Any, logits: Any) -> Any:
+    if prefixes.shape[1] > 8:
+        raise RuntimeError("the user's processor failed")
+    return logits
+
+
+def not_a_number(prefixes: Any, logits: Any) -> Any:
+    return logits * np.nan if prefixes.shape[1] > 8 else logits
+
+
+def broken_callback(step: Any) -> None:
+    raise RuntimeError("the user's callback failed")
+
+
+FAULTS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
+    "criterion": ({"stop": StopParams(max_new_tokens=20, criteria=(broken_criterion,))}, RuntimeError),
+    "processor": ({"sampling": SamplingParams(processors=(broken_processor,))}, RuntimeError),
+    "nan": ({"sampling": SamplingParams(processors=(not_a_number,))}, BadLogits),
+    "callback": ({"on_step": broken_callback}, RuntimeError),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_request_that_fails_leaves_the_others_as_they_are(fault: str) -> None:
+    options, error = FAULTS[fault]
+    target = Limited(8)
+    engine = Engine(target)
+    good = [engine.submit(request(engine, index)) for index in range(3)]
+    bad = engine.submit(request(engine, 3, **options))
+    with pytest.raises(error):
+        engine.run([bad])
+    engine.run(good)
+    assert [handle.tokens for handle in good] == [alone(index) for index in range(3)]
+    assert not target.open_sessions
+
+
+def test_a_failed_forward_ends_its_batch_and_nothing_else() -> None:
+    class Exhausted(Limited):
+        broken = False
+
+        def step(self, *given: Any, **options: Any) -> Any:
+            if self.broken:
+                raise LeapaheadError("out of memory")
+            return super().step(*given, **options)
+
+    target = Exhausted(8)
+    engine = Engine(target)
+    handle = engine.submit(request(engine, 0))
+    engine.step()
+    target.broken = True
+    with pytest.raises(LeapaheadError, match="out of memory"):
+        engine.run([handle])
+    target.broken = False
+    again = engine.submit(request(engine, 0))
+    engine.run([again])
+    assert again.tokens == alone(0)
+    assert not target.open_sessions
+
+
+def test_an_interrupt_leaves_the_other_requests_as_they_are() -> None:
+    class Interrupted(Limited):
+        interrupt = False
+
+        def step(self, *given: Any, **options: Any) -> Any:
+            if self.interrupt:
+                self.interrupt = False
+                raise KeyboardInterrupt
+            return super().step(*given, **options)
+
+    target = Interrupted(8)
+    engine = Engine(target)
+    other, mine = engine.submit(request(engine, 0)), engine.submit(request(engine, 1))
+    engine.step()
+    target.interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        engine.run([mine])
+    assert mine.finish_reason == "cancelled"
+    engine.run([other])
+    assert other.tokens == alone(0)
+    assert not target.open_sessions
+
+
+def test_cancelling_releases_the_cache_between_steps() -> None:
+    target = Limited(2)
+    engine = Engine(target, max_batch=2)
+    running, second, queued = (engine.submit(request(engine, index)) for index in range(3))
+    engine.step()
+    assert len(target.open_sessions) == 2
+    engine.cancel(second)
+    assert len(target.open_sessions) == 1
+    engine.cancel(queued)
+    engine.cancel(queued)  # twice is harmless
+    engine.run([running])
+    assert running.tokens == alone(0)
+    assert [second.finish_reason, queued.finish_reason] == ["cancelled", "cancelled"]
+
+
+def test_a_callback_may_cancel_its_own_request() -> None:
+    target = Limited(2)
+    engine = Engine(target)
+    handle = engine.submit(request(engine, 0, on_step=lambda step: engine.cancel(handle)))
+    engine.run([handle])
+    assert (handle.finish_reason, handle.stats.steps) == ("cancelled", 1)
+    assert not target.open_sessions
+
+
+def test_what_does_not_fit_in_the_cache_waits() -> None:
+    target = Limited(2)
+    engine = Engine(target, max_batch=8)
+    handles = [engine.submit(request(engine, index)) for index in range(6)]
+    engine.run(handles)
+    assert [handle.tokens for handle in handles] == [alone(index) for index in range(6)]
+    full = Engine(Limited(0))
+    with pytest.raises(CacheFull, match="all 0 rows"):  # nobody will ever leave
+        full.run([full.submit(request(full, 0))])
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_prompts_are_read_in_chunks_between_steps(chunk: int) -> None:
+    chunks: list[tuple[int, int]] = []
+
+    class Watching(ToyTarget):
+        def prefill(self, session: ToySession, max_tokens: int) -> Any:
+            before = session.unread
+            rows = super().prefill(session, max_tokens)
+            chunks.append((len(session.tokens), before - session.unread))
+            return rows
+
+    engine = Engine(Watching(), prefill_chunk=chunk)
+    running = engine.submit(request(engine, 0, "plain"))
+    while not running.stats.steps:
+        engine.step()
+    chunks.clear()
+    long = engine.submit(Request([1, 2, 3] * 7, attached(engine, "recycling"), stop=LENGTH))
+    short = engine.submit(Request([4, 5] * 5, attached(engine, "recycling"), stop=LENGTH))
+    steps = running.stats.steps
+    while long.stats.steps == 0 and not running.done:
+        engine.step()
+        assert running.stats.steps >= steps + 1 or running.done  # it never waits for more than one chunk
+        steps = running.stats.steps
+    assert all(count <= chunk for _, count in chunks)
+    if chunk == 3:  # prompts take turns
+        assert [length for length, _ in chunks[:4]] == [21, 10, 21, 10]
+    engine.run([running, long, short])
+    assert long.tokens == run(ToyTarget(), None, [1, 2, 3] * 7, stop=LENGTH).tokens
+    assert short.tokens == run(ToyTarget(), None, [4, 5] * 5, stop=LENGTH).tokens
+
+
+@pytest.mark.parametrize("max_batch", [2, 8])
+@pytest.mark.parametrize("drafter", ["plain", "recycling"])
+def test_samples_of_a_prompt_share_its_prefill(max_batch: int, drafter: str) -> None:
+    target = ToyTarget()
+    engine = Engine(target, max_batch=max_batch)
+    sampling = [SamplingParams(temperature=1.0, seed=seed) for seed in range(5)]
+    handles = engine.submit_samples(request(engine, 0, drafter), sampling)
+    engine.run(handles)
+    assert [handle.tokens for handle in handles] == [alone(0, params=params) for params in sampling]
+    if max_batch == 8:
+        assert [handle.stats.prefill_forwards for handle in handles] == [1, 0, 0, 0, 0]
+
+
+def test_samples_survive_the_end_of_the_first() -> None:
+    engine = Engine(ToyTarget())
+    first, second = engine.submit_samples(request(engine, 0), [GREEDY, SAMPLED])
+    engine.cancel(first)
+    engine.run([second])
+    assert second.tokens == alone(0, params=SAMPLED)
+
+
+@pytest.mark.parametrize("drafter", ["plain", "prompt_lookup", "recycling"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_log_probabilities_are_those_of_the_unprocessed_logits(drafter: str, params: SamplingParams) -> None:
+    target = ToyTarget()
+    engine = Engine(target)
+    handle = engine.submit(Request(PROMPT, attached(engine, drafter), params, LENGTH, logprobs=3))
+    engine.run([handle])
+    tokens = list(PROMPT)
+    assert len(handle.logprobs) == len(handle.tokens)
+    for token, entry in zip(handle.tokens, handle.logprobs, strict=True):
+        logits = target.row(tuple(enumerate(tokens)))
+        expected = logits - np.log(np.exp(logits).sum())
+        assert (entry.token, entry.logprob) == (token, pytest.approx(expected[token]))
+        assert [each for each, _ in entry.top] == np.argsort(-expected)[:3].tolist()
+        assert [value for _, value in entry.top] == pytest.approx(np.sort(expected)[::-1][:3].tolist())
+        tokens.append(token)
+
+
+def test_bad_requests_are_refused_where_they_are_submitted() -> None:
+    engine = Engine(ToyTarget(context_length=8))
+    for tokens, error in (([], BadParameter), ([99], BadParameter), ([1] * 8, ContextOverflow)):
+        with pytest.raises(error):
+            engine.submit(Request(tokens, attached(engine, "plain")))
+    with pytest.raises(BadParameter, match="logprobs=-1"):
+        Request([1], attached(engine, "plain"), logprobs=-1)
+    for option in ("max_batch", "prefill_chunk"):
+        with pytest.raises(BadParameter, match=f"{option}=0"):
+            Engine(ToyTarget(), **{option: 0})
+    engine.close()
+    with pytest.raises(LeapaheadError, match="closed"):
+        engine.submit(Request([1], attached(engine, "plain")))
+
+
+def test_closing_ends_what_is_running() -> None:
+    target = Limited(8)
+    engine = Engine(target, max_batch=2)
+    handles = [engine.submit(request(engine, index)) for index in range(4)]
+    engine.step()
+    engine.close()
+    assert [handle.finish_reason for handle in handles] == ["cancelled"] * 4
+    assert not target.open_sessions
+
+
+def test_a_drafter_is_made_once_for_each_name_and_options() -> None:
+    engine = Engine(ToyTarget())
+    assert engine.drafter("lookahead", window=4) is engine.drafter("lookahead", window=4)
+    assert engine.drafter("lookahead", window=4) is not engine.drafter("lookahead", window=5)
+
+
+@pytest.mark.parametrize("threads", [8])
+def test_threads_with_cancels_and_failures(threads: int) -> None:
+    """50 requests a thread: every text that survives is its text alone, and all cache rows are free at the end."""
+    target = Limited(8)
+    engine = Engine(target, max_batch=4, prefill_chunk=2)
+    texts = {index: alone(index) for index in range(12)}
+
+    def work(thread: int) -> list[tuple[int, list[int]]]:
+        rng, found = random.Random(thread), []
+        for _ in range(50):
+            index, fate = rng.randrange(12), rng.choice(["whole", "whole", "cancel", "stream", "fail"])
+            drafter = rng.choice(["plain", "prompt_lookup", "recycling", "lookahead"])
+            if fate == "fail":
+                handle = engine.submit(request(engine, index, drafter, on_step=broken_callback))
+                with pytest.raises(RuntimeError):
+                    engine.run([handle])
+                continue
+            handle = engine.submit(request(engine, index, drafter, stream=fate != "whole"))
+            if fate == "whole":
+                engine.run([handle])
+                found.append((index, handle.tokens))
+            else:
+                outputs, tokens = engine.outputs(handle), []
+                for output in outputs:
+                    tokens += output.tokens
+                    if fate == "cancel" and rng.random() < 0.3:
+                        break
+                outputs.close()
+                assert tokens == texts[index][: len(tokens)]
+                if fate == "stream":
+                    found.append((index, tokens))
+        return found
+
+    with ThreadPoolExecutor(threads) as pool:
+        for found in pool.map(work, range(threads)):
+            assert found
+            for index, tokens in found:
+                assert tokens == texts[index]
+    assert not target.open_sessions
+
+
+# ------------------------------------------------------------------------------------------------------- asyncio
+
+
+def test_asyncio_tasks_share_a_batch() -> None:
+    async def main() -> None:
+        async with AsyncLLM(ToyTarget(), drafter="prompt_lookup") as llm:
+            tasks = [llm.generate(prompt(index), max_new_tokens=20) for index in range(6)]
+            results = await asyncio.gather(*tasks)
+            expected = [alone(index, params=GREEDY) for index in range(6)]
+            assert [result.tokens for result in results] == expected
+            pieces = [piece async for piece in llm.stream(prompt(1), max_new_tokens=20)]
+            assert [token for piece in pieces for token in piece.tokens] == expected[1]
+            assert pieces[-1].result is not None
+            samples = await llm.generate(prompt(2), max_new_tokens=20, n=3, temperature=1.0, seed=7)
+            assert [each.seed for each in samples] == [7, 8, 9]
+            assert [each.tokens for each in samples] == [
+                alone(2, params=SamplingParams(temperature=1.0, seed=seed)) for seed in (7, 8, 9)
+            ]
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_task_cancels_its_request() -> None:
+    class Slow(Limited):
+        def step(self, *given: Any, **options: Any) -> Any:
+            import time
+
+            time.sleep(0.01)
+            return super().step(*given, **options)
+
+    async def main() -> None:
+        target = Slow(4)
+        async with AsyncLLM(target, drafter="plain") as llm:
+            task = asyncio.ensure_future(llm.generate(prompt(0), max_new_tokens=10_000))
+            other = asyncio.ensure_future(llm.generate(prompt(1), max_new_tokens=20))
+            while not target.open_sessions:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (await other).tokens == alone(1, params=GREEDY)
+            for _ in range(200):
+                if not target.open_sessions:
+                    break
+                await asyncio.sleep(0.01)
+            assert not target.open_sessions
+            stream = llm.stream(prompt(2), max_new_tokens=10_000)
+            await anext(stream)
+            await stream.aclose()
+        assert not target.open_sessions
+
+    asyncio.run(main())
+
+
+def test_errors_reach_the_task() -> None:
+    async def main() -> None:
+        async with AsyncLLM(ToyTarget(), drafter="plain") as llm:
+            with pytest.raises(RuntimeError, match="criterion failed"):
+                await llm.generate(prompt(0), criteria=[broken_criterion])
+            with pytest.raises(BadParameter, match="the prompt is empty"):
+                await llm.generate([])
+
+    asyncio.run(main())
+    with pytest.raises(BadParameter, match="max_batch"):
+        AsyncLLM(LLM(ToyTarget(), drafter="plain"), max_batch=2)
+
+
+def test_an_oracle_is_accepted_through_the_engine() -> None:
+    text = [*prompt(0), *alone(0)]
+    assert run(ToyTarget(), Oracle(text), prompt(0), stop=LENGTH).stats.acceptance_length > 3
