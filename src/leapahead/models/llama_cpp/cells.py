@@ -15,7 +15,7 @@ import numpy as np
 
 from leapahead.core.errors import CacheFull
 from leapahead.models.llama_cpp.context import Context
-from leapahead.models.llama_cpp.options import MOST_SEQUENCES, option
+from leapahead.models.llama_cpp.options import MOST_SEQUENCES
 from leapahead.models.llama_cpp.track import Track
 
 
@@ -134,7 +134,7 @@ class Cells:
         if self.taken + reserved + need > n_ctx:
             raise CacheFull(
                 f"the KV cache of {n_ctx} cells is full: other sequences take {self.taken + reserved}, and {what} "
-                f"needs {need}; close a sequence, or load the model with a larger {option('n_ctx')}"
+                f"needs {need}; close a sequence, or load the model with a larger n_ctx"
             )
 
     def _reserve(self, track: Track, what: str) -> None:

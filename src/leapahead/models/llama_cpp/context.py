@@ -21,7 +21,7 @@ import numpy.typing as npt
 from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refused
 from leapahead.models.llama_cpp import log
 from leapahead.models.llama_cpp.file import check_file, has_tensor
-from leapahead.models.llama_cpp.options import CACHE_TYPES, SMALLEST_CONTEXT, LlamaCppOptions, option
+from leapahead.models.llama_cpp.options import CACHE_TYPES, SMALLEST_CONTEXT, LlamaCppOptions
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -148,7 +148,7 @@ class Context:
         if not self.pointer:
             raise LeapaheadError(
                 f"llama.cpp cannot make a context of {params.n_ctx} tokens for {model.path!r} ({log.reason()}); "
-                f"use a smaller {option('n_ctx')}"
+                "use a smaller n_ctx"
             )
         self._free = weakref.finalize(self, c.llama_free, self.pointer)
         self.memory = c.llama_get_memory(self.pointer)
@@ -255,7 +255,7 @@ def _context_params(model: Model, options: LlamaCppOptions, types: tuple[str, st
     trained = model.n_ctx_train or USUAL_CONTEXT
     if model.learned_positions and (options.n_ctx or 0) > trained:
         raise BadParameter(
-            f"{option('n_ctx')} cannot be {options.n_ctx}: {model.path!r} has learned positions for {trained} tokens; "
+            f"n_ctx={options.n_ctx} is not possible: {model.path!r} has learned positions for {trained} tokens only; "
             f"give a smaller one, or 0 for all {trained}"
         )
     params = c.llama_context_default_params()
@@ -268,7 +268,7 @@ def _context_params(model: Model, options: LlamaCppOptions, types: tuple[str, st
     if params.n_seq_max > params.n_ubatch:
         raise BadParameter(
             f"n_seq_max={params.n_seq_max} sequences do not fit a batch of {params.n_ubatch} tokens; "
-            f"use a smaller n_seq_max, or a larger n_batch, n_ubatch and {option('n_ctx')}"
+            "use a smaller n_seq_max, or a larger n_batch, n_ubatch and n_ctx"
         )
     params.n_threads = options.n_threads or physical_cores()
     params.n_threads_batch = options.n_threads_batch or params.n_threads

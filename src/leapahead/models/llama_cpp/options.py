@@ -11,24 +11,6 @@ CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
 SMALLEST_CONTEXT = 256  # llama.cpp rounds the size of a cache up to a multiple of this
 MOST_SEQUENCES = 256  # LLAMA_MAX_SEQ
 
-# The options that the command line has too, by its names.
-FLAGS = {
-    "n_ctx": "-c/--ctx-size",
-    "n_threads": "--threads",
-    "n_threads_batch": "--threads-batch",
-    "n_gpu_layers": "-ngl/--gpu-layers",
-    "use_mmap": "--no-mmap",
-    "use_mlock": "--mlock",
-    "flash_attn": "-fa/--flash-attn",
-    "type_k": "-ctk/--cache-type-k",
-    "type_v": "-ctv/--cache-type-v",
-}
-
-
-def option(name: str) -> str:
-    """An option for a message, under both of its names: "-c/--ctx-size (n_ctx)"."""
-    return f"{FLAGS[name]} ({name})" if name in FLAGS else name
-
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaCppOptions:
@@ -79,13 +61,13 @@ class LlamaCppOptions:
         self._check("n_seq_max", 1, MOST_SEQUENCES)
         if self.n_ctx is not None and 0 < self.n_ctx < SMALLEST_CONTEXT:
             raise BadParameter(
-                f"{option('n_ctx')} cannot be {self.n_ctx}: llama.cpp's smallest context has {SMALLEST_CONTEXT} "
-                f"tokens; give {SMALLEST_CONTEXT} or more, or 0 for the length that the model was trained with"
+                f"n_ctx={self.n_ctx} is not possible: llama.cpp's smallest context has {SMALLEST_CONTEXT} tokens; give "
+                f"{SMALLEST_CONTEXT} or more, or 0 for the length that the model was trained with"
             )
         for name in ("type_k", "type_v"):
             if getattr(self, name) not in (None, *CACHE_TYPES):
                 raise BadParameter(
-                    f"{option(name)} cannot be {getattr(self, name)!r}; choose one of {', '.join(CACHE_TYPES)}"
+                    f"{name}={getattr(self, name)!r} is not possible; choose one of {', '.join(CACHE_TYPES)}"
                 )
 
     def _check(self, name: str, low: int, high: int | None) -> None:
@@ -96,4 +78,4 @@ class LlamaCppOptions:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not whole or value < low or (high is not None and value > high):
             rule = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise BadParameter(f"{option(name)} cannot be {value!r}: it must be a whole number, {rule}")
+            raise BadParameter(f"{name}={value!r} is not possible: it must be a whole number, {rule}")
