@@ -33,7 +33,7 @@ COMMAND = re.compile(r"/[\w?-]*(\s|$)")  # what is meant as a command; a path su
         "printf 'Hi\\nWhat did I say?\\n' | leapahead chat -q",
     ),
 )
-@all_of(MODEL, DRAFTER, TEXT, DRAFTER_CACHE)
+@all_of(MODEL, DRAFTER, DRAFTER_CACHE, TEXT)
 @option("--system", callback=utf8_only, metavar="TEXT", group="Chat options", help="A system message to begin with.")
 @option("-q", "--quiet", is_flag=True, group="Chat options", help="No line of figures after each answer.")
 def chat(system: str | None, quiet: bool, **values: Any) -> None:

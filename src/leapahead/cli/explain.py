@@ -78,7 +78,9 @@ def explain(
     filters = {name: values.pop(name) for name in ("temperature", "top_k", "top_p", "min_p")}
     sampling = SamplingParams(seed=seed, **{name: value for name, value in filters.items() if value is not None})
     name = values.pop("drafter")
-    drafter = drafters.make(name, **drafter_arguments(values, [name]))
+    options = drafter_arguments(values, [name])
+    if "draft" not in options:
+        drafters.make(name, **options)  # refuses what is not possible before the model is loaded
     model = model_arguments(values)
     with screen.loading(model["model"]):
         loaded = loading.load(**model)
@@ -87,7 +89,8 @@ def explain(
             loaded.target,
             loaded.tokenizer,
             [{"role": "user", "content": prompt}] if as_chat else prompt,
-            drafter,
+            name,
+            options,
             sampling=sampling,
             max_new_tokens=max_new_tokens,
             eos_token_ids=() if ignore_eos else loaded.eos_token_ids,

@@ -53,7 +53,7 @@ INPUT, OUTPUT = "Input options", "Output options"
 @option(
     "--chat", "as_chat", is_flag=True, group=INPUT, help="Send the prompt as a user's message, by the chat template."
 )
-@all_of(MODEL, DRAFTER, TEXT, DRAFTER_CACHE)
+@all_of(MODEL, DRAFTER, DRAFTER_CACHE, TEXT)
 @option("--json", "as_json", is_flag=True, group=OUTPUT, help="Print one JSON object with the text and all figures.")
 @option(
     "--compare",

@@ -95,8 +95,17 @@ def tune(
     with screen.loading(model["model"]):
         loaded = loading.load(**model)
     with screen.progress("tune") as bar:
+        target = loaded.target
+        found, profiles = tuning.tune(target, batch, seconds, progress=bar)
         prompts = [tokens for task in sets for tokens in tasks.encoded(task, loaded, max_new_tokens)]
-        found = tuning.tune(loaded, prompts, batch, seconds, text_seconds, max_new_tokens, progress=bar)
+        largest = max(row["nodes"] for row in found["rows"])
+        found["drafters"] = tuning.served(target)
+        found["lookahead"] = tuning.lookahead(profiles.profile(1), largest) if batch == 1 and largest > 1 else []
+        found["auto"] = None
+        if prompts:
+            found["auto"] = tuning.practise(
+                target, profiles, prompts, batch, max_new_tokens, loaded.eos_token_ids, text_seconds, progress=bar
+            )
     if as_json:
         click.echo(json.dumps(found))
     else:
@@ -120,7 +129,7 @@ def _check(plot: Path) -> None:
 
 def _draw(found: Data, plot: Path) -> None:
     try:
-        plots.save(tuning.figure(found), plot.with_suffix(""), kinds=(plot.suffix[1:],))
+        plots.save(plots.latency, tuning.figure(found), plot.with_suffix(""), kinds=(plot.suffix[1:],))
     except OSError as error:
         raise LeapaheadError(f"{plot} cannot be written: {error.strerror or error}") from None
 
@@ -138,13 +147,15 @@ def _show(found: Data) -> None:
         _auto(found["auto"])
     if found["lookahead"]:
         _lookahead(found["lookahead"])
-    if found["stored"] is None:
+    if found["stored"] is not None:
+        click.echo(f"The profile is stored in {found['stored']}.")
+    elif found["busy"] or found["few"]:
+        click.echo("The profile is not stored, because its measurement cannot be relied upon.")
+    else:
         click.echo(
             "The profile could not be stored, so every process measures its own; set LEAPAHEAD_CACHE to a folder that "
             "is writable."
         )
-    else:
-        click.echo(f"The profile is stored in {found['stored']}.")
 
 
 def _curve(found: Data) -> None:
