@@ -186,7 +186,7 @@ class StepForwards:
             if source.steps_without * COST_SHARE * curve(plan.sequences) > own(source.runner.missing + 1):
                 probing |= not self._runs[model]  # it has not paid for long: is that still so?
         rows = plan.rows(kept)
-        tokens = plan.sequences - len(searches)
+        tokens = float(plan.sequences - len(searches))
         tokens += sum(sum(search.expected[: kept[index]]) for index, search in searches.items())
         rate = tokens / (curve(rows) + plan.drafting(rows - plan.sequences) + self.seconds)
         best, chosen = 0.0, 0

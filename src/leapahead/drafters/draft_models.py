@@ -1,13 +1,13 @@
 """Loading of draft models: by name, folder or file; given as loaded models; or made of the target itself.
 
     "small", "small.gguf", "bundled", a module, a target    another model
-    "self:skip"            the target without the layers that `leapahead layer-search` found (Draft & Verify, 2309.08168)
+    "self:skip"            the target without the layers that `leapahead search-layers` found (2309.08168)
     "self:skip=1m,2-3"     without the MLP of layer 1 and all of layers 2 and 3
     "self:first=8"         its first 8 layers and its head, in the target's own cache (LayerSkip, 2404.16710)
     "self:int8"            its weights in int8
 
-`DraftModels` loads each of them once for all drafters of an engine and releases them with the engine. A draft model must
-have the target's tokenizer; where both are known they are compared.
+`DraftModels` loads each of them once for all drafters of an engine and releases them with the engine. A draft model
+must have the target's tokenizer; where both are known they are compared.
 """
 
 from __future__ import annotations
@@ -137,8 +137,7 @@ def _parsed(draft: Any) -> Draft:
 def given(draft: Any, **options: Any) -> list[Draft]:
     """As `parsed`, but names are loaded now, with options as of `load`; "self:..." is made when it is first used."""
     return [
-        load(each, **options) if isinstance(each, str) and not each.startswith(SELF) else each
-        for each in parsed(draft)
+        load(each, **options) if isinstance(each, str) and not each.startswith(SELF) else each for each in parsed(draft)
     ]
 
 
@@ -203,8 +202,8 @@ def _skip(target: Any, draft: str, layers: str) -> Any:
     skip = Skip.parse(layers) if layers else saved_skips.saved(target)
     if skip is None:
         raise BadParameter(
-            f"draft={draft!r} needs a search, and there was none for {target.info.name}: run `leapahead layer-search`, "
-            "or name the layers, as in self:skip=2m,4-6"
+            f"draft={draft!r} needs a search, and there was none for {target.info.name}: run "
+            "`leapahead search-layers`, or name the layers, as in self:skip=2m,4-6"
         )
     if not skip:
         raise BadParameter(

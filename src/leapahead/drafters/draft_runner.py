@@ -162,29 +162,27 @@ class DraftRunner:
 
     def _start(self) -> bool:
         """A new tree with the missing tokens as a chain; false if the draft model cannot follow the text."""
-        assert self._session is not None, "the prompt was not read"
-        info = self.target.info
-        missing = self.tokens[len(self._session.tokens) :]
+        session, info = self._session, self.target.info
+        assert session is not None, "the prompt was not read"
+        missing = self.tokens[len(session.tokens) :]
         if max(missing, default=0) >= info.vocab_size:
             self.fail(f"the text has a token outside the vocabulary of {info.vocab_size} of {info.name}")
         elif len(self.tokens) + 1 >= info.context_length:
             self.fail(f"the context of {info.context_length} tokens of {info.name} is full")
         else:
-            self._catch_up(min(LONGEST_CHAIN, self.target.max_nodes // 2))
-        if self._session is None:
+            self._catch_up(session, min(LONGEST_CHAIN, self.target.max_nodes // 2))
+        if self.failed:
             return False
-        known = len(self._session.tokens)
+        known = len(session.tokens)
         budget = Budget(self.target.max_nodes - 1, info.context_length - known - 1, self.target.max_leaves)
-        self._tree = TreeBuilder(self._session.tokens[-1], budget)
+        self._tree = TreeBuilder(session.tokens[-1], budget)
         self._at = ([0, *self._tree.add_path(self.tokens[known:])])[-1]
         self._paths = [None] * self._at + [()]
         self._computed, self._length = 0, len(self.tokens)
         return True
 
-    def _catch_up(self, longest: int) -> None:
+    def _catch_up(self, session: Session, longest: int) -> None:
         """Computes and commits missing tokens, `longest` in a forward, until no more than that are left."""
-        session = self._session
-        assert session is not None
         try:
             with self.target.lock:
                 while len(self.tokens) - len(session.tokens) > longest:

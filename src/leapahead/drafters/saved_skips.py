@@ -1,8 +1,8 @@
-"""Which layers a model can do without when it drafts for itself: what a search has found, kept for later processes.
+"""Stores the layers that a model can leave out when it drafts for itself, as found by `leapahead search-layers`.
 
     CACHE/skip/DIGEST.json    {"format", "model", "target", "skip", "agreement", "cost", "speedup", "trials"}
 
-One file a model, by its name and its fingerprint. The search is `lab.skipping`.
+There is one file per model, by its name and fingerprint. The search is `leapahead.layer_search`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from leapahead.models.self_draft.layer_skip import Skip
 from leapahead.models.transformers.model import TransformersTarget
-from leapahead.planner.profile import Place
+from leapahead.planner.profile import cache_directory
 
 FORMAT = 1
 LONGEST = 16  # drafted tokens of a chain
@@ -24,14 +24,14 @@ LONGEST = 16  # drafted tokens of a chain
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
-        skip: the sub-layers to leave out.
-        agreement: a, in [0, 1].
-        cost: c, in times of the whole model's token.
-        speedup: expected, over plain decoding; not more than 1 where leaving out does not pay.
-        trials: that it took.
+        skip: the sub-layers to leave out; empty where leaving out does not pay.
+        agreement: share of the target's tokens that the model without them would have chosen too, in [0, 1].
+        cost: time of a token without them, in times of a token of the whole model.
+        speedup: expected, over plain decoding; at most 1 where leaving out does not pay.
+        trials: sets of layers that were tried.
     """
 
     skip: Skip
@@ -47,22 +47,28 @@ class Found:
 
 
 def expected(agreement: float, cost: float, longest: int = LONGEST) -> tuple[float, int]:
-    """The speed-up of chains of the best length up to `longest`, and that length. See the module for the formula."""
+    """The expected speed-up with chains of the best length, and that length. Formula: see `leapahead.layer_search`.
+
+    Args:
+        agreement: probability that a drafted token is accepted.
+        cost: of a draft forward, in plain steps.
+        longest: greatest length that is considered.
+    """
     tokens, power, best = 1.0, 1.0, (0.0, 1)
     for length in range(1, longest + 1):
         power *= agreement
-        tokens += power  # the sum of a^0 .. a^k, which is the fraction, and is defined at a = 1
+        tokens += power  # the sum of a^0 .. a^k, which unlike the closed form is defined at a = 1
         best = max(best, (tokens / (length * cost + 1), length), key=lambda each: each[0])
     return best
 
 
 def save(target: TransformersTarget, found: Found) -> bool:
-    """Keeps what was found for the next process; false where it cannot be written."""
+    """Stores the result of a search for later processes; false where it cannot be written."""
     path, part = _path(target), ""
     content = {
         "format": FORMAT,
-        "model": target.name,
-        "target": target.fingerprint,
+        "model": target.info.name,
+        "target": target.info.fingerprint,
         "skip": str(found.skip),
         "agreement": found.agreement,
         "cost": found.cost,
@@ -83,13 +89,14 @@ def save(target: TransformersTarget, found: Found) -> bool:
 
 
 def saved(target: TransformersTarget) -> Skip | None:
-    """What a search has found for this model: nothing to leave out, `Skip()`, where that did not pay.
+    """The stored result of a search for this model; an empty `Skip` where leaving out does not pay.
 
-    None if there was no search, or its file is broken or another's.
+    None if there was no search, or its file is broken or belongs to another model.
     """
+    wanted = FORMAT, target.info.name, target.info.fingerprint
     try:
         content = json.loads(_path(target).read_text(encoding="utf-8"))
-        if (content["format"], content["model"], content["target"]) != (FORMAT, target.name, target.fingerprint):
+        if (content["format"], content["model"], content["target"]) != wanted:
             return None
         skip = Skip.parse(content["skip"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -98,6 +105,6 @@ def saved(target: TransformersTarget) -> Skip | None:
 
 
 def _path(target: TransformersTarget) -> Path:
-    """The fingerprint knows shapes, not weights: two models of one shape differ in their names."""
-    name = hashlib.sha256(f"{target.name} {target.fingerprint}".encode()).hexdigest()[:16]
-    return Place.of(target).path.parent.parent / "skip" / f"{name}.json"
+    """The fingerprint describes shapes, not weights: two models of one shape differ in their names."""
+    name = hashlib.sha256(f"{target.info.name} {target.info.fingerprint}".encode()).hexdigest()[:16]
+    return cache_directory() / "skip" / f"{name}.json"

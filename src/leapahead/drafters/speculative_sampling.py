@@ -5,8 +5,8 @@
     target                          p at every node        accept with min(1, p / q), or sample the residual
 
 Exact in distribution, not in text: under a seed the text differs from plain decoding's. The rules and their conditions
-are in `leapahead.core.rejection`. All random numbers come from one generator per text, keyed by the seed and by a number
-that no position has, so they are independent of the Gumbel noise that the target uses where nothing was drafted.
+are in `leapahead.core.rejection`. All random numbers come from one generator per text, keyed by the seed and by a
+number that no position has, so they are independent of the Gumbel noise that the target uses where nothing was drafted.
 """
 
 from __future__ import annotations

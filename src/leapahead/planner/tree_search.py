@@ -28,7 +28,7 @@ ROOT_CANDIDATES, CANDIDATES = 8, 4  # of one source: below the root, and below a
 RANKS = 5  # ranks from this one on share a key
 MOST = 0.97  # upper bound of the sum of P over siblings
 ONLY_MARGIN = 9.0  # the margin of a candidate without a competitor
-# Bucket edges of what keys contain, from the greatest value down, with the sign turned, since `bisect` wants them rising.
+# Bucket edges of what keys contain, from the greatest value down, with the sign turned: `bisect` wants them rising.
 SHARES = [-log(share) for share in (0.999, 0.9, 0.75, 0.5, 0.25, 0.1)]  # of a source's candidates
 MARGINS = [-3.0, -1.5, -0.5, 0.0, 0.5, 1.5]  # score of the best minus that of the second; of others, minus the best
 SCORES = [-5.0, -3.0, -2.0, -1.0, 0.0, 1.0]  # log p / T + noise; the best of a whole vocabulary has 0.6 on average

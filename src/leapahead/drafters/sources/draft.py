@@ -1,8 +1,9 @@
 """A draft model as a source: the likeliest next tokens of a smaller model (2211.17192, 2302.01318; trees: 2305.09781).
 
 Its candidates after a path cost a draft forward, so it has some only where such a forward was run; where that pays is
-decided by `leapahead.drafters.draft_forwards`. With seed-aware drafting its distribution is ranked by what this seed will
-choose, which is the coupled rule (drafter-invariant speculative decoding, 2408.07978; several draft models: 2506.05632).
+decided by `leapahead.drafters.draft_forwards`. With seed-aware drafting its distribution is ranked by what this seed
+will choose, which is the coupled rule (drafter-invariant speculative decoding, 2408.07978; several draft models:
+2506.05632).
 """
 
 from __future__ import annotations
