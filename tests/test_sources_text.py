@@ -1,4 +1,4 @@
-"""The sources that read text: n-grams in hash chains and suffix automata, against brute force over the same text.
+"""The sources that read text: n-grams in hash chains and suffix automata, compared with brute force on the same text.
 
 Work is counted, not timed; memory is traced.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from threading import Thread
@@ -18,25 +19,31 @@ from helpers import GREEDY, PROMPT, run
 from hypothesis import given
 from hypothesis import strategies as st
 
+from leapahead import Engine, Request
 from leapahead.core.errors import BadParameter
 from leapahead.core.sampling import Sampler
 from leapahead.core.stop import StopParams
-from leapahead.drafters.base import Context
 from leapahead.drafters.cache import DrafterCache
-from leapahead.drafters.single import SuffixDrafter
 from leapahead.drafters.sources import ngram
-from leapahead.drafters.sources.ngram import LEVELS, WALKED, Ngrams
-from leapahead.drafters.sources.suffix import FALLS, FOUND, SharedTexts, Suffix, SuffixAutomaton
-from leapahead.engine.loop import Generation, decode
+from leapahead.drafters.sources.ngram import LEVELS, MAX_WALKED, Ngrams
+from leapahead.drafters.sources.past_texts import PastTexts
+from leapahead.drafters.sources.suffix import DRAFT_LINKS, LOCATE_TOKENS, Suffix
+from leapahead.drafters.sources.suffix_automaton import SuffixAutomaton
 from leapahead.models.toy import ToyTarget
-from research.curves.growth import growth, zipf
+from leapahead.planner.draft import SequenceView
 
 VOCAB = 300
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 
 
-def context_of(tokens: Sequence[int], drafter_cache: DrafterCache | None = None) -> Context:
-    return Context(Sampler(GREEDY, list(tokens), VOCAB), memory)
+def view_of(tokens: Sequence[int], drafter_cache: DrafterCache | None = None) -> SequenceView:
+    return SequenceView(Sampler(GREEDY, list(tokens), VOCAB), drafter_cache)
+
+
+def grow(source: Suffix, sequence: SequenceView, token: int) -> None:
+    """A step commits a token."""
+    sequence.tokens.append(token)
+    source.read(sequence)
 
 
 def words(seed: int, length: int, vocab: int = 40) -> list[int]:
@@ -63,44 +70,44 @@ def agreeing(text: Sequence[int], place: int, tail: Sequence[int]) -> int:
 @given(few_tokens, st.integers(1, 10))
 def test_ngrams_find_what_brute_force_finds(text: list[int], longest: int) -> None:
     source = Ngrams(longest)
-    context = context_of(text)
-    source.begin(context)
-    state = source.root(context)
+    sequence = view_of(text)
+    source.begin(sequence)
+    state = source.root(sequence)
     assert state is not None
     tail = text[-longest:]
     matches = {place: agreeing(text, place, tail) for place in range(1, len(text))}
-    assert list(state.live) == sorted(state.live, reverse=True)  # most recent first
-    assert all(matches[place] == length >= 1 for place, length in state.live)
-    assert len(state.live) <= WALKED
+    assert list(state.positions) == sorted(state.positions, reverse=True)  # most recent first
+    assert all(matches[place] == length >= 1 for place, length in state.positions)
+    assert len(state.positions) <= MAX_WALKED
     # What the longest level with a match finds is all there is of it, but for those beyond the walk.
     level = next((n for n in LEVELS if n <= longest and max(matches.values(), default=0) >= n), None)
     if level is None:
-        assert state.live == ()
+        assert state.positions == ()
     else:
         latest = sorted((place for place, length in matches.items() if length >= level), reverse=True)
-        assert set(latest[:WALKED]) <= dict(state.live).keys()
+        assert set(latest[:MAX_WALKED]) <= dict(state.positions).keys()
 
 
 @given(few_tokens, st.lists(st.integers(1, 7), max_size=8))
 def test_a_text_that_grows_in_steps_is_the_text(text: list[int], sizes: list[int]) -> None:
     whole, steps = Ngrams(), Ngrams()
-    context = context_of(text)
-    whole.begin(context)
+    sequence = view_of(text)
+    whole.begin(sequence)
     at = 1
     for size in sizes:
         steps.index(text[:at])
         at = min(at + size, len(text))
     steps.index(text)
-    assert steps.root(context) == whole.root(context)
+    assert steps.root(sequence) == whole.root(sequence)
 
 
 def test_candidates_by_hand() -> None:
     #        0  1  2  3  4  5  6  7  8  9 10 11
     text = [7, 1, 2, 3, 9, 1, 2, 4, 8, 2, 5, 1, 2]
-    source, context = Ngrams(), context_of(text)
-    state = source.root(context)
+    source, sequence = Ngrams(), view_of(text)
+    state = source.root(sequence)
     assert state is not None
-    assert state.live == ((10, 1), (7, 2), (3, 2))
+    assert state.positions == ((10, 1), (7, 2), (3, 2))
     found = source.candidates(state, 8)
     assert [candidate.token for candidate in found] == [4, 3, 5]  # equal matches: see below; the shortest last
     assert sum(np.exp([candidate.logp for candidate in found])) == pytest.approx(1)
@@ -111,8 +118,8 @@ def test_candidates_by_hand() -> None:
 
 def test_longer_matches_and_many_and_recent_ones_are_likelier() -> None:
     def order(text: list[int]) -> list[int]:
-        source, context = Ngrams(), context_of(text)
-        state = source.root(context)
+        source, sequence = Ngrams(), view_of(text)
+        state = source.root(sequence)
         assert state is not None
         return [candidate.token for candidate in source.candidates(state, 8)]
 
@@ -123,30 +130,30 @@ def test_longer_matches_and_many_and_recent_ones_are_likelier() -> None:
 
 def test_places_move_on_with_a_drafted_token_and_chain_when_none_is_left() -> None:
     text = [1, 2, 3, 4, 20, 21, 22, 3, 4, 30, 31, 1, 2]
-    source, context = Ngrams(), context_of(text)
-    state = source.root(context)
+    source, sequence = Ngrams(), view_of(text)
+    state = source.root(sequence)
     assert state is not None
-    assert state.live == ((2, 2),)
+    assert state.positions == ((2, 2),)
     one = source.follow(state, 3)
-    assert one.live == ((3, 3),)
-    assert state.live == ((2, 2),)  # a state is never changed
+    assert one.positions == ((3, 3),)
+    assert state.positions == ((2, 2),)  # a state is never changed
     # Token 30 was not behind 1 2 3 4: what is left is looked up by text and draft, 4 30.
     other = source.follow(source.follow(one, 4), 30)
-    assert other.live == ((10, 3),)  # 3 4 30
+    assert other.positions == ((10, 3),)  # 3 4 30
     assert [candidate.token for candidate in source.candidates(other, 4)] == [31]
     # A place at the end of the text has no next token; the draft goes on from an older place.
     period = Ngrams()
-    state = period.root(context_of([5, 6, 7] * 4))
+    state = period.root(view_of([5, 6, 7] * 4))
     for depth in range(40):
         assert state is not None
         (candidate,) = period.candidates(state, 4)
         assert candidate.token == (5, 6, 7)[depth % 3]
         state = period.follow(state, candidate.token)
-    assert period.follow(state, 99).live == ()  # type: ignore[arg-type]
+    assert period.follow(state, 99).positions == ()  # type: ignore[arg-type]
     assert period.candidates(period.follow(state, 99), 4) == []  # type: ignore[arg-type]
 
 
-class CountedText(list[int]):
+class CountedArray(array):  # type: ignore[type-arg]
     """Counts how often it is read."""
 
     reads = 0
@@ -157,16 +164,15 @@ class CountedText(list[int]):
 
 
 @pytest.mark.parametrize("text", [[3] * 10_000, [1, 2] * 5_000, words(0, 10_000)], ids=["one", "two", "words"])
-def test_a_look_up_reads_a_few_places_whatever_the_text(text: list[int]) -> None:
-    source, context = Ngrams(), context_of(text)
-    source.begin(context)
-    watched = CountedText(text)
-    source._text = watched  # type: ignore[assignment]
-    for tail in (tuple(text[-8:]), tuple(text[500:508]), (text[0],)):
-        watched.reads = 0
-        found = source._look_up(tail)
-        assert 1 <= len(found) <= WALKED
-        assert watched.reads <= WALKED * (source.longest + 1)
+def test_a_look_up_visits_few_positions_whatever_the_text(text: list[int]) -> None:
+    source, sequence = Ngrams(), view_of(text)
+    source.begin(sequence)
+    for chains in source.chains:
+        chains.earlier = CountedArray("i", chains.earlier)
+    state = source.root(sequence)
+    assert state is not None
+    assert 1 <= len(state.positions) <= MAX_WALKED
+    assert sum(chains.earlier.reads for chains in source.chains) <= MAX_WALKED  # type: ignore[attr-defined]
 
 
 def test_indexing_is_linear() -> None:
@@ -183,39 +189,39 @@ def test_indexing_is_linear() -> None:
         Ngrams(0)
 
 
-@pytest.mark.parametrize("kind", ["ngrams of random", "automaton of zipf"])
-def test_memory_at_100_000_tokens(kind: str) -> None:
-    rng = random.Random(0)
-    text = zipf(100_000) if "zipf" in kind else [rng.randrange(100_000) for _ in range(100_000)]
-    build: Callable[[list[int]], object] = _ngrams if "ngrams" in kind else _automaton
-    tracemalloc.start()
-    kept = build(text)
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert kept is not None
-    assert 1e6 < held < 40e6
-
-
-def _ngrams(text: list[int]) -> Ngrams:
+def index_ngrams(text: list[int]) -> Ngrams:
     source = Ngrams()
     source.index(text)
     return source
 
 
-def _automaton(text: list[int]) -> SuffixAutomaton:
+def index_suffixes(text: list[int]) -> SuffixAutomaton:
     automaton = SuffixAutomaton()
     for token in text:
         automaton.add(token)
     return automaton
 
 
+@pytest.mark.parametrize("build", [index_ngrams, index_suffixes])
+def test_memory_is_linear(build: Callable[[list[int]], object]) -> None:
+    """At most 400 bytes a token, on random tokens, which share least."""
+    rng = random.Random(0)
+    text = [rng.randrange(20_000) for _ in range(20_000)]
+    tracemalloc.start()
+    kept = build(text)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept is not None
+    assert 10 < held / len(text) < 400
+
+
 def test_two_ngrams_with_one_key_do_not_match(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram, "MASK", 3)
     text = words(2, 300)
-    source, context = Ngrams(), context_of(text)
-    state = source.root(context)
+    source, sequence = Ngrams(), view_of(text)
+    state = source.root(sequence)
     assert state is not None
-    assert all(agreeing(text, place, text[-8:]) == length >= 1 for place, length in state.live)
+    assert all(agreeing(text, place, text[-8:]) == length >= 1 for place, length in state.positions)
 
 
 # --------------------------------------------------------------------------------------------- the suffix automaton
@@ -240,19 +246,18 @@ def longest_in(texts: Sequence[Sequence[int]], tokens: Sequence[int]) -> int:
 @given(few_tokens)
 def test_the_own_place_is_the_longest_earlier_one(text: list[int]) -> None:
     source = Suffix()
-    context = context_of(text[:1])
-    source.begin(context)
+    sequence = view_of(text[:1])
+    source.begin(sequence)
     for end in range(1, len(text) + 1):
-        ((automaton, place, length),) = source.root(context)
+        ((automaton, place, length),) = source.root(sequence)
         before = text[:end]
         expected = longest_in([before[:-1]], before)
         assert length == expected
         if expected:
             followed = {token for token in occurrences([before], before[-expected:]) if token is not None}
-            assert {token for token, _ in automaton.after(place, 99)} == followed
+            assert {token for token, _ in automaton.followers(place, 99)} == followed
         if end < len(text):
-            context.tokens.append(text[end])
-            source.observe(context, None)  # type: ignore[arg-type]
+            grow(source, sequence, text[end])
 
 
 @given(st.lists(few_tokens, min_size=1, max_size=5), st.lists(st.integers(0, 3), max_size=40))
@@ -270,7 +275,9 @@ def test_places_in_past_texts_are_those_of_brute_force(texts: list[list[int]], q
         assert length == longest_in(texts, query[:end])
         if length:
             seen = occurrences(texts, query[end - length : end])
-            assert {token for token, _ in automaton.after(place, 99)} == {token for token in seen if token is not None}
+            assert {token for token, _ in automaton.followers(place, 99)} == {
+                token for token in seen if token is not None
+            }
 
 
 @given(few_tokens, few_tokens, st.lists(st.integers(0, 2), min_size=1, max_size=20))
@@ -292,17 +299,17 @@ def test_a_place_stays_right_while_the_automaton_grows(first: list[int], then: l
         place = automaton.settled(place, length)
         if length:
             seen = {t for t in occurrences([first + added], query[end - length : end]) if t is not None}
-            assert {t for t, _ in automaton.after(place, 99)} == seen
+            assert {t for t, _ in automaton.followers(place, 99)} == seen
 
 
 def test_counts_are_those_of_the_text() -> None:
     text = [1, 2, 5, 1, 2, 6, 1, 2, 5, 3, 1, 2]
-    source, context = Suffix(), context_of(text)
-    source.begin(context)
-    state = source.root(context)
+    source, sequence = Suffix(), view_of(text)
+    source.begin(sequence)
+    state = source.root(sequence)
     assert [length for _, _, length in state] == [2]
     automaton, place, _ = state[0]
-    assert dict(automaton.after(place, 99)) == {5: 2, 6: 1}
+    assert dict(automaton.followers(place, 99)) == {5: 2, 6: 1}
     found = source.candidates(state, 8)
     assert [candidate.token for candidate in found][:2] == [5, 6]
     assert found[0].feature == (1, 2, "own")
@@ -322,31 +329,31 @@ class CountedAutomaton(SuffixAutomaton):
         self.asked += 1
         return super().step(state, token)
 
-    def after(self, state: int, most: int) -> list[tuple[int, int]]:
+    def followers(self, state: int, limit: int) -> list[tuple[int, int]]:
         self.asked += 1
-        return super().after(state, most)
+        return super().followers(state, limit)
 
 
 @pytest.mark.parametrize("text", [[3] * 4_000, words(3, 4_000)], ids=["one", "words"])
 def test_the_work_of_a_suffix_automaton_is_linear(text: list[int]) -> None:
-    source, context = Suffix(), context_of(text)
+    source, sequence = Suffix(), view_of(text)
     source.automaton = automaton = CountedAutomaton()
-    source.begin(context)
+    source.begin(sequence)
     assert automaton.asked < 12 * len(text)
-    state = source.root(context)
+    state = source.root(sequence)
     automaton.asked = 0
     source.candidates(state, 8)
     assert automaton.asked <= 3
     automaton.asked = 0
     source.follow(state, 200)  # which never came: falls through a few links, and not through thousands
-    assert automaton.asked <= FALLS + 1
+    assert automaton.asked <= DRAFT_LINKS + 1
 
 
 def test_a_state_of_many_continuations_is_not_read_whole() -> None:
     text = [token for other in range(1, 200) for token in (0, other)] + [0]
-    source, context = Suffix(), context_of(text)
-    source.begin(context)
-    found = source.candidates(source.root(context), 8)
+    source, sequence = Suffix(), view_of(text)
+    source.begin(sequence)
+    found = source.candidates(source.root(sequence), 8)
     assert len(found) == 8
     assert {1, 199} <= {candidate.token for candidate in found}  # the first seen and the last seen
 
@@ -354,21 +361,21 @@ def test_a_state_of_many_continuations_is_not_read_whole() -> None:
 # ------------------------------------------------------------------------------------------------------- past texts
 
 
-def shared_lengths(source: Suffix, context: Context) -> int:
-    return max(length for _, _, length in source.root(context)[1:])
+def shared_lengths(source: Suffix, sequence: SequenceView) -> int:
+    return max(length for _, _, length in source.root(sequence)[1:])
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=30), max_size=6), st.data())
 def test_own_and_shared_places_are_those_of_brute_force(past: list[list[int]], data: st.DataObject) -> None:
-    memory = DrafterCache()
-    part = memory.part("suffix", lambda: SharedTexts(capacity=400))
+    cache = DrafterCache()
+    part = cache.section("suffix", lambda: PastTexts(capacity=400))
     for text in past:
         part.add(text)
     text = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=25))
-    source, context = Suffix(), context_of(text[:1], memory)
-    source.begin(context)
+    source, sequence = Suffix(), view_of(text[:1], cache)
+    source.begin(sequence)
     for end in range(1, len(text) + 1):
-        state = source.root(context)
+        state = source.root(sequence)
         own = longest_in([text[: end - 1]], text[:end])
         shared = longest_in(past, text[:end])
         assert state[0][2] == own
@@ -383,27 +390,25 @@ def test_own_and_shared_places_are_those_of_brute_force(past: list[list[int]], d
             for candidate in top:
                 assert candidate.feature[2] == ("own" if candidate.token in mine else "shared")
         if end < len(text):
-            context.tokens.append(text[end])
-            source.observe(context, None)  # type: ignore[arg-type]
+            grow(source, sequence, text[end])
 
 
 def test_no_match_crosses_the_border_of_two_texts() -> None:
-    memory = DrafterCache()
-    part = memory.part("suffix", SharedTexts)
+    cache = DrafterCache()
+    part = cache.section("suffix", PastTexts)
     part.add([1, 2, 3])
     part.add([4, 5, 6])
-    source, context = Suffix(), context_of([9, 2, 3], memory)
-    source.begin(context)
-    assert shared_lengths(source, context) == 2
-    assert source.candidates(source.root(context), 8) == []  # nothing stood behind 2 3
-    context.tokens.append(4)
-    source.observe(context, None)  # type: ignore[arg-type]
-    assert shared_lengths(source, context) == 1
-    assert [candidate.token for candidate in source.candidates(source.root(context), 8)] == [5]
+    source, sequence = Suffix(), view_of([9, 2, 3], cache)
+    source.begin(sequence)
+    assert shared_lengths(source, sequence) == 2
+    assert source.candidates(source.root(sequence), 8) == []  # nothing stood behind 2 3
+    grow(source, sequence, 4)
+    assert shared_lengths(source, sequence) == 1
+    assert [candidate.token for candidate in source.candidates(source.root(sequence), 8)] == [5]
 
 
 def test_the_bound_holds_whatever_comes() -> None:
-    part = SharedTexts(capacity=2_000)
+    part = PastTexts(capacity=2_000)
     rng = random.Random(0)
     for index in range(3_000):
         part.add([rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))])
@@ -427,10 +432,10 @@ def test_the_bound_holds_whatever_comes() -> None:
     part.add([5])  # says nothing of what follows
     assert part.arrays()["lengths"][-1] == 1_000
     with pytest.raises(BadParameter, match="capacity=3"):
-        SharedTexts(3)
+        PastTexts(3)
 
 
-def texts_of(part: SharedTexts) -> list[list[int]]:
+def texts_of(part: PastTexts) -> list[list[int]]:
     arrays = part.arrays()
     assert arrays["tokens"].dtype == np.int32
     assert arrays["lengths"].dtype == np.int64
@@ -438,7 +443,7 @@ def texts_of(part: SharedTexts) -> list[list[int]]:
 
 
 def test_arrays_and_merge() -> None:
-    first, second = SharedTexts(40), SharedTexts(40)
+    first, second = PastTexts(40), PastTexts(40)
     assert texts_of(first) == []
     first.merge(second.arrays())
     assert texts_of(first) == []
@@ -448,10 +453,10 @@ def test_arrays_and_merge() -> None:
     second.add([4, 5])
     second.merge(first.arrays())
     assert texts_of(second) == [[1, 2, 3], [6, 7, 8], [9, 10, 11], [4, 5]]  # the other's first, each once
-    again = SharedTexts(40)
+    again = PastTexts(40)
     again.merge(second.arrays())
     assert texts_of(again) == texts_of(second)
-    small = SharedTexts(12)
+    small = PastTexts(12)
     small.add([20, 21, 22])
     small.merge(second.arrays())
     kept = texts_of(small)
@@ -470,11 +475,11 @@ def test_arrays_and_merge() -> None:
         ({"tokens": np.zeros(2, np.int32), "lengths": np.array([2.0])}, "lengths of past texts is float64"),
         ({"tokens": np.zeros(2, np.int32), "lengths": np.array([2, 1])}, "add up to 3, but there are 2 tokens"),
         ({"tokens": np.zeros(2, np.int32), "lengths": np.array([3, -1])}, "a past text of -1 tokens"),
-        ({"tokens": np.array([1, -1], np.int32), "lengths": np.array([2])}, "holds -1, which is no token id"),
+        ({"tokens": np.array([1, -1], np.int32), "lengths": np.array([2])}, "holds -1, which is not a token id"),
     ],
 )
 def test_merge_refuses_what_is_not_of_its_kind(arrays: dict[str, Any], message: str) -> None:
-    part = SharedTexts()
+    part = PastTexts()
     part.add([1, 2, 3])
     with pytest.raises(ValueError, match=message):
         part.merge(arrays)
@@ -483,60 +488,57 @@ def test_merge_refuses_what_is_not_of_its_kind(arrays: dict[str, Any], message: 
 
 def test_places_stay_right_when_volumes_change() -> None:
     """Requests that finish meanwhile turn the volumes over, more than once, and so does a merge."""
-    memory = DrafterCache()
-    part = memory.part("suffix", lambda: SharedTexts(capacity=300))
+    cache = DrafterCache()
+    part = cache.section("suffix", lambda: PastTexts(capacity=300))
     text = words(5, 400)
-    source, context = Suffix(), context_of(text[:1], memory)
-    source.begin(context)
+    source, sequence = Suffix(), view_of(text[:1], cache)
+    source.begin(sequence)
     seen, checked = set(part.volumes), 0
     for end in range(2, len(text) + 1):
-        context.tokens.append(text[end - 1])
-        source.observe(context, None)  # type: ignore[arg-type]
+        grow(source, sequence, text[end - 1])
         expected = longest_in(texts_of(part), text[:end])
-        found = shared_lengths(source, context)
-        assert min(expected, FOUND) <= found <= expected
+        found = shared_lengths(source, sequence)
+        assert min(expected, LOCATE_TOKENS) <= found <= expected
         checked += expected > 3
         if end % 5 == 0:
             part.add(words(5, end)[-37:])
             seen |= set(part.volumes)
         if end == 200:
-            part.merge(SharedTexts(50).arrays())
+            part.merge(PastTexts(50).arrays())
     assert checked > 100
     assert len(seen) > 5
 
 
 def test_a_text_that_enters_meanwhile_is_found() -> None:
     """Not only from its first token on that comes after it entered."""
-    memory = DrafterCache()
-    part = memory.part("suffix", SharedTexts)
+    cache = DrafterCache()
+    part = cache.section("suffix", PastTexts)
     part.add([9, 12, 200, 201])
-    source, context = Suffix(), context_of([10, 11, 12], memory)
-    source.begin(context)
-    assert shared_lengths(source, context) == 1
+    source, sequence = Suffix(), view_of([10, 11, 12], cache)
+    source.begin(sequence)
+    assert shared_lengths(source, sequence) == 1
     part.add([10, 11, 12, 13, 14])
-    context.tokens.append(13)
-    source.observe(context, None)  # type: ignore[arg-type]
-    assert shared_lengths(source, context) == 4
-    assert [candidate.token for candidate in source.candidates(source.root(context), 8)] == [14]
+    grow(source, sequence, 13)
+    assert shared_lengths(source, sequence) == 4
+    assert [candidate.token for candidate in source.candidates(source.root(sequence), 8)] == [14]
 
 
 def test_texts_enter_while_others_are_read() -> None:
-    memory = DrafterCache()
-    part = memory.part("suffix", lambda: SharedTexts(capacity=3_000))
+    cache = DrafterCache()
+    part = cache.section("suffix", lambda: PastTexts(capacity=3_000))
     failures: list[BaseException] = []
 
     def read(seed: int) -> None:
         try:
             text = words(seed % 3, 1_500)
-            source, context = Suffix(), context_of(text[:1], memory)
-            source.begin(context)
+            source, sequence = Suffix(), view_of(text[:1], cache)
+            source.begin(sequence)
             for token in text[1:]:
-                context.tokens.append(token)
-                source.observe(context, None)  # type: ignore[arg-type]
-                state = source.root(context)
+                grow(source, sequence, token)
+                state = source.root(sequence)
                 for candidate in source.candidates(state, 4):
                     source.candidates(source.follow(state, candidate.token), 4)
-            source.finish(context)
+            source.finish(sequence)
         except BaseException as error:
             failures.append(error)
 
@@ -556,57 +558,26 @@ def test_texts_enter_while_others_are_read() -> None:
 
 def test_a_second_request_is_drafted_from_the_first() -> None:
     target = ToyTarget(vocab_size=VOCAB, order=3)  # its text does not repeat itself soon
-    memory, lengths, texts = DrafterCache(), [], []
-    plain = run(target, None, PROMPT, stop=StopParams(max_new_tokens=60)).tokens
-    for _ in range(2):
-        drafter = SuffixDrafter(nodes=8)
-        stop = StopParams(max_new_tokens=60)
-        generation = Generation.begin(target, PROMPT, drafter, GREEDY, stop, drafter_cache=memory)
-        texts.append([token for _, step in decode(target, [generation]) for token in step.tokens])
-        lengths.append(generation.stats.committed / generation.stats.steps)
-    assert texts == [plain, plain]
-    assert lengths[0] < 1.5
-    assert lengths[1] > 3 * lengths[0]
-    assert texts_of(memory.part("suffix", SharedTexts)) == [[*PROMPT, *plain]]
-    # Without a memory nothing is kept, and nothing is asked for.
-    alone = run(target, SuffixDrafter(nodes=8), PROMPT, stop=StopParams(max_new_tokens=60))
+    cache, stop = DrafterCache(), StopParams(max_new_tokens=60)
+    plain = run(target, None, stop=stop).tokens
+    first, second = (run(target, "suffix", stop=stop, drafter_cache=cache) for _ in range(2))
+    assert first.tokens == second.tokens == plain
+    assert first.stats.acceptance_length < 1.5
+    assert second.stats.acceptance_length > 3 * first.stats.acceptance_length
+    assert texts_of(cache.section("suffix", PastTexts)) == [[*PROMPT, *plain]]
+    alone = run(target, "suffix", stop=stop)
     assert alone.tokens == plain
-    assert "shared" not in alone.generation.stats.drafter["suffix"]
+    assert "shared" not in alone.stats.drafter["suffix"]
 
 
-# ----------------------------------------------------------------------------------------------------------- figure
-
-
-def test_growth_with_a_clock_of_our_own() -> None:
-    now = 0.0
-
-    def clock() -> float:
-        nonlocal now
-        now += 0.25
-        return now
-
-    found = growth(sizes=(1_000, 200, 2_000), rounds=2, prefill=0.01, clock=clock)
-    assert found["text"].startswith("random")
-    assert {row["index"] for row in found["rows"]} == {"n-grams", "suffix automaton", "lookahead pool"}
-    assert [row["tokens"] for row in found["rows"]][:3] == [200, 1_000, 2_000]
-    for row in found["rows"]:
-        assert row["seconds"] == 0.25
-        assert row["of_prefill"] == pytest.approx(0.25 / (0.01 * row["tokens"]))
-        assert row["bytes"] > row["tokens"]
-    for linear in found["linear"]:
-        assert (linear["from"], linear["to"]) == (200, 2_000)
-        assert linear["ratio"] == pytest.approx(0.1)  # this clock's time does not grow with the text
-    with pytest.raises(BadParameter, match="a text of 3 tokens"):
-        growth([1, 2, 3], sizes=(10,))
-    with pytest.raises(BadParameter, match="sizes and rounds"):
-        growth(sizes=())
-
-
-def test_growth_is_drawn() -> None:
-    pytest.importorskip("matplotlib")
-    from research.plots import growth as figure
-
-    for prefill in (None, 0.01):
-        drawn = figure(growth(words(0, 400), sizes=(100, 200, 400), rounds=1, prefill=prefill))
-        assert len(drawn.axes) == 2
-        assert [line.get_label() for line in drawn.axes[0].get_lines()][:2] == ["n-grams", "suffix automaton"]
+def test_a_cancelled_request_teaches_the_next() -> None:
+    target = ToyTarget(vocab_size=VOCAB, order=3)
+    cache, engine = DrafterCache(), Engine(target)
+    drafter = engine.drafter("suffix")
+    handle = engine.submit(Request(PROMPT, drafter, stop=StopParams(max_new_tokens=60), drafter_cache=cache))
+    while len(handle.tokens) < 30:
+        engine.step()
+    engine.cancel(handle)
+    engine.run([handle])
+    (text,) = texts_of(cache.section("suffix", PastTexts))
+    assert text == [*PROMPT, *handle.tokens]
