@@ -1,12 +1,14 @@
-"""The rejection rules against exact enumeration: what they emit is distributed as p, and broken rules are seen to fail.
+"""The rejection rules by exact enumeration: the emitted tokens are distributed as p, and broken rules are detected.
 
-Every claim about a distribution but two (marked `chi_square`, `sampled`) is a finite sum over all that can be drawn.
+Every claim about a distribution is a finite sum over all possible draws, but those that call `chi_square` or
+`scipy_stats`, which sample.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -83,7 +85,7 @@ def emitted(p: FloatArray, qs: Sequence[FloatArray], drawn: Drawn, rule: Rule) -
 
 
 def error(p: FloatArray, qs: Sequence[FloatArray], drawn: Drawn, rule: Rule) -> float:
-    """The check that all rules pass and all mutations fail: the largest deviation from p."""
+    """The largest deviation from p: the check that every rule passes and every mutation fails."""
     return float(abs(emitted(p, qs, drawn, rule)[0] - p).max())
 
 
@@ -125,13 +127,13 @@ SPECIAL = {
 }
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3])
 @pytest.mark.parametrize("case", SPECIAL)
 @pytest.mark.parametrize("name", RULES)
-def test_the_emitted_token_is_distributed_as_p_in_special_cases(name: str, case: str, count: int) -> None:
+def test_the_emitted_token_is_distributed_as_p_in_special_cases(name: str, case: str) -> None:
     p, q = map(np.array, SPECIAL[case])
-    qs = [q] * count
-    assert error(p, qs, DRAWING[name](qs) if qs else [([], 1.0)], RULES[name]) < EXACT
+    for count in range(4):
+        qs = [q] * count
+        assert error(p, qs, DRAWING[name](qs) if qs else [([], 1.0)], RULES[name]) < EXACT
 
 
 @given(pairs(), st.integers(1, 3))
@@ -284,7 +286,7 @@ def test_one_uniform_for_drawing_and_testing_is_seen() -> None:
 
 
 def test_one_gumbel_noise_for_drawing_and_residual_is_seen() -> None:
-    """`sampled`, 200,000 times: the bias of the engine, beside the same with noise of its own for the residual."""
+    """Sampled 200,000 times: shared noise is biased; noise of its own for the residual is not."""
     rng = np.random.default_rng(3)
     p, q = np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.6, 0.25, 0.05, 0.1])
     count = 200_000
@@ -302,13 +304,13 @@ def test_one_gumbel_noise_for_drawing_and_residual_is_seen() -> None:
                 assert abs(counts / count - p).max() > 10 * VISIBLE  # ten standard deviations of the count and more
 
 
-# ----------------------------------------------------------------------------------------------------- the walk
+# ------------------------------------------------------------------------------------------------ verification
 
 Model = Callable[[tuple[int, ...]], FloatArray]  # the distribution after some drafted tokens
 
 
 class Scripted:
-    """Stands in for a generator: accepts or rejects as told, so that all that can happen is walked through."""
+    """Replaces the generator: accepts or rejects by a script, so that all outcomes can be enumerated."""
 
     def __init__(self, accepts: Sequence[bool]) -> None:
         self.accepts, self.used = list(accepts), 0
@@ -358,10 +360,10 @@ def outcomes(draws: Draws, p: Callable[[int], FloatArray], rule: Rule) -> Iterat
 
 
 def models(seed: int, vocab: int) -> tuple[Model, Model]:
-    """A target and a draft; what follows depends on everything before."""
+    """A target and a draft whose distributions depend on the whole prefix."""
 
     def model(which: int) -> Model:
-        return lambda prefix: distributions(np.random.default_rng([seed, which, *prefix]), 1, vocab)[0]
+        return cache(lambda prefix: distributions(np.random.default_rng([seed, which, *prefix]), 1, vocab)[0])
 
     return model(0), model(1)
 
@@ -456,12 +458,12 @@ def drawn_tree(draft: Model, name: str, count: int, rng: np.random.Generator) ->
 
 @pytest.mark.parametrize("name", RULES)
 def test_sampled_pairs_are_distributed_as_the_target_says(name: str) -> None:
-    """`chi_square`: drawing, walk and residual together, from one generator, as they are used."""
+    """Drawing, verification and residual together, from one generator, as the drafter uses them."""
     target, draft = models(7, 4)
     rng = np.random.default_rng(4)
     counts: Counter[tuple[int, ...]] = Counter()
     duplicates = 0
-    for _ in range(4000):
+    for _ in range(2500):
         draws = drawn_tree(draft, name, 3, rng)
         duplicates += len(set(draws.children[0])) < len(draws.children[0])
         tree = draws.tree
@@ -470,14 +472,14 @@ def test_sampled_pairs_are_distributed_as_the_target_says(name: str) -> None:
         if len(tokens) == 1:
             tokens += tuple(draw_independent(target(tokens), 1, rng))
         counts[tokens] += 1
-    assert (duplicates > 1000) == (name != "sequoia")
+    assert (duplicates > 600) == (name != "sequoia")
     after = np.array([target((token,)) for token in range(4)])
     assert chi_square(counts, target(())[:, None] * after) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_copy_of_the_generator_that_drew_is_seen(copied: bool) -> None:
-    """`chi_square`: the trap of seeding the drafter and the verifier alike."""
+    """Seeding the drafter and the verifier alike is biased."""
     p, q = np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.4, 0.3, 0.2, 0.1])
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(2000):
@@ -542,7 +544,7 @@ def test_a_perfect_draft_is_accepted_whole(name: str) -> None:
 
 @pytest.mark.parametrize("draw", [draw_independent, draw_without_replacement])
 def test_draws_come_in_their_order_with_their_probabilities(draw: Callable[..., list[int]]) -> None:
-    """`chi_square` of the ordered pairs: sequential draws, the second from what the first left of q or from q again."""
+    """Ordered pairs: the second draw comes from q again, or from q without the first."""
     q, rng = np.array([0.5, 0.0, 0.3, 0.15, 0.05]), np.random.default_rng(8)
     counts = Counter(tuple(draw(q, 2, rng)) for _ in range(20_000))
     wanted = np.zeros((5, 5))

@@ -53,3 +53,9 @@ def needing(what: str, extra: str, *packages: str) -> Iterator[None]:
         raise LeapaheadError(
             f'{what} needs {package}, which is not installed: pip install "leapahead[{extra}]"'
         ) from None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for a message that quotes it; the name of its class where it has no text."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
