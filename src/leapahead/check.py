@@ -1,41 +1,42 @@
-"""The promise, tested on the user's own model: every drafter's text against plain decoding's, token for token.
+"""Checks exactness on the user's own model: every drafter's text against plain decoding's, token for token.
 
     reference   plain decoding, one sequence at a time
-    the other   a drafter, in batches
+    compared    each drafter, in batches
 
-At a first difference the position is measured (`ties`). Then both go on from the drafter's text, its token included, so
-that what follows is compared again and tails that parted long ago are not.
+The first difference between two texts is measured (`ties`) and counts as a numeric tie or as a mismatch. Both texts
+then continue from the drafter's text, its differing token included, so that the rest is compared as well.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from leapahead import drafters as registry
-from leapahead.api import Prompt, encode
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
 from leapahead.core.text import Tokenizer
+from leapahead.drafters import registry
 from leapahead.drafters.base import Drafter
 from leapahead.drafters.plain import Plain
-from leapahead.engine.loop import Generation, decode
+from leapahead.drafters.registry import DrafterClass
+from leapahead.engine.request import Request
+from leapahead.engine.scheduler import Engine
+from leapahead.inputs import Prompt, encode
 from leapahead.models.base import Target
 from leapahead.ties import Gap, measure
 
-ENOUGH = 8  # mismatches of one prompt; what follows them is not compared
+MOST_MISMATCHES = 8  # of one prompt; what follows them is not compared
 GREEDY = SamplingParams()
 
-Progress = Callable[[str, int, int], None]  # what is being done, texts done, texts in all
+Progress = Callable[[str, int, int], None]  # drafter, texts begun, texts in all
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a drafter's text parted from plain decoding's.
+    """A position where a drafter's text differs from plain decoding's.
 
     Attributes:
         prompt: index of the prompt.
@@ -59,9 +60,11 @@ class DrafterReport:
     """One drafter's row.
 
     Attributes:
-        refused: why the target cannot serve it; then nothing else counts.
-        tokens: how many were compared.
-        stats: of its texts, continuations after a difference left out.
+        name: the drafter's.
+        refused: why the target cannot serve it, or why its text cannot be compared; the other fields are empty then.
+        tokens: number of tokens compared.
+        differences: see `Difference`.
+        stats: of its texts, without the continuations after a difference.
     """
 
     name: str
@@ -80,7 +83,7 @@ class DrafterReport:
 
     @property
     def largest_tie(self) -> float:
-        """Largest gap between two tokens that counted as a tie."""
+        """Largest score gap between two tokens that counted as a tie."""
         return max((abs(tie.gap) for tie in self.ties), default=0.0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -96,7 +99,7 @@ class DrafterReport:
             "acceptance_length": round(self.stats.acceptance_length, 4),
             "nodes_per_step": round(self.stats.nodes_per_step, 3),
             "differences": [
-                # infinity is no JSON: a token that was filtered out has no finite gap
+                # JSON has no infinity: a token that was filtered out has no finite gap
                 {**vars(d), "gap": _finite(d.gap), "noise": _finite(d.noise)}
                 for d in self.differences
             ],
@@ -105,15 +108,15 @@ class DrafterReport:
 
 @dataclass
 class Report:
-    """What `check` found.
+    """What `check` has found.
 
     Attributes:
-        target: its name.
-        prompts: how many.
-        tokens: of plain decoding's texts.
-        distinct_4_grams: distinct over all 4-grams of those texts, on average; low means that the model loops, and that
-            acceptance lengths flatter.
-        drafters: a row each.
+        target: name of the target.
+        prompts: number of prompts.
+        tokens: number of tokens of plain decoding's texts.
+        distinct_4_grams: distinct 4-grams divided by all 4-grams of those texts, on average; where it is low, the model
+            repeats itself and acceptance lengths are higher than for ordinary text.
+        drafters: a row for each drafter that was refused or is finished.
     """
 
     target: str
@@ -141,7 +144,7 @@ def check(
     target: Target,
     tokenizer: Tokenizer | None,
     prompts: Sequence[Prompt],
-    drafters: Sequence[str | type[Drafter]] | None = None,
+    drafters: Sequence[str | DrafterClass] | None = None,
     *,
     options: Mapping[str, Any] | None = None,
     max_new_tokens: int = 128,
@@ -149,21 +152,24 @@ def check(
     eos_token_ids: Sequence[int] = (),
     batch: int = 4,
     progress: Progress = lambda what, done, total: None,
+    finished: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Decodes every prompt plainly and with every drafter, and compares.
+    """Decodes every prompt plainly and with every drafter, and compares the texts.
 
     Args:
         target: the model.
         tokenizer: for text prompts.
         prompts: text, token ids or chat messages.
-        drafters: names or classes; None for all that are registered, of which those that the target cannot serve are
-            reported as refused.
-        options: for the drafters; each is given those that it has.
+        drafters: names or classes; None for all registered drafters that need nothing but a target. Of those, the ones
+            that the target cannot serve are reported as refused.
+        options: of the drafters; each is given those that it has.
         max_new_tokens: of each text.
         sampling: greedy by default.
         eos_token_ids: end a text.
-        batch: how many sequences a drafter decodes together.
+        batch: number of sequences that a drafter decodes together.
         progress: called before every text.
+        finished: called with the report so far, before the first drafter and after each; what it has seen can be shown
+            when a check is interrupted.
 
     Raises:
         BadParameter: no prompts, an unknown drafter, an option that none of them has, or a datastore that was built
@@ -171,40 +177,37 @@ def check(
         Refused: a drafter that was named and that the target cannot serve.
     """
     if not prompts:
-        raise BadParameter("there are no prompts to check")
+        raise BadParameter("there are no prompts to check; give at least one")
     if batch < 1:
         raise BadParameter(f"batch={batch} is not possible: it must be at least 1")
-    encoded = [encode(prompt, tokenizer, target) for prompt in prompts]
-    factories = _factories(drafters, options or {})
-    report = Report(target.name, len(prompts))
-    allowed: list[tuple[DrafterReport, Callable[[], Drafter]]] = []
-    for name, factory in factories.items():
-        row = DrafterReport(name)
+    jobs = [_Job(index, encode(prompt, tokenizer, target.info), 0) for index, prompt in enumerate(prompts)]
+    engine = Engine(target, tokenizer=tokenizer, max_batch=batch)
+    rows: list[tuple[DrafterReport, Drafter | None]] = []
+    for drafter, given in _given(drafters, options or {}):
+        row, chosen = DrafterReport(drafter if isinstance(drafter, str) else drafter.name), None
         try:
-            first = factory()
-            first.fits(target, tokenizer)
-            if sampling.temperature > 0 and not first.same_text:
-                raise Refused(f"drafter {name!r} is exact in distribution, not in text, so there is nothing to compare")
-            allowed.append((row, factory))
+            chosen = _comparable(engine.drafter(drafter, **given), sampling)
         except Refused as error:
             if drafters is not None:
                 raise
             row.refused = str(error)
-        report.drafters.append(row)
+        rows.append((row, chosen))
     stop = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
-    total = len(encoded) * (1 + len(allowed))
-    checker = _Checker(target, sampling, stop, batch, progress, total)
-    jobs = [_Job(index, tokens, 0) for index, tokens in enumerate(encoded)]
+    total = len(jobs) * (1 + sum(chosen is not None for _, chosen in rows))
+    checker = _Checker(engine, sampling, stop, progress, total)
     texts = [checker.reference(job) for job in jobs]
-    report.tokens = sum(len(text) for text in texts)
-    report.distinct_4_grams = distinct(texts)
-    for row, factory in allowed:
-        checker.compare(jobs, row, factory)
+    report = Report(target.info.name, len(prompts), sum(map(len, texts)), distinct(texts))
+    finished(report)
+    for row, chosen in rows:
+        if chosen is not None:
+            checker.compare(jobs, row, chosen)
+        report.drafters.append(row)
+        finished(report)
     return report
 
 
 def distinct(texts: Sequence[Sequence[int]], n: int = 4) -> float:
-    """Distinct over all n-grams, averaged over the texts that have one; 1 is no repetition at all."""
+    """Distinct n-grams divided by all n-grams, averaged over the texts that have any; 1 means no repetition."""
     shares = []
     for text in texts:
         grams = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
@@ -215,33 +218,41 @@ def distinct(texts: Sequence[Sequence[int]], n: int = 4) -> float:
 
 @dataclass(frozen=True)
 class _Job:
-    """A text to decode: a prompt, or the drafter's own text up to and including a difference."""
+    """A text to decode.
+
+    Attributes:
+        prompt: index of the prompt.
+        tokens: the prompt; or the prompt and the drafter's text up to and including a difference.
+        done: how many of `tokens` are new tokens.
+    """
 
     prompt: int
     tokens: list[int]
-    done: int  # new tokens of the prompt's text that are already in `tokens`
+    done: int
 
 
 class _Checker:
     def __init__(
-        self, target: Target, sampling: SamplingParams, stop: StopParams, batch: int, progress: Progress, total: int
+        self, engine: Engine, sampling: SamplingParams, stop: StopParams, progress: Progress, total: int
     ) -> None:
-        self.target, self.sampling, self.stop, self.batch = target, sampling, stop, batch
+        self.engine, self.sampling, self.stop = engine, sampling, stop
+        self._alone = Engine(engine.target, max_batch=1)
+        self._plain = self._alone.drafter(Plain)
         self._progress, self._total, self._begun = progress, total, 0
-        self._references: dict[tuple[int, ...], list[int]] = {}  # drafters that part at a tie share what follows
+        self._references: dict[tuple[int, ...], list[int]] = {}  # drafters that differ at the same tie share the rest
 
     def reference(self, job: _Job) -> list[int]:
         """Plain decoding's text."""
         key = (job.done, *job.tokens)
         if key not in self._references:
-            self._references[key] = self._texts([job], Plain, 1)[0][0]
+            self._references[key] = self._texts(self._alone, [job], self._plain)[0][0]
         return self._references[key]
 
-    def compare(self, jobs: list[_Job], row: DrafterReport, factory: Callable[[], Drafter]) -> None:
+    def compare(self, jobs: list[_Job], row: DrafterReport, drafter: Drafter) -> None:
         """Fills in the drafter's row."""
         while jobs:
             further = []
-            for job, (tokens, stats) in zip(jobs, self._texts(jobs, factory, self.batch), strict=True):
+            for job, (tokens, stats) in zip(jobs, self._texts(self.engine, jobs, drafter), strict=True):
                 if job.done == 0:
                     row.stats += stats
                 expected = self.reference(job)
@@ -255,68 +266,58 @@ class _Checker:
                 row.differences.append(self._judge(job, at, expected, tokens))
                 done = job.done + at + 1
                 ended = at >= len(tokens) or tokens[at] in self.stop.eos_token_ids or done >= self.stop.max_new_tokens
-                if not ended and sum(m.prompt == job.prompt for m in row.mismatches) < ENOUGH:
+                if not ended and sum(m.prompt == job.prompt for m in row.mismatches) < MOST_MISMATCHES:
                     further.append(_Job(job.prompt, job.tokens + tokens[: at + 1], done))
             jobs = further
 
     def _judge(self, job: _Job, at: int, expected: list[int], tokens: list[int]) -> Difference:
-        if at >= min(len(expected), len(tokens)):  # one ended where the other, with the same tokens, did not
+        if at >= min(len(expected), len(tokens)):  # one text ended where the other, with the same tokens, did not
             pair = (expected[at] if at < len(expected) else None, tokens[at] if at < len(tokens) else None)
             return Difference(job.prompt, job.done + at, *pair, float("inf"), 0.0, False)
-        found: Gap = measure(
-            self.target, job.tokens, expected[:at], (expected[at], tokens[at]), self.sampling, self.batch
-        )
-        return Difference(
-            job.prompt, job.done + at, expected[at], tokens[at], gap=found.gap, noise=found.noise, tie=found.tie
-        )
+        pair = (expected[at], tokens[at])
+        target, batch = self.engine.target, self.engine.max_batch
+        found: Gap = measure(target, job.tokens, expected[:at], pair, self.sampling, batch)
+        return Difference(job.prompt, job.done + at, *pair, gap=found.gap, noise=found.noise, tie=found.tie)
 
-    def _texts(self, jobs: Sequence[_Job], factory: Callable[[], Drafter], batch: int) -> list[tuple[list[int], Stats]]:
-        """Each job's new tokens and what they cost, at most `batch` at once."""
-        waiting, running = deque(enumerate(jobs)), list[Generation]()
-        owner: dict[Generation, int] = {}
-        texts: list[tuple[list[int], Stats]] = [([], Stats()) for _ in jobs]
-
-        def join() -> None:
-            index, job = waiting.popleft()
-            if job.done == 0:
-                self._progress(factory().name, self._begun, self._total)
-                self._begun += 1
+    def _texts(self, engine: Engine, jobs: Sequence[_Job], drafter: Drafter) -> list[tuple[list[int], Stats]]:
+        """Each job's new tokens and statistics."""
+        handles = []
+        for job in jobs:
             left = StopParams(max_new_tokens=self.stop.max_new_tokens - job.done, eos_token_ids=self.stop.eos_token_ids)
-            stats = texts[index][1]
-            generation = Generation.begin(self.target, job.tokens, factory(), self.sampling, left, stats=stats)
-            running.append(generation)
-            owner[generation] = index
-
+            handles.append(engine.submit(Request(job.tokens, drafter, sampling=self.sampling, stop=left)))
         try:
-            while waiting and len(running) < batch:
-                join()
-            for generation, step in decode(self.target, running):
-                texts[owner[generation]][0].extend(step.tokens)
-                if generation.finished and waiting:
-                    join()
+            for job, handle in zip(jobs, handles, strict=True):
+                if job.done == 0:
+                    self._progress(drafter.name, self._begun, self._total)
+                    self._begun += 1
+                engine.run([handle])
         finally:
-            for generation in running:
-                generation.session.close()
-        return texts
+            for handle in handles:
+                engine.cancel(handle)
+        return [(handle.tokens, handle.stats) for handle in handles]
 
 
-def _factories(
-    drafters: Sequence[str | type[Drafter]] | None, options: Mapping[str, Any]
-) -> dict[str, Callable[[], Drafter]]:
-    """By name; every drafter is given those of the options that it has."""
-    classes = [
-        registry.load(d) if isinstance(d, str) else d for d in (registry.ready() if drafters is None else drafters)
-    ]
-    known = {option for each in classes for option in registry.options(each)}
-    if unknown := [option for option in options if option not in known]:
+def _given(
+    drafters: Sequence[str | DrafterClass] | None, options: Mapping[str, Any]
+) -> list[tuple[str | DrafterClass, dict[str, Any]]]:
+    """The drafters to check, each with those of the options that it has."""
+    chosen = list(dict.fromkeys(registry.ready() if drafters is None else drafters))
+    known = {each: registry.options(registry.load(each) if isinstance(each, str) else each) for each in chosen}
+    every = {option for each in known.values() for option in each}
+    if unknown := [option for option in options if option not in every]:
         raise BadParameter(
-            f"no drafter here has an option {unknown[0]!r}; they have {', '.join(sorted(known)) or 'none'}"
+            f"none of these drafters has an option {unknown[0]!r}; they have {', '.join(sorted(every)) or 'none'}"
         )
-    return {
-        each.name: registry.factory(each, **{k: v for k, v in options.items() if k in registry.options(each)})
-        for each in classes
-    }
+    return [(each, {name: value for name, value in options.items() if name in known[each]}) for each in chosen]
+
+
+def _comparable(drafter: Drafter, sampling: SamplingParams) -> Drafter:
+    """The drafter, unless its sampled text differs from plain decoding's by design."""
+    if sampling.temperature > 0 and not drafter.same_text:
+        raise Refused(f"drafter {drafter.name!r} is exact in distribution, not in text; check it at temperature 0")
+    return drafter
 
 
 def _finite(value: float) -> float | None:
+    """The value, or None for what JSON cannot represent."""
     return value if abs(value) != float("inf") and value == value else None

@@ -1,22 +1,19 @@
-"""A generation written down step by step, to be looked at: on one page that needs no network, or in a terminal.
+"""Records a generation step by step, to be shown on one HTML page that needs no network, or in a terminal.
 
-    for each step    the tree, who drafted each node and how probable the target finds it
-                     the target's own next token after every node, the accepted nodes, the bonus
-                     lookahead's pool, before the step, and its n-grams of the root
-                     the text that became certain
+    for each step    the tree, the source of each node and the target's probability of it
+                     the target's next token after every node, the accepted nodes, the bonus token
+                     lookahead's n-gram pool before the step, and its n-grams of the root
+                     the text that became final
 
-Recording only reads: the steps come from `decode` as they come to anybody. Knows no browser; the page itself is
-explain.html, and what stands in it is this data.
+Recording does not change the generation. The page is the template `assets/explain.html` with this data inserted.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -24,17 +21,23 @@ import numpy as np
 import numpy.typing as npt
 from array_api_compat import array_namespace, to_device
 
-from leapahead.api import Prompt, encode
 from leapahead.core.sampling import Array, SamplingParams
 from leapahead.core.stop import StopParams
-from leapahead.core.text import REPLACEMENT, TextStream, Tokenizer
+from leapahead.core.text import REPLACEMENT, Tokenizer
 from leapahead.core.tree import TokenTree
-from leapahead.drafters.base import Drafter, Step
+from leapahead.drafters import registry
+from leapahead.drafters.base import Drafter, SequenceDrafter
 from leapahead.drafters.lookahead import Lookahead
-from leapahead.engine.loop import Generation, decode
+from leapahead.drafters.registry import DrafterClass
+from leapahead.engine.request import Request
+from leapahead.engine.scheduler import Engine
+from leapahead.inputs import Prompt, encode
 from leapahead.models.base import Target
+from leapahead.models.choices import Choices
+from leapahead.planner.draft import Proposal, SequenceView, Step
+from leapahead.results import Writer
 
-LIKELIEST = 3  # of the target's next tokens after a node, how many are written down
+LIKELIEST = 3  # tokens recorded after each node
 SHOWN = {" ": "·", "\n": "↵", "\t": "⇥", "\x7f": "␡"}
 
 
@@ -44,13 +47,14 @@ class Node:
 
     Attributes:
         token, parent, depth: as in `TokenTree`.
-        source: who drafted it: "guess" and "window" of lookahead, else a drafter's name; "" for the root.
-        p: the target's probability of the token after its parent: softmax of the raw logits, before penalties, bans,
-            temperature and filters. None for the root, and where the logits are no numbers.
-        q: draft model -> its probability of the same; without those that did not look there.
-        chosen: the target's own next token after the node, dice included; -1 where there is none.
-        likeliest: the target's likeliest next tokens after the node and their probabilities, best first; empty where
-            the logits are no numbers.
+        source: what drafted it: "guess" or "window" of lookahead, a source of auto, or the drafter's name; "" for the
+            root.
+        p: the target's probability of the token after its parent: softmax of the unprocessed logits. None for the root
+            and where the logits are not finite.
+        q: name of a draft model -> its probability of the same; without draft models that did not compute it.
+        chosen: the target's next token after the node, as sampled; -1 where none can be chosen.
+        likeliest: the target's likeliest tokens after the node and their probabilities, falling; empty where the logits
+            are not finite.
     """
 
     token: int
@@ -65,12 +69,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Pool:
-    """Lookahead's n-gram pool when a step's draft was made.
+    """Lookahead's n-gram pool before a step.
 
     Attributes:
-        size: n-grams in all.
+        size: number of n-grams.
         key: the root's token.
-        tails: what was seen to follow it, most recent first.
+        tails: the continuations of the key in the pool, most recent first.
     """
 
     size: int
@@ -86,11 +90,11 @@ class Moment:
         position: of the root.
         nodes: of the tree; the root is the first.
         spine: indices of the nodes that are row 0 of lookahead's window.
-        accepted: indices of the accepted nodes, from below the root downwards.
-        tokens: what was committed; the first `len(accepted)` were drafted, and the one behind them is the bonus.
-        bonus_p: the target's probability of the bonus, as of `Node.p`; None where a stop left none.
-        spans: (text, drafted) parts that became certain with this step.
-        pool: of lookahead, else None.
+        accepted: indices of the accepted nodes, by depth.
+        tokens: the committed tokens; the first `len(accepted)` were drafted, and the next one is the bonus token.
+        bonus_p: the target's probability of the bonus token, as `Node.p`; None where the text ended before it.
+        spans: (text, drafted) parts that became final with this step.
+        pool: of the drafter lookahead, else None.
     """
 
     position: int
@@ -109,11 +113,11 @@ class Recording:
 
     Attributes:
         prompt: the prompt's tokens as text, special ones included; "" without a tokenizer.
-        prompt_tokens: how many they are.
-        target, drafter, temperature, seed: under what it was recorded; the seed is None when greedy.
+        prompt_tokens: number of the prompt's tokens.
+        target, drafter, temperature, seed: of the generation; the seed is None when greedy.
         steps: in order.
         finish_reason: "stop" or "length".
-        texts: token id -> its text, made visible, for every token of `steps`.
+        texts: token id -> its text in printable characters, for every token of `steps`.
     """
 
     prompt: str
@@ -139,19 +143,21 @@ def record(
     target: Target,
     tokenizer: Tokenizer | None,
     prompt: Prompt,
-    drafter: Drafter,
+    drafter: str | DrafterClass,
+    options: Mapping[str, Any] | None = None,
     *,
     sampling: SamplingParams | None = None,
     max_new_tokens: int = 48,
     eos_token_ids: Sequence[int] = (),
 ) -> Recording:
-    """Completes `prompt` as `LLM.generate` does, and writes everything down.
+    """Completes `prompt` as `LLM.generate` does, and records every step.
 
     Args:
         target: the model.
         tokenizer: its tokenizer; without one the prompt is token ids and there is no text.
         prompt: text, token ids or chat messages.
-        drafter: a fresh one, which has not begun.
+        drafter: name or class.
+        options: of the drafter.
         sampling: greedy by default.
         max_new_tokens: length limit of the text.
         eos_token_ids: tokens that end the text.
@@ -160,36 +166,77 @@ def record(
         LeapaheadError: one clear sentence for whatever is wrong.
     """
     sampling = sampling or SamplingParams()
-    drafter.fits(target, tokenizer)
-    tokens = encode(prompt, tokenizer, target)
-    stops = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
-    generation = Generation.begin(target, tokens, drafter, sampling, stops)
-    stream, steps, pool = TextStream(tokenizer), list[Moment](), _pool(drafter, tokens[-1])
-    with closing(decode(target, [generation])) as decoding:
-        for _, step in decoding:
-            for index, token in enumerate(step.tokens):
-                stream.add(token, index < step.verdict.accepted)
-            spans = stream.finish(generation.stopper.stop_reason) if generation.finished else stream.take()
-            steps.append(_moment(step, drafter, spans, pool))  # now: the next step may overwrite the logits
-            pool = _pool(drafter, step.tokens[-1])
-    assert generation.stopper.finish_reason is not None  # the loop ends with it
+    tokens = encode(prompt, tokenizer, target.info)
+    stop = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
+    engine, recorder = Engine(target, tokenizer=tokenizer, max_batch=1), _Recorder()
+    chosen = engine.drafter(recorder.watched(drafter), **(options or {}))
+    request = Request(
+        tokens,
+        chosen,
+        sampling=sampling,
+        stop=stop,
+        logprobs=0,  # so that the logits of every node are kept
+        stream=True,
+        on_choices=recorder.on_choices,
+        on_step=recorder.on_step,
+    )
+    handle, writer = engine.submit(request), Writer(tokenizer, (), False)
+    for output in engine.outputs(handle):
+        recorder.steps[-1] = replace(recorder.steps[-1], spans=writer.piece(handle, output).spans)
     return Recording(
         prompt=tokenizer.decode(tokens) if tokenizer is not None else "",
         prompt_tokens=len(tokens),
-        target=target.name,
-        drafter=drafter.name,
+        target=target.info.name,
+        drafter=chosen.name,
         temperature=sampling.temperature,
         seed=sampling.seed if sampling.temperature > 0 else None,
-        steps=tuple(steps),
-        finish_reason=generation.stopper.finish_reason,
-        texts=_texts(tokenizer, steps),
+        steps=tuple(recorder.steps),
+        finish_reason=str(handle.finish_reason),
+        texts=_texts(tokenizer, recorder.steps),
     )
 
 
+class _Recorder:
+    """Collects the steps of one request.
+
+    Attributes:
+        steps: the steps so far, without their text.
+        drafter: the object that drafts the request, with its view of the sequence, once the request has begun.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Moment] = []
+        self.drafter: tuple[Drafter | SequenceDrafter, SequenceView] | None = None
+        self._pool: Pool | None = None
+
+    def watched(self, drafter: str | DrafterClass) -> DrafterClass:
+        """A subclass of the drafter's class that reports which object drafts the request."""
+        kind: Any = registry.load(drafter) if isinstance(drafter, str) else drafter
+
+        def begin(drafter: Any, sequence: SequenceView) -> None:
+            kind.begin(drafter, sequence)
+            self.drafter = (drafter, sequence)
+
+        found: DrafterClass = type(kind.__name__, (kind,), {"begin": begin, "__doc__": kind.__doc__})
+        return found
+
+    def on_choices(self, proposal: Proposal, choices: Choices) -> None:
+        assert self.drafter is not None  # it begins before its first step
+        drafter, sequence = self.drafter
+        self._pool = None
+        if isinstance(drafter, Lookahead):
+            tails = [tail for key, tail in reversed(drafter.pool.ngrams()) if key == sequence.root]
+            self._pool = Pool(len(drafter.pool), sequence.root, tuple(tails))
+
+    def on_step(self, step: Step) -> None:
+        assert self.drafter is not None
+        self.steps.append(_moment(step, *self.drafter, self._pool))
+
+
 def page(recording: Recording) -> str:
-    """The recording as one HTML page that needs nothing but itself."""
+    """The recording as one HTML page without references to other files."""
     data = json.dumps(asdict(recording), allow_nan=False, separators=(",", ":"))
-    for character in "<>&":  # so that no text can end the script element or begin another
+    for character in "<>&":  # so that text cannot end the script element or start another
         data = data.replace(character, f"\\u{ord(character):04x}")
     template = resources.files("leapahead").joinpath("assets", "explain.html").read_text(encoding="utf-8")
     before, after = template.split("{{DATA}}")
@@ -197,7 +244,7 @@ def page(recording: Recording) -> str:
 
 
 def visible(text: str) -> str:
-    """`text` on one line of printable characters: a space as ·, a newline as ↵, what steers a screen as its picture."""
+    """`text` in printable characters: a space as ·, a newline as ↵, control characters as their pictures."""
     return "".join(map(_shown, text))
 
 
@@ -209,7 +256,8 @@ def _shown(character: str) -> str:
     return character if character.isprintable() else f"\\u{ord(character):04x}"
 
 
-def _moment(step: Step, drafter: Drafter, spans: tuple[tuple[str, bool], ...], pool: Pool | None) -> Moment:
+def _moment(step: Step, drafter: Drafter | SequenceDrafter, sequence: SequenceView, pool: Pool | None) -> Moment:
+    """A step as it is recorded, read inside the step: the next forward may overwrite the logits."""
     tree, tokens, accepted = step.tree, step.tokens, list[int]()
     for token in tokens[: step.verdict.accepted]:
         node = tree.child(accepted[-1] if accepted else 0, token)
@@ -217,7 +265,7 @@ def _moment(step: Step, drafter: Drafter, spans: tuple[tuple[str, bool], ...], p
         accepted.append(node)
     sources = step.proposal.sources or (drafter.name,) * len(tree)
     logits = step.choices.logits
-    thought = drafter.opinions(tree)
+    drafted = drafter.draft_probabilities(sequence, tree) if isinstance(drafter, Drafter) else {}
     after = [_probabilities(logits[node : node + 1]) for node in range(len(tree))]
     nodes = tuple(
         Node(
@@ -226,7 +274,7 @@ def _moment(step: Step, drafter: Drafter, spans: tuple[tuple[str, bool], ...], p
             depth=depth,
             source=sources[node] if node else "",
             p=_number(after[parent][token]) if node else None,
-            q={name: number for name, row in thought.items() if (number := _number(row[node])) is not None},
+            q={name: number for name, row in drafted.items() if (number := _number(row[node])) is not None},
             chosen=step.choices[node],
             likeliest=_likeliest(after[node]),
         )
@@ -242,13 +290,13 @@ def _moment(step: Step, drafter: Drafter, spans: tuple[tuple[str, bool], ...], p
         accepted=tuple(accepted),
         tokens=tokens,
         bonus_p=_number(after[accepted[-1] if accepted else 0][bonus]) if bonus is not None else None,
-        spans=spans,
+        spans=(),
         pool=pool,
     )
 
 
 def _probabilities(row: Array) -> npt.NDArray[np.float64]:
-    """[1, vocab] logits, anywhere and of any precision -> float64 [vocab]; NaN where the logits are no numbers."""
+    """Softmax of logits [1, vocab] of any array kind and precision: float64 [vocab], NaN where they are not finite."""
     xp = array_namespace(row)
     found: Any = to_device(xp.astype(row, xp.float64 if row.dtype == xp.float64 else xp.float32), "cpu")
     scores = np.asarray(found, dtype=np.float64)[0]
@@ -259,20 +307,22 @@ def _probabilities(row: Array) -> npt.NDArray[np.float64]:
 
 
 def _likeliest(probabilities: npt.NDArray[np.float64]) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens and their probabilities."""
     if not np.isfinite(probabilities).all():
         return ()
     count = min(LIKELIEST, len(probabilities))
     best = np.argpartition(-probabilities, count - 1)[:count]
-    best = best[np.lexsort((best, -probabilities[best]))]  # of equals the lowest id first, as in choosing
+    best = best[np.lexsort((best, -probabilities[best]))]  # of equals the lowest id first, as in greedy decoding
     return tuple((int(token), round(float(probabilities[token]), 6)) for token in best)
 
 
 def _number(p: np.floating[Any]) -> float | None:
+    """Rounded; None where it is not finite."""
     return round(float(p), 6) if math.isfinite(p) else None
 
 
-def _spine(drafter: Drafter, tree: TokenTree, sources: Sequence[str]) -> tuple[int, ...]:
-    """Row 0 of the window: the path to the foot of the last column begins with it (see `drafters.lookahead`)."""
+def _spine(drafter: Drafter | SequenceDrafter, tree: TokenTree, sources: Sequence[str]) -> tuple[int, ...]:
+    """Row 0 of lookahead's window: the beginning of the path to the deepest window node (see `drafters.lookahead`)."""
     window = [node for node in range(1, len(tree)) if sources[node] == "window"]
     if not isinstance(drafter, Lookahead) or not window:
         return ()
@@ -280,14 +330,8 @@ def _spine(drafter: Drafter, tree: TokenTree, sources: Sequence[str]) -> tuple[i
     return tuple(tree.path(foot)[1 : drafter.window])
 
 
-def _pool(drafter: Drafter, key: int) -> Pool | None:
-    if not isinstance(drafter, Lookahead):
-        return None
-    copied = copy.deepcopy(drafter.pool)  # a look-up counts as use, and would change what is forgotten first
-    return Pool(len(copied), key, tuple(copied.get(key)))
-
-
 def _texts(tokenizer: Tokenizer | None, steps: Iterable[Moment]) -> dict[int, str]:
+    """The printable text of every token that was recorded."""
     ids: set[int] = set()
     for step in steps:
         ids.update(step.tokens)
@@ -298,13 +342,13 @@ def _texts(tokenizer: Tokenizer | None, steps: Iterable[Moment]) -> dict[int, st
     if tokenizer is None:
         return {token: f"#{token}" for token in sorted(ids - {-1})}
     known = len(tokenizer)
-    # Behind another token, since some tokenizers drop the space that a text begins with.
+    # Decoded after another token, because some tokenizers drop a leading space.
     anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
     before = tokenizer.decode(anchor)
     texts = {}
     for token in sorted(ids - {-1}):
         text = tokenizer.decode([*anchor, token]) if token < known else ""
         text = text[len(before) :] if text.startswith(before) else tokenizer.decode([token])
-        # Bytes that are no character of their own, and ids that have no text, are told apart by their number.
+        # Bytes that are not a whole character, and ids without text, are identified by their number.
         texts[token] = visible(text) + (f"#{token}" if not text or REPLACEMENT in text else "")
     return texts

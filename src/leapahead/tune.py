@@ -1,41 +1,43 @@
-"""What drafting is worth on this machine: the cost curve measured thoroughly, and what follows from it for drafters.
+"""Measures what drafting costs on this machine, and derives which drafts pay.
 
-    price of a draft of n nodes, in tokens      T(n) / T(1) - 1      time in which plain steps would have given so many
+    price of a draft of n nodes, in tokens      T(n) / T(1) - 1      the tokens of plain steps of the same duration
     it pays, if its nodes are accepted with     p > price / (n - 1)  on average
 
-Knows targets and drafters; neither the command line nor how its numbers are shown. What was not measured is None.
+T(n) is the latency profile. This module does not know the command line. What was not measured is None.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from leapahead import drafters
-from leapahead.core.errors import LeapaheadError, Refused
+from leapahead.bench.conditions import Data, Progress, Tokens, conditions, silent
+from leapahead.bench.formula import compression_formula
+from leapahead.core.errors import LeapaheadError
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
+from leapahead.drafters import registry
 from leapahead.drafters.auto import Auto
-from leapahead.drafters.base import Step
 from leapahead.drafters.lookahead import PRESETS
 from leapahead.drafters.plain import Plain
 from leapahead.drafters.sources.lookahead import SHAPES
-from leapahead.engine.loop import Generation, decode
+from leapahead.engine.request import Request
+from leapahead.engine.scheduler import Engine
 from leapahead.models.base import Target, require
-from leapahead.planner.latency import CostCurve, Round, fitted, rounds, samples
-from leapahead.planner.profile import Place, machine_of, processor
-from research.curves.formula import compression_formula
-from research.curves.run import GREEDY, Data, Progress, Tokens, conditions, silent
+from leapahead.planner.draft import Step
+from leapahead.planner.latency import LatencyProfile
+from leapahead.planner.measurement import Round, agree, fitted, rounds, samples
+from leapahead.planner.profile import LatencyProfiles, processor
 
 FREE = 1.1  # T(n) / T(1) up to which nodes are called free
 ALPHA, F = 0.425, 3.106  # of 7B chat on MT-Bench (2402.02057, figure 4)
-BUSY = 1.3  # quartiles of a plain step, high / low, from which the machine is said to be busy
-FEW = 3  # times that a size should be measured
+BUSY = 1.3  # ratio of the quartiles of a plain step from which the machine counts as busy
+LEAST_TIMES = 5  # forwards of each size for a profile that is stored
+ATTEMPTS = 3  # measurements, each given twice the time of the one before
 WORTH = 1.1  # speed-up from which a window is recommended
 
 
@@ -45,56 +47,78 @@ def tune(
     seconds: float = 5.0,
     progress: Progress = silent,
     clock: Callable[[], float] = perf_counter,
-) -> Data:
-    """Measures the cost curve afresh and keeps it, in the cache and for this process.
+) -> tuple[Data, LatencyProfiles]:
+    """Measures the latency profile anew, and stores it if the measurement can be relied upon.
+
+    The measurement is repeated, each time with twice the time, until most sizes have `LEAST_TIMES` samples and the
+    samples agree. If they still do not after `ATTEMPTS` measurements, nothing is stored.
 
     Args:
-        sequences: that are stepped together; their rows are counted together.
-        seconds: that it may take.
+        sequences: stepped together; their rows are counted together.
+        seconds: time of the first measurement.
 
     Returns:
-        rows, one for each size: nodes (rows of the forward), times, milliseconds and relative (median, low and high
-        quartile of what was measured), cost (T(n)/T(1) of the smoothed curve, where a plain step is T(1)), last_node
-        (price of a further node just there, in tokens), needs (mean probability from which a draft of this size pays).
-        context: tokens that the forwards had before them, about. free: nodes beside the roots that cost nearly nothing.
-        busy: the times of a plain step differ so much that something else kept the machine busy. few: most sizes were
-        measured less than three times. stored: the cache's file, None if it cannot be written.
+        The measurement, and the profiles of the target with it. The measurement has
+
+        rows, one for each size: nodes (rows of the forward), times (samples), milliseconds and relative (median, low
+        and high quartile of the samples), cost (T(n)/T(1) of the profile, where T(1) is a plain step), last_node (price
+        of one more node, in tokens), needs (mean probability from which a draft of this size pays).
+        context: tokens before the forwards, about. free: number of drafted nodes that cost nearly nothing.
+        busy: the samples disagree, so something else kept the machine busy. few: most sizes have too few samples.
+        stored: the file of the profile; None where it was not stored because of `busy` or `few`, or cannot be written.
 
     Raises:
-        LeapaheadError: no room for the sessions.
+        LeapaheadError: the target has no room for the sessions.
     """
+    for attempt in range(ATTEMPTS):
+        allowed = seconds * 2**attempt
 
-    def tell(spent: float, total: float) -> None:
-        progress("measuring forwards", round(1000 * min(spent, total)), round(1000 * total))
+        def tell(spent: float, total: float) -> None:
+            progress("measuring forwards", round(1000 * min(spent, total)), round(1000 * total))
 
-    found = rounds(target, seconds=seconds, sequences=sequences, clock=clock, progress=tell)
-    seconds_of = fitted(found)
-    curve = CostCurve(seconds_of)
-    stored = machine_of(target).put(target, sequences, CostCurve(seconds_of))
-    rows = _rows(found, curve, sequences)
-    one = rows[0]["milliseconds"]
-    return {
+        found = rounds(target, seconds=allowed, sequences=sequences, clock=clock, progress=tell)
+        busy, few = _busy(found, sequences), _few(found)
+        if not (busy or few):
+            break
+    profile = LatencyProfile(fitted(found))
+    profiles = LatencyProfiles(target.info, clock=clock)
+    stored = not (busy or few) and profiles.put(sequences, profile)
+    rows = _rows(found, profile, sequences)
+    measured: Data = {
         "figure": "tune",
         "conditions": conditions(target, rounds=max(len(found) - 1, 1)),
         "sequences": sequences,
-        "context": sum(n // sequences for n in seconds_of),
+        "context": sum(n // sequences for n in profile.sizes),
         "rows": rows,
-        "free": free(curve, max(seconds_of), sequences),
-        "busy": one["high"] > BUSY * one["low"],
-        "few": 2 * sum(row["times"] < FEW for row in rows) > len(rows),
-        "stored": str(Place.of(target).path) if stored else None,
+        "free": free(profile, max(profile.sizes), sequences),
+        "busy": busy,
+        "few": few,
+        "stored": str(profiles.store.path) if stored else None,
         "processor": processor(),
     }
+    return measured, profiles
 
 
-def _rows(found: Sequence[Round], curve: CostCurve, sequences: int) -> list[Data]:
-    times, one = samples(found), curve(sequences)
+def _busy(found: Sequence[Round], sequences: int) -> bool:
+    """Whether the samples of a size differ by more than an idle machine's would."""
+    plain = samples(found)[sequences]
+    spread = np.quantile(plain, 0.75) > BUSY * np.quantile(plain, 0.25)
+    return bool(len(plain) > 1 and (spread or not agree(found)))
+
+
+def _few(found: Sequence[Round]) -> bool:
+    times = [len(some) for some in samples(found).values()]
+    return 2 * sum(count < LEAST_TIMES for count in times) > len(times)
+
+
+def _rows(found: Sequence[Round], profile: LatencyProfile, sequences: int) -> list[Data]:
+    times, one = samples(found), profile(sequences)
     rows: list[Data] = []
     before: int | None = None
     for n, some in times.items():
-        cost = curve(n) / one
+        cost = profile(n) / one
         drafted = n - sequences
-        last = None if before is None else (curve(n) - curve(before)) / (n - before) / one * sequences
+        last = None if before is None else (profile(n) - profile(before)) / (n - before) / one * sequences
         ratios = [each[n] / each[sequences] for each in found if n in each and sequences in each]
         rows.append(
             {
@@ -111,45 +135,43 @@ def _rows(found: Sequence[Round], curve: CostCurve, sequences: int) -> list[Data
     return rows
 
 
-def free(curve: CostCurve, largest: int, sequences: int = 1) -> int:
-    """Nodes that may be drafted with the forward at most `FREE` times a plain one, among sizes up to the largest."""
+def free(profile: LatencyProfile, largest: int, sequences: int = 1) -> int:
+    """Greatest number of drafted nodes with a forward of at most `FREE` times a plain one, up to the largest size."""
     nodes = sequences
-    while nodes < largest and curve(nodes + 1) <= FREE * curve(sequences) * (1 + 1e-9):
+    while nodes < largest and profile(nodes + 1) <= FREE * profile(sequences) * (1 + 1e-9):
         nodes += 1
     return nodes - sequences
 
 
 def served(target: Target) -> list[Data]:
-    """Every registered drafter, and why this target refuses it; `refused` is None where it does not."""
+    """Every registered drafter, and why this target cannot serve it; `refused` is None where it can."""
     found = []
-    for name in drafters.names():
+    for name in registry.names():
         refused = None
         try:
-            require(target, drafters.load(name).needs, name)
-        except Refused as error:
-            refused = str(error)
-        except LeapaheadError as error:  # a third party's that cannot be loaded
+            require(target.info, registry.load(name).needs, f"drafter {name!r}")
+        except LeapaheadError as error:  # refused; or another package's drafter that cannot be loaded
             refused = str(error)
         found.append({"name": name, "refused": refused})
     return found
 
 
-def lookahead(curve: CostCurve, largest: int) -> list[Data]:
-    """What lookahead's shapes would cost here, measured, and yield by the paper's formula, which is not.
+def lookahead(profile: LatencyProfile, largest: int) -> list[Data]:
+    """The measured cost of lookahead's shapes on this machine, and their yield by the published formula.
 
-    A step has (W + G)(N - 1) rows; S is equation 7 of 2402.02057 with the two numbers that its authors fitted to a chat
-    model. `speedup` is S / cost; beyond the sizes that were measured it is None, and `at_most` what it were if all
-    further nodes were free.
+    A step has (W + G)(N - 1) rows. S is equation 7 of 2402.02057 with the parameters that its authors fitted to a chat
+    model. `speedup` is S / cost. Beyond the measured sizes it is None, and `at_most` is its value if all further nodes
+    were free.
 
     Returns:
-        rows of window, ngram, guesses, nodes, cost, compression, speedup, at_most; the fastest has best=True, if it is
-        worth it.
+        rows of window, ngram, guesses, nodes, cost, compression, speedup, at_most; the fastest has best=True if its
+        speed-up is at least `WORTH`.
     """
     shapes = {*PRESETS.values(), *((w, n, w) for w, n in SHAPES if w)}
     rows: list[Data] = []
     for w, n, g in sorted(shapes, key=lambda shape: ((shape[0] + shape[2]) * (shape[1] - 1), shape)):
         nodes, s = (w + g) * (n - 1), compression_formula(ALPHA, F, n, w)
-        cost = curve(nodes) / curve(1) if nodes <= largest else None
+        cost = profile(nodes) / profile(1) if nodes <= largest else None
         rows.append(
             {
                 "window": w,
@@ -159,7 +181,7 @@ def lookahead(curve: CostCurve, largest: int) -> list[Data]:
                 "cost": None if cost is None else round(cost, 4),
                 "compression": round(s, 4),
                 "speedup": None if cost is None else round(s / cost, 4),
-                "at_most": round(s * curve(1) / curve(min(nodes, largest)), 4),
+                "at_most": round(s * profile(1) / profile(min(nodes, largest)), 4),
                 "best": False,
             }
         )
@@ -172,8 +194,8 @@ def lookahead(curve: CostCurve, largest: int) -> list[Data]:
 
 def practise(
     target: Target,
+    latency: LatencyProfiles,
     prompts: Sequence[Tokens],
-    cost: CostCurve,
     sequences: int = 1,
     max_new_tokens: int = 64,
     eos_token_ids: Tokens = (),
@@ -181,91 +203,118 @@ def practise(
     progress: Progress = silent,
     clock: Callable[[], float] = perf_counter,
 ) -> Data:
-    """Runs `auto` and plain decoding over some texts in turn, greedily, and counts what each source brought and cost.
+    """Decodes some texts with `auto` and plainly in turn, greedily, and counts the yield and the price of each source.
 
-    A forward with drafted nodes takes T(rows) - T(roots) more than without. The tokens that plain steps would have
-    committed in that time are their `price`, shared alike; a source pays if more of its nodes were accepted.
+    The price of a forward's drafted nodes is split among the sources by number of nodes. A source pays if more of its
+    nodes were accepted than their price in tokens.
 
     Args:
-        cost: prices the nodes.
-        sequences: that are decoded together.
-        seconds: after which no further text is begun, and the present one is broken off.
+        latency: of the target; the profile of so many sequences gives the prices.
+        sequences: decoded together.
+        seconds: time after which no further text is begun, and the present one is ended.
 
     Returns:
-        sources: name, drafted, accepted, price (None if nothing was drafted), first (how often its first candidate was
-        right, drafted or not), probe (its nodes are to bring candidates later), pays (None for those, and if nothing
-        was drafted); steps, plain_steps (without a draft), nodes_per_step
-        (drafted), acceptance_length, tokens_per_second of auto and of plain.
+        texts; sources: name, drafted, accepted, price (None if nothing was drafted), first (how often its first
+        candidate was right, drafted or not), probe (its nodes are there to find candidates for later steps), pays (None
+        for those, and if nothing was drafted); steps, plain_steps (without a draft), nodes_per_step (drafted),
+        acceptance_length, tokens_per_second of auto and of plain decoding.
     """
     began = clock()
-    price: Counter[str] = Counter()
-    probes: set[str] = set()
-    total, plain, rested, texts = Stats(), Stats(), 0, 0
+    engine = Engine(target, max_batch=sequences, latency=latency)
+    kinds = [engine.drafter(Plain), engine.drafter(Auto)]
+    count = _Count(latency.profile(sequences), sequences)
+    total, plain, texts = Stats(), Stats(), 0
     groups = [prompts[start : start + sequences] for start in range(0, len(prompts), sequences)]
     for index, group in enumerate(groups):
         progress("decoding with auto", index, len(groups))
-        if len(group) < sequences:
-            group = [*group, *prompts[: sequences - len(group)]]
         if clock() - began > seconds:
             break
-        ends = began + seconds + 1.0
-        for kind in (Plain, Auto) if index % 2 else (Auto, Plain):
-            stop = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
-            batch = [Generation.begin(target, prompt, kind(), GREEDY, stop) for prompt in group]
-            for steps in _forwards(target, batch, lambda ends=ends: clock() > ends):  # type: ignore[misc]
-                if kind is Auto:
-                    price.update(_prices(steps, cost, sequences))
-                    probes |= {name for step in steps for name in _probes(step)}
-                    rested += sum(len(step.tree) == 1 for step in steps)
-            for generation in batch:
-                if kind is Auto:
-                    total, texts = total + generation.stats, texts + 1
-                else:
-                    plain += generation.stats
+        group = [*group, *prompts[: sequences - len(group)]]
+        stop = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
+        for drafter in kinds if index % 2 else kinds[::-1]:
+            watch = count.add if drafter is kinds[1] else None
+            requests = [Request(prompt, drafter, stop=stop, on_step=watch) for prompt in group]
+            stats = _decoded(engine, requests, lambda: clock() > began + seconds + 1.0)
+            if drafter is kinds[1]:
+                total, texts = total + stats, texts + len(group)
+            else:
+                plain += stats
+    count.close()
     return {
         "texts": texts,
         "steps": total.steps,
-        "plain_steps": rested,
+        "plain_steps": count.plain_steps,
         "nodes_per_step": round(total.drafted / total.steps, 3) if total.steps else None,
         "acceptance_length": round(total.acceptance_length, 4) if total.steps else None,
         "tokens_per_second": {
             "auto": round(total.tokens_per_second, 3) if total.steps else None,
             "plain": round(plain.tokens_per_second, 3) if plain.steps else None,
         },
-        "sources": _sources(total, price, probes, machine_of(target).calibration.rows()),
+        "sources": _sources(total, count, engine.acceptance.rows(longest=3)),
     }
 
 
-def _forwards(target: Target, batch: Sequence[Generation], late: Callable[[], bool]) -> Iterable[list[Step]]:
-    """The steps of each forward together."""
-    with closing(decode(target, list(batch))) as loop:
-        together: list[Step] = []
-        for _, step in loop:
-            if together and step.forward is not together[0].forward:
-                yield together
-                together = []
-                if late():
-                    return
-            together.append(step)
-        if together:
-            yield together
+def _decoded(engine: Engine, requests: Sequence[Request], late: Callable[[], bool]) -> Stats:
+    """The sum of the requests' statistics; they are cancelled once it is late."""
+    handles = [engine.submit(request) for request in requests]
+    try:
+        while not all(handle.done for handle in handles) and not late():
+            engine.step()
+    finally:
+        for handle in handles:
+            engine.cancel(handle)
+    for handle in handles:
+        if handle.error is not None:
+            raise handle.error
+    return sum((handle.stats for handle in handles), Stats())
 
 
-def _prices(steps: Sequence[Step], cost: CostCurve, sequences: int) -> dict[str, float]:
-    """Source -> tokens that its nodes of one forward cost. When some texts have ended a plain step yields fewer."""
+class _Count:
+    """Prices of drafted nodes by source, from the steps as they come.
+
+    Attributes:
+        price: source -> tokens that its nodes cost.
+        probes: sources with nodes that have no acceptance estimate.
+        plain_steps: steps without a draft.
+    """
+
+    def __init__(self, profile: LatencyProfile, sequences: int) -> None:
+        self.price: Counter[str] = Counter()
+        self.probes: set[str] = set()
+        self.plain_steps = 0
+        self._profile, self._sequences = profile, sequences
+        self._together: list[Step] = []  # steps of one forward
+
+    def add(self, step: Step) -> None:
+        if self._together and self._together[0].forward is not step.forward:
+            self.close()
+        self._together.append(step)
+        self.probes |= set(_probes(step))
+        self.plain_steps += len(step.tree) == 1
+
+    def close(self) -> None:
+        """Counts the last forward."""
+        if self._together:
+            self.price.update(_prices(self._together, self._profile, self._sequences))
+        self._together = []
+
+
+def _prices(steps: Sequence[Step], profile: LatencyProfile, sequences: int) -> dict[str, float]:
+    """Source -> tokens that its nodes of one forward cost. A plain step yields a token for each unfinished text."""
     drafted = Counter(source for step in steps for source in step.proposal.sources[1:])
-    extra = max(cost(sequences + drafted.total()) / cost(sequences) - 1, 0.0) * len(steps)
+    extra = max(profile(sequences + drafted.total()) / profile(sequences) - 1, 0.0) * len(steps)
     return {source: extra * count / drafted.total() for source, count in drafted.items()}
 
 
 def _probes(step: Step) -> Iterable[str]:
-    """Who drafted nodes that are not meant to be accepted."""
+    """The sources of nodes without an acceptance estimate."""
     expected = step.proposal.expected
-    unhoped = [] if expected is None else np.flatnonzero(np.isnan(expected)).tolist()
-    return [step.proposal.sources[node] for node in unhoped]
+    without = [] if expected is None else np.flatnonzero(np.isnan(expected)).tolist()
+    return [step.proposal.sources[node] for node in without]
 
 
-def _sources(total: Stats, price: Counter[str], probes: set[str], cells: Sequence[Data]) -> list[Data]:
+def _sources(total: Stats, count: _Count, cells: Sequence[Data]) -> list[Data]:
+    """A row for each source that drafted or could have drafted."""
     first = {
         cell["key"][0]: cell["hits"] / cell["trials"]
         for cell in cells
@@ -281,16 +330,16 @@ def _sources(total: Stats, price: Counter[str], probes: set[str], cells: Sequenc
                 "first": round(first[name], 4) if name in first else None,
                 "drafted": drafted,
                 "accepted": accepted,
-                "price": round(price[name], 3) if drafted else None,
-                "probe": name in probes,
-                "pays": accepted > price[name] if drafted and name not in probes else None,
+                "price": round(count.price[name], 3) if drafted else None,
+                "probe": name in count.probes,
+                "pays": accepted > count.price[name] if drafted and name not in count.probes else None,
             }
         )
     return rows
 
 
 def figure(found: Data) -> Data:
-    """The curve as data of the figure `cost`."""
+    """The measurement as data of the figure `bench.plots.latency`."""
     rows = [{"context": found["context"], **row} for row in found["rows"]]
     return {"figure": "cost", "conditions": found["conditions"], "rows": rows}
 

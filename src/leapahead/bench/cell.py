@@ -1,11 +1,12 @@
-"""One cell of a bench: all contenders on the same prompts, taking turns, every text compared with plain decoding's.
+"""One cell of a bench: all contenders take turns on the same prompts, and every text is compared with plain decoding's.
 
     warm-up        every contender once on the first group of prompts (a batch); its times are not kept
-    round 1 ..     for each group: every contender once, in an order drawn for this group and round
+    round 1 ..     for each group: every contender once, in a random order for this group and round
 
-A machine's speed drifts, so a ratio is made within a round: tokens per second of the contender over all prompts, by
-those of plain decoding. The speed-up is the median of the rounds; its interval is that of the same figure when rounds
-and prompts are drawn again, with replacement (percentile bootstrap), since other prompts would have done as well.
+The speed of a machine drifts, so a ratio is formed within a round: tokens per second of the contender over all prompts,
+divided by those of plain decoding. The speed-up is the median over the rounds. Its interval is a percentile bootstrap
+over rounds and groups of prompts. From a single group there is no interval, because nothing is known of how much other
+prompts differ from it.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ Judge = Callable[[list[int], list[int], list[int], Setting], bool]  # prompt, ex
 
 @dataclass
 class Measured:
-    """What a contender did in a cell.
+    """The samples of one contender in a cell.
 
     Attributes:
         tokens, seconds: [rounds][groups].
         first_token: [rounds][prompts], seconds.
-        detokenise, prefill: of all measured rounds, seconds.
-        stats: of the first measured round; the others do the same work again.
-        phases: Stats.seconds of all measured rounds, where they are told.
+        detokenise, prefill: seconds of all measured rounds.
+        stats: of the first measured round; the others repeat the same work.
+        phases: `Stats.seconds` of all measured rounds, where the contender reports them.
         texts: of the first measured round.
-        forwards: of every pass, the warm-up's among them, of each sequence; the prefill's too.
+        forwards: of every sequence in every pass, the warm-up and the prefill included.
         differing: prompt -> whether all its differences are ties.
         memory, gpu_memory: peak in the first measured round, MiB.
     """
@@ -66,10 +67,11 @@ class Measured:
     gpu_memory: float | None = None
 
     def count(self, texts: Sequence[Text]) -> None:
+        """Counts the forwards of a pass."""
         self.forwards += sum(text.stats.steps + text.stats.prefill_forwards for text in texts if text.stats)
 
     def keep(self, turn: int, done: Pass) -> None:
-        """A pass over one group, in a measured round."""
+        """Keeps a pass over one group in a measured round."""
         if len(self.tokens) < turn:
             self.tokens.append([])
             self.seconds.append([])
@@ -90,7 +92,7 @@ class Measured:
 
 
 def order(names: Sequence[str], seed: int, turn: int, group: int) -> list[str]:
-    """Whose turn it is, one after another."""
+    """The order in which the contenders run on a group in a round."""
     shuffled = list(names)
     random.Random(f"{seed}, round {turn}, group {group}").shuffle(shuffled)
     return shuffled
@@ -112,23 +114,23 @@ def measure_cell(
     Args:
         contenders: plain decoding first.
         prompts: token ids of each.
-        setting: what all are given alike.
-        rounds: that are measured, after the warm-up.
+        setting: of the cell.
+        rounds: measured rounds, after the warm-up.
         seed: of the order.
-        judge: tells a numeric tie from a mismatch.
-        tokenizer: for contenders that give text only.
-        progress: called with a contender's name after each of its passes: `passes` for every contender.
+        judge: whether a difference is a numeric tie.
+        tokenizer: for contenders that give only text.
+        progress: called with a contender's name after each of its passes; there are `passes` of each.
     """
     by_name = {contender.name: contender for contender in contenders}
     plain = contenders[0]
     found = {name: Measured() for name in by_name}
-    expected: dict[int, list[int]] = {}  # prompt -> plain decoding's tokens, without company
+    expected: dict[int, list[int]] = {}  # prompt -> plain decoding's tokens, decoded alone
     if setting.batch > 1:
         for index, prompt in enumerate(prompts):
             text = plain.run([prompt], replace(setting, batch=1)).texts[0]
             found[plain.name].count([text])
             expected[index] = text.tokens
-    known: dict[tuple[int, tuple[int, ...]], bool] = {}  # a text is judged once
+    known: dict[tuple[int, tuple[int, ...]], bool] = {}  # differing texts that were judged before
     groups = groups_of(prompts, setting.batch)
     for turn in range(rounds + 1):
         for contender in contenders:
@@ -163,7 +165,7 @@ def measure_cell(
 
 
 def passes(prompts: int, batch: int, rounds: int) -> int:
-    """Of each contender in a cell."""
+    """Number of passes of each contender in a cell."""
     return 1 + rounds * len(groups_of(range(prompts), batch))
 
 
@@ -173,14 +175,14 @@ def groups_of(prompts: Sequence[Any], batch: int) -> list[range]:
 
 
 def tie_on(target: Target) -> Judge:
-    """Judges at the first difference; what follows a tie is another text, and is not compared (`check` does that)."""
+    """Judges texts by their first difference. What follows a tie is not compared; `check` does that."""
 
     def judge(prompt: list[int], expected: list[int], got: list[int], setting: Setting) -> bool:
         at = next((i for i, (e, t) in enumerate(zip(expected, got, strict=False)) if e != t), None)
-        if at is None:  # one ended where the other, with the same tokens, did not
+        if at is None:  # one text ended where the other, with the same tokens, did not
             return False
         what = (target, prompt, expected[:at], (expected[at], got[at]), setting.params, setting.batch)
-        return measure(*what, thorough=False).tie or measure(*what).tie  # a cache's layout is part of its rounding
+        return measure(*what, thorough=False).tie or measure(*what).tie  # the cheap measurement first
 
     return judge
 
@@ -188,11 +190,14 @@ def tie_on(target: Target) -> Judge:
 # ------------------------------------------------------------------------------------------------------- figures
 
 
-def speedup(mine: dict[str, Any], plain: dict[str, Any], seed: int = 0) -> dict[str, float]:
-    """{"median", "low", "high"} of two rows' samples; see the head of this file."""
+def speedup(mine: dict[str, Any], plain: dict[str, Any], seed: int = 0) -> dict[str, float | None]:
+    """{"median", "low", "high"} of two rows' samples, see the module; low and high are None for a single group."""
     tokens, seconds = np.array(mine["tokens"], float), np.array(mine["seconds"], float)  # [rounds, groups]
     others, theirs = np.array(plain["tokens"], float), np.array(plain["seconds"], float)
     rounds, groups = tokens.shape
+    middle = round(float(np.median(_ratio(*(each.sum(axis=-1) for each in (tokens, seconds, others, theirs))))), 4)
+    if groups == 1:
+        return {"median": middle, "low": None, "high": None}
     rng = np.random.default_rng(seed)
     turns = rng.integers(rounds, size=(RESAMPLES, rounds))[:, :, None]
     picks = rng.integers(groups, size=(RESAMPLES, groups))[:, None, :]
@@ -203,8 +208,7 @@ def speedup(mine: dict[str, Any], plain: dict[str, Any], seed: int = 0) -> dict[
 
     drawn = np.median(_ratio(total(tokens), total(seconds), total(others), total(theirs)), axis=-1)
     low, high = np.percentile(drawn, [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
-    middle = np.median(_ratio(*(each.sum(axis=-1) for each in (tokens, seconds, others, theirs))))
-    return {"median": round(float(middle), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+    return {"median": middle, "low": round(float(low), 4), "high": round(float(high), 4)}
 
 
 def _ratio(tokens: FloatArray, seconds: FloatArray, others: FloatArray, theirs: FloatArray) -> FloatArray:
@@ -212,10 +216,10 @@ def _ratio(tokens: FloatArray, seconds: FloatArray, others: FloatArray, theirs: 
 
 
 def row(name: str, mine: Measured, plain: Measured, setting: Setting, groups: int, seed: int) -> dict[str, Any]:
-    """A contender's figures in a cell; plain types.
+    """A contender's figures in a cell, as plain types.
 
-    `seconds` are those of one pass over the prompts, on average: what is left of the wall clock when the named phases
-    are taken away is `rest` (drafters begun, bookkeeping). `samples` are what the speed-up is made from.
+    `seconds` are the mean over the rounds of one pass over the prompts, by phase; `rest` is the wall clock without the
+    named phases (bookkeeping). `samples` are what the speed-up is computed from.
     """
     rounds = len(mine.tokens)
     wall = sum(map(sum, mine.seconds))
@@ -245,7 +249,7 @@ def row(name: str, mine: Measured, plain: Measured, setting: Setting, groups: in
 
 
 def overall(rows: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], seed: int) -> dict[str, Any]:
-    """One contender's rows of several tasks as one, all prompts counted alike.
+    """One contender's rows of several tasks as one row; every prompt has the same weight.
 
     Args:
         rows: of the contender.
@@ -253,13 +257,13 @@ def overall(rows: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], see
         seed: of the bootstrap.
     """
     samples, others = _joined(rows), _joined(plain)
-    told = all(each["steps"] is not None for each in rows)
+    counted = all(each["steps"] is not None for each in rows)
     prompts = sum(each["prompts"] for each in rows)
     return {
         **{key: rows[0][key] for key in ("drafter", "temperature", "batch")},
         "speedup": speedup(samples, others, seed),
         "tokens_per_second": _speed(samples),
-        **_counted(_stats(rows) if told else None),
+        **_counted(_stats(rows) if counted else None),
         "time_to_first_token": round(median(time for times in samples["first_token"] for time in times), 6),
         "seconds": {phase: round(sum(each["seconds"][phase] for each in rows), 6) for phase in rows[0]["seconds"]},
         "peak_memory_mib": _largest(each["peak_memory_mib"] for each in rows),
@@ -272,7 +276,7 @@ def overall(rows: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], see
 
 
 def _counted(stats: Stats | None) -> dict[str, Any]:
-    """Of one pass; None where a contender does not tell."""
+    """The counters of one pass; None where a contender reports none."""
     if stats is None:
         names = ("acceptance_length", "nodes_per_step", "steps", "nodes", "drafted_by", "accepted_by", "accepted_at")
         return dict.fromkeys(names)
@@ -308,7 +312,7 @@ def _samples(measured: Measured) -> dict[str, Any]:
 
 
 def _joined(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The samples of several tasks, round by round, one task's groups after another's."""
+    """The samples of several tasks: in each round, the groups of all tasks one after the other."""
     return {
         key: [[*chain.from_iterable(turn)] for turn in zip(*(each["samples"][key] for each in rows), strict=True)]
         for key in ("tokens", "seconds", "first_token")
@@ -316,7 +320,7 @@ def _joined(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _speed(samples: dict[str, Any]) -> float:
-    """Median of the rounds."""
+    """Tokens per second, median of the rounds."""
     pairs = zip(samples["tokens"], samples["seconds"], strict=True)
     speed: float = median(sum(tokens) / sum(seconds) for tokens, seconds in pairs)
     return round(speed, 3)

@@ -1,7 +1,7 @@
-"""How much faster than plain decoding, measured in one run: both on the same prompt, taking turns.
+"""Measures how much faster a drafter is than plain decoding on one prompt, for `--compare`.
 
-A machine's speed drifts (heat, neighbours), so each round times both, in alternating order, and gives one ratio; the
-median of the rounds is the figure and their range says what it is worth.
+The speed of a machine drifts, so each round times both, in alternating order, and gives one ratio. The result is the
+median of the rounds; their range shows how far it can be relied upon. Before the rounds, both are run once as warm-up.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from leapahead.api import LLM, Options, Prompt, Result
+from leapahead.api import LLM
+from leapahead.inputs import Options, Prompt
+from leapahead.results import Result
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,10 +26,10 @@ class Comparison:
     """A drafter against plain decoding.
 
     Attributes:
-        ratios: of each round, the drafter's tokens per second over plain decoding's; prefills are not counted.
-        equal: whether every text was plain decoding's, token for token.
-        plain: plain decoding's text.
-        first_difference: index of the first token that differs, if one does.
+        ratios: for each round, the drafter's tokens per second divided by plain decoding's, without the prefill.
+        equal: whether every text equals plain decoding's, token for token.
+        plain: plain decoding's result.
+        first_difference: index of the first token that differs; None if none does.
     """
 
     ratios: list[float]
@@ -67,14 +69,14 @@ def compare(
     progress: Callable[[int, int], None] = lambda done, total: None,
     **options: Unpack[Options],
 ) -> Comparison:
-    """Times the LLM's drafter and plain decoding on one prompt.
+    """Times the drafter of the LLM and plain decoding on one prompt.
 
     Args:
         llm: the model and its drafter.
         prompt: as for `LLM.generate`.
-        drafted: what the drafter gave for the prompt and the options already; its warm-up, and its seed is kept.
-        rounds: how many.
-        progress: called with the decodings done and to do, before each.
+        drafted: the drafter's result for this prompt and these options, which serves as its warm-up; its seed is used.
+        rounds: number of rounds.
+        progress: called before each decoding with the numbers of decodings done and in all.
         options: as for `LLM.generate`.
     """
     options["seed"] = drafted.seed
@@ -85,7 +87,7 @@ def compare(
         nonlocal done
         progress(done, total)
         done += 1
-        with llm.without_drafter_cache():  # it remembers this very text
+        with llm.without_drafter_cache():  # which holds this text already
             return llm.generate(prompt, **(plainly if plain else options))
 
     reference = run(plain=True)

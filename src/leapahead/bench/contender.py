@@ -1,39 +1,40 @@
-"""What takes part in a bench: something that continues prompts. Our drafters here; a peer is a class of its own.
+"""The contenders of a bench: the interface, and this package's drafters. Each peer has a class of its own.
 
-A contender says how long it took, and which tokens came out. It is not asked for its own rates: the bench counts.
+A contender reports its texts and its times; the bench computes all rates.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from leapahead import drafters
-from leapahead.core.errors import CacheFull
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
-from leapahead.core.text import REPLACEMENT, TextStream, Tokenizer
-from leapahead.drafters.base import Drafter
+from leapahead.core.text import REPLACEMENT, Tokenizer
 from leapahead.drafters.cache import DrafterCache
-from leapahead.engine.loop import Generation, decode
-from leapahead.models.base import Forgetful, Target
+from leapahead.drafters.registry import DrafterClass
+from leapahead.engine.request import Request
+from leapahead.engine.scheduler import Engine
+from leapahead.models.base import KeepsPrefixes, Target
+from leapahead.planner.acceptance import AcceptanceTable
+from leapahead.planner.profile import LatencyProfiles
+from leapahead.results import Writer
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contenders of a cell are given alike.
+    """The settings of a cell, equal for all contenders.
 
     Attributes:
         temperature: 0 is greedy.
-        batch: how many texts are decoded together.
+        batch: number of texts decoded together.
         max_new_tokens: of each text.
         eos_token_ids: end a text.
-        seed: of the dice, the same for every text.
+        seed: of the sampling, the same for every text.
     """
 
     temperature: float = 0.0
@@ -52,12 +53,13 @@ class Text:
     """One continuation.
 
     Attributes:
-        tokens: the new ones.
-        first_token: seconds from its start, prefill included, to its first new token.
-        stats: what it cost; None from a contender that does not tell.
-        timed: how many tokens were made in `Pass.seconds`; None for all of them. The prefill of others yields a first
-            token, ours none; and some write more than they were asked for.
-        written: from a contender that gives text and no tokens; `aligned` makes tokens of it.
+        tokens: the new tokens.
+        first_token: seconds from the submission of its group, prefill included, to its first new token.
+        stats: its counters; None from a contender that does not report any.
+        timed: number of tokens that were made in `Pass.seconds`; None for all of them. The prefill of peers yields the
+            first token, that of this package's drafters yields none; and some peers write more than they were asked
+            for.
+        written: the text, from a contender that gives no tokens; `aligned` makes tokens of it.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -69,14 +71,14 @@ class Text:
 
 @dataclass
 class Pass:
-    """What a contender made of some prompts.
+    """The texts of some prompts, and the time that they took.
 
     Attributes:
         texts: in the order of the prompts.
-        seconds: wall clock of everything but the prefill: drafters begun, steps, text made of tokens, bookkeeping.
+        seconds: wall clock without the prefill: steps, drafting, detokenising, bookkeeping.
         prefill: seconds of the prefill.
-        detokenise: seconds, of `seconds`, in which tokens became text.
-        memory: MiB at the peak, of a contender that is a process of its own.
+        detokenise: the part of `seconds` in which tokens were turned into text.
+        memory: peak memory in MiB, of a contender that runs in a process of its own.
     """
 
     texts: list[Text]
@@ -87,11 +89,11 @@ class Pass:
 
 
 class Contender(ABC):
-    """Something that continues prompts, to be measured against plain decoding.
+    """Something that continues prompts, measured against plain decoding.
 
     Attributes:
         name: in tables; of a peer `peer:NAME`.
-        same_text: false where sampled texts are another draw from the same distribution, and not to be compared.
+        same_text: false where sampled texts are another sample of the same distribution and cannot be compared.
     """
 
     name: str
@@ -101,24 +103,24 @@ class Contender(ABC):
     def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
         """Continues all prompts, `setting.batch` of them at once, from an empty cache."""
 
-    def begin_round(self) -> None:  # noqa: B027 -- most remember nothing
-        """Every prompt comes once in a round: what was remembered of it is forgotten before the next one."""
+    def begin_round(self) -> None:  # noqa: B027 -- most keep nothing between texts
+        """Called before every round: drops what is kept of earlier texts, since a round repeats the prompts."""
 
     def refusal(self, prompts: Sequence[list[int]], setting: Setting) -> str | None:
-        """Why it cannot take part in such a cell; None if it can."""
+        """Why it cannot run such a cell; None if it can."""
         return None
 
     def close(self) -> None:  # noqa: B027 -- most keep nothing
-        """Ends what it keeps running."""
+        """Releases what it holds, such as a process."""
 
 
 def aligned(written: str, expected: Sequence[int], tokenizer: Tokenizer, setting: Setting) -> list[int]:
-    """The tokens of a text that came as text, in plain decoding's own tokens as far as the two agree.
+    """The tokens of a contender's text: plain decoding's own tokens as far as the two texts agree.
 
-    A text can be made of tokens in many ways, so to encode it again would find differences that are none.
+    A text can be tokenised in several ways, so encoding it again would report differences where there are none.
 
     Args:
-        written: a contender's text. What it has beyond an `expected` that the length ended does not count.
+        written: the contender's text. Where the length limit ended `expected`, text beyond it does not count.
         expected: plain decoding's tokens.
         tokenizer: of both.
         setting: of both.
@@ -129,7 +131,7 @@ def aligned(written: str, expected: Sequence[int], tokenizer: Tokenizer, setting
 
     whole = text(expected)
     ended = bool(expected) and expected[-1] in setting.eos_token_ids
-    if written == whole or (not ended and written.startswith(whole.rstrip(REPLACEMENT))):  # half a character
+    if written == whole or (not ended and written.startswith(whole.rstrip(REPLACEMENT))):  # an incomplete character
         return list(expected)
     same = max(n for n in range(len(expected) + 1) if written.startswith(text(expected[:n])))
     rest = written[len(text(expected[:same])) :]
@@ -150,7 +152,15 @@ class Configuration:
 
 
 class Ours(Contender):
-    """A drafter and a target, decoded by our loop.
+    """A drafter on a target, decoded by the engine.
+
+    Args:
+        name: in tables.
+        target: the model.
+        tokenizer: of the target.
+        drafter: name or class.
+        options: of the drafter.
+        latency: profiles of the target, shared by all drafters that are measured on it.
 
     Raises:
         Refused: the target cannot give what the drafter needs.
@@ -161,69 +171,72 @@ class Ours(Contender):
         name: str,
         target: Target,
         tokenizer: Tokenizer | None,
-        drafter: str | type[Drafter],
+        drafter: str | DrafterClass,
         options: dict[str, Any] | None = None,
+        latency: LatencyProfiles | None = None,
     ) -> None:
         self.name, self.target, self.tokenizer = name, target, tokenizer
         self.drafter_cache = DrafterCache()
-        self.new_drafter: Callable[[], Drafter] = drafters.factory(drafter, **(options or {}))
-        first = self.new_drafter()
-        first.fits(target, tokenizer)
-        self.same_text = first.same_text
+        self._drafter, self._options = drafter, options or {}
+        self._latency = latency or LatencyProfiles(target.info)
+        self._acceptance = AcceptanceTable.with_priors()
+        self._engines: dict[int, Engine] = {}  # batch size -> engine
+        self.same_text = self._engine(1).drafter(drafter, **self._options).same_text
 
     def begin_round(self) -> None:
         self.drafter_cache = DrafterCache()
 
     def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
-        if isinstance(self.target, Forgetful):
-            self.target.forget()
-        texts = [Text() for _ in prompts]
-        found = Pass(texts, 0.0)
+        engine = self._engine(setting.batch)
+        drafter = engine.drafter(self._drafter, **self._options)
+        engine.prepare(drafter)
+        if isinstance(self.target, KeepsPrefixes):
+            with self.target.lock:
+                self.target.forget()
         stop = StopParams(max_new_tokens=setting.max_new_tokens, eos_token_ids=setting.eos_token_ids)
-        waiting, running = deque(enumerate(prompts)), list[Generation]()
-        writing: dict[Generation, tuple[Text, TextStream, float]] = {}
-
-        def join() -> None:
-            while waiting and len(running) < setting.batch:
-                index, tokens = waiting[0]
-                texts[index].stats = stats = Stats()
-                start = perf_counter()
-                try:
-                    new = Generation.begin(
-                        self.target,
-                        tokens,
-                        self.new_drafter(),
-                        setting.params,
-                        stop,
-                        stats=stats,
-                        drafter_cache=self.drafter_cache,
-                    )
-                except CacheFull:
-                    if not running:
-                        raise
-                    return  # it joins when another has left
-                finally:
-                    found.prefill += perf_counter() - start
-                waiting.popleft()
-                running.append(new)
-                writing[new] = texts[index], TextStream(self.tokenizer), start
-
+        texts, detokenise = [Text() for _ in prompts], 0.0
         began = perf_counter()
+        handles = [
+            engine.submit(
+                Request(tokens, drafter, sampling=setting.params, stop=stop, drafter_cache=self.drafter_cache)
+            )
+            for tokens in prompts
+        ]
+        owners = {
+            handle: (text, Writer(self.tokenizer, (), False)) for handle, text in zip(handles, texts, strict=True)
+        }
         try:
-            join()
-            for generation, step in decode(self.target, running):
-                text, stream, start = writing[generation]
+            while not all(handle.done for handle in handles):
+                outputs = engine.step()
                 now = perf_counter()
-                text.first_token = text.first_token or now - start
-                text.tokens += step.tokens
-                for index, token in enumerate(step.tokens):
-                    stream.add(token, index < step.verdict.accepted)
-                _ = stream.finish(None) if generation.finished else stream.take()
-                found.detokenise += perf_counter() - now
-                if generation.finished:
-                    join()
+                for handle, output in outputs:
+                    text, writer = owners[handle]
+                    text.first_token = text.first_token or now - began
+                    writer.piece(handle, output)
+                detokenise += perf_counter() - now
         finally:
-            for generation in running:  # closing twice is harmless
-                generation.close()
-        found.seconds = perf_counter() - began - found.prefill
-        return found
+            for handle in handles:
+                engine.cancel(handle)
+        seconds = perf_counter() - began
+        for handle, text in zip(handles, texts, strict=True):
+            if handle.error is not None:
+                raise handle.error
+            text.tokens, text.stats = handle.tokens, handle.stats
+        prefill = sum(handle.stats.prefill_seconds for handle in handles)
+        return Pass(texts, seconds - prefill, prefill, detokenise)
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+    def _engine(self, batch: int) -> Engine:
+        """The engine for a batch size; all of a drafter's engines share what was learned of its acceptance."""
+        if batch not in self._engines:
+            self._engines[batch] = Engine(
+                self.target,
+                tokenizer=self.tokenizer,
+                max_batch=batch,
+                latency=self._latency,
+                acceptance=self._acceptance,
+            )
+        return self._engines[batch]

@@ -1,4 +1,4 @@
-"""Peak memory of this process, and of the GPU that torch uses, from one moment to another."""
+"""Peak memory of this process, and of the GPU that torch uses, since a given moment."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ MIB = 1 << 20
 
 
 class Peak:
-    """The greatest memory in use since it was made.
+    """The greatest memory in use since the object was made.
 
-    Linux forgets a process's peak when it is asked to, elsewhere it is the peak since the process began: then only a
-    contender that needs more than all before it is seen.
+    On Linux the peak of the process is reset. Elsewhere it is the peak since the process began, so only a contender
+    that needs more than all before it is measured correctly.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Peak:
             self._cuda.reset_peak_memory_stats()
 
     def mib(self) -> float | None:
-        """MiB of this process, the weights among them; None where the system does not tell."""
+        """MiB of this process, weights included; None where the system does not report it."""
         try:
             lines = Path("/proc/self/status").read_text().splitlines()
         except OSError:

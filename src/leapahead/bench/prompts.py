@@ -1,4 +1,4 @@
-"""Prompts for `check` and the demo: a small set of our own, and the readers of a user's file."""
+"""Prompts for `check` and the demo: the bundled set, and the reader of a user's file."""
 
 from __future__ import annotations
 

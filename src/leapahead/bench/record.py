@@ -1,4 +1,4 @@
-"""The file of a bench: conditions and results, written anew after every cell, so that no cell is measured in vain."""
+"""The result file of a bench: conditions and rows, rewritten after every cell so that no finished cell is lost."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from leapahead.core.errors import BadParameter, LeapaheadError
 
 FILE = "bench.json"
 OVERALL = "overall"  # the task of rows over all tasks
-FREE = ("date", "commit", "resumed")  # conditions that may differ when a bench goes on; what they were is kept
-GROWING = ("tasks", "targets")  # those that may be added to, name by name
+FREE = ("date", "commit", "resumed")  # conditions that may differ when a bench is resumed; all of them are kept
+GROWING = ("tasks", "targets")  # conditions to which names may be added
 
 Row = dict[str, Any]
 Cell = tuple[str, str, float, int]  # task, target, temperature, batch
@@ -25,8 +25,8 @@ class Record:
     """The results so far.
 
     Attributes:
-        conditions: what was measured, and where.
-        rows: of the finished cells, without the overall rows, which are made when it is written.
+        conditions: of the measurement.
+        rows: of the finished cells, without the overall rows, which are computed when the file is written.
     """
 
     def __init__(self, folder: Path, conditions: dict[str, Any]) -> None:
@@ -39,16 +39,16 @@ class Record:
 
     @classmethod
     def open(cls, folder: Path, conditions: dict[str, Any], resume: bool) -> Record:
-        """A new record, or the one that is there, gone on with.
+        """A new record, or the existing one, resumed.
 
         Raises:
-            BadParameter: there is one and `resume` was not asked for, it is none of ours, or its conditions differ.
+            BadParameter: there is one and `resume` is false, it is not a bench's file, or its conditions differ.
             LeapaheadError: the folder cannot be written to.
         """
         record = cls(folder, conditions)
         if record.path.is_file():
             if not resume:
-                raise BadParameter(f"{record.path} holds results already; pass --resume to go on, or another --out")
+                raise BadParameter(f"{record.path} already holds results; pass --resume to continue, or choose another --out")
             found = read(folder)
             record.rows = [row for row in found["results"] if row["task"] != OVERALL]
             record.conditions = _agreed(found["conditions"], conditions)
@@ -60,10 +60,10 @@ class Record:
         return record
 
     def describe(self, kind: str, name: str, told: dict[str, Any]) -> None:
-        """Adds to a condition that grows.
+        """Adds a name to one of the `GROWING` conditions.
 
         Raises:
-            BadParameter: it says something else of this name already.
+            BadParameter: the name is there with another description.
         """
         known = self.conditions.setdefault(kind, {})
         if name in known and known[name] != told:
@@ -72,13 +72,14 @@ class Record:
         known[name] = told
 
     def finished(self, cell: Cell) -> bool:
+        """Whether the cell has been measured."""
         return any(_cell(row) == cell for row in self.rows)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """A finished cell's rows; they are on the disk when this returns.
+        """Adds the rows of a finished cell, and writes the file.
 
         Raises:
-            LeapaheadError: they could not be written where they should be; it says where they are instead.
+            LeapaheadError: the file cannot be written; the message names the file where the results were saved instead.
         """
         self.rows += rows
         try:
@@ -87,10 +88,11 @@ class Record:
             raise LeapaheadError(f"{self.path} cannot be written: {error.strerror}; {self._rescue()}") from None
 
     def as_dict(self) -> dict[str, Any]:
+        """The content of the file."""
         return {"conditions": self.conditions, "results": [*self.rows, *self._overall()]}
 
     def _overall(self) -> list[Row]:
-        """A row for every contender that was measured on more than one task."""
+        """A row over all tasks for every contender that was measured on more than one."""
         groups: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             groups.setdefault((row["target"], row["drafter"], row["temperature"], row["batch"]), []).append(row)
@@ -102,7 +104,7 @@ class Record:
         return rows
 
     def _write(self, path: Path) -> None:
-        """All or nothing: what was there stays until the new is complete."""
+        """Writes a temporary file and renames it, so that an interrupted write leaves the old file."""
         part = path.with_suffix(".part")
         try:
             part.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
@@ -112,19 +114,20 @@ class Record:
             raise
 
     def _rescue(self) -> str:
+        """Writes to the directory of temporary files; says where."""
         try:
             path = Path(tempfile.mkdtemp(prefix="leapahead-bench-")) / FILE
             self._write(path)
         except OSError:
-            return "nor could they be written to the folder of temporary files: only the table is left of the last cell"
+            return "nor can they be written to the directory of temporary files, so the last cell is in the printed table only"
         return f"all results so far are in {path}"
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """A bench's file.
+    """The content of a bench's file.
 
     Raises:
-        BadParameter: there is none, or it is none of ours.
+        BadParameter: there is none, or it is not a bench's file.
     """
     path = folder / FILE
     try:
@@ -143,8 +146,8 @@ def _cell(row: Row) -> Cell:
 
 
 def _agreed(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The old conditions, with what the new ones add."""
-    plain = json.loads(json.dumps(new))  # as they look after being written
+    """The old conditions with the additions of the new ones; BadParameter where they contradict each other."""
+    plain = json.loads(json.dumps(new))  # as JSON gives them back
     for key in {**old, **plain}:
         if key in FREE:
             continue
@@ -161,7 +164,7 @@ def _agreed(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def _disagree(what: str, old: Any, new: Any) -> BadParameter:
     return BadParameter(
-        f"the results cannot be gone on with: the condition {what!r} was {_short(old)} and is {_short(new)}; "
+        f"the bench cannot be resumed: the condition {what!r} was {_short(old)} and is {_short(new)}; "
         "choose another --out"
     )
 
