@@ -1,42 +1,48 @@
-"""Drafters by name: ours, third parties' through entry points, and what is said of a wrong name or option."""
+"""Registered drafters: the built-in ones, those of other packages, and the refusal of wrong names, options, classes."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from helpers import Empty, RandomTrees, assert_same_text
 
-import leapahead.drafters.registry as registry
 from leapahead.core.errors import BadParameter
-from leapahead.drafters.base import Drafter
+from leapahead.core.tree import Budget
+from leapahead.drafters import registry
+from leapahead.drafters.base import Drafter, PerSequence, SequenceDrafter
 from leapahead.drafters.plain import Plain
 from leapahead.models.toy import ToyTarget
+from leapahead.planner.draft import Proposal, SequenceView
+
+DECLARED = """[leapahead.drafters]
+theirs = helpers:RandomTrees
+not_a_drafter = helpers:fit
+not_a_class = helpers:PROMPT
+plain = helpers:Empty
+"""
 
 
 @pytest.fixture
-def third_parties(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if packages had been installed that declare these entry points."""
-    declared = [
-        EntryPoint("theirs", "helpers:RandomTrees", registry.GROUP),
-        EntryPoint("not_a_drafter", "helpers:fit", registry.GROUP),
-        EntryPoint("not_a_class", "helpers:PROMPT", registry.GROUP),
-        EntryPoint("plain", "helpers:Empty", registry.GROUP),  # a name that is taken
-    ]
-    monkeypatch.setattr(registry, "entry_points", lambda group: declared if group == registry.GROUP else [])
+def third_parties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package that declares entry points, one of them with a name that is taken."""
+    folder = tmp_path / "theirs-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(DECLARED)
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def test_ours_are_there_and_load_as_drafters_of_their_name() -> None:
-    assert {"auto", "plain", "jacobi", "prompt_lookup", "lookahead"} <= set(registry.names())
-    assert {"ngram", "suffix", "recycling", "datastore", "prediction"} <= set(registry.names())
+def test_built_in_drafters_load_under_their_names() -> None:
     assert registry.names()[:2] == ["auto", "plain"]
     assert set(registry.names()) - set(registry.ready()) == {*registry.NEEDING}
     assert set(registry.NEEDING) == {"datastore", "prediction", "draft_model", "speculative_sampling"}
     for name in registry.BUILT_IN:
         drafter = registry.load(name)
-        assert issubclass(drafter, Drafter)
+        assert issubclass(drafter, (Drafter, SequenceDrafter))
         assert drafter.name == name
 
 
@@ -75,7 +81,7 @@ def test_a_name_like_no_other_is_told_without_a_guess() -> None:
 )
 def test_an_unknown_option_is_told_with_the_nearest_and_all(name: str, option: str, says: str) -> None:
     with pytest.raises(BadParameter, match=says):
-        registry.factory(name, **{option: 3})
+        registry.make(name, **{option: 3})
 
 
 @pytest.mark.parametrize(
@@ -98,9 +104,9 @@ def test_an_unknown_option_is_told_with_the_nearest_and_all(name: str, option: s
         ("prediction", {"nodes": -1}),
     ],
 )
-def test_an_impossible_option_is_told_when_the_factory_is_made(name: str, options: dict[str, object]) -> None:
+def test_an_impossible_option_is_refused_at_construction(name: str, options: dict[str, object]) -> None:
     with pytest.raises(BadParameter) as refusal:
-        registry.factory(name, **options)
+        registry.make(name, **options)
     for option, value in options.items():
         assert option in str(refusal.value)
         assert str(value) in str(refusal.value)
@@ -108,37 +114,53 @@ def test_an_impossible_option_is_told_when_the_factory_is_made(name: str, option
 
 def test_an_unknown_source_is_told_with_all() -> None:
     with pytest.raises(BadParameter, match="there is no source 'ngrams'; there are prediction, ngram, suffix"):
-        registry.factory("auto", sources="suffix, ngrams")
+        registry.make("auto", sources="suffix, ngrams")
 
 
 def test_a_datastore_needs_its_file() -> None:
     with pytest.raises(BadParameter, match=r"'datastore' needs file=\.\.\., which `leapahead datastore build` writes"):
-        registry.factory("datastore")
-
-
-def test_a_factory_makes_one_instance_a_sequence_with_the_options_given() -> None:
-    make = registry.factory("jacobi", block=3)
-    one, two = make(), make()
-    assert one is not two
-    assert one.block == two.block == 3  # type: ignore[attr-defined]
+        registry.make("datastore")
 
 
 def test_a_class_may_be_given_instead_of_a_name() -> None:
-    made = registry.factory(RandomTrees, nodes=3)()
-    assert isinstance(made, RandomTrees)
-    assert made.nodes == 3
+    made = registry.make(RandomTrees, nodes=3)
+    assert isinstance(made, PerSequence)
+    assert made.name == RandomTrees.name
+    assert isinstance(registry.make(registry.load("suffix")), Drafter)
     with pytest.raises(BadParameter, match="drafter 'random' has no option 'node'"):
-        registry.factory(RandomTrees, node=3)
+        registry.make(RandomTrees, node=3)
+
+
+class Nameless(SequenceDrafter):
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        raise NotImplementedError
+
+
+class Unfinished(Drafter):
+    name: ClassVar[str] = "unfinished"
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (Nameless, "the drafter class Nameless has no name; give it one, such as name = 'my_drafter'"),
+        (Unfinished, r"the drafter class Unfinished must define propose\(\)"),
+        (dict, "a drafter must be a name or a class, got <class 'dict'>, which is not a subclass of leapahead.Drafter"),
+        (7, "a drafter must be a name or a class, got 7, which is not a subclass"),
+    ],
+)
+def test_what_is_no_drafter_class_is_refused_in_one_sentence(drafter: Any, message: str) -> None:
+    with pytest.raises(BadParameter, match=message):
+        registry.make(drafter)
 
 
 @pytest.mark.usefixtures("third_parties")
-def test_a_third_partys_drafter_is_named_loaded_and_decodes() -> None:
+def test_a_drafter_of_another_package_is_named_loaded_and_decodes() -> None:
     assert registry.names() == [*registry.BUILT_IN, "not_a_class", "not_a_drafter", "theirs"]
     assert registry.load("theirs") is RandomTrees
-    make = registry.factory("theirs", seed=3, nodes=6)
-    assert_same_text(ToyTarget(), make())
+    assert_same_text(ToyTarget(), registry.make("theirs", seed=3, nodes=6))
     with pytest.raises(BadParameter, match=r"no option 'nods' \(did you mean 'nodes'\?\)"):
-        registry.factory("theirs", nods=6)
+        registry.make("theirs", nods=6)
 
 
 @pytest.mark.usefixtures("third_parties")

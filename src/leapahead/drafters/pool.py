@@ -34,8 +34,8 @@ class NgramPool:
     def __init__(self, ngram: int, guesses: int, capacity: int) -> None:
         if ngram < 2 or guesses < 1 or capacity < 1:
             raise BadParameter(
-                f"an n-gram pool with ngram={ngram}, guesses={guesses} and capacity={capacity} is not possible: "
-                "guesses and capacity must be at least 1 and ngram at least 2"
+                f"an n-gram pool with ngram={ngram}, guesses={guesses} and pool_capacity={capacity} is not possible: "
+                "guesses and pool_capacity must be at least 1 and ngram at least 2"
             )
         self.ngram, self.guesses, self.capacity = ngram, guesses, capacity
         # Dicts as ordered sets, least recently used first: of the keys, and of the tails of each key.
