@@ -14,7 +14,7 @@ WHEELS    := build/wheels
 # end the same way there). What else the CPU has, is used.
 LLAMA_CXXFLAGS := -U__AMX_INT8__
 
-.PHONY: demo demo-gguf test lint format types tests figures clean
+.PHONY: demo demo-gguf test lint format types tests figures docs wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/leapahead demo
@@ -129,7 +129,7 @@ $(INSTALLED): pyproject.toml
 	python3 -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[transformers,lab]' --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[transformers,bench]' --group dev
 	@touch $@
 
 $(WITH_LLAMA): $(INSTALLED)
@@ -140,6 +140,19 @@ $(WITH_LLAMA): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet $(WHEELS)/llama_cpp_python-*.whl
 	$(BIN)/python -m pip install --quiet --editable '.[llama-cpp]'
 	@touch $@
+
+# The documentation site, in build/site. What it needs is installed once; building it needs no network.
+WITH_DOCS := $(VENV)/.with-docs
+$(WITH_DOCS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --group docs
+	@touch $@
+
+docs: $(WITH_LLAMA) $(WITH_DOCS)
+	$(BIN)/python tools/docs.py
+	$(BIN)/zensical build --strict
+
+wheel: $(INSTALLED)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
