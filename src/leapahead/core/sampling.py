@@ -27,7 +27,7 @@ from array_api_compat import array_namespace, device, is_torch_namespace
 
 from leapahead.core.errors import BadLogits, BadParameter
 from leapahead.core.noise import GumbelNoise
-from leapahead.core.parameters import number, token_ids, whole
+from leapahead.core.parameters import is_whole, number, token_ids, whole
 from leapahead.core.tree import IntArray, TokenTree
 
 Array = Any  # a numpy array or a torch tensor: whatever the target's logits are
@@ -106,11 +106,13 @@ class SamplingParams:
         for name in ("bad_words", "processors"):
             if not isinstance(getattr(self, name), tuple):
                 raise BadParameter(f"{name}={getattr(self, name)!r} is not possible: it must be a tuple")
-        if not all(isinstance(word, Sequence) and len(word) > 0 for word in self.bad_words):
+        if not all(
+            isinstance(word, Sequence) and len(word) > 0 and all(map(is_whole, word)) for word in self.bad_words
+        ):
             raise BadParameter(
-                f"bad_words={self.bad_words!r} is not possible: it must be made of non-empty token sequences"
+                f"bad_words={self.bad_words!r} is not possible: it must be made of non-empty sequences of token ids"
             )
-        object.__setattr__(self, "bad_words", tuple(token_ids("bad_words", tuple(word)) for word in self.bad_words))
+        object.__setattr__(self, "bad_words", tuple(tuple(map(int, word)) for word in self.bad_words))
         object.__setattr__(self, "eos_token_ids", token_ids("eos_token_ids", self.eos_token_ids))
         for name in ("min_new_tokens", "top_k", "seed"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
