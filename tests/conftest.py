@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
 TEXT = """def add(a, b):
     \"\"\"Return the sum.\"\"\"
@@ -84,3 +85,19 @@ def tiny_model(tiny_folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(tiny_folder)
+
+
+@pytest.fixture
+def leapahead(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a command line with the tiny model as the bundled one."""
+    from leapahead.cli import main
+    from leapahead.models import loading
+
+    monkeypatch.setattr(loading, "bundled", lambda *_: str(tiny_folder))
+
+    def run(*args: str, stdin: str | bytes | None = None, env: dict[str, str] | None = None) -> Result:
+        result = CliRunner(env={"NO_COLOR": None, "FORCE_COLOR": None, **(env or {})}).invoke(main, args, input=stdin)
+        assert "Traceback" not in result.stderr, result.stderr
+        return result
+
+    return run

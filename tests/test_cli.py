@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
+import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from leapahead import LLM, Piece
 from leapahead import drafters as registry
 from leapahead.bench import prompts
 from leapahead.cli import main
+from leapahead.cli.command import Command, Group, name_options
 from leapahead.cli.drafters import arguments
 from leapahead.cli.screen import TextWriter
 from leapahead.core.tree import Budget, TokenTree
-from leapahead.drafters.base import Context, Drafter, Proposal
+from leapahead.drafters.base import Proposal, SequenceDrafter, SequenceView
 from leapahead.models import loading
 from leapahead.models.transformers.kv_cache import KVCache
 
 PROMPT = "def add(a, b):"
-
-
-@pytest.fixture
-def leapahead(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs a command with the tiny model as the bundled one."""
-    monkeypatch.setattr(loading, "bundled", lambda: str(tiny_folder))
-
-    def run(*args: str, stdin: str | None = None, env: dict[str, str] | None = None) -> Result:
-        result = CliRunner(env={"NO_COLOR": None, "FORCE_COLOR": None, **(env or {})}).invoke(main, args, input=stdin)
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +59,7 @@ def test_generate_less(leapahead: Any, expected: Any, flag: str) -> None:
 
 def test_generate_json_is_one_object(leapahead: Any, expected: Any) -> None:
     result = leapahead("generate", PROMPT, *FEW, "--json", "--seed", "5")
-    assert result.stderr == ""
+    assert result.stderr == ""  # no noise of any library
     found = json.loads(result.stdout)
     assert (found["text"], found["tokens"], found["finish_reason"]) == (expected.text, expected.tokens, "length")
     assert (found["target"], found["drafter"], found["seed"]) == ("bundled", "auto", 5)
@@ -155,7 +144,7 @@ def test_compare(leapahead: Any, expected: Any) -> None:
     *text, figures, verdict = result.stdout.removesuffix("\n").split("\n")
     assert "\n".join(text) == expected.text
     assert "times plain decoding's speed (" in figures
-    assert verdict == "The text equals plain decoding's, token for token (20 tokens)."
+    assert verdict == "The text equals that of plain decoding, token for token (20 tokens)."
     found = json.loads(leapahead("generate", PROMPT, *FEW, "--compare", "--rounds", "6", "--json").stdout)
     assert found["compare"]["equal"] is True
     assert found["compare"]["rounds"] == 6
@@ -184,7 +173,7 @@ def test_compare_exits_1_when_the_text_differs(leapahead: Any, monkeypatch: pyte
     much = ("--max-new-tokens", "100", "-o", "nodes=16", "--rounds", "1")
     result = leapahead("generate", prompts.DEMO, *much, "--compare")
     assert result.exit_code == 1
-    assert "The text differs from plain decoding's at token" in result.stdout
+    assert "The text differs from that of plain decoding at token" in result.stdout
 
 
 # -------------------------------------------------------------------------------------------------- demo and chat
@@ -197,7 +186,7 @@ def test_demo(leapahead: Any) -> None:
     *_, figures, verdict = result.stdout.splitlines()
     for word in ("tokens, ", "steps, ", "acceptance length", "tokens/s", "times plain decoding's speed"):
         assert word in figures
-    assert verdict.startswith("The text equals plain decoding's, token for token")
+    assert verdict.startswith("The text equals that of plain decoding, token for token")
 
 
 def test_demo_exits_1_when_the_text_differs(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,36 +219,16 @@ def test_chat_ends_with_its_input(leapahead: Any) -> None:
     assert leapahead("chat", stdin="").exit_code == 0
 
 
-def test_chat_survives_an_interrupt(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LLM.stream
-
-    def stream(self: LLM, messages: Any, **options: Any) -> Any:
-        yield from (piece for piece, _ in zip(original(self, messages, **options), range(3), strict=False))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LLM, "stream", stream)
-    result = leapahead("chat", *FEW, stdin="Hi\nAgain\n")
-    assert result.exit_code == 0
-
-
-def test_a_conversation_that_is_too_long(leapahead: Any) -> None:
-    result = leapahead("chat", *FEW, "-q", stdin="word " * 600 + "\nHi\n")
-    assert result.exit_code == 0
-    assert result.stderr.count("/reset forgets the conversation") == 1
-    assert result.stdout
-
-
 # --------------------------------------------------------------------------------------------- drafters and check
 
 
 def test_drafters(leapahead: Any) -> None:
     result = leapahead("drafters", env={"COLUMNS": "200"})
-    for word in ("lookahead", "prompt_lookup", "start_from_pool", "how many positions ahead are guessed."):
+    for word in ("lookahead", "prompt_lookup", "start_from_pool"):
         assert word in result.stdout
     found = {drafter["name"]: drafter for drafter in json.loads(leapahead("drafters", "--json").stdout)}
     assert list(found) == registry.names()
     options = {option["name"]: option for option in found["lookahead"]["options"]}
-    assert options["window"]["meaning"].startswith("W, how many positions ahead")
     assert (options["seed"]["type"], options["seed"]["default"]) == ("int", 0)
     for drafter in found.values():
         assert drafter["summary"]
@@ -307,14 +276,14 @@ def test_check_exits_1_on_a_mismatch(leapahead: Any, monkeypatch: pytest.MonkeyP
         assert "MISMATCH" in result.stdout
 
 
-class Telepath(Drafter):
+class Telepath(SequenceDrafter):
     """Needs what no target has."""
 
     name: ClassVar[str] = "telepath"
     needs: ClassVar[frozenset[str]] = frozenset({"telepathy"})
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
-        return Proposal(TokenTree.root(context.root))
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        return Proposal(TokenTree.root(sequence.root))
 
 
 def test_check_lists_refusals(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,34 +304,34 @@ def test_check_lists_refusals(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -
     [
         (["generate", ""], "error: the prompt is empty"),
         (["generate", "x", "-d", "lokahead"], "error: there is no drafter 'lokahead' (did you mean 'lookahead'?)"),
-        (["generate", "x", "-d", "jacobi", "-W", "3"], "error: drafter 'jacobi' has no option 'window'"),
+        (["generate", "x", "-d", "jacobi", "-W", "3"], "error: drafter 'jacobi' has no option --window"),
         (["generate", "x", "-o", "nodes"], "error: -o nodes is not possible: it must be KEY=VALUE"),
         (["generate", "x", "-o", "nods=3"], "error: drafter 'auto' has no option 'nods' (did you mean 'nodes'?)"),
-        (["generate", "x", "-W", "3"], "error: drafter 'auto' has no option 'window'"),
+        (["generate", "x", "-W", "3"], "error: drafter 'auto' has no option --window"),
         (
             ["generate", "x", "-d", "lookahead", "-o", "window=wide"],
-            "error: -o window=wide is not possible: window is int | None",
+            "error: -o window=wide is not possible: the value must be of type int | None",
         ),
         (
             ["generate", "x", "-d", "lookahead", "-o", "prompt_ngrams=7"],
-            "error: -o prompt_ngrams=7 is not possible: prompt_ngrams is",
+            "error: -o prompt_ngrams=7 is not possible: the value must be of type bool",
         ),
         (
             ["generate", "x", "-d", "lookahead", "-o", "widow=3"],
             "error: drafter 'lookahead' has no option 'widow' (did you mean",
         ),
         (["generate", "x", "-d", "lookahead", "--preset", "90b"], "error: there is no preset '90b'"),
-        (["generate", "x", "--max-new-tokens", "0"], "error: max_new_tokens=0 is not possible"),
-        (["generate", "x", "-t", "-1"], "error: temperature=-1.0 is not possible"),
-        (["generate", "x", "--top-p", "0"], "error: top_p=0.0 is not possible"),
+        (["generate", "x", "--max-new-tokens", "0"], "error: --max-new-tokens=0 is not possible"),
+        (["generate", "x", "-t", "-1"], "error: --temperature=-1.0 is not possible"),
+        (["generate", "x", "--top-p", "0"], "error: --top-p=0.0 is not possible"),
         (["generate", "x", "--dtype", "float8"], "error: dtype 'float8' is not possible"),
         (["generate", "x", "--device", "abacus"], "error: device 'abacus' is not possible"),
         (["generate", "x", "-m", "/no/such/model"], "error: there is no folder '/no/such/model'"),
         (["generate", "word " * 600], "error: the prompt has"),
         (["check", "-d", "nothing"], "error: there is no drafter 'nothing'"),
-        (["check", "-d", "jacobi", "-W", "3"], "error: no drafter here has an option 'window'"),
-        (["check", "--seed", "-1"], "error: seed=-1 is not possible"),
-        (["check", "--max-new-tokens", "0"], "error: max_new_tokens=0 is not possible"),
+        (["check", "-d", "jacobi", "-W", "3"], "error: no drafter here has an option --window"),
+        (["check", "--seed", "-1"], "error: --seed=-1 is not possible"),
+        (["check", "--max-new-tokens", "0"], "error: --max-new-tokens=0 is not possible"),
     ],
 )
 def test_errors_are_one_line(leapahead: Any, args: list[str], sentence: str) -> None:
@@ -397,13 +366,53 @@ def test_no_bundled_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert result.stderr.startswith("error: this installation has no bundled model")
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["check"], ["drafters"], ["demo"]])
-def test_help(leapahead: Any, command: list[str]) -> None:
-    result = leapahead(*command, "--help")
-    assert result.exit_code == 0
-    assert "Usage:" in result.stdout
-    for option in main.commands[command[0]].params if command else []:
-        assert getattr(option, "help", "") or option.param_type_name == "argument"
+def commands() -> dict[str, Command]:
+    """Every command that runs something, by its words."""
+    found = {}
+    for name, command in main.commands.items():
+        members = command.commands.items() if isinstance(command, Group) else [("", command)]
+        found.update({f"{name} {member}".strip(): each for member, each in members})
+    return found
+
+
+def test_the_help_names_the_commands_and_the_exit_codes(leapahead: Any) -> None:
+    shown = leapahead("--help").stdout
+    assert all(f"  {name}" in shown for name in main.commands)
+    assert "Exit codes:" in shown
+    assert all(f"  {code}  " in shown for code in (0, 1, 2, 130, 141))
+
+
+@pytest.mark.parametrize("words", commands())
+def test_every_option_has_help_and_every_example_is_a_command_line(leapahead: Any, words: str) -> None:
+    command = commands()[words]
+    shown = leapahead(*words.split(), "--help", env={"COLUMNS": "120"}).stdout
+    assert "Usage:" in shown
+    for option in command.params:
+        if isinstance(option, click.Option):
+            assert option.help
+            assert option.opts[-1] in shown
+            if option.default is not None and not option.is_flag:
+                assert "[default: " in shown
+    assert 2 <= len(command.examples) <= 4
+    for example in command.examples:
+        assert f"  {example}\n" in shown
+        line = shlex.split(example.partition("|")[2] or example)
+        assert line[0] == "leapahead"
+        name = next(name for name in (" ".join(line[1:3]), line[1]) if name in commands())
+        commands()[name].make_context(name, line[1 + len(name.split()) :], resilient_parsing=True)
+
+
+def test_errors_name_options() -> None:
+    parameters = commands()["generate"].params
+    for message, shown in (
+        ("max_new_tokens=0 is not possible", "--max-new-tokens=0 is not possible"),
+        ("n_ctx can be set for a GGUF file only", "--ctx-size can be set for a GGUF file only"),
+        ("drafter 'ngram' has no option 'window'", "drafter 'ngram' has no option --window"),
+        ("seed=-1: a seed is positive", "--seed=-1: a seed is positive"),
+        ("the window and /a/seed=1", "the window and /a/seed=1"),
+        ("the drafter 'datastore' needs file=...", "the drafter 'datastore' needs file=..."),
+    ):
+        assert name_options(message, parameters) == shown
 
 
 def test_the_command_itself(tiny_folder: Path) -> None:

@@ -1,0 +1,268 @@
+"""The command line where something goes wrong: bytes that are not text, closed outputs, interrupts, errors in chat."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leapahead import LLM
+from leapahead import drafters as registry
+from leapahead.cli import check as check_module
+from leapahead.cli import main, screen
+
+PROMPT = "def add(a, b):"
+FEW = ("--max-new-tokens", "8", "--ignore-eos")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def process(*args: str | bytes, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    """A command in a process of its own, with what it wrote to standard error."""
+    command = [sys.executable, "-m", "leapahead", *args]
+    return subprocess.run(command, stderr=subprocess.PIPE, timeout=120, env=ENVIRONMENT, check=False, **options)
+
+
+# -------------------------------------------------------------------------------------------------- every drafter
+
+
+@pytest.mark.parametrize("name", [name for name in registry.names() if name != "datastore"])
+def test_every_drafter_shows_its_text(leapahead: Any, name: str, tmp_path: Path) -> None:
+    (tmp_path / "expected.txt").write_text("return a + b")
+    more: list[str] = []
+    if name in ("draft_model", "speculative_sampling"):
+        more = ["--draft", "bundled"]
+    if name == "prediction":
+        more = ["--prediction", str(tmp_path / "expected.txt")]
+    result = leapahead("generate", PROMPT, *FEW, "-d", name, *more)
+    assert (result.exit_code, result.stderr.count("8 tokens, ")) == (0, 1)
+
+
+def test_lookahead_everywhere(leapahead: Any) -> None:
+    assert leapahead("generate", PROMPT, *FEW, "-d", "lookahead", "--compare", "--rounds", "1").exit_code == 0
+    assert leapahead("demo", "-d", "lookahead", "--max-new-tokens", "8", "--rounds", "1").exit_code == 0
+    assert leapahead("chat", "-d", "lookahead", *FEW, stdin="Hi\n").exit_code == 0
+
+
+# ----------------------------------------------------------------------------------------- bytes that are not text
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "sentence"),
+    [
+        (["generate", "-"], b"x\xff\xfe", "error: standard input is not UTF-8 text: byte 0xff at character 1"),
+        (["chat"], b"\xff\nHi\n", "error: the line is not UTF-8 text: byte 0xff at character 0"),
+        (["generate", "x\udcff"], None, "error: the prompt is not UTF-8 text: byte 0xff at character 1"),
+        (["generate", "x", "--stop", "\udc80"], None, "error: --stop is not UTF-8 text: byte 0x80 at character 0"),
+        (["chat", "--system", "\udc80"], None, "error: --system is not UTF-8 text: byte 0x80 at character 0"),
+    ],
+)
+def test_invalid_utf_8_is_one_sentence(leapahead: Any, args: list[str], stdin: bytes | None, sentence: str) -> None:
+    result = leapahead(*args, stdin=stdin)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(sentence)
+
+
+# ----------------------------------------------------------------------------------------- outputs that are closed
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("args", [["drafters"], ["drafters", "--json"], ["--help"]])
+def test_a_full_disk(args: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = process(*args, stdout=full)
+    assert done.returncode == 2
+    assert done.stderr == b"error: standard output cannot be written: No space left on device\n"
+
+
+def test_a_closed_standard_output() -> None:
+    done = process("drafters", preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (2, b"error: standard output is closed\n")
+
+
+@pytest.mark.parametrize("args", [["drafters"], ["drafters", "--json"]])
+def test_a_reader_that_leaves(args: list[str]) -> None:
+    """Its exit code is that of a process ended by SIGPIPE: 1 would mean that texts differ."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = process(*args, stdout=writing)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_page_is_written_whole_or_not_at_all(leapahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("the old page")
+
+    def full(path: Path, data: bytes) -> int:
+        with open(path, "wb") as file:
+            file.write(data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    result = leapahead("explain", PROMPT, "--max-new-tokens", "4", "--out", str(page))
+    assert (result.exit_code, result.stderr) == (2, f"error: {page} cannot be written: No space left on device\n")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("page.html", "the old page")]
+
+
+# ------------------------------------------------------------------------------------------------------ interrupts
+
+
+def interrupted_after(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stream is interrupted after so many pieces."""
+    original = LLM.stream
+
+    def stream(self: LLM, prompt: Any, **options: Any) -> Any:
+        yield from (piece for piece, _ in zip(original(self, prompt, **options), range(pieces), strict=False))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", stream)
+
+
+@pytest.mark.parametrize("pieces", [0, 3])
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_interrupted_text_shows_its_figures(
+    leapahead: Any, monkeypatch: pytest.MonkeyPatch, command: str, pieces: int
+) -> None:
+    interrupted_after(pieces, monkeypatch)
+    args = ["generate", PROMPT] if command == "generate" else ["chat"]
+    result = leapahead(*args, "-d", "plain", *FEW, stdin="Hi\nAgain\n")
+    assert result.exit_code == 130
+    figures, last = result.stderr.splitlines()
+    if pieces:
+        assert figures.startswith("interrupted: 3 tokens, 3 steps, acceptance length 1.00, ")
+    else:
+        assert figures == "interrupted before the first token"
+    assert last == "interrupted"
+
+
+def test_check_shows_the_drafters_that_are_finished(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = screen.Bar.__call__
+
+    def interrupt(self: screen.Bar, what: str, done: int, total: int) -> None:
+        if what == "jacobi":
+            raise KeyboardInterrupt
+        original(self, what, done, total)
+
+    monkeypatch.setattr(screen.Bar, "__call__", interrupt)
+    args = ("check", "-d", "lookahead", "-d", "jacobi", "--limit", "1", "--max-new-tokens", "8")
+    result = leapahead(*args)
+    assert result.exit_code == 130
+    assert "lookahead" in result.stdout
+    assert "jacobi" not in result.stdout
+    assert result.stderr == "interrupted; 1 drafters are finished\n"
+    found = json.loads(leapahead(*args, "--json").stdout)
+    assert (found["interrupted"], [row["name"] for row in found["drafters"]]) == (True, ["lookahead"])
+
+
+def test_check_interrupted_before_any_drafter(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check_module, "run_check", interrupt)
+    result = leapahead("check")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c(tiny_folder: Path) -> None:
+    """A signal, sent while the command waits for its next line."""
+    command = [sys.executable, "-m", "leapahead", "chat", "-m", str(tiny_folder), *FEW]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=ENVIRONMENT, text=True, **pipes) as chat:
+        assert chat.stdin is not None
+        assert chat.stderr is not None
+        chat.stdin.write("Hi\n")
+        chat.stdin.flush()
+        assert "8 tokens" in chat.stderr.readline()
+        chat.send_signal(signal.SIGINT)
+        assert chat.wait(timeout=60) == 130
+        assert chat.stderr.read() == "interrupted\n"
+
+
+def test_a_bug_is_not_a_difference(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own exit code for a traceback is 1."""
+    from click.testing import CliRunner
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(LLM, "stream", broken)
+    result = CliRunner().invoke(main, ["generate", PROMPT, "-m", str(tiny_folder)])
+    assert result.exit_code == 2
+    assert "RuntimeError: a bug" in result.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------ chat
+
+
+@pytest.mark.parametrize(
+    ("stdin", "sentence"),
+    [
+        ("Hi\n/rest\nmore\n", "error: there is no command '/rest' (did you mean /reset?); there are /reset, "),
+        ("Hi\n/exit now\nmore\n", "error: there is no command '/exit now' (did you mean /exit?)"),
+        ("Hi\n" + "word " * 600 + "\nmore\n", "error: the prompt has "),
+    ],
+)
+def test_an_error_in_a_piped_chat_ends_it(leapahead: Any, stdin: str, sentence: str) -> None:
+    result = leapahead("chat", *FEW, stdin=stdin)
+    assert result.exit_code == 2
+    figures, line = result.stderr.splitlines()
+    assert figures.startswith("8 tokens, ")
+    assert line.startswith(sentence)
+
+
+def test_commands_of_chat_are_no_messages(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    original = LLM.stream
+
+    def stream(self: LLM, messages: Any, **options: Any) -> Any:
+        seen.append(messages[-1]["content"])
+        return original(self, messages, **options)
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    result = leapahead("chat", *FEW, "-q", stdin="/help\n/usr/bin/env is a path\n")
+    assert result.exit_code == 0
+    assert seen == ["/usr/bin/env is a path"]
+    assert [line.split()[0] for line in result.stderr.splitlines()] == ["/reset", "/exit", "/help"]
+
+
+# -------------------------------------------------------------------------------------- refusals, in the user's words
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["-t", "1e-300"], "error: --temperature=1e-300 is not possible"),
+        (["--min-new-tokens", "10", "--max-new-tokens", "4"], "error: --min-new-tokens=10 is not possible with --max-"),
+        (["-c", "100"], "error: --ctx-size can be set for a GGUF file only, not for the bundled model"),
+        (["-m", "missing.gguf"], "error: "),
+        (["--drafter-cache", "/"], ""),
+    ],
+)
+def test_refusals_name_the_options(leapahead: Any, args: list[str], sentence: str) -> None:
+    result = leapahead("generate", "x", *args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[-1].startswith(sentence)
+
+
+def test_our_warnings_are_one_line_and_others_are_discarded(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = LLM.stream
+
+    def stream(self: LLM, prompt: Any, **options: Any) -> Any:
+        for module in ("leapahead.engine.scheduler", "torch.nn"):
+            warnings.warn_explicit(f"drafting\nis off, by {module}", UserWarning, "file.py", 1, module=module)
+        return original(self, prompt, **options)
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    result = leapahead("generate", PROMPT, *FEW, "-q")
+    assert (result.exit_code, result.stderr) == (0, "warning: drafting is off, by leapahead.engine.scheduler\n")
