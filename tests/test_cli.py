@@ -391,9 +391,9 @@ def test_every_option_has_help_and_every_example_is_a_command_line(leapahead: An
         if isinstance(option, click.Option):
             assert option.help
             assert option.opts[-1] in shown
-            if option.default is not None and not option.is_flag:
-                assert "[default: " in shown
-    assert 2 <= len(command.examples) <= 4
+            if isinstance(option.default, (int, float)) and not option.is_flag:
+                assert f"[default: {option.default}" in shown
+    assert 2 - (" " in words) <= len(command.examples) <= 4
     for example in command.examples:
         assert f"  {example}\n" in shown
         line = shlex.split(example.partition("|")[2] or example)
@@ -408,6 +408,7 @@ def test_errors_name_options() -> None:
         ("max_new_tokens=0 is not possible", "--max-new-tokens=0 is not possible"),
         ("n_ctx can be set for a GGUF file only", "--ctx-size can be set for a GGUF file only"),
         ("drafter 'ngram' has no option 'window'", "drafter 'ngram' has no option --window"),
+        ("-o window=wide is not possible", "-o window=wide is not possible"),
         ("seed=-1: a seed is positive", "--seed=-1: a seed is positive"),
         ("the window and /a/seed=1", "the window and /a/seed=1"),
         ("the drafter 'datastore' needs file=...", "the drafter 'datastore' needs file=..."),
