@@ -1,19 +1,19 @@
-"""Is a difference between two texts rounding, or a bug? Measured at the position where they part.
+"""Decides whether a difference between two texts is a numeric tie or a mismatch, by measuring the rounding noise.
 
-Two drafts lead a target through forwards of different shapes, which are equal in exact arithmetic and not in floating
-point. Where the two best scores lie closer than that noise, the choice between them is a tie (ALGORITHMS 5.3, point 4).
-The noise is not assumed: the position is computed again in several ways that are equal in exact arithmetic,
+Two drafters lead a target through forwards of different shapes, whose results are equal in exact arithmetic but not in
+floating point. Where the scores of two tokens are closer than the rounding noise, the choice between them is a tie. The
+noise is measured: the position is computed again in several ways that are equal in exact arithmetic,
 
     root only        prefill of all tokens, then a step
     chain of k       prefill of all but the last k tokens, which then go through one step
-    siblings         the same with nodes beside the path that nobody may see
-    rebuilt by k     every token through steps of k nodes, so that the cache is another one; then a step
+    siblings         the same with nodes beside the path, which the path must not attend to
+    rebuilt by k     the whole cache computed by steps of k nodes; then a step
     batch            several copies of the sequence in one step
 
-and noise = the largest change, among them, of the difference between two of the position's best tokens; not only of the
-two in question, since a dozen ways sample coarse rounding too thinly for one pair (in bfloat16 a logit moves by a whole
-step or not at all). A broken mask or position changes these ways too, and by more than rounding can: where they part by
-more than the ceiling, they are not equal and no tie is granted.
+and the noise is the largest change, among these ways, of the difference between the scores of two likely tokens. All
+pairs of likely tokens count, because a dozen ways sample coarse rounding too thinly for a single pair (in bfloat16 a
+logit changes by a whole step or not at all). A wrong mask or position changes these ways as well, by more than rounding
+can: where they differ by more than a ceiling, no tie is granted.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from leapahead.core.errors import CacheFull
 from leapahead.core.sampling import Array, Sampler, SamplingParams
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.core.verify import Verdict
-from leapahead.models.base import CHAIN, TREE, Forgetful, Session, Target
+from leapahead.models.base import CHAIN, TREE, KeepsPrefixes, Session, Target, read_prompt
 
 CHAINS = (1, 2, 3, 4, 8, 16, 32)
 REBUILT = (5, 16, 64, 256)
-STEPS = 100  # at most, to rebuild a cache
+STEPS = 100  # greatest number of steps to rebuild a cache
 SIBLINGS = (1, 3, 7, 15, 31)
-NEAR = 64  # best tokens whose differences are watched
-CEILING_STEPS = 256  # of the target's precision, relative to the largest of them ...
-CEILING_SHARE = 1 / 16  # ... and in no precision more than this share of it
+NEAR = 64  # likeliest tokens whose differences are measured
+# The ceiling, relative to the largest logit: so many steps of the target's precision, and at most this share.
+CEILING_STEPS, CEILING_SHARE = 256, 1 / 16
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Gap:
     """How far apart two tokens are at one position.
 
     Attributes:
-        gap: score of plain decoding's token minus the other's, computed in plain decoding's way.
-        noise: the largest change of a difference between two likely tokens, among equal ways of computing it.
+        gap: score of plain decoding's token minus that of the other, as computed by plain decoding.
+        noise: the rounding noise, see the module.
         tie: whether rounding explains the difference.
     """
 
@@ -70,27 +70,43 @@ def measure(
 
     Args:
         target: the model.
-        prompt: what plain decoding was given.
-        text: what it had decoded from there.
+        prompt: the prompt of plain decoding.
+        text: its new tokens before the position.
         pair: plain decoding's next token, and the other.
-        params: of the sampling; the scores compared are those that the choice was made from, dice included.
-        batch: how many sequences the other text was decoded with.
-        thorough: compute the position in every way. Otherwise the first way that explains the gap ends it, the cheap
-            ones before the others, and `noise` is that of the ways so far: where only the verdict counts.
+        params: of the sampling; compared are the scores from which tokens are chosen, Gumbel noise included.
+        batch: number of sequences that were decoded together with the other text.
+        thorough: compute the position in every way. Otherwise the cheap ways come first, the first one that explains
+            the gap ends the measurement, and `noise` is that of the ways so far.
     """
+    with target.lock:
+        return _measure(target, prompt, text, pair, params, batch, thorough)
+
+
+def _measure(
+    target: Target,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    pair: tuple[int, int],
+    params: SamplingParams,
+    batch: int,
+    thorough: bool,
+) -> Gap:
+    """`measure`, under the target's lock."""
     session = target.open(prompt, params)
     try:
-        for token in text:  # plain decoding's own way, its cache entries included
+        read_prompt(target, session)
+        for token in text:  # one at a time, so that the cache entries are plain decoding's
             target.step([session], [TokenTree.root(session.tokens[-1])])
             session.commit(Verdict((0,), (token,), 0))
         plain = target.step([session], [TokenTree.root(session.tokens[-1])])[0].logits[:1]
         here, scores = _host(plain), _scores(session.sampler, plain)
         with np.errstate(invalid="ignore"):
             gap = float(scores[pair[0]] - scores[pair[1]])
-        if (gumbel := session.sampler.noise) is not None:  # the same in both decodings, so no part of the rounding noise
-            gap += float(gumbel.at(len(session.tokens))[pair[0]] - gumbel.at(len(session.tokens))[pair[1]])
+        if (gumbel := session.sampler.noise) is not None:  # equal in both decodings, so it adds no rounding noise
+            at = gumbel.at(len(session.tokens))
+            gap += float(at[pair[0]] - at[pair[1]])
         near = np.union1d(np.argsort(-here)[:NEAR], pair)
-        share = min(CEILING_STEPS * target.precision, CEILING_SHARE)
+        share = min(CEILING_STEPS * target.info.precision, CEILING_SHARE)
         ceiling = share * float(np.max(np.abs(here[np.isfinite(here)]), initial=0.0))
         noise = drift = 0.0
         for row in _ways(target, session, params, batch, thorough):
@@ -104,16 +120,16 @@ def measure(
 
 
 def _scores(sampler: Sampler, row: Array) -> npt.NDArray[np.float64]:
-    """float64 [vocab]; what the choice is made from, but for the dice."""
+    """float64 [vocab], the scores from which tokens are chosen, without the Gumbel noise."""
     return _host(sampler.scores(row, TokenTree.root(sampler.tokens[-1]), np.array([0])))
 
 
 def _spread(
     there: npt.NDArray[np.float64], here: npt.NDArray[np.float64], near: npt.NDArray[np.int64], pair: tuple[int, int]
 ) -> float:
-    """The largest change of a difference between two of the tokens `near`."""
+    """The largest change of the difference between two of the tokens `near`."""
     if (np.isfinite(there[list(pair)]) != np.isfinite(here[list(pair)])).any():
-        return math.inf  # one of the pair is filtered out in one of the two
+        return math.inf  # a token of the pair is filtered out in only one of the computations
     with np.errstate(invalid="ignore"):
         moved = (there - here)[near]
     moved = moved[np.isfinite(moved)]
@@ -121,7 +137,7 @@ def _spread(
 
 
 def _host(row: Array) -> npt.NDArray[np.float64]:
-    """[1, vocab], anywhere and of any precision -> float64 [vocab]."""
+    """A row [1, vocab] of any array kind and precision as float64 [vocab]."""
     xp = array_namespace(row)
     found: Any = to_device(xp.astype(row, xp.float64 if row.dtype == xp.float64 else xp.float32), "cpu")
     host: npt.NDArray[np.float64] = np.asarray(found, dtype=np.float64)[0]
@@ -131,46 +147,52 @@ def _host(row: Array) -> npt.NDArray[np.float64]:
 def _ways(
     target: Target, session: Session, params: SamplingParams, batch: int, thorough: bool = True
 ) -> Iterator[Array]:
-    """Raw logits [1, vocab] after the session's last token, computed in every way that the target can."""
+    """Unprocessed logits [1, vocab] after the session's last token, in every way that the target is capable of."""
     tokens, space = list(session.tokens), _Space(target, session, params)
     yield _row(space, tokens, TokenTree.root(tokens[-1]), 0)
     if thorough:
         yield from _rebuilt_ways(space, tokens)
-    for k in (k for k in CHAINS if CHAIN in target.capabilities and k < len(tokens)):
+    for k in (k for k in CHAINS if CHAIN in target.info.capabilities and k < len(tokens)):
         yield _row(space, tokens[:-k], TokenTree.chain(tokens[-k - 1], tokens[-k:]), k)
     leaves = target.max_leaves // 2  # another session is open beside it
-    for s in (s for s in SIBLINGS if TREE in target.capabilities and s < leaves):
+    for s in (s for s in SIBLINGS if TREE in target.info.capabilities and s < leaves):
         k = min(4, len(tokens) - 1)
         builder = TreeBuilder(tokens[-k - 1], Budget(leaves=leaves))
         path = [0, *builder.add_path(tokens[len(tokens) - k :])]
         for parent in path[: 1 + s // 4]:
             for token in range(s):
-                builder.add(parent, token % target.vocab_size)
+                builder.add(parent, token % target.info.vocab_size)
         yield _row(space, tokens[: len(tokens) - k], builder.build(), path[-1])
-    if not thorough:  # each takes many steps
+    if not thorough:  # last, since each takes many steps
         yield from _rebuilt_ways(space, tokens)
-    if (
-        batch > 1 and not space.alone
-    ):  # the session itself is one of them, so that no more are open than the text was decoded with
-        lengths = [max(1, len(tokens) - 7 * index) for index in range(batch - 1)]
-        others = [target.open(tokens[:length], params) for length in lengths]  # ragged, as a batch is
-        together = [session, *others] if CHAIN in target.capabilities else others  # else it cannot step twice
-        try:
-            choices = target.step(together, [TokenTree.root(each.tokens[-1]) for each in together])
-            for each, chosen in zip(together, choices, strict=True):
-                if len(each.tokens) == len(tokens):
-                    yield chosen.logits[:1]
-        finally:
-            for other in others:
-                other.close()
+    if batch > 1 and not space.alone:
+        yield from _batch_ways(space, tokens, batch)
+
+
+def _batch_ways(space: _Space, tokens: list[int], batch: int) -> Iterator[Array]:
+    """The position in a batch of ragged copies. The session is one of them, so that no more are open than before."""
+    target, others = space.target, list[Session]()
+    try:
+        for index in range(batch - 1):
+            others.append(target.open(tokens[: max(1, len(tokens) - 7 * index)], space.params))
+            read_prompt(target, others[-1])
+        # Without chains, a session cannot step a second time over the same root.
+        together = [space.session, *others] if CHAIN in target.info.capabilities else others
+        choices = target.step(together, [TokenTree.root(each.tokens[-1]) for each in together])
+        for each, chosen in zip(together, choices, strict=True):
+            if len(each.tokens) == len(tokens):
+                yield chosen.logits[:1]
+    finally:
+        for other in others:
+            other.close()
 
 
 @dataclass
 class _Space:
-    """Opens sequences beside the one in question; where its cells are needed for that, it leaves.
+    """Opens further sessions beside the one in question, which is closed where the cache has no room for both.
 
     Attributes:
-        alone: it has left.
+        alone: whether it was closed.
     """
 
     target: Target
@@ -179,7 +201,12 @@ class _Space:
     alone: bool = False
 
     def open(self, tokens: Sequence[int], reserve: int) -> Session:
-        """A session that may grow to `reserve` tokens."""
+        """A session with its prompt read, which may grow to `reserve` tokens."""
+        session = self._opened(tokens, reserve)
+        read_prompt(self.target, session)
+        return session
+
+    def _opened(self, tokens: Sequence[int], reserve: int) -> Session:
         try:
             return self.target.open(tokens, self.params, reserve=reserve)
         except CacheFull:
@@ -187,17 +214,19 @@ class _Space:
                 raise
             self.alone = True
             self.session.close()
-            if isinstance(self.target, Forgetful):
-                self.target.forget()  # its cells would be read instead of computed again
+            if isinstance(self.target, KeepsPrefixes):
+                self.target.forget()  # its cache entries would be reused instead of computed again
             return self.target.open(tokens, self.params, reserve=reserve)
 
 
 def _rebuilt_ways(space: _Space, tokens: list[int]) -> Iterator[Array]:
-    for k in (k for k in REBUILT if CHAIN in space.target.capabilities and len(tokens) / k <= STEPS):
+    """The position after caches that were computed by steps of several nodes."""
+    for k in (k for k in REBUILT if CHAIN in space.target.info.capabilities and len(tokens) / k <= STEPS):
         yield _rebuilt(space, tokens, k)
 
 
 def _row(space: _Space, tokens: list[int], tree: TokenTree, node: int) -> Array:
+    """Logits after a node of a tree, over a prompt."""
     session = space.open(tokens, len(tokens) + len(tree))
     try:
         return space.target.step([session], [tree])[0].logits[node : node + 1]
@@ -206,6 +235,7 @@ def _row(space: _Space, tokens: list[int], tree: TokenTree, node: int) -> Array:
 
 
 def _rebuilt(space: _Space, tokens: list[int], k: int) -> Array:
+    """Logits after the tokens, of which every step computed k."""
     session = space.open(tokens[:1], len(tokens) + k)
     try:
         while rest := tokens[len(session.tokens) :][:k]:
