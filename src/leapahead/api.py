@@ -214,7 +214,8 @@ class LLM:
         drafter = self._drafter
         if "drafter" in options or "drafter_options" in options:
             chosen, given = options.get("drafter", self.drafter_name), dict(options.get("drafter_options", {}))
-            if self._draft and "draft" in registry.options(registry.load(chosen)):
+            kind = registry.load(chosen) if isinstance(chosen, str) else chosen
+            if self._draft and "draft" in registry.options(kind):
                 given = {**self._draft, **given}
             drafter = self.engine.drafter(chosen, **given)
         if options.get("prediction") is not None and not drafter.takes_prediction:

@@ -21,8 +21,8 @@ from typing import Any
 from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.text import Detokenizer, Tokenizer
-from leapahead.drafters import registry
 from leapahead.drafters.base import Drafter, Host
+from leapahead.engine.attached import AttachedDrafters
 from leapahead.engine.loop import Running, step
 from leapahead.engine.output import Output
 from leapahead.engine.request import Handle, Request
@@ -67,11 +67,8 @@ class Engine:
         self.latency = latency or LatencyProfiles(target.info)
         self.acceptance = acceptance or AcceptanceTable.with_priors()
         self._batch_size = 0  # of the step under way
-        self._host = Host(
-            target.info, self.latency, self.acceptance, tokenizer, target, running=lambda: self._batch_size
-        )
-        self._drafters: dict[Any, Drafter] = {}
-        self._prepared: set[Drafter] = set()
+        host = Host(target.info, self.latency, self.acceptance, tokenizer, target, running=lambda: self._batch_size)
+        self._drafters = AttachedDrafters(target, host)
         self._queue: deque[Handle] = deque()
         self._samples: dict[Handle, list[Handle]] = {}  # first of several samples of a prompt -> the others
         self._prompt_rows: dict[Handle, list[PromptRows]] = {}  # captured for those others
@@ -90,22 +87,11 @@ class Engine:
         Raises:
             LeapaheadError: there is no such drafter or option, or the target cannot serve it.
         """
-        key = (drafter, *((name, value if _hashable(value) else id(value)) for name, value in sorted(options.items())))
-        with self.target.lock:
-            if (found := self._drafters.get(key)) is None:
-                found = drafter if isinstance(drafter, Drafter) else registry.make(drafter, **options)
-                found.attach(self._host)
-                self._drafters[key] = found
-            return found
+        return self._drafters.get(drafter, **options)
 
     def prepare(self, drafter: Drafter) -> None:
         """What a drafter measures once, before its first request: the latency profile of the target, and of its own."""
-        with self.target.lock:
-            if drafter not in self._prepared:
-                if drafter.plans:
-                    self.latency.prepare(self.target)
-                drafter.prepare()
-                self._prepared.add(drafter)
+        self._drafters.prepare(drafter)
 
     # Requests
 
@@ -160,6 +146,7 @@ class Engine:
             self._closed = True
             handles = [*self._queue, *(each for some in self._samples.values() for each in some)]
             handles += [running.handle for running in self._active]
+            self._changed.notify_all()
         for handle in handles:
             self.cancel(handle)
 
@@ -214,12 +201,23 @@ class Engine:
 
     def run_forever(self) -> None:
         """Drives the engine until it is closed, for a thread of the caller's own."""
-        while not self._closed:
+        while True:
             with self._changed:
-                if not self._has_work():
+                while not self._closed and not self._has_work():
                     self._changed.wait()
-                    continue
-            self._drive()
+                if self._closed:
+                    return
+            try:
+                self._drive()
+            except Exception as error:  # nobody else would hear of it
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends every request with this error."""
+        with self.target.lock:
+            for running in self._active:
+                running.error = running.error or error
+            self._retire()
 
     def _drive(self, action: Callable[[], object] | None = None) -> None:
         """One step (or another action), by this thread; or waits for that of the thread which is at it."""
@@ -402,11 +400,3 @@ class Engine:
 
     def _has_work(self) -> bool:
         return bool(self._queue) or any(each.handle.cancelled or not each.handle.paused for each in self._active)
-
-
-def _hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

@@ -13,10 +13,7 @@ to processors and criteria, which read what they would have read in Transformers
 
 What of `generation_config` is honoured and what is refused stands in `hf_fields`. Three arguments of `model.generate`
 never reach a callable, because Transformers drops them: `streamer`, `assistant_model` and `tokenizer` (so that it
-refuses `stop_strings` by itself). For the first, pass `leapahead_streamer=...`; `run`, and the string form of
-`custom_generate`, take them under their own names.
-
-Knows neither caches nor masks: that is the target's.
+refuses `stop_strings` by itself). `run`, and the string form of `custom_generate`, take them under their own names.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
 
@@ -33,17 +31,18 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from leapahead import drafters
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.stats import Stats
-from leapahead.drafters.base import Drafter
-from leapahead.engine.loop import Generation, decode
+from leapahead.drafters import registry
+from leapahead.drafters.base import Drafter, SequenceDrafter
+from leapahead.drafters.cache import DrafterCache
+from leapahead.engine.scheduler import Engine
 from leapahead.integrations.hf_batch import Batch, Streaming
 from leapahead.integrations.hf_fields import FIELDS, SYNCED, refuse, refuse_field
 from leapahead.models.transformers.model import TransformersTarget
 
 # Of all built-in drafters, by name; a seed is the text's own.
-OPTIONS = sorted({each for name in drafters.BUILT_IN for each in drafters.options(drafters.load(name))} - {"seed"})
+OPTIONS = sorted({each for name in registry.BUILT_IN for each in registry.options(registry.load(name))} - {"seed"})
 
 
 def generate(
@@ -53,10 +52,11 @@ def generate(
     stopping_criteria: Sequence[Any],
     generation_config: Any,
     *,
-    drafter: str | type[Drafter] = "auto",
+    drafter: str | type[Drafter] | type[SequenceDrafter] = "auto",
     drafter_options: Mapping[str, Any] | None = None,
     seed: int | Sequence[int] | None = None,
     stats: list[Stats] | None = None,
+    drafter_cache: DrafterCache | bool = True,
     leapahead_streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
@@ -72,13 +72,18 @@ def generate(
             `([nodes, length], [nodes, vocab])`, all of one row of the batch. Criteria are called after every token of
             every row with that row alone, `([1, length], scores)`.
         input_ids: int64 [batch, length], left-padded where `attention_mask` [batch, length] is 0.
-        drafter: what guesses: a registered name (`leapahead drafters` lists them) or a subclass of `leapahead.Drafter`.
+        drafter: what proposes drafts: a registered name (`leapahead drafters` lists them), or a subclass of
+            `leapahead.Drafter` or `leapahead.SequenceDrafter`.
         drafter_options: its options by name. Those of the built-in drafters (`leapahead drafters` lists them) may also
             be given directly: `drafter="lookahead", window=15`.
-        seed: which dice, when sampling: one for each row, or a number, of which row i takes `seed + i`. By default they
-            are drawn from torch's generator, so that `torch.manual_seed` (or `set_seed`) makes a run repeatable.
+        seed: of the Gumbel noise when sampling: one for each row, or a number, of which row i takes `seed + i`. By
+            default they are drawn from torch's generator, so that `torch.manual_seed` (or `set_seed`) makes a run
+            repeatable.
         stats: a list that receives one `Stats` for each row.
-        leapahead_streamer: a Transformers streamer. Transformers keeps its own `streamer` argument from callables.
+        drafter_cache: what drafters learn from one call for the next, which changes speed and never text. True keeps it
+            as long as the model lives, False keeps nothing; a `DrafterCache` may be shared and saved.
+        leapahead_streamer: a Transformers streamer. Transformers withholds its own `streamer` argument from callables;
+            `run` takes it under its own name.
 
     Returns:
         int64 [batch, length + new], or, with `return_dict_in_generate`, a `GenerateDecoderOnlyOutput`: `scores` and
@@ -92,22 +97,24 @@ def generate(
     """
     direct = {name: model_kwargs.pop(name) for name in OPTIONS if name in model_kwargs}
     options = {name: value for name, value in direct.items() if value is not None} | dict(drafter_options or {})
-    new_drafter = drafters.factory(drafter, **options)
+    registry.make(drafter, **options)  # refuses what is not possible before anything is computed
     refuse(model, generation_config, logits_processor, model_kwargs)
     in_float64 = model.dtype == torch.float64
     batch = Batch(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, in_float64)
     seeds = _seeds(seed, len(batch.rows)) if generation_config.do_sample else [0] * len(batch.rows)
     streaming = Streaming(leapahead_streamer, batch)
-    with _target(model) as target:
-        new_drafter().fits(target)
-        generations: list[Generation] = [
-            row.start(target, new_drafter(), row_seed) for row, row_seed in zip(batch.rows, seeds, strict=True)
+    with _served(model) as served:
+        found = served.engine.drafter(drafter, **options)
+        cache = served.drafter_cache if drafter_cache is True else drafter_cache or None
+        requests = [
+            row.request(found, row_seed, cache, lambda step: streaming.columns())
+            for row, row_seed in zip(batch.rows, seeds, strict=True)
         ]
+        handles = [served.engine.submit(request) for request in requests]
         if stats is not None:
-            stats += [generation.stats for generation in generations]
-        for _ in decode(target, generations):
-            streaming.columns()
-        sequences = batch.finish(target)
+            stats += [handle.stats for handle in handles]
+        served.engine.run(handles)
+        sequences = batch.finish(served.target)
     streaming.end(sequences)
     if not generation_config.return_dict_in_generate:
         return sequences
@@ -131,7 +138,7 @@ def run(
     model: Any,
     inputs: Tensor | None = None,
     *,
-    drafter: str | type[Drafter] = "auto",
+    drafter: str | type[Drafter] | type[SequenceDrafter] = "auto",
     drafter_options: Mapping[str, Any] | None = None,
     streamer: Any = None,
     tokenizer: Any = None,
@@ -173,8 +180,8 @@ def run(
         refuse_field("cache_implementation", "paged")
     refuse_field("token_healing", _effective(model, kwargs, "token_healing"))
     _take_stop_strings(model, kwargs, tokenizer)
-    known = drafters.options(drafters.load(drafter) if isinstance(drafter, str) else drafter)
-    direct = known.keys() - FIELDS - {"seed"}  # these two are the text's own
+    known = registry.options(registry.load(drafter) if isinstance(drafter, str) else drafter)
+    direct = known.keys() - FIELDS - {"seed"}  # these are the text's own
     options = {name: kwargs.pop(name) for name in list(kwargs) if name in direct}
     if assistant_model is not None:
         if "draft" not in known:
@@ -200,7 +207,7 @@ def _effective(model: Any, kwargs: Mapping[str, Any], field: str) -> Any:
 
 
 def _take_stop_strings(model: Any, kwargs: dict[str, Any], tokenizer: Any) -> None:
-    """Turns `stop_strings` into a criterion, since Transformers keeps the tokenizer from callables."""
+    """Turns `stop_strings` into a criterion, since Transformers withholds the tokenizer from callables."""
     strings = _effective(model, kwargs, "stop_strings")
     if strings is None:
         return
@@ -231,39 +238,64 @@ def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
     return [(seed + row) % 2**64 for row in range(rows)]
 
 
-# Targets, one for each model
+class _Served:
+    """What is kept for one model between calls: its engine, and what its drafters have learned.
 
-_targets: WeakKeyDictionary[torch.nn.Module, tuple[object, TransformersTarget]] = WeakKeyDictionary()
+    The target refers to the model weakly, so both are released with the model. Nothing that was computed from weights
+    is kept while no call is running, so weights may change between calls.
+
+    Args:
+        shape: device, dtype, attention and configuration that the target was made and tested for.
+    """
+
+    def __init__(self, model: Any, shape: object) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self.target = TransformersTarget(proxy(model), name=config.name_or_path or type(model).__name__)
+        self.engine, self.drafter_cache, self.shape = Engine(self.target, max_batch=ALL_ROWS), DrafterCache(), shape
+        vocab_size = self.target.info.vocab_size
+        self.drafter_cache.belong(f"vocabulary of {vocab_size}", vocab_size)
+        self.calls = 0
+        self.training: list[torch.nn.Module] = []
+
+
+ALL_ROWS = 1 << 16  # the rows of a call are decoded together, however many they are
+_kept: WeakKeyDictionary[torch.nn.Module, _Served] = WeakKeyDictionary()
+_lock = Lock()
 
 
 @contextmanager
-def _target(model: Any) -> Iterator[TransformersTarget]:
-    """The model's target: made and tested once, lent to one call at a time, its cache empty before and after.
+def _served(model: Any) -> Iterator[_Served]:
+    """The model's engine, shared by the calls of all threads; the model is in evaluation mode meanwhile.
 
-    It refers to the model weakly, so that it goes when the model goes. Nothing that was computed from weights stays in
-    it, so they may change between calls; a change of device, dtype, attention or configuration makes a new one.
+    `generate` is a function that is given a model, so what belongs to the model is found by the model itself.
     """
     config = model.config.get_text_config(decoder=True)
     shape = (model.device, model.dtype, config._attn_implementation, config.to_json_string())
-    found, target = _targets.pop(model, (None, None))  # a call from another thread makes its own meanwhile
-    with _evaluating(model):
-        if target is None or found != shape:
-            target = TransformersTarget(proxy(model), name=config.name_or_path or type(model).__name__)
-            target.forget()
+    with _lock:
+        found = _kept.get(model)
+        training = [part for part in model.modules() if part.training]
+        model.eval()
         try:
-            yield target
-        finally:
-            target.forget()
-            _targets[model] = (shape, target)
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """The model in evaluation mode; afterwards as it was."""
-    training = [part for part in model.modules() if part.training]
-    model.eval()
+            if found is None or found.shape != shape:
+                found = _kept[model] = _Served(model, shape)
+        except BaseException:
+            _restore(training)
+            raise
+        if found.calls == 0:
+            found.training = training
+            found.target.forget()
+        found.calls += 1
     try:
-        yield
+        yield found
     finally:
-        for part in training:
-            part.training = True
+        with _lock:
+            found.calls -= 1
+            if found.calls == 0:
+                found.target.forget()
+                _restore(found.training)
+                found.training = []
+
+
+def _restore(training: list[torch.nn.Module]) -> None:
+    for part in training:
+        part.training = True

@@ -1,6 +1,6 @@
 """The rows of a batch as Transformers sees them: ids with left padding, processors, criteria, scores, padding, streams.
 
-Knows neither settings (see `hf_fields`) nor drafters.
+What of `generation_config` is honoured stands in `hf_fields`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from leapahead.core.sampling import LogitsProcessor, PrefixFree, SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import UNLIMITED, TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.drafters.base import Drafter, Forward, Proposal, Step
-from leapahead.engine.loop import Clock, Generation
+from leapahead.drafters.base import Drafter
+from leapahead.engine.request import Request
 from leapahead.integrations.hf_fields import PREFIX_FREE
-from leapahead.models.base import Choices, Target
+from leapahead.models.base import Target, read_prompt
+from leapahead.models.choices import Choices
+from leapahead.planner.draft import Proposal, SectionStore, Step
 
 # Processors that hold something for every row of the batch.
 BATCH_PROCESSORS = (
@@ -81,16 +83,6 @@ class _Ids:
         return self._room[None, : self._length]
 
 
-class _Generation(Generation):
-    """Shows a row the choices before they are committed, while the session still ends where they begin."""
-
-    row: Row
-
-    def advance(self, proposal: Proposal, choices: Choices, clock: Clock, forward: Forward) -> Step:
-        self.row.choices, self.row.node = choices, 0
-        return super().advance(proposal, choices, clock, forward)
-
-
 class Row:
     """One row of the batch.
 
@@ -113,19 +105,32 @@ class Row:
         self.choices: Choices | None = None
         self.node: int | None = None
 
-    def start(self, target: Target, drafter: Drafter, seed: int) -> Generation:
-        stop = StopParams(
-            max_new_tokens=max(1, self.batch.max_length - self.batch.input_ids.shape[1]), criteria=(self.look,)
+    def request(
+        self, drafter: Drafter, seed: int, cache: SectionStore | None, on_step: Callable[[Step], None]
+    ) -> Request:
+        """The row as a request for the engine."""
+        most = max(1, self.batch.max_length - self.batch.input_ids.shape[1])
+        stop = StopParams(max_new_tokens=most, criteria=(self.take,))
+        return Request(
+            self.prompt,
+            drafter,
+            self.params(seed),
+            stop,
+            drafter_cache=cache,
+            on_choices=self.begin_step,
+            on_step=on_step,
         )
-        generation = _Generation.begin(target, self.prompt, drafter, self.params(seed), stop)
-        generation.row = self
-        return generation
+
+    def begin_step(self, proposal: Proposal, choices: Choices) -> None:
+        """Called before the tokens of a step are taken: their logits are read from these choices."""
+        self.choices, self.node = choices, 0
 
     def params(self, seed: int) -> SamplingParams:
-        """The processors in their order, and the temperature known to the dice.
+        """The processors in their order, and the temperature for the sampler.
 
-        Transformers' temperature is a processor among the others. The dice must know it, so it is left to the sampler
-        where it comes last; elsewhere the last scores are multiplied by it, and the sampler divides by it again.
+        Transformers' temperature is a processor among the others. The sampler must know it to rank drafts, so it is
+        left to the sampler where it comes last; elsewhere the last scores are multiplied by it, and the sampler divides
+        by it again.
         """
         processors, temperature = list(self.processors), 0.0
         if self.batch.config.do_sample:
@@ -152,8 +157,8 @@ class Row:
                 calls.append(PrefixFree(_Called(self.pads, [processor])))
         return tuple(calls)
 
-    def look(self, tokens: Sequence[int]) -> bool:
-        """After every new token: keeps its scores, asks the criteria. True when the row need not go on."""
+    def take(self, tokens: Sequence[int]) -> bool:
+        """Takes one new token: keeps its scores and calls the criteria. True when the row need not go on."""
         assert self.choices is not None
         assert self.node is not None
         if self.batch.keeps:
@@ -175,16 +180,18 @@ class Row:
 
     def read_on(self, target: Target, length: int, pad: int) -> None:
         """Records what Transformers computes for a row that has ended: the scores after its padding."""
-        session = target.open(self.prompt + self.new, SamplingParams())
-        try:
-            while len(self.new) < length:
-                choices = target.step([session], [TokenTree.root(session.tokens[-1])])[0]
-                self.record(choices.logits[0])
-                session.commit(Verdict((0,), (pad,), accepted=0))
-                self.new.append(pad)
-                self.ids.add(pad)
-        finally:
-            session.close()
+        with target.lock:
+            session = target.open(self.prompt + self.new, SamplingParams())
+            try:
+                read_prompt(target, session)
+                while len(self.new) < length:
+                    choices = target.step([session], [TokenTree.root(session.tokens[-1])])[0]
+                    self.record(choices.logits[0])
+                    session.commit(Verdict((0,), (pad,), accepted=0))
+                    self.new.append(pad)
+                    self.ids.add(pad)
+            finally:
+                session.close()
 
 
 class Batch:
@@ -249,8 +256,8 @@ class Batch:
             if row.length is None:
                 row.length = len(row.new)
                 warnings.warn(
-                    f"the text reached the context of {target.context_length} tokens of {target.name} and ends there; "
-                    "lower max_new_tokens or shorten the prompt",
+                    f"the text reached the context of {target.info.context_length} tokens of {target.info.name} "
+                    "and ends there; lower max_new_tokens or shorten the prompt",
                     stacklevel=2,
                 )
         length = max(row.length or 0 for row in self.rows)

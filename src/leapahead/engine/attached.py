@@ -1,0 +1,55 @@
+"""The drafters of one engine: one object for each name and options, attached to the target, measured once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from leapahead.drafters import registry
+from leapahead.drafters.base import Drafter, Host
+from leapahead.models.base import Target
+
+MOST = 32  # drafters that are kept; of more, the one that was asked for longest ago is released
+
+
+class AttachedDrafters:
+    """Makes drafters by name and keeps them.
+
+    Args:
+        target: that they draft for.
+        host: what they are given of the engine.
+    """
+
+    def __init__(self, target: Target, host: Host) -> None:
+        self.target, self.host = target, host
+        self._drafters: dict[Hashable, Drafter] = {}
+        self._prepared: set[Drafter] = set()
+
+    def get(self, drafter: str | type[Any] | Drafter, **options: Any) -> Drafter:
+        """See `Engine.drafter`."""
+        key = (drafter, *((name, _key(value)) for name, value in sorted(options.items())))
+        with self.target.lock:
+            found = self._drafters.pop(key, None)
+            if found is None:
+                found = drafter if isinstance(drafter, Drafter) else registry.make(drafter, **options)
+                found.attach(self.host)
+            self._drafters[key] = found
+            while len(self._drafters) > MOST:
+                self._prepared.discard(self._drafters.pop(next(iter(self._drafters))))
+            return found
+
+    def prepare(self, drafter: Drafter) -> None:
+        """See `Engine.prepare`."""
+        with self.target.lock:
+            if drafter not in self._prepared:
+                if drafter.plans:
+                    self.host.latency.prepare(self.target)
+                drafter.prepare()
+                self._prepared.add(drafter)
+
+
+def _key(value: object) -> Hashable:
+    """What tells two values of an option apart: themselves, or which object they are where they have no hash."""
+    if isinstance(value, list):
+        return tuple(_key(each) for each in value)
+    return value if isinstance(value, Hashable) else id(value)
