@@ -71,7 +71,8 @@ def name_options(message: str, parameters: Sequence[click.Parameter]) -> str:
             return names[name] + equals
         return match[0]
 
-    return re.sub(r"(?<![\w./=-])(?<!-o )(?:option '(?P<quoted>\w+)'|(?P<name>\w+)(?P<equals>=?))", replacement, message)
+    pattern = r"(?<![\w./=-])(?<!-o )(?:option '(?P<quoted>\w+)'|(?P<name>\w+)(?P<equals>=?))"
+    return re.sub(pattern, replacement, message)
 
 
 class Option(click.Option):
