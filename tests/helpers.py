@@ -5,7 +5,7 @@ The one question of most tests is `assert_same_text`: does a drafter give, token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +24,8 @@ from leapahead.drafters.plain import Plain
 from leapahead.engine.request import Handle
 from leapahead.models.base import Target
 from leapahead.planner.acceptance import AcceptanceTable
-from leapahead.planner.draft import Proposal, SequenceView, Step
+from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
+from leapahead.planner.latency import LatencyProfile
 from leapahead.planner.profile import LatencyProfiles
 
 PROMPT = (1, 2, 3, 1, 2)
@@ -51,6 +52,34 @@ class Spelling:
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         return "".join(map(self.text, tokens))
+
+
+class FixedLatency(LatencyProfiles):
+    """One latency profile for any number of sequences; nothing is measured, stored or corrected.
+
+    Args:
+        target: of the forwards.
+        seconds: rows -> seconds of a forward.
+    """
+
+    def __init__(self, target: Target, seconds: Mapping[int, float]) -> None:
+        super().__init__(target.info)
+        self.fixed = LatencyProfile(seconds)
+
+    def prepare(self, target: Target) -> bool:
+        return False
+
+    def measure(self, target: Target) -> None:
+        pass
+
+    def profile(self, sequences: int) -> LatencyProfile:
+        return self.fixed
+
+    def known(self, sequences: int) -> LatencyProfile:
+        return self.fixed
+
+    def observe(self, forward: Forward) -> None:
+        pass
 
 
 @dataclass

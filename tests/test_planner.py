@@ -1,67 +1,62 @@
-"""What drafting costs, how likely a node is, and the tree that pays."""
+"""The tree search and the tree sizes that pay, and what planned drafters make of them."""
 
 from __future__ import annotations
 
-import random
+import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any, ClassVar
 
 import pytest
-from helpers import begin
+from helpers import PROMPT, FixedLatency, run
 
+from leapahead import Engine, Request
 from leapahead.core.sampling import Sampler, SamplingParams
+from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget
-from leapahead.drafters.base import Context
-from leapahead.drafters.single import TokenRecycling
-from leapahead.planner.source import Candidate, Source
-from leapahead.engine.loop import Generation, decode
+from leapahead.drafters.planned import Planned
+from leapahead.models.base import CHAIN, TREE
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.acceptance import AcceptanceTable
-from leapahead.planner.latency import CostCurve
-from leapahead.planner.profile import Machine, machine_of
-from leapahead.planner.sizing import worth
-from leapahead.planner.tree_search import Growth
-
+from leapahead.planner.draft import SequenceView, Step
+from leapahead.planner.sizing import best_sizes
+from leapahead.planner.source import Candidate, Source
+from leapahead.planner.tree_search import TreeSearch
 
 # ------------------------------------------------------------------------------------------------------------- trees
 
 
 class Known(Source):
-    """What it was told to say, by path."""
+    """Candidates by path, given as a dictionary."""
 
     name: ClassVar[str] = "known"
 
-    def __init__(self, says: dict[tuple[int, ...], list[int]], name: str = "known") -> None:
-        self.says = says
-        self.label = name
+    def __init__(self, by_path: dict[tuple[int, ...], list[int]]) -> None:
+        self.by_path = by_path
 
-    def root(self, context: Context) -> tuple[int, ...]:
+    def root(self, sequence: SequenceView) -> tuple[int, ...]:
         return ()
 
     def follow(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
         return (*state, token)
 
     def candidates(self, state: tuple[int, ...], limit: int) -> list[Candidate]:
-        tokens = self.says.get(state, [])[:limit]
+        tokens = self.by_path.get(state, [])[:limit]
         return [Candidate(token, -float(rank), (len(state),)) for rank, token in enumerate(tokens)]
 
 
-def context() -> Context:
-    return Context(Sampler(SamplingParams(), [1, 2], 50))
-
-
-def growth(says: dict[tuple[int, ...], list[int]], chances: dict[Any, float], budget: Budget | None = None) -> Growth:
+def search(chances: dict[Any, float], budget: Budget | None = None) -> TreeSearch:
     table = AcceptanceTable({("known", "greedy", rank, depth): p for (rank, depth), p in chances.items()})
-    return Growth(context(), [Known(says)], table, budget or Budget())
+    sequence = SequenceView(Sampler(SamplingParams(), [1, 2], 50))
+    return TreeSearch(sequence, [Known(BY_PATH)], table, budget or Budget())
 
 
-SAYS = {(): [3, 4], (3,): [5], (4,): [6], (3, 5): [7]}
+BY_PATH = {(): [3, 4], (3,): [5], (4,): [6], (3, 5): [7]}
 CHANCES = {(0, 0): 0.6, (1, 0): 0.3, (0, 1): 0.5, (0, 2): 0.9}
 
 
 def test_nodes_come_likeliest_first() -> None:
-    tree = growth(SAYS, CHANCES)
+    tree = search(CHANCES)
     found = []
     while tree.next > 0:
         found.append(round(tree.next, 4))
@@ -76,7 +71,7 @@ def test_nodes_come_likeliest_first() -> None:
 
 
 def test_a_budget_of_leaves_and_depth_is_kept() -> None:
-    tree = growth(SAYS, CHANCES, Budget(nodes=10, depth=2, leaves=1))
+    tree = search(CHANCES, Budget(nodes=10, depth=2, leaves=1))
     while tree.next > 0:
         tree.take()
     assert tree.proposal().tree.is_chain
@@ -102,15 +97,15 @@ def brute(chances: list[float], seconds: Callable[[int], float]) -> int:
 )
 def test_the_tree_that_pays_is_the_best_of_all_sizes(seconds: Callable[[int], float]) -> None:
     chances = [0.6, 0.3, 0.3, 0.27, 0.15]
-    kept = worth([growth(SAYS, CHANCES)], seconds, range(1, 20))
+    kept = best_sizes([search(CHANCES)], seconds, range(1, 20))
     assert kept == [1 + brute(chances, seconds)]
 
 
 def test_a_batch_gets_the_likeliest_nodes_whosever_they_are() -> None:
     weak = {key: 0.9 * p for key, p in CHANCES.items()}
-    both = [growth(SAYS, CHANCES), growth(SAYS, weak)]
-    assert worth(both, lambda rows: 1.0 if rows <= 5 else 1e9, range(1, 20)) == [3, 2]
-    padded = worth([growth(SAYS, CHANCES), growth(SAYS, weak)], lambda rows: float(rows), range(1, 20), padded=True)
+    both = [search(CHANCES), search(weak)]
+    assert best_sizes(both, lambda rows: 1.0 if rows <= 5 else 1e9, range(1, 20)) == [3, 2]
+    padded = best_sizes([search(CHANCES), search(weak)], lambda rows: float(rows), range(1, 20), padded=True)
     assert padded[0] == padded[1] or padded == [1, 1]
 
 
@@ -123,25 +118,132 @@ def test_the_plan_for_every_small_case() -> None:
         def seconds(n: int, curve: list[float] = curve) -> float:
             return curve[min(n, len(curve)) - 1] * (1.0 if n <= len(curve) else 1.5 ** (n - len(curve)))
 
-        assert worth([growth(SAYS, CHANCES)], seconds, range(1, 20)) == [
-            1 + brute([0.6, 0.3, 0.3, 0.27, 0.15], seconds)
-        ]
+        assert best_sizes([search(CHANCES)], seconds, range(1, 20)) == [1 + brute([0.6, 0.3, 0.3, 0.27, 0.15], seconds)]
 
 
-def test_fixed_nodes_are_each_sequences_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one batch: one drafts a single node, one twelve, and one what pays, which is nothing."""
+# -------------------------------------------------------------------------------------------------- planned drafters
+
+
+class Repeating(Source):
+    """The last token again and again; it records which hooks are called."""
+
+    name: ClassVar[str] = "repeating"
+    probe_name: ClassVar[str] = "echo"
+    wants: ClassVar[int] = 0
+    calls: ClassVar[list[str]] = []
+
+    def root(self, sequence: SequenceView) -> int:
+        return sequence.root
+
+    def follow(self, state: int, token: int) -> int:
+        return token
+
+    def candidates(self, state: int, limit: int) -> list[Candidate]:
+        return [Candidate(state, -0.1, ())]
+
+    def observe(self, sequence: SequenceView, step: Step) -> None:
+        self.calls.append("observe")
+
+    @property
+    def probe_nodes(self) -> int:
+        return self.wants
+
+    @property
+    def probe_gain(self) -> float:
+        return 0.1
+
+    def skip_probe(self) -> None:
+        self.calls.append("skip_probe")
+
+    def probe(self, sequence: SequenceView, builder: Any) -> None:
+        self.calls.append("probe")
+        builder.add(0, (sequence.root + 1) % sequence.vocab_size)
+
+    def learn_yield(self, tokens: int, cost: float) -> None:
+        self.calls.append(f"{tokens} for {cost:.1f}")
+
+
+class FromRepeating(Planned):
+    name: ClassVar[str] = "from_repeating"
+
+    def make_sources(self, sequence: SequenceView | None) -> list[Source]:
+        return [Repeating()]
+
+
+CHEAP, STEEP = {1: 1.0, 64: 1.1}, {1: 1.0, 2: 100.0, 64: 1e9}
+
+
+def test_probe_nodes_are_added_where_they_can_pay_and_skipped_where_they_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Repeating, "wants", 1)
+    monkeypatch.setattr(Repeating, "calls", [])
+    target = ToyTarget()
+    done = run(target, FromRepeating, latency=FixedLatency(target, CHEAP), stop=StopParams(max_new_tokens=4))
+    assert any("echo" in step.proposal.sources for step in done.steps)
+    assert {"probe", "observe"} <= set(Repeating.calls)
+    assert "skip_probe" not in Repeating.calls
+    Repeating.calls.clear()
+    done = run(target, FromRepeating, latency=FixedLatency(target, STEEP), stop=StopParams(max_new_tokens=4))
+    assert all(len(step.tree) == 1 for step in done.steps)
+    assert "1 for 1.0" in Repeating.calls
+    assert "probe" not in Repeating.calls
+
+
+def test_drafters_with_fixed_and_free_sizes_share_a_batch() -> None:
+    """One drafts a single node, one twelve, and one as many as pay, which is none."""
     target = ToyTarget(vocab_size=12, order=2)
-    monkeypatch.setattr(Machine, "observed", lambda self, forward: None)
-    for sequences in (1, 2, 3):
-        machine_of(target).put(target, sequences, CostCurve({1: 1.0, **{2**n: 1e3 * 100.0**n for n in range(1, 7)}}))
-    drafters = [TokenRecycling(nodes=1), TokenRecycling(nodes=12), TokenRecycling(nodes=0)]
-    prompts = [[1, 2, 3, 1, 2], [4], [5]]
-    batch = [begin(target, drafter, prompt) for drafter, prompt in zip(drafters, prompts, strict=True)]
-    sizes: dict[Generation, set[int]] = {generation: set() for generation in batch}
-    everyone = list(batch)
-    for generation, step in decode(target, batch):
-        sizes[generation].add(len(step.tree) - 1)
-    one, twelve, none = (sizes[generation] for generation in everyone)
-    assert max(one) == 1
-    assert max(twelve) == 12
-    assert none == {0}
+    engine = Engine(target, latency=FixedLatency(target, {1: 1.0, **{2**n: 1e3 * 100.0**n for n in range(1, 7)}}))
+    sizes: dict[int, set[int]] = {1: set(), 12: set(), 0: set()}
+    handles = []
+    for nodes, prompt in zip(sizes, ([1, 2, 3, 1, 2], [4], [5]), strict=True):
+        drafter = engine.drafter("recycling", nodes=nodes)
+
+        def watch(step: Step, seen: set[int] = sizes[nodes]) -> None:
+            seen.add(len(step.tree) - 1)
+
+        handles.append(engine.submit(Request(prompt, drafter, stop=StopParams(max_new_tokens=24), on_step=watch)))
+    engine.run(handles)
+    assert max(sizes[1]) == 1
+    assert max(sizes[12]) == 12
+    assert sizes[0] == {0}
+
+
+def test_the_plan_counts_all_sequences_of_the_forward() -> None:
+    """The profile of the joint forward is read, whose other sequences draft nothing."""
+    target = ToyTarget(vocab_size=12, order=2)
+    asked: list[int] = []
+
+    class Watched(FixedLatency):
+        def profile(self, sequences: int) -> Any:
+            asked.append(sequences)
+            return super().profile(sequences)
+
+    engine = Engine(target, latency=Watched(target, CHEAP))
+    drafters = [engine.drafter("suffix", nodes=0), engine.drafter("plain"), engine.drafter("plain")]
+    stop = StopParams(max_new_tokens=12)
+    engine.run([engine.submit(Request(list(PROMPT), drafter, stop=stop)) for drafter in drafters])
+    assert 3 in asked
+
+
+def test_a_target_that_no_source_can_serve_is_reported_once_and_decodes_plainly() -> None:
+    target = ToyTarget(capabilities=frozenset())
+    engine = Engine(target)
+    with pytest.warns(
+        UserWarning, match="the drafter 'auto' cannot draft for this target, so it decodes plainly"
+    ) as log:
+        drafter = engine.drafter("auto")
+    assert len(log) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle = engine.submit(Request(list(PROMPT), drafter, stop=StopParams(max_new_tokens=8)))
+        engine.run([handle])
+    assert handle.tokens == run(target, stop=StopParams(max_new_tokens=8)).tokens
+    assert set(handle.stats.drafter["left_out"]) == {"prediction", "suffix", "recycling", "lookahead"}
+
+
+def test_a_source_that_the_target_cannot_serve_is_reported_by_name() -> None:
+    target = ToyTarget(capabilities=frozenset({CHAIN, TREE}))
+    left = run(target, "auto").stats.drafter["left_out"]
+    assert set(left) == {"recycling"}
+    assert "top_k" in left["recycling"]
