@@ -227,7 +227,7 @@ class KeepsPrefixes(Protocol):
     """A target that keeps the cache of closed sessions, so that a prompt with the same beginning is read faster."""
 
     def forget(self) -> None:
-        """Releases what is kept, and its memory."""
+        """Releases what is kept of closed sessions, and its memory. Open sessions are not affected."""
 
 
 def checked_prompt(tokens: Sequence[int], info: TargetInfo) -> list[int]:
