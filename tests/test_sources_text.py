@@ -282,7 +282,7 @@ def test_places_in_past_texts_are_those_of_brute_force(texts: list[list[int]], q
 
 @given(few_tokens, few_tokens, st.lists(st.integers(0, 2), min_size=1, max_size=20))
 def test_a_place_stays_right_while_the_automaton_grows(first: list[int], then: list[int], query: list[int]) -> None:
-    """A state may be split after it was found: the place settles, and its length is never too great."""
+    """A state may be split after it was found: `settled` gives the new one, and the length is never too great."""
     automaton = SuffixAutomaton()
     for token in first:
         automaton.add(token)
@@ -345,7 +345,7 @@ def test_the_work_of_a_suffix_automaton_is_linear(text: list[int]) -> None:
     source.candidates(state, 8)
     assert automaton.asked <= 3
     automaton.asked = 0
-    source.follow(state, 200)  # which never came: falls through a few links, and not through thousands
+    source.follow(state, 200)  # which never occurred: few links are followed, not thousands
     assert automaton.asked <= DRAFT_LINKS + 1
 
 
@@ -368,9 +368,9 @@ def shared_lengths(source: Suffix, sequence: SequenceView) -> int:
 @given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=30), max_size=6), st.data())
 def test_own_and_shared_places_are_those_of_brute_force(past: list[list[int]], data: st.DataObject) -> None:
     cache = DrafterCache()
-    part = cache.section("suffix", lambda: PastTexts(capacity=400))
+    past_texts = cache.section("suffix", lambda: PastTexts(capacity=400))
     for text in past:
-        part.add(text)
+        past_texts.add(text)
     text = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=25))
     source, sequence = Suffix(), view_of(text[:1], cache)
     source.begin(sequence)
@@ -395,9 +395,9 @@ def test_own_and_shared_places_are_those_of_brute_force(past: list[list[int]], d
 
 def test_no_match_crosses_the_border_of_two_texts() -> None:
     cache = DrafterCache()
-    part = cache.section("suffix", PastTexts)
-    part.add([1, 2, 3])
-    part.add([4, 5, 6])
+    past_texts = cache.section("suffix", PastTexts)
+    past_texts.add([1, 2, 3])
+    past_texts.add([4, 5, 6])
     source, sequence = Suffix(), view_of([9, 2, 3], cache)
     source.begin(sequence)
     assert shared_lengths(source, sequence) == 2
@@ -408,35 +408,35 @@ def test_no_match_crosses_the_border_of_two_texts() -> None:
 
 
 def test_the_bound_holds_whatever_comes() -> None:
-    part = PastTexts(capacity=2_000)
+    past_texts = PastTexts(capacity=2_000)
     rng = random.Random(0)
     for index in range(3_000):
-        part.add([rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))])
+        past_texts.add([rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))])
         if index % 100 == 0:
-            assert sum(len(volume.automaton) for volume in part.volumes) <= 2 * 2_000 + 2
-    figures = part.figures()
+            assert sum(len(volume.automaton) for volume in past_texts.volumes) <= 2 * 2_000 + 2
+    figures = past_texts.figures()
     assert 1_000 < figures["tokens"] <= 2_000
-    held = part.arrays()
+    held = past_texts.arrays()
     assert held["tokens"].nbytes <= 4 * 2_000
     assert figures["texts"] == len(held["lengths"])
     # The same prompt many times is one text, and drives out no other.
     same = [rng.randrange(VOCAB) for _ in range(50)]
-    before = part.figures()["texts"]
+    before = past_texts.figures()["texts"]
     for _ in range(500):
-        part.add(same)
-    assert part.figures()["texts"] <= before + 1
+        past_texts.add(same)
+    assert past_texts.figures()["texts"] <= before + 1
     # A text that is too long enters with its end.
-    part.add(long := list(range(5_000)))
-    assert part.arrays()["tokens"][-1_000:].tolist() == long[-1_000:]
-    assert part.figures()["tokens"] <= 2_000
-    part.add([5])  # says nothing of what follows
-    assert part.arrays()["lengths"][-1] == 1_000
+    past_texts.add(long := list(range(5_000)))
+    assert past_texts.arrays()["tokens"][-1_000:].tolist() == long[-1_000:]
+    assert past_texts.figures()["tokens"] <= 2_000
+    past_texts.add([5])  # one token has no continuation
+    assert past_texts.arrays()["lengths"][-1] == 1_000
     with pytest.raises(BadParameter, match="capacity=3"):
         PastTexts(3)
 
 
-def texts_of(part: PastTexts) -> list[list[int]]:
-    arrays = part.arrays()
+def texts_of(past_texts: PastTexts) -> list[list[int]]:
+    arrays = past_texts.arrays()
     assert arrays["tokens"].dtype == np.int32
     assert arrays["lengths"].dtype == np.int64
     return [text.tolist() for text in np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1]) if len(text)]
@@ -479,32 +479,32 @@ def test_arrays_and_merge() -> None:
     ],
 )
 def test_merge_refuses_what_is_not_of_its_kind(arrays: dict[str, Any], message: str) -> None:
-    part = PastTexts()
-    part.add([1, 2, 3])
+    past_texts = PastTexts()
+    past_texts.add([1, 2, 3])
     with pytest.raises(ValueError, match=message):
-        part.merge(arrays)
-    assert texts_of(part) == [[1, 2, 3]]
+        past_texts.merge(arrays)
+    assert texts_of(past_texts) == [[1, 2, 3]]
 
 
 def test_places_stay_right_when_volumes_change() -> None:
     """Requests that finish meanwhile turn the volumes over, more than once, and so does a merge."""
     cache = DrafterCache()
-    part = cache.section("suffix", lambda: PastTexts(capacity=300))
+    past_texts = cache.section("suffix", lambda: PastTexts(capacity=300))
     text = words(5, 400)
     source, sequence = Suffix(), view_of(text[:1], cache)
     source.begin(sequence)
-    seen, checked = set(part.volumes), 0
+    seen, checked = set(past_texts.volumes), 0
     for end in range(2, len(text) + 1):
         grow(source, sequence, text[end - 1])
-        expected = longest_in(texts_of(part), text[:end])
+        expected = longest_in(texts_of(past_texts), text[:end])
         found = shared_lengths(source, sequence)
         assert min(expected, LOCATE_TOKENS) <= found <= expected
         checked += expected > 3
         if end % 5 == 0:
-            part.add(words(5, end)[-37:])
-            seen |= set(part.volumes)
+            past_texts.add(words(5, end)[-37:])
+            seen |= set(past_texts.volumes)
         if end == 200:
-            part.merge(PastTexts(50).arrays())
+            past_texts.merge(PastTexts(50).arrays())
     assert checked > 100
     assert len(seen) > 5
 
@@ -512,12 +512,12 @@ def test_places_stay_right_when_volumes_change() -> None:
 def test_a_text_that_enters_meanwhile_is_found() -> None:
     """Not only from its first token on that comes after it entered."""
     cache = DrafterCache()
-    part = cache.section("suffix", PastTexts)
-    part.add([9, 12, 200, 201])
+    past_texts = cache.section("suffix", PastTexts)
+    past_texts.add([9, 12, 200, 201])
     source, sequence = Suffix(), view_of([10, 11, 12], cache)
     source.begin(sequence)
     assert shared_lengths(source, sequence) == 1
-    part.add([10, 11, 12, 13, 14])
+    past_texts.add([10, 11, 12, 13, 14])
     grow(source, sequence, 13)
     assert shared_lengths(source, sequence) == 4
     assert [candidate.token for candidate in source.candidates(source.root(sequence), 8)] == [14]
@@ -525,7 +525,7 @@ def test_a_text_that_enters_meanwhile_is_found() -> None:
 
 def test_texts_enter_while_others_are_read() -> None:
     cache = DrafterCache()
-    part = cache.section("suffix", lambda: PastTexts(capacity=3_000))
+    past_texts = cache.section("suffix", lambda: PastTexts(capacity=3_000))
     failures: list[BaseException] = []
 
     def read(seed: int) -> None:
@@ -546,11 +546,11 @@ def test_texts_enter_while_others_are_read() -> None:
     for thread in threads:
         thread.start()
     for seed in range(60):
-        part.add(words(seed % 3, 200 + seed))
+        past_texts.add(words(seed % 3, 200 + seed))
     for thread in threads:
         thread.join()
     assert failures == []
-    assert part.figures()["tokens"] <= 3_000
+    assert past_texts.figures()["tokens"] <= 3_000
 
 
 # --------------------------------------------------------------------------------------------------------- decoding
