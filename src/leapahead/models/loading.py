@@ -1,6 +1,6 @@
-"""A target from whatever names or holds a model: nothing (the bundled one), a name or path, a module, a target.
+"""Makes a target of what names or is a model: None (the bundled model), a name or path, a module, a target.
 
-Each backend is imported when a model of its kind is asked for; this file knows none of them.
+A backend is imported when a model of its kind is loaded.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from typing import Any
 from leapahead.core.errors import BadParameter, Refused, needing
 from leapahead.core.text import Tokenizer
 from leapahead.models.base import Target
+from leapahead.models.llama_cpp.options import LlamaCppOptions
 
 BUNDLED = "bundled"
-# Of `LlamaCppOptions`, which only a GGUF file brings in.
-LLAMA_CPP_OPTIONS = (
-    *("n_ctx", "n_batch", "n_ubatch", "n_threads", "n_threads_batch", "n_gpu_layers", "use_mmap", "use_mlock"),
-    *("flash_attn", "type_k", "type_v", "n_seq_max"),
-)
+LLAMA_CPP_OPTIONS = tuple(LlamaCppOptions.__dataclass_fields__)  # for a GGUF file only
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Loaded:
     """A target and what came with it.
 
     Attributes:
-        eos_token_ids: of the generation config, the config and the tokenizer together; they rarely agree.
+        eos_token_ids: of the generation config, the config and the tokenizer together, which often differ.
     """
 
     target: Target
@@ -52,34 +49,44 @@ def load(
     Args:
         model: None for the bundled one, a hub name or a folder, a GGUF file, a loaded `torch.nn.Module`, or a `Target`.
         tokenizer: instead of the model's own; or the name or folder of one.
-        dtype, device: where and how a name or path is loaded; a loaded model stays as it is.
-        trust_remote_code: run Python code that comes with the model.
-        cache_tokens: greatest number of tokens in the KV cache of a Transformers model; None for what fits in memory.
-        llama_cpp_options: of a GGUF file, see `LlamaCppOptions`.
+        dtype, device: for a name or path; a loaded model is not changed.
+        trust_remote_code: whether Python code that comes with the model may run.
+        cache_tokens: of a Transformers model, the size of its KV cache, see `TransformersTarget`; by default what fits
+            in the free memory. The cache of a GGUF file has `n_ctx` tokens.
+        llama_cpp_options: for a GGUF file, see `LlamaCppOptions`.
 
     Raises:
         LeapaheadError: no such model, a model that cannot be decoded, an option that this kind of model does not have,
-            or what its kind needs is not installed.
+            or a package that it needs is not installed.
     """
     found: Tokenizer | None = None
     ends: tuple[int, ...] = ()
-    if isinstance(model, (str, Path)) and str(model).lower().endswith(".gguf"):
+    name = BUNDLED if model is None else model
+    is_gguf = isinstance(model, (str, Path)) and str(model).lower().endswith(".gguf")
+    if llama_cpp_options and not is_gguf:
+        raise BadParameter(f"{', '.join(llama_cpp_options)} can be set for a GGUF file only, not for {name!r}")
+    if cache_tokens is not None and is_gguf:
+        raise BadParameter(f"cache_tokens={cache_tokens} is for Transformers models; set n_ctx for a GGUF file")
+    if is_gguf:
         target, gguf_tokenizer = _gguf(model, dtype, device, llama_cpp_options)
         found, ends = gguf_tokenizer, gguf_tokenizer.end_token_ids
-    elif llama_cpp_options:
-        raise BadParameter(f"{', '.join(llama_cpp_options)} can be set for a GGUF file only, not for {model!r}")
     elif model is None or isinstance(model, (str, Path)):
-        folder = bundled() if model is None else str(model)
-        target, found = _transformers().load(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-        if model is None:
-            target.name = BUNDLED
+        target, found = _pretrained().load(
+            model or bundled(),
+            name=str(name),
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            cache_tokens=cache_tokens,
+        )
     elif _is_module(model):
-        target = _transformers().TransformersTarget(model)
+        target = _module_target(model, cache_tokens)
     elif isinstance(model, Target):
         target = model
     else:
         raise BadParameter(
-            f"a model must be a name, a path, a loaded torch module or a leapahead target, got {type(model).__name__}"
+            "a model must be a name, a path, a loaded Transformers model or a leapahead target, not a "
+            f"{type(model).__name__}"
         )
     if isinstance(tokenizer, str):
         found = load_tokenizer(tokenizer, trust_remote_code)
@@ -89,15 +96,15 @@ def load(
 
 
 def bundled(name: str = "tiny") -> str:
-    """The folder of the bundled model, or of its draft ("tiny-draft")."""
+    """The folder of the bundled model, or of its draft model ("tiny-draft")."""
     folder = Path(str(resources.files("leapahead"))) / "assets" / name
     if not (folder / "config.json").is_file():
-        raise Refused("this installation has no bundled model; name one (--model, or LLM('name or path'))")
+        raise Refused("this installation has no bundled model; name a model (--model, or LLM('name or path'))")
     return str(folder)
 
 
 def eos_token_ids(target: Target, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Every id that ends a text, by anyone's word; ids outside the vocabulary are left out."""
+    """Every id that ends a text by the tokenizer or a configuration, except ids outside the vocabulary."""
     claims: list[Any] = [tokenizer.eos_token_id] if tokenizer is not None else []
     model = getattr(target, "model", None)  # only a Transformers target has one
     if _is_module(model):
@@ -110,20 +117,18 @@ def eos_token_ids(target: Target, tokenizer: Tokenizer | None) -> tuple[int, ...
     ids: dict[int, None] = {}
     for claim in claims:
         for token in claim if isinstance(claim, Iterable) else [claim]:
-            if token is not None and 0 <= int(token) < target.vocab_size:
+            if token is not None and 0 <= int(token) < target.info.vocab_size:
                 ids[int(token)] = None
     return tuple(ids)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool) -> Tokenizer:
-    _transformers()
-    from transformers import AutoTokenizer
+    """The tokenizer of a folder or a hub id.
 
-    try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise BadParameter(f"the tokenizer {name!r} cannot be loaded: {reason}") from error
+    Raises:
+        BadParameter: it cannot be loaded.
+    """
+    tokenizer: Tokenizer = _pretrained().load_tokenizer(name, trust_remote_code)
     return tokenizer
 
 
@@ -134,7 +139,7 @@ def _is_module(model: object) -> bool:
 
 def _gguf(path: str | Path, dtype: str, device: str, options: dict[str, Any]) -> Any:
     with needing("a GGUF file", "llama-cpp", "llama_cpp"):
-        from leapahead.models.llama_cpp import context, model
+        from leapahead.models.llama_cpp import model
     if dtype != "auto":
         raise BadParameter(f"dtype={dtype!r} is not possible with a GGUF file, which has its own; export it as another")
     if device not in ("auto", "cpu"):
@@ -143,10 +148,23 @@ def _gguf(path: str | Path, dtype: str, device: str, options: dict[str, Any]) ->
         options = {"n_gpu_layers": 0, **options}
     if unknown := [name for name in options if name not in LLAMA_CPP_OPTIONS]:
         raise BadParameter(f"there is no option {unknown[0]!r}; there are {', '.join(LLAMA_CPP_OPTIONS)}")
-    return model.load(path, context.LlamaCppOptions(**options))
+    return model.load(path, LlamaCppOptions(**options))
 
 
-def _transformers() -> Any:
+def _module_target(model: Any, cache_tokens: int | None) -> Target:
     with needing("this model", "transformers", "torch", "transformers", "safetensors"):
-        from leapahead.models.transformers import model
-    return model
+        from leapahead.models.transformers import model as backend
+    target: Target = backend.TransformersTarget(model, cache_tokens=cache_tokens)
+    return target
+
+
+def _pretrained() -> Any:
+    with needing("this model", "transformers", "torch", "transformers", "safetensors"):
+        import torch  # noqa: F401
+        import transformers
+
+        from leapahead.models.transformers import require_version
+
+        require_version(transformers.__version__)
+        from leapahead.models.transformers import pretrained
+    return pretrained

@@ -272,7 +272,8 @@ def _context_params(model: Model, options: LlamaCppOptions, types: tuple[str, st
         )
     params.n_threads = options.n_threads or physical_cores()
     params.n_threads_batch = options.n_threads_batch or params.n_threads
-    params.pooling_type = c.LLAMA_POOLING_TYPE_NONE  # hidden states of every token
+    if model.meta(f"{model.meta('general.architecture')}.pooling_type") is not None:
+        params.pooling_type = c.LLAMA_POOLING_TYPE_NONE  # hidden states of every token
     params.kv_unified = True  # one cell may belong to many sequences
     params.swa_full = True  # a rejected draft must not have pushed anything out of a sliding window
     params.no_perf = True
