@@ -1,21 +1,23 @@
-"""LayerSkip's self-speculation (2404.16710): the first layers draft, the others go on from where those have left off.
+"""LayerSkip's self-speculation (2404.16710): the first layers draft, the others continue from their hidden states.
 
-    draft     tokens ─ first E layers ─┬─ norm ─ head ─ what may come next
-                       │  keys, values └─ hidden states, kept
-                       v        (the first E layers' part of the target's own cache)
-    verify    nodes that nobody has drafted from: first E layers
-              all nodes: kept hidden states ─ layers E ... L ─ norm ─ head ─ what the target says
+    draft     tokens ─ first E layers ─┬─ norm ─ head ─ logits of the draft
+                       │  keys, values └─ hidden states, kept until the target's forward
+                       v        (the entries of the first E layers in the target's own cache)
+    verify    nodes that were not drafted from: first E layers
+              all nodes: kept hidden states ─ layers E ... L ─ norm ─ head ─ logits of the target
 
-The draft reads no prompt and has no cache: it looks from the target's row, whose commit is its own. What it has
-computed of a node, the target does not compute again. Two twins of the model (`layers.twin`) do it, one that ends early
-and one that begins late; that together they are the model is tested when the exit is made (`selftest`).
+The draft reads no prompt and has no cache: its nodes are pending entries of the target's row, which the target's commit
+keeps or discards. What it has computed of a node, the target does not compute again. Two copies of the model
+(`layer_skip.twin`, shared weights) do it, one that ends early and one that begins late; that together they are the
+model is tested when the exit is made (`selftest`).
 
-For an engine with masks of our own; a model that takes only its own drafts from a view with a cache of its own.
+For a `MaskedExecutor`; a model that takes chains only drafts from a view with a cache of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,12 +26,20 @@ from torch import Tensor, nn
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.sampling import SamplingParams
-from leapahead.core.stats import Stats
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
+from leapahead.models.base import HIDDEN, NOTHING, Capture
 from leapahead.models.self_draft.layer_skip import Form, Skip, SubLayers, sub_layers
 from leapahead.models.transformers import selftest
-from leapahead.models.transformers.forward import Batch, CachedState, Engine, MaskedEngine, See, State
+from leapahead.models.transformers.forward import (
+    Batch,
+    CachedState,
+    Executor,
+    Layers,
+    MaskedExecutor,
+    Outputs,
+    State,
+)
 from leapahead.models.transformers.kv_cache import Row
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
 
@@ -39,10 +49,10 @@ class Begun(NamedTuple):
 
     Attributes:
         halves: whose layers.
-        tokens: of the row, the list itself, which tells the sequence.
-        length: committed entries of then.
+        tokens: of the row; the list itself identifies the sequence.
+        length: committed entries at that time.
         tree: of the nodes; node i has the pending entries in slot i.
-        hidden: [nodes, width], which the next layer is to be given.
+        hidden: [nodes, hidden_size], the input of the next layer.
     """
 
     halves: Halves
@@ -53,12 +63,12 @@ class Begun(NamedTuple):
 
 
 class Handed(NamedTuple):
-    """One row's nodes, those that were begun first.
+    """One row's nodes, those that the first layers have computed first.
 
     Attributes:
         tree: in that order.
-        place: of every node of the tree that was asked for in this one.
-        slots: where the entries of the first ones lie.
+        place: where every node of the original tree is in this one.
+        slots: where the entries of the computed ones lie.
     """
 
     tree: TokenTree
@@ -67,7 +77,8 @@ class Handed(NamedTuple):
 
     @classmethod
     def of(cls, tree: TokenTree, begun: TokenTree | None) -> Handed:
-        slot: dict[int, int] = {}  # of the nodes that were begun
+        """Orders the nodes of `tree`, given the tree that the first layers have computed."""
+        slot: dict[int, int] = {}  # of the computed nodes
         if begun is not None:
             slot[0] = 0
             for node in range(1, len(tree)):
@@ -83,44 +94,48 @@ class Handed(NamedTuple):
 
 
 class Handover:
-    """What was begun of an engine's rows; see `engines.Exits`."""
+    """What the first layers have computed of an executor's rows; see `forward.Exits`."""
 
-    def __init__(self, engine: MaskedEngine) -> None:
-        self.engine = engine
+    def __init__(self, executor: MaskedExecutor) -> None:
+        self.executor = executor
         self.rows: dict[Row, Begun] = {}
 
     @classmethod
-    def of(cls, engine: MaskedEngine) -> Handover:
-        """The engine's, one for all exits."""
-        if not isinstance(engine.exits, cls):
-            engine.exits = cls(engine)
-        return engine.exits
+    def of(cls, executor: MaskedExecutor) -> Handover:
+        """The executor's own, one for all exits."""
+        if not isinstance(executor.exits, cls):
+            executor.exits = cls(executor)
+        return executor.exits
 
     def row_of(self, tokens: Sequence[int]) -> Row | None:
         """The row of the open session that has this very list."""
-        return next((row for row in self.engine.cache.rows if row.busy and row.tokens is tokens), None)
+        return next((row for row in self.executor.cache.rows if row.busy and row.tokens is tokens), None)
 
     def begun(self, rows: Sequence[Row]) -> dict[Row, Begun]:
         found = {row: each for row in rows if (each := self.rows.pop(row, None)) is not None}
-        return {row: each for row, each in found.items() if each.tokens is row.tokens and each.length == row.length}
+        return {
+            row: each
+            for row, each in found.items()
+            if each.tokens is row.tokens and each.length == row.length and row.pending >= len(each.tree)
+        }
 
     def verify(self, rows: Sequence[Row], trees: Sequence[TokenTree], begun: dict[Row, Begun]) -> list[Tensor]:
-        engine = self.engine
+        executor = self.executor
         halves = next(iter(begun.values())).halves
         mine = {row: each for row, each in begun.items() if each.halves is halves}
         handed = [
             Handed.of(tree, mine[row].tree if row in mine else None) for row, tree in zip(rows, trees, strict=True)
         ]
-        ordered, known = [each.tree for each in handed], [len(each.slots) for each in handed]
+        ordered, computed = [each.tree for each in handed], [len(each.slots) for each in handed]
         for row, each in zip(rows, handed, strict=True):
-            engine.cache.gather(row, each.slots)
+            executor.cache.gather(row, each.slots)
         hidden = [[mine[row].hidden[each.slots]] if row in mine else [] for row, each in zip(rows, handed, strict=True)]
-        if any(len(tree) > first for tree, first in zip(ordered, known, strict=True)):
-            batch = engine.ready(rows, ordered, known)
-            _, seen = halves.begin(batch, **dict.fromkeys(engine.few_logits, 1))
-            for parts, new in zip(hidden, batch.apart(seen), strict=True):
+        if any(len(tree) > first for tree, first in zip(ordered, computed, strict=True)):
+            batch = executor.ready(rows, ordered, computed)
+            _, states = halves.begin(batch, **dict.fromkeys(executor.few_logits, 1))
+            for parts, new in zip(hidden, batch.apart(states), strict=True):
                 parts.append(new)
-        batch = engine.ready(rows, ordered)
+        batch = executor.ready(rows, ordered)
         logits = batch.apart(halves.end(batch, batch.together([torch.cat(parts) for parts in hidden])))
         for at, (row, each) in enumerate(zip(rows, handed, strict=True)):
             if each.place != list(range(len(each.place))):
@@ -136,117 +151,133 @@ class Halves:
 
     Args:
         parts: of the model.
-        layers: that the first half has.
-        engine: that runs the model.
+        layers: the number of layers of the first half.
+        executor: that runs the model.
     """
 
-    def __init__(self, parts: SubLayers, layers: int, engine: MaskedEngine) -> None:
+    def __init__(self, parts: SubLayers, layers: int, executor: MaskedExecutor) -> None:
         self.first = parts.without(Skip.layers(range(layers, parts.count)))
         self.rest = parts.without(Skip.layers(range(layers)))
-        self.attach(engine)
-        self._seen: Tensor | None = None  # what the next layer is to be given, flat
-        self._watched = False
-        self._given: Tensor | None = None
-        parts.layer(self.first, layers - 1).register_forward_hook(self._see(parts.form(layers - 1)))
-        parts.layer(self.rest, 0).register_forward_hook(self._give(parts.form(0)))
+        self.attach(executor)
+        self._output: Tensor | None = None  # of the first half's last layer
+        self._recording = False
+        self._input: Tensor | None = None  # of the second half's first layer
+        parts.layer(self.first, layers - 1).register_forward_hook(self._record(parts.form(layers - 1)))
+        parts.layer(self.rest, 0).register_forward_hook(self._replace(parts.form(0)))
 
-    def attach(self, engine: MaskedEngine) -> None:
-        """From now on beside this engine's rows."""
-        self.engine, self.handover = engine, Handover.of(engine)
+    def attach(self, executor: MaskedExecutor) -> None:
+        """From now on uses the rows of this executor."""
+        self.executor, self.handover = executor, Handover.of(executor)
 
-    def _see(self, form: Form) -> Any:
-        def see(module: nn.Module, args: Any, output: Any) -> None:
-            if self._watched:
-                self._seen = output if form.length is None else output[form.at]
+    def _record(self, form: Form) -> Any:
+        def record(module: nn.Module, args: Any, output: Any) -> None:
+            if self._recording:
+                self._output = output if form.length is None else output[form.at]
 
-        return see
+        return record
 
-    def _give(self, form: Form) -> Any:
+    def _replace(self, form: Form) -> Any:
         def give(module: nn.Module, args: Any, output: Any) -> Any:
-            assert self._given is not None, "the second half runs behind the first"
+            assert self._input is not None, "the second half runs behind the first"
             old = output if form.length is None else output[form.at]
-            new = self._given.reshape(old.shape).to(old)
+            new = self._input.reshape(old.shape).to(old)
             return new if form.length is None else tuple(new if at == form.at else o for at, o in enumerate(output))
 
         return give
 
     def begin(self, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
-        """Logits [batch, n, vocab] behind the first layers, and hidden states [batch, n, width]."""
-        self._watched = True
+        """Logits [batch, n, vocab] behind the first layers, and hidden states [batch, n, hidden_size]."""
+        self._recording = True
         try:
-            logits = self.engine.call(self.first, batch, **options)
-            assert self._seen is not None
-            return logits, self._seen.reshape(*batch.inputs.tokens.shape, -1)
+            logits = self.executor.call(self.first, batch, **options).logits
+            assert self._output is not None
+            return logits, self._output.reshape(*batch.inputs.tokens.shape, -1)
         finally:
-            self._watched, self._seen = False, None
+            self._recording, self._output = False, None
 
     def end(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """Logits [batch, n, vocab] of the model, from what `begin` gave."""
-        self._given = hidden
+        """Logits [batch, n, vocab] of the model, from the hidden states of `begin`."""
+        self._input = hidden
         try:
-            return self.engine.call(self.rest, batch)
+            return self.executor.call(self.rest, batch).logits
         finally:
-            self._given = None
+            self._input = None
 
-    def look(self, rows: Sequence[Row], trees: Sequence[TokenTree], known: Sequence[int] | None = None) -> list[Tensor]:
-        """Logits behind the first layers, [nodes - known, vocab] of each tree; see `Target.step`.
+    def draft(
+        self, rows: Sequence[Row], trees: Sequence[TokenTree], num_computed: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """Logits behind the first layers, [nodes - num_computed, vocab] of each tree; see `Target.step`.
 
         Raises:
-            LeapaheadError: what was known is lost, since another exit has looked meanwhile.
+            LeapaheadError: the computed nodes are lost, since another exit has drafted meanwhile.
         """
-        known = known or [0] * len(trees)
+        num_computed = num_computed or [0] * len(trees)
         before = self.handover.begun(rows)
-        for row, first in zip(rows, known, strict=True):
+        for row, first in zip(rows, num_computed, strict=True):
             if first and (row not in before or before[row].halves is not self):
                 raise LeapaheadError("two early exits of one target cannot draft for one text; use one of them")
-        batch = self.engine.ready(rows, trees, known)
-        logits, seen = self.begin(batch)
-        for row, tree, first, new in zip(rows, trees, known, batch.apart(seen), strict=True):
+        with self.executor.discarded_on_error(rows):
+            batch = self.executor.ready(rows, trees, num_computed)
+            logits, states = self.begin(batch)
+        for row, tree, first, new in zip(rows, trees, num_computed, batch.apart(states), strict=True):
             hidden = torch.cat((before[row].hidden[:first], new)) if first else new
             self.handover.rows[row] = Begun(self, row.tokens, row.length, tree, hidden)
         return batch.apart(logits)
 
 
-class BesideSession(TransformersSession):
-    """A text of the target, as the exit follows it: its tokens are the target's, live."""
+class SharedSession(TransformersSession):
+    """A sequence of the target, as the exit drafts for it: its tokens and its row are the target's."""
 
     def commit(self, verdict: Verdict) -> None:
-        """The target has committed already, whatever was drafted."""
+        """Nothing but the sampler's part: the target has committed already, whatever was drafted."""
         self.sampler.committed()
 
     def close(self) -> None:
-        """The row is the target's."""
+        """Nothing: the row is the target's."""
 
 
-class ExitEngine:
-    """An exit beside the target's rows, or, for a text that the target does not have, in a cache of its own."""
+class ExitExecutor:
+    """Drafts in the target's rows, or, for a sequence that the target does not have, in a cache of its own."""
 
-    def __init__(self, own: Engine, halves: Halves) -> None:
+    def __init__(self, own: Executor, halves: Halves) -> None:
         self.own, self.halves = own, halves
         self.capabilities = own.capabilities
 
-    def open(self, tokens: list[int], see: See | None = None) -> tuple[State, int, int]:
-        return self.own.open(tokens, see)
+    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0) -> State:
+        return self.own.open(tokens, reuse, reserve)
+
+    def prefill(self, state: Any, count: int, rows: int = 1, layers: Layers = ()) -> Outputs:
+        return self.own.prefill(state, count, rows, layers)
+
+    def fork(self, state: Any, tokens: list[int]) -> State:
+        return self.own.fork(state, tokens)
 
     def forward(
-        self, states: Sequence[Any], trees: Sequence[TokenTree], known: Sequence[int] | None = None
-    ) -> list[Tensor]:
-        beside = [state.cache is self.halves.engine.cache for state in states]
-        assert all(beside) or not any(beside), "a step is for texts of the target or for others"
-        if all(beside):
-            return self.halves.look([state.row for state in states], trees, known)
-        return self.own.forward(states, trees, known)
+        self,
+        states: Sequence[Any],
+        trees: Sequence[TokenTree],
+        num_computed: Sequence[int] | None = None,
+        layers: Layers = (),
+    ) -> list[Outputs]:
+        shared = [state.cache is self.halves.executor.cache for state in states]
+        assert all(shared) or not any(shared), "a step is for sequences of the target or for others"
+        if not all(shared):
+            return self.own.forward(states, trees, num_computed, layers)
+        return [Outputs(logits) for logits in self.halves.draft([state.row for state in states], trees, num_computed)]
+
+    def rows(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> int:
+        return self.own.rows(states, trees)
 
     def forget(self) -> None:
         self.own.forget()
 
 
 class EarlyExit(TransformersTarget):
-    """The target's first layers, then its final norm and head, as a draft that shares the target's cache.
+    """The target's first layers, then its final norm and head, as a draft model that shares the target's cache.
 
     Args:
         target: that it drafts for.
-        layers: so many.
+        layers: the number of layers.
 
     Raises:
         Refused: the layers of the model cannot be left out, or do not give its own logits in two halves.
@@ -257,64 +288,70 @@ class EarlyExit(TransformersTarget):
         parts = sub_layers(target)
         if not 1 <= layers <= parts.count:
             raise BadParameter(
-                f"layers={layers} is not possible: {target.name} has {parts.count}; give 1 to {parts.count}"
+                f"layers={layers} is not possible: {target.info.name} has {parts.count}; give 1 to {parts.count}"
             )
-        halves = Halves(parts, layers, target.engine.another()) if isinstance(target.engine, MaskedEngine) else None
+        own = target.executor
+        halves = Halves(parts, layers, own.another()) if isinstance(own, MaskedExecutor) else None
+        what = f"first {layers} layers"
         super().__init__(
             halves.first if halves is not None else parts.without(Skip.layers(range(layers, parts.count))),
-            max_batch=target.max_batch,
-            name=f"{target.name} first {layers} layers",
-            eager_choice=target._eager_choice,
+            name=f"{target.info.name} {what}",
+            eager_choice=target.eager_choice,
         )
-        self.fingerprint = f"{target.fingerprint} first {layers} layers"
+        # Of a sequence that it shares it has the logits only.
+        capabilities = self.info.capabilities - {HIDDEN}
+        fingerprint = f"{target.info.fingerprint} {what}"
+        self.info = replace(self.info, fingerprint=fingerprint, capabilities=capabilities, layers=0, hidden_size=0)
+        self.lock = target.lock
         self.halves = halves
-        if halves is not None:
+        if halves is not None and isinstance(own, MaskedExecutor):
             self._rehearse(target, halves)
-            halves.attach(target.engine)
-            self.engine = ExitEngine(self.engine, halves)
+            halves.attach(own)
+            self.executor = ExitExecutor(self.executor, halves)
 
     def _rehearse(self, target: TransformersTarget, halves: Halves) -> None:
-        rehearsal, ids = Rehearsal(halves.engine, halves), target._ordinary_ids()
+        """Tests on the model that the exit and the layers behind it together are the model."""
+        rehearsal = Rehearsal(halves.executor, halves)
         with torch.no_grad():
-            result = selftest.run(rehearsal, target.model, ids, target._test_prompts())
+            result = selftest.run(rehearsal, target.model, target.ordinary_ids(), target.test_prompts())
         if not result.passed:
             raise Refused(
-                f"{self.name} and the layers behind them do not give the logits of {target.name}: they differ by "
-                f"{result.error:.2g} standard deviations"
+                f"{self.info.name} and the layers behind them do not give the logits of {target.info.name}: they "
+                f"differ by {result.error:.2g} standard deviations"
             )
 
     def shares(self, tokens: Sequence[int]) -> bool:
-        """Whether these are the live tokens of a session of the target, so that to open it costs nothing."""
+        """Whether these are the live tokens of a session of the target, so that opening it costs nothing."""
         return self.halves is not None and self.halves.handover.row_of(tokens) is not None
 
     def open(
-        self,
-        tokens: Sequence[int],
-        params: SamplingParams,
-        stats: Stats | None = None,
-        reserve: int = 0,
-        top_k: int = 0,
+        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
     ) -> TransformersSession:
+        """A session that shares the row of the target's session with this token list, or one with a row of its own."""
         if self.halves is None or (row := self.halves.handover.row_of(tokens)) is None:
-            return super().open(tokens, params, stats, reserve, top_k)
-        state = CachedState(self.halves.engine.cache, row)
-        return BesideSession(row.tokens, state, self._sampler(params, row.tokens))
+            return super().open(tokens, params, capture, reserve)
+        state = CachedState(self.halves.executor.cache, row, row.tokens)
+        return SharedSession(row.tokens, state, self._sampler(params, row.tokens), capture)
 
 
-class Rehearsal(ExitEngine):
-    """An engine of the whole model, some of whose nodes were begun by the exit, in two looks."""
+class Rehearsal(ExitExecutor):
+    """An executor of the whole model, some of whose nodes the exit has computed, in two draft forwards."""
 
     def forward(
-        self, states: Sequence[CachedState], trees: Sequence[TokenTree], known: Sequence[int] | None = None
-    ) -> list[Tensor]:
+        self,
+        states: Sequence[CachedState],
+        trees: Sequence[TokenTree],
+        num_computed: Sequence[int] | None = None,
+        layers: Layers = (),
+    ) -> list[Outputs]:
         rows = [state.row for state in states]
-        self.halves.look(rows, [TokenTree.root(int(tree.tokens[0])) for tree in trees])
-        self.halves.look(rows, [some_of(tree) for tree in trees], [1] * len(trees))
-        return self.own.forward(states, trees, known)
+        self.halves.draft(rows, [TokenTree.root(int(tree.tokens[0])) for tree in trees])
+        self.halves.draft(rows, [some_of(tree) for tree in trees], [1] * len(trees))
+        return self.own.forward(states, trees, num_computed, layers)
 
 
 def some_of(tree: TokenTree) -> TokenTree:
-    """Its root, the last child of that, and what of the nodes below hangs together."""
+    """A part of a tree: its root, the last child of the root, and all nodes below that child."""
     place = {0: 0}
     for node in range(len(tree) - 1, 0, -1):
         if tree.parents[node] == 0:

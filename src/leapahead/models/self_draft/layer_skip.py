@@ -1,19 +1,19 @@
-"""A model with layers left out, as a target of its own: the same weights, less to compute, for drafting.
+"""A model with layers left out, as a draft model: the same weights, less computation.
 
     Draft & Verify (2309.08168)    any attention or MLP sub-layer may be left out       `without`
-    LayerSkip (2404.16710)         the first layers, then the final norm and the head   `exits.EarlyExit`
+    LayerSkip (2404.16710)         the first layers, then the final norm and the head   `early_exit.EarlyExit`
 
-A block of a decoder adds to what it is given, and one that is left out adds nothing:
+A block of a decoder adds to its input, and one that is left out adds nothing:
 
-    h ─┬─ norm ─ attention ─ + ─┬─ norm ─ MLP ─ + ─ h'      attention left out: zeros in its place
-       └─────────────────────┘  └───────────────┘          both left out: the layer gives h back, no norm runs
+    h ─┬─ norm ─ attention ─ + ─┬─ norm ─ MLP ─ + ─ h'      attention left out: zeros instead
+       └─────────────────────┘  └───────────────┘          both left out: the layer returns h, no norm runs
 
-The view is a twin of the user's model: every module is copied, every weight is the same tensor, so that nothing that
-happens to one is seen by the other. Numbers of layers stay as they are, and with them the cache's places and the
-patterns by layer. A view knows nothing of the target's cache and keeps its own.
+The view is a copy of the user's model: every module is copied, every weight is the same tensor, so that changes of the
+modules of one do not affect the other. The numbers of the layers stay as they are, and with them their planes of the
+cache and their attention patterns. A view has a KV cache of its own.
 
-Which modules are attention and MLP is told by their names, and whether they may be left out by trying: a forward shows
-the form of what each gives back, and with all of them left out the model must be its embedding, norm and head alone.
+Attention and MLP modules are found by their names. Whether they may be left out is tested: a forward records the form
+of each module's output, and with all of them left out the model must equal its embedding, norm and head alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import copy
 import inspect
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -41,7 +41,7 @@ MLP = ("mlp", "ffn", "feed_forward", "block_sparse_moe")
 PAIR = ("fc1", "fc2")  # an MLP whose two halves lie in the layer itself
 
 PART = re.compile(r"(\d+)(?:-(\d+))?([am]?)")
-FARTHEST = 10**6  # a layer beyond it is a slip of the pen, and a range up to it is still made
+FARTHEST = 10**6  # a larger number of a layer is a typing error; a range up to this one is still fast to make
 
 
 @dataclass(frozen=True)
@@ -63,22 +63,25 @@ class Skip:
 
     @classmethod
     def parse(cls, text: str) -> Skip:
-        """The skip that `str` shows as this text; layers in any order, "" for none.
+        """Reads the text that `str` writes; layers in any order, "" for none.
 
         Raises:
-            BadParameter: it is no such text.
+            BadParameter: the text has another form.
         """
         found: dict[str, set[int]] = {"a": set(), "m": set()}
         for part in text.replace(" ", "").split(","):
             match = PART.fullmatch(part)
             if match is None and text.strip():
                 raise BadParameter(
-                    f"{part!r} in skip={text!r} is no layer; write 3 for a layer, 3a or 3m, 4-9 for many"
+                    f"{part!r} in skip={text!r} is not a layer; write 3 for a layer, 3a for its attention, 3m for its MLP, "
+                    "4-9 for several"
                 )
             if match is not None:
                 first, last, kind = int(match[1]), int(match[2] or match[1]), match[3] or "am"
                 if not first <= last <= FARTHEST:
-                    raise BadParameter(f"{part!r} in skip={text!r} is no range of layers; write the smaller one first")
+                    raise BadParameter(
+                        f"{part!r} in skip={text!r} is not a range of layers; write the smaller number first"
+                    )
                 for each in kind:
                     found[each] |= set(range(first, last + 1))
         return cls(frozenset(found["a"]), frozenset(found["m"]))
@@ -99,11 +102,11 @@ class Skip:
 
 @dataclass(frozen=True)
 class Form:
-    """How a module hands its hidden states on.
+    """Where the hidden states are in a module's output.
 
     Attributes:
-        length: of the tuple that it gives back; None if it gives the tensor itself.
-        at: of the hidden states in it.
+        length: of the tuple that it returns; None if it returns the tensor itself.
+        at: index of the hidden states in it.
     """
 
     length: int | None = None
@@ -111,7 +114,7 @@ class Form:
 
     @classmethod
     def of(cls, output: Any, shape: torch.Size) -> Form | None:
-        """The form of an output whose hidden states have this shape, or its rows in one dimension; None if none has."""
+        """The form of an output whose hidden states have this shape, up to their row dimensions; None if none has."""
 
         def fits(each: Any) -> bool:
             return isinstance(each, Tensor) and each.numel() == shape.numel() and each.shape[-1] == shape[-1]
@@ -123,12 +126,12 @@ class Form:
 
 
 class LeftOut(nn.Module):
-    """In the place of a module that is left out. It has that one's plain attributes, which a model may read.
+    """Replaces a module that is left out. It has that module's plain attributes, which a model may read.
 
     Args:
         module: that is left out.
         form: of its output.
-        gives: name of the argument that is handed on as it is; None for zeros in the first one's shape.
+        gives: name of the argument that is returned unchanged; None for zeros in the first one's shape.
     """
 
     def __init__(self, module: nn.Module, form: Form, gives: str | None) -> None:
@@ -161,23 +164,23 @@ def twin(model: Any) -> Any:
         return copy.deepcopy(model, tensors)
     except Exception as error:
         raise Refused(
-            f"{type(model).__name__} holds what cannot be copied ({error}), so that it cannot draft for itself"
+            f"{type(model).__name__} cannot be copied ({error}), so it cannot draft for itself; use another draft model"
         ) from error
 
 
 class SubLayers:
-    """A model's decoder layers and their parts, proven to be such that each may be left out.
+    """A model's decoder layers and their parts, tested to be such that each may be left out.
 
     Args:
-        model: of Transformers; stays as it is.
+        model: of Transformers; it is not changed.
         name: for messages.
-        ids: token ids that mean nothing special to it.
+        ids: token ids without a special meaning.
 
     Attributes:
-        count: of layers.
+        count: number of layers.
 
     Raises:
-        Refused: no decoder layers of attention and MLP, each added to what it was given.
+        Refused: it has no decoder layers of attention and MLP, each added to its input.
     """
 
     def __init__(self, model: Any, name: str, ids: IntArray) -> None:
@@ -187,12 +190,12 @@ class SubLayers:
         config = families.text_config(model)
         self.count = int(config.num_hidden_layers)
         if getattr(config, "num_kv_shared_layers", 0):
-            raise Refused(f"{name} has layers that read the keys of others, so that none can be left out by itself")
+            raise Refused(f"{name} has layers that read the keys of others, so that no layer can be left out")
         self._path = self._watch()
         self._test()
 
     def without(self, skip: Skip) -> Any:
-        """A twin of the model that leaves these sub-layers out.
+        """A copy of the model without these sub-layers.
 
         Raises:
             BadParameter: a layer that the model does not have.
@@ -208,11 +211,11 @@ class SubLayers:
         return found
 
     def form(self, index: int) -> Form:
-        """How that layer hands its hidden states on."""
+        """Where the hidden states are in that layer's output."""
         return self._forms[str(index)]
 
     def _cut(self, skip: Skip, whole: bool) -> Any:
-        """Layers of which nothing is left are passed by if `whole`, else kept with their norms."""
+        """Layers of which nothing is left return their input if `whole`, else they are kept with their norms."""
         view = twin(self._model)
         layers = view.get_submodule(self._path)
         for index in sorted(skip.attention | skip.mlp):
@@ -230,7 +233,7 @@ class SubLayers:
         return view
 
     def _leave_out(self, layer: Any, index: int, name: str) -> None:
-        """Some modules take the residual and give it back with their own part added."""
+        """Some modules take the residual and return it with their own part added."""
         part = getattr(layer, name)
         form = self._forms[f"{index}.{name}"]
         parameters = inspect.signature(part.forward).parameters
@@ -238,14 +241,14 @@ class SubLayers:
         setattr(layer, name, LeftOut(part, form, gives))
 
     def _watch(self) -> str:
-        """Finds the layers and the forms, by a forward of a twin; returns where the layers lie."""
+        """Finds the layers and the forms by a forward of a copy; returns the path of the layers."""
         view = twin(self._model)
         lists: list[tuple[str, nn.ModuleList]] = [
             (path, each) for path, each in view.named_modules() if isinstance(each, nn.ModuleList)
         ]
         candidates = [(path, layers) for path, layers in lists if len(layers) == self.count]
         if not candidates:
-            raise Refused(f"{self._name} has no list of {self.count} decoder layers, so that none can be left out")
+            raise Refused(f"{self._name} has no list of {self.count} decoder layers, so that no layer can be left out")
         seen: dict[str, Form | None] = {}
 
         def watch(module: nn.Module, key: str) -> None:
@@ -263,11 +266,11 @@ class SubLayers:
                     watch(getattr(layer, name), f"{path}.{index}.{name}")
         with torch.no_grad():
             selftest.own_logits(view, self._ids)
-        for path, layers in candidates:  # a vision tower has layers too, and tokens alone do not pass them
+        for path, layers in candidates:  # the layers of a vision tower are not called for tokens
             if all(f"{path}.{index}" in seen for index in range(self.count)):
                 self._note(path, layers, seen)
                 return path
-        raise Refused(f"{self._name} does not call its decoder layers itself, so that none can be left out")
+        raise Refused(f"{self._name} does not call its decoder layers itself, so that no layer can be left out")
 
     def _note(self, path: str, layers: nn.ModuleList, seen: dict[str, Form | None]) -> None:
         """Keeps the forms of all layers and their parts."""
@@ -275,20 +278,20 @@ class SubLayers:
             if not (_first_of(layer, ATTENTION) and _mlp_of(layer)):
                 children = ", ".join(name for name, _ in layer.named_children())
                 raise Refused(
-                    f"layer {index} of {self._name}, a {type(layer).__name__} of {children}, is not made of attention "
-                    "and MLP as leapahead knows them, so that neither can be left out"
+                    f"layer {index} of {self._name}, a {type(layer).__name__} of {children}, does not consist of "
+                    "attention and MLP modules of known names, so that neither can be left out"
                 )
             for name in ("", *(f".{part}" for part in _parts_of(layer))):
                 form = seen.get(f"{path}.{index}{name}")
                 if form is None:
                     raise Refused(
-                        f"{name[1:] or 'the whole'} of layer {index} of {self._name} gives no hidden states back "
-                        "in the shape that it was given, so that it cannot be left out"
+                        f"{name[1:] or 'the whole'} of layer {index} of {self._name} returns no hidden states in the "
+                        "shape of its input, so that it cannot be left out"
                     )
                 self._forms[f"{index}{name}"] = form
 
     def _test(self) -> None:
-        """Layers whose parts add nothing must be no layers at all."""
+        """With all parts left out, layers with their norms and no layers at all must give the same logits."""
         everything = Skip.layers(range(self.count))
         try:
             with torch.no_grad():
@@ -297,26 +300,26 @@ class SubLayers:
             raise Refused(f"{self._name} does not run without its layers: {type(error).__name__}: {error}") from error
         if not torch.equal(kept, passed):
             raise Refused(
-                f"a layer of {self._name} does more than to add attention and MLP to what it was given, "
-                "so that neither can be left out"
+                f"a layer of {self._name} does more than add attention and MLP to its input, so that neither can be "
+                "left out"
             )
 
 
 def sub_layers(target: TransformersTarget) -> SubLayers:
-    """Of a target's model.
+    """The sub-layers of a target's model.
 
     Raises:
-        Refused: it has none that may be left out, or it could not use a draft.
+        Refused: it has none that may be left out, or it cannot verify drafts.
     """
-    if CHAIN not in target.capabilities:
-        raise Refused(f"{target.name} decodes token by token, so that it cannot draft for itself")
-    return SubLayers(target.model, target.name, target._ordinary_ids())
+    if CHAIN not in target.info.capabilities:
+        raise Refused(f"{target.info.name} decodes token by token, so that it cannot draft for itself")
+    return SubLayers(target.model, target.info.name, target.ordinary_ids())
 
 
 def without(target: TransformersTarget, skip: Skip) -> TransformersTarget:
-    """The target with sub-layers left out: its weights, a cache of its own. Draft & Verify, 2309.08168.
+    """The target with sub-layers left out: its weights, a KV cache of its own. Draft & Verify, 2309.08168.
 
-    Tested as every target is, by its engine against the view's own plain forward.
+    It is tested as every target is, against its own plain forward.
 
     Raises:
         Refused: its layers cannot be left out; the message says why.
@@ -326,11 +329,9 @@ def without(target: TransformersTarget, skip: Skip) -> TransformersTarget:
 
 
 def as_view(target: TransformersTarget, model: Any, what: str) -> TransformersTarget:
-    """A target of its own from a changed twin of the target's model; its forwards take another time."""
-    view = TransformersTarget(
-        model, max_batch=target.max_batch, name=f"{target.name} {what}", eager_choice=target._eager_choice
-    )
-    view.fingerprint = f"{target.fingerprint} {what}"
+    """A target from a changed copy of another target's model; its forwards take another time."""
+    view = TransformersTarget(model, name=f"{target.info.name} {what}", eager_choice=target.eager_choice)
+    view.info = replace(view.info, fingerprint=f"{target.info.fingerprint} {what}")
     return view
 
 

@@ -1,17 +1,20 @@
-"""What a model's configuration says of its attention: windows, context, state. Knows configurations, not tensors."""
+"""Reads from a model's configuration what kind of model it is: attention, windows, context length."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from leapahead.core.errors import Refused
+import torch
+from transformers import PreTrainedModel
+
+from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import UNLIMITED
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which committed tokens a layer's attention reaches back to, by the distance of positions.
+    """Which earlier positions a layer attends to.
 
     Attributes:
         window: only positions less than this far away; None for all.
@@ -22,11 +25,54 @@ class Pattern:
     chunk: int | None = None
 
 
-# Attention implementations that take a mask of our own making, and whether they want it boolean.
+# Attention implementations that take a 4-D mask, and whether it is boolean.
 MASKS = {"sdpa": True, "eager": False}
 
-# Layers without attention: they keep nothing, so they need no mask and no cache.
+# Layers without attention: they need neither a mask nor a cache.
 STATELESS_LAYERS = {"moe", "mlp", "dummy"}
+
+
+def language_model(model: Any) -> PreTrainedModel:
+    """The Transformers model that an object is, or, with PEFT adapters, wraps.
+
+    Adapters such as LoRA are part of the wrapped model's layers; the wrapper only passes arguments on.
+
+    Raises:
+        BadParameter: it is no model of Transformers.
+        Refused: its adapter adds tokens to the prompt.
+    """
+    if any(each.__module__.partition(".")[0] == "peft" for each in type(model).__mro__):
+        if model.active_peft_config.is_prompt_learning:
+            raise Refused(
+                f"the PEFT adapter of this model ({model.active_peft_config.peft_type}) adds virtual tokens to the "
+                "prompt, which leapahead does not support; use an adapter of the layers such as LoRA, or merge it"
+            )
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise BadParameter(
+            f"a {type(model).__name__} is not a Transformers model; give what "
+            "AutoModelForCausalLM.from_pretrained returns"
+        )
+    if not model.dtype.is_floating_point:
+        raise Refused(f"{type(model).__name__} computes in {model.dtype}, which leapahead does not support")
+    return model
+
+
+def fingerprint(model: Any, device: torch.device) -> str:
+    """What the time of a forward depends on: model, precision, attention, device, threads."""
+    config = text_config(model)
+    parts = [
+        f"transformers {type(model).__name__} {sum(each.numel() for each in model.parameters())} parameters",
+        *(getattr(config, name, "") for name in ("num_hidden_layers", "hidden_size", "vocab_size")),
+        model.dtype,
+        attention_implementation(model) if not model._is_stateful else "stateful",
+        device.type,
+    ]
+    if device.type == "cpu":
+        parts.append(torch.get_num_threads())
+    elif device.type == "cuda":
+        parts.append(torch.cuda.get_device_name(device))
+    return " ".join(map(str, parts))
 
 
 def text_config(model: Any) -> Any:
@@ -43,8 +89,8 @@ def attention_implementation(model: Any) -> str:
     name = str(text_config(model)._attn_implementation)
     if name not in MASKS:
         raise Refused(
-            f"attention implementation {name!r} cannot be told which tokens of a tree see each other; load the model "
-            'with attn_implementation="sdpa", or call model.set_attn_implementation("sdpa")'
+            f'attention implementation {name!r} takes no tree mask; load the model with attn_implementation="sdpa", '
+            'or call model.set_attn_implementation("sdpa")'
         )
     return name
 
@@ -80,14 +126,14 @@ def context_length(config: Any) -> int:
     rope = _get(config, "rope_parameters") or {}
     for parameters in [rope, *(each for each in rope.values() if isinstance(each, dict))]:
         if parameters.get("rope_type") == "longrope":
-            # Beyond this length every position's rotation changes, that of cached tokens included, so that neither
-            # a cache nor a draft across the border has a meaning.
+            # Beyond this length the rotation of every position changes, cached tokens included, so that cached
+            # entries are wrong, and a draft across the border cannot be verified.
             length = min(length, int(parameters.get("original_max_position_embeddings", length)))
     return length
 
 
 def counts_slots(config: Any) -> bool:
-    """Whether attention layers take distances or scales from cache slots, where only long texts would show it.
+    """Whether attention layers derive distances or scales from cache slots where short texts do not show it.
 
     In a chain slot and position are the same; in a tree they are not.
     """

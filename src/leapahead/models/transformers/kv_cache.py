@@ -2,17 +2,20 @@
 
     slots ->   0 . . . . . . . . . . . . . . . . . . . capacity
     row 0      c c c c c c c c|n n n n n|                          c  entries of committed tokens
-    row 1      c c c c|n n n n n|. . . .                           n  entries of the nodes of the last step's tree,
-    row 2      f f f f f f . . . . . . .                              which the commit moves together or forgets
-    row 3      c c c c c c c|n n n n n|. .                         f  a closed sequence's, kept for the next one that
-               `------- a view of rows and slots -------´            begins with the same tokens
+    row 1      c c c c|n n n n n|. . . .                           n  pending entries, of the nodes of the last tree:
+    row 2      f f f f f f . . . . . . .                              the commit moves the path together and discards
+    row 3      c c c c c c c|n n n n n|. .                            the others
+               `------- a view of rows and slots -------´          f  entries of a closed sequence, kept for a sequence
+                                                                      that begins with the same tokens
 
 A forward of the rows [first, first + batch) writes n new entries of every row at that row's own [length, length + n)
-and reads the view [first, first + batch) x [0, longest + n) without copying it: the attention mask hides what is not a
-row's own. For that, rows that step together lie side by side; they are exchanged only when the set of rows changes.
-Sliding-window layers keep everything as well: the window lives in the mask.
+and reads the view [first, first + batch) x [0, longest + n) without copying it: the attention mask hides what does not
+belong to a row. For that, rows that step together are neighbours; rows are exchanged only when the set of rows changes.
+Sliding-window layers keep all entries as well: the window is part of the mask.
 
-This room knows Transformers' `Cache` interface and tensors; it knows neither models nor trees.
+A forward never writes into committed entries, so that one which fails loses pending entries only (`discard`).
+
+Knows Transformers' `Cache` interface and tensors; knows neither models nor trees.
 """
 
 from __future__ import annotations
@@ -26,10 +29,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from leapahead.core.errors import Refused
+from leapahead.core.errors import CacheFull
 from leapahead.core.tree import UNLIMITED
+from leapahead.models.transformers.captured import TopK
 
 FIRST_CAPACITY = 256
+# Planes of one shape are stacked in so many tensors at most, of so many planes at least: moving entries takes one
+# operation for each of them, and growing needs memory for one of them beside the cache.
+STACKS, LEAST_STACK = 4, 16
 
 
 @dataclass(eq=False)
@@ -37,13 +44,15 @@ class Row:
     """One sequence's part of the cache.
 
     Attributes:
-        index: which row of the tensors; changes when rows are exchanged.
+        index: which row of the tensors; it changes when rows are exchanged.
         tokens: of the sequence, live; the row holds the entries of the first `length`.
         length: committed entries.
         pending: entries behind them that the last forward wrote.
         slots: where the entry of each pending node lies, counted from `length`; None if each at its own number.
         extent: no slot from here on was ever written.
-        busy: a session owns it.
+        busy: whether an open session owns it.
+        reserved: the length that its sequence is expected to grow to.
+        top_k: what was captured of the sequence's prompt, of positions below `length`.
     """
 
     index: int
@@ -53,20 +62,21 @@ class Row:
     slots: Sequence[int] | None = None
     extent: int = 0
     busy: bool = False
+    reserved: int = 0
+    top_k: TopK | None = None
 
     def common(self, prefix: Sequence[int]) -> int:
-        """How many of the first tokens of `prefix` have their entries here."""
-        count = 0
-        for mine, theirs in zip(self.tokens[: self.length], prefix, strict=False):
-            if mine != theirs:
-                break
-            count += 1
-        return count
+        """How many of the first tokens of `prefix`, a list, have their entries in this row."""
+        low, high = 0, min(self.length, len(prefix))
+        while low < high:  # slices are compared without a Python loop
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.tokens[low:middle] == prefix[low:middle] else (low, middle - 1)
+        return low
 
 
 @dataclass
 class Planes:
-    """Keys and values of equal shape, stacked so that moving a row's entries is one operation for all layers.
+    """Keys and values of equal shape, stacked so that moving a row's entries is one operation for all of them.
 
     Attributes:
         entries: [planes, rows, heads, capacity, dim].
@@ -74,17 +84,18 @@ class Planes:
 
     entries: Tensor
 
-    def reserve(self, rows: int, capacity: int) -> None:
+    def resize(self, rows: int, capacity: int) -> None:
+        """Keeps what fits. New entries are zero: a masked entry is multiplied by a weight of zero, so it is finite."""
         planes, old_rows, heads, old_capacity, dim = self.entries.shape
-        if rows > old_rows or capacity > old_capacity:
-            # Zeros, since a masked entry is still multiplied by a weight of zero: it must be finite.
-            grown = self.entries.new_zeros(planes, max(rows, old_rows), heads, max(capacity, old_capacity), dim)
-            grown[:, :old_rows, :, :old_capacity] = self.entries
-            self.entries = grown
+        if (rows, capacity) != (old_rows, old_capacity):
+            resized = self.entries.new_zeros(planes, rows, heads, capacity, dim)
+            kept_rows, kept = min(rows, old_rows), min(capacity, old_capacity)
+            resized[:, :kept_rows, :, :kept] = self.entries[:, :kept_rows, :, :kept]
+            self.entries = resized
 
 
 class Layer(CacheLayerMixin):  # type: ignore[misc]
-    """What a model sees of one layer of the cache."""
+    """One layer of the cache, as a model uses it."""
 
     is_sliding = False
 
@@ -115,81 +126,148 @@ class KVCache(Cache):  # type: ignore[misc]
     """Rows of keys and values; see the module for the picture.
 
     Args:
-        max_rows: greatest number of rows; None for as many as sequences are open at once.
-        usual_length: doubling goes no further than this many slots, where they suffice.
+        usual_length: doubling stops at this many slots, where they suffice.
+
+    Attributes:
+        limit: greatest number of rows times slots; the nodes of a step come on top.
     """
 
-    def __init__(self, max_rows: int | None = None, usual_length: int = UNLIMITED) -> None:
+    def __init__(self, usual_length: int = UNLIMITED) -> None:
         super().__init__(layer_class_to_replicate=partial(Layer, self))
-        self.max_rows = max_rows
+        self.limit = UNLIMITED
         self.usual_length = usual_length
+        self.rows: list[Row] = []
         self.forget()
 
     def forget(self) -> None:
-        """Gives all memory back. No session may be open."""
+        """Drops the entries of closed sessions, and releases all memory unless a session is open."""
+        if any(row.busy for row in self.rows):
+            for row in self.rows:
+                if not row.busy:
+                    row.tokens, row.length, row.top_k = [], 0, None
+            return
         self.rows = [Row(0)]
-        self.capacity = FIRST_CAPACITY
-        self.longest = 0  # entries, of the longest row of the forward under way, that were there before
-        self._groups: list[Planes] = []
+        self.capacity = min(FIRST_CAPACITY, self.limit)
+        self.longest = 0  # entries, of the longest row of the current forward, that were there before it
+        self.groups: list[Planes] = []
         self._place: dict[tuple[int, int], tuple[Planes, int]] = {}  # (layer, 0 key or 1 value) -> plane
+        self._stacked = 0  # planes
         self._batch = slice(0, 1)
         self._lengths: list[int] = [0]
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}  # of a ragged batch, by device
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one slot of one row; 0 before the first forward."""
+        return sum(
+            group.entries.shape[0] * group.entries.shape[2] * group.entries.shape[4] * group.entries.element_size()
+            for group in self.groups
+        )
+
     # Rows
 
-    def take(self, tokens: list[int], prefix: int) -> Row:
-        """A row for a new sequence, with as many of its first `prefix` tokens' entries as any row has.
+    def take(self, tokens: list[int], reuse: int, reserve: int = 0) -> Row:
+        """A row for a new sequence, with the entries of as many of its first `reuse` tokens as any row has.
+
+        Args:
+            reserve: the length that the sequence is expected to grow to.
 
         Raises:
-            Refused: more than `max_rows` sequences would be open.
+            CacheFull: it does not fit beside the open sequences.
         """
-        wanted = tokens[:prefix]
+        reserve = max(len(tokens), reserve)
+        self._admit(len(tokens), reserve)
+        wanted = tokens[:reuse]
+        common = {row: row.common(wanted) for row in self.rows}
         free = [row for row in self.rows if not row.busy]
         if not free:
-            self._add_rows()
+            self._make_room(len(self.rows) + 1, 0)
             free = [row for row in self.rows if not row.busy]
-        # Of equally good rows the one whose entries are the least loss.
-        row = max(free, key=lambda each: (each.common(wanted), -each.length))
-        source = max(self.rows, key=lambda each: each.common(wanted))
-        shared, row.length = source.common(wanted), row.common(wanted)
+        # Of rows that have equally much in common, the one that keeps the fewest entries.
+        row = max(free, key=lambda each: (common.get(each, 0), -each.length))
+        source = max(common, key=lambda each: common[each])
+        shared, row.length = common[source], common.get(row, 0)
         if shared > row.length:
-            for group in self._groups:
+            for group in self.groups:
                 group.entries[:, row.index, :, :shared] = group.entries[:, source.index, :, :shared]
-            row.length, row.extent = shared, max(row.extent, shared)
-        row.tokens, row.pending, row.slots, row.busy = tokens, 0, None, True
+        else:
+            source = row
+        row.tokens, row.pending, row.slots, row.reserved = tokens, 0, None, reserve
+        row.top_k = source.top_k.between(0, shared) if source.top_k is not None else None
+        row.length, row.extent, row.busy = shared, max(row.extent, shared), True
         return row
 
     def release(self, row: Row) -> None:
-        """The sequence is closed; its entries stay for one that begins like it."""
+        """Called when the sequence is closed; its entries are kept for a sequence that begins with the same tokens."""
         row.tokens, row.pending, row.slots, row.busy = row.tokens[: row.length], 0, None, False
 
     def keep(self, row: Row, path: Sequence[int]) -> None:
-        """Commits the pending entries of the nodes `path`, moved to follow each other, and forgets the others."""
+        """Commits the pending entries of the nodes `path`, moved to follow each other, and discards the others."""
         assert path[-1] < row.pending, "commit without a step"
-        self.gather(row, [row.slots[node] for node in path] if row.slots is not None else path)
+        slots = [row.slots[node] for node in path] if row.slots is not None else path
+        row.pending, row.slots = 0, None
+        self.gather(row, slots)
         row.length += len(path)
+
+    def discard(self, row: Row) -> None:
+        """Drops the pending entries, as after a forward that failed."""
         row.pending, row.slots = 0, None
 
     def gather(self, row: Row, slots: Sequence[int]) -> None:
         """Moves the pending entries at these slots, in any order, to follow the committed ones; still pending."""
         moved = [(slot, place) for place, slot in enumerate(slots) if slot != place]
-        if moved:
-            for group in self._groups:
-                entries = group.entries[:, row.index]  # [planes, heads, capacity, dim]
+        indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        for group in self.groups if moved else ():
+            entries = group.entries[:, row.index]  # [planes, heads, capacity, dim]
+            if entries.device not in indices:
                 source, goal = torch.tensor(moved, device=entries.device).T + row.length
-                entries.index_copy_(2, goal, entries.index_select(2, source))
+                indices[entries.device] = source, goal
+            source, goal = indices[entries.device]
+            entries.index_copy_(2, goal, entries.index_select(2, source))
 
-    def _add_rows(self) -> None:
-        count = len(self.rows)
-        wanted = min(2 * count, self.max_rows or 2 * count)
-        if wanted == count:
-            raise Refused(
-                f"{count} sequences are open, which is max_batch; close one first, or load the target with a larger one"
-            )
-        for group in self._groups:
-            group.reserve(wanted, self.capacity)
-        self.rows += [Row(index) for index in range(count, wanted)]
+    def _admit(self, length: int, reserve: int) -> None:
+        """Refuses a sequence that could make open ones run out of slots. Alone it is refused for its prompt only."""
+        open_rows = [row for row in self.rows if row.busy]
+        longest = max([reserve, *(row.reserved for row in open_rows)])
+        if self.limit == UNLIMITED:
+            return
+        if length > self.limit or (open_rows and (len(open_rows) + 1) * longest > self.limit):
+            raise self._full(len(open_rows) + 1, longest if open_rows else length)
+
+    def _full(self, count: int, length: int) -> CacheFull:
+        return CacheFull(
+            f"the cache holds {self.limit} tokens, too few for {count} sequence{'s' if count > 1 else ''} of up to "
+            f"{length}; use a shorter prompt, fewer new tokens or sequences, or load the model with larger cache_tokens"
+        )
+
+    def _make_room(self, count: int, need: int) -> None:
+        """Grows the tensors to `count` rows and `need` slots at least; rows of closed sequences give way to the limit.
+
+        Rows and slots are doubled where the limit allows it.
+        """
+        if count <= len(self.rows) and need <= self.capacity:
+            return
+        busy = [row for row in self.rows if row.busy]
+        need = max(need, 1, *(row.length + row.pending for row in busy))
+        rows, capacity = max(count, len(self.rows)), max(need, self.capacity)
+        doubled = 2 * len(self.rows) if count > len(self.rows) else rows
+        if need > self.capacity:
+            capacity = max(need, min(1 << (need - 1).bit_length(), self.usual_length))
+        least = max(len(busy) + (count > len(self.rows)), 1)
+        sizes = ((doubled, capacity), (rows, capacity), (rows, need), (least, capacity), (least, need))
+        count, capacity = next((size for size in sizes if size[0] * size[1] <= self.limit), sizes[-1])
+        if len(self.rows) > count:  # of closed sequences the longest are kept
+            kept = sorted(self.rows, key=lambda each: (not each.busy, -each.length))[:count]
+            for row in [each for each in kept if each.index >= count]:
+                self._exchange(row, next(each for each in self.rows[:count] if each not in kept))
+            del self.rows[count:]
+        for row in self.rows:
+            row.length, row.extent = min(row.length, capacity), min(row.extent, capacity)
+        self.capacity = min(self.capacity, capacity)
+        for group in self.groups:
+            group.resize(count, capacity)  # the old tensor is released before the next one is made
+        self.rows += [Row(index) for index in range(len(self.rows), count)]
+        self.capacity = capacity
 
     def _side_by_side(self, rows: Sequence[Row]) -> int:
         """Exchanges rows until `rows` are neighbours, in any order; returns where they begin."""
@@ -203,61 +281,70 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def _exchange(self, one: Row, other: Row) -> None:
         extent = max(one.extent, other.extent)
-        for group in self._groups:
+        lengths = one.length, other.length
+        one.length = other.length = 0  # an interrupt between two groups leaves nothing valid in either row
+        for group in self.groups:
             part = group.entries[:, :, :, :extent]
             part[:, [one.index, other.index]] = part[:, [other.index, one.index]]
         one.index, other.index = other.index, one.index
         self.rows[one.index], self.rows[other.index] = one, other
+        one.length, other.length = lengths
 
     # The forward
 
-    def begin(self, rows: Sequence[Row], n: int, known: Sequence[int] | None = None) -> list[int]:
-        """Makes ready for a forward that writes `n` entries behind each of `rows`.
+    def begin(self, rows: Sequence[Row], n: int, num_computed: Sequence[int] | None = None) -> list[int]:
+        """Prepares a forward that writes `n` entries behind each of `rows`.
 
         Args:
-            known: pending entries of each row that stay; the new ones come behind them.
+            num_computed: pending entries of each row that stay; the new ones come behind them.
 
         Returns:
             The order in which they lie in the cache, which is the batch's: indices into `rows`.
+
+        Raises:
+            CacheFull: the sequences have grown beyond the limit.
         """
-        first = self._side_by_side(rows)
+        num_computed = num_computed or [0] * len(rows)
+        assert all(kept <= row.pending for row, kept in zip(rows, num_computed, strict=True)), "entries never written"
+        longest = max(row.length for row in rows)
+        if longest >= self.limit or (longest >= self.capacity and longest * self._open_rows > self.limit):
+            raise self._full(self._open_rows, longest + 1)
+        self._make_room(len(self.rows), max(map(_end, rows, num_computed)) + n)
+        first_row = self._side_by_side(rows)
         order = sorted(range(len(rows)), key=lambda i: rows[i].index)
-        known = known or [0] * len(rows)
-        assert all(first <= row.pending for row, first in zip(rows, known, strict=True)), "entries never written"
-        lengths = [rows[i].length + known[i] for i in order]
-        self.longest = max(lengths)
-        need, capacity = self.longest + n, self.capacity
-        if need > capacity:
-            capacity = max(need, min(1 << (need - 1).bit_length(), self.usual_length))
-        for group in self._groups:
-            group.reserve(len(self.rows), capacity)
-        self.capacity = capacity
-        self._batch = slice(first, first + len(rows))
-        self._lengths, self._slots = lengths, {}
-        for row, first in zip(rows, known, strict=True):
-            row.pending, row.slots, row.extent = first + n, None, max(row.extent, row.length + first + n)
+        self._batch = slice(first_row, first_row + len(rows))
+        self._lengths, self._slots = [_end(rows[i], num_computed[i]) for i in order], {}
+        self.longest = max(self._lengths)
+        for row, kept in zip(rows, num_computed, strict=True):
+            row.pending, row.slots, row.extent = kept + n, None, max(row.extent, row.length + kept + n)
         return order
 
+    @property
+    def _open_rows(self) -> int:
+        return sum(row.busy for row in self.rows)
+
     def end(self) -> None:
-        """After a forward. Layers that were new in it are stacked with those of their shape."""
-        if len(self._groups) == len({self._kind(group.entries) for group in self._groups}):
+        """Called after a forward: planes that were new in it are stacked with those of their shape."""
+        if len(self._place) == self._stacked:
             return
-        stacked: dict[object, list[tuple[int, int]]] = {}
-        for place, (group, _) in self._place.items():
-            stacked.setdefault(self._kind(group.entries), []).append(place)
-        self._groups = []
-        for places in stacked.values():
-            group = Planes(torch.cat([self._place[place][0].entries[self._place[place][1]][None] for place in places]))
-            self._groups.append(group)
-            for plane, place in enumerate(places):
-                self._place[place] = group, plane
+        kinds: dict[object, list[tuple[int, int]]] = {}
+        for place, (group, plane) in self._place.items():
+            kinds.setdefault(_kind(group.entries[plane]), []).append(place)
+        groups = []
+        for places in kinds.values():
+            size = max(LEAST_STACK, -(-len(places) // STACKS))
+            for some in (places[at : at + size] for at in range(0, len(places), size)):
+                stack = Planes(torch.stack([self._place[each][0].entries[self._place[each][1]] for each in some]))
+                groups.append(stack)
+                self._place.update({each: (stack, plane) for plane, each in enumerate(some)})
+        self.groups, self._stacked = groups, len(self._place)
 
     def write(self, place: tuple[int, int], states: Tensor) -> Tensor:
         """Puts [batch, heads, n, dim] in its slots; returns the view [batch, heads, kv, dim] of all entries."""
         if place not in self._place:
             _, heads, _, dim = states.shape
             group = Planes(states.new_zeros(1, len(self.rows), heads, self.capacity, dim))
-            self._groups.append(group)
+            self.groups.append(group)
             self._place[place] = group, 0
         group, plane = self._place[place]
         entries = group.entries[plane, self._batch]  # [batch, heads, capacity, dim]
@@ -286,6 +373,11 @@ class KVCache(Cache):  # type: ignore[misc]
         keys, values = self.layers[layer_idx].update(key_states, value_states)
         return keys, values
 
-    @staticmethod
-    def _kind(entries: Tensor) -> object:
-        return entries.shape[2], entries.shape[4], entries.dtype, entries.device
+
+def _end(row: Row, num_computed: int) -> int:
+    return row.length + num_computed
+
+
+def _kind(plane: Tensor) -> object:
+    """Planes of one kind can be stacked: [rows, heads, capacity, dim]."""
+    return plane.shape[1], plane.shape[3], plane.dtype, plane.device

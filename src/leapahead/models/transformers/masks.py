@@ -1,4 +1,4 @@
-"""From trees to the tensors of one forward: tokens, positions, and who sees whom.
+"""From trees to the tensors of one forward: tokens, positions, and attention masks.
 
     one row of the batch, length 5, tree of 4 nodes   slot   0 1 2 3 4 | 5 6 7 8 | 9 ..
         root (position 5)                                    x x x x x | x       |
@@ -6,9 +6,9 @@
         │  └─ c (7)                                          x x x x x | x x   x |       ancestors, itself
         └─ b (6)                                             x x x x x | x   x   |
 
-A window is a distance of positions, not of slots: b is at slot 7 and position 6. Rows shorter than the longest see
-nothing behind their own nodes. Padding nodes repeat the root and see the committed entries and themselves, so that no
-line of a mask is empty.
+A sliding window is a distance of positions, not of slots: b is at slot 7 and position 6. Rows shorter than the longest
+attend to nothing behind their own nodes. Padding nodes repeat the root and attend to the committed entries and
+themselves, so that no row of a mask is empty.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from leapahead.models.transformers.families import Pattern
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a model is given for several trees, each behind its own committed entries.
+    """The inputs of a forward over several trees, each behind its own committed entries.
 
-    Behind those a row of the batch has slots of its own: its known nodes', which went through earlier, then the new.
+    Behind those a row of the batch has slots of its own: of its computed nodes, which went through earlier, then of the
+    new ones.
 
     Attributes:
         tokens: int64 [batch, n]; of the new nodes.
-        positions: int64 [batch, n]; theirs.
+        positions: int64 [batch, n]; of the new nodes.
         lengths: int64 [batch]; committed entries.
-        slots: int64 [batch, own]; of all nodes. Rows with fewer than others repeat their root's.
+        slots: int64 [batch, own]; of all nodes. Rows with fewer nodes than others repeat the slot of their root.
         there: int64 [batch, own]; the positions of all nodes.
-        ancestors: bool [batch, n, own]; whom the new nodes see.
+        ancestors: bool [batch, n, own]; which nodes the new ones attend to.
         end: number of slots that the forward reads.
     """
 
@@ -54,14 +55,14 @@ class Inputs:
         trees: Sequence[TokenTree],
         lengths: Sequence[int],
         device: torch.device,
-        known: Sequence[int] | None = None,
+        num_computed: Sequence[int] | None = None,
     ) -> Inputs:
-        known = known or [0] * len(trees)
-        n = max(len(tree) - first for tree, first in zip(trees, known, strict=True))
-        own = max(known) + n
+        num_computed = num_computed or [0] * len(trees)
+        n = max(len(tree) - first for tree, first in zip(trees, num_computed, strict=True))
+        own = max(num_computed) + n
         whole = np.empty((len(trees), 2 * n + 2 * own + 1), dtype=np.int64)  # one transfer
         ancestors = np.zeros((len(trees), n, own), dtype=np.bool_)
-        for row, (tree, length, first) in enumerate(zip(trees, lengths, known, strict=True)):
+        for row, (tree, length, first) in enumerate(zip(trees, lengths, num_computed, strict=True)):
             size, new = len(tree), len(tree) - first
             tokens, positions, slots, there = np.split(whole[row, :-1], (n, 2 * n, 2 * n + own))
             tokens[:new], tokens[new:] = tree.tokens[first:], tree.tokens[0]
@@ -72,7 +73,7 @@ class Inputs:
             mask = np.tri(size, dtype=np.bool_) if tree.is_chain else tree.ancestor_mask
             ancestors[row, :new, :size] = mask[first:]
             ancestors[row, new:, size : first + n] = np.eye(n - new, dtype=np.bool_)
-            ancestors[row, :, first + n :] = ancestors[row, :, :1]  # what stands at the root's slot a second time
+            ancestors[row, :, first + n :] = ancestors[row, :, :1]  # padding repeats the root's slot
         moved = torch.from_numpy(whole).to(device)
         return cls(
             tokens=moved[:, :n],
@@ -81,7 +82,7 @@ class Inputs:
             slots=moved[:, 2 * n : 2 * n + own],
             there=moved[:, 2 * n + own : -1],
             ancestors=torch.from_numpy(ancestors).to(device),
-            end=max(length + first for length, first in zip(lengths, known, strict=True)) + n,
+            end=max(length + first for length, first in zip(lengths, num_computed, strict=True)) + n,
         )
 
     def masks(self, patterns: Mapping[str, Pattern], dtype: torch.dtype | None) -> Tensor | dict[str, Tensor]:

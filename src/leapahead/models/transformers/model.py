@@ -1,7 +1,7 @@
 """Any causal language model of Transformers as a target, unpatched: tree attention over a KV cache of our own.
 
-The model is called as anyone may call it, with a 4-D mask, `position_ids` and a `Cache`; which of these it understands
-is tested when the target is made, on the model itself (`selftest`), and what fails is refused by name.
+The model is called through its public interface, with a 4-D mask, `position_ids` and a `Cache`. Which of these it
+supports is tested when the target is made, on the model itself (`selftest`); what fails is refused by name.
 
 Knows neither drafters nor text.
 """
@@ -9,63 +9,70 @@ Knows neither drafters nor text.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from time import perf_counter
+from threading import RLock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import transformers
 from torch import Tensor
 
-from leapahead.core.errors import BadLogits, BadParameter, LeapaheadError, Refused
+from leapahead.core.errors import BadLogits, BadParameter, LeapaheadError, Refused, first_line
 from leapahead.core.sampling import Sampler, SamplingParams
-from leapahead.core.stats import Stats
 from leapahead.core.tree import UNLIMITED, IntArray, TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.models.base import TOP_K, Choices, KeptPrompt, PromptTopK, checked_prompt
-from leapahead.models.transformers import families, selftest
+from leapahead.models.base import (
+    HIDDEN,
+    NOTHING,
+    PROMPT_ROWS,
+    Capture,
+    Cost,
+    TargetInfo,
+    checked_prompt,
+    require,
+)
+from leapahead.models.choices import Choices, PromptRows, best
+from leapahead.models.transformers import families, require_version, selftest
+from leapahead.models.transformers.captured import TopK, TopKRows
 from leapahead.models.transformers.forward import (
-    CHUNK,
-    CachedEngine,
-    ChainEngine,
-    Engine,
-    MaskedEngine,
-    NativeEngine,
+    CachedExecutor,
+    CachedState,
+    ChainExecutor,
+    Executor,
+    Layers,
+    MaskedExecutor,
+    Outputs,
     State,
     accepts,
 )
-from leapahead.models.transformers.kv_cache import KVCache
+from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
+from leapahead.models.transformers.memory import free_bytes, out_of_memory_in
+from leapahead.models.transformers.recurrent import NativeExecutor
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-# How torch says it, where it has no exception of its own for it: CPU, MPS, cuBLAS.
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+NODES = 512  # slots for the nodes of a step, behind a sequence that fills the context
+# The part of the free memory that the cache may take by default; the rest is for activations and for other programs.
+CACHE_SHARE = {"cuda": 0.7, "cpu": 0.5}
 
 
 class TransformersSession:
-    """One sequence. The engine's state holds every committed token but the last, which is the next root."""
+    """One sequence. The state holds every committed token but the last, which is the next root."""
 
-    def __init__(
-        self, tokens: list[int], state: State, sampler: Sampler, prompt_top_k: PromptTopK | None = None
-    ) -> None:
-        self.tokens = tokens
-        self.state = state
-        self.sampler = sampler
-        self.prompt_top_k = prompt_top_k
+    def __init__(self, tokens: list[int], state: State, sampler: Sampler, capture: Capture = NOTHING) -> None:
+        self.tokens, self.state, self.sampler, self.capture = tokens, state, sampler, capture
+        self.rows_given = 0  # positions of the prompt up to which captured rows were returned
+
+    @property
+    def unread(self) -> int:
+        return len(self.tokens) - 1 - self.state.length
 
     def commit(self, verdict: Verdict) -> None:
+        # The tokens come first: should the rest be interrupted, they are unread and `prefill` reads them again.
+        self.tokens += verdict.tokens
         with torch.no_grad():
             self.state.commit(verdict.path)
-        self.tokens += verdict.tokens
         self.sampler.committed()
-        assert self.state.length == len(self.tokens) - 1  # every committed token but the last
+        assert self.unread == 0  # the state holds every committed token but the last
 
     def close(self) -> None:
         self.state.close()
@@ -75,217 +82,265 @@ class TransformersTarget:
     """A loaded model; see `leapahead.models.base.Target`.
 
     Args:
-        model: any causal language model of Transformers. It is put in evaluation mode and otherwise left as it is.
-        max_batch: greatest number of sessions open at once; None for as many as memory holds.
+        model: a causal language model of Transformers, or such a model with PEFT adapters. It is put in evaluation mode
+            and otherwise left as it is.
         name: for reports and messages; by default the model's name or class.
+        cache_tokens: greatest number of tokens in the KV cache, all sequences together, each counted with the length of
+            the longest; by default as many as fit in 70 % of the free memory of a GPU, or 50 % of the host's.
         eager_choice: choose after all nodes at once and fetch them in one transfer, instead of row by row when read;
             by default on accelerators.
 
+    Attributes:
+        executor: how the model is run.
+        refusals: what the model cannot do, and why.
+
     Raises:
-        Refused: the model's own forward cannot be matched, not even token by token; the message says what was tried.
+        BadParameter: `model` is no model of Transformers.
+        Refused: the model's own forward cannot be matched, not even token by token; the message names what was tried.
     """
 
     def __init__(
         self,
         model: Any,
         *,
-        max_batch: int | None = None,
         name: str | None = None,
+        cache_tokens: int | None = None,
         eager_choice: bool | None = None,
     ) -> None:
-        if max_batch is not None and max_batch < 1:
-            raise BadParameter(f"max_batch={max_batch} is not possible: it must be at least 1, or None for no limit")
-        self.model = model
+        require_version(transformers.__version__)
+        if cache_tokens is not None and (isinstance(cache_tokens, bool) or cache_tokens < 2):
+            raise BadParameter(f"cache_tokens={cache_tokens} is not possible: it must be at least 2, or None")
+        self.model = model = families.language_model(model)
         self.config = families.text_config(model)
-        self.name = name or model.config.name_or_path or type(model).__name__
-        self.context_length = families.context_length(self.config)
+        self.lock = RLock()
         self.max_leaves = self.max_nodes = UNLIMITED
-        self.max_batch = max_batch
+        self.refusals: dict[str, str] = {}
+        self._name = name or model.config.name_or_path or type(model).__name__
         if model.config.is_encoder_decoder:
-            raise Refused(f"{self.name} is an encoder-decoder model; leapahead decodes causal language models")
+            raise Refused(f"{self._name} is an encoder-decoder model; leapahead decodes causal language models")
         if not model._is_stateful:
             families.attention_implementation(model)
         model.eval()
-        self.refusals: dict[str, str] = {}
-        with torch.no_grad(), self._memory("the test of the model", 1):
-            logits = self._first_logits()
-            self.vocab_size = logits.shape[-1]
-            self.device = logits.device
-            self.engine = self._tested_engine()
-        self.capabilities = self.engine.capabilities
-        self.precision = torch.finfo(model.dtype).eps  # the first logits may have been widened
-        self.pads = isinstance(self.engine, MaskedEngine)
-        threads = torch.get_num_threads() if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
-        self.fingerprint = " ".join(
-            str(part)
-            for part in (
-                f"transformers {type(model).__name__} {sum(p.numel() for p in model.parameters())} parameters",
-                *(getattr(self.config, each, "") for each in ("num_hidden_layers", "hidden_size", "vocab_size")),
-                model.dtype,
-                families.attention_implementation(model) if not model._is_stateful else "stateful",
-                self.device.type,
-                threads,
-            )
+        with torch.no_grad(), out_of_memory_in("the test of the model", 1, model.device):
+            logits, layers, hidden_size = self._first_calls()
+            self.device, vocab_size = logits.device, logits.shape[-1]
+            self.context_length = families.context_length(self.config)
+            self._ids = _ordinary_ids(model.config, self.config, vocab_size)
+            self.executor, has_hidden = self._tested_executor(layers)
+        self.info = TargetInfo(
+            name=self._name,
+            vocab_size=vocab_size,
+            context_length=self.context_length,
+            precision=torch.finfo(model.dtype).eps,  # the logits may have been widened
+            capabilities=self.executor.capabilities | ({HIDDEN} if has_hidden else frozenset()),
+            fingerprint=families.fingerprint(model, self.device),
+            padded=isinstance(self.executor, MaskedExecutor),
+            layers=len(layers) - 1 if has_hidden else 0,
+            hidden_size=hidden_size if has_hidden else 0,
         )
-        self._eager_choice = self.device.type != "cpu" if eager_choice is None else eager_choice
-        self._on_host = self.device.type == "cpu" and not self._eager_choice
+        if isinstance(self.executor, CachedExecutor):
+            self.executor.cache.limit = cache_tokens or self._usual_tokens(self.executor.cache)
+        self.executor.forget()  # the entries of the test
+        self.eager_choice = self.device.type != "cpu" if eager_choice is None else eager_choice
+        self._on_host = self.device.type == "cpu" and not self.eager_choice
 
     def open(
-        self,
-        tokens: Sequence[int],
-        params: SamplingParams,
-        stats: Stats | None = None,
-        reserve: int = 0,
-        top_k: int = 0,
+        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
     ) -> TransformersSession:
-        tokens = checked_prompt(tokens, self.vocab_size, self.context_length)
-        began = perf_counter()
-        with torch.no_grad(), self._memory(f"a prompt of {len(tokens)} tokens", 1):
-            kept = KeptPrompt(min(top_k, self.vocab_size)) if top_k and TOP_K in self.capabilities else None
-            state, forwards, reused = self.engine.open(tokens, kept and kept.see)
-        if stats is not None:
-            stats.prompt_tokens += len(tokens)
-            stats.prefill_forwards += forwards
-            stats.reused_tokens += reused
-            stats.prefill_seconds += perf_counter() - began
-        sampler = self._sampler(params, tokens)
-        return TransformersSession(tokens, state, sampler, kept.found(tokens) if kept is not None else None)
+        """See `Target.open`. The entries of a prompt that begins like an earlier one are taken from the cache.
 
-    def _sampler(self, params: SamplingParams, tokens: list[int]) -> Sampler:
-        if self._on_host and not params.processors:  # a user's processor is written for tensors
-            return Sampler(params, tokens, self.vocab_size, from_target=host_logits)
-        return Sampler(params, tokens, self.vocab_size, self._to_device)
+        Hidden states are not kept with the entries, so that a prompt whose hidden states are captured is read whole.
+        Top-k tokens are; at least one row of a prompt is read where they are captured.
+        """
+        require(self.info, capture.needs, "this capture")
+        prompt = checked_prompt(tokens, self.info)
+        reuse = 0 if self._layers(capture) else max(0, len(prompt) - 1 - (capture.top_k > 0))
+        with torch.no_grad(), out_of_memory_in(f"a prompt of {len(prompt)} tokens", 1, self.device):
+            state = self.executor.open(prompt, reuse, min(reserve, self.info.context_length))
+        return TransformersSession(prompt, state, self._sampler(params, prompt), capture)
+
+    def prefill(self, session: TransformersSession, max_tokens: int) -> PromptRows | None:
+        start, last = session.state.length, len(session.tokens) - 1
+        end = min(start + max_tokens, last)
+        assert end > start, "the prompt is read already"
+        # Committed tokens that must be read again, after an interrupt, were captured before.
+        capture = session.capture if len(session.tokens) == session.sampler.prompt_length else NOTHING
+        layers = self._layers(capture)
+        first = start if layers else max(start, last - PROMPT_ROWS)
+        rows = max(1, end - first) if capture.top_k else 1
+        with torch.no_grad(), out_of_memory_in(f"a prompt of {len(session.tokens)} tokens", 1, self.device):
+            logits, hidden = self.executor.prefill(session.state, end - start, rows, layers)
+        if layers:
+            logits = logits[-rows:] if capture.top_k else logits[:0]
+            return PromptRows(np.array(session.tokens[start:end]), start, logits, hidden)
+        return self._top_k_rows(session, first, logits[first - end :]) if capture.top_k and first < end else None
+
+    def _top_k_rows(self, session: TransformersSession, first: int, logits: Tensor) -> PromptRows:
+        """The captured rows from position `first`, behind those that are kept with the reused entries before it."""
+        assert isinstance(session.state, CachedState)
+        row = session.state.row
+        found = TopK(first, *best(logits, min(session.capture.top_k, self.info.vocab_size)))
+        if row.top_k is not None:
+            found = row.top_k.followed_by(found)
+        row.top_k = found.between(len(session.tokens) - 1 - PROMPT_ROWS, found.end)
+        fresh = row.top_k and row.top_k.between(session.rows_given, found.end)
+        assert fresh is not None
+        session.rows_given = fresh.end
+        return TopKRows(np.array(session.tokens[fresh.start : fresh.end]), fresh)
+
+    def fork(self, session: TransformersSession, params: SamplingParams) -> TransformersSession:
+        assert session.unread == 0, "a session is forked when its prompt is read"
+        tokens = list(session.tokens)
+        with torch.no_grad(), out_of_memory_in(f"a prompt of {len(tokens)} tokens", 1, self.device):
+            state = self.executor.fork(session.state, tokens)
+        return TransformersSession(tokens, state, self._sampler(params, tokens))
 
     def step(
         self,
         sessions: Sequence[TransformersSession],
         trees: Sequence[TokenTree],
-        known: Sequence[int] | None = None,
+        num_computed: Sequence[int] | None = None,
+        capture: Capture = NOTHING,
     ) -> list[Choices]:
+        require(self.info, capture.needs, "this capture")
+        if any(session.unread for session in sessions):
+            raise LeapaheadError("a session whose prompt is not read cannot be stepped; call target.prefill first")
         context = max(len(session.tokens) for session in sessions)
-        with torch.no_grad(), self._memory(f"a step at {context} tokens of context", len(sessions)):
-            logits = self.engine.forward([session.state for session in sessions], trees, known)
-            eager = self._eager_choice and known is None  # of a draft that grows nobody reads the choices
-            chosen = self._choose(sessions, trees, logits) if eager else [None] * len(sessions)
+        with torch.no_grad(), out_of_memory_in(f"a step at {context} tokens of context", len(sessions), self.device):
+            states = [session.state for session in sessions]
+            outputs = self.executor.forward(states, trees, num_computed, self._layers(capture))
+            eager = self.eager_choice and num_computed is None  # nobody reads the choices of a draft that grows
+            chosen = self._choose(sessions, trees, outputs) if eager else [None] * len(sessions)
         return [
-            Choices(rows, tree, session.sampler, at_once, first=first)
-            for session, tree, rows, at_once, first in zip(
-                sessions, trees, logits, chosen, known or [0] * len(trees), strict=True
+            Choices(logits, tree, session.sampler, at_once, num_computed=first, hidden=hidden)
+            for session, tree, (logits, hidden), at_once, first in zip(
+                sessions, trees, outputs, chosen, num_computed or [0] * len(trees), strict=True
             )
         ]
 
+    def cost(self, sessions: Sequence[TransformersSession], trees: Sequence[TokenTree]) -> Cost:
+        rows = self.executor.rows([session.state for session in sessions], trees)
+        return Cost(rows, len(trees), max(len(session.tokens) for session in sessions))
+
     def forget(self) -> None:
-        """Gives the cache's memory back, and with it the prompts that could be reused. No session may be open."""
-        self.engine.forget()
+        """Drops the entries kept of closed sessions, and releases the cache's memory unless a session is open."""
+        self.executor.forget()
 
-    def _choose(
-        self, sessions: Sequence[TransformersSession], trees: Sequence[TokenTree], logits: Sequence[Tensor]
-    ) -> list[IntArray | None]:
-        """The choices after all nodes of all sessions, by one transfer from the device."""
-        chosen = torch.cat(
-            [
-                session.sampler.choose(rows, tree, np.arange(len(tree)))
-                for session, tree, rows in zip(sessions, trees, logits, strict=True)
-            ]
-        ).numpy(force=True)
-        return list(np.split(chosen, np.cumsum([len(tree) for tree in trees])[:-1]))
+    def ordinary_ids(self) -> IntArray:
+        """Token ids without a special meaning, unlike those of padding or images; for tests and measurements."""
+        return self._ids
 
-    def _to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-    def _first_logits(self) -> Tensor:
-        """Of the first call of the model, to know their width and where they lie."""
-        try:
-            logits = selftest.own_logits(self.model, np.zeros((1, 1), dtype=np.int64))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise Refused(f"{self.name} cannot be called with token ids alone: {_first_sentence(error)}") from error
-        if logits.isnan().any() or logits.isposinf().any():
-            raise BadLogits(f"{self.name} gives NaN or infinite logits for a single token; try dtype float32")
-        return logits
-
-    def _tested_engine(self) -> Any:
-        """The most able engine that gives the model's own logits."""
-        patterns = families.patterns(self.config)
-        prompts, ids = self._test_prompts(), self._ordinary_ids()
-        # Only a cached token is final where attention is sparse by ranks, or where the model has a state.
-        plain = patterns is None or self.model._is_stateful
-        for name, build in self._engines(patterns):
-            try:
-                engine = build()
-                cached = NativeEngine(self.model, self.config, shared=True) if plain else None
-                result = selftest.run(engine, self.model, ids, prompts, cached)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                self.refusals[name] = f"{type(error).__name__}: {_first_sentence(error)}"
-                continue
-            if result.passed:
-                engine.forget()  # what was said in the test
-                if isinstance(engine, CachedEngine):
-                    engine.cache.max_rows = self.max_batch  # of which the test needs two
-                return engine
-            self.refusals[name] = f"logits differ by {result.error:.2g} standard deviations"
-        tried = "; ".join(f"{name}: {reason}" for name, reason in self.refusals.items())
-        raise Refused(f"{self.name} cannot be decoded exactly ({tried})")
-
-    def _test_prompts(self) -> tuple[int, int]:
-        """Their lengths; a small window shall be left behind."""
+    def test_prompts(self) -> tuple[int, int]:
+        """The lengths of the prompts of the self-test; a small attention window is left behind."""
         reaches = [each.window or each.chunk or UNLIMITED for each in (families.patterns(self.config) or {}).values()]
         return max((reach for reach in reaches if reach <= 24), default=1) + 3, 1
 
-    def _engines(self, patterns: dict[str, families.Pattern] | None) -> Iterator[tuple[str, Callable[[], Engine]]]:
+    def _layers(self, capture: Capture) -> Layers:
+        """The captured layers, counted from the embedding."""
+        count = self.info.layers + 1
+        for layer in capture.hidden:
+            if not -count <= layer < count:
+                raise BadParameter(f"there is no layer {layer} of hidden states: {self.info.name} has 0 to {count - 1}")
+        return tuple(layer % count for layer in capture.hidden)
+
+    def _sampler(self, params: SamplingParams, tokens: list[int]) -> Sampler:
+        vocab_size = self.info.vocab_size
+        if self._on_host and not params.processors:  # a user's processor is written for tensors
+            return Sampler(params, tokens, vocab_size, from_target=host_logits)
+        return Sampler(params, tokens, vocab_size, lambda array: torch.from_numpy(array).to(self.device))
+
+    def _choose(
+        self, sessions: Sequence[TransformersSession], trees: Sequence[TokenTree], outputs: Sequence[Outputs]
+    ) -> list[IntArray | None]:
+        """The choices after all nodes of all sessions, by one transfer from the device.
+
+        None for a session whose processor raises: its error is raised when its own `Choices` are read.
+        """
+        chosen: dict[int, Tensor] = {}
+        for at, (session, tree, (logits, _)) in enumerate(zip(sessions, trees, outputs, strict=True)):
+            try:
+                chosen[at] = session.sampler.choose(logits, tree, np.arange(len(tree)))
+            except Exception:
+                if not session.sampler.params.processors:
+                    raise
+        if not chosen:
+            return [None] * len(sessions)
+        sizes = [len(trees[at]) for at in chosen]
+        parts = np.split(torch.cat(list(chosen.values())).numpy(force=True), np.cumsum(sizes)[:-1])
+        found = dict(zip(chosen, parts, strict=True))
+        return [found.get(at) for at in range(len(sessions))]
+
+    def _first_calls(self) -> tuple[Tensor, Layers, int]:
+        """The model's logits for one token, the layers whose hidden states it gives, and the width of one."""
+        token = np.zeros((1, 1), dtype=np.int64)
+        try:
+            logits = selftest.own_logits(self.model, token)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise Refused(
+                f"{self._name} does not give logits for token ids alone ({first_line(error)}); load a causal language "
+                "model, as AutoModelForCausalLM does"
+            ) from error
+        if logits.isnan().any() or logits.isposinf().any():
+            raise BadLogits(f"{self._name} gives NaN or infinite logits for a single token; try dtype float32")
+        try:
+            return logits, *selftest.layers_of(self.model, token)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.refusals[HIDDEN] = first_line(error)
+            return logits, (), 0
+
+    def _tested_executor(self, layers: Layers) -> tuple[Executor, bool]:
+        """The most able executor that gives the model's own logits, and whether it gives its hidden states too."""
+        patterns, prompts = families.patterns(self.config), self.test_prompts()
+        # Only a cached token is final where attention is sparse by ranks, or where the model has a state.
+        plain = patterns is None or self.model._is_stateful
+        for name, build in self._executors(patterns):
+            try:
+                executor = build()
+                cached = NativeExecutor(self.model, self.config, shared=True) if plain else None
+                tested = layers if cached is None and executor.capabilities else ()
+                result = selftest.run(executor, self.model, self._ids, prompts, cached, tested)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self.refusals[name] = f"{type(error).__name__}: {first_line(error)}"
+                continue
+            if result.passed:
+                if tested and not result.hidden:
+                    self.refusals[HIDDEN] = "they differ from the model's own"
+                return executor, result.hidden
+            self.refusals[name] = f"logits differ by {result.error:.2g} standard deviations"
+        tried = "; ".join(f"{name}: {reason}" for name, reason in self.refusals.items())
+        raise Refused(f"{self._name} cannot be decoded exactly ({tried})")
+
+    def _executors(self, patterns: dict[str, families.Pattern] | None) -> Iterator[tuple[str, Callable[[], Executor]]]:
         """What may fit the model, from the most able to the least."""
         model = self.model
         if patterns is not None and not model._is_stateful:
             boolean = families.MASKS[families.attention_implementation(model)]
             if accepts(model, "position_ids", "past_key_values") and not families.counts_slots(self.config):
                 if boolean:
-                    yield "trees by a boolean mask", lambda: MaskedEngine(model, self._cache(), patterns, True)
-                yield "trees by an additive mask", lambda: MaskedEngine(model, self._cache(), patterns, False)
+                    yield "trees by a boolean mask", lambda: MaskedExecutor(model, self._cache(), patterns, True)
+                yield "trees by an additive mask", lambda: MaskedExecutor(model, self._cache(), patterns, False)
             if accepts(model, "past_key_values"):
-                yield "chains", lambda: ChainEngine(model, self._cache())
-        yield "token by token", lambda: NativeEngine(model, self.config, shared=False)
-        yield "token by token, one session at a time", lambda: NativeEngine(model, self.config, shared=True)
+                yield "chains", lambda: ChainExecutor(model, self._cache())
+        yield "token by token", lambda: NativeExecutor(model, self.config, shared=False)
+        yield "token by token, one session at a time", lambda: NativeExecutor(model, self.config, shared=True)
 
     def _cache(self) -> KVCache:
-        return KVCache(usual_length=min(self.context_length + CHUNK, UNLIMITED))
+        return KVCache(usual_length=min(self.context_length + NODES, UNLIMITED))
 
-    def _ordinary_ids(self) -> IntArray:
-        """Ids without a special meaning, as padding or images have one."""
-        configs = (self.model.config, self.config)
-        special = {
-            value
-            for config in configs
-            for key, value in config.to_dict().items()
-            if key.endswith(("token_id", "token_index"))
-            for value in (value if isinstance(value, list) else [value])
-        }
-        ids = [token for token in range(min(self.vocab_size, 4096)) if token not in special]
-        return np.array(ids or [0], dtype=np.int64)
-
-    @contextmanager
-    def _memory(self, what: str, batch: int) -> Iterator[None]:
-        """One clear sentence where memory runs out. No session has changed then: entries count once committed."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise self._out_of_memory(what, batch) from error
-        except RuntimeError as error:
-            if not any(sign in str(error) for sign in OUT_OF_MEMORY):
-                raise
-            raise self._out_of_memory(what, batch) from error
-
-    def _out_of_memory(self, what: str, batch: int) -> LeapaheadError:
-        return LeapaheadError(
-            f"out of memory in {what}, batch {batch}, on {self.model.device}; "
-            "use a smaller batch, a shorter context, or dtype bfloat16"
-        )
+    def _usual_tokens(self, cache: KVCache) -> int:
+        """How many tokens fit in the cache's part of the free memory."""
+        share = CACHE_SHARE.get(self.device.type, CACHE_SHARE["cpu"])
+        return max(FIRST_CAPACITY, int(share * free_bytes(self.device)) // max(1, cache.bytes_per_token))
 
 
 def host_logits(logits: Tensor) -> npt.NDArray[np.floating[Any]]:
-    """Logits on the CPU as float32 or float64 for numpy, which works on a row in one thread, in its own cache.
+    """Logits on the CPU as float32 or float64 for numpy, which processes a row in one thread, in its own cache.
 
     torch wakes a second thread for a row of a large vocabulary, and its argmax takes 20 to 50 times as long as numpy's:
     together about a millisecond a step.
@@ -298,92 +353,12 @@ def host_logits(logits: Tensor) -> npt.NDArray[np.floating[Any]]:
     return logits.numpy() if logits.dtype == torch.float64 else logits.float().numpy()
 
 
-def load(
-    name_or_path: str | Path,
-    *,
-    dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "auto",
-    trust_remote_code: bool = False,
-    max_batch: int | None = None,
-) -> tuple[TransformersTarget, Any]:
-    """Loads a model and its tokenizer from a folder or the Hugging Face hub.
-
-    Args:
-        name_or_path: a folder with config.json, or a hub id.
-        dtype: "auto" for the checkpoint's own, or a name of `DTYPES`.
-        device: "auto" for an accelerator if there is one, else the CPU.
-        trust_remote_code: whether the repository's own Python code may run.
-        max_batch: see `TransformersTarget`.
-
-    Returns:
-        The target, and the tokenizer or None if there are no files of one.
-
-    Raises:
-        BadParameter: no such model, dtype or device.
-        Refused: not a causal language model, or one that cannot be decoded exactly.
-    """
-    import transformers
-
-    name = str(name_or_path)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise BadParameter(f"the folder {name!r} has no config.json, so it is not a Transformers model")
-        name = str(folder)
-    elif folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise BadParameter(f"there is no folder {name!r}; give the folder of a Transformers model, or a hub id")
-    where = _device(device)
-    options = {"trust_remote_code": trust_remote_code}
-    try:
-        config = transformers.AutoConfig.from_pretrained(name, **options)
-        if config.is_encoder_decoder:
-            raise Refused(f"{name} is an encoder-decoder model ({config.model_type}); leapahead decodes causal ones")
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=_dtype(dtype), output_loading_info=True, **options
-        )
-    except (OSError, ValueError, ImportError) as error:
-        if isinstance(error, LeapaheadError):
-            raise
-        raise BadParameter(f"the model {name!r} cannot be loaded: {_first_sentence(error)}") from error
-    if report["missing_keys"]:
-        some = ", ".join(sorted(report["missing_keys"])[:3])
-        raise Refused(f"the checkpoint {name!r} lacks weights ({some}, ...), so it is not a whole causal model")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-    except (OSError, ValueError, ImportError, KeyError, TypeError):
-        tokenizer = None
-    try:
-        model = model.to(where)
-    except torch.OutOfMemoryError as error:
-        raise LeapaheadError(f"the model {name!r} does not fit on {where}; use dtype bfloat16, or the CPU") from error
-    return TransformersTarget(model, name=name, max_batch=max_batch), tokenizer
-
-
-def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    if dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype in DTYPES.values()):
-        return dtype
-    if isinstance(dtype, str) and dtype in DTYPES:
-        return DTYPES[dtype]
-    raise BadParameter(f"dtype {str(dtype)!r} is not possible; there are auto, {', '.join(DTYPES)}")
-
-
-def _device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        kinds = (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available()), ("cpu", True))
-        return torch.device(next(kind for kind, there in kinds if there))
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise BadParameter(f"device {str(device)!r} is not possible; there are auto, cpu, cuda, cuda:N, mps") from error
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise BadParameter(f"device {str(device)!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
-    if found.type == "mps" and not torch.backends.mps.is_available():
-        raise BadParameter("device 'mps' is not there: this is no Apple GPU, or torch was built without it")
-    if found.type not in ("cpu", "cuda", "mps"):
-        raise BadParameter(f"device {str(device)!r} is not possible; there are auto, cpu, cuda, cuda:N, mps")
-    return found
-
-
-def _first_sentence(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+def _ordinary_ids(model_config: Any, text_config: Any, vocab_size: int) -> IntArray:
+    special = {
+        value
+        for config in (model_config, text_config)
+        for key, value in config.to_dict().items()
+        if key.endswith(("token_id", "token_index"))
+        for value in (value if isinstance(value, list) else [value])
+    }
+    return np.array([token for token in range(min(vocab_size, 4096)) if token not in special] or [0], dtype=np.int64)

@@ -1,16 +1,21 @@
-"""Proves an engine on the model at hand, before any text: small random trees against the model's own plain forward.
+"""Tests an executor on the loaded model before any text: small random trees against the model's own plain forward.
 
 Two sequences of different lengths take two steps each; between them a commit moves entries in the cache. The logits of
-every node must be those that the model itself, without any cache or mask of ours, gives after the node's path:
+every node must be those that the model itself, without our cache and masks, gives after the node's path:
 
-    step 1   A: 0 ┬ 1 ┬ 3          B: 0 ┬ 1 ── 2      commits 0-2-5 of A and 0-3 of B, which lie apart in the cache
+    step 1   A: 0 ┬ 1 ┬ 3          B: 0 ┬ 1 ── 2      commits 0-2-5 of A and 0-3 of B, which are apart in the cache
                   │   └ 4               └ 3
                   └ 2 ── 5
     step 2   A: 0 ┬ 1 ── 2         B: 0 ┬ 1
                   └ 3                   └ 2 ── 3
 
-A model whose masks, positions or state an engine gets wrong fails here, whatever its name; so an architecture that
-nobody has tried is right or refused, not silently wrong.
+An executor that gets a model's masks, positions or state wrong fails here, whatever the architecture. So a model of an
+unknown architecture is decoded correctly or refused. Hidden states are tested in the same forwards.
+
+How far logits may differ is measured on the model: its own forward is computed twice, in batches of different shapes.
+In half precision a node of a mixture of experts may also be routed to another expert in one of the computations, which
+changes its logits by more than rounding does. Such a change depends on the tokens, and a wrong mask on the shape of the
+tree. So every node must agree with one of the model's two computations in at least one of several draws of tokens.
 """
 
 from __future__ import annotations
@@ -23,18 +28,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from leapahead.core.errors import Refused
 from leapahead.core.tree import IntArray, TokenTree
 from leapahead.models.base import CHAIN, TREE
-from leapahead.models.transformers.forward import Engine, inputs
+from leapahead.models.transformers.forward import Executor, Layers, Outputs, inputs, side_by_side
 
-# Logits may be this far apart in any case, in standard deviations of the logits, ...
+# Values may always be this far apart, in standard deviations, ...
 FLOOR = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
-# (token by token it is the model's own state that is tested, and a recurrence has other formulas for many tokens) ...
+# (where the model's own state is tested token by token, a recurrence has other formulas for many tokens) ...
 RECURRENT_FLOOR = 0.05
-# ... or so many times as far as the model's own logits are when it computes them in a batch of another shape.
+# ... or so many times as far as the model's two computations are, but in half precision never further than this.
 MARGIN = 8.0
+CEILING = 0.5
+DRAWS = 3  # of tokens, in half precision
 
-# Some models give tokens that they never say the lowest number there is; those have no part in the distances.
+# Some models give tokens that they never choose the lowest number there is; those have no part in the distances.
 BANNED = 1e4
 
 Shapes = tuple[tuple[tuple[list[int], list[int]], ...], ...]  # by sequence and step: parents, committed path
@@ -57,104 +65,207 @@ SHAPES: dict[str, Shapes] = {
 
 @dataclass(frozen=True)
 class Result:
-    """How far an engine's logits were from the model's own.
+    """How far an executor's values were from the model's own.
 
     Attributes:
-        error: distance, in standard deviations of the logits.
-        tolerance: as much as rounding explains.
+        error: the greatest distance of a node's logits, in standard deviations of the logits.
+        tolerance: as much as rounding explains, at that node.
+        hidden: whether the hidden states agree as well; false where none were asked for.
     """
 
     error: float
     tolerance: float
+    hidden: bool = False
 
     @property
     def passed(self) -> bool:
         return self.error <= self.tolerance  # false for NaN
 
 
-def run(engine: Engine, model: Any, ids: IntArray, prompts: tuple[int, int], cached: Engine | None = None) -> Result:
-    """Tests `engine` on `model`.
+@dataclass(frozen=True)
+class Distances:
+    """How far the values of each node are from the nearest of the model's own computations.
+
+    Attributes:
+        errors: [nodes], in standard deviations.
+        tolerances: [nodes].
+    """
+
+    errors: Tensor
+    tolerances: Tensor
+
+    @property
+    def small(self) -> bool:
+        return bool((self.errors <= self.tolerances).all())  # false for NaN
+
+    def least(self, other: Distances | None) -> Distances:
+        """At each node the smaller one, relative to its tolerance; NaN where one is."""
+        if other is None:
+            return self
+        mine, theirs = self.errors / self.tolerances, other.errors / other.tolerances
+        worse = (theirs < mine) & ~mine.isnan()
+        return Distances(
+            torch.where(worse, other.errors, self.errors), torch.where(worse, other.tolerances, self.tolerances)
+        )
+
+
+def run(
+    executor: Executor,
+    model: Any,
+    ids: IntArray,
+    prompts: tuple[int, int],
+    cached: Executor | None = None,
+    layers: Layers = (),
+) -> Result:
+    """Tests `executor` on `model`.
 
     Args:
-        ids: token ids that mean nothing special to the model.
+        ids: token ids without a special meaning for the model.
         prompts: lengths of the two sequences' prompts.
-        cached: compare with this engine, one sequence after the other, instead of with plain forwards. For models
+        cached: compare with this executor, one sequence after the other, instead of with plain forwards. For models
             whose own logits depend on what follows: then their own state, one token at a time, is what is preserved.
+        layers: whose hidden states are tested too.
     """
-    rng = np.random.default_rng(0)
+    kind = next((name for name in (TREE, CHAIN) if name in executor.capabilities), "")
+    dtype = model.dtype if model.dtype in FLOOR else torch.float16
+    floor = FLOOR[dtype] if kind else max(FLOOR[dtype], RECURRENT_FLOOR)
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    logits: Distances | None = None
+    hidden: Distances | None = None
+    for draw in range(DRAWS if is_half else 1):
+        paths, ours = _nodes(executor, ids, prompts, SHAPES[kind], layers, draw)
+        theirs = references(model, paths, layers) if cached is None else [one_by_one(cached, paths)]
+        logits = distances(ours.logits, [each.logits for each in theirs], floor, is_half).least(logits)
+        if layers:
+            hidden = _of_layers(ours, theirs, len(layers), floor, is_half).least(hidden)
+        if logits.small and (hidden is None or hidden.small):
+            break
+    assert logits is not None
+    worst = int((logits.errors / logits.tolerances).nan_to_num(nan=float("inf")).argmax())
+    return Result(float(logits.errors[worst]), float(logits.tolerances[worst]), hidden is not None and hidden.small)
 
-    def draw(count: int) -> list[int]:
+
+def distances(mine: Tensor, theirs: Sequence[Tensor], floor: float, is_half: bool, banned: float = BANNED) -> Distances:
+    """Compares values [nodes, width] with the model's own, computed once or in several ways."""
+    mine = mine.to(theirs[0])
+    real = theirs[0].abs() < banned
+    if (real != (mine.abs() < banned)).any():
+        return Distances(mine.new_full((len(mine),), torch.nan), mine.new_ones(len(mine)))
+    spread = theirs[0][real].std().clamp_min(torch.finfo(mine.dtype).tiny)
+
+    def apart(one: Tensor, other: Tensor) -> Tensor:
+        return (one - other).abs().where(real, 0).amax(dim=1) / spread
+
+    errors = torch.stack([apart(mine, each) for each in theirs]).amin(dim=0)  # NaN stays NaN
+    noise = torch.stack([apart(theirs[0], each) for each in theirs]).amax(dim=0)
+    tolerance = MARGIN * float(noise.median() if is_half else noise.max())
+    tolerance = max(floor, min(tolerance, CEILING) if is_half else tolerance)
+    return Distances(errors, torch.full_like(errors, tolerance))
+
+
+def _of_layers(ours: Outputs, theirs: Sequence[Outputs], count: int, floor: float, is_half: bool) -> Distances:
+    """The distances of hidden states, at each node those of the worst layer."""
+    mine, *own = [each.hidden.chunk(count, dim=-1) for each in (ours, *theirs) if each.hidden is not None]
+    infinite = float("inf")
+    found = [distances(layer, [each[at] for each in own], floor, is_half, infinite) for at, layer in enumerate(mine)]
+    ratios = torch.stack([each.errors / each.tolerances for each in found]).amax(dim=0)
+    return Distances(ratios, torch.ones_like(ratios))
+
+
+def _nodes(
+    executor: Executor, ids: IntArray, prompts: tuple[int, int], shapes: Shapes, layers: Layers, draw: int
+) -> tuple[list[list[int]], Outputs]:
+    """Runs the steps of the module's picture; returns the path of every node and the executor's values after it."""
+    rng = np.random.default_rng(draw)
+
+    def drawn(count: int) -> list[int]:
         return [int(token) for token in rng.choice(ids, size=count)]
 
-    kind = next((name for name in (TREE, CHAIN) if name in engine.capabilities), "")
-    texts = [draw(length) for length in prompts]
-    states = [engine.open(text)[0] for text in texts]
-    ours: list[Tensor] = []  # [vocab] each
-    paths: list[list[int]] = []  # the tokens up to each of them
+    texts = [drawn(length) for length in prompts]
+    states = [executor.open(text) for text in texts]
+    found: list[Outputs] = []
+    paths: list[list[int]] = []
     try:
-        for plan in zip(*SHAPES[kind], strict=True):
+        for state, text in zip(states, texts, strict=True):
+            if len(text) > 1:
+                executor.prefill(state, len(text) - 1)
+        for plan in zip(*shapes, strict=True):
             trees = [
-                TokenTree(np.array([text[-1], *draw(len(parents) - 1)]), np.array(parents))
+                TokenTree(np.array([text[-1], *drawn(len(parents) - 1)]), np.array(parents))
                 for text, (parents, _) in zip(texts, plan, strict=True)
             ]
-            logits = engine.forward(states, trees)
-            for text, tree, state, rows, (_, path) in zip(texts, trees, states, logits, plan, strict=True):
-                ours += rows
+            outputs = executor.forward(states, trees, None, layers)
+            for text, tree, state, output, (_, path) in zip(texts, trees, states, outputs, plan, strict=True):
+                found.append(output)
                 paths += [text + tree.path_tokens(node) for node in range(len(tree))]
                 state.commit(path)
-                text += tree.path_tokens(path[-1]) + draw(1)
+                text += tree.path_tokens(path[-1]) + drawn(1)
     finally:
         for state in states:
             state.close()
-    theirs, noise = reference(model, paths) if cached is None else one_by_one(cached, paths)
-    mine = torch.stack(ours).to(theirs)
-    real = theirs.abs() < BANNED
-    if (real != (mine.abs() < BANNED)).any():
-        return Result(float("inf"), 0.0)
-    spread = theirs[real].std().clamp_min(torch.finfo(theirs.dtype).tiny)
-    error = (mine - theirs).abs().where(real, 0).amax(dim=1)  # [paths]
-    # In half precision a single node may fall on the other side of a router's decision; a wrong mask moves many.
-    strict = ours[0].dtype in (torch.float32, torch.float64)
-    measured = error.max() if strict else error.quantile(0.75)
-    floor = FLOOR[ours[0].dtype] if kind else RECURRENT_FLOOR
-    return Result(float(measured / spread), max(floor, MARGIN * float(noise / spread)))
+    hidden = torch.cat([each.hidden for each in found if each.hidden is not None]) if layers else None
+    return paths, Outputs(torch.cat([each.logits for each in found]), hidden)
 
 
-def reference(model: Any, paths: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """The model's own logits after each path, by plain forwards without any cache.
-
-    Returns:
-        [paths, vocab], and the greatest difference when the longest path is computed alone.
-    """
+def references(model: Any, paths: Sequence[Sequence[int]], layers: Layers = ()) -> list[Outputs]:
+    """The model's own values after each path, by plain forwards without any cache: in one batch, and in two halves."""
     whole = [path for path in paths if not any(len(path) < len(o) and o[: len(path)] == path for o in paths)]
-    longest = max(range(len(whole)), key=lambda i: len(whole[i]))
-    length = len(whole[longest])
-    batch = np.array([[*path, *[path[0]] * (length - len(path))] for path in whole])  # what follows cannot be seen
-    logits = own_logits(model, batch)
+    length = max(map(len, whole))
+    batch = np.array([[*path, *[path[0]] * (length - len(path))] for path in whole])  # what follows is not attended to
     rows = [next(i for i, each in enumerate(whole) if each[: len(path)] == path) for path in paths]
-    alone = own_logits(model, batch[longest : longest + 1])[0]
-    noise = (alone - logits[longest]).abs().where(alone.abs() < BANNED, 0).max()
-    return logits[rows, [len(path) - 1 for path in paths]], noise
+    last = [len(path) - 1 for path in paths]
+    half = (len(batch) + 1) // 2
+    found = []
+    for parts in ([batch], [batch[:half], batch[half:]]):
+        outputs = [own_outputs(model, part, layers) for part in parts if len(part)]
+        hidden = torch.cat([each.hidden for each in outputs if each.hidden is not None])[rows, last] if layers else None
+        found.append(Outputs(torch.cat([each.logits for each in outputs])[rows, last], hidden))
+    return found
 
 
-def one_by_one(engine: Engine, paths: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """The same by `engine`, for paths that are two sequences in turns, each a token longer than the last."""
+def one_by_one(executor: Executor, paths: Sequence[Sequence[int]]) -> Outputs:
+    """The same by `executor`, for paths that are two sequences in turns, each a token longer than the last."""
     rows: dict[int, Tensor] = {}
     for first in (0, 1):
         tokens = list(paths[first])
-        state = engine.open(tokens)[0]
+        state = executor.open(tokens)
+        if len(tokens) > 1:
+            executor.prefill(state, len(tokens) - 1)
         for index in range(first, len(paths), 2):
             tokens += paths[index][len(tokens) :]
-            rows[index] = engine.forward([state], [TokenTree.root(tokens[-1])])[0][0]
+            rows[index] = executor.forward([state], [TokenTree.root(tokens[-1])])[0].logits[0]
             state.commit([0])
         state.close()
-    logits = torch.stack([rows[index] for index in range(len(paths))])
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return logits, logits.new_zeros(())
+    return Outputs(_wide(torch.stack([rows[index] for index in range(len(paths))])))
+
+
+def own_outputs(model: Any, tokens: IntArray, layers: Layers = ()) -> Outputs:
+    """Of a plain forward: logits [batch, length, vocab] and hidden states, float32 or float64."""
+    device = model.get_input_embeddings().weight.device
+    options = {"output_hidden_states": True} if layers else {}
+    output = model(**inputs(model, tokens, 0, device), use_cache=False, **options)
+    hidden = side_by_side(output.hidden_states, layers) if layers else None
+    return Outputs(_wide(output.logits), None if hidden is None else _wide(hidden))
 
 
 def own_logits(model: Any, tokens: IntArray) -> Tensor:
     """[batch, length, vocab], float32 or float64."""
+    return own_outputs(model, tokens).logits
+
+
+def layers_of(model: Any, tokens: IntArray) -> tuple[Layers, int]:
+    """The layers whose hidden states a model gives, and the width of one.
+
+    Raises:
+        Refused: it gives none, or some that are not [batch, length, width].
+    """
     device = model.get_input_embeddings().weight.device
-    logits: Tensor = model(**inputs(model, tokens, 0, device), use_cache=False).logits
-    return logits if logits.dtype == torch.float64 else logits.float()
+    states = model(**inputs(model, tokens, 0, device), use_cache=False, output_hidden_states=True).hidden_states
+    shapes = {tuple(each.shape) for each in states or ()}
+    if len(shapes) != 1 or len(shape := shapes.pop()) != 3 or shape[:2] != tokens.shape:
+        raise Refused("the model's forward gives no hidden states of one width")
+    return tuple(range(len(states))), shape[-1]
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()

@@ -1,0 +1,46 @@
+"""Memory of a device: how much is free, and errors that say it ran out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from leapahead.core.errors import LeapaheadError
+
+# The texts of torch's errors that are no `OutOfMemoryError`: of the CPU, MPS and cuBLAS.
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated on a device. Where the system does not tell, half of what there is."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+@contextmanager
+def out_of_memory_in(what: str, batch: int, device: torch.device) -> Iterator[None]:
+    """Turns torch's errors of exhausted memory into one clear sentence; other errors pass.
+
+    Args:
+        what: the computation, for the message.
+        batch: its number of sequences.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        is_memory = isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in OUT_OF_MEMORY)
+        if not is_memory:
+            raise
+        raise LeapaheadError(
+            f"out of memory in {what}, batch {batch}, on {device}; use a smaller batch, a shorter context, or dtype "
+            "bfloat16"
+        ) from error

@@ -1,0 +1,191 @@
+"""Loads models and tokenizers from a folder or the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from transformers.utils import logging
+
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_line
+from leapahead.models.transformers.model import TransformersTarget
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+NO_TOKENIZER = (OSError, ValueError, ImportError, KeyError, TypeError)
+HUB_SECONDS = 10.0  # for the one request that asks the hub for a model
+
+
+def load(
+    name_or_path: str | Path,
+    *,
+    name: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    trust_remote_code: bool = False,
+    cache_tokens: int | None = None,
+) -> tuple[TransformersTarget, Any]:
+    """Loads a model and its tokenizer from a folder or the Hugging Face hub.
+
+    Args:
+        name_or_path: a folder with config.json, or a hub id.
+        name: for reports; by default `name_or_path`.
+        dtype: "auto" for the checkpoint's own, or a name of `DTYPES`.
+        device: "auto" for an accelerator if there is one, else the CPU.
+        trust_remote_code: whether the repository's own Python code may run.
+        cache_tokens: see `TransformersTarget`.
+
+    Returns:
+        The target, and the tokenizer or None if there are no files of one.
+
+    Raises:
+        BadParameter: no such model, dtype or device.
+        Refused: not a causal language model, or one that cannot be decoded exactly.
+    """
+    where, wanted = checked_device(device), checked_dtype(dtype)
+    with quiet():
+        source, options = _source(name_or_path, "config.json", trust_remote_code)
+        model, on_device = _model(source, wanted, where, options)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+        except NO_TOKENIZER:
+            tokenizer = None
+    if not on_device:
+        try:
+            model = model.to(where)
+        except torch.OutOfMemoryError as error:
+            raise LeapaheadError(f"the model {source!r} does not fit on {where}; use dtype bfloat16") from error
+    return TransformersTarget(model, name=name or source, cache_tokens=cache_tokens), tokenizer
+
+
+def load_tokenizer(name_or_path: str, trust_remote_code: bool) -> Any:
+    """The tokenizer of a folder or a hub id.
+
+    Raises:
+        BadParameter: there is none, or it cannot be loaded.
+    """
+    with quiet():
+        source, options = _source(name_or_path, "tokenizer_config.json", trust_remote_code)
+        try:
+            return transformers.AutoTokenizer.from_pretrained(source, **options)
+        except NO_TOKENIZER as error:
+            raise BadParameter(f"the tokenizer {source!r} cannot be loaded: {first_line(error)}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without Transformers' progress bars and warnings; its settings are restored at the end."""
+    verbosity = logging.get_verbosity()
+    bars, hub_bars = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()  # disables the hub's too, which show a download
+    if hub_bars:
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+            if not hub_bars:
+                disable_progress_bars()
+
+
+def _source(name_or_path: str | Path, file: str, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
+    """The folder or hub id as text, and the options of `from_pretrained` for it. `file` is one that must be there.
+
+    The hub is asked once, since its client repeats a request that cannot be sent for half a minute.
+    """
+    name, folder = str(name_or_path), Path(name_or_path).expanduser()
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if folder.is_dir():
+        if not (folder / file).is_file():
+            what = "Transformers model" if file == "config.json" else "tokenizer"
+            raise BadParameter(f"the folder {name!r} has no {file}, so it is not a {what}")
+        return str(folder), options
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise BadParameter(f"there is no folder {name!r}; give the folder of a Transformers model, or a hub id")
+    is_cached = isinstance(try_to_load_from_cache(name, file), str)
+    try:
+        HfApi().model_info(name, timeout=HUB_SECONDS)
+    except RepositoryNotFoundError as error:
+        raise BadParameter(
+            f"there is no folder {name!r}, and no model of that name on the Hugging Face hub that you may read; check "
+            "the name, or log in with `hf auth login`"
+        ) from error
+    except HfHubHTTPError:
+        pass  # the hub answers, and the download tells what is wrong
+    except Exception as error:  # of the HTTP client, which differs from release to release: the hub is out of reach
+        if not is_cached:
+            raise BadParameter(
+                f"there is no folder {name!r}, and the Hugging Face hub cannot be reached "
+                f"({first_line(error)}); check the name or the connection"
+            ) from error
+        options["local_files_only"] = True
+    return name, options
+
+
+def _model(source: str, dtype: str | torch.dtype, device: torch.device, options: dict[str, Any]) -> tuple[Any, bool]:
+    """The model, and whether it is on the device already, as quantised ones are."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, **options)
+        if config.is_encoder_decoder:
+            raise Refused(f"{source} is an encoder-decoder model ({config.model_type}); leapahead decodes causal ones")
+        placed = {"device_map": device} if getattr(config, "quantization_config", None) is not None else {}
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, output_loading_info=True, **placed, **options
+        )
+    except LeapaheadError:
+        raise
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise BadParameter(f"the model {source!r} cannot be loaded: {first_line(error)}") from error
+    if report["missing_keys"]:
+        some = ", ".join(sorted(report["missing_keys"])[:3])
+        raise Refused(f"the checkpoint {source!r} lacks weights ({some}, ...), so it is not a whole causal model")
+    return model, bool(placed)
+
+
+def checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """What `from_pretrained` takes.
+
+    Raises:
+        BadParameter: no such dtype.
+    """
+    if dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype in DTYPES.values()):
+        return dtype
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return DTYPES[dtype]
+    raise BadParameter(f"dtype {str(dtype)!r} is not possible; there are auto, {', '.join(DTYPES)}")
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    """A device that exists; "auto" is an accelerator if there is one.
+
+    Raises:
+        BadParameter: no such device.
+    """
+    if device == "auto":
+        kinds = (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available()), ("cpu", True))
+        return torch.device(next(kind for kind, there in kinds if there))
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise BadParameter(f"device {str(device)!r} is not possible; there are auto, cpu, cuda, cuda:N, mps") from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise BadParameter(f"device {str(device)!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    if found.type == "mps" and not torch.backends.mps.is_available():
+        raise BadParameter("device 'mps' is not there: this is no Apple GPU, or torch was built without it")
+    if found.type not in ("cpu", "cuda", "mps"):
+        raise BadParameter(f"device {str(device)!r} is not possible; there are auto, cpu, cuda, cuda:N, mps")
+    return found

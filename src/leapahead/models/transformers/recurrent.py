@@ -1,0 +1,153 @@
+"""Models whose state cannot discard tokens: the root alone goes through, by the state that the model itself makes.
+
+Their prompt is read in one forward, whatever the size of a chunk: the formulas of a recurrence over a chunk that begins
+in the middle of a text need not be exact, and some of these models ignore the state that they are given with it. Of
+that forward the logits of the last token alone are computed, where the model takes `logits_to_keep`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from leapahead.core.errors import Refused
+from leapahead.core.tree import TokenTree
+from leapahead.models.transformers.forward import Layers, Outputs, accepts, inputs
+
+
+class NativeState:
+    """The model's own state after the committed tokens but the last; between a step and its commit, after the last too.
+
+    Attributes:
+        tokens: of the sequence, live.
+        length: committed tokens that the state holds.
+        memory: the state; None where it is kept in the model's modules, or not made yet.
+        broken: the memory must be computed from the tokens: nothing was read yet, a forward failed, or the session was
+            forked.
+        logits: after the root [1, vocab], from the step to the commit.
+    """
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.length = 0
+        self.memory: Any = None
+        self.broken = True
+        self.logits: Tensor | None = None
+
+    def commit(self, path: Sequence[int]) -> None:
+        assert list(path) == [0], "this target keeps the root alone"
+        assert self.logits is not None, "commit without a step"
+        self.length += 1
+        self.logits = None
+
+    def close(self) -> None:
+        self.memory = self.logits = None
+
+
+class NativeExecutor:
+    """One token at a time, one forward a session.
+
+    Args:
+        config: of the language part.
+        shared: the state is kept in the model's modules, so that a session which follows another one in time reads its
+            tokens again.
+    """
+
+    capabilities: frozenset[str] = frozenset()
+
+    def __init__(self, model: Any, config: Any, shared: bool) -> None:
+        self.model = model
+        self.config = config
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.shared = shared
+        self.owner: NativeState | None = None
+        self.few_logits = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
+        self.name = next((name for name in ("past_key_values", "cache_params", "state") if accepts(model, name)), None)
+        if self.name is None:
+            raise Refused("its forward takes no cache")
+
+    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0) -> NativeState:
+        return NativeState(tokens)
+
+    def prefill(self, state: NativeState, count: int, rows: int = 1, layers: Layers = ()) -> Outputs:
+        """All tokens but the last in one forward, whatever `count` is; logits of the last one read."""
+        assert not layers, "this target has no hidden states"
+        tokens, state.length, state.logits = state.tokens[:-1], 0, None
+        self._begin(state)
+        logits = self._read(state, tokens)
+        state.length = len(tokens)
+        return Outputs(logits)
+
+    def fork(self, state: NativeState, tokens: list[int]) -> NativeState:
+        """Copies the state; where it is kept in the modules, the tokens are read again when the fork is stepped."""
+        other = NativeState(tokens)
+        other.length = state.length
+        if not (self.shared or state.broken) and state.logits is None:
+            other.memory, other.broken = copy.deepcopy(state.memory), False
+        return other
+
+    def forward(
+        self,
+        states: Sequence[NativeState],
+        trees: Sequence[TokenTree],
+        num_computed: Sequence[int] | None = None,
+        layers: Layers = (),
+    ) -> list[Outputs]:
+        assert not any(num_computed or ()), "this target takes no drafts"
+        assert not layers, "this target has no hidden states"
+        found = []
+        for state, tree in zip(states, trees, strict=True):
+            assert len(tree) == 1, "this target takes no drafts"
+            if state.logits is None:  # a root that was read already cannot be read twice
+                if self._lost(state):
+                    self._read_again(state)
+                state.logits = self._read(state, [int(tree.tokens[0])])
+            found.append(Outputs(state.logits))
+        return found
+
+    def rows(self, states: Sequence[NativeState], trees: Sequence[TokenTree]) -> int:
+        lost = [state for at, state in enumerate(states) if self._lost(state) or (self.shared and at)]
+        return len(trees) + sum(state.length for state in lost)
+
+    def forget(self) -> None:
+        self.owner = None
+
+    def _lost(self, state: NativeState) -> bool:
+        """Whether the memory must be computed again."""
+        return state.broken or (self.shared and self.owner is not state)
+
+    def _read_again(self, state: NativeState) -> None:
+        """Makes the memory of a session again from its tokens."""
+        length, state.length, state.broken = state.length, 0, True
+        try:
+            self._begin(state)
+            if length:
+                self._read(state, state.tokens[:length])
+        finally:
+            state.length = length
+
+    def _begin(self, state: NativeState) -> None:
+        # Some models make their state themselves, the others use the one of Transformers.
+        own = not self.model._supports_default_dynamic_cache()
+        state.memory, self.owner = None if own else DynamicCache(config=self.config), None
+        if self.shared:
+            one = inputs(self.model, np.zeros((1, 1), dtype=np.int64), 0, self.device)
+            self.model(**one, use_cache=False)  # empties the modules' state
+            self.owner = state
+        state.broken = False
+
+    def _read(self, state: NativeState, tokens: list[int]) -> Tensor:
+        given = inputs(self.model, np.array([tokens]), state.length, self.device)
+        state.broken = True
+        output = self.model(**given, **{str(self.name): state.memory}, use_cache=True, **self.few_logits)
+        state.broken = False
+        if not isinstance(state.memory, DynamicCache):
+            state.memory = output[self.name]
+        last: Tensor = output.logits[0, -1:]
+        return last
