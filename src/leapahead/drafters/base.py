@@ -63,9 +63,10 @@ class Drafter(ABC):
         needs: capabilities that the target must have ("chain", "tree", "logits", "top_k", "hidden").
         same_text: whether the text under a seed is plain decoding's; false for rules that keep only the distribution.
         takes_prediction: whether it makes use of the user's prediction.
-        plans: whether it reads the latency profile, which is then measured before the first request.
 
     Attributes:
+        plans: whether it reads the latency profile, which is then measured before the first request. Known after
+            `attach`.
         capture: what the target's forwards are to give beside the choices. Known after `attach`.
         host: what `attach` was given.
     """
@@ -74,7 +75,7 @@ class Drafter(ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     same_text: ClassVar[bool] = True
     takes_prediction: ClassVar[bool] = False
-    plans: ClassVar[bool] = False
+    plans: bool = False
     capture: Capture = NOTHING
     host: Host
 

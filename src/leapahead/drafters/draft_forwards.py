@@ -156,7 +156,7 @@ class StepForwards:
             searches: by sequence.
             drafted: whether the draft of the sequence has any nodes.
         """
-        if not self.seconds:
+        if not self.seconds or self.forwards.depth:
             return
         longest = self.plan.longest_back_off(self.seconds)
         for index, search in searches.items():

@@ -72,8 +72,6 @@ class Planned(Drafter):
         left_out: source -> why this target cannot serve it.
     """
 
-    plans = True
-
     def __init__(
         self, nodes: int = 0, max_nodes: int = 128, seed_aware: bool = True, depth: int = 0, chain: bool = False
     ) -> None:
@@ -104,6 +102,10 @@ class Planned(Drafter):
             else:
                 usable.append(source)
                 self.capture |= source.capture
+        # With a fixed number of nodes, only probe nodes and draft forwards are planned.
+        planned_forwards = self.draft_forwards is not None and not self.depth
+        planned_probes = any(source.probe_name for source in usable)
+        self.plans = bool(usable) and (not self.nodes or planned_forwards or planned_probes)
         if not usable:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
             warnings.warn(
@@ -118,9 +120,9 @@ class Planned(Drafter):
 
     def begin(self, sequence: SequenceView) -> None:
         sources = [source for source in self.make_sources(sequence) if source.name not in self.left_out]
-        self._sequences[sequence] = Drafting(sequence, sources)
         for source in sources:
             source.begin(sequence)
+        self._sequences[sequence] = Drafting(sequence, sources)
 
     def read_prompt(self, sequence: SequenceView, rows: PromptRows) -> None:
         for source in self._sequences[sequence].sources:
@@ -196,7 +198,9 @@ class Planned(Drafter):
         for index, drafting in active.items():
             drafting.search = searches[index]
             found[index] = searches[index].proposal(kept[index])
-            drafting.back_off.update(paid=kept[index] > 1, longest=plan.longest_back_off(self._drafting_time(0)))
+            if not self.nodes:
+                longest = plan.longest_back_off(self._drafting_time(0))
+                drafting.back_off.update(paid=kept[index] > 1, longest=longest)
             if drafting.probing:
                 found[index] = _with_probes(found[index], drafting, budgets[index])
         if forwards is not None:
@@ -253,16 +257,19 @@ class Planned(Drafter):
 
     def _probe_nodes(self, drafting: Drafting, plan: StepPlan) -> int:
         """The number of probe nodes of a sequence; a source whose probe nodes cost too much is told to skip them."""
-        profile, usual, found = plan.latency.profile(plan.sequences), plan.sequences * USUAL_NODES, 0
         drafting.probing = []
+        found, usual = 0, plan.sequences * USUAL_NODES
         for source in drafting.sources:
-            if size := source.probe_nodes:
+            if not (size := source.probe_nodes):
+                continue
+            if not self.nodes:
+                profile = plan.latency.profile(plan.sequences)
                 share = profile(usual + plan.sequences * size) / profile(usual) - 1  # of a step
-                if not self.nodes and share * (1 + drafting.accepted) > source.probe_gain:
+                if share * (1 + drafting.accepted) > source.probe_gain:
                     source.skip_probe()
-                else:
-                    drafting.probing.append(source)
-                    found += size
+                    continue
+            drafting.probing.append(source)
+            found += size
         return found
 
 

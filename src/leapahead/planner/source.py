@@ -56,14 +56,14 @@ class Source(ABC):
         capture: what the target's forwards are to give beside the choices.
         costs_forward: whether a candidate list costs a forward of another model. How often the first of its candidates
             is right is then counted under a key of its own, which tells what such a forward is worth.
-        probe_name: who drafted its probe nodes, in reports.
+        probe_name: who drafted its probe nodes, in reports; "" for a source that adds none.
     """
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
     capture: ClassVar[Capture] = NOTHING
     costs_forward: ClassVar[bool] = False
-    probe_name: ClassVar[str] = "probe"
+    probe_name: ClassVar[str] = ""
 
     # ------------------------------------------------------------------------------- the life of a sequence
 
