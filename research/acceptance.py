@@ -1,4 +1,4 @@
-"""Acceptance length by drafter, on the same prompts, every text compared with plain decoding's."""
+"""Acceptance length of every drafter on the same prompts, with every text compared with plain decoding's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rich.progress import Progress
 from leapahead.api import LLM
 from leapahead.check import distinct
 from leapahead.core.stats import Stats
-from leapahead.models.base import Forgetful
+from leapahead.models.base import KeepsPrefixes
 
-# What is compared: (name in the table, drafter, options)
+# A compared configuration: (name in the table, drafter, options)
 Compared = tuple[str, str, dict[str, Any]]
 CONFIGURATIONS: list[Compared] = [
     ("plain", "plain", {}),
@@ -22,23 +22,23 @@ CONFIGURATIONS: list[Compared] = [
     ("suffix (16)", "suffix", {"nodes": 16}),
     ("recycling (16), as published", "recycling", {"nodes": 16, "longest": 1}),
     ("recycling (16)", "recycling", {"nodes": 16}),
-    ("auto (16), blind to the dice", "auto", {"nodes": 16, "seed_aware": False}),
+    ("auto (16), seed-unaware", "auto", {"nodes": 16, "seed_aware": False}),
     ("auto (16)", "auto", {"nodes": 16}),
     ("draft_model (16)", "draft_model", {"draft": "bundled", "depth": 4, "nodes": 16}),
 ]
 CHAIN, WIDE = {"draft": "bundled", "depth": 4}, {"draft": "bundled", "depth": 4, "nodes": 16}
-# The two rules on one pair of models, chains of 4 and trees of 16.
+# Exact matching and the rejection rule on one pair of models, with chains of 4 and trees of 16.
 RULES: list[Compared] = [
     ("chain, match", "draft_model", {**CHAIN, "nodes": 4, "chain": True}),
-    ("chain, match, blind to the dice", "draft_model", {**CHAIN, "nodes": 4, "chain": True, "seed_aware": False}),
+    ("chain, match, seed-unaware", "draft_model", {**CHAIN, "nodes": 4, "chain": True, "seed_aware": False}),
     ("chain, rejection", "speculative_sampling", CHAIN),
     ("tree, match", "draft_model", WIDE),
-    ("tree, match, blind to the dice", "draft_model", {**WIDE, "seed_aware": False}),
+    ("tree, match, seed-unaware", "draft_model", {**WIDE, "seed_aware": False}),
     ("tree, rejection: sequoia", "speculative_sampling", {**WIDE, "width": 4, "rule": "sequoia"}),
     ("tree, rejection: specinfer", "speculative_sampling", {**WIDE, "width": 4, "rule": "specinfer"}),
     ("tree, rejection: spectr", "speculative_sampling", {**WIDE, "width": 4, "rule": "spectr"}),
 ]
-TEMPERATURES = (0.3, 0.7, 1.0, 1.5)  # of that table
+TEMPERATURES = (0.3, 0.7, 1.0, 1.5)  # of `RULES`
 
 
 def acceptance(
@@ -66,9 +66,9 @@ def acceptance(
                     progress.advance(bar)
                     continue
                 progress.update(bar, description=f"{task}, temperature {temperature:g}: {name}")
-                if isinstance(llm.target, Forgetful):
-                    llm.target.forget()  # of a prompt that is known already, nothing can be learned again
-                # A memory of its own for each: no prompt comes twice.
+                if isinstance(llm.target, KeepsPrefixes):
+                    llm.target.forget()  # rows of a reused prefix are not captured
+                # A new LLM for each, and so a drafter cache of its own, which never sees a prompt twice.
                 with_drafter = LLM(llm.target, tokenizer=llm.tokenizer, drafter=drafter, max_batch=1, **options)
                 results = [
                     with_drafter.generate(

@@ -97,8 +97,8 @@ def _measured(
         prompts = _texts(data, limit)
         conditions = {
             "acceptance": f"bundled model, float32, {tasks.in_words(prompts)}, up to 128 new tokens, "
-            "stopping at EOS, seed 1, one after another with a memory for each row of the table, prefill not counted, "
-            f"every text equal to plain decoding's; {machine}."
+            "stopping at EOS, seed 1, one after another, with a drafter cache for each row of the table, prefill not "
+            f"counted, every text equal to plain decoding's; {machine}."
         }
         return {"acceptance": acceptance(llm, prompts)}, conditions
     if part == "rules":

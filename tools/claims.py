@@ -1,6 +1,6 @@
-"""The claims that circulate about lookahead decoding beside what was measured: blocks of docs/benchmarks.md.
+"""The claims in circulation about lookahead decoding, beside what was measured: blocks of docs/research.
 
-Reads docs/figures/*.json, docs/figures.json and the bundled model's config; what is claimed stands here.
+Reads docs/figures/*.json, docs/figures.json and the config of the bundled model. The claims are listed in this file.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from leapahead.bench.formula import compression_formula
 from leapahead.bench.record import OVERALL, read
-from research.curves.formula import compression_formula
 
 Data = dict[str, Any]
 Row = tuple[str, str, str, str]  # claim, value claimed, measured here, comment
@@ -74,7 +74,7 @@ def _draft_models(root: Path) -> Row:
 
 def fits(root: Path) -> list[tuple[str, ...]]:
     """temperature, N, alpha, f, rms error, distinct 4-grams; last of each temperature the values in circulation."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for ending, how in (("", "0"), ("-sampled", "1")):
         found = figure(root, f"compression{ending}")
         for which, fit in {"all": found["fit"], **found["fits"]}.items():
@@ -415,4 +415,4 @@ def _cost(root: Path) -> str:
     """The plot that needs a quiet machine, once it is there."""
     if not (root / "docs/figures/cost.svg").is_file():
         return "Not measured yet: `python -m research.figures --part cost`."
-    return "![Cost of a forward over n tokens](figures/cost.svg)"
+    return "![Cost of a forward over n tokens](../figures/cost.svg)"

@@ -1,12 +1,11 @@
-"""Writes what can be computed into README and docs: help texts, the file tour, the tables of measured figures.
+"""Writes the generated blocks of README and docs: help texts, the list of files, the tables of measured figures.
 
-Between `<!-- generated: NAME -->` and `<!-- end -->` nobody writes by hand. `python tools/docs.py` renews the blocks;
-`--check` only says whether they are what they should be, and a test does that.
+A block lies between `<!-- generated: NAME -->` and `<!-- end -->`. `python tools/docs.py` renews all blocks; with
+`--check` it changes nothing and exits with 1 if one is out of date.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -16,75 +15,23 @@ from typing import Any
 import benches
 import claims
 import click
-from click.testing import CliRunner
-
-from leapahead import drafters
-from leapahead.cli import main as cli
-from leapahead.cli.drafters import describe
+import headline
+import reference
 
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-FILES = (
-    "README.md",
-    "docs/structure.md",
-    "docs/command-line.md",
-    "docs/drafters.md",
-    "docs/auto.md",
-    "docs/draft-models.md",
-    "docs/llama-cpp.md",
-    "docs/benchmarks.md",
-)
 
 
-def rooms(root: Path) -> list[str]:
-    """From the ground up, as tests/test_imports.py has them: there the order is enforced."""
-    tree = ast.parse((root / "tests/test_imports.py").read_text(encoding="utf-8"))
-    lists = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "ROOMS"]
-    return ["__init__" if room == "leapahead" else room for room in ast.literal_eval(lists[0])]
+def pages(root: Path) -> list[Path]:
+    """README and every page of docs that has a generated block."""
+    files = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    return [file for file in files if BLOCK.search(file.read_text(encoding="utf-8"))]
 
 
 def table(heads: str, rows: Iterable[Sequence[str]]) -> str:
-    """Markdown; `heads` are divided by a bar."""
+    """A Markdown table; `heads` are separated by bars."""
     names = heads.split("|")
     lines = [names, ["---"] * len(names), *rows]
     return "\n".join(f"| {' | '.join(cell.strip() for cell in line)} |" for line in lines)
-
-
-def file_tour(root: Path) -> str:
-    """One line a file, from its docstring."""
-    source = root / "src/leapahead"
-    rows = []
-    for room in rooms(root):
-        files = [source / f"{room}.py"] if (source / f"{room}.py").is_file() else sorted((source / room).rglob("*.py"))
-        for file in sorted(files, key=lambda f: f.name != "__init__.py"):
-            says = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
-            if says:
-                first = " ".join(says.split("\n\n")[0].split())
-                rows.append([f"[`{file.relative_to(source)}`](../{file.relative_to(root)})", first])
-    return table("file | what it is", rows)
-
-
-def command_line(_: Path) -> str:
-    """`--help` of every command."""
-    runner = CliRunner()
-    parts = []
-    for words in [[], *([name] for name in cli.commands)]:
-        result = runner.invoke(cli, [*words, "--help"], prog_name="leapahead", terminal_width=100, color=False)
-        heading = " ".join(["leapahead", *words])
-        parts.append(f"## {heading}\n\n```\n{result.output.rstrip()}\n```")
-    return "\n\n".join(parts)
-
-
-def drafter_list(_: Path) -> str:
-    """Every built-in drafter with its options, from the docstrings."""
-    parts = []
-    for name in drafters.BUILT_IN:
-        drafter = describe(drafters.load(name))
-        rows = [(f"`{row['name']}`", f"`{row['default']}`", row["meaning"]) for row in drafter["options"]]
-        needs = ", ".join(drafter["needs"]) or "nothing"
-        lines = [f"### {name}", "", drafter["summary"], f"Needs from the target: {needs}.", ""]
-        lines += [table("option | default | meaning", rows)] if rows else []
-        parts.append("\n".join(lines).rstrip())
-    return "\n\n".join(parts)
 
 
 def _figures(root: Path) -> dict[str, Any]:
@@ -228,21 +175,14 @@ def gguf_curve_table(root: Path) -> str:
     return table("file | step | " + " | ".join(f"n = {n}" for n in sizes) + " | T(1), ms", rows) + conditions
 
 
-def example_output(root: Path) -> str:
-    """What the README's example printed, from docs/figures.json."""
-    return f"```text\n{_figures(root)['example'].rstrip()}\n```"
-
-
 BLOCKS: dict[str, Callable[[Path], str]] = {
-    "file-tour": file_tour,
-    "command-line": command_line,
-    "drafters": drafter_list,
+    "headline": lambda root: headline.headline(root, table),
+    **reference.blocks(table),
     "acceptance": acceptance_table,
     "rules": rules_table,
     "check": check_table,
     "overhead": overhead_table,
     "cost-curve": cost_table,
-    "example": example_output,
     "gguf-check": gguf_check_table,
     "gguf-plain": gguf_plain_table,
     "gguf-curve": gguf_curve_table,
@@ -258,19 +198,18 @@ def renewed(text: str, root: Path) -> str:
 
 @click.command()
 @click.option("--root", type=click.Path(path_type=Path, exists=True), default=Path(), help="The checkout.")
-@click.option("--check", is_flag=True, help="Change nothing; exit 1 if a block is stale.")
+@click.option("--check", is_flag=True, help="Change nothing; exit with 1 if a block is out of date.")
 def main(root: Path, check: bool) -> None:
     """Renew the generated blocks of README and docs."""
     stale = []
-    for name in FILES:
-        path = root / name
+    for path in pages(root):
         text = path.read_text(encoding="utf-8")
         new = renewed(text, root)
         if new != text:
-            stale.append(name)
+            stale.append(str(path.relative_to(root)))
             if not check:
                 path.write_text(new, encoding="utf-8")
-    click.echo(f"{'stale' if check else 'renewed'}: {', '.join(stale) or 'nothing'}")
+    click.echo(f"{'out of date' if check else 'renewed'}: {', '.join(stale) or 'nothing'}")
     if check and stale:
         raise SystemExit(1)
 

@@ -11,11 +11,11 @@ from leapahead.bench.record import OVERALL, read
 Row = dict[str, Any]
 Table = Callable[[str, list[list[str]]], str]
 
-# Of each line: the bench, target, temperature and drafter; what it is; and the bench with further peers, if there is one.
+# A line: bench, target, temperature and drafter; what it is; the bench with further peers, if there is one.
 LINES = (
     ("auto/135m", "135m-bf16", 0.0, "auto", "Transformers, bfloat16, 135M", "135m"),
     ("auto/1b", "1b-bf16", 0.0, "auto", "Transformers, bfloat16, 1B", "1b"),
-    ("draft/1b", "1b-bf16", 0.0, "auto(draft=", "the same, with a draft model of 135M", ""),
+    ("draft/1b", "1b-bf16", 0.0, "auto(draft", "the same, with a draft model of 135M", ""),
     ("auto/sampled", "135m-bf16", 1.0, "auto", "Transformers, bfloat16, 135M, temperature 1", ""),
     ("auto/135m", "135m-q8_0.gguf", 0.0, "auto", "llama.cpp, q8_0, 135M", "135m"),
     ("auto/1b", "1b-q8_0.gguf", 0.0, "auto", "llama.cpp, q8_0, 1B", "1b"),
@@ -34,7 +34,7 @@ def headline(root: Path, table: Table) -> str:
     lines = []
     for bench, target, temperature, drafter, name, others in LINES:
         rows = _overall(root, bench, target, temperature)
-        (own,) = [row for row in rows if row["drafter"] == drafter or drafter[-1] == "=" and drafter in row["drafter"]]
+        (own,) = [row for row in rows if row["drafter"].partition("=")[0] == drafter]  # without its value
         best = _fastest_peer(rows)
         elsewhere = _fastest_peer(_overall(root, others, target, temperature)) if others else ""
         lines.append([name, _tasks(root, bench, own), f"**{_speed(own)}**", best, elsewhere])

@@ -1,0 +1,143 @@
+"""Generated pages about the code: the command line, the drafters with their options, and the list of files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+
+from leapahead import drafters
+from leapahead.cli import main as program
+from leapahead.cli.command import EXIT_CODES, Command, Option
+from leapahead.cli.drafters import describe
+
+Table = Callable[[str, list[list[str]]], str]
+Records = dict[str, list[tuple[str, str]]]  # group -> (option, help)
+GENERAL = "Options"
+PACKAGES = ("core", "models", "planner", "drafters", "engine", "bench", "integrations", "cli")
+
+
+def command_line(table: Table) -> str:
+    """Usage, options and examples of every command. Options that several commands share are listed once."""
+    commands = list(_commands(program, "leapahead"))
+    records = {name: _records(command) for name, command in commands}
+    shared = {
+        group: rows
+        for group, rows in records["leapahead generate"].items()
+        if sum(rows == each.get(group) for each in records.values()) > 1
+    }
+    parts = [
+        "## Exit codes",
+        table("code | meaning", [list(each) for each in EXIT_CODES]),
+        "## Shared options",
+        "Commands that take all options of a group, or some of them, name them below.",
+    ]
+    for group, rows in shared.items():
+        parts += [f"### {group}", _options(rows, table)]
+    for name, command in commands:
+        parts += [f"## {name}", *_command(name, command, records[name], shared, table)]
+    return "\n\n".join(parts)
+
+
+def _commands(group: click.Group, name: str) -> Iterator[tuple[str, click.Command]]:
+    for command in group.commands.values():
+        if isinstance(command, click.Group):
+            yield from _commands(command, f"{name} {command.name}")
+        else:
+            yield f"{name} {command.name}", command
+
+
+def _records(command: click.Command) -> Records:
+    context = click.Context(command, info_name=command.name)
+    found: Records = {}
+    for parameter in command.get_params(context):
+        record = parameter.get_help_record(context) if isinstance(parameter, click.Option) else None
+        if record is not None and "--help" not in parameter.opts:
+            group = parameter.group if isinstance(parameter, Option) else GENERAL
+            found.setdefault(group, []).append(record)
+    return found
+
+
+def _command(name: str, command: click.Command, records: Records, shared: Records, table: Table) -> list[str]:
+    context = click.Context(command, info_name=name)
+    parts = [f"```\n{command.get_usage(context).removeprefix('Usage: ')}\n```", _prose(command.help or "")]
+    own, taken = [], []
+    for group, rows in records.items():
+        known = [row for row in rows if row in shared.get(group, [])]
+        if known == shared.get(group):
+            taken.append(f"[{group}](#{_anchor(group)})")
+        elif known:
+            names = ", ".join(f"`{_long(row[0])}`" for row in known)
+            taken.append(f"{names} of [{group}](#{_anchor(group)})")
+        own += [row for row in rows if row not in known]
+    if own:
+        parts.append(_options(own, table))
+    if taken:
+        parts.append(f"Also: {'; '.join(taken)}.")
+    if isinstance(command, Command) and command.examples:
+        parts.append("```\n" + "\n".join(command.examples) + "\n```")
+    return parts
+
+
+def _long(record: str) -> str:
+    """The long name in `-m, --model MODEL`."""
+    return next(word.rstrip(",") for word in record.split() if word.startswith("--"))
+
+
+def _options(rows: list[tuple[str, str]], table: Table) -> str:
+    return table("option | meaning", [[f"`{_cell(name)}`", _cell(text)] for name, text in rows])
+
+
+def _cell(text: str) -> str:
+    """Text for a cell of a table, without the bars that would end it."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _anchor(heading: str) -> str:
+    return "-".join("".join(c for c in heading.lower() if c.isalnum() or c in " -").split())
+
+
+def _prose(text: str) -> str:
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.replace("\b", "").split("\n\n"))
+
+
+def drafter_list(table: Table) -> str:
+    """Every built-in drafter with its options, from the docstrings."""
+    parts = []
+    for name in drafters.BUILT_IN:
+        drafter = describe(drafters.load(name))
+        rows = [
+            [f"`{row['name']}`", f"`{row['default']}`" if row["default"] not in ("", None) else "", row["meaning"]]
+            for row in drafter["options"]
+        ]
+        needs = ", ".join(f"`{each}`" for each in drafter["needs"]) or "nothing"
+        parts += [f"## {name}", f"{drafter['summary']}\n\nNeeds from the target: {needs}."]
+        parts += [table("option | default | meaning", rows)] if rows else []
+    return "\n\n".join(parts)
+
+
+def file_list(root: Path, table: Table) -> str:
+    """Every module with the first sentence of its docstring, package by package."""
+    source = root / "src/leapahead"
+    parts = []
+    for package in ("", *PACKAGES):
+        folder = source / package
+        files = sorted(folder.rglob("*.py") if package else folder.glob("*.py"))
+        rows = []
+        for file in files:
+            docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+            if docstring and (package == "" or file.name != "__init__.py"):
+                rows.append([f"`{file.relative_to(source)}`", " ".join(docstring.split("\n\n")[0].split())])
+        parts += [f"### {package or 'The package itself'}", table("file | content", rows)]
+    return "\n\n".join(parts)
+
+
+def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
+    """Name of a block -> what writes it."""
+    return {
+        "command-line": lambda _: command_line(table),
+        "drafters": lambda _: drafter_list(table),
+        "file-tour": lambda root: file_list(root, table),
+    }
