@@ -781,12 +781,12 @@ def test_show(file: Path) -> None:
     shown = command("show", file)
     assert (shown.exit_code, shown.stderr) == (0, "")
     first, titles, *rows = shown.stdout.splitlines()
-    assert first == f"{file}: {file.stat().st_size / 1e6:.2f} MB, tokenizer T, vocabulary of 100"
-    assert titles.split() == ["section", "MB", "contents"]
+    assert first == f"{file}: {file.stat().st_size / 1e3:.1f} kB, tokenizer T, vocabulary of 100"
+    assert titles.split() == ["section", "kB", "contents"]
     assert [row.split()[0] for row in rows] == ["words", "lookahead", "theirs"]
-    assert rows[0].endswith("0.00  words 3")
+    assert rows[0].endswith("0.0  words 3")
     assert "prefixes 1, continuations 1, " in rows[1]
-    assert rows[2].endswith("0.00  tokens [1] (arrays of a package that is not installed)")
+    assert rows[2].endswith("0.0  tokens [1] (arrays of a package that is not installed)")
     found = json.loads(command("show", file, "--json").stdout)
     assert (found["tokenizer"], found["vocab_size"], found["bytes"]) == ("T", 100, file.stat().st_size)
     assert found["sections"]["words"] == {
@@ -812,7 +812,7 @@ def test_merge(tmp_path: Path) -> None:
     cache.save(two)
     merged = command("merge", one, two, "-o", out)
     assert merged.exit_code == 0
-    assert merged.stdout == f"{out}: {out.stat().st_size / 1e6:.2f} MB, from 2 files\n"
+    assert merged.stdout == f"{out}: {out.stat().st_size / 1e3:.1f} kB, from 2 files\n"
     found = cache_sections.load(out)
     assert words(found) == [1, 2, 3]
     assert found.section("lookahead", SharedPool).get(1) == [(2, 3, 4, 5)]

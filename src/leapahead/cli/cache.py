@@ -10,6 +10,7 @@ import click
 
 from leapahead.api import LLM
 from leapahead.cli.command import Group, option
+from leapahead.cli.options import DRAFTER_GROUP
 from leapahead.core.errors import BadParameter
 from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
@@ -22,7 +23,7 @@ DRAFTER_CACHE = (
         "cache_file",
         type=FILE,
         metavar="FILE",
-        group="Drafter options",
+        group=DRAFTER_GROUP,
         help="Draft from earlier texts saved in FILE, and add this text to it. The file is created if it does not "
         "exist. It contains pieces of prompts and texts.",
     ),
@@ -62,10 +63,10 @@ def show(file: Path, as_json: bool) -> None:
         click.echo(json.dumps(found))
         return
     click.echo(
-        f"{file}: {found['bytes'] / 1e6:.2f} MB, tokenizer {found['tokenizer']}, vocabulary of {found['vocab_size']}"
+        f"{file}: {found['bytes'] / 1e3:.1f} kB, tokenizer {found['tokenizer']}, vocabulary of {found['vocab_size']}"
     )
     width = max(map(len, ("section", *found["sections"])))
-    click.echo(f"{'section':{width}}  {'MB':>6}  contents")
+    click.echo(f"{'section':{width}}  {'kB':>8}  contents")
     for name, section in found["sections"].items():
         contents = ", ".join(
             f"{key} {value}" for key, value in section["figures"].items() if not isinstance(value, dict)
@@ -73,7 +74,7 @@ def show(file: Path, as_json: bool) -> None:
         if not section["installed"]:
             contents = ", ".join(f"{key} {shape}" for key, shape in section["arrays"].items())
             contents += " (arrays of a package that is not installed)"
-        click.echo(f"{name:{width}}  {section['bytes'] / 1e6:6.2f}  {contents}")
+        click.echo(f"{name:{width}}  {section['bytes'] / 1e3:8.1f}  {contents}")
 
 
 @cache.command(examples=("leapahead cache merge monday.npz tuesday.npz -o week.npz",))
@@ -92,7 +93,7 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
         merged.merge(file)
         merged.activate(cache_sections.make)
     merged.save(output, replace=True)
-    click.echo(f"{output}: {output.stat().st_size / 1e6:.2f} MB, from {len(files)} files")
+    click.echo(f"{output}: {output.stat().st_size / 1e3:.1f} kB, from {len(files)} files")
 
 
 def as_dict(file: Path) -> dict[str, Any]:
