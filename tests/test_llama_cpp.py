@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from helpers import GREEDY, Oracle, RandomTrees, Scattered, full_text, run
+from helpers import GREEDY, Oracle, RandomTrees, Scattered, attached, full_text, run
 
 from leapahead import LLM, Engine, Request, ties
 from leapahead.bench.prompts import BUNDLED
@@ -24,7 +24,6 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict, verify
-from leapahead.drafters.base import PerSequence
 from leapahead.models import loading
 from leapahead.models.base import ALL, NOTHING, PROMPT_ROWS, TREE, Capture, read_prompt
 
@@ -124,9 +123,8 @@ def test_all_ids_and_cells_come_back(target: LlamaCppTarget) -> None:
         params = SamplingParams(temperature=1.0, seed=seed)
         text = full_text(target, PROMPT, params=params)
         engine = Engine(target)
-        made = [RandomTrees(), Oracle(text), Scattered(text)]
-        drafters = [engine.drafter(PerSequence(lambda each=each: each)) for each in made]
-        drafters.append(engine.drafter("lookahead"))
+        made = (RandomTrees(), Oracle(text), Scattered(text), "lookahead")
+        drafters = [attached(engine, each) for each in made]
         stop = StopParams(max_new_tokens=24)
         engine.run([engine.submit(Request(PROMPT[i:], each, params, stop)) for i, each in enumerate(drafters)])
     target.forget()
@@ -244,7 +242,8 @@ def test_hidden_states_are_those_of_transformers() -> None:
 
     def own(tokens: list[int]) -> np.ndarray:
         with torch.no_grad():
-            return loaded(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0].numpy()
+            states = loaded(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        return np.asarray(states[-1][0])
 
     target, capture = load(gguf_models.bundled("f32")), Capture(hidden=(-1,))
     opened(target, prompt).close()  # its cells are not taken over: all rows are wanted
