@@ -1,4 +1,4 @@
-"""The rooms of the house: who may import whom, read from the source; and what `import leapahead` must not bring in."""
+"""The layers of the package: which package may import which, read from the source, and what an import must not load."""
 
 from __future__ import annotations
 
@@ -14,48 +14,43 @@ import leapahead
 
 SOURCE = Path(leapahead.__file__).parent
 
-# From the ground up; a room may import what stands before it (and itself). DESIGN section 4.
-ROOMS = [
-    "errors",
-    "memory",
-    "tree",
-    "verify",
-    "rejection",
-    "sampling",
-    "stats",
-    "target",
-    "text",
-    "drafter",
-    "stop",
-    "decode",
-    "drafters",
-    "targets",
+# From the bottom up: a package may import those that stand before it, and itself.
+LAYERS = [
+    "core",
+    "models",
     "planner",
-    "generate",
-    "prompts",
-    "compare",
+    "drafters",
+    "engine",
+    "inputs",
+    "results",
+    "api",
     "ties",
     "check",
     "integrations",
     "leapahead",  # the package itself: the names that users import
-    "serve",
-    "lab",
-    "train",
+    "bench",
+    "explain",
+    "tune",
+    "layer_search",
     "cli",
     "__main__",
 ]
-ONLY = {
-    "errors": set(),
+CORE = {  # modules of core, and which others of core they may import
+    "errors": set[str](),
     "tree": {"errors"},
     "verify": {"tree"},
     "rejection": {"errors", "tree", "verify"},
-    "sampling": {"errors", "tree"},
-    "stats": set(),
-    "stop": {"errors", "tree", "verify"},
+    "noise": set[str](),
+    "parameters": {"errors"},
+    "sampling": {"errors", "noise", "parameters", "tree"},
+    "stats": set[str](),
+    "stop": {"errors", "parameters", "tree", "verify"},
+    "text": {"errors"},
 }
-ENGINES = {"torch", "llama_cpp"}  # not even inside a function, but in these rooms:
-ENGINE_ROOMS = {"targets", "integrations", "train", "lab"}
+ENGINES = {"torch", "llama_cpp"}  # imported nowhere, not even in a function, but in these:
+ENGINE_LAYERS = {"models", "integrations", "bench", "layer_search"}
 BACKENDS = ENGINES | {"transformers", "tokenizers", "safetensors", "huggingface_hub"}
+LONGEST_FILE, LONGEST_FUNCTION = 400, 60  # lines
 
 
 def module_name(file: Path) -> str:
@@ -68,7 +63,7 @@ FILES = {
 }
 
 
-def room(module: str) -> str:
+def layer(module: str) -> str:
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "leapahead"
 
@@ -101,22 +96,45 @@ def ours(module: str) -> set[str]:
     return {name for name in imported(module) if name.split(".")[0] == "leapahead"}
 
 
-def test_the_rooms_are_known() -> None:
-    """A new room must be given its place in ROOMS, and the design."""
-    assert {room(module) for module in FILES} <= set(ROOMS)
+def test_every_package_has_its_layer() -> None:
+    assert {layer(module) for module in FILES} <= set(LAYERS)
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_a_room_imports_only_rooms_before_it(module: str) -> None:
+@pytest.mark.parametrize("package", LAYERS)
+def test_a_package_imports_only_those_before_it(package: str) -> None:
     """Imports in functions and under TYPE_CHECKING count as well."""
-    mine = ROOMS.index(room(module))
-    wrong = {name for name in ours(module) if ROOMS.index(room(name)) > mine}
-    assert not wrong, f"{module} imports {sorted(wrong)}"
+    for module in FILES:
+        if layer(module) == package:
+            wrong = {name for name in ours(module) if LAYERS.index(layer(name)) > LAYERS.index(package)}
+            assert not wrong, f"{module} imports {sorted(wrong)}"
+            assert not {name for name in imported(module) if name.split(".")[0] in ("research", "tests")}
 
 
-@pytest.mark.parametrize("module", [module for module in FILES if room(module) in ONLY])
-def test_the_lowest_rooms_need_very_little(module: str) -> None:
-    assert {room(name) for name in ours(module)} <= ONLY[room(module)]
+@pytest.mark.parametrize("name", CORE)
+def test_modules_of_core_need_very_little(name: str) -> None:
+    module = f"leapahead.core.{name}"
+    allowed = {f"leapahead.core.{other}" for other in CORE[name]} | {module}
+    assert ours(module) <= allowed
+    assert {each.split(".")[0] for each in imported(module)} <= {"leapahead", "numpy", "array_api_compat"} | set(
+        sys.stdlib_module_names
+    )
+
+
+def test_the_planner_knows_models_by_their_interface_only() -> None:
+    allowed = ("leapahead.core.", "leapahead.planner", "leapahead.models.base", "leapahead.models.choices")
+    for module in FILES:
+        if layer(module) == "planner":
+            assert not {name for name in ours(module) if not name.startswith(allowed)}, module
+
+
+def test_files_and_functions_are_short() -> None:
+    for module, file in FILES.items():
+        assert file.read_text().count("\n") <= LONGEST_FILE, module
+        for node in ast.walk(parsed(module)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                docstring = ast.get_docstring(node, clean=False) or ""
+                lines = (node.end_lineno or 0) - node.lineno + 1 - docstring.count("\n")
+                assert lines <= LONGEST_FUNCTION, f"{module}.{node.name}"
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:
@@ -136,16 +154,16 @@ def test_no_module_imports_itself_by_a_detour() -> None:
     assert set(state) == set(FILES)
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_engines_are_imported_only_where_they_live(module: str) -> None:
-    if room(module) not in ENGINE_ROOMS:
-        assert not {name.split(".")[0] for name in imported(module)} & ENGINES
+def test_engines_are_imported_only_where_they_are_needed() -> None:
+    for module in FILES:
+        if layer(module) not in ENGINE_LAYERS:
+            assert not {name.split(".")[0] for name in imported(module)} & ENGINES, module
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_no_bare_except(module: str) -> None:
-    bare = [node.lineno for node in ast.walk(parsed(module)) if isinstance(node, ast.ExceptHandler) and not node.type]
-    assert bare == []
+def test_no_bare_except() -> None:
+    for module in FILES:
+        handlers = [node for node in ast.walk(parsed(module)) if isinstance(node, ast.ExceptHandler)]
+        assert all(handler.type for handler in handlers), module
 
 
 def test_no_utils() -> None:
@@ -155,7 +173,7 @@ def test_no_utils() -> None:
 
 def test_importing_leapahead_brings_in_no_backend() -> None:
     code = (
-        "import sys, leapahead, leapahead.decode, leapahead.drafters, leapahead.targets.toy\n"
+        "import sys, leapahead, leapahead.drafters, leapahead.models.toy\n"
         "[leapahead.drafters.load(name) for name in leapahead.drafters.BUILT_IN]\n"
         f"print(*sorted({BACKENDS!r} & set(sys.modules)))"
     )
@@ -168,9 +186,9 @@ def test_the_reader_of_imports_reads_them_all(tmp_path: Path, monkeypatch: pytes
     file = tmp_path / "made_up.py"
     file.write_text(
         "from typing import TYPE_CHECKING\nfrom importlib import import_module\nimport torch.nn as nn\n"
-        "if TYPE_CHECKING:\n    from leapahead import decode\n"
-        "def f():\n    from .tree import Budget\n    import leapahead.stop\n    import_module('leapahead.cli')\n"
+        "if TYPE_CHECKING:\n    from leapahead import check\n"
+        "def f():\n    from .core import tree\n    import leapahead.api\n    import_module('leapahead.cli')\n"
     )
     monkeypatch.setitem(FILES, "leapahead.made_up", file)
-    assert ours("leapahead.made_up") == {"leapahead.decode", "leapahead.tree", "leapahead.stop", "leapahead.cli"}
+    assert ours("leapahead.made_up") == {"leapahead.check", "leapahead.core.tree", "leapahead.api", "leapahead.cli"}
     assert "torch.nn" in imported("leapahead.made_up")

@@ -29,10 +29,9 @@ from leapahead.engine.request import Handle, Request
 from leapahead.models.base import Target, checked_prompt
 from leapahead.models.choices import PromptRows
 from leapahead.planner.acceptance import AcceptanceTable
+from leapahead.planner.chunk import LARGEST, chunk_size
 from leapahead.planner.profile import LatencyProfiles
 
-LARGEST_CHUNK, SMALLEST_CHUNK = 512, 32
-CHUNK_STEPS = 4.0  # a chunk beside running requests may take as long as this many plain steps
 SHORT = 16  # new tokens; the captured rows of a prompt cost more than they bring to a shorter text
 
 
@@ -314,23 +313,30 @@ class Engine:
         return running
 
     def _prefill(self) -> None:
-        """Reads one chunk of the prompt that has waited longest."""
+        """Reads one chunk of one prompt; while no request is running, chunks of so many prompts as make a large one."""
         reading = [each for each in self._active if each.session.unread and not each.finished]
-        if not reading:
-            return
-        first = reading[0]
+        alone = len(reading) == len(self._active)
+        left = LARGEST
+        while reading and left > 0:
+            first = reading.pop(0)
+            before = first.session.unread
+            self._read(first, self._chunk(alone))
+            left = left - (before - first.session.unread) if alone else 0
+            if first.session.unread and len(self._active) > 1:  # prompts take turns
+                self._active.remove(first)
+                self._active.append(first)
+
+    def _read(self, running: Running, max_tokens: int) -> None:
+        """Reads one chunk of this prompt; starts the other samples once the whole is read."""
         try:
-            rows = first.read_prompt(self._chunk(alone=len(reading) == len(self._active)))
-            if rows is not None and first.handle in self._samples:
-                self._prompt_rows.setdefault(first.handle, []).append(rows)
+            rows = running.read_prompt(max_tokens)
         except Exception as error:
-            first.error = error
+            running.error = error
             return
-        if not first.session.unread:
-            self._fork(first)
-        elif len(reading) > 1:  # prompts take turns
-            self._active.remove(first)
-            self._active.append(first)
+        if rows is not None and running.handle in self._samples:
+            self._prompt_rows.setdefault(running.handle, []).append(rows)
+        if not running.session.unread:
+            self._fork(running)
 
     def _fork(self, first: Running) -> None:
         """The other samples of a prompt that has just been read; those for which there is no room are queued."""
@@ -353,20 +359,10 @@ class Engine:
                 self._end(handle, error)
 
     def _chunk(self, alone: bool) -> int:
-        """Tokens of a chunk.
-
-        Args:
-            alone: no request is running that would wait for it.
-        """
-        if self.prefill_chunk is not None or alone:
-            return self.prefill_chunk or LARGEST_CHUNK
-        profile = self.latency.known(1)
-        if profile is None:
-            return SMALLEST_CHUNK * 4
-        size = LARGEST_CHUNK
-        while size > SMALLEST_CHUNK and profile(size) > CHUNK_STEPS * profile(1):
-            size //= 2
-        return size
+        """Tokens of a chunk; `alone` where no request is running that would wait for it."""
+        if self.prefill_chunk is not None:
+            return self.prefill_chunk
+        return LARGEST if alone else chunk_size(self.latency.known(1))
 
     # The end of requests
 

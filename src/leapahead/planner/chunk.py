@@ -1,0 +1,18 @@
+"""The size of a prefill chunk that is read between two steps of running requests."""
+
+from __future__ import annotations
+
+from leapahead.planner.latency import LatencyProfile
+
+LARGEST, SMALLEST, UNKNOWN = 512, 32, 128  # tokens; the last where no latency profile is known
+STEPS = 4.0  # a chunk may take as long as this many plain steps
+
+
+def chunk_size(profile: LatencyProfile | None) -> int:
+    """Prompt tokens of one chunk: as many as take about four plain steps, from 32 to 512."""
+    if profile is None:
+        return UNKNOWN
+    size = LARGEST
+    while size > SMALLEST and profile(size) > STEPS * profile(1):
+        size //= 2
+    return size
