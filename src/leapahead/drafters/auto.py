@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 from leapahead.core.errors import BadParameter
 from leapahead.drafters import draft_models
 from leapahead.drafters.base import Host
-from leapahead.drafters.datastore import check_datastore
 from leapahead.drafters.draft_forwards import DraftForwards
 from leapahead.drafters.planned import Planned
-from leapahead.drafters.sources.datastore import Datastore
+from leapahead.drafters.sources.datastore import Datastore, Store
 from leapahead.drafters.sources.lookahead import LookaheadSource, WindowTuner
 from leapahead.drafters.sources.ngram import Ngrams
 from leapahead.drafters.sources.prediction import Prediction
@@ -57,15 +56,13 @@ class Auto(Planned):
         self._names = [name.strip() for name in sources.split(",") if name.strip()] or list(DEFAULT)
         if unknown := [name for name in self._names if name not in SOURCES]:
             raise BadParameter(f"there is no source {unknown[0]!r}; there are {', '.join(SOURCES)}")
-        self._file = datastore
-        if datastore:
-            Datastore(datastore)  # refuses a file that cannot be read
+        self._store = Store(datastore) if datastore else None
         self._drafts = draft_models.parsed(draft) if draft else []
         self._tuners = {sampled: WindowTuner() for sampled in (False, True)}
 
     def attach(self, host: Host) -> None:
-        if self._file:
-            check_datastore(self._file, host)
+        if self._store is not None:
+            self._store.check(host.tokenizer, host.info.vocab_size)
         if self._drafts:
             models = host.draft_models.all(self._drafts, host.target, host.tokenizer)
             self.draft_forwards = DraftForwards(models, host.acceptance)
@@ -78,8 +75,8 @@ class Auto(Planned):
                 found.append(LookaheadSource(self._tuners[sequence is not None and sequence.sampled]))
             elif name != "prediction" or sequence is None or sequence.prediction:
                 found.append(SOURCES[name]())
-        if self._file:
-            found.append(Datastore(self._file))
+        if self._store is not None:
+            found.append(Datastore(self._store))
         if self.draft_forwards is not None:
             found += self.draft_forwards.sources()
         return found

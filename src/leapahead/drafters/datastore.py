@@ -7,13 +7,13 @@ from typing import ClassVar
 from leapahead.core.errors import BadParameter
 from leapahead.drafters.base import Host
 from leapahead.drafters.planned import Planned
-from leapahead.drafters.sources.datastore import Datastore
+from leapahead.drafters.sources.datastore import Datastore, Store
 from leapahead.planner.draft import SequenceView
 from leapahead.planner.source import Source
 
 
 class DatastoreDrafter(Planned):
-    """REST: what followed the last tokens in a corpus of one's own, see `leapahead datastore build`.
+    """REST: what followed the last tokens in a corpus of yours, see `leapahead datastore build`.
 
     Args:
         file: the datastore.
@@ -27,24 +27,11 @@ class DatastoreDrafter(Planned):
         super().__init__(nodes)
         if not file:
             raise BadParameter("the drafter 'datastore' needs file=..., which `leapahead datastore build` writes")
-        self.file = file
-        self.make_sources(None)  # refuses a file that cannot be read
+        self.store = Store(file)
 
     def attach(self, host: Host) -> None:
         super().attach(host)
-        check_datastore(self.file, host)
+        self.store.check(host.tokenizer, host.info.vocab_size)
 
     def make_sources(self, sequence: SequenceView | None) -> list[Source]:
-        return [Datastore(self.file)]
-
-
-def check_datastore(file: str, host: Host) -> None:
-    """Refuses a datastore that was not built for the target.
-
-    Raises:
-        BadParameter: it has another tokenizer, or token ids outside the target's vocabulary.
-    """
-    source = Datastore(file)
-    if host.tokenizer is not None:
-        source.check_tokenizer(host.tokenizer)
-    source.check_vocabulary(host.info.vocab_size)
+        return [Datastore(self.store)]

@@ -158,6 +158,28 @@ class Store:
         """The greatest token id of the corpus."""
         return int(self.text[min(int(self.order[-1]), len(self.text) - 1)])
 
+    def check(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        """Refuses the datastore of another tokenizer.
+
+        Models with the same tokenizer may have vocabularies padded to different sizes, so the sizes need not be equal.
+
+        Args:
+            tokenizer: of the target; None if it is not known.
+            vocab_size: of the target.
+
+        Raises:
+            BadParameter: the tokenizers differ, or a token id of the file is outside the vocabulary.
+        """
+        built_with = f"the datastore {self.path!r} was built with another tokenizer ({self.header.fingerprint}, of "
+        built_with += repr(self.header.model)
+        if tokenizer is not None and self.header.fingerprint != (own := fingerprint(tokenizer)):
+            raise BadParameter(f"{built_with}) than this model's ({own}); {REBUILD} and this --model")
+        if self.largest >= vocab_size:
+            raise BadParameter(
+                f"{built_with}): it has the token id {self.largest}, which is outside this model's vocabulary of "
+                f"{vocab_size}; {REBUILD}"
+            )
+
     def longest(self, tokens: Sequence[int], most: int = LONGEST) -> Interval | None:
         """The occurrences of the longest suffix of `tokens`, from SHORTEST to `most` tokens; None if there are none.
 
@@ -241,39 +263,16 @@ class Datastore(Source):
     """Proposes what followed the longest match of the last 2 to 16 tokens in a corpus.
 
     Args:
-        file: written by `leapahead datastore build`; or such a file that is open, to be shared by several sequences.
+        store: the corpus; all sequences share it.
     """
 
     name: ClassVar[str] = "datastore"
     needs: ClassVar[frozenset[str]] = frozenset({CHAIN})
 
-    def __init__(self, file: str | Path | Store) -> None:
-        self.store = file if isinstance(file, Store) else Store(file)
+    def __init__(self, store: Store) -> None:
+        self.store = store
         self._matched = LONGEST  # length of the match when the text had `_num_read` tokens
         self._num_read = 0
-
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raises BadParameter if the file was built with another tokenizer."""
-        header, mine = self.store.header, fingerprint(tokenizer)
-        if header.fingerprint != mine:
-            raise BadParameter(
-                f"the datastore {self.store.path!r} was built with another tokenizer ({header.fingerprint}, of "
-                f"{header.model!r}) than this model's ({mine}); {REBUILD} and this --model"
-            )
-
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises BadParameter if the file has a token id outside the target's vocabulary.
-
-        Sizes need not be equal: models with the same tokenizer may have vocabularies padded to different sizes.
-        """
-        if (largest := self.store.largest) >= vocab_size:
-            raise BadParameter(
-                f"the datastore {self.store.path!r} was built with another tokenizer, of {self.store.header.model!r}: "
-                f"it has the id {largest}, which is outside this model's vocabulary of {vocab_size}; {REBUILD}"
-            )
-
-    def begin(self, sequence: SequenceView) -> None:
-        self.check_vocabulary(sequence.vocab_size)
 
     def root(self, sequence: SequenceView) -> Interval | None:
         new = len(sequence.tokens) - self._num_read
