@@ -9,28 +9,28 @@ from importlib import import_module
 
 import click
 
-from leapahead.cli import Commands
+from leapahead.cli.command import Program
 from leapahead.core.errors import needing
 
-COMMANDS = {
-    "figures": "research.figures:main",
-    "priors": "research.priors:main",
-    "overhead": "research.overhead:main",
-    "standin": "research.standin:main",
-    "llama-bench": "research.llama_bench:main",
-    "cost": "research.commands:cost",
-    "compression": "research.commands:compression",
-    "jacobi": "research.commands:jacobi",
-    "pool": "research.commands:pool",
-    "match": "research.commands:match",
-    "expected": "research.commands:expected",
-    "growth": "research.commands:growth",
-    "calibration": "research.commands_drafts:calibration",
-    "sequoia": "research.commands_drafts:sequoia",
+COMMANDS = {  # name -> where it is, and what it does
+    "figures": ("research.figures:main", "Measure all figures of the documentation."),
+    "priors": ("research.priors:main", "Measure the planner's initial acceptance estimates."),
+    "overhead": ("research.overhead:main", "Measure the time of a step outside the forward."),
+    "standin": ("research.standin:main", "Write a stand-in model: a small model's text at a larger one's cost."),
+    "llama-bench": ("research.llama_bench:main", "Compare the llama.cpp target with llama.cpp's own programs."),
+    "cost": ("research.commands:cost", "Draw the latency profile."),
+    "compression": ("research.commands:compression", "Draw lookahead's step compression."),
+    "jacobi": ("research.commands:jacobi", "Draw the convergence of Jacobi iteration."),
+    "pool": ("research.commands:pool", "Draw size and hit rate of lookahead's n-gram pool."),
+    "match": ("research.commands:match", "Draw accepted tokens of prompt lookup by match length."),
+    "expected": ("research.commands:expected", "Compute the expected speed-up of one draft."),
+    "growth": ("research.commands:growth", "Draw time and memory of text indexes."),
+    "calibration": ("research.commands_drafts:calibration", "Draw observed against predicted acceptance."),
+    "sequoia": ("research.commands_drafts:sequoia", "Draw the best tree for a draft model."),
 }
 
 
-class Research(Commands):
+class Research(Program):
     """Imports a command when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -39,10 +39,14 @@ class Research(Commands):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, _, attribute = COMMANDS[cmd_name].partition(":")
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         with needing(f"research {cmd_name}", "transformers", "torch", "transformers", "safetensors"):
             command: click.Command = getattr(import_module(module), attribute)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, description) for name, (_, description) in COMMANDS.items()])
 
 
 @click.group(cls=Research, context_settings={"help_option_names": ["-h", "--help"]})

@@ -109,7 +109,7 @@ def numbers(name: str, text: str, kind: Callable[[str], Number]) -> list[Number]
 
 
 def prefix_of(out: Path) -> Path:
-    """The prefix of the files to write, checked before anything is measured. The extension of one of them is dropped."""
+    """The prefix of the files to write, without an extension, checked before anything is measured."""
     prefix = out.with_suffix("") if out.suffix in KINDS else out
     if not prefix.name:
         raise BadParameter(f"--out {out} is not possible: it must end in a file name")

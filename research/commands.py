@@ -9,6 +9,7 @@ import click
 
 from leapahead.bench.plots import sampling as sampling_name
 from leapahead.cli import screen
+from leapahead.cli.command import Command
 from leapahead.cli.options import DRAFTER_OPTIONS, MODEL, all_of, drafter_arguments
 from research import curves
 from research.command_parts import (
@@ -28,7 +29,7 @@ from research.curves.growth import SIZES
 from research.curves.match import LEAST_DRAFTS
 
 
-@click.command()
+@click.command(cls=Command)
 @all_of(MODEL, DATA)
 @click.option("--contexts", default="128,512", show_default=True, metavar="N,...", help="Context lengths.")
 @click.option("--sizes", default="1,2,4,8,16,32,64,128", show_default=True, metavar="N,...", help="Rows of a forward.")
@@ -55,7 +56,7 @@ def cost(contexts: str, sizes: str, rounds: int, out: Path, **values: Any) -> No
     write(found, prefix)
 
 
-@click.command()
+@click.command(cls=Command)
 @all_of(MODEL, DATA)
 @click.option("--windows", default="1,2,4,8,16,32", show_default=True, metavar="W,...", help="Values of W = G.")
 @click.option("--ngrams", default="3,5,7", show_default=True, metavar="N,...", help="Values of N, a curve each.")
@@ -101,7 +102,7 @@ def compression(windows: str, ngrams: str, max_new_tokens: int, out: Path, **val
     write(found, prefix)
 
 
-@click.command()
+@click.command(cls=Command)
 @all_of(MODEL, DATA)
 @click.option("--block", type=int, default=16, show_default=True, help="Tokens iterated together.")
 @click.option(
@@ -145,7 +146,7 @@ def jacobi(
     write(found, prefix)
 
 
-@click.command()
+@click.command(cls=Command)
 @all_of(MODEL, DATA, DRAFTER_OPTIONS)
 @all_of(SAMPLING)
 @length_option(256)
@@ -179,7 +180,7 @@ def pool(max_new_tokens: int, out: Path, **values: Any) -> None:
     write(found, prefix)
 
 
-@click.command()
+@click.command(cls=Command)
 @all_of(MODEL, DATA)
 @click.option("--max-ngram", type=int, default=8, show_default=True, help="Longest match with a row of its own.")
 @click.option("--min-ngram", type=int, default=1, show_default=True, help="Shortest match that drafts.")
@@ -231,7 +232,7 @@ def match(
     write(found, prefix)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "-a", "--alpha", default="0.3,0.5,0.7,0.8,0.9", show_default=True, metavar="A,...", help="Acceptance rates."
 )
@@ -266,7 +267,7 @@ def expected(alpha: str, length: int, cost: float, longest: int, out: Path) -> N
     write(found, prefix)
 
 
-@click.command()
+@click.command(cls=Command)
 @all_of(MODEL, DATA)
 @click.option(
     "--sizes",

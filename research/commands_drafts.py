@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from leapahead.cli import screen
+from leapahead.cli.command import Command
 from leapahead.cli.options import DRAFTER_OPTIONS, MODEL, all_of, drafter_arguments
 from leapahead.models import loading
 from research import curves
@@ -28,7 +29,7 @@ from research.curves.sequoia import RANKED
 from research.curves.sequoia import sequoia as draft_tree
 
 
-@click.command()
+@click.command(cls=Command)
 @all_of(MODEL, DATA)
 @click.option(
     "-d", "--drafter", default="auto", show_default=True, metavar="D", help="A drafter with acceptance estimates."
@@ -79,7 +80,7 @@ def calibration(drafter: str, batch: int, max_new_tokens: int, out: Path, **valu
     write(found, prefix)
 
 
-@click.command()
+@click.command(cls=Command)
 @all_of(MODEL)
 @click.option("--draft", metavar="M", help="Draft model with the same tokenizer.  [default: the bundled one]")
 @all_of(DATA)

@@ -1,9 +1,9 @@
-"""The figures of docs/figures: each measured on the bundled model, a JSON file and a plot.
+"""The figures of the documentation: each measured on the bundled model, written as a JSON file and a plot.
 
-compression, compression-sampled    greedy, and at temperature 1       jacobi      both
-pool, pool-sampled                  the same; use by task beside it    match, match-sampled
-expected                            by formula                         cost        on the shapes of a 135M model
-calibration, calibration-sampled    of `auto` with 16 nodes a step     growth      of indexes, up to 100,000 tokens
+compression, compression-sampled    greedy, and at temperature 1           jacobi      both
+pool, pool-sampled                  the same; with a row for each task     match, match-sampled
+expected                            by formula                             cost        on the shapes of a 135M model
+calibration, calibration-sampled    of `auto` with 16 nodes per step       growth      of indexes, up to 100,000 tokens
 """
 
 from __future__ import annotations
@@ -16,26 +16,28 @@ from time import perf_counter
 from typing import Any
 
 from leapahead.bench import tasks
+from leapahead.bench.conditions import Data, Progress
+from leapahead.bench.plots import require, sampling
 from leapahead.core.sampling import SamplingParams
+from leapahead.models.base import read_prompt
 from leapahead.models.loading import Loaded
 from research import curves, plots
-from research.curves.run import Data, Progress
 
-# Beside them for the pool: text that sums up another, and text of the model's own.
+# For the pool also summaries, and text that is written freely.
 POOL_TASKS = (*tasks.TEXTS, "spec_bench/summarization", "mt_bench/writing")
-TEMPERATURES = {"": 0.0, "-sampled": 1.0}  # by what stands behind the name of the file
+TEMPERATURES = {"": 0.0, "-sampled": 1.0}  # by the ending of the file name
 COMPRESSION_PROMPTS, PROMPTS, MATCH_PROMPTS = 8, 10, 40  # of each task
 PRESET = {"preset": "7b"}  # (W, N, G) = (15, 5, 15): 2402.02057, table 4
-CALIBRATED, NODES = 10, 16  # prompts of each task, and nodes a step
+CALIBRATED, NODES = 10, 16  # prompts of each task, and nodes per step
 PREFILLED = 1024  # tokens
 ALPHAS = (0.3, 0.425, 0.5, 0.7, 0.8, 0.9)
 
-Named = Iterator[tuple[str, Data]]  # name of the file and what goes into it, as they are measured
+Named = Iterator[tuple[str, Data]]  # names of files with their data, in the order of measurement
 
 
 def draw(part: str, loaded: Loaded, data: Path, folder: Path, progress: Progress) -> None:
-    """Measures a part and writes FOLDER/NAME.json and FOLDER/NAME.svg; what is finished stays if the rest is not."""
-    plots.require()
+    """Measures a part and writes FOLDER/NAME.json and FOLDER/NAME.svg; an interruption keeps what is finished."""
+    require()
     folder.mkdir(exist_ok=True)
     for name, found in PARTS[part](loaded, data, progress):
         (folder / f"{name}.json").write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8")
@@ -65,7 +67,7 @@ def _jacobi(loaded: Loaded, data: Path, progress: Progress) -> Named:
 
 
 def _pool(loaded: Loaded, data: Path, progress: Progress) -> Named:
-    """The plot is of HumanEval and GSM8K; `tasks` has the numbers of every task alone."""
+    """The plot shows HumanEval and GSM8K together; `tasks` has the numbers of every task."""
     for ending, temperature in TEMPERATURES.items():
 
         def measure(names: tuple[str, ...], temperature: float = temperature) -> Data:
@@ -100,10 +102,12 @@ def _growth(_loaded: Loaded, _data: Path, progress: Progress) -> Named:
     from research.overhead import target_135m
 
     target, prompt = target_135m(), [7 + n % 900 for n in range(PREFILLED)]
-    for _ in range(2):  # the first one warms up
+    for _ in range(2):  # the first one is a warm-up
         target.forget()
         began = perf_counter()
-        target.open(prompt, SamplingParams()).close()
+        session = target.open(prompt, SamplingParams())
+        read_prompt(target, session)
+        session.close()
         seconds = perf_counter() - began
     yield "growth", curves.growth(prefill=seconds / PREFILLED, progress=progress)
 
@@ -121,7 +125,7 @@ PARTS: dict[str, Callable[[Loaded, Path, Progress], Named]] = {
 
 
 def _prompts(loaded: Loaded, data: Path, names: tuple[str, ...], limit: int, room: int) -> tuple[list[list[int]], str]:
-    """Token ids, and how many of what, in words."""
+    """Token ids, and the numbers of prompts in words."""
     found = {task.name: tasks.encoded(task, loaded, room) for task in tasks.read(data, names, limit)}
     return [tokens for each in found.values() for tokens in each], tasks.in_words(found)
 
@@ -132,5 +136,5 @@ def _with(found: Data, words: str) -> Data:
 
 
 def _at(temperature: float, progress: Progress) -> Progress:
-    """The same bar, which says the temperature as well."""
-    return lambda what, done, total: progress(f"{plots.how(temperature)}, {what}", done, total)
+    """The same progress bar with the temperature in its text."""
+    return lambda what, done, total: progress(f"{sampling(temperature)}, {what}", done, total)

@@ -1,6 +1,6 @@
-"""Every measured number and plot of README and docs: `make figures`, or `python -m research.figures`.
+"""`python -m research figures`: every measured number and plot of README and docs.
 
-The numbers go to one JSON file, the plots and theirs to the folder `figures` beside it.
+The numbers are written to one JSON file; the plots and their data to the folder `figures` beside it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rich.progress import Progress
 from leapahead import __version__
 from leapahead.api import LLM
 from leapahead.bench import tasks
+from leapahead.cli.command import Command
 from leapahead.drafters.pool import NgramPool
 from leapahead.models.loading import Loaded
 from leapahead.planner.profile import processor
@@ -35,20 +36,27 @@ from research.picture import picture
 PARTS = ("check", "acceptance", "rules", "overhead", "memory", "example", *drawn.PARTS)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--data", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="A JSON file, renewed.")
-@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only this, may be repeated.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="JSON file; other parts in it are kept.",
+)
+@click.option(
+    "--part", "parts", multiple=True, type=click.Choice(PARTS), help="Measure only this part; may be repeated."
+)
 @click.option("--limit", type=int, default=40, show_default=True, help="Prompts of each task.")
-@click.option("--check-limit", type=int, default=30, show_default=True, help="The same, of the check.")
+@click.option("--check-limit", type=int, default=30, show_default=True, help="Prompts of each task for the check.")
 def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit: int) -> None:
     """Measure the bundled model and the cost of a step, and write the figures with their conditions.
 
-    What is finished stays, whatever becomes of the rest.
+    An interruption keeps the parts that are finished.
     """
     console = Console(stderr=True)
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {"conditions": {}}
-    transformers.logging.set_verbosity_error()  # prompts that are too long are left out, and counted
+    transformers.logging.set_verbosity_error()  # prompts that are too long are left out and counted
     llm = LLM(dtype="float32", drafter_cache=False)
     loaded = Loaded(llm.target, llm.tokenizer, llm.eos_token_ids)
     try:
@@ -62,7 +70,7 @@ def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit:
                 found["conditions"].update(conditions)
                 out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     except KeyboardInterrupt:
-        console.print("interrupted; what was finished is written")
+        console.print("interrupted; the finished parts are written")
         sys.exit(130)
 
 
@@ -81,7 +89,7 @@ def _draw(part: str, loaded: Loaded, data: Path, folder: Path, console: Console)
 def _measured(
     part: str, llm: LLM, data: Path, out: Path, limit: int, check_limit: int, console: Console
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The figures of a part, and their conditions."""
+    """The figures of a part and their conditions."""
     machine = (
         f"{processor()}, {torch.get_num_threads()} of them used; leapahead {__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}"
@@ -125,27 +133,23 @@ def _measured(
 
 
 def _texts(data: Path, limit: int) -> dict[str, list[str]]:
-    """Prompts that are plain text, by task."""
+    """Prompts of plain text by task."""
     return {task.name: task.texts for task in tasks.read(data, tasks.TEXTS, limit)}
 
 
 def _memory(ngrams: int = 10_000, ngram: int = 5, keys: int = 1000) -> dict[str, int]:
     """Bytes that Python allocates for a pool of random n-grams; ids above 256, which are objects of their own."""
-    dice = random.Random(0)
+    rng = random.Random(0)
     tracemalloc.start()
     pool = NgramPool(ngram, ngrams // keys, ngrams)
     for number in range(ngrams):
-        pool.add(1000 + number % keys, tuple(dice.randrange(1000, 32_000) for _ in range(ngram - 1)))
+        pool.add(1000 + number % keys, tuple(rng.randrange(1000, 32_000) for _ in range(ngram - 1)))
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     return {"ngrams": len(pool), "ngram": ngram, "keys": keys, "bytes": used}
 
 
 def _printed(readme: str) -> str:
-    """What the README's first Python example prints."""
+    """The output of the README's first Python example."""
     code = readme.split("```python\n")[1].split("```")[0]
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-
-
-if __name__ == "__main__":
-    main()

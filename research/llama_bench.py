@@ -1,10 +1,10 @@
-"""Our llama.cpp target beside llama.cpp's own programs, taking turns, on the same files.
+"""Compares the llama.cpp target with llama.cpp's own programs on the same files, in turn.
 
-plain      tokens per second of our whole loop / of `llama-bench -n`
-curve      T(n)/T(1): a step of n nodes here / a batch of n sequences in `llama-batched-bench`, over a shared prompt
+plain      tokens per second of the engine / of `llama-bench -n`
+curve      T(n)/T(1) of a step of n nodes / of a batch of n sequences over a shared prompt in `llama-batched-bench`
 check      every drafter against plain decoding, token for token
 
-python -m research.llama_bench a.gguf b.gguf --bin BUILD/bin --data DATA --out docs/llama-cpp.json
+python -m research llama-bench a.gguf b.gguf --bin BUILD/bin --data DATA --out docs/llama-cpp.json
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ from rich.progress import track
 from leapahead import __version__
 from leapahead.api import LLM
 from leapahead.bench import tasks
+from leapahead.cli.command import Command
 from leapahead.core.errors import BadParameter
 from leapahead.core.sampling import SamplingParams
-from leapahead.core.stop import StopParams, Stopper
+from leapahead.core.stop import StopParams
 from leapahead.core.tree import TokenTree, TreeBuilder
 from leapahead.drafters.plain import Plain
-from leapahead.engine.loop import Generation, decode
-from leapahead.models.llama_cpp.context import LlamaCppOptions, physical_cores
+from leapahead.engine.request import Request
+from leapahead.engine.scheduler import Engine
+from leapahead.models.base import read_prompt
+from leapahead.models.llama_cpp.context import physical_cores
 from leapahead.models.llama_cpp.model import LlamaCppTarget, load
+from leapahead.models.llama_cpp.options import LlamaCppOptions
 from leapahead.planner.profile import processor
 from research.exactness import exactness
 
@@ -41,7 +45,7 @@ CONTEXT = 250
 PARTS = ("plain", "curve", "check")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--bin", "programs", type=click.Path(exists=True, path_type=Path), help="Folder of llama.cpp's programs.")
 @click.option("--data", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of prompt sets.")
@@ -98,23 +102,23 @@ def main(
 
 
 def plain(file: Path, program: Path, threads: int, rounds: int, tokens: int) -> dict[str, float]:
-    """Tokens per second of plain decoding, from an empty context; and what of ours is not spent inside llama.cpp."""
+    """Tokens per second of plain decoding from an empty context, and the time per token outside of llama.cpp."""
     target = _load(file, threads)
+    engine = Engine(target, max_batch=1)
+    drafter = engine.drafter(Plain)
     words = [str(program), "-m", str(file), "-t", str(threads), "-p", "0", "-n", str(tokens), "-r", "2", "-o", "json"]
     ours, theirs, outside = list[float](), list[float](), list[float]()
 
     def text() -> tuple[float, float]:
-        session = target.open([1], SamplingParams())
-        stopper = Stopper(StopParams(max_new_tokens=tokens), [1], target.context_length)
-        generation = Generation(session, Plain(), stopper)
         start, inside = perf_counter(), target.context.seconds
-        count = sum(len(step.tokens) for _, step in decode(target, [generation]))
+        handle = engine.submit(Request([1], drafter, stop=StopParams(max_new_tokens=tokens)))
+        engine.run([handle])
         spent, inside = perf_counter() - start, target.context.seconds - inside
         target.forget()
-        return count / spent, 1e3 * (spent - inside) / count
+        return len(handle.tokens) / spent, 1e3 * (spent - inside) / len(handle.tokens)
 
     def here() -> None:
-        text()  # theirs warms up in each run as well, and takes the mean of two
+        text()  # llama-bench warms up in each run as well, and takes the mean of two runs
         both = [text(), text()]
         ours.append(sum(speed for speed, _ in both) / 2)
         outside.append(sum(rest for _, rest in both) / 2)
@@ -135,14 +139,15 @@ def plain(file: Path, program: Path, threads: int, rounds: int, tokens: int) -> 
 
 
 def curve(file: Path, program: Path, threads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step by its nodes: ours as chains and as trees of chains of three nodes, and theirs.
+    """Milliseconds of a step by number of nodes, as chains and as trees of chains of three nodes, and of llama.cpp's.
 
-    `outside` is what of ours is not spent inside llama.cpp: batches built, logits read, ids moved.
+    `outside` is the target's own time outside of llama.cpp: building batches, reading logits, moving sequence ids.
     """
     target = _load(file, threads)
     words = [str(program), "-m", str(file), "-t", str(threads), "-tb", str(threads), "-c", "4096", "-pps", "-kvu"]
     words += ["-npp", str(CONTEXT), "-ntg", "8", "-npl", ",".join(map(str, SIZES)), "--output-format", "jsonl"]
     session = target.open([1 + i % 200 for i in range(CONTEXT)], SamplingParams())
+    read_prompt(target, session)
     times: dict[str, dict[int, list[float]]] = {
         name: {n: [] for n in SIZES} for name in ("chain", "tree", "batched_bench", "outside")
     }
@@ -156,7 +161,7 @@ def curve(file: Path, program: Path, threads: int, rounds: int) -> dict[str, dic
                     start, inside = perf_counter(), target.context.seconds
                     choices = target.step([session], [tree])[0]
                     _ = choices[0]
-                    session.track.forget()  # costs what a commit costs, and leaves the context as it was
+                    session.track.discard_tree()  # costs as much as a commit, and leaves the context unchanged
                     spent, inside = perf_counter() - start, target.context.seconds - inside
                     if turn:
                         times[name][n].append(1e3 * spent)
@@ -177,7 +182,7 @@ def _load(file: Path, threads: int) -> LlamaCppTarget:
 
 
 def _bushy(root: int, nodes: int) -> TokenTree:
-    """Chains of three under the root."""
+    """A tree of chains of three nodes under the root."""
     builder = TreeBuilder(root)
     tip = 0
     for node in range(1, nodes):
@@ -188,7 +193,7 @@ def _bushy(root: int, nodes: int) -> TokenTree:
 
 
 def _in_turn(what: str, rounds: int, *sides: Callable[[], None]) -> None:
-    """After a warm-up of each, which the sides' lists do not keep."""
+    """Runs all sides in turn, after a warm-up of each."""
     for side in sides:
         side()
     for turn in track(range(rounds), description=what):
@@ -201,7 +206,3 @@ def _printed(words: list[str]) -> str:
         return subprocess.run(words, check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise BadParameter(f"{words[0]} cannot be run: {error}") from None
-
-
-if __name__ == "__main__":
-    main()

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from leapahead.cli import screen
+from leapahead.cli.command import Command
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.models import loading
 from research.widening import Planned, Shapes, Widening, kv_parts, residual
@@ -314,7 +315,7 @@ def _json(file: Path, problem: str) -> dict[str, Any]:
     return found
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--from", "source", metavar="MODEL_DIR", help="Folder of a Llama.  [default: the bundled model]")
 @click.option("--cost", required=True, metavar="|".join(COSTS), help="The published model whose shapes it gets.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="A new or empty folder.")

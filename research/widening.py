@@ -14,10 +14,10 @@ too large, and norm weights scaled by sqrt(d/D) cannot be represented in bfloat1
 makes the factor a power of two: (1 + s^2) d/D = 1/4^k. Only the mean reads the copy, so its rounding nearly averages
 out. Where D < 2 d there is no room for the copy, and the norm weights are scaled by sqrt(d/D) instead.
 
-Heads: source heads keep their key-value head. Where the stand-in has fewer heads per key-value head, a key-value head is
-duplicated. The output columns of all other heads are zero. Where the head dimension grows f-fold (3b and 7b from 64),
-rotary pair i of the source becomes pair f i, whose frequency is the same: theta^(-2 f i / (f dim)). Queries are zero in
-the other pairs, and are scaled by sqrt(f), since attention divides by the root of the head dimension.
+Heads: source heads keep their key-value head. Where the stand-in has fewer heads per key-value head, a key-value head
+is duplicated. The output columns of all other heads are zero. Where the head dimension grows f-fold (3b and 7b from
+64), rotary pair i of the source becomes pair f i, whose frequency is the same: theta^(-2 f i / (f dim)). Queries are
+zero in the other pairs, and are scaled by sqrt(f), since attention divides by the root of the head dimension.
 
 Layers: the source's layers are spread evenly, each after its share of layers that add zero, so that skipping or exiting
 after the last layers predicts no better than it does with the source. The vocabulary stays, because a larger one would

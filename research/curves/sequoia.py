@@ -212,10 +212,10 @@ def _guesses(
     for start in range(0, len(text), PROMPT_ROWS):
         part = text[start : start + PROMPT_ROWS]
         following, logits = _top_k(draft, [*tokens, *part], top_k)
-        for token, best, values in zip(part, following[-len(part) :], logits[-len(part) :], strict=True):
+        for token, best, scores in zip(part, following[-len(part) :], logits[-len(part) :], strict=True):
             known = best < vocab_size
             candidates = best[known]
-            yield candidates[sampler.rank(len(tokens), candidates, values[known])][:RANKS].tolist()
+            yield candidates[sampler.rank(len(tokens), candidates, scores[known])][:RANKS].tolist()
             tokens.append(token)
             sampler.committed()
 

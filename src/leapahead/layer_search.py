@@ -1,26 +1,23 @@
-"""Which sub-layers a model can do without when it drafts for itself: the search of Draft & Verify (2309.08168).
+"""Searches the sub-layers that a model can skip when it drafts for itself, as in Draft & Verify (2309.08168).
 
-    texts     prompts that the target has continued greedily
-    a         agreement: share of the continuation's tokens that the model without the sub-layers would have chosen too,
-              given the target's text up to there; one forward a text
-    c         cost: time of a token without them, in times of a token of the whole model; measured by kind of sub-layer
-    speed     tokens in the time of one plain token when chains of k are drafted, for the best k:
+    texts     prompts with greedy continuations by the target
+    a         agreement: share of the continuations' tokens that the model without the sub-layers chooses as well, given
+              the target's text before them; one forward per text
+    c         cost: time of a token without the sub-layers, relative to the whole model; measured by kind of sub-layer
+    speed     tokens in the time of one plain token with drafted chains of the best length k:
 
                   (1 - a^(k+1)) / (1 - a) / (k c + 1)          Leviathan et al., 2211.17192, theorem 3.8
 
-It takes the target's forward over k + 1 tokens for one over a single token, and tokens to be accepted independently.
-A Bayesian optimiser (optuna's TPE) looks for the greatest speed, after a few trials of ours: each layer alone, and then
-the least missed ones together.
+This assumes that a target forward over k + 1 tokens costs as much as one over a single token, and that tokens are
+accepted independently. A Bayesian optimiser (optuna's TPE) maximises the speed. Its first trials are fixed: some single
+layers, then several of those whose absence changes the choices least.
 
-What is found is kept by `planner.skips`.
-
-Knows targets and their layers; neither drafters nor text.
+The result is stored by `drafters.saved_skips`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -30,36 +27,36 @@ import numpy as np
 import torch
 
 from leapahead.core.errors import BadParameter, needing
-from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import IntArray
 from leapahead.drafters.plain import Plain
 from leapahead.drafters.saved_skips import Found, expected
-from leapahead.engine.loop import Generation, decode
+from leapahead.engine.request import Request
+from leapahead.engine.scheduler import Engine
 from leapahead.models import loading
 from leapahead.models.self_draft.layer_skip import Skip, SubLayers, sub_layers
 from leapahead.models.transformers.forward import accepts, inputs
 from leapahead.models.transformers.model import TransformersTarget
 
-ROUNDS = 9  # of timing
-TOGETHER = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # shares of the layers, left out together before it is asked
+ROUNDS = 9  # rounds of timing
+TOGETHER = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # shares of the layers that the fixed trials skip together
 
 
-Progress = Callable[[int, Found], None]  # trials made, and the best of them
+Progress = Callable[[int, Found], None]  # number of trials so far, and the best of them
 
 
 def silent(trials: int, best: Found) -> None:
-    """Shows nothing."""
+    """A `Progress` that shows nothing."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a token takes, in shares of the whole model's: the sub-layers of all layers, and all layers as a whole.
+    """Time per token of parts of the model, as shares of the whole model's.
 
     Attributes:
-        layers: their number.
-        attention, mlp: of the sub-layers alone, their norms left out.
-        whole: of the layers with norms and all.
+        layers: number of layers.
+        attention, mlp: the share of all attention (MLP) sub-layers, without their norms.
+        whole: the share of all layers.
     """
 
     layers: int
@@ -69,7 +66,7 @@ class Costs:
 
     @classmethod
     def measure(cls, parts: SubLayers, token: int, rounds: int = ROUNDS) -> Costs:
-        """By forwards of a single token without context, with and without all of a kind in turn; medians."""
+        """Medians of forwards over a single token, with and without all sub-layers of a kind, interleaved."""
         every = frozenset(range(parts.count))
         skips = (Skip(), Skip(attention=every), Skip(mlp=every), Skip(every, every))
         models = [parts.without(skip) for skip in skips]
@@ -83,7 +80,7 @@ class Costs:
         return cls(parts.count, *(min(max(1 - each / full, 0.0), 1.0) for each in (attention, mlp, whole)))
 
     def left(self, skip: Skip) -> float:
-        """c, of a model without these sub-layers; layers of a kind are taken to be equal."""
+        """The cost c without these sub-layers; layers of a kind are assumed to cost the same."""
         both = len(skip.attention & skip.mlp)
         saved = both * self.whole
         saved += (len(skip.attention) - both) * self.attention + (len(skip.mlp) - both) * self.mlp
@@ -91,25 +88,25 @@ class Costs:
 
 
 class Agreement:
-    """How often a model chooses what the target has chosen.
+    """How often a model chooses the same tokens as the target.
 
     Args:
-        target: continues each text, greedily.
-        texts: prompts, tokens.
-        new: tokens of each continuation, fewer where it ends or the context does.
+        target: continues each text greedily.
+        texts: token ids of prompts.
+        new: greatest number of tokens of each continuation.
 
     Attributes:
-        tokens: of all continuations.
+        tokens: number of tokens of all continuations.
     """
 
     def __init__(self, target: TransformersTarget, texts: Sequence[Sequence[int]], new: int) -> None:
         self._texts = [(text, _continued(target, text, new)) for text in texts]
-        # What one forward chooses, as the trials do: in half precision a tie may have gone the other way in decoding.
+        # By one forward per text, as in the trials: in half precision, decoding may have broken ties differently.
         self._chosen = [self._choices(target.model, *each) for each in self._texts]
         self.tokens = sum(len(chosen) for chosen in self._chosen)
 
     def of(self, model: Any) -> float:
-        """In [0, 1]."""
+        """The agreement of a model, in [0, 1]."""
         same = sum(
             int((self._choices(model, *each) == chosen).sum())
             for each, chosen in zip(self._texts, self._chosen, strict=True)
@@ -118,7 +115,7 @@ class Agreement:
 
     @staticmethod
     def _choices(model: Any, text: Sequence[int], new: Sequence[int]) -> IntArray:
-        """int64 [len(new)]."""
+        """The model's choices for the tokens of a continuation, int64 [len(new)]."""
         logits = _logits(model, [*text, *new[:-1]], len(new))
         chosen: IntArray = logits.argmax(-1).numpy(force=True)
         return chosen
@@ -132,21 +129,21 @@ def search(
     progress: Progress = silent,
     new: int = 64,
 ) -> Found:
-    """Looks for the sub-layers whose absence makes the fastest draft.
+    """Searches the set of skipped sub-layers with the greatest expected speed.
 
     Args:
-        texts: prompts, tokens; what the target says to them is what drafts are judged by.
-        trials: sets of sub-layers that are tried, the empty one not counted.
+        texts: token ids of prompts; drafts are compared with the target's continuations of them.
+        trials: number of sets that are tried.
         seed: of the optimiser.
-        progress: is shown each trial's number and the best so far.
-        new: tokens that the target adds to each text.
+        progress: called after every trial.
+        new: greatest number of tokens of each continuation.
 
     Raises:
-        Refused: the model's layers cannot be left out.
+        Refused: the model's layers cannot be skipped.
         BadParameter: no texts, no trials or no new tokens.
         LeapaheadError: optuna is not installed.
     """
-    with needing("the search for layers to leave out", "skip", "optuna"):
+    with needing("the search for layers to skip", "skip", "optuna"):
         import optuna
     if not texts:
         raise BadParameter("there are no texts to search with; give at least one")
@@ -164,7 +161,7 @@ def search(
         return expected(tried[skip], costs.left(skip))[0]
 
     before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # a study is told as it is made
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # optuna logs every new study
     try:
         study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
         first = _first(parts.count, trials, tried)
@@ -185,7 +182,7 @@ def search(
 
 
 def _first(count: int, trials: int, tried: dict[Skip, float]) -> Iterator[Skip]:
-    """What to try before the optimiser has learned anything: layers alone, then the least missed ones together."""
+    """The fixed first trials: single layers, then sets of those whose absence changes the choices least."""
     single = [
         Skip.layers([layer]) for layer in sorted({*np.linspace(0, count - 1, min(count, trials // 2), dtype=int)})
     ]
@@ -196,6 +193,7 @@ def _first(count: int, trials: int, tried: dict[Skip, float]) -> Iterator[Skip]:
 
 
 def _names(skip: Skip) -> set[str]:
+    """The skipped sub-layers by the names of the optimiser's parameters."""
     return {f"{layer}a" for layer in skip.attention} | {f"{layer}m" for layer in skip.mlp}
 
 
@@ -204,14 +202,16 @@ def _found(skip: Skip, agreement: float, cost: float, trials: int) -> Found:
 
 
 def _continued(target: TransformersTarget, text: Sequence[int], new: int) -> list[int]:
-    """What the target says next, greedily."""
+    """The target's greedy continuation."""
     stop = StopParams(max_new_tokens=new, eos_token_ids=loading.eos_token_ids(target, None))
-    with closing(Generation.begin(target, text, Plain(), SamplingParams(), stop)) as generation:
-        return [token for _, step in decode(target, [generation]) for token in step.tokens]
+    engine = Engine(target, max_batch=1)
+    handle = engine.submit(Request(text, engine.drafter(Plain), stop=stop))
+    engine.run([handle])
+    return handle.tokens
 
 
 def _logits(model: Any, tokens: Sequence[int], last: int) -> torch.Tensor:
-    """By one forward: after each of the `last` tokens, [last, vocab]."""
+    """Logits after each of the last tokens, [last, vocab], by one forward."""
     device = model.get_input_embeddings().weight.device
     keep = {"logits_to_keep": last} if accepts(model, "logits_to_keep") else {}
     with torch.no_grad():

@@ -48,7 +48,9 @@ class Record:
         record = cls(folder, conditions)
         if record.path.is_file():
             if not resume:
-                raise BadParameter(f"{record.path} already holds results; pass --resume to continue, or choose another --out")
+                raise BadParameter(
+                    f"{record.path} already holds results; pass --resume to continue, or choose another --out"
+                )
             found = read(folder)
             record.rows = [row for row in found["results"] if row["task"] != OVERALL]
             record.conditions = _agreed(found["conditions"], conditions)
@@ -119,7 +121,7 @@ class Record:
             path = Path(tempfile.mkdtemp(prefix="leapahead-bench-")) / FILE
             self._write(path)
         except OSError:
-            return "nor can they be written to the directory of temporary files, so the last cell is in the printed table only"
+            return "nor can the directory of temporary files, so the last cell is in the printed table only"
         return f"all results so far are in {path}"
 
 

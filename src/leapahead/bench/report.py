@@ -1,12 +1,12 @@
-"""The report of a bench, from its file alone: a Markdown table, and plots as PNG and SVG."""
+"""The report of a bench, made from its file: Markdown tables, and plots as PNG and SVG."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from leapahead.bench import plots
 from leapahead.bench.cell import PLAIN
 from leapahead.bench.record import OVERALL
 from leapahead.core.errors import LeapaheadError
@@ -21,21 +21,15 @@ COLUMNS = (
     *("task", "drafter", "speed-up", "95 %", "tokens/s", "accept. length", "nodes/step", "1st token", "distinct-4"),
     *("prompts", "tokens", "mismatches", "ties"),
 )
-OURS, PEER = "#0072B2", "#D55E00"  # of Okabe and Ito, told apart by the colour-blind
-
-
-def require_matplotlib() -> None:
-    """Refuses before anything is measured.
-
-    Raises:
-        LeapaheadError: it is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise LeapaheadError('the plots need matplotlib, which is not installed: pip install "leapahead[lab]"')
+OURS, PEER = plots.COLOURS[:2]
+NO_INTERVAL = (
+    "Rows without an interval were measured on a single prompt (or a single batch), which does not show how much the "
+    "speed-up varies between prompts."
+)
 
 
 def groups(results: Sequence[Row]) -> dict[Group, list[Row]]:
-    """The rows of each table: the tasks in their order, the overall rows last."""
+    """The rows of each table: the tasks in order, then the overall rows."""
     found: dict[Group, list[Row]] = {}
     for row in sorted(results, key=lambda row: bool(row["task"] == OVERALL)):
         found.setdefault((row["target"], row["temperature"], row["batch"]), []).append(row)
@@ -43,19 +37,20 @@ def groups(results: Sequence[Row]) -> dict[Group, list[Row]]:
 
 
 def title(group: Group) -> str:
+    """The heading of a table."""
     target, temperature, batch = group
     return f"{target}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}, batch {batch}"
 
 
 def cells(row: Row) -> list[str]:
-    """A row's text under COLUMNS."""
+    """The texts of a row, by COLUMNS."""
     speed = row["speedup"]
     plain = row["drafter"] == PLAIN
     return [
         row["task"],
         row["drafter"],
         f"{speed['median']:.2f}",
-        "" if plain else f"{speed['low']:.2f} to {speed['high']:.2f}",
+        "" if plain or speed["low"] is None else f"{speed['low']:.2f} to {speed['high']:.2f}",
         f"{row['tokens_per_second']:.1f}",
         _number(row["acceptance_length"], 2),
         _number(row["nodes_per_step"], 1),
@@ -65,14 +60,19 @@ def cells(row: Row) -> list[str]:
     ]
 
 
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What must be said below a table."""
+    return [NO_INTERVAL] if any(row["drafter"] != PLAIN and row["speedup"]["low"] is None for row in rows) else []
+
+
 def markdown(found: dict[str, Any]) -> str:
-    """The whole report as text."""
+    """The whole report."""
     told = found["conditions"]
     lines = ["# Bench", "", *_prose(told), ""]
     for group, rows in groups(found["results"]).items():
         lines += [f"## {title(group)}", "", _line(COLUMNS), _line(["---", "---", *["---:"] * (len(COLUMNS) - 2)])]
         lines += [_line(cells(row)) for row in rows]
-        lines += ["", *_details(rows), ""]
+        lines += ["", *(line for note in notes(rows) for line in (note, "")), *_details(rows), ""]
     if found["results"]:
         lines += ["![speed-up by task and drafter](speedup.svg)", ""]
         lines += ["![acceptance length by task and drafter](acceptance.svg)", ""]
@@ -80,28 +80,22 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def write(found: dict[str, Any], folder: Path) -> list[Path]:
-    """`report.md`, `speedup` and `acceptance` as PNG and SVG; without results the first only.
+    """Writes `report.md`, and `speedup` and `acceptance` as PNG and SVG; without results only the first.
 
     Args:
-        found: what a bench's file holds.
-        folder: where they go.
+        found: the content of a bench's file.
+        folder: where the files are written.
 
     Raises:
-        LeapaheadError: matplotlib is not installed, or they cannot be written.
+        LeapaheadError: matplotlib is not installed, or a file cannot be written.
     """
-    require_matplotlib()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "leapahead"  # the same figures, the same file
+    plots.require()
     paths = [folder / "report.md"]
     try:
         paths[0].write_text(markdown(found), encoding="utf-8")
         if found["results"]:
-            for name, figure in (("speedup", speedups(found)), ("acceptance", acceptance_lengths(found))):
-                for kind, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
-                    figure.savefig(folder / f"{name}.{kind}", format=kind, **options)
-                    paths.append(folder / f"{name}.{kind}")
+            for name, draw in (("speedup", speedups), ("acceptance", acceptance_lengths)):
+                paths += plots.save(draw, found, folder / name)
     except OSError as error:
         raise LeapaheadError(f"the report cannot be written to {folder}: {error.strerror}") from None
     return paths
@@ -111,16 +105,17 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def speedups(found: dict[str, Any]) -> Figure:
-    """The speed-up of each drafter with its interval, over all tasks; a faint dot for each of them."""
+    """The speed-up of each drafter over all tasks with its interval; a faint dot for each task."""
 
     def span(row: Row) -> tuple[float, float, float]:
-        return row["speedup"]["median"], row["speedup"]["low"], row["speedup"]["high"]
+        speed = row["speedup"]
+        return speed["median"], speed["low"] or speed["median"], speed["high"] or speed["median"]
 
     return _panels(found, span, "times the speed of plain decoding (bar: 95 % interval; dots: tasks)", 0.0)
 
 
 def acceptance_lengths(found: dict[str, Any]) -> Figure:
-    """Committed tokens per step of each drafter, over all tasks; a faint dot for each of them."""
+    """Acceptance length of each drafter over all tasks; a faint dot for each task."""
 
     def span(row: Row) -> tuple[float, float, float] | None:
         length = row["acceptance_length"]
@@ -132,7 +127,7 @@ def acceptance_lengths(found: dict[str, Any]) -> Figure:
 def _panels(
     found: dict[str, Any], span: Callable[[Row], tuple[float, float, float] | None], label: str, left: float
 ) -> Figure:
-    """A panel for each target, temperature and batch, a line for each contender."""
+    """A panel for each target, temperature and batch size, a line for each contender."""
     from matplotlib.figure import Figure
 
     tables = groups(found["results"])
@@ -167,7 +162,7 @@ def _panels(
         axes.grid(axis="both", color="0.92", zorder=0)
         axes.set_axisbelow(True)
         axes.tick_params(axis="y", length=0)
-        axes.tick_params(axis="x", labelbottom=True)  # also where a panel stands below
+        axes.tick_params(axis="x", labelbottom=True)  # also above another panel
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
     figure.supxlabel(label, fontsize=10)
@@ -178,6 +173,7 @@ def _panels(
 
 
 def _prose(told: dict[str, Any]) -> list[str]:
+    """The conditions as a list."""
     versions = ", ".join(f"{name} {number}" for name, number in told["versions"].items() if number)
     lines = [
         f"- {told['date']}; {versions}; commit {told['commit'] or 'unknown'}",
@@ -190,19 +186,19 @@ def _prose(told: dict[str, Any]) -> list[str]:
     for name, each in told["targets"].items():
         parts = [f"{key} {each[key]}" for key in ("backend", "dtype", "device", "threads") if key in each]
         lines.append(f"- {name}: {', '.join((*parts, 'conversations as ' + each['chat']))}")
-        lines += [f"  - {drafter} is left out: {why}" for drafter, why in each["refused"].items()]
+        lines += [f"  - {drafter} was left out: {why}" for drafter, why in each["refused"].items()]
     return [*lines, f"- {told['figures']}"]
 
 
 def _details(rows: Sequence[Row]) -> list[str]:
-    """Of each drafter: where the time went, what was accepted at which depth and of whom, memory, forwards."""
+    """For each drafter: time by phase, forwards, memory, acceptance by depth and by source."""
     last = [row for row in rows if row["task"] == OVERALL] or list(rows)
     lines = []
     for row in last:
         whole = sum(row["seconds"].values()) or 1.0
         split = ", ".join(f"{phase} {spent / whole:.1%}" for phase, spent in row["seconds"].items() if spent)
         where = "" if row["task"] == OVERALL else f", {row['task']}"
-        line = f"- `{row['drafter']}`{where}: time: {split}; {row['forwards']} forwards in all"
+        line = f"- `{row['drafter']}`{where}: time: {split}; {row['forwards']} target forwards in all"
         if row["peak_memory_mib"] is not None:
             line += f"; peak memory {row['peak_memory_mib']:.0f} MiB"
         if row["peak_gpu_memory_mib"] is not None:

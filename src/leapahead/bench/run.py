@@ -1,13 +1,12 @@
-"""Tasks x targets x temperatures x batch sizes, every drafter in each: one cell after another, each kept when it ends.
+"""Runs a bench: tasks x targets x temperatures x batch sizes, with every drafter and peer in each cell.
 
 plan      what is to be measured
-cell      (task, target, temperature, batch): all contenders taking turns (`lab.cell`)
-record    the file that keeps the finished cells (`lab.record`)
+cell      (task, target, temperature, batch), in which all contenders take turns (`bench.cell`)
+record    the file to which every finished cell is written (`bench.record`)
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from leapahead.bench.cell import PLAIN, measure_cell, passes, tie_on
-from leapahead.bench.conditions import conditions
+from leapahead.bench.conditions import Progress, conditions, describe, silent
 from leapahead.bench.contender import Configuration, Contender, Ours, Setting
 from leapahead.bench.peers import Entry, Peer
 from leapahead.bench.record import Cell, Record
@@ -24,8 +23,8 @@ from leapahead.bench.tasks import Task, encoded, has_template
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.models import loading
 from leapahead.models.loading import Loaded
+from leapahead.planner.profile import LatencyProfiles
 
-Progress = Callable[[str, int, int], None]  # what is being done, passes done, passes in all
 Say = Callable[[str], None]
 
 
@@ -34,17 +33,17 @@ class Plan:
     """What is to be measured.
 
     Attributes:
-        tasks: see `lab.tasks.read`.
-        models: hub name, folder, GGUF file; None is the bundled one.
-        configurations: of drafters; plain decoding is always there.
-        peers: what others offer, measured on the targets that they can run.
-        temperatures, batches: each with each.
-        rounds: measured ones; a warm-up comes before them.
+        tasks: see `bench.tasks.read`.
+        models: hub name, folder or GGUF file; None for the bundled model.
+        configurations: of drafters; plain decoding is always measured.
+        peers: other implementations, measured on the targets that they can run.
+        temperatures, batches: all combinations are measured.
+        rounds: measured rounds, after a warm-up.
         max_new_tokens: of each text.
-        seed: of the order of turns, of the dice, and of the bootstrap.
-        data: where the prompts are from, for the conditions.
-        dtype, device: of models that are no GGUF files.
-        threads: of torch, and of llama.cpp; None for their own choice.
+        seed: of the order, of the sampling and of the bootstrap.
+        data: origin of the prompts, for the conditions.
+        dtype, device: of models that are not GGUF files.
+        threads: of torch and of llama.cpp; None for their defaults.
     """
 
     tasks: Sequence[Task]
@@ -56,7 +55,7 @@ class Plan:
     rounds: int = 5
     max_new_tokens: int = 64
     seed: int = 0
-    data: str = "our own prompts"
+    data: str = "the bundled prompts"
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
@@ -64,14 +63,14 @@ class Plan:
     def __post_init__(self) -> None:
         names = [configuration.name for configuration in self.configurations] + [peer.label for peer in self.peers]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise BadParameter(f"{twice} is there twice; give each once")
+            raise BadParameter(f"{twice} was given twice; give each once")
         labels = self.labels
         if again := next((label for label in labels if labels.count(label) > 1), None):
-            raise BadParameter(f"the model {again} is there twice; give each model once")
+            raise BadParameter(f"the model {again} was given twice; give each model once")
 
     @property
     def labels(self) -> list[str]:
-        """The models' names in the results: a path's last part, where that tells them apart."""
+        """The models' names in the results: the last part of a path, where that is unique."""
         short = [_short(model) for model in self.models]
         return [
             name if short.count(name) == 1 or model is None else model
@@ -79,7 +78,7 @@ class Plan:
         ]
 
     def conditions(self, date: str) -> dict[str, Any]:
-        """Of the whole bench; what only a loaded model tells comes with it."""
+        """The conditions of the bench; those of the targets are added when they are loaded."""
         return {
             "date": date,
             **conditions(),
@@ -97,9 +96,9 @@ class Plan:
             "dtype": self.dtype,
             "device": self.device,
             "threads": self.threads,
-            "figures": "speed-up: median of the rounds' ratios to plain decoding in the same round, tokens per second "
-            "without prefill, after a warm-up; 95 % percentile bootstrap over rounds and prompts. Of conversations the "
-            "first turn only. Counters are of one pass over the prompts, forwards of all passes.",
+            "figures": "speed-up: median over the rounds of the ratio to plain decoding in the same round, tokens per "
+            "second without prefill, after a warm-up; 95 % percentile bootstrap over rounds and prompts. Only the first "
+            "turn of conversations. Counters are of one pass over the prompts, forwards of all passes.",
         }
 
 
@@ -107,18 +106,18 @@ def run(
     plan: Plan,
     record: Record,
     *,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = silent,
     say: Say = lambda line: None,
     load: Callable[[str | None, Plan], Loaded] | None = None,
 ) -> None:
     """Measures every cell of the plan that the record does not have.
 
     Args:
-        plan: what.
-        record: is written after every cell.
-        progress: called as passes end.
-        say: called with a line for what is left out.
-        load: a model by its name; `load_model` unless a test has its own.
+        plan: what is to be measured.
+        record: written after every cell.
+        progress: called after every pass, with the numbers of passes done and in all.
+        say: called with a line for everything that is left out.
+        load: loads a model of the plan; by default `load_model`.
 
     Raises:
         LeapaheadError: a model cannot be loaded, or the record cannot be written; finished cells are in the record.
@@ -145,7 +144,7 @@ def run(
 
         with ExitStack() as ending:
             contenders, refused = _entered(plan, entry, tell, ending)
-            record.describe("targets", label, {**_describe(entry.loaded, plan), "refused": refused})
+            record.describe("targets", label, {**_describe(entry.loaded), "refused": refused})
             for task, cell in todo[label]:
                 bar.begin(cell)
                 rows = _cell(plan, entry.loaded, contenders, task, cell, bar, tell)
@@ -155,7 +154,7 @@ def run(
 
 
 def load_model(model: str | None, plan: Plan) -> Loaded:
-    """As the plan has it. Only a GGUF file takes its threads with it; torch has them for all."""
+    """Loads a model as the plan says. A GGUF file has its own number of threads; that of torch is global."""
     if model is not None and model.lower().endswith(".gguf"):
         options: dict[str, Any] = {} if plan.threads is None else {"n_threads": plan.threads}
         return loading.load(model, device=plan.device, **options)
@@ -165,12 +164,12 @@ def load_model(model: str | None, plan: Plan) -> Loaded:
 
 
 def _entered(plan: Plan, entry: Entry, say: Say, ending: ExitStack) -> tuple[list[Contender], dict[str, str]]:
-    """Who takes part on a loaded model, plain decoding first; and why the others do not."""
-    loaded = entry.loaded
-    makers: dict[str, Callable[[], Contender]] = {PLAIN: lambda: Ours(PLAIN, loaded.target, loaded.tokenizer, PLAIN)}
-    for each in plan.configurations:
-        if each.name != PLAIN:
-            makers[each.name] = partial(Ours, each.name, loaded.target, loaded.tokenizer, each.drafter, each.options)
+    """The contenders for a loaded model, plain decoding first; and the reasons of those that are refused."""
+    loaded, latency = entry.loaded, LatencyProfiles(entry.loaded.target.info)
+    makers: dict[str, Callable[[], Contender]] = {}
+    for each in (Configuration(PLAIN), *plan.configurations):
+        drafter = (each.drafter, each.options, latency)
+        makers[each.name] = partial(Ours, each.name, loaded.target, loaded.tokenizer, *drafter)
     for peer in plan.peers:
         makers[f"peer:{peer.label}"] = partial(peer.enter, f"peer:{peer.label}", entry)
     contenders, refused = list[Contender](), dict[str, str]()
@@ -188,13 +187,13 @@ def _entered(plan: Plan, entry: Entry, say: Say, ending: ExitStack) -> tuple[lis
 def _cell(
     plan: Plan, loaded: Loaded, contenders: Sequence[Contender], task: Task, cell: Cell, bar: _Bar, say: Say
 ) -> list[dict[str, Any]]:
-    """The rows; none if no prompt fits."""
+    """The rows of a cell; none if no prompt fits into the context."""
     _, _, temperature, batch = cell
     prompts = encoded(task, loaded, plan.max_new_tokens)
     if len(prompts) < len(task.prompts):
         say(
             f"{task.name}: {len(task.prompts) - len(prompts)} of {len(task.prompts)} prompts left out: with "
-            f"{plan.max_new_tokens} new tokens they do not fit the context of {loaded.target.context_length}"
+            f"{plan.max_new_tokens} new tokens they do not fit the context of {loaded.target.info.context_length}"
         )
     if not prompts:
         return []
@@ -217,38 +216,23 @@ def _cell(
     )
 
 
-def _describe(loaded: Loaded, plan: Plan) -> dict[str, Any]:
-    """What a loaded target tells of itself."""
-    target = loaded.target
-    told: dict[str, Any] = {
-        "name": target.name,
-        "context": target.context_length,
-        "precision": target.precision,
+def _describe(loaded: Loaded) -> dict[str, Any]:
+    """The description of a loaded target, for the conditions."""
+    info = loaded.target.info
+    return {
+        "name": info.name,
+        "context": info.context_length,
+        "precision": info.precision,
         "chat": "chat template" if has_template(loaded.tokenizer) else "plain text",
+        **describe(loaded.target),
     }
-    model: Any = getattr(target, "model", None)  # not every target has one
-    if type(target).__module__.endswith(".llama_cpp"):
-        import llama_cpp
-
-        from leapahead.models.llama_cpp.context import physical_cores
-
-        buffer = ctypes.create_string_buffer(128)
-        llama_cpp.llama_model_desc(model.pointer, buffer, len(buffer))  # as "llama 7B Q4_K - Medium"
-        dtype = buffer.value.decode("utf-8", "replace")
-        told |= {"backend": "llama.cpp", "dtype": dtype, "threads": plan.threads or physical_cores()}
-    elif model is not None:
-        import torch
-
-        dtype, device = str(model.dtype).removeprefix("torch."), str(model.device)
-        told |= {"backend": "transformers", "dtype": dtype, "device": device, "threads": torch.get_num_threads()}
-    return told
 
 
 def _set_torch_threads(threads: int) -> None:
     try:
         import torch
     except ModuleNotFoundError:
-        return  # the load says what is missing
+        return  # loading the model reports what is missing
     torch.set_num_threads(threads)
 
 
@@ -259,7 +243,7 @@ def _short(model: str | None) -> str:
 
 
 class _Bar:
-    """Passes done and to do; a cell that ends early is counted as whole."""
+    """Counts passes; a cell that ends early counts as complete."""
 
     def __init__(self, plan: Plan, todo: dict[str, list[tuple[Task, Cell]]], progress: Progress) -> None:
         self._progress = progress

