@@ -44,7 +44,7 @@ tests: $(WITH_LLAMA)
 # gsm8k_test.jsonl, mt_bench.jsonl and spec_bench.jsonl). Ctrl-C keeps what is finished.
 DATA ?= ../shared/data
 figures: $(INSTALLED)
-	$(BIN)/python -m research.figures --data $(DATA) --out docs/figures.json
+	$(BIN)/python -m research figures --data $(DATA) --out docs/figures.json
 	$(BIN)/python tools/docs.py
 
 # The report under docs/bench: hours, on a machine that does nothing else. Peers whose place is not said are left out;
@@ -109,10 +109,10 @@ bench-draft: $(WITH_LLAMA) $(STANDINS)/1b-bf16 $(STANDINS)/135m-q8_0.gguf $(STAN
 	$(BIN)/python tools/docs.py
 
 $(STANDINS)/draft-135m: | $(WITH_LLAMA)
-	$(BIN)/leapahead lab standin --from src/leapahead/assets/tiny-draft --cost 135m --out $@
+	$(BIN)/python -m research standin --from src/leapahead/assets/tiny-draft --cost 135m --out $@
 
 $(STANDINS)/%-bf16: | $(WITH_LLAMA)
-	$(BIN)/leapahead lab standin --cost $* --out $@
+	$(BIN)/python -m research standin --cost $* --out $@
 
 $(STANDINS)/draft-bf16.gguf: | $(WITH_LLAMA)
 	@mkdir -p $(STANDINS)
