@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from leapahead.core.stop import Stopper
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.drafters.sources.corpus import write
-from leapahead.drafters.sources.datastore import Head
-from leapahead.models.base import CHAIN, Choices
+from leapahead.drafters.sources.datastore import Header
+from leapahead.models.base import CHAIN, NOTHING, Capture
+from leapahead.models.choices import Choices
 from leapahead.models.toy import ToySession, ToyTarget
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 4, 5], [0], [1, 2, 1, 2, 1], [8, 8]]
@@ -35,8 +37,10 @@ def checked(target: Any, sampling: SamplingParams = SamplingParams(), **options:
 # ------------------------------------------------------------------------------------------------ a right target
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED, SamplingParams(temperature=0.7, top_k=4, top_p=0.8)])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("sampling", "batch"),
+    [(SamplingParams(), 1), (SAMPLED, 3), (SamplingParams(temperature=0.7, top_k=4, top_p=0.8), 1)],
+)
 def test_a_right_target_passes(sampling: SamplingParams, batch: int) -> None:
     seen = []
     report = checked(ToyTarget(), sampling, batch=batch, progress=lambda *what: seen.append(what))
@@ -89,11 +93,28 @@ def test_bad_input(options: dict[str, Any], sentence: str) -> None:
 
 
 def test_a_datastore_of_another_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
-    write(tmp_path / "store", Head.of("another", "0" * 16, 12, 4, 1), [[1, 2, 3, 4]])
+    write(tmp_path / "store", Header.of("another", "0" * 16, 12, 4, 1), [[1, 2, 3, 4]])
     options: dict[str, Any] = {"drafters": ["datastore"], "options": {"file": str(tmp_path / "store")}}
     assert checked(ToyTarget(), **options).ok
     with pytest.raises(BadParameter, match="built with another tokenizer"):
         check(ToyTarget(), tokenizer, PROMPTS, **options)
+
+
+def test_an_interrupted_check_keeps_the_finished_drafters() -> None:
+    seen: list[list[str]] = []
+
+    def progress(name: str, begun: int, total: int) -> None:
+        if name == "jacobi":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checked(
+            ToyTarget(),
+            drafters=["plain", "prompt_lookup", "jacobi"],
+            progress=progress,
+            finished=lambda report: seen.append([row.name for row in report.drafters]),
+        )
+    assert seen == [[], ["plain"], ["plain", "prompt_lookup"]]
 
 
 def test_no_prompts() -> None:
@@ -154,9 +175,8 @@ class OffByOne(ToySession):
 class BrokenCommit(ToyTarget):
     session: type[ToySession]
 
-    def open(self, tokens: Any, params: SamplingParams, stats: Any = None, **rest: Any) -> ToySession:
-        super().open(tokens, params, stats, **rest)
-        return self.session(self, [int(token) for token in tokens], params)
+    def open(self, tokens: Any, params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0) -> ToySession:
+        return self.session(self, [int(token) for token in tokens], params, capture)
 
 
 class CommitsWrongPath(BrokenCommit):
@@ -170,11 +190,8 @@ class CommitsOffByOne(BrokenCommit):
 class WrongBonus(ToyTarget):
     """The choices after a node are those of the node before."""
 
-    def step(self, sessions: Any, trees: Any) -> list[Choices]:
-        return [
-            Choices(np.roll(self.logits(session, tree), len(tree) > 1, axis=0), tree, session.sampler)
-            for session, tree in zip(sessions, trees, strict=True)
-        ]
+    def logits(self, session: ToySession, tree: TokenTree, num_computed: int = 0) -> Any:
+        return np.roll(super().logits(session, tree, num_computed), len(tree) > 1, axis=0)
 
 
 BROKEN = [
@@ -192,12 +209,11 @@ BRANCHING, MATCHING = ["lookahead", "auto", "recycling"], ["ngram", "suffix"]
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("sampling", "batch"), [(SamplingParams(), 3), (SAMPLED, 1)])
 def test_a_broken_target_fails(
     broken: type[ToyTarget], sampling: SamplingParams, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("leapahead.check.ENOUGH", 2)  # to measure a mismatch takes a while
+    monkeypatch.setattr("leapahead.check.MOST_MISMATCHES", 2)  # to measure a mismatch takes a while
     options = {"nodes": 16}  # of those that would draft what pays
     report = checked(broken(), sampling, batch=batch, prompts=PROMPTS[:3], max_new_tokens=24, options=options)
     assert not report.ok
@@ -243,7 +259,7 @@ class Rounding(ToyTarget):
     def __init__(self, size: float, gap: float) -> None:
         super().__init__(order=1, sharpness=3.0)
         self.size, self.gap = size, gap
-        self.precision = float(np.finfo(np.float32).eps)
+        self.info = replace(self.info, precision=float(np.finfo(np.float32).eps))
 
     def row(self, seen: Any) -> Any:
         row = super().row(seen).copy()
@@ -251,8 +267,8 @@ class Rounding(ToyTarget):
         row[second] = row[first] - self.gap
         return row
 
-    def logits(self, session: ToySession, tree: TokenTree, known: int = 0) -> Any:
-        logits = super().logits(session, tree, known).astype(np.float32)
+    def logits(self, session: ToySession, tree: TokenTree, num_computed: int = 0) -> Any:
+        logits = super().logits(session, tree, num_computed).astype(np.float32)
         rng = np.random.default_rng([len(tree), len(session.tokens)])
         wobble = rng.uniform(-self.size, self.size, size=logits.shape) * (len(tree) > 1)
         return (logits + wobble).astype(np.float32)
@@ -289,11 +305,18 @@ def test_a_token_that_was_filtered_out_has_an_infinite_gap() -> None:
 
 
 def test_every_way_of_computing_is_equal_on_a_right_target() -> None:
-    target = ToyTarget(order=3)
+    class Counting(ToyTarget):
+        shapes: ClassVar[set[tuple[int, ...]]] = set()
+
+        def step(self, sessions: Any, trees: Any, *rest: Any, **more: Any) -> list[Choices]:
+            self.shapes.add(tuple(len(tree) for tree in trees))
+            return super().step(sessions, trees, *rest, **more)
+
+    target = Counting(order=3)
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
-    rows = list(ties._ways(target, target.open(tokens, SamplingParams()), SamplingParams(), 3))
-    assert len(rows) > 12
-    assert all(np.array_equal(row, rows[0]) for row in rows)
+    assert ties.measure(target, tokens, [], (0, 1), SamplingParams(), 3).noise == 0.0
+    assert len(target.shapes) > 10
+    assert (1, 1, 1) in target.shapes
 
 
 def test_distinct() -> None:

@@ -40,7 +40,7 @@ from leapahead.drafters.planned import Grown
 from leapahead.drafters.registry import BUILT_IN, factory, load
 from leapahead.planner.source import Source
 from leapahead.drafters.sources.corpus import write
-from leapahead.drafters.sources.datastore import Head
+from leapahead.drafters.sources.datastore import Header
 from leapahead.drafters.sources.lookahead import Judge, LookaheadSource
 from leapahead.engine.loop import decode
 from leapahead.models.base import CHAIN, LOGITS, TOP_K, TREE, Forgetful, Target
@@ -226,7 +226,7 @@ class Maker:
         file = self.folder / f"{id(self.case)}.store"
         if not file.exists():
             texts = [plain_text(self.case, params) for params in PARAMS.values()]
-            write(file, Head.of("", "", self.case.target.vocab_size, sum(map(len, texts)), len(texts)), texts)
+            write(file, Header.of("", "", self.case.target.vocab_size, sum(map(len, texts)), len(texts)), texts)
         return file
 
     def given(self, params: SamplingParams) -> dict[str, Any]:
