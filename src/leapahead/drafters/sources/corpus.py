@@ -161,7 +161,7 @@ def build(
         BadParameter: `out` exists or cannot be written; the corpus cannot be read, or has no text.
     """
     if out.exists() and not force:
-        raise BadParameter(f"{out} exists: name another file, or replace it with --force (force=True)")
+        raise BadParameter(f"{out} exists; name another file, or replace it with the option 'force'")
     if not out.parent.is_dir():
         raise BadParameter(f"there is no folder {str(out.parent)!r} to write {out.name!r} to; create it first")
     ids = [found for text in corpus.documents(progress) if len(found := _encoded(text, tokenizer, progress))]
