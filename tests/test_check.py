@@ -82,7 +82,7 @@ def test_refusals_are_reported_unless_the_drafter_was_named() -> None:
     ("options", "sentence"),
     [
         ({"drafters": ["lokahead"]}, "did you mean 'lookahead'"),
-        ({"drafters": ["jacobi"], "options": {"window": 3}}, "no drafter here has an option 'window'"),
+        ({"drafters": ["jacobi"], "options": {"window": 3}}, "none of these drafters has an option 'window'"),
         ({"options": {"window": 0}}, "window=0"),
         ({"batch": 0}, "batch=0"),
     ],
@@ -215,7 +215,15 @@ def test_a_broken_target_fails(
 ) -> None:
     monkeypatch.setattr("leapahead.check.MOST_MISMATCHES", 2)  # to measure a mismatch takes a while
     options = {"nodes": 16}  # of those that would draft what pays
-    report = checked(broken(), sampling, batch=batch, prompts=PROMPTS[:3], max_new_tokens=24, options=options)
+    report = checked(
+        broken(),
+        sampling,
+        batch=batch,
+        prompts=PROMPTS[:2],
+        max_new_tokens=24,
+        drafters=["plain", *BRANCHING, *MATCHING],
+        options=options,
+    )
     assert not report.ok
     assert report.as_dict()["ok"] is False
     rows = {row.name: row for row in report.drafters}
@@ -228,9 +236,7 @@ def test_a_broken_target_fails(
 
 def test_noise_that_is_not_keyed_by_position_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     state = np.random.default_rng(0)
-    monkeypatch.setattr(
-        GumbelNoise, "noise", lambda self, position: state.gumbel(size=self.vocab_size).astype(np.float32)
-    )
+    monkeypatch.setattr(GumbelNoise, "at", lambda self, position: state.gumbel(size=12))
     assert not checked(ToyTarget(), SAMPLED, prompts=PROMPTS[:1], max_new_tokens=8).ok
 
 
