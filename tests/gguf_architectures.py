@@ -26,7 +26,7 @@ END = "<|end|>"
 
 
 def _letters() -> list[str]:
-    """Of every byte, as byte-level vocabularies write it."""
+    """The character that stands for each byte in byte-level vocabularies."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return [
         chr(byte if byte in plain else 256 + [b for b in range(256) if b not in plain].index(byte))
@@ -39,7 +39,7 @@ VOCABULARY = len(TOKENS)
 
 
 class Maker:
-    """A file in the making. Names of keys are without the architecture."""
+    """Writes one file. Names of keys are given without the architecture."""
 
     def __init__(
         self, arch: str, file: Path, layers: int = 2, width: int = WIDTH, words: bool = True, **keys: Any
@@ -65,7 +65,7 @@ class Maker:
         self.writer.add_add_bos_token(False)
 
     def keys(self, **values: Any) -> None:
-        """Two underscores for a dot."""
+        """Adds keys; two underscores of a name stand for a dot."""
         for name, value in values.items():
             key = f"{self.arch}.{name.replace('__', '.')}"
             if isinstance(value, list):
@@ -81,7 +81,7 @@ class Maker:
         self.writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float32))
 
     def weight(self, name: str, *shape: int, gain: float = 1.5) -> None:
-        """A matrix, or a stack of them."""
+        """A random matrix, or a stack of them."""
         self.put(f"{name}.weight", self.rng.normal(0, gain * shape[0] ** -0.5, shape[::-1]))
 
     def vector(self, name: str, *shape: int, around: float = 0.0, spread: float = 0.3) -> None:
@@ -94,7 +94,7 @@ class Maker:
             self.vector(f"{name}.bias", size)
 
     def ends(self, bias: bool = False, output: bool = True, embedding: float = 0.3, norm: str = "output_norm") -> None:
-        """Embedding, last norm, head; without `output` the embedding is the head."""
+        """The embedding, the last norm and the output matrix; without `output` the embedding is used for both."""
         self.put("token_embd.weight", self.rng.normal(0, embedding, (VOCABULARY, self.width)))
         self.norm(norm, bias=bias)
         if output:
@@ -206,7 +206,7 @@ def mixtral(file: Path) -> Maker:
 
 
 def qwen2vl(file: Path) -> Maker:
-    """Positions of several parts."""
+    """Multi-axis rotary positions."""
     m = Maker("qwen2vl", file, **RMS, **GROUPED, **ROTARY, rope__dimension_sections=[2, 1, 1, 0])
     m.ends()
     for at in m.blocks():
@@ -243,7 +243,7 @@ def qwen3(file: Path) -> Maker:
 
 
 def gemma2(file: Path) -> Maker:
-    """Windows in every other layer; soft caps."""
+    """Sliding windows in every other layer; soft-capped logits."""
     m = Maker("gemma2", file, 4, **RMS, **GROUPED, **SIZED, **SLIDING)
     m.keys(attn_logit_softcapping=5.0, final_logit_softcapping=10.0)
     m.ends(output=False)
@@ -258,7 +258,7 @@ def gemma2(file: Path) -> Maker:
 
 
 def gemma3(file: Path) -> Maker:
-    """Windows with another rotation than the full layers."""
+    """Sliding windows, with other rotary frequencies than the full layers."""
     m = Maker("gemma3", file, 4, **RMS, **GROUPED, **SIZED, **SLIDING, rope__freq_base=1e6)
     m.keys(attention__sliding_window_pattern=[True, True, False, True])
     m.ends()
@@ -273,7 +273,7 @@ def gemma3(file: Path) -> Maker:
 
 
 def gemma4(file: Path) -> Maker:
-    """Windows; heads of two sizes; the last two layers read the keys and values of others; an input for each layer."""
+    """Sliding windows; heads of two sizes; per-layer inputs; the last two layers share keys and values of others."""
     m = Maker("gemma4", file, 4, **RMS, **GROUPED, **SLIDING, rope__freq_base=1e6)
     m.keys(
         attention__sliding_window_pattern=[True, False, True, False],
@@ -306,7 +306,7 @@ def gemma4(file: Path) -> Maker:
 
 
 def cohere2(file: Path) -> Maker:
-    """Windows, no rotation in full layers, parallel blocks."""
+    """Sliding windows, no rotary positions in full layers, parallel blocks."""
     m = Maker("cohere2", file, 4, **LAYER, **GROUPED, **ROTARY, **SLIDING, logit_scale=1.0)
     m.ends(output=False)
     for at in m.blocks():
@@ -317,7 +317,7 @@ def cohere2(file: Path) -> Maker:
 
 
 def gpt_oss(file: Path) -> Maker:
-    """Windows in every other layer, attention sinks, experts with biases."""
+    """Sliding windows in every other layer, attention sinks, experts with biases."""
     m = Maker("gpt-oss", file, 4, **RMS, **GROUPED, **ROTARY, **SIZED, **SLIDING, **ROUTED)
     m.keys(expert_feed_forward_length=24)
     m.ends()
@@ -332,7 +332,7 @@ def gpt_oss(file: Path) -> Maker:
 
 
 def phi3(file: Path) -> Maker:
-    """It has a window, which llama.cpp ignores."""
+    """A sliding window in the metadata, which llama.cpp ignores."""
     m = Maker("phi3", file, **RMS, **GROUPED, **ROTARY, **SLIDING)
     m.ends()
     for at in m.blocks():
@@ -370,7 +370,7 @@ def bloom(file: Path) -> Maker:
 
 
 def gpt2(file: Path) -> Maker:
-    """Learned positions."""
+    """Learned position embeddings."""
     m = Maker("gpt2", file, **LAYER)
     m.ends(bias=True)
     m.put("position_embd.weight", m.rng.normal(0, 0.3, (CONTEXT, WIDTH)))
@@ -383,7 +383,7 @@ def gpt2(file: Path) -> Maker:
 
 
 def gptneox(file: Path) -> Maker:
-    """Parallel blocks; half of each head rotated."""
+    """Parallel blocks; rotary positions in half of each head."""
     m = Maker("gptneox", file, **LAYER, use_parallel_residual=True, rope__dimension_count=HEAD // 2)
     m.ends(bias=True)
     for at in m.blocks():
@@ -395,7 +395,7 @@ def gptneox(file: Path) -> Maker:
 
 
 def falcon(file: Path) -> Maker:
-    """Parallel blocks; one head of keys."""
+    """Parallel blocks; multi-query attention."""
     m = Maker("falcon", file, **LAYER, attention__head_count_kv=1)
     m.ends(bias=True)
     for at in m.blocks():
@@ -446,12 +446,12 @@ def _latent(arch: str, file: Path) -> Maker:
 
 
 def deepseek2(file: Path) -> Maker:
-    """Latent keys and values; experts."""
+    """Multi-head latent attention; experts."""
     return _latent("deepseek2", file)
 
 
 def deepseek32(file: Path) -> Maker:
-    """The same, and every token sees only the `WINDOW` tokens that an indexer chooses."""
+    """The same, with sparse attention: an indexer selects `WINDOW` tokens for each token."""
     m, heads, size = _latent("deepseek32", file), 16, 64
     m.keys(attention__indexer__head_count=heads, attention__indexer__key_length=size, attention__indexer__top_k=WINDOW)
     for at in m.blocks():
@@ -462,7 +462,7 @@ def deepseek32(file: Path) -> Maker:
     return m
 
 
-# ---------------------------------------------------------------------------------------------------- state
+# ---------------------------------------------------------------------------------------------------- recurrent
 
 
 def mamba(file: Path) -> Maker:
@@ -521,7 +521,7 @@ def rwkv6(file: Path) -> Maker:
 
 
 def rwkv7(file: Path) -> Maker:
-    """As llama.cpp computes it, a head is a multiple of 64 wide."""
+    """The head size is a multiple of 64, which llama.cpp requires."""
     ranks, width = {"decay": "w", "iclr": "a", "value_residual_mix": "v", "gate": "g"}, 64
     m = Maker("rwkv7", file, 2, width, **LAYER, attention__head_count=0, wkv__head_size=width)
     m.keys(**{f"attention__{name}_lora_rank": 8 for name in ranks})
@@ -547,7 +547,7 @@ def rwkv7(file: Path) -> Maker:
     return m
 
 
-# ---------------------------------------------------------------------------------------------------- state and more
+# ---------------------------------------------------------------------------------------------------- hybrid
 
 
 def _lfm2(file: Path, **keys: Any) -> Maker:
@@ -608,7 +608,7 @@ def granitehybrid(file: Path) -> Maker:
 
 
 def falcon_h1(file: Path) -> Maker:
-    """Both in every layer."""
+    """Attention and a state in every layer."""
     m = Maker("falcon-h1", file, **RMS, **MAMBA2, **GROUPED, **ROTARY)
     m.ends()
     for at in m.blocks():
@@ -651,11 +651,11 @@ def qwen35(file: Path) -> Maker:
     return m
 
 
-# ---------------------------------------------------------------------------------------------------- no target at all
+# ---------------------------------------------------------------------------------------------------- not causal models
 
 
 def bert(file: Path) -> Maker:
-    """It reads, and has no head."""
+    """An encoder without an output matrix."""
     m = Maker("bert", file, **LAYER, attention__causal=False)
     m.writer.add_token_type_count(2)
     m.put("token_embd.weight", m.rng.normal(0, 0.3, (VOCABULARY, WIDTH)))
@@ -671,21 +671,21 @@ def bert(file: Path) -> Maker:
 
 
 def bidirectional(file: Path) -> Maker:
-    """A llama whose tokens see those behind them."""
+    """A Llama with bidirectional attention."""
     return llama(file, attention__causal=False)
 
 
 def wordless(file: Path) -> Maker:
-    """Its tokens are numbers only."""
+    """A Llama without a vocabulary."""
     return llama(file, words=False)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A tiny model.
+    """A small model.
 
     Attributes:
-        stateful: it has a state that cannot forget.
+        stateful: it has a recurrent state, which cannot discard tokens.
     """
 
     make: Callable[[Path], Maker]

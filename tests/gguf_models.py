@@ -1,4 +1,4 @@
-"""GGUF files for tests: random llamas with the bundled tokenizer, exported as a user would."""
+"""GGUF files for tests: random Llamas with the bundled tokenizer, exported by `export_gguf`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from leapahead.models import loading
 
 @cache
 def folder() -> Path:
-    """Of this process, removed at its end."""
+    """A folder of this process, removed when it ends."""
     path = Path(tempfile.mkdtemp(prefix="leapahead-gguf-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
@@ -22,7 +22,7 @@ def folder() -> Path:
 
 @cache
 def llama(kind: str = "f32", seed: int = 0, **config: Any) -> Path:
-    """A llama of two layers, sharp enough for one wrong entry in its cache to change the text."""
+    """A Llama of two layers, with attention so sharp that one wrong entry in its cache changes the text."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -54,7 +54,7 @@ def llama(kind: str = "f32", seed: int = 0, **config: Any) -> Path:
 
 @cache
 def bundled(kind: str) -> Path:
-    """The bundled model."""
+    """The bundled model as a GGUF file of type `kind`."""
     from leapahead.integrations.gguf import export_gguf
 
     return export_gguf(loading.bundled(), folder() / f"bundled-{kind}.gguf", kind, force=True).path

@@ -1,7 +1,7 @@
-"""A byte-level BPE tokenizer of a Hugging Face folder in the words of a GGUF file, or a refusal by name.
+"""The byte-level BPE tokenizer of a Hugging Face folder, in the terms of a GGUF file.
 
-What llama.cpp would cut otherwise than tokenizer.json says is refused; the few characters of which that cannot be said
-are named in `gguf`. Knows no weights.
+A tokenizer that llama.cpp would apply differently from tokenizer.json is refused by name; the few characters for which
+a difference remains are listed in `gguf`. This module knows no weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused
 
-ELSEWHERE = "llama.cpp's own convert_hf_to_gguf.py may know it"
+ELSEWHERE = "try llama.cpp's own convert_hf_to_gguf.py"
 
 # The pre-tokenizer of Llama 3, as its tokenizer.json spells it.
 LLAMA_3 = (
@@ -25,8 +25,8 @@ LLAMA_3 = (
 GPT_2_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 BYTES_ONLY = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 
-# llama.cpp's name, the steps of tokenizer.json, and whether a word that is a token is taken before any merge:
-# llama.cpp derives that from the name, so the folder must say the same.
+# llama.cpp's name, the steps of tokenizer.json, and `ignore_merges`: whether a word that is a token is taken before any
+# merge. llama.cpp derives the latter from the name, so the folder must agree.
 PRE_TOKENIZERS: tuple[tuple[str, list[dict[str, Any]], bool], ...] = (
     ("gpt-2", [GPT_2_BYTES], False),
     ("smollm", [{"type": "Digits", "individual_digits": True}, GPT_2_BYTES], False),
@@ -41,15 +41,16 @@ ENDS = ("eos", "eot", "eom")  # the ids that end a text in a GGUF file, all alik
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A byte-level BPE tokenizer in the words of GGUF.
+    """A byte-level BPE tokenizer in the terms of GGUF.
 
     Attributes:
         pre: llama.cpp's name of the pre-tokenizer.
-        texts: of every id: the byte-level spelling, but the plain text of an added token.
-        added: the ids of added tokens; whether each is special, and so looked for only where special tokens are.
+        texts: for every id the byte-level spelling of a token, and the plain text of an added token.
+        merges: the merges, each as two texts with a space between them.
+        added: id of every added token -> whether it is special, and so recognised only where special tokens are.
         unused: ids that the model has and the tokenizer does not.
         special: "bos", "eos", ... -> id.
-        add_bos, add_eos: what the tokenizer puts around a text by itself.
+        add_bos, add_eos: whether the tokenizer adds BOS before a text, and EOS after it.
         chat: the chat template, or several by name.
     """
 
@@ -65,7 +66,12 @@ class Vocabulary:
 
     @classmethod
     def read(cls, folder: Path, size: int) -> Vocabulary:
-        """Reads a tokenizer for a model of `size` ids, or refuses it."""
+        """Reads the tokenizer of a folder for a model of `size` ids.
+
+        Raises:
+            BadParameter: a file is missing or broken.
+            Refused: llama.cpp would tokenize differently, or a GGUF file cannot hold the tokenizer.
+        """
         file = folder / "tokenizer.json"
         if not file.is_file() and (folder / "tokenizer.model").is_file():
             raise Refused(
@@ -104,6 +110,7 @@ class Vocabulary:
         )
 
     def write(self, writer: Any) -> None:
+        """Adds the tokenizer's keys to a `gguf.GGUFWriter`."""
         from gguf import TokenType
 
         kinds = [TokenType.NORMAL] * len(self.texts)
@@ -124,15 +131,15 @@ class Vocabulary:
             writer.add_chat_template(self.chat)
 
 
-_KEYS = {"unk": "unknown", "pad": "padding"}  # where GGUF's word is longer
+_KEYS = {"unk": "unknown", "pad": "padding"}  # where GGUF's term is longer
 
 
 def _pre_tokenizer(file: Path, tokenizer: Mapping[str, Any]) -> str:
-    """llama.cpp's name for how the tokenizer cuts a text into words, or a refusal of what it cannot do."""
+    """llama.cpp's name of the pre-tokenizer. A tokenizer that llama.cpp does not have is refused."""
     model, decoder = tokenizer["model"], tokenizer.get("decoder") or {}
     if model.get("type", "BPE") != "BPE" or model.get("byte_fallback") or decoder.get("type") != "ByteLevel":
         kind = "BPE with byte fallback" if model.get("byte_fallback") else model.get("type", "BPE")
-        raise Refused(f"{file} is no byte-level BPE ({kind}, decoder {decoder.get('type')}): {ELSEWHERE}")
+        raise Refused(f"{file} is not a byte-level BPE tokenizer ({kind}, decoder {decoder.get('type')}): {ELSEWHERE}")
     wrong = {key for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)}
     if wrong or tokenizer.get("normalizer") is not None:
         what = sorted(wrong)[0] if wrong else f"a normalizer ({tokenizer['normalizer'].get('type')})"
@@ -149,29 +156,29 @@ def _pre_tokenizer(file: Path, tokenizer: Mapping[str, Any]) -> str:
     if not names:
         kinds = "+".join(str(step.get("type")) for step in steps)
         known = ", ".join(name for name, _, _ in PRE_TOKENIZERS)
-        raise Refused(f"{file} has a pre-tokenizer ({kinds}) that is none of those verified ({known}): {ELSEWHERE}")
+        raise Refused(f"{file} has a pre-tokenizer ({kinds}) that is not one of those verified ({known}): {ELSEWHERE}")
     return names[0]
 
 
 def _plain_step(step: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what changes offsets only, and with the default that old files leave out."""
+    """A step without the parameters that change offsets only, and with the default that old files leave out."""
     default = {"use_regex": True} if step.get("type") == "ByteLevel" else {}
     return {**default, **{key: value for key, value in step.items() if key != "trim_offsets"}}
 
 
 def _bytes_of_text() -> set[str]:
-    """GPT-2's printable stand-ins of the bytes that UTF-8 uses: printable bytes stand for themselves."""
+    """GPT-2's printable substitutes of the bytes that UTF-8 uses: a printable byte stands for itself."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    stand_ins = {**{byte: byte for byte in printable}, **{byte: 256 + place for place, byte in enumerate(others)}}
+    substitutes = {**{byte: byte for byte in printable}, **{byte: 256 + place for place, byte in enumerate(others)}}
     never = {0xC0, 0xC1, *range(0xF5, 0x100)}
-    return {chr(stand_in) for byte, stand_in in stand_ins.items() if byte not in never}
+    return {chr(substitute) for byte, substitute in substitutes.items() if byte not in never}
 
 
 def _added_tokens(
     file: Path, tokenizer: Mapping[str, Any], config: Mapping[str, Any], vocab: Mapping[str, int]
 ) -> dict[str, tuple[int, bool]]:
-    """Text -> (id, special) of the tokens found in a text before anything else, as Transformers adds them up."""
+    """Text -> (id, special) of the tokens that are recognised before all others, collected as Transformers does."""
     found: dict[str, tuple[int, bool]] = {}
     listed = [*tokenizer.get("added_tokens", ())]
     listed += [{**token, "id": int(key)} for key, token in (config.get("added_tokens_decoder") or {}).items()]
@@ -195,13 +202,13 @@ def _added_tokens(
 
 
 def _content(token: Any) -> str | None:
-    """The text of a token in tokenizer_config.json, which may be an object; None for a flag such as add_bos_token."""
+    """The text of a token in tokenizer_config.json, a string or an object; None for a flag such as add_bos_token."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 def _special_ids(folder: Path, config: Mapping[str, Any], ids: Mapping[str, int], size: int) -> dict[str, int]:
-    """The ids with a role. A text may end with up to three ids."""
+    """The ids with a role. Up to three ids may end a text."""
     model = read_json(folder / "config.json")
     special = {}
     for role in ("bos", "pad", "unk"):
@@ -224,9 +231,9 @@ def _special_ids(folder: Path, config: Mapping[str, Any], ids: Mapping[str, int]
 
 
 def _surroundings(file: Path, tokenizer: Mapping[str, Any], special: Mapping[str, int]) -> tuple[bool, bool]:
-    """Whether the tokenizer puts BOS before a text and EOS after it.
+    """Whether the tokenizer adds BOS before a text, and EOS after it.
 
-    tokenizer_config.json may have flags for it, but Transformers drops them where there is a tokenizer.json.
+    tokenizer_config.json may have flags for it, but Transformers ignores them where there is a tokenizer.json.
     """
     processor = tokenizer.get("post_processor") or {}
     before, after = False, False
@@ -237,7 +244,9 @@ def _surroundings(file: Path, tokenizer: Mapping[str, Any], special: Mapping[str
             for role, pieces in (("bos", single[:text]), ("eos", single[text + 1 :])):
                 ids = [token for _, piece in pieces for token in step["special_tokens"][piece["id"]]["ids"]]
                 if ids not in ([], [special.get(role)]):
-                    raise Refused(f"{file} puts the ids {ids} around a text, where GGUF knows only one {role} token")
+                    raise Refused(
+                        f"{file} adds the ids {ids} to a text, where GGUF has only one {role} token: {ELSEWHERE}"
+                    )
             before, after = text > 0, text + 1 < len(single)
         elif step.get("type") not in (None, "ByteLevel"):  # which changes offsets only
             raise Refused(f"{file} has a post-processor {step['type']}, which llama.cpp does not apply: {ELSEWHERE}")
@@ -245,7 +254,7 @@ def _surroundings(file: Path, tokenizer: Mapping[str, Any], special: Mapping[str
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
-    """The template's text, or a list of {name, template}; files of their own come before tokenizer_config.json."""
+    """The template's text, or a list of {name, template}. Template files take precedence over tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if not others:
@@ -263,7 +272,7 @@ def read_json(file: Path, *, required: bool = False) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise BadParameter(f"{file} is no JSON ({error}): download or save it again") from None
+        raise BadParameter(f"{file} is not JSON ({error}): download or save it again") from None
     if not isinstance(found, dict):
-        raise BadParameter(f"{file} holds no JSON object: download or save it again")
+        raise BadParameter(f"{file} does not hold a JSON object: download or save it again")
     return found

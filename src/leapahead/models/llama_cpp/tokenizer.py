@@ -1,7 +1,6 @@
-"""The tokenizer and the chat template of a GGUF file, with the methods that are asked of a tokenizer.
+"""The tokenizer and the chat template of a GGUF file, as a `leapahead.core.text.Tokenizer`.
 
-llama.cpp tokenizes; the template is rendered in the sandbox of llama-cpp-python, as code from a file that is not
-trusted.
+llama.cpp tokenizes. The template is code from a file that is not trusted: it is rendered in llama-cpp-python's sandbox.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from leapahead.models.llama_cpp.context import Model
 
 
 class GgufTokenizer:
-    """See `leapahead.core.text.Tokenizer`.
+    """The tokenizer of a loaded file.
 
     Attributes:
-        eos_token_id: None where the file names none.
-        bos_token_id: the same.
+        eos_token_id, bos_token_id: None where the file names none.
+        end_token_ids: every token that ends a text or a turn, as llama.cpp determines them.
     """
 
     def __init__(self, model: Model) -> None:
@@ -36,7 +35,6 @@ class GgufTokenizer:
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends a text or a turn, by llama.cpp's reckoning."""
         return tuple(token for token in range(len(self)) if c.llama_vocab_is_eog(self._vocab, token))
 
     @property
@@ -67,12 +65,12 @@ class GgufTokenizer:
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str:
-        """The text of a conversation.
+        """The text of a conversation; `tokenize` must be false.
 
         Raises:
-            ValueError: the file has no template, or it refuses these messages.
+            ValueError: the file has no chat template, or the template fails for these messages.
         """
-        assert not tokenize, "only the text is asked for"
+        assert not tokenize, "only the text is given"
         template = self.chat_template
         if template is None:
             raise ValueError("the file has no chat template")
@@ -91,7 +89,7 @@ class GgufTokenizer:
             )
             return str(formatter(messages=conversation).prompt)  # type: ignore[arg-type]
         except TemplateError as error:
-            raise ValueError(f"its chat template fails: {error}") from None
+            raise ValueError(f"the chat template of the file fails: {error}") from None
 
 
 def _or_none(token: int) -> int | None:
