@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,15 +17,13 @@ from rich.console import Console
 
 from leapahead import LLM, drafters
 from leapahead.cli.explain import explain, show
-from leapahead.core.errors import LeapaheadError
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import Budget
-from leapahead.drafters.base import Context, Proposal, Step
 from leapahead.drafters.lookahead import Lookahead
 from leapahead.explain import Recording, page, record, visible
 from leapahead.models import loading
 from leapahead.models.toy import ToyTarget
-from leapahead.planner import profile
+from leapahead.planner.draft import Proposal, SequenceView, Step
 
 PROMPT = "def add(a, b):\n    return a"
 EVIL = "</script><b>x</b><!--<script>&amp;"
@@ -40,7 +38,7 @@ def loaded(tiny_folder: Path) -> Any:
 def recorded(
     loaded: Any, prompt: Any = PROMPT, drafter: str = "lookahead", given: dict[str, Any] | None = None, **options: Any
 ) -> Recording:
-    return record(loaded.target, loaded.tokenizer, prompt, drafters.factory(drafter, **(given or {}))(), **options)
+    return record(loaded.target, loaded.tokenizer, prompt, drafter, given, **options)
 
 
 def data_of(html: str) -> Any:
@@ -50,23 +48,29 @@ def data_of(html: str) -> Any:
     return json.loads(text)
 
 
-class Watched(Lookahead):
-    """Keeps what it proposed and saw."""
+WINDOW = {"window": 4, "ngram": 4, "guesses": 3}
 
-    def __init__(self) -> None:
-        super().__init__(window=4, ngram=4, guesses=3)
+
+class Watched(Lookahead):
+    """Keeps what it proposed and saw, in the list `kept` of its class."""
+
+    kept: ClassVar[list[Watched]] = []
+
+    def begin(self, sequence: SequenceView) -> None:
+        super().begin(sequence)
+        self.kept.append(self)
         self.proposals: list[Proposal] = []
         self.tails: list[list[tuple[int, ...]]] = []
         self.seen: list[Step] = []
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
-        self.tails.append(list(reversed(self.pool._tails.get(context.root, {}))))
-        self.proposals.append(super().propose(context, budget))
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        self.tails.append([tail for key, tail in reversed(self.pool.ngrams()) if key == sequence.root])
+        self.proposals.append(super().propose(sequence, budget))
         return self.proposals[-1]
 
-    def observe(self, context: Context, step: Step) -> None:
+    def observe(self, sequence: SequenceView, step: Step) -> None:
         self.seen.append(step)
-        super().observe(context, step)
+        super().observe(sequence, step)
 
 
 # ----------------------------------------------------------------------------------------------- what is recorded
@@ -74,15 +78,13 @@ class Watched(Lookahead):
 
 @pytest.mark.parametrize("drafter", drafters.ready())
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
-def test_the_text_is_the_one_that_generate_gives(
-    loaded: Any, tiny_folder: Path, drafter: str, sampling: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(profile, "_machines", WeakKeyDictionary())  # nothing is known of either target
-    given = {"nodes": 8} if drafter == "auto" else {}  # and the clock decides nothing
-    loaded.target.forget()  # what it thinks of the prompt is told where the prompt is read
+def test_the_text_is_the_one_that_generate_gives(loaded: Any, drafter: str, sampling: Any) -> None:
+    given = {"nodes": 8} if drafter == "auto" else {}  # so that no clock decides
+    loaded.target.forget()  # rows of a reused prefix are not captured
     recording = recorded(loaded, drafter=drafter, given=given, sampling=sampling, max_new_tokens=30)
     options = {"temperature": sampling.temperature, "top_k": sampling.top_k, "seed": sampling.seed}
-    llm = LLM(str(tiny_folder), drafter=drafter, drafter_cache=False, **given)
+    loaded.target.forget()
+    llm = LLM(loaded.target, tokenizer=loaded.tokenizer, drafter=drafter, drafter_cache=False, **given)
     result = llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True, **options)
     assert (recording.tokens, recording.text) == (result.tokens, result.text)
     assert recording.finish_reason == result.finish_reason
@@ -97,8 +99,9 @@ def test_the_text_is_the_one_that_generate_gives(
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
 def test_every_step_is_what_went_through_the_loop(sampling: SamplingParams) -> None:
-    target, drafter, prompt = ToyTarget(order=1, seed=3), Watched(), [1, 2, 3, 1, 2]
-    recording = record(target, None, prompt, drafter, sampling=sampling, max_new_tokens=40)
+    target, prompt = ToyTarget(order=1, seed=3), [1, 2, 3, 1, 2]
+    recording = record(target, None, prompt, Watched, WINDOW, sampling=sampling, max_new_tokens=40)
+    drafter = Watched.kept[-1]
     assert len(drafter.seen) == len(recording.steps) - 1  # a drafter is not told the last
     assert any(step.accepted for step in recording.steps)
     position = len(prompt) - 1
@@ -124,7 +127,7 @@ def test_every_step_is_what_went_through_the_loop(sampling: SamplingParams) -> N
 
 def test_p_is_the_softmax_of_the_parents_logits() -> None:
     target = ToyTarget(order=1, seed=3)
-    recording = record(target, None, [1, 2, 3, 1, 2], Watched(), max_new_tokens=30)
+    recording = record(target, None, [1, 2, 3, 1, 2], Lookahead, WINDOW, max_new_tokens=30)
     for step in recording.steps:
         of_children: dict[int, float] = defaultdict(float)
         for node in step.nodes[1:]:
@@ -155,13 +158,13 @@ def test_real_logits_too(loaded: Any) -> None:
 
 def test_logits_that_are_no_numbers_on_a_branch_that_is_not_taken() -> None:
     class Broken(ToyTarget):
-        def logits(self, session: Any, tree: Any, known: int = 0) -> Any:
-            logits = super().logits(session, tree, known)
+        def logits(self, session: Any, tree: Any, num_computed: int = 0) -> Any:
+            logits = super().logits(session, tree, num_computed)
             if len(tree) > 1:
                 logits[-1] = np.nan  # the foot of the last column
             return logits
 
-    recording = record(Broken(order=1, seed=3), None, [1, 2, 3, 1, 2], Watched(), max_new_tokens=3)
+    recording = record(Broken(order=1, seed=3), None, [1, 2, 3, 1, 2], Lookahead, WINDOW, max_new_tokens=3)
     first = recording.steps[0].nodes
     assert (first[-1].likeliest, first[-1].chosen) == ((), -1)
     assert data_of(page(recording))["steps"][0]["nodes"][-1]["likeliest"] == []
@@ -243,7 +246,7 @@ def command(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(*args: str) -> Result:
         runner = CliRunner(env={"NO_COLOR": None, "FORCE_COLOR": None, "COLUMNS": "200"})
         result = runner.invoke(explain, [*args, "--ignore-eos"])
-        if result.exception is not None and not isinstance(result.exception, (SystemExit, LeapaheadError)):
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result
 
@@ -296,22 +299,28 @@ def test_the_terminal_is_not_steered(loaded: Any) -> None:
         (["x", "--out", "{tmp}/none/x.html"], "there is no folder"),
         (["", "--out", "{tmp}/x.html"], "the prompt is empty"),
         (["x", "-d", "lokahead"], "did you mean 'lookahead'"),
-        (["x", "--out", "{tmp}/x.html", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["x", "--out", "{tmp}/x.html", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["x", "--out", "{tmp}/x.html", "-t", "-1"], "temperature"),
     ],
 )
 def test_bad_input_is_one_sentence(command: Any, tmp_path: Path, args: list[str], said: str) -> None:
     result = command(*(arg.replace("{tmp}", str(tmp_path)) for arg in args))
-    assert isinstance(result.exception, LeapaheadError)
-    assert said in str(result.exception)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert said in line
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_page_that_cannot_be_written(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page of an earlier run stays as it is."""
+    (tmp_path / "x.html").write_text("earlier")
+
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "replace", full)
     result = command("x", "--max-new-tokens", "2", "--out", str(tmp_path / "x.html"))
-    assert isinstance(result.exception, LeapaheadError)
-    assert str(result.exception).endswith("x.html: No space left on device")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.endswith("No space left on device")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.html", "earlier")]
