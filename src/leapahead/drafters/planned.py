@@ -136,7 +136,7 @@ class Planned(Drafter):
                 continue  # a plain step; its tokens are read when the sources are asked next
             cost = step.forward.cost
             self.host.latency.observe(step.forward)
-            profile = self.host.latency.known(cost.sequences)
+            profile = self.host.latency.profile(cost.sequences) if self.plans else None
             for source in drafting.sources:
                 source.observe(sequence, step)
                 if profile is not None:
