@@ -73,7 +73,7 @@ class Skip:
             match = PART.fullmatch(part)
             if match is None and text.strip():
                 raise BadParameter(
-                    f"{part!r} in skip={text!r} is not a layer; write 3 for a layer, 3a for its attention, 3m for its MLP, "
+                    f"{part!r} in skip={text!r} is not a layer; write 3 for a layer, 3a or 3m for a part of it, "
                     "4-9 for several"
                 )
             if match is not None:

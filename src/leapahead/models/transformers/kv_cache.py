@@ -31,7 +31,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from leapahead.core.errors import CacheFull
 from leapahead.core.tree import UNLIMITED
-from leapahead.models.transformers.captured import TopK
+from leapahead.models.captured import TopK
 
 FIRST_CAPACITY = 256
 # Planes of one shape are stacked in so many tensors at most, of so many planes at least: moving entries takes one

@@ -34,7 +34,7 @@ from leapahead.models.base import (
 )
 from leapahead.models.choices import Choices, PromptRows, best
 from leapahead.models.transformers import families, require_version, selftest
-from leapahead.models.transformers.captured import TopK, TopKRows
+from leapahead.models.captured import TopK, TopKRows
 from leapahead.models.transformers.forward import (
     CachedExecutor,
     CachedState,
@@ -186,7 +186,7 @@ class TransformersTarget:
         fresh = row.top_k and row.top_k.between(session.rows_given, found.end)
         assert fresh is not None
         session.rows_given = fresh.end
-        return TopKRows(np.array(session.tokens[fresh.start : fresh.end]), fresh)
+        return TopKRows(np.array(session.tokens[fresh.start : fresh.end]), fresh.start, fresh)
 
     def fork(self, session: TransformersSession, params: SamplingParams) -> TransformersSession:
         assert session.unread == 0, "a session is forked when its prompt is read"

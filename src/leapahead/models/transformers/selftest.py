@@ -133,6 +133,7 @@ def run(
     logits: Distances | None = None
     hidden: Distances | None = None
     for draw in range(DRAWS if is_half else 1):
+        executor.forget()  # so that every draw uses the same rows and slots
         paths, ours = _nodes(executor, ids, prompts, SHAPES[kind], layers, draw)
         theirs = references(model, paths, layers) if cached is None else [one_by_one(cached, paths)]
         logits = distances(ours.logits, [each.logits for each in theirs], floor, is_half).least(logits)

@@ -1,0 +1,164 @@
+"""Loading a model of Transformers: from folders and the hub, in a dtype, on a device, without noise."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+import transformers
+from architectures import SIZES, VOCABULARY
+from helpers import Scattered, run
+from huggingface_hub import HfApi
+from transformers.utils import logging
+
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.models import loading
+from leapahead.models.transformers import pretrained
+from leapahead.models.transformers.pretrained import load
+
+
+def test_load(tiny_folder: Path) -> None:
+    target, tokenizer = load(tiny_folder, dtype="float32", device="cpu")
+    assert tokenizer is not None
+    assert target.info.vocab_size == len(tokenizer) + 32  # a vocabulary larger than the tokenizer's
+    prompt = tokenizer.encode("def add(a, b):")
+    plain = run(target, prompt=prompt).tokens
+    assert run(target, Scattered([*prompt, *plain]), prompt=prompt).tokens == plain
+
+
+def test_load_keeps_the_dtype_of_the_checkpoint(tiny_folder: Path, tiny_model: Any, tmp_path: Path) -> None:
+    tiny_model.bfloat16().save_pretrained(tmp_path)
+    tiny_model.float()
+    target, tokenizer = load(tmp_path)
+    assert target.model.dtype == torch.bfloat16
+    assert tokenizer is None  # there are no files of one
+    assert load(tmp_path, dtype="float64")[0].model.dtype == torch.float64
+
+
+def test_a_cache_of_its_own_size(tiny_folder: Path, tmp_path: Path) -> None:
+    target: Any = loading.load(tiny_folder, cache_tokens=1000).target
+    assert target.executor.cache.limit == 1000
+    with pytest.raises(BadParameter, match="n_ctx"):
+        loading.load(tmp_path / "model.gguf", cache_tokens=1000)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "float8"}, "dtype 'float8'.*bfloat16"),
+        ({"device": "gpu"}, "device 'gpu'.*cuda"),
+        ({"device": "meta"}, "device 'meta'"),
+        ({"device": "cuda:7"}, "device 'cuda:7' is not there"),
+    ],
+)
+def test_options_that_cannot_be(tiny_folder: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadParameter, match=words):
+        load(tiny_folder, **options)
+
+
+def test_paths_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(BadParameter, match="no folder"):
+        load(tmp_path / "missing")
+    with pytest.raises(BadParameter, match=r"no config\.json"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(BadParameter, match="cannot be loaded"):
+        load(tmp_path)
+
+
+def test_checkpoints_that_cannot_be(tiny_folder: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "config-only"
+    whole.mkdir()
+    shutil.copy(tiny_folder / "config.json", whole)
+    with pytest.raises(BadParameter, match="cannot be loaded"):
+        load(whole)
+    bare = tmp_path / "bare"
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=False)
+    transformers.LlamaModel(config).save_pretrained(bare)  # without a head
+    with pytest.raises(Refused, match="lacks weights"):
+        load(bare)
+    seq2seq = tmp_path / "t5"
+    t5 = transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_ff=48, num_layers=1, num_heads=4, d_kv=8)
+    transformers.T5ForConditionalGeneration(t5).save_pretrained(seq2seq)
+    with pytest.raises(Refused, match="encoder-decoder"):
+        load(seq2seq)
+
+
+def test_modules_that_cannot_be() -> None:
+    with pytest.raises(BadParameter, match="a Linear is not a Transformers model"):
+        loading.load(torch.nn.Linear(2, 2))
+    with pytest.raises(BadParameter, match="not a dict"):
+        loading.load({})
+
+
+def test_auto_device_is_one_that_is_there() -> None:
+    assert pretrained.checked_device("auto").type in ("cpu", "cuda", "mps")
+
+
+# -------------------------------------------------------------------------------------------------------------- hub
+
+
+@pytest.fixture
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A hub out of reach, which notes the requests."""
+    requests: list[str] = []
+
+    def fail(self: HfApi, repo_id: str, **options: Any) -> None:
+        requests.append(repo_id)
+        raise httpx2.ConnectError("Name or service not known")
+
+    monkeypatch.setattr(HfApi, "model_info", fail)
+    return requests
+
+
+@pytest.mark.parametrize("what", ["model", "tokenizer"])
+def test_a_name_without_a_network_fails_at_once(unreachable: list[str], what: str) -> None:
+    began = perf_counter()
+    with pytest.raises(BadParameter, match=r"no folder 'typo/name'.*hub cannot be reached \(Name or service.*check"):
+        load("typo/name") if what == "model" else loading.load_tokenizer("typo/name", False)
+    assert perf_counter() - began < 5
+    assert unreachable == ["typo/name"]
+
+
+def test_a_model_that_was_downloaded_loads_without_a_network(
+    unreachable: list[str], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request but the first one is sent."""
+    monkeypatch.setattr(pretrained, "try_to_load_from_cache", lambda name, file: str(tiny_folder / file))
+    config, options = transformers.AutoConfig.from_pretrained, list[Any]()
+
+    def note(name: str, **kwargs: Any) -> Any:
+        options.append(kwargs)
+        return config(tiny_folder)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", note)
+    with pytest.raises(BadParameter, match="cannot be loaded"):  # it is in no cache
+        load("known/name")
+    assert options[0]["local_files_only"]
+
+
+# ------------------------------------------------------------------------------------------------------------ quiet
+
+
+def test_loading_is_quiet_and_restores_the_settings(
+    tiny_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verbosity = logging.get_verbosity()
+    try:
+        logging.set_verbosity_info()
+        logging.enable_progress_bar()
+        capfd.readouterr()
+        load(tiny_folder)
+        assert capfd.readouterr() == ("", "")
+        assert logging.get_verbosity() == logging.INFO
+        assert logging.is_progress_bar_enabled()
+        with pytest.raises(LeapaheadError):
+            load(tiny_folder.parent)
+        assert logging.is_progress_bar_enabled()
+    finally:
+        logging.set_verbosity(verbosity)
