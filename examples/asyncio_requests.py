@@ -7,6 +7,23 @@ import asyncio
 
 from leapahead import AsyncLLM
 
+OPTIONS = '''class Options:
+    def set_name(self, name):
+        """Set the name of the option."""
+        self.name = name
+
+    def set_value(self, value):
+'''
+MESSAGE = '''class Message:
+    @property
+    def sender(self):
+        """The sender of the message."""
+        return self._sender
+
+    @property
+    def subject(self):
+'''
+
 
 async def stream(llm: AsyncLLM, prompt: str) -> str:
     """Collects the text of a stream."""
@@ -20,8 +37,8 @@ async def main() -> None:
     async with AsyncLLM() as llm:
         endless = asyncio.create_task(llm.generate("while True:\n", max_new_tokens=1000, ignore_eos=True))
         streamed, result = await asyncio.gather(
-            stream(llm, "import os\n"),
-            llm.generate("def main():\n", max_new_tokens=32),
+            stream(llm, OPTIONS),
+            llm.generate(MESSAGE, max_new_tokens=32),
         )
         endless.cancel()  # ends its request and frees its cache rows
         print(streamed, result.text, sep="\n---\n")

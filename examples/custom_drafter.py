@@ -39,11 +39,19 @@ class Bigram(SequenceDrafter):
         return Proposal(TokenTree.chain(sequence.root, draft))
 
 
+PROMPT = '''class Options:
+    def set_name(self, name):
+        """Set the name of the option."""
+        self.name = name
+
+    def set_value(self, value):
+'''
+
+
 def main() -> None:
     with LLM(drafter=Bigram, length=3) as llm:
-        prompt = "def add(a, b):\n    return a + b\n\ndef subtract(a, b):\n"
-        result = llm.generate(prompt, max_new_tokens=48)
-        plain = llm.generate(prompt, max_new_tokens=48, drafter="plain")
+        result = llm.generate(PROMPT, max_new_tokens=48)
+        plain = llm.generate(PROMPT, max_new_tokens=48, drafter="plain")
     assert result.text == plain.text
     print(result.text)
     print(f"{len(result.tokens)} tokens in {result.stats.steps} forwards; plain decoding needs {plain.stats.steps}")

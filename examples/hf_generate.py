@@ -10,12 +10,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 import leapahead
 from leapahead.models.loading import bundled
 
+PROMPT = '''class Options:
+    def set_name(self, name):
+        """Set the name of the option."""
+        self.name = name
+
+    def set_value(self, value):
+'''
+
 
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else bundled()
     model = AutoModelForCausalLM.from_pretrained(name)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    inputs = tokenizer("def is_even(n):\n", return_tensors="pt")
+    inputs = tokenizer(PROMPT, return_tensors="pt")
 
     reference = model.generate(**inputs, max_new_tokens=48, do_sample=False)
     stats: list[leapahead.Stats] = []

@@ -13,7 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guide").glob("*.md"))]
-FAST = "code_edit"
 
 
 def run(*arguments: str, stdin: str = "") -> str:
@@ -28,13 +27,8 @@ def blocks(path: Path, language: str = "python") -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == FAST else pytest.param(name, marks=pytest.mark.slow)
-        for name in sorted(path.stem for path in EXAMPLES.glob("*.py"))
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
 def test_an_example_runs(name: str) -> None:
     printed = run(f"examples/{name}.py", stdin="Tom has 3 apples. How many has he?\nAnd now?\n")
     assert printed.strip()
@@ -66,7 +60,7 @@ def test_the_example_of_the_readme_prints_what_it_shows() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_the_code_of_a_page_runs(path: Path) -> None:
-    """Blocks that make a model of their own, the bundled one: the others are fragments."""
+    """Those blocks that load a model of their own, the bundled one; the others are fragments."""
     complete = [block for block in blocks(path) if "LLM()" in block or "load()" in block]
-    for block in complete:
-        run("-c", block)
+    if complete:
+        run("-c", "\n\n".join(complete))
