@@ -50,6 +50,9 @@ class Spelling:
     def __len__(self) -> int:
         return 1 << 30
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())  # for fingerprints
+
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         return "".join(map(self.text, tokens))
 
@@ -290,8 +293,9 @@ def _duplicates(root: int, right: list[int], vocab: int) -> TokenTree:
 
 
 def _wide(root: int, right: list[int], vocab: int) -> TokenTree:
-    """Every token below the root, each followed by what follows only the right one."""
-    return TokenTree.from_paths(root, [[token, *right[1:3]] for token in reversed(range(vocab))])
+    """Many tokens below the root (all of a small vocabulary), each followed by what follows only the right one."""
+    tokens = [(right[0] + 20 - index) % vocab if right else index for index in range(min(vocab, 40))]
+    return TokenTree.from_paths(root, [[token, *right[1:3]] for token in tokens])
 
 
 ADVERSARIES = {
