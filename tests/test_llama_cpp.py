@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -213,22 +214,25 @@ def test_a_known_prefix_is_not_read_again(target: LlamaCppTarget) -> None:
 
 
 @pytest.mark.parametrize("chunk", [512, 100])
-def test_captured_rows_of_a_prompt(chunk: int) -> None:
-    """The top-k tokens of the last `PROMPT_ROWS` rows, which are the target's own at these positions."""
-    target = load()
+@pytest.mark.parametrize("reused", [0, 200, 299])
+def test_captured_rows_of_a_prompt(target: LlamaCppTarget, chunk: int, reused: int) -> None:
+    """The top-k tokens of the last `PROMPT_ROWS` rows, those of a reused prefix included, outlive later forwards."""
     prompt = np.random.default_rng(3).integers(3, 4095, 300).tolist()
-    session, tokens, best = target.open(prompt, GREEDY, Capture(top_k=4)), list[int](), list[np.ndarray]()
+    if reused:
+        opened(target, prompt[: reused + 1], capture=Capture(top_k=4)).close()
+    session = target.open(prompt, GREEDY, Capture(top_k=4))
+    assert session.unread == max(299 - reused, 1)
+    parts = []
     while session.unread:
         if (rows := target.prefill(session, chunk)) is not None:
             assert rows.tokens.tolist() == prompt[rows.start : rows.start + len(rows.tokens)]
-            tokens += rows.tokens.tolist()
-            best.append(rows.top_k(4)[0])
+            parts.append(rows)
+    tokens, best = np.concatenate([rows.tokens for rows in parts]), np.concatenate([rows.top_k(4)[0] for rows in parts])
     session.close()
-    assert tokens == prompt[-PROMPT_ROWS - 1 : -1]
+    assert tokens.tolist() == prompt[-PROMPT_ROWS - 1 : -1]
     for index in (0, 111, PROMPT_ROWS - 1):
         alone = opened(target, prompt[: 300 - PROMPT_ROWS + index])
-        expected = np.argsort(-next_logits(target, alone), kind="stable")[:4]
-        assert np.concatenate(best)[index].tolist() == expected.tolist()
+        assert best[index].tolist() == np.argsort(-next_logits(target, alone), kind="stable")[:4].tolist()
         alone.close()
 
 
@@ -247,10 +251,11 @@ def test_hidden_states_are_those_of_transformers() -> None:
 
     target, capture = load(gguf_models.bundled("f32")), Capture(hidden=(-1,))
     opened(target, prompt).close()  # its cells are not taken over: all rows are wanted
-    session, parts = target.open(prompt, GREEDY, capture), []
+    session, parts = target.open(prompt, GREEDY, capture | Capture(top_k=3)), []
     while session.unread:
         rows = target.prefill(session, 16)
         assert rows is not None
+        assert rows.top_k(3)[0].shape == (len(rows.tokens), 3)
         parts.append(rows.hidden)
     np.testing.assert_allclose(np.concatenate(parts), own(prompt)[:-1], atol=1e-4)
     plain = target.step([session], [tree])[0].logits
@@ -321,6 +326,15 @@ def test_sessions_join_and_leave_with_ragged_lengths(target: LlamaCppTarget) -> 
     together = llm.generate(prompts, **options)
     alone = [llm.generate(prompt, **{**options, "seed": i}, drafter="plain").tokens for i, prompt in enumerate(prompts)]
     assert [result.tokens for result in together] == alone
+
+
+def test_threads_share_a_target(target: LlamaCppTarget) -> None:
+    """Without a lock, an assertion of llama.cpp would end the process."""
+    llm = LLM(target, drafter="prompt_lookup", max_batch=3)
+    prompts = [[*PROMPT[:4] * 3, 5 + i] for i in range(6)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda prompt: llm.generate(prompt, max_new_tokens=20).tokens, prompts))
+    assert found == [llm.generate(prompt, max_new_tokens=20, drafter="plain").tokens for prompt in prompts]
 
 
 def test_prompts_wait_for_room_in_the_cache(target: LlamaCppTarget) -> None:
@@ -452,7 +466,7 @@ def is_noticed(right: Callable[[], bool]) -> bool:
 @pytest.mark.parametrize("kind", ["f32", "bf16"])
 def test_plain_text_is_llama_cpp_pythons_own(kind: str) -> None:
     path = gguf_models.bundled(kind)
-    own = llama_cpp.Llama(str(path), n_ctx=512, n_threads=1, verbose=False)
+    own = llama_cpp.Llama(str(path), n_ctx=512, n_threads=1, n_threads_batch=1, verbose=False)
     llm = LLM(path, drafter="plain", n_ctx=512, n_threads=1)
     for prompt in BUNDLED[:4]:
         tokens = own.tokenize(prompt.encode())

@@ -47,18 +47,18 @@ class Cells:
         """Cells of idle tracks."""
         return sum(track.cells - track.shared for track, _ in self._idle)
 
-    def acquire(self, tokens: Sequence[int], reserve: int, reuse: bool) -> Track:
+    def acquire(self, tokens: Sequence[int], reserve: int, reuse: int) -> Track:
         """A track for a prompt.
 
         Args:
             tokens: of the prompt that its cells are to hold.
             reserve: the number of cells that the sequence may grow to.
-            reuse: whether an idle track with the same beginning may be taken over.
+            reuse: greatest number of tokens whose cells may be taken over from an idle track with the same beginning.
 
         Raises:
             CacheFull: no id, or not enough cells.
         """
-        track = (self._with_prefix(tokens) if reuse else None) or Track(self.context, self._new_id, self._new_id())
+        track = self._with_prefix(tokens[:reuse]) or Track(self.context, self._new_id, self._new_id())
         track.prompt, track.reserve = len(tokens), max(reserve, len(tokens) + 1)
         try:
             self._reserve(track, f"a prompt of {len(tokens) + 1} tokens")
@@ -78,7 +78,7 @@ class Cells:
         twin = Track(self.context, self._new_id, self._new_id(track))
         twin.reserve = max(track.reserve, track.length + 1)
         twin.length = twin.shared = track.length
-        twin.parent = track
+        twin.parent, twin.top_k = track, track.top_k
         try:
             self._reserve(twin, f"another sample of {track.length + 1} tokens")
         except CacheFull:
@@ -108,7 +108,7 @@ class Cells:
     def reset(self, track: Track) -> None:
         """Empties an open track whose state cannot be cut."""
         self._hand_over(track)
-        track.parent, track.shared, track.length = None, 0, 0
+        track.parent, track.shared, track.length, track.top_k = None, 0, 0, None
         self.context.remove(track.main)
 
     def forget(self) -> None:
@@ -170,6 +170,7 @@ class Cells:
         self._hand_over(track)
         self.context.remove(track.main, most)
         track.length, track.shared = most, min(track.shared, most)
+        track.top_k = track.top_k and track.top_k.between(0, most)
         return track
 
     def _put_back(self, track: Track, tokens: list[int]) -> None:

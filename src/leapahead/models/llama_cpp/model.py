@@ -17,7 +17,8 @@ from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.base import CHAIN, NOTHING, PROMPT_ROWS, Capture, Cost, TargetInfo, checked_prompt, require
-from leapahead.models.choices import Choices, PromptRows, Rows
+from leapahead.models.captured import TopK, TopKRows
+from leapahead.models.choices import Choices, PromptRows, best
 from leapahead.models.llama_cpp import selftest
 from leapahead.models.llama_cpp.cells import Cells
 from leapahead.models.llama_cpp.context import Context, FloatArray, Model, Outputs
@@ -32,6 +33,7 @@ class LlamaCppSession:
     def __init__(self, target: LlamaCppTarget, track: Track, sampler: Sampler, capture: Capture) -> None:
         self.tokens, self.track, self.sampler, self.capture = sampler.tokens, track, sampler, capture
         self.is_read = track.length == len(self.tokens) - 1
+        self.rows_given = 0  # positions of the prompt up to which captured rows were returned
         self._target = target
 
     @property
@@ -69,7 +71,7 @@ class LlamaCppTarget:
         self.context = Context(model, options)
         self._cells = Cells(self.context)
         self._sessions: list[LlamaCppSession] = []
-        self._given: list[Rows] = []  # of the last forward: their logits are llama.cpp's memory
+        self._given: list[Choices] = []  # of the last step: their logits are llama.cpp's memory
         self._chunk = self.context.n_batch  # greatest number of tokens of a prompt in one forward
         self.info = TargetInfo(
             name=name or Path(model.path).name,
@@ -98,12 +100,16 @@ class LlamaCppTarget:
     def open(
         self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
     ) -> LlamaCppSession:
-        """See `Target.open`. Cells of a closed session with the same beginning are taken over, and have no captured
-        rows; where hidden states are captured, of which a prompt gives all rows, nothing is taken over."""
+        """See `Target.open`. Cells of a closed session whose tokens begin like the prompt are taken over.
+
+        Hidden states are not kept with the cells, so that a prompt whose hidden states are captured is read whole.
+        Top-k tokens are; at least one row of a prompt is read where they are captured.
+        """
         self._check(capture)
         tokens = checked_prompt(tokens, self.info)
         sampler = Sampler(params, tokens, self.info.vocab_size)
-        track = self._cells.acquire(tokens[:-1], reserve, reuse=not capture.hidden)
+        reuse = 0 if capture.hidden else max(0, len(tokens) - 1 - (capture.top_k > 0))
+        track = self._cells.acquire(tokens[:-1], reserve, reuse)
         self._sessions.append(LlamaCppSession(self, track, sampler, capture))
         return self._sessions[-1]
 
@@ -112,24 +118,39 @@ class LlamaCppTarget:
         track, capture, last = session.track, session.capture, len(session.tokens) - 1
         self._discard_tree(track)
         start = track.length
-        tokens = session.tokens[start : min(start + min(max_tokens, self._chunk), last)]
-        end = start + len(tokens)
-        rows = 0
-        if capture.hidden:
-            rows = len(tokens)
-        elif capture.top_k:
-            rows = min(max(end - max(last - PROMPT_ROWS, 0), 0), len(tokens))
-        found = None
-        if tokens:
-            self._cells.make_room(0, f"a prompt of {last + 1} tokens")
-            outputs = self._forward([session], [TokenTree.chain(tokens[0], tokens[1:])], rows, [0], capture)
-            track.commit(range(len(tokens)))
-            if outputs.logits is not None:
-                read = np.array(tokens[len(tokens) - rows :])
-                found = PromptRows(read, end - rows, outputs.logits, _copy(outputs), borrowed=True)
-                self._given = [found]
+        end = min(start + min(max_tokens, self._chunk), last)
+        if start >= end:
+            return None
+        first = max(start, last - PROMPT_ROWS) if capture.top_k else end  # of the rows whose top-k tokens are captured
+        rows = end - start if capture.hidden else max(end - first, 0)
+        self._cells.make_room(0, f"a prompt of {last + 1} tokens")
+        tree = TokenTree.chain(session.tokens[start], session.tokens[start + 1 : end])
+        outputs = self._forward([session], [tree], rows, [0], capture)
+        track.commit(range(end - start))
         session.is_read = end == last
-        return found
+        fresh = None
+        if first < end:
+            assert outputs.logits is not None
+            likeliest = best(outputs.logits[first - end :], min(capture.top_k, self.info.vocab_size))
+            fresh = self._keep_top_k(session, TopK(first, *likeliest))
+        if capture.hidden:
+            return TopKRows(tree.tokens, start, fresh, _copy(outputs))
+        if fresh is None:
+            return None
+        return TopKRows(np.array(session.tokens[fresh.start : fresh.end]), fresh.start, fresh)
+
+    def _keep_top_k(self, session: LlamaCppSession, found: TopK) -> TopK | None:
+        """Keeps what a chunk of the prompt gave with its cells; returns what the session has not been given yet.
+
+        The first time, that includes what was kept with the cells that it has taken over.
+        """
+        track, last = session.track, len(session.tokens) - 1
+        if track.top_k is not None:
+            found = track.top_k.followed_by(found)
+        track.top_k = found.between(last - PROMPT_ROWS, found.end)
+        fresh = found.between(max(last - PROMPT_ROWS, session.rows_given), found.end)
+        session.rows_given = found.end
+        return fresh
 
     def fork(self, session: LlamaCppSession, params: SamplingParams) -> LlamaCppSession:
         if session.unread:
@@ -176,7 +197,7 @@ class LlamaCppTarget:
                 )
             )
             at = rows.stop
-        self._given = list(found)
+        self._given = found
         return found
 
     def cost(self, sessions: Sequence[LlamaCppSession], trees: Sequence[TokenTree]) -> Cost:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 from leapahead.core.tree import TokenTree
+from leapahead.models.captured import TopK
 from leapahead.models.llama_cpp.context import Context
 
 NewId: TypeAlias = Callable[["Track"], int]  # a sequence id that is not in use, for the track that needs it
@@ -36,6 +37,7 @@ class Track:
         leaf_ids: (leaf, id) of that tree.
         prompt: cells that the prompt takes once it is read.
         reserve: cells that are kept free for the sequence, those that it has taken included.
+        top_k: captured after the last rows of its prompt.
         parent: the track that the first `shared` cells are counted with, see `cells.Cells`.
         shared: number of those cells.
     """
@@ -47,6 +49,7 @@ class Track:
         self.tree: TokenTree | None = None
         self.leaf_ids: list[tuple[int, int]] = []
         self.prompt, self.reserve = 0, 0
+        self.top_k: TopK | None = None
         self.parent: Track | None = None
         self.shared = 0
 

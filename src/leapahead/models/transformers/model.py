@@ -32,9 +32,9 @@ from leapahead.models.base import (
     checked_prompt,
     require,
 )
+from leapahead.models.captured import TopK, TopKRows
 from leapahead.models.choices import Choices, PromptRows, best
 from leapahead.models.transformers import families, require_version, selftest
-from leapahead.models.captured import TopK, TopKRows
 from leapahead.models.transformers.forward import (
     CachedExecutor,
     CachedState,

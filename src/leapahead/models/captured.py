@@ -1,0 +1,72 @@
+"""The top-k tokens that were captured after the rows of a prompt, and how they are kept with the cache.
+
+They are kept beside the cache entries of the prompt, so that a later prompt that reuses those entries has captured rows
+too. This module knows neither models nor caches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from leapahead.core.errors import Refused
+from leapahead.core.sampling import Array
+from leapahead.core.tree import IntArray
+from leapahead.models.choices import FloatArray, PromptRows
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The k likeliest tokens after consecutive positions of a sequence.
+
+    Attributes:
+        start: the first position.
+        tokens: int64 [rows, k], falling.
+        logits: float64 [rows, k].
+    """
+
+    start: int
+    tokens: IntArray
+    logits: FloatArray
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one."""
+        return self.start + len(self.tokens)
+
+    @property
+    def k(self) -> int:
+        return int(self.tokens.shape[1])
+
+    def between(self, start: int, end: int) -> TopK | None:
+        """The rows of the positions from `start` up to `end`, `end` excluded; None if there are none."""
+        first, last = max(start, self.start) - self.start, min(end, self.end) - self.start
+        return TopK(self.start + first, self.tokens[first:last], self.logits[first:last]) if first < last else None
+
+    def followed_by(self, later: TopK) -> TopK:
+        """These rows and `later` ones, where those begin at the end of these and have no larger k; else `later`."""
+        if self.end != later.start or self.k < later.k:
+            return later
+        tokens = np.concatenate((self.tokens[:, : later.k], later.tokens))
+        return TopK(self.start, tokens, np.concatenate((self.logits[:, : later.k], later.logits)))
+
+
+class TopKRows(PromptRows):
+    """Rows of a prompt whose top-k tokens were selected at once, so that they outlive the target's next forward.
+
+    Args:
+        tokens: int64 [rows], the prompt's tokens of these rows.
+        start: the position of the first of them in the sequence.
+        found: the top-k tokens, of all rows or of the last ones; None where none were captured.
+        hidden: see `Rows`.
+    """
+
+    def __init__(self, tokens: IntArray, start: int, found: TopK | None, hidden: Array = None) -> None:
+        super().__init__(tokens, start, None, hidden)
+        self._found = found
+
+    def top_k(self, k: int) -> tuple[IntArray, FloatArray]:
+        if self._found is None:
+            raise Refused("no top-k tokens were captured; ask for them in Capture(top_k=...)")
+        return self._found.tokens[:, :k], self._found.logits[:, :k]
