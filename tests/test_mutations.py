@@ -1,4 +1,4 @@
-"""The engine is broken on purpose, one way at a time, and the comparison with plain decoding must see it.
+"""The engine is broken on purpose, one way at a time, and the comparison with plain decoding must detect it.
 
 Each mutation is harmless to plain decoding (a tree of one node), as such bugs are in life; what it breaks is the text
 of a drafter. `differs` is the check: decode plainly and with drafters on the same target, compare.
@@ -13,37 +13,40 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import GREEDY, RandomTrees, Scattered, full_text, same_text
+from helpers import GREEDY, AnyDrafter, RandomTrees, Scattered, full_text, same_text
 
 import leapahead.engine.loop
 from leapahead.core.sampling import Sampler, SamplingParams
-from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import BoolArray, IntArray, TokenTree
 from leapahead.core.verify import Verdict, verify
-from leapahead.drafters.base import Drafter
-from leapahead.drafters.registry import factory
-from leapahead.models.base import Choices
+from leapahead.drafters import registry
+from leapahead.models.base import NOTHING, Capture
+from leapahead.models.choices import Choices
 from leapahead.models.toy import ToySession, ToyTarget
+from leapahead.planner.acceptance import AcceptanceTable
 
 SAMPLED = SamplingParams(temperature=1.0, seed=2)
 STOP = StopParams(max_new_tokens=30)
-PROMPTS = [(1, 2, 3, 1, 2), (4, 0), (5,), (3, 3, 1, 0, 2, 1, 3)]
+PROMPTS = [(1, 2, 3, 1, 2), (4, 0), (5,), (3, 3, 1, 0, 2, 1, 3), (8, 1, 7, 6), (2, 6, 2, 6)]
 
 
-def made_up(text: Sequence[int]) -> Iterable[Drafter]:
+def made_up(text: Sequence[int]) -> Iterable[AnyDrafter]:
     return [Scattered(text, seed=0), Scattered(text, seed=1, depth=7), RandomTrees(seed=2, nodes=20)]
 
 
 def differs(
-    target: ToyTarget, params: SamplingParams, drafters: Callable[[Sequence[int]], Iterable[Drafter]] = made_up
+    target: ToyTarget,
+    params: SamplingParams,
+    drafters: Callable[[Sequence[int]], Iterable[AnyDrafter]] = made_up,
 ) -> bool:
     """Whether any drafter's text is not plain decoding's, on any of a few prompts; or the engine itself objects."""
+    acceptance = AcceptanceTable.with_priors()  # learned over all texts
     for prompt in PROMPTS:
         text = full_text(target, prompt, params=params, stop=STOP)
         for drafter in drafters(text):
             try:
-                if not same_text(target, drafter, prompt, params=params, stop=STOP):
+                if not same_text(target, drafter, prompt, params=params, stop=STOP, acceptance=acceptance):
                     return True
             except AssertionError:  # an invariant of the engine
                 return True
@@ -64,10 +67,10 @@ class Toy(ToyTarget):
         self.ties = ties
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, stats: Stats | None = None, **rest: Any
+        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
     ) -> ToySession:
-        session = self.session(self, list(tokens), params)
-        session.sampler = self.sampler(params, session.tokens, self.vocab_size)
+        session = self.session(self, list(tokens), params, capture)
+        session.sampler = self.sampler(params, session.tokens, self.info.vocab_size)
         return session
 
     def row(self, seen: Any) -> Any:
@@ -115,9 +118,9 @@ class Keeping(ToySession):
 
     tree: TokenTree
 
-    def forward(self, tree: TokenTree, mask: BoolArray, positions: IntArray, known: int = 0) -> Any:
+    def forward(self, tree: TokenTree, mask: BoolArray, positions: IntArray, num_computed: int = 0) -> Any:
         self.tree = tree
-        return super().forward(tree, mask, positions, known)
+        return super().forward(tree, mask, positions, num_computed)
 
     def commit(self, verdict: Verdict) -> None:
         super().commit(Verdict(tuple(self.kept(verdict.path)), verdict.tokens, verdict.accepted))
@@ -166,14 +169,14 @@ class NoiseByNode(Toy):
 
     class sampler(Sampler):
         def choose(self, logits: Any, tree: TokenTree, nodes: IntArray, *rest: Any) -> Any:
-            noise = [self.seed_aware.noise(len(self.tokens) + node) for node in nodes.tolist()]  # type: ignore[union-attr]
+            noise = [self.noise.at(len(self.tokens) + node) for node in nodes.tolist()]  # type: ignore[union-attr]
             return (self.scores(logits, tree, nodes, *rest) + np.stack(noise)).argmax(-1)
 
 
 class Eager(Toy):
     """All nodes are chosen at once, as a target on an accelerator does it."""
 
-    def step(self, sessions: Sequence[ToySession], trees: Sequence[TokenTree]) -> list[Choices]:
+    def step(self, sessions: Sequence[ToySession], trees: Sequence[TokenTree], *rest: Any, **more: Any) -> Any:
         every = []
         for session, tree in zip(sessions, trees, strict=True):
             logits = self.logits(session, tree)
@@ -304,7 +307,7 @@ REGISTERED = [
 
 
 def registered_differs(name: str, target: Toy, params: SamplingParams) -> bool:
-    return differs(target, params, lambda text: [factory(name, nodes=nodes)() for nodes in (16, 4)])
+    return differs(target, params, lambda text: [registry.make(name, nodes=nodes) for nodes in (16, 4)])
 
 
 @cache
