@@ -1,30 +1,33 @@
-"""Every architecture: the logits of trees are the model's own, and every drafter's text is plain decoding's."""
+"""Architectures: the logits of trees are the model's own, and every drafter's text is plain decoding's.
+
+A model of every architecture is built and tested by the target itself; the longer comparisons of most of them are slow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from architectures import ARCHITECTURES, BY_NAME, VOCABULARY
-from helpers import RandomTrees, Scattered
+from architectures import ARCHITECTURES, BY_NAME, FAST, VOCABULARY
+from helpers import RandomTrees, Scattered, attached
 
-from leapahead import drafters
+from leapahead import Engine, Request, drafters
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.sampling import SamplingParams
-from leapahead.core.stop import StopParams, Stopper
+from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.drafters.base import Context, Drafter, Proposal
-from leapahead.drafters.plain import Plain
-from leapahead.engine.loop import Generation, decode
-from leapahead.models.base import CHAIN, TOP_K, TREE, require
+from leapahead.drafters.base import SequenceDrafter
+from leapahead.models.base import CHAIN, TOP_K, TREE, read_prompt
 from leapahead.models.transformers.model import TransformersTarget
+from leapahead.planner.draft import Proposal, SequenceView
 
 NAMES = [each.name for each in ARCHITECTURES]
+SOME = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NAMES]
 CAPABILITIES = {"tree": {CHAIN, TREE, TOP_K}, "chain": {CHAIN, TOP_K}, "plain": set[str]()}
 PROMPTS = ((5, 6, 7), tuple(range(3, 23)), (9,), (5, 6, 7, 8))
 LENGTHS = (24, 9, 20, 16)  # so that sequences leave one by one
@@ -34,7 +37,7 @@ PARAMS = {
 }
 
 
-class NoisyChain(Drafter):
+class NoisyChain(SequenceDrafter):
     """The right text as a chain, a token in three wrong."""
 
     name: ClassVar[str] = "noisy_chain"
@@ -42,10 +45,10 @@ class NoisyChain(Drafter):
     def __init__(self, text: Sequence[int], seed: int = 0) -> None:
         self.text, self.rng = list(text), np.random.default_rng(seed)
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
-        right = self.text[len(context.tokens) :][: min(4, budget.depth)]
-        drafted = [t if self.rng.random() < 2 / 3 else int(self.rng.integers(context.vocab_size)) for t in right]
-        return Proposal(TokenTree.chain(context.root, drafted))
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        right = self.text[len(sequence.tokens) :][: min(4, budget.depth)]
+        drafted = [t if self.rng.random() < 2 / 3 else int(self.rng.integers(sequence.vocab_size)) for t in right]
+        return Proposal(TokenTree.chain(sequence.root, drafted))
 
 
 @cache
@@ -53,41 +56,31 @@ def target_of(name: str) -> TransformersTarget:
     return TransformersTarget(BY_NAME[name].build())
 
 
-def run(
-    target: TransformersTarget, made: Sequence[Drafter], params: Sequence[SamplingParams], start: int
-) -> list[list[int]]:
-    """The texts of `PROMPTS` decoded together: `start` of them at once, the others join after the second step."""
-    waiting = [
-        Generation(
-            target.open(prompt, param),
-            drafter,
-            Stopper(StopParams(max_new_tokens=length), prompt, target.context_length),
-        )
-        for prompt, length, drafter, param in zip(PROMPTS, LENGTHS, made, params, strict=True)
+def texts_of(target: TransformersTarget, mode: str, made: Sequence[Any], start: int) -> list[list[int]]:
+    """`PROMPTS` decoded together: `start` of them at once, the others join after the second step. Prompt in chunks."""
+    engine = Engine(target, max_batch=4, prefill_chunk=8)
+    requests = [
+        Request(list(prompt), attached(engine, drafter), params, StopParams(max_new_tokens=length))
+        for prompt, length, drafter, params in zip(PROMPTS, LENGTHS, made, params_of(mode), strict=True)
     ]
-    everyone, live, waiting = list(waiting), waiting[:start], waiting[start:]
-    for steps, _ in enumerate(decode(target, live), start=1):
-        if steps >= 2 * start and waiting:
-            live.append(waiting.pop(0))
-    assert not waiting
-    return [each.session.tokens for each in everyone]
-
-
-def alone(target: TransformersTarget, made: Sequence[Drafter], params: Sequence[SamplingParams]) -> list[list[int]]:
-    """The texts of `PROMPTS`, each decoded by itself."""
-    texts = []
-    for prompt, length, drafter, param in zip(PROMPTS, LENGTHS, made, params, strict=True):
-        session = target.open(prompt, param)
-        stopper = Stopper(StopParams(max_new_tokens=length), prompt, target.context_length)
-        for _ in decode(target, [Generation(session, drafter, stopper)]):
-            pass
-        texts.append(session.tokens)
-    return texts
+    handles = [engine.submit(request) for request in requests[:start]]
+    for _ in range(2 * start + 2):
+        engine.step()
+    handles += [engine.submit(request) for request in requests[start:]]
+    engine.run(handles)
+    return [[*prompt, *handle.tokens] for prompt, handle in zip(PROMPTS, handles, strict=True)]
 
 
 @cache
 def plain_texts(name: str, mode: str) -> list[list[int]]:
-    return alone(target_of(name), [Plain() for _ in PROMPTS], params_of(mode))
+    """Each prompt decoded by itself."""
+    engine, texts = Engine(target_of(name)), []
+    for prompt, length, params in zip(PROMPTS, LENGTHS, params_of(mode), strict=True):
+        stop = StopParams(max_new_tokens=length)
+        handle = engine.submit(Request(list(prompt), engine.drafter("plain"), params, stop))
+        engine.run([handle])
+        texts.append([*prompt, *handle.tokens])
+    return texts
 
 
 def params_of(mode: str) -> list[SamplingParams]:
@@ -100,24 +93,30 @@ def params_of(mode: str) -> list[SamplingParams]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_capabilities(name: str) -> None:
-    target = target_of(name)
-    assert target.capabilities - {"logits"} == CAPABILITIES[BY_NAME[name].expect]
-    assert target.vocab_size == VOCABULARY
+    """The target tests each model when it is made, and finds what it is able to do."""
+    info = target_of(name).info
+    assert info.capabilities - {"logits", "hidden"} == CAPABILITIES[BY_NAME[name].expect]
+    assert info.vocab_size == VOCABULARY
+    has_hidden = BY_NAME[name].expect != "plain" and name not in ("gemma3n",)
+    assert ("hidden" in info.capabilities) == has_hidden
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME)
 def test_logits_of_every_node(name: str) -> None:
     """Two ragged sequences, three steps with commits in between, against the model's own forward of every path."""
     target, rng = target_of(name), np.random.default_rng(1)
     texts = [rng.integers(3, VOCABULARY, size=size).tolist() for size in (14, 3)]
     sessions = [target.open(text, SamplingParams()) for text in texts]
+    for session in sessions:
+        read_prompt(target, session, 5)
+    capabilities = target.info.capabilities
     for _ in range(3):
-        trees = [random_tree(rng, session.tokens[-1], target.capabilities) for session in sessions]
+        trees = [random_tree(rng, session.tokens[-1], capabilities) for session in sessions]
         for session, tree, choices in zip(sessions, trees, target.step(sessions, trees), strict=True):
             for node in range(len(tree)):
                 expected = own_logits(target, [*session.tokens, *tree.path_tokens(node)])
                 error = (choices.logits[node] - expected).abs().max() / expected.std()
-                assert error < (1e-4 if CHAIN in target.capabilities else 1e-2), f"node {node} of {tree}"
+                assert error < (1e-4 if CHAIN in capabilities else 1e-2), f"node {node} of {tree}"
             path = tree.path(int(rng.integers(len(tree))))
             tokens = [int(tree.tokens[node]) for node in path[1:]]
             session.commit(Verdict(tuple(path), (*tokens, int(rng.integers(3, VOCABULARY))), len(tokens)))
@@ -134,12 +133,12 @@ def random_tree(rng: np.random.Generator, root: int, capabilities: frozenset[str
 def own_logits(target: TransformersTarget, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         ids = torch.tensor([tokens])
-        positions = {"position_ids": torch.arange(len(tokens))[None]} if "roberta" in target.name.lower() else {}
+        positions = {"position_ids": torch.arange(len(tokens))[None]} if "Roberta" in target.info.name else {}
         logits: torch.Tensor = target.model(input_ids=ids, use_cache=False, **positions).logits[0, -1]
     return logits
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME)
 def test_plain_decoding_is_generate(name: str) -> None:
     target = target_of(name)
     texts = plain_texts(name, "greedy")
@@ -159,36 +158,51 @@ def test_plain_decoding_is_generate(name: str) -> None:
     assert len(new) > 3  # texts that a wrong cache could change
 
 
-@pytest.mark.parametrize("mode", PARAMS)
-@pytest.mark.parametrize("name", NAMES)
+MODES = [
+    pytest.param(name, mode, marks=() if name in FAST and (mode == "greedy" or name == "llama") else pytest.mark.slow)
+    for name in NAMES
+    for mode in PARAMS
+]
+
+
+@pytest.mark.parametrize(("name", "mode"), MODES)
 def test_text_of_made_drafts(name: str, mode: str) -> None:
-    """Alone and in a batch that changes, by drafters that are right and wrong as the test wants."""
-    target, texts, params = target_of(name), plain_texts(name, mode), params_of(mode)
-    kinds: list[Callable[[Sequence[int], int], Drafter]] = [lambda text, seed: Plain()]
-    if TREE in target.capabilities:
+    """In a batch that changes, by drafters that are right and wrong as the test wants."""
+    target, texts = target_of(name), plain_texts(name, mode)
+    kinds: list[Callable[[Sequence[int], int], Any]] = [lambda text, seed: None]
+    if TREE in target.info.capabilities:
         kinds += [lambda text, seed: Scattered(text, seed), lambda text, seed: RandomTrees(seed)]
-    elif CHAIN in target.capabilities:
+    elif CHAIN in target.info.capabilities:
         kinds += [NoisyChain]
-    for kind in kinds:
-        for start in (1, 3):
-            assert run(target, [kind(text, i) for i, text in enumerate(texts)], params, start) == texts
-    assert alone(target, [kinds[-1](text, i) for i, text in enumerate(texts)], params) == texts
+    for kind, start in zip(kinds, (3, 1, 3), strict=False):
+        assert texts_of(target, mode, [kind(text, i) for i, text in enumerate(texts)], start) == texts
 
 
-OPTIONS = {"auto": {"nodes": 8}, "lookahead": {"window": 4, "ngram": 3, "guesses": 4}}
+OPTIONS: dict[str, dict[str, Any]] = {"lookahead": {"window": 4, "ngram": 3, "guesses": 4}}
 
 
 @pytest.mark.parametrize("drafter", [name for name in drafters.ready() if name != "plain"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["llama", "bloom", "mamba"])
 def test_text_of_registered_drafters(name: str, drafter: str) -> None:
-    target, kind = target_of(name), drafters.load(drafter)
-    if not kind.needs <= target.capabilities:
+    """Drafters do not depend on architectures: one that takes trees, one that takes chains, one that takes neither."""
+    target = target_of(name)
+    engine = Engine(target)
+    if not drafters.load(drafter).needs <= target.info.capabilities:
         with pytest.raises(Refused, match=drafter):
-            require(target, kind.needs, drafter)
+            engine.drafter(drafter)
         return
-    for mode in PARAMS:
-        made = [kind(**OPTIONS.get(drafter, {})) for _ in PROMPTS]
-        assert run(target, made, params_of(mode), start=2) == plain_texts(name, mode)
+    if name == "mamba":
+        with pytest.warns(UserWarning, match="decodes plainly"):
+            engine.drafter(drafter)
+    made = engine.drafter(drafter, **OPTIONS.get(drafter, {}))
+    for mode, params in (("greedy", params_of("greedy")), ("sampled", params_of("sampled"))):
+        handles = [
+            engine.submit(Request(list(prompt), made, each, StopParams(max_new_tokens=length)))
+            for prompt, length, each in zip(PROMPTS, LENGTHS, params, strict=True)
+        ]
+        engine.run(handles)
+        texts = [[*prompt, *handle.tokens] for prompt, handle in zip(PROMPTS, handles, strict=True)]
+        assert texts == plain_texts(name, mode)
 
 
 def test_refusal_of_an_empty_prompt_names_the_remedy() -> None:

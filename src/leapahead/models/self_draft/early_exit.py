@@ -17,7 +17,6 @@ For a `MaskedExecutor`; a model that takes chains only drafts from a view with a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +27,8 @@ from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.models.base import HIDDEN, NOTHING, Capture
-from leapahead.models.self_draft.layer_skip import Form, Skip, SubLayers, sub_layers
+from leapahead.models.base import NOTHING, Capture
+from leapahead.models.self_draft.layer_skip import Form, Skip, SubLayers, draft_info, sub_layers
 from leapahead.models.transformers import selftest
 from leapahead.models.transformers.forward import (
     Batch,
@@ -298,10 +297,7 @@ class EarlyExit(TransformersTarget):
             name=f"{target.info.name} {what}",
             eager_choice=target.eager_choice,
         )
-        # Of a sequence that it shares it has the logits only.
-        capabilities = self.info.capabilities - {HIDDEN}
-        fingerprint = f"{target.info.fingerprint} {what}"
-        self.info = replace(self.info, fingerprint=fingerprint, capabilities=capabilities, layers=0, hidden_size=0)
+        self.info = draft_info(self.info, target.info, what)
         self.lock = target.lock
         self.halves = halves
         if halves is not None and isinstance(own, MaskedExecutor):

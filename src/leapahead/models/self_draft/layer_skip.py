@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import IntArray
-from leapahead.models.base import CHAIN
+from leapahead.models.base import CHAIN, HIDDEN, TargetInfo
 from leapahead.models.transformers import families, selftest
 from leapahead.models.transformers.model import TransformersTarget
 
@@ -331,8 +331,14 @@ def without(target: TransformersTarget, skip: Skip) -> TransformersTarget:
 def as_view(target: TransformersTarget, model: Any, what: str) -> TransformersTarget:
     """A target from a changed copy of another target's model; its forwards take another time."""
     view = TransformersTarget(model, name=f"{target.info.name} {what}", eager_choice=target.eager_choice)
-    view.info = replace(view.info, fingerprint=f"{target.info.fingerprint} {what}")
+    view.info = draft_info(view.info, target.info, what)
     return view
+
+
+def draft_info(info: TargetInfo, target: TargetInfo, what: str) -> TargetInfo:
+    """The info of a draft model made of a target: no hidden states, since the numbers of its layers differ."""
+    capabilities, fingerprint = info.capabilities - {HIDDEN}, f"{target.fingerprint} {what}"
+    return replace(info, fingerprint=fingerprint, capabilities=capabilities, layers=0, hidden_size=0)
 
 
 def _first_of(layer: nn.Module, names: Iterable[str]) -> str:
