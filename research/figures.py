@@ -37,7 +37,12 @@ PARTS = ("check", "acceptance", "rules", "overhead", "memory", "example", *drawn
 
 
 @click.command(cls=Command)
-@click.option("--data", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
+@click.option(
+    "--data",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    required=True,
+    help="Folder of prompt sets.",
+)
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),

@@ -49,12 +49,12 @@ PARTS = ("plain", "curve", "check")
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--bin", "programs", type=click.Path(exists=True, path_type=Path), help="Folder of llama.cpp's programs.")
 @click.option("--data", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of prompt sets.")
-@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="A JSON file, renewed.")
-@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only this.  [default: all]")
-@click.option("--threads", type=int, help="[default: one a core]")
-@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
-@click.option("--prompts", type=click.IntRange(min=1), default=10, show_default=True, help="Of each task.")
-@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of each text.")
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="JSON file to update.")
+@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only this part.  [default: all]")
+@click.option("--threads", type=int, help="CPU threads.  [default: one per core]")
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Measured rounds.")
+@click.option("--prompts", type=click.IntRange(min=1), default=10, show_default=True, help="Prompts of each task.")
+@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens of each text.")
 def main(
     files: tuple[Path, ...],
     programs: Path | None,

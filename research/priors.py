@@ -36,11 +36,16 @@ LEAST_TRIALS = 40  # of a key
 
 
 @click.command(cls=Command)
-@click.option("--data", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--prompts", default=40, show_default=True)
-@click.option("--out", default=PRIORS, type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--data",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of prompt sets, with mt_bench.jsonl.",
+)
+@click.option("--prompts", default=40, show_default=True, help="Number of prompts of MT-Bench.")
+@click.option("--out", default=PRIORS, type=click.Path(dir_okay=False, path_type=Path), help="JSON file to write.")
 def main(data: Path, prompts: int, out: Path) -> None:
-    """Measure and write the priors."""
+    """Measure the acceptance estimates with which the planner starts, and write them."""
     loaded = loading.load(None, dtype="float32")
     # Two tables without priors, so that nothing but this measurement enters them.
     found, drafts = AcceptanceTable(), AcceptanceTable()

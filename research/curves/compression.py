@@ -66,9 +66,9 @@ def compression(
             }
         )
     fits: dict[str, Data] = {}
-    whole, note = _fitted(rows)
+    whole, note = fitted(rows)
     for ngram in dict.fromkeys(ngrams):
-        alone, _ = _fitted([row for row in rows if row["ngram"] == ngram])
+        alone, _ = fitted([row for row in rows if row["ngram"] == ngram])
         if alone is not None:
             fits[str(ngram)] = alone
     return {
@@ -85,7 +85,7 @@ def compression(
     }
 
 
-def _fitted(rows: Sequence[Data]) -> tuple[Data | None, str]:
+def fitted(rows: Sequence[Data]) -> tuple[Data | None, str]:
     """The fit and no note, or no fit and why."""
     try:
         return asdict(fit([(row["ngram"], row["window"], row["step_compression"]) for row in rows])), ""

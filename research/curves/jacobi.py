@@ -56,7 +56,7 @@ def jacobi(
             progress(f"temperature {param.temperature:g}", number * len(prompts) + index, len(params) * len(prompts))
             rng = random.Random(seed)
             with target.lock:
-                here = list(_blocks(target, prompt, param, block, max_new_tokens, eos_token_ids, rng))
+                here = list(blocks_of(target, prompt, param, block, max_new_tokens, eos_token_ids, rng))
             texts.append([token for values in here for token in values[-1]])
             runs += here
         if not runs:
@@ -74,7 +74,7 @@ def jacobi(
     }
 
 
-def _blocks(
+def blocks_of(
     target: Target,
     prompt: Tokens,
     params: SamplingParams,

@@ -72,8 +72,8 @@ def pool(
             target, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, prompts=len(prompts)
         ),
         "lookahead": {"window": first.window, "ngram": first.ngram, "guesses": first.guesses},
-        "steps": _by_step(histories),
-        "at": _by_tokens(histories, max_new_tokens),
+        "steps": by_step(histories),
+        "at": by_tokens(histories, max_new_tokens),
         "overall": {**_overall(histories), "distinct_4": round(distinct(texts), 4)},
     }
 
@@ -108,7 +108,7 @@ def _pool_history(engine: Engine, asked: Request, begun: list[Lookahead]) -> tup
     return history, handle.tokens
 
 
-def _by_step(histories: Sequence[History]) -> list[Data]:
+def by_step(histories: Sequence[History]) -> list[Data]:
     rows = []
     for number in range(max(map(len, histories))):
         here = [history[number] for history in histories if number < len(history)]
@@ -116,7 +116,7 @@ def _by_step(histories: Sequence[History]) -> list[Data]:
     return rows
 
 
-def _by_tokens(histories: Sequence[History], longest: int) -> list[Data]:
+def by_tokens(histories: Sequence[History], longest: int) -> list[Data]:
     rows = []
     for tokens in (*(n for n in CHECKPOINTS if n < longest), longest):
         parts = []  # of each text with that many tokens: its history up to there
