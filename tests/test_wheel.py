@@ -49,9 +49,10 @@ def test_its_description_has_no_relative_link_and_no_image_of_the_repository(whe
         for token in tokens
         if token.type in ("link_open", "image")
     ]
-    assert links
     assert [link for link in links if not link.startswith("https://")] == []
     assert "generated:" not in description
+    assert "## Install" in description
+    assert "| `auto` |" in description
 
 
 def test_its_metadata(wheel: zipfile.ZipFile) -> None:

@@ -62,10 +62,12 @@ class LLM:
             example `n_ctx=8192, n_threads=4` (see `LlamaCppOptions`).
 
     Attributes:
-        target, tokenizer, eos_token_ids: what was loaded.
-        drafter_name: of the default drafter.
-        engine: which decodes.
-        drafter_cache: see above; None where nothing is kept.
+        target: the loaded model.
+        tokenizer: its tokenizer; None where there is none.
+        eos_token_ids: the ids that end a text.
+        drafter_name: name of the default drafter.
+        engine: the engine that decodes.
+        drafter_cache: what drafters keep between texts; None where nothing is kept.
 
     Raises:
         LeapaheadError: one clear sentence for whatever is wrong.
