@@ -188,6 +188,19 @@ def test_ctrl_c(tiny_folder: Path) -> None:
         assert chat.stderr.read() == "interrupted\n"
 
 
+def test_the_first_ctrl_c_of_an_answer_waits_for_the_step(tiny_folder: Path) -> None:
+    answer = screen.Answer()
+    with LLM(str(tiny_folder), drafter="plain") as llm:
+        with screen.interrupts_between_steps() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            screen.show_stream(llm, PROMPT, {"max_new_tokens": 8}, answer, stop)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert answer.figures() == "interrupted: 1 tokens, 1 steps, acceptance length 1.00"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert llm.generate(PROMPT, max_new_tokens=8).text.startswith(answer.text)
+
+
 def test_a_bug_is_not_a_difference(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's own exit code for a traceback is 1."""
     from click.testing import CliRunner

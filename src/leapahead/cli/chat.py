@@ -40,8 +40,9 @@ def chat(system: str | None, quiet: bool, **values: Any) -> None:
     """Talk with a model; drafted tokens are in colour.
 
     The whole conversation is the prompt of each answer. At the prompt, /reset forgets the conversation, /help lists the
-    commands, and /exit, end of file or Ctrl-C leaves; Ctrl-C during an answer ends the answer. Without a terminal, each
-    line of standard input is a message, and the first error ends the command with exit code 2.
+    commands, and /exit, end of file or Ctrl-C leaves; Ctrl-C during an answer ends the answer, and a second one the
+    command. Without a terminal, each line of standard input is a message, and the first error ends the command with
+    exit code 2.
     """
     if sys.stdin is None:
         raise BadParameter("standard input is closed, so no messages can be read from it")
@@ -105,11 +106,14 @@ class Conversation:
         messages = [*self._messages, {"role": "user", "content": message}]
         answer = screen.Answer()
         try:
-            screen.show_stream(self._llm, messages, self._options, answer)
+            if sys.stdin.isatty():
+                with screen.interrupts_between_steps() as stop:
+                    screen.show_stream(self._llm, messages, self._options, answer, stop)
+            else:
+                screen.show_stream(self._llm, messages, self._options, answer)
         except KeyboardInterrupt:
-            if not sys.stdin.isatty():
-                screen.say(answer.figures())
-                raise
+            screen.say(answer.figures())
+            raise
         except ContextOverflow as error:
             raise ContextOverflow(f"{error}; /reset forgets the conversation") from None
         if not self._quiet:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,16 +115,44 @@ class Answer:
         return line
 
 
-def show_stream(llm: LLM, prompt: Any, options: dict[str, Any], answer: Answer) -> None:
-    """Decodes and shows a text, piece by piece. `answer` holds what came so far, after an error or interrupt too."""
+def show_stream(
+    llm: LLM, prompt: Any, options: dict[str, Any], answer: Answer, stop: Callable[[], bool] = lambda: False
+) -> None:
+    """Decodes and shows a text, piece by piece, until `stop` says true after a piece.
+
+    `answer` holds what came so far, after an error or interrupt too.
+    """
     writer = TextWriter()
     try:
         with closing(llm.stream(prompt, **options)) as pieces:
             for piece in pieces:
                 answer.add(piece)
                 writer.write(piece)
+                if stop():
+                    break
     finally:
         writer.end()
+
+
+@contextmanager
+def interrupts_between_steps() -> Iterator[Callable[[], bool]]:
+    """Within the block, the first Ctrl-C raises nothing: the function that is yielded returns true after it.
+
+    So a model that is used again is not interrupted in the middle of a forward. A second Ctrl-C raises
+    KeyboardInterrupt as usual.
+    """
+    seen: list[int] = []
+
+    def handler(number: int, _: object) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def figures(result: Result, comparison: Comparison | None = None) -> str:
