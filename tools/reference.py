@@ -91,8 +91,8 @@ def _options(rows: list[tuple[str, str]], table: Table) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text for a cell of a table, without the bars that would end it."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    """Text for a cell of a table, without the bars that would end it and without HTML."""
+    return " ".join(text.split()).replace("|", " or ").replace("<", "&lt;")
 
 
 def _anchor(heading: str) -> str:

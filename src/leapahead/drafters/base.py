@@ -58,13 +58,11 @@ class Drafter(ABC):
 
     Subclasses keep what they know of one sequence in a dictionary keyed by its view, and drop it in `close`.
 
-    Class attributes:
+    Attributes:
         name: the registered name.
         needs: capabilities that the target must have ("chain", "tree", "logits", "top_k", "hidden").
         same_text: whether the text under a seed is plain decoding's; false for rules that keep only the distribution.
         takes_prediction: whether it makes use of the user's prediction.
-
-    Attributes:
         plans: whether it reads the latency profile, which is then measured before the first request. Known after
             `attach`.
         capture: what the target's forwards are to give beside the choices. Known after `attach`.
