@@ -14,7 +14,7 @@ WHEELS    := build/wheels
 # end the same way there). What else the CPU has, is used.
 LLAMA_CXXFLAGS := -U__AMX_INT8__
 
-.PHONY: demo demo-gguf test lint format types tests figures docs wheel clean
+.PHONY: demo demo-gguf test test-all lint format types tests figures docs wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/leapahead demo
@@ -24,7 +24,11 @@ demo-gguf: $(WITH_LLAMA)
 	$(BIN)/leapahead export-gguf --force src/leapahead/assets/tiny build/bundled-f32.gguf --type f32
 	$(BIN)/leapahead demo --model build/bundled-f32.gguf
 
+# At most five minutes on two cores once installed; what is slow and rarely fails runs in test-all only.
 test: lint types tests
+
+test-all: lint types docs
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -38,7 +42,7 @@ types: $(WITH_LLAMA)
 	$(BIN)/mypy
 
 tests: $(WITH_LLAMA)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
 
 # Every measured number and plot of README and docs, from a run on this machine (DATA: a folder with humaneval.jsonl,
 # gsm8k_test.jsonl, mt_bench.jsonl and spec_bench.jsonl). Ctrl-C keeps what is finished.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,10 +15,19 @@ import numpy as np
 import pytest
 
 import leapahead
-from leapahead import LLM, BadParameter, ContextOverflow, Drafter, LeapaheadError, Refused, drafters
+from leapahead import (
+    LLM,
+    BadParameter,
+    ContextOverflow,
+    LeapaheadError,
+    Proposal,
+    Refused,
+    SequenceDrafter,
+    SequenceView,
+    drafters,
+)
 from leapahead.core.text import Detokenizer, TextStream
 from leapahead.core.tree import Budget, TokenTree
-from leapahead.drafters.base import Context, Proposal
 from leapahead.models import loading
 from leapahead.models.toy import ToyTarget
 
@@ -128,7 +139,7 @@ def test_an_abandoned_stream_closes_its_session(toy: LLM) -> None:
     stream = toy.stream("ab", max_new_tokens=50)
     next(stream)
     stream.close()
-    assert opened[0].cache == []
+    assert opened[-1].cache == []
 
 
 def test_without_a_tokenizer_prompts_are_tokens() -> None:
@@ -146,7 +157,7 @@ def test_a_batch_gives_each_prompt_its_own_text(max_batch: int) -> None:
     options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 0.8, "seed": list(range(7)), "stop": ["cab"]}
     widths = []
     original = llm.target.step
-    llm.target.step = lambda s, t: widths.append(len(s)) or original(s, t)  # type: ignore[method-assign]
+    llm.target.step = lambda s, *rest, **more: widths.append(len(s)) or original(s, *rest, **more)  # type: ignore
     together = llm.generate(prompts, **options)
     assert max(widths) == min(max_batch, len(prompts))
     alone = [llm.generate(p, **{**options, "seed": seed}) for seed, p in enumerate(prompts)]
@@ -205,11 +216,13 @@ def test_eos_stop_tokens_and_minimum(toy: LLM) -> None:
     first = whole.index(token)
     stopped = toy.generate([1, 2, 3], max_new_tokens=40, stop_token_ids=[token])
     assert (stopped.tokens, stopped.finish_reason, stopped.stop_reason) == (whole[: first + 1], "stop", token)
-    toy.eos_token_ids = (token,)
-    ended = toy.generate([1, 2, 3], max_new_tokens=40)
+    tokenizer = SyllableTokenizer()
+    tokenizer.eos_token_id = token
+    ending = LLM(ToyTarget(), tokenizer=tokenizer, nodes=8)
+    ended = ending.generate([1, 2, 3], max_new_tokens=40)
     assert (ended.tokens, ended.finish_reason, ended.stop_reason) == (whole[: first + 1], "stop", None)
-    assert toy.generate([1, 2, 3], max_new_tokens=40, ignore_eos=True).tokens == whole
-    later = toy.generate([1, 2, 3], max_new_tokens=40, min_new_tokens=20).tokens
+    assert ending.generate([1, 2, 3], max_new_tokens=40, ignore_eos=True).tokens == whole
+    later = ending.generate([1, 2, 3], max_new_tokens=40, min_new_tokens=20).tokens
     assert token not in later[:20]
 
 
@@ -357,21 +370,33 @@ def test_eos_by_anyones_word(tiny_folder: Path, tokenizer: Any) -> None:
 
 def test_a_tokenizer_by_name(tiny_folder: Path, tmp_path: Path) -> None:
     assert LLM(ToyTarget(), tokenizer=str(tiny_folder)).tokenizer is not None
-    with pytest.raises(BadParameter, match=r"the tokenizer .* cannot be loaded"):
+    with pytest.raises(BadParameter, match=r"has no tokenizer_config.json, so it is not a tokenizer"):
         LLM(ToyTarget(), tokenizer=str(tmp_path))
 
 
 # ----------------------------------------------------------------------------------------------------- bad input
 
 
-class Chains(Drafter):
+class Chains(SequenceDrafter):
     """Needs what no target has."""
 
     name = "impossible"
     needs = frozenset({"telepathy"})
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
-        return Proposal(TokenTree.root(context.root))
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        return Proposal(TokenTree.root(sequence.root))
+
+
+class Nameless(SequenceDrafter):
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        return Proposal(TokenTree.root(sequence.root))
+
+
+class Silent(SequenceDrafter):
+    name = "silent"
+
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        return None  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -387,6 +412,7 @@ class Chains(Drafter):
         (["ab", None], {}, "got NoneType"),
         ([1, "ab"], {}, "a list of token ids must hold whole numbers only"),
         ([1.5], {}, "got float"),
+        (np.array([1.5]), {}, "got float"),
         ([[["ab"]]], {}, "further lists"),
         ([1, 2, 99], {}, "token id 99 is outside the vocabulary of 12$"),
         ([-1], {}, "token id -1 is outside"),
@@ -394,7 +420,7 @@ class Chains(Drafter):
         ([{"content": "x"}], {}, "a chat message is"),
         ([{"role": "user", "content": "x"}, "ab"], {}, "a chat message is"),
         ([{"role": "user", "content": "x"}], {}, "the tokenizer has no chat template; give the prompt as text"),
-        ("ab", {"max_new_tokens": 0}, "max_new_tokens=0 is not possible: it must be at least 1"),
+        ("ab", {"max_new_tokens": 0}, "max_new_tokens=0 is not possible: it must be a whole number >= 1"),
         ("ab", {"max_new_tokens": 1.5}, "max_new_tokens=1.5 is not possible"),
         ("ab", {"max_tokens": 5}, r"no option 'max_tokens' \(did you mean 'max_new_tokens'\?\)"),
         ("ab", {"temperature": -1}, "temperature=-1 is not possible"),
@@ -405,11 +431,17 @@ class Chains(Drafter):
         ("ab", {"stop": ""}, "an empty stop string"),
         ("ab", {"stop": [3]}, "a string or a list of strings"),
         ("ab", {"stop_token_ids": [99]}, "stop_token_ids has 99, which is outside"),
-        ("ab", {"stop_token_ids": "x"}, "must be made of token ids"),
+        ("ab", {"stop_token_ids": "x"}, "must consist of token ids"),
         ("ab", {"bad_words": [[99]]}, "bad_words has 99"),
         ("ab", {"bad_words": [" "]}, "an empty bad word"),
         ("ab", {"drafter": "nothing"}, "there is no drafter 'nothing'"),
-        ("ab", {"drafter": 7}, "a drafter must be a registered name or a subclass"),
+        ("ab", {"drafter": 7}, "a drafter must be a name or a class, got 7"),
+        ("ab", {"drafter": Nameless}, "the drafter class Nameless has no name"),
+        ("ab", {"drafter": Silent}, "drafter 'silent' proposed None; propose must return a Proposal"),
+        ("ab", {"n": 0}, "n=0 is not possible"),
+        ("ab", {"logprobs": -1}, "logprobs=-1 is not possible"),
+        ("ab", {"min_new_tokens": 10, "max_new_tokens": 4}, "min_new_tokens=10 is not possible with max_new_tokens=4"),
+        ("ab", {"temperature": 1.0, "seed": 2**64 - 1, "n": 2}, "seed=18446744073709551616 is not possible"),
         ("ab", {"drafter": Chains}, "needs telepathy"),
         ("ab", {"drafter": "jacobi", "drafter_options": {"blocks": 2}}, r"did you mean 'block'\?"),
     ],
@@ -418,6 +450,67 @@ def test_bad_input_gets_one_sentence(toy: LLM, prompt: Any, options: dict[str, A
     with pytest.raises(LeapaheadError, match=sentence) as caught:
         toy.generate(prompt, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_arrays_and_numpy_numbers_are_prompts_and_options(toy: LLM) -> None:
+    import torch
+
+    whole = toy.generate([1, 2, 3], max_new_tokens=5)
+    for prompt in (np.array([1, 2, 3]), torch.tensor([1, 2, 3]), [np.int64(1), np.int32(2), 3]):
+        assert toy.generate(prompt, max_new_tokens=np.int64(5), seed=np.int64(0)).tokens == whole.tokens
+    assert [each.tokens for each in toy.generate(np.array([[1, 2, 3]]), max_new_tokens=5)] == [whole.tokens]
+    with pytest.raises(BadParameter, match="at least one prompt"):
+        toy.generate([])
+
+
+# ------------------------------------------------------------------------------------- samples, threads, closing
+
+
+def test_samples_and_log_probabilities(toy: LLM) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0}
+    samples = toy.generate("ab", seed=5, n=3, logprobs=2, **options)
+    assert [each.seed for each in samples] == [5, 6, 7]
+    for each in samples:
+        alone = toy.generate("ab", seed=each.seed, logprobs=2, drafter="plain", **options)
+        assert (alone.tokens, alone.logprobs) == (each.tokens, each.logprobs)
+        assert [entry.token for entry in each.logprobs] == each.tokens
+        assert all(len(entry.top) == 2 for entry in each.logprobs)
+    grouped = toy.generate(["ab", "ba"], seed=5, n=2, **options)
+    assert [[each.seed for each in group] for group in grouped] == [[5, 6], [5, 6]]
+    assert toy.generate("ab", seed=5, **options).logprobs == []
+    pieces = list(toy.stream("ab", seed=5, logprobs=2, **options))
+    assert [entry for piece in pieces for entry in piece.logprobs] == samples[0].logprobs
+    with pytest.raises(BadParameter, match="n samples"):
+        toy.stream("ab", n=2)
+
+
+@pytest.mark.parametrize("drafter", ["auto", "lookahead"])
+def test_threads_share_one_model(drafter: str, tiny_folder: Path) -> None:
+    """Each thread gets its own text, and what threads leave behind does not change later texts."""
+    llm = LLM(str(tiny_folder), drafter=drafter)
+    prompts = [f"{word} number {index}" for index, word in enumerate(["def", "The", "for", "return"] * 2)]
+    options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.7, "seed": 3, "ignore_eos": True}
+    alone = [LLM(llm.target, tokenizer=llm.tokenizer, drafter="plain").generate(p, **options).tokens for p in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        stream = llm.stream(prompts[0], **options)
+        first = next(stream)
+        assert [r.tokens for r in pool.map(lambda p: llm.generate(p, **options), prompts)] == alone
+        assert [*first.tokens, *(token for piece in stream for token in piece.tokens)] == alone[0]
+    assert [llm.generate(p, **options).tokens for p in prompts] == alone
+
+
+def test_a_closed_llm_takes_no_prompts() -> None:
+    with LLM(ToyTarget(), drafter="plain") as llm:
+        stream = llm.stream([1, 2, 3], max_new_tokens=50)
+        next(stream)
+    with pytest.raises(LeapaheadError, match="closed"):
+        llm.generate([1, 2, 3])
+    assert list(stream) == []
+
+
+def test_an_llm_is_not_pickled() -> None:
+    with pytest.raises(TypeError, match="cannot be pickled; make one in the process"):
+        pickle.dumps(LLM(ToyTarget(), drafter="plain"))
 
 
 def test_a_stream_complains_when_it_is_asked_for(toy: LLM) -> None:
@@ -455,7 +548,7 @@ def test_a_prompt_that_is_too_long() -> None:
 @pytest.mark.parametrize(
     ("model", "options", "sentence"),
     [
-        (3, {}, "a model must be a name, a path, a loaded torch module or a leapahead target, got int"),
+        (3, {}, "a model must be a name, a path, a loaded Transformers model or a leapahead target, got int"),
         ("/no/such/folder", {}, "no folder '/no/such/folder'"),
         (ToyTarget(), {"drafter": "lokahead"}, "did you mean 'lookahead'"),
         (ToyTarget(), {"nods": 3}, "drafter 'auto' has no option 'nods' .did you mean 'nodes'"),
@@ -471,8 +564,10 @@ def test_bad_models_and_drafters(model: Any, options: dict[str, Any], sentence: 
         LLM(model, **options)
 
 
-def test_the_default_decodes_plainly_where_nothing_can_be_drafted() -> None:
-    llm = LLM(ToyTarget(capabilities=frozenset()))
+def test_the_default_decodes_plainly_where_nothing_can_be_drafted_and_warns_once() -> None:
+    with pytest.warns(UserWarning, match="'auto' cannot draft for this target, so it decodes plainly") as warned:
+        llm = LLM(ToyTarget(capabilities=frozenset()))
+    assert len(warned) == 1  # and warnings are errors from here on
     result = llm.generate([1, 2, 3], max_new_tokens=30)
     assert result.tokens == llm.generate([1, 2, 3], max_new_tokens=30, drafter="plain").tokens
     assert (result.stats.drafted, result.stats.steps) == (0, 30)

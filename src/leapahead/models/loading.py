@@ -85,7 +85,7 @@ def load(
         target = model
     else:
         raise BadParameter(
-            "a model must be a name, a path, a loaded Transformers model or a leapahead target, not a "
+            "a model must be a name, a path, a loaded Transformers model or a leapahead target, got "
             f"{type(model).__name__}"
         )
     if isinstance(tokenizer, str):
