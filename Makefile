@@ -151,7 +151,7 @@ $(WITH_DOCS): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --group docs
 	@touch $@
 
-docs: $(WITH_LLAMA) $(WITH_DOCS)
+docs: $(WITH_DOCS)
 	$(BIN)/python tools/docs.py
 	$(BIN)/zensical build --strict
 
@@ -159,4 +159,4 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
