@@ -16,18 +16,17 @@ from helpers import PROMPT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leapahead.cli import Commands
 from leapahead.core.errors import BadParameter, ContextOverflow, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models import loading
-from leapahead.models.base import CHAIN, PROMPT_ROWS, TREE
+from leapahead.models.base import CHAIN, PROMPT_ROWS, TREE, read_prompt
 from leapahead.models.toy import ToyTarget
-from leapahead.planner.latency import CostCurve
+from leapahead.planner.latency import LatencyProfile
 from research import plots
-from research.commands import COMMANDS
-from research.curves.sequoia import LOOKED, RANKS, measured, require, sequoia
+from research.cli import main as research
+from research.curves.sequoia import RANKED, RANKS, measured, require, sequoia
 from research.sequoia_tree import Shape, best_for_cost, best_shape, greedy_shape, seconds_per_token, values
 
 PROMPTS = (PROMPT, (4, 5, 6, 4, 5), (7, 1, 7, 2))
@@ -41,7 +40,7 @@ VECTORS = (
     (0.0, 0.0),
     (),
 )
-FAST, SLOW = CostCurve({1: 0.001, 64: 0.0012}), CostCurve({1: 0.02, 64: 0.03})
+FAST, SLOW = LatencyProfile({1: 0.001, 64: 0.0012}), LatencyProfile({1: 0.02, 64: 0.03})
 
 
 # ------------------------------------------------------------------------------------------------------ the tree
@@ -250,7 +249,7 @@ def test_a_draft_that_knows_nothing_is_right_by_chance(temperature: float) -> No
     assert counted.tokens == 1200
     if temperature == 0:
         assert by_rank == pytest.approx([1 / 16] * RANKS, abs=0.04)
-    else:  # the dice are common to both, and right more often than the table
+    else:  # the noise is common to both, and decides more often than the table
         assert by_rank[0] > 0.15
     found = sequoia(target, draft, PROMPTS, max_new_tokens=50, temperature=temperature, seconds=(SLOW, SLOW))
     assert found["tree"]["nodes"] == 1
@@ -261,22 +260,23 @@ class Mixed(ToyTarget):
     """The table of `ToyTarget` with noise on it."""
 
     def _compute_row(self, key: tuple[int, ...]) -> npt.NDArray[np.float64]:
-        noise = np.random.default_rng([7, *(n + 1 for n in key)]).normal(scale=1.5, size=self.vocab_size)
+        noise = np.random.default_rng([7, *(n + 1 for n in key)]).normal(scale=1.5, size=self.info.vocab_size)
         return super()._compute_row(key) + noise
 
 
 def test_ranks_are_counted_as_a_drafter_would_try_them() -> None:
-    """Token by token, out of the draft's rows: by logits when greedy, by the dice when sampling."""
+    """Token by token, from the draft's rows: by logits when greedy, with the noise added when sampling."""
     target, draft = ToyTarget(), Mixed()
     for params in (SamplingParams(), SamplingParams(temperature=0.8, seed=5)):
         by_rank, tokens = [0] * RANKS, 0
         for prompt in PROMPTS:
             session = target.open(prompt, params)
+            read_prompt(target, session)
             for _ in range(30):
                 chosen = target.step([session], [TokenTree.root(session.tokens[-1])])[0][0]
                 row = draft.row(tuple(enumerate(session.tokens)))
                 if session.sampler.noise is not None:
-                    row = row / 0.8 + session.sampler.noise.noise(len(session.tokens))
+                    row = row / 0.8 + session.sampler.noise.at(len(session.tokens))
                 rank = np.argsort(-row).tolist().index(chosen)
                 by_rank[rank] += 1 if rank < RANKS else 0
                 tokens += 1
@@ -332,14 +332,14 @@ class Letters:
 def test_another_vocabulary_is_refused() -> None:
     target, other = ToyTarget(), ToyTarget(vocab_size=16)
     for tokenizers in ((None, None), (Letters(12), None)):
-        with pytest.raises(Refused, match=r"a vocabulary of 16 tokens and .* one of 12, and there are no tokenizers"):
+        with pytest.raises(Refused, match=r"a vocabulary of 16 tokens and .* one of 12, and without both tokenizers"):
             sequoia(target, other, PROMPTS, tokenizers=tokenizers)
     for one, another in ((target, other), (target, target)):
         with pytest.raises(Refused, match="neither is the beginning of the other"):
             require(one, another, (Letters(12), Letters(16, shift=1)))
     require(target, other, (Letters(12), Letters(16)))
     require(target, target, (None, Letters(16)))
-    with pytest.raises(Refused, match="does not tell its best tokens"):
+    with pytest.raises(Refused, match="does not give its top-k tokens"):
         sequoia(target, ToyTarget(capabilities=frozenset({CHAIN, TREE})), PROMPTS)
 
 
@@ -357,26 +357,26 @@ def test_a_larger_vocabulary_guesses_what_the_target_has() -> None:
 def test_what_cannot_be_measured() -> None:
     with pytest.raises(BadParameter, match="no prompts"):
         sequoia(ToyTarget(), ToyTarget(), [])
-    for wrong in ({"nodes": 0}, {"depth": -1}, {"looked": RANKS - 1}):
-        with pytest.raises(BadParameter, match="a tree has a root"):
+    for wrong in ({"nodes": 0}, {"depth": -1}, {"ranked": RANKS - 1}):
+        with pytest.raises(BadParameter, match="are not possible: nodes must be"):
             sequoia(ToyTarget(), ToyTarget(), PROMPTS, **wrong)  # type: ignore[arg-type]
 
 
-def test_dice_may_take_only_what_is_looked_at() -> None:
+def test_only_ranked_tokens_can_be_drafted() -> None:
     target = ToyTarget(vocab_size=400, sharpness=0.1)
     params = SamplingParams(temperature=1.0)
     few = measured(target, target, PROMPTS, 60, (), params)
-    every_token = measured(target, target, PROMPTS, 60, (), params, looked=400)
+    every_token = measured(target, target, PROMPTS, 60, (), params, ranked=400)
     assert few.by_rank[0] < 0.6 * every_token.tokens  # a flat table: most of it lies below the first 128
-    assert LOOKED < 400
+    assert RANKED < 400
     assert every_token.by_rank[0] == every_token.tokens == 180
 
 
 # ------------------------------------------------------------------------------------------------------- the command
 
 
-@pytest.mark.parametrize("seconds", [(SLOW, FAST), (SLOW, SLOW), (CostCurve({1: 0.02, 64: 0.021}), FAST)])
-def test_the_figure(tmp_path: Path, seconds: tuple[CostCurve, CostCurve]) -> None:
+@pytest.mark.parametrize("seconds", [(SLOW, FAST), (SLOW, SLOW), (LatencyProfile({1: 0.02, 64: 0.021}), FAST)])
+def test_the_figure(tmp_path: Path, seconds: tuple[LatencyProfile, LatencyProfile]) -> None:
     """Of a tree, of none, and of a large one."""
     found = sequoia(ToyTarget(), Mixed(), PROMPTS, nodes=20, max_new_tokens=30, temperature=1, seconds=seconds)
     plots.save(found, tmp_path / "x")
@@ -389,10 +389,9 @@ def test_the_figure(tmp_path: Path, seconds: tuple[CostCurve, CostCurve]) -> Non
 def lab(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the command with the tiny model as the bundled one."""
     monkeypatch.setattr(loading, "bundled", lambda: str(tiny_folder))
-    group = Commands("lab", commands={str(command.name): command for command in COMMANDS})
 
     def invoke(*args: str) -> Result:
-        result = CliRunner(env={"COLUMNS": "160"}).invoke(group, args)
+        result = CliRunner(env={"COLUMNS": "160"}).invoke(research, args)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result
@@ -407,7 +406,7 @@ def test_the_command(lab: Any, tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "the tree that pays: " in result.stdout
     known = json.loads((tmp_path / "s.json").read_text())["tree"]
-    assert ("more may pay more" in result.stdout) == (known["depth"] == 3 or known["nodes"] == 8)
+    assert ("larger limits may give a faster one" in result.stdout) == (known["depth"] == 3 or known["nodes"] == 8)
     found = json.loads((tmp_path / "s.json").read_text())
     assert (found["figure"], found["draft"], found["conditions"]["data"]) == ("sequoia", "bundled", "1 code prompts")
     assert (found["tokens"], found["ranks"][0]) == (8, 1)

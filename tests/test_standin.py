@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from leapahead import LLM
 from leapahead.bench import prompts
-from leapahead.cli import Commands
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.models import loading
 from research import standin as module
-from research.cli import lab
+from research import widening
+from research.cli import main as research
 from research.standin import COSTS, Shapes, standin
 
 TOKENS = torch.randint(0, 300, (3, 40), generator=torch.Generator().manual_seed(1))  # [texts, tokens]
@@ -158,11 +158,12 @@ def test_a_stand_in_that_is_wrong_would_be_seen(make: Make, tmp_path: Path, monk
     assert config["rms_norm_eps"] == 0.0025
     file.write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
     assert deviation(logits(tmp_path / "quarter"), logits(source)) > 1e-3
-    monkeypatch.setattr(module, "_residual", lambda d, wide: (0.0, 1.0))
+    monkeypatch.setattr(widening, "residual", lambda d, wide: (0.0, 1.0))
     standin(source, shapes(), tmp_path / "wrong", dtype="float32")
     assert deviation(logits(tmp_path / "wrong"), logits(source)) > 0.1
 
 
+@pytest.mark.slow
 def test_135m(tmp_path: Path) -> None:
     """The bundled model at the cost of 135M parameters: logits on real prompts, and greedy texts token for token."""
     out = tmp_path / "135m"
@@ -360,9 +361,7 @@ def test_other_bad_input(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def run(*args: str) -> Result:
-    commands = Commands()
-    commands.add_command(lab)
-    return CliRunner().invoke(commands, ["lab", "standin", *args])
+    return CliRunner(env={"COLUMNS": "120"}).invoke(research, ["standin", *args])
 
 
 def test_the_command(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

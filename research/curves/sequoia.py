@@ -221,8 +221,8 @@ def _guesses(
 
 
 def _top_k(draft: Target, tokens: Tokens, k: int) -> tuple[IntArray, FloatArray]:
-    """The k likeliest tokens after the last rows of a prompt, and their logits: int64 and float64 [rows, k]."""
-    found = []
+    """The (at most) k likeliest tokens after the last rows of a prompt, and their logits: [rows, k] each."""
+    found, k = [], min(k, draft.info.vocab_size)
     with draft.lock:
         if isinstance(draft, KeepsPrefixes):
             draft.forget()  # rows of a reused prefix are not captured
