@@ -31,6 +31,7 @@ from leapahead.drafters.sources.suffix import DRAFT_LINKS, LOCATE_TOKENS, Suffix
 from leapahead.drafters.sources.suffix_automaton import SuffixAutomaton
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import SequenceView
+from research.curves.growth import growth
 
 VOCAB = 300
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=60)
@@ -581,3 +582,28 @@ def test_a_cancelled_request_teaches_the_next() -> None:
     engine.run([handle])
     (text,) = texts_of(cache.section("suffix", PastTexts))
     assert text == [*PROMPT, *handle.tokens]
+
+
+# --------------------------------------------------------------------------------------- the figure of their growth
+
+
+def test_growth_with_a_clock_of_its_own() -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.25
+        return now
+
+    found = growth(sizes=(1_000, 200, 2_000), rounds=2, prefill=0.01, clock=clock)
+    assert {row["index"] for row in found["rows"]} == {"n-grams", "suffix automaton", "lookahead pool"}
+    assert [row["tokens"] for row in found["rows"]][:3] == [200, 1_000, 2_000]
+    for row in found["rows"]:
+        assert row["seconds"] == 0.25
+        assert row["of_prefill"] == pytest.approx(0.25 / (0.01 * row["tokens"]))
+        assert row["bytes"] > row["tokens"]
+    for linear in found["linear"]:
+        assert (linear["from"], linear["to"]) == (200, 2_000)
+        assert linear["ratio"] == pytest.approx(0.1)  # the time of this clock does not grow with the text
+    with pytest.raises(BadParameter, match="3 tokens"):
+        growth([1, 2, 3], sizes=(10,))
