@@ -9,7 +9,7 @@ from leapahead.drafters import registry
 from leapahead.drafters.base import Drafter, Host
 from leapahead.models.base import Target
 
-MOST = 32  # drafters that are kept; of more, the one that was asked for longest ago is released
+MOST = 32  # drafters that are kept; of more, the one that was made first is released
 
 
 class AttachedDrafters:
@@ -28,18 +28,20 @@ class AttachedDrafters:
     def get(self, drafter: str | type[Any] | Drafter, **options: Any) -> Drafter:
         """See `Engine.drafter`."""
         key = (drafter, *((name, _key(value)) for name, value in sorted(options.items())))
+        if (known := self._drafters.get(key)) is not None:  # without waiting for a step that is under way
+            return known
         with self.target.lock:
-            found = self._drafters.pop(key, None)
-            if found is None:
-                found = drafter if isinstance(drafter, Drafter) else registry.make(drafter, **options)
-                found.attach(self.host)
-            self._drafters[key] = found
+            found = drafter if isinstance(drafter, Drafter) else registry.make(drafter, **options)
+            found.attach(self.host)
+            found = self._drafters.setdefault(key, found)
             while len(self._drafters) > MOST:
                 self._prepared.discard(self._drafters.pop(next(iter(self._drafters))))
             return found
 
     def prepare(self, drafter: Drafter) -> None:
         """See `Engine.prepare`."""
+        if drafter in self._prepared:
+            return
         with self.target.lock:
             if drafter not in self._prepared:
                 if drafter.plans:
