@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
-import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -21,16 +20,15 @@ from leapahead import BadParameter, LeapaheadError, Refused, drafters
 from leapahead.bench import cell, peers, record, report, tasks
 from leapahead.bench import run as runner
 from leapahead.bench.contender import Configuration, Contender, Ours, Pass, Setting, Text, aligned
-from leapahead.cli import Commands
-from leapahead.cli.bench import bench as command
+from leapahead.cli import main
 from leapahead.cli.bench import configurations
 from leapahead.core.tree import Budget, TokenTree
-from leapahead.drafters.base import Context, Drafter, Proposal
+from leapahead.drafters.base import SequenceDrafter
 from leapahead.drafters.plain import Plain
 from leapahead.models import loading
 from leapahead.models.loading import Loaded
 from leapahead.models.toy import ToyTarget
-from leapahead.planner import profile
+from leapahead.planner.draft import Proposal, SequenceView
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 4, 5], [0, 3]]
 PUBLISHED = {
@@ -109,6 +107,20 @@ def test_the_interval_is_over_rounds_and_prompts() -> None:
     assert prompts == cell.speedup({**steady, "seconds": [[0.5, 1.0]] * 2}, plain)  # seeded
 
 
+def test_there_is_no_interval_from_one_prompt() -> None:
+    """Rounds differ, but nothing is known of other prompts; the table says why the interval is missing."""
+    plain = {"tokens": [[10]] * 3, "seconds": [[1.0]] * 3}
+    mine = {"tokens": [[10]] * 3, "seconds": [[0.5], [0.4], [0.8]]}
+    assert cell.speedup(mine, plain) == {"median": 2.0, "low": None, "high": None}
+    contenders = [Timed("plain", lambda turn: 1.0, ten), Timed("peer:x", lambda turn: 0.5, ten)]
+    settings: dict[str, Any] = {"rounds": 2, "seed": 0, "judge": never}
+    rows = cell.measure_cell(contenders, PROMPTS[:1], Setting(max_new_tokens=24), **settings)
+    named = [{"task": "one", "target": "toy", **row} for row in rows]
+    assert report.cells(named[1])[2:4] == ["2.00", ""]
+    assert "single prompt" in report.notes(named)[0]
+    assert report.notes([{"task": "one", **row} for row in measured(contenders)]) == []
+
+
 def test_the_interval_covers_as_often_as_it_says() -> None:
     """Ratios of 20 prompts, lognormal around 1.5: about 95 of 100 intervals hold it; fewer than 85 has p < 1e-4."""
     rng = np.random.default_rng(0)
@@ -144,14 +156,14 @@ def test_contenders_take_turns_within_a_group() -> None:
 # --------------------------------------------------------------------------------------------------- our drafters
 
 
-class Slow(Drafter):
-    """Takes two milliseconds to have no idea."""
+class Slow(SequenceDrafter):
+    """Takes two milliseconds to propose nothing."""
 
     name: ClassVar[str] = "slow"
 
-    def propose(self, context: Context, budget: Budget) -> Proposal:
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
         time.sleep(0.002)
-        return Proposal(TokenTree.root(context.root))
+        return Proposal(TokenTree.root(sequence.root))
 
 
 def test_a_drafter_that_is_slow_is_measured_slow() -> None:
@@ -189,12 +201,11 @@ def test_the_counters(batch: int, temperature: float) -> None:
     assert rows[1]["nodes_per_step"] > 2
 
 
-def test_a_round_begins_without_what_the_last_one_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_begins_without_what_the_last_one_remembers() -> None:
     """Else every prompt would be drafted from its own answer."""
     target, setting = ToyTarget(vocab_size=40, order=4), Setting(max_new_tokens=60)
 
     def steps(contender: Contender) -> list[int]:
-        monkeypatch.setattr(profile, "_machines", WeakKeyDictionary())  # calibration may stay, but is not what is asked
         texts = contender.run([PROMPTS[0]], setting).texts + contender.run([PROMPTS[1]], setting).texts
         return [text.stats.steps for text in texts if text.stats is not None]
 
@@ -204,7 +215,9 @@ def test_a_round_begins_without_what_the_last_one_remembers(monkeypatch: pytest.
         forgets.begin_round()
         rounds.append(steps(forgets))
         others.append(steps(remembers))
-    assert rounds[0] == rounds[1] == rounds[2] == others[0]
+    assert rounds[0] == others[0]
+    # Acceptance estimates are kept between rounds, which changes a little; texts are not.
+    assert min(rounds[1] + rounds[2]) > min(rounds[0]) * 0.8
     assert max(others[1]) < min(others[0]) / 3
 
 
@@ -268,7 +281,7 @@ class Rounding(ToyTarget):
     def __init__(self, size: float) -> None:
         super().__init__(order=1, sharpness=3.0)
         self.size = size
-        self.precision = float(np.finfo(np.float32).eps)
+        self.info = replace(self.info, precision=float(np.finfo(np.float32).eps))
 
     def row(self, seen: Any) -> Any:
         row = super().row(seen).copy()
@@ -276,8 +289,8 @@ class Rounding(ToyTarget):
         row[second] = row[first] - 1e-6
         return row
 
-    def logits(self, session: Any, tree: TokenTree, known: int = 0) -> Any:
-        logits = super().logits(session, tree, known)
+    def logits(self, session: Any, tree: TokenTree, num_computed: int = 0) -> Any:
+        logits = super().logits(session, tree, num_computed)
         rng = np.random.default_rng([len(tree), len(session.tokens)])
         return logits + rng.uniform(-self.size, self.size, size=logits.shape) * (len(tree) > 1)
 
@@ -339,7 +352,7 @@ def test_a_contender_that_gives_text_is_compared_and_its_own_count_of_tokens_is_
         def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
             found = super().run(prompts, setting)
             texts = [Text(written=Letters().decode(text.tokens) + "zz", timed=5) for text in found.texts]
-            return Pass(texts, found.seconds, drafter_cache=12.5)
+            return Pass(texts, found.seconds, memory=12.5)
 
     rows = measured(
         [Timed("plain", lambda turn: 1.0, ten), Writer("peer:x", lambda turn: 1.0, ten)], tokenizer=Letters()
@@ -404,7 +417,6 @@ def run(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
     few = ("--rounds", "1", "--max-new-tokens", "6", "--dtype", "float32", "-t", "0", "-d", "prompt_lookup")
 
     def invoke(*args: str, plain: bool = False) -> Result:
-        main = click.version_option("0")(Commands(commands={"bench": command}))
         given = args if plain else (*few, "--data", str(folder), "--out", str(tmp_path / "out"), *args)
         result = CliRunner().invoke(main, ["bench", *given])
         if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -425,7 +437,7 @@ def results(folder: Path) -> dict[str, Any]:
 def test_bench_writes_everything(run: Any, tmp_path: Path) -> None:
     result = run("--config", "lookahead:window=3,ngram=3,guesses=2", "-t", "1", "--batch", "1", "--batch", "2")
     assert result.exit_code == 0, result.output
-    assert "Every text of ours equals plain decoding's" in result.stdout
+    assert "Every text equals that of plain decoding" in result.stdout
     assert "bundled, temperature 1, batch 2" in result.stdout
     out = tmp_path / "out"
     names = {"bench.json", "report.md", "speedup.png", "speedup.svg", "acceptance.png", "acceptance.svg"}
@@ -494,7 +506,7 @@ def test_ctrl_c_keeps_and_reports_what_there_is(run: Any, tmp_path: Path, monkey
     result = run()
     assert result.exit_code == 130
     assert "humaneval" in result.stdout
-    assert "--resume goes on" in result.stderr
+    assert "--resume continues" in result.stderr
     assert {row["task"] for row in results(tmp_path / "out")["results"]} == {"humaneval"}
     assert (tmp_path / "out" / "speedup.png").is_file()
     assert run("--resume").exit_code == 0
@@ -546,7 +558,7 @@ def test_a_full_disk_loses_nothing(run: Any, tmp_path: Path, monkeypatch: pytest
         (["--config", "lookahead:windw=3"], "did you mean 'window'"),
         (["--config", "lookahead:window"], "'window' must be KEY=VALUE"),
         (["--config", "lookahead:window=0"], "window=0"),
-        (["-d", "jacobi", "-d", "jacobi"], "jacobi is there twice"),
+        (["-d", "jacobi", "-d", "jacobi"], "jacobi was given twice"),
         (["--task", "humanevl"], "did you mean 'humaneval'"),
         (["-t", "-1"], "temperature=-1.0"),
         (["--model", "no/such/model.gguf"], "no/such/model.gguf"),
@@ -580,10 +592,10 @@ def test_bad_folders_and_files(run: Any, tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_nothing_is_measured(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run()
     assert result.exit_code == 2
-    assert 'pip install "leapahead[lab]"' in result.stderr
+    assert 'pip install "leapahead[bench]"' in result.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -699,7 +711,7 @@ def test_a_target_starts_every_pass_from_an_empty_cache() -> None:
 
 
 def test_the_same_model_twice() -> None:
-    with pytest.raises(BadParameter, match="the model bundled is there twice"):
+    with pytest.raises(BadParameter, match="the model bundled was given twice"):
         runner.Plan(tasks=[], models=[None, None], configurations=[])
 
 
@@ -711,6 +723,6 @@ def test_a_record_that_cannot_be_rescued_says_so(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "replace", full)
     monkeypatch.setattr(record.tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(LeapaheadError, match="only the table is left"):
+    with pytest.raises(LeapaheadError, match="the last cell is in the printed table only"):
         kept.add([{"task": "a", "target": "t", "temperature": 0.0, "batch": 1, "drafter": "plain"}])
     assert kept.rows
