@@ -74,8 +74,8 @@ def test_what_transformers_cannot_do_is_refused(entry: peers.Entry, prompts: lis
     greedy, lookup = Greedy().enter("peer:x", entry), PromptLookup().enter("peer:y", entry)
     assert "random numbers" in str(greedy.refusal(prompts, Setting(temperature=1.0)))
     assert greedy.refusal(prompts, Setting(batch=2)) is None
-    assert "batch of one" in str(lookup.refusal(prompts, Setting(batch=2)))
-    with pytest.raises(Refused, match="runs no model of the kind"):
+    assert "single sequences" in str(lookup.refusal(prompts, Setting(batch=2)))
+    with pytest.raises(Refused, match="Transformers cannot run toy"):
         Greedy().enter("peer:x", peers.Entry(Loaded(ToyTarget(), None, ())))
     with pytest.raises(BadParameter, match="is not a folder"):
         Assisted(str(tmp_path / "none"))

@@ -178,7 +178,7 @@ def test_tokens_times_and_steps_are_those_behind_the_first_token(
     args, given = logged(tmp_path)["args"], logged(tmp_path)["environment"]
     assert args["model"] == loading.bundled()
     assert args["dtype"] == "float32"
-    assert args["max_model_len"] == entry.loaded.target.context_length
+    assert args["max_model_len"] == entry.loaded.target.info.context_length
     assert args["speculative_config"] is None
     assert args["enable_prefix_caching"] is False
     assert args["skip_tokenizer_init"] is True
@@ -250,17 +250,17 @@ def test_what_vllm_cannot_do_is_refused(python: str, entry: peers.Entry, monkeyp
         assert peer.refusal([[1]], Setting()) is None
         assert "random numbers" in str(peer.refusal([[1]], Setting(temperature=1.0)))
         assert peer.refusal([[1]], Setting(batch=5)) == "vLLM decodes at most 4 texts at once"
-        long = [1] * (entry.loaded.target.context_length - 63)
+        long = [1] * (entry.loaded.target.info.context_length - 63)
         assert "a context of" in str(peer.refusal([long], Setting(max_new_tokens=64)))
         assert peer.refusal([long[1:]], Setting(max_new_tokens=64)) is None
     finally:
         peer.close()
-    with pytest.raises(Refused, match=r"Transformers folders only, and .* is none"):
+    with pytest.raises(Refused, match=r"folders of Transformers models only, which .* is not"):
         Plain(python).enter("peer:x", peers.Entry(Loaded(ToyTarget(), None, ())))
-    monkeypatch.setattr(entry.loaded.target, "name", "a module")
-    with pytest.raises(Refused, match="a module is none"):
+    target = entry.loaded.target
+    monkeypatch.setattr(target, "info", replace(target.info, name="a module"))
+    with pytest.raises(Refused, match="which a module is not"):
         Plain(python).enter("peer:x", entry)
-    monkeypatch.undo()
 
 
 def test_another_device_is_refused(python: str, entry: peers.Entry, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,12 @@ def _cell(row: Row | None) -> str:
         return ""
     speed, length = row["speedup"], row["acceptance_length"]
     tokens = "" if length is None else f", {length:.2f}"
-    return f"**{speed['median']:.2f}** ({speed['low']:.2f} to {speed['high']:.2f}){tokens}"
+    return f"**{speed['median']:.2f}**{_interval(speed)}{tokens}"
+
+
+def _interval(speed: Row) -> str:
+    """" (low to high)", or nothing where a single prompt was measured."""
+    return "" if speed["low"] is None else f" ({speed['low']:.2f} to {speed['high']:.2f})"
 
 
 def _target(conditions: Row, name: str) -> str:
@@ -75,8 +80,10 @@ def agreement(root: Path, name: str, again: str, table: Table) -> str:
         mine = first.get(tuple(row[each] for each in key))
         if mine is not None and row["drafter"] != PLAIN and row["task"] != OVERALL:
             speeds: Sequence[Row] = (mine["speedup"], row["speedup"])
+            if any(each["low"] is None for each in speeds):
+                continue  # single prompts have no interval
             meet = max(each["low"] for each in speeds) <= min(each["high"] for each in speeds)
-            texts = [f"{each['median']:.2f} ({each['low']:.2f} to {each['high']:.2f})" for each in speeds]
+            texts = [f"{each['median']:.2f}{_interval(each)}" for each in speeds]
             lines.append([row["task"], row["target"], f"`{row['drafter']}`", *texts, "yes" if meet else "no"])
     return table("task | target | drafter | first run | second run | intervals meet", lines)
 
@@ -96,7 +103,7 @@ def gain(root: Path, names: Sequence[str], table: Table) -> str:
             each = speedup(mine, others)
             target = _target(found["conditions"], rows[0]["target"])
             cost = name.rsplit("/", maxsplit=1)[-1].partition("-")[0].upper()
-            times = f"{each['median']:.2f} ({each['low']:.2f} to {each['high']:.2f})"
+            times = f"{each['median']:.2f}{_interval(each)}"
             lines.append([f"{cost}, {target}", f"{temperature:g}", times])
     return table("target | temperature | `auto` with the draft / without", lines)
 
