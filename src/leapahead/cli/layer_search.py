@@ -82,17 +82,16 @@ def search_layers(
         click.echo(json.dumps({**figures, "length": found.length, "trials": found.trials, "kept": stored}))
         return
     name = target.info.name
-    if not found.skip:
-        click.echo(f"{name}: leaving out layers does not pay, whichever ({found.trials} trials)")
-    else:
+    if found.skip:
         click.echo(
             f"{name} without {found.skip}: {found.agreement:.0%} of the tokens of {len(texts)} texts agree, and "
             f"a token takes {found.cost:.2f} times as long as with all layers; with drafts of {found.length} tokens "
             f"the expected speed is {found.speedup:.2f} times that of plain decoding, if a forward over a draft takes "
             "as long as one over a token"
         )
-    click.echo(
-        "stored; --draft self:skip uses it"
-        if stored
-        else "not stored: the folder of LEAPAHEAD_CACHE is not writable; set it to another one"
-    )
+    else:
+        click.echo(f"{name}: leaving out layers does not pay, whichever ({found.trials} trials)")
+    if not stored:
+        click.echo("not stored: the folder of LEAPAHEAD_CACHE is not writable; set it to another one")
+    elif found.skip:
+        click.echo("stored; --draft self:skip uses it")
