@@ -215,12 +215,12 @@ def test_few_keys_and_values_of_one_shape_are_one_tensor(target: TransformersTar
 
 
 def test_the_cache_grows_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a deep model there are never more than a quarter of the planes beside the cache."""
+    """Of a deep model there are never more than half of the planes beside the cache."""
     deep = replace(BY_NAME["llama"], options={"num_hidden_layers": 40}).build()
     target = TransformersTarget(deep)
     session = opened(target)
     groups = cache_of(target).groups
-    assert [group.entries.shape[0] for group in groups] == [20] * 4
+    assert [group.entries.shape[0] for group in groups] == [40] * 2
     before = [entries for group in groups for entries in [group.entries]]
     cache_of(target).begin([session.state.row], 300)
     assert all(group.entries.shape[3] == 512 for group in groups)
@@ -534,6 +534,13 @@ def test_hidden_states_that_are_not_the_model_s_own_are_refused() -> None:
     target = TransformersTarget(model)
     assert target.info.capabilities == {CHAIN, TREE, LOGITS, TOP_K}
     assert "differ" in target.refusals[HIDDEN]
+
+
+def test_a_model_whose_hidden_states_nobody_reads_has_no_hooks() -> None:
+    """Transformers installs hooks for them, which take time in every forward, when they are asked for first."""
+    model = BY_NAME["llama"].build()
+    assert HIDDEN in TransformersTarget(model).info.capabilities
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])

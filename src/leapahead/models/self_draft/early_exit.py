@@ -8,7 +8,7 @@
 
 The draft reads no prompt and has no cache: its nodes are pending entries of the target's row, which the target's commit
 keeps or discards. What it has computed of a node, the target does not compute again. Two copies of the model
-(`layer_skip.twin`, shared weights) do it, one that ends early and one that begins late; that together they are the
+(`twin`, shared weights) do it, one that ends early and one that begins late; that together they are the
 model is tested when the exit is made (`selftest`).
 
 For a `MaskedExecutor`; a model that takes chains only drafts from a view with a cache of its own.
@@ -17,6 +17,7 @@ For a `MaskedExecutor`; a model that takes chains only drafts from a view with a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.base import NOTHING, Capture
-from leapahead.models.self_draft.layer_skip import Form, Skip, SubLayers, draft_info, sub_layers
+from leapahead.models.self_draft.layer_skip import Form, Skip, SubLayers, sub_layers
 from leapahead.models.transformers import selftest
 from leapahead.models.transformers.forward import (
     Batch,
@@ -215,9 +216,12 @@ class Halves:
         for row, first in zip(rows, num_computed, strict=True):
             if first and (row not in before or before[row].halves is not self):
                 raise LeapaheadError("two early exits of one target cannot draft for one text; use one of them")
-        with self.executor.discarded_on_error(rows):
+        try:
             batch = self.executor.ready(rows, trees, num_computed)
             logits, states = self.begin(batch)
+        except BaseException:
+            self.executor.discard(rows)
+            raise
         for row, tree, first, new in zip(rows, trees, num_computed, batch.apart(states), strict=True):
             hidden = torch.cat((before[row].hidden[:first], new)) if first else new
             self.handover.rows[row] = Begun(self, row.tokens, row.length, tree, hidden)
@@ -290,14 +294,15 @@ class EarlyExit(TransformersTarget):
                 f"layers={layers} is not possible: {target.info.name} has {parts.count}; give 1 to {parts.count}"
             )
         own = target.executor
-        halves = Halves(parts, layers, own.another()) if isinstance(own, MaskedExecutor) else None
+        halves = Halves(parts, layers, own.another(target.model)) if isinstance(own, MaskedExecutor) else None
         what = f"first {layers} layers"
         super().__init__(
             halves.first if halves is not None else parts.without(Skip.layers(range(layers, parts.count))),
             name=f"{target.info.name} {what}",
             eager_choice=target.eager_choice,
+            hidden_states=False,  # it has none of a sequence that it shares
         )
-        self.info = draft_info(self.info, target.info, what)
+        self.info = replace(self.info, fingerprint=f"{target.info.fingerprint} {what}")
         self.lock = target.lock
         self.halves = halves
         if halves is not None and isinstance(own, MaskedExecutor):

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from leapahead.core.errors import Refused, needing
 from leapahead.core.tree import UNLIMITED
 from leapahead.models.base import CHAIN
-from leapahead.models.self_draft.layer_skip import as_view, twin
+from leapahead.models.self_draft.layer_skip import as_view
 from leapahead.models.transformers.model import TransformersTarget
+from leapahead.models.transformers.twin import twin
 
 FEW = 4  # rows up to which the kernel is faster
 MULTIPLE = 32  # of a layer's inputs, else the kernel reads beyond the row

@@ -18,7 +18,6 @@ of each module's output, and with all of them left out the model must equal its 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Iterable, Iterator
@@ -32,9 +31,10 @@ from torch import Tensor, nn
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import IntArray
-from leapahead.models.base import CHAIN, HIDDEN, TargetInfo
+from leapahead.models.base import CHAIN
 from leapahead.models.transformers import families, selftest
 from leapahead.models.transformers.model import TransformersTarget
+from leapahead.models.transformers.twin import twin
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 MLP = ("mlp", "ffn", "feed_forward", "block_sparse_moe")
@@ -151,21 +151,6 @@ class LeftOut(nn.Module):
         if self.left_form.length is None:
             return result
         return tuple(result if at == self.left_form.at else None for at in range(self.left_form.length))
-
-
-def twin(model: Any) -> Any:
-    """A copy of all modules and of the configuration; parameters and buffers are the model's own tensors.
-
-    Raises:
-        Refused: something in the model cannot be copied.
-    """
-    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    try:
-        return copy.deepcopy(model, tensors)
-    except Exception as error:
-        raise Refused(
-            f"{type(model).__name__} cannot be copied ({error}), so it cannot draft for itself; use another draft model"
-        ) from error
 
 
 class SubLayers:
@@ -330,15 +315,11 @@ def without(target: TransformersTarget, skip: Skip) -> TransformersTarget:
 
 def as_view(target: TransformersTarget, model: Any, what: str) -> TransformersTarget:
     """A target from a changed copy of another target's model; its forwards take another time."""
-    view = TransformersTarget(model, name=f"{target.info.name} {what}", eager_choice=target.eager_choice)
-    view.info = draft_info(view.info, target.info, what)
+    view = TransformersTarget(
+        model, name=f"{target.info.name} {what}", eager_choice=target.eager_choice, hidden_states=False
+    )
+    view.info = replace(view.info, fingerprint=f"{target.info.fingerprint} {what}")
     return view
-
-
-def draft_info(info: TargetInfo, target: TargetInfo, what: str) -> TargetInfo:
-    """The info of a draft model made of a target: no hidden states, since the numbers of its layers differ."""
-    capabilities, fingerprint = info.capabilities - {HIDDEN}, f"{target.fingerprint} {what}"
-    return replace(info, fingerprint=fingerprint, capabilities=capabilities, layers=0, hidden_size=0)
 
 
 def _first_of(layer: nn.Module, names: Iterable[str]) -> str:

@@ -11,8 +11,7 @@ model, see `selftest`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -156,9 +155,12 @@ class CachedExecutor:
         start = state.row.length
         chunk = state.tokens[start : start + count]
         keep = {name: max(1, min(rows, count)) for name in self.few_logits}
-        with self.discarded_on_error([state.row]):
+        try:
             (outputs,) = self.run([state.row], [TokenTree.chain(chunk[0], chunk[1:])], None, layers, **keep)
             self.cache.keep(state.row, range(count))
+        except BaseException:
+            self.discard([state.row])
+            raise
         return outputs
 
     def fork(self, state: CachedState, tokens: list[int]) -> CachedState:
@@ -172,8 +174,15 @@ class CachedExecutor:
         layers: Layers = (),
     ) -> list[Outputs]:
         rows = [state.row for state in states]
-        with self.discarded_on_error(rows):
+        try:
             return self.run(rows, trees, num_computed, layers)
+        except BaseException:
+            self.discard(rows)
+            raise
+
+    def another(self, model: Any) -> CachedExecutor:
+        """The same for this model or a copy of it, with an empty cache of its own; for tests."""
+        raise NotImplementedError
 
     def run(
         self,
@@ -186,18 +195,16 @@ class CachedExecutor:
         """One forward, or as many as it takes; `options` are the model's."""
         raise NotImplementedError
 
+    def rows(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> int:
+        return sum(map(len, trees))
+
     def forget(self) -> None:
         self.cache.forget()
 
-    @contextmanager
-    def discarded_on_error(self, rows: Sequence[Row]) -> Iterator[None]:
-        """A forward that fails, or is interrupted, leaves the committed entries of its rows only."""
-        try:
-            yield
-        except BaseException:
-            for row in rows:
-                self.cache.discard(row)
-            raise
+    def discard(self, rows: Sequence[Row]) -> None:
+        """Drops all but the committed entries, when a forward of these rows has failed or was interrupted."""
+        for row in rows:
+            self.cache.discard(row)
 
 
 class Exits(Protocol):
@@ -254,9 +261,8 @@ class MaskedExecutor(CachedExecutor):
         self.dtype = None if boolean else model.dtype
         self.exits: Exits | None = None
 
-    def another(self) -> MaskedExecutor:
-        """One with an empty cache of its own, for tests of the model while sessions are open."""
-        return MaskedExecutor(self.model, KVCache(), self.patterns, self.dtype is None)
+    def another(self, model: Any) -> MaskedExecutor:
+        return MaskedExecutor(model, KVCache(), self.patterns, self.dtype is None)
 
     def run(
         self,
@@ -314,6 +320,9 @@ class ChainExecutor(CachedExecutor):
 
     capabilities = frozenset({CHAIN, LOGITS, TOP_K})
 
+    def another(self, model: Any) -> ChainExecutor:
+        return ChainExecutor(model, KVCache())
+
     def run(
         self,
         rows: Sequence[Row],
@@ -334,6 +343,3 @@ class ChainExecutor(CachedExecutor):
             found.append(Outputs(output.logits[0], None if hidden is None else hidden[0]))
             self.cache.end()
         return found
-
-    def rows(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> int:
-        return sum(map(len, trees))

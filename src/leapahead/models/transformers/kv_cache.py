@@ -36,7 +36,7 @@ from leapahead.models.captured import TopK
 FIRST_CAPACITY = 256
 # Planes of one shape are stacked in so many tensors at most, of so many planes at least: moving entries takes one
 # operation for each of them, and growing needs memory for one of them beside the cache.
-STACKS, LEAST_STACK = 4, 16
+STACKS, LEAST_STACK = 2, 16
 
 
 @dataclass(eq=False)

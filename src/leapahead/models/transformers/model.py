@@ -49,7 +49,9 @@ from leapahead.models.transformers.forward import (
 from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
 from leapahead.models.transformers.memory import free_bytes, out_of_memory_in
 from leapahead.models.transformers.recurrent import NativeExecutor
+from leapahead.models.transformers.twin import twin
 
+ONE_TOKEN = np.zeros((1, 1), dtype=np.int64)
 NODES = 512  # slots for the nodes of a step, behind a sequence that fills the context
 # The part of the free memory that the cache may take by default; the rest is for activations and for other programs.
 CACHE_SHARE = {"cuda": 0.7, "cpu": 0.5}
@@ -89,6 +91,7 @@ class TransformersTarget:
             the longest; by default as many as fit in 70 % of the free memory of a GPU, or 50 % of the host's.
         eager_choice: choose after all nodes at once and fetch them in one transfer, instead of row by row when read;
             by default on accelerators.
+        hidden_states: whether hidden states may be captured, which is tested.
 
     Attributes:
         executor: how the model is run.
@@ -106,6 +109,7 @@ class TransformersTarget:
         name: str | None = None,
         cache_tokens: int | None = None,
         eager_choice: bool | None = None,
+        hidden_states: bool = True,
     ) -> None:
         require_version(transformers.__version__)
         if cache_tokens is not None and (isinstance(cache_tokens, bool) or cache_tokens < 2):
@@ -122,21 +126,22 @@ class TransformersTarget:
             families.attention_implementation(model)
         model.eval()
         with torch.no_grad(), out_of_memory_in("the test of the model", 1, model.device):
-            logits, layers, hidden_size = self._first_calls()
+            logits = self._first_logits()
             self.device, vocab_size = logits.device, logits.shape[-1]
             self.context_length = families.context_length(self.config)
             self._ids = _ordinary_ids(model.config, self.config, vocab_size)
-            self.executor, has_hidden = self._tested_executor(layers)
+            self.executor = self._tested_executor()
+            layers, hidden_size = self._tested_layers() if hidden_states else ((), 0)
         self.info = TargetInfo(
             name=self._name,
             vocab_size=vocab_size,
             context_length=self.context_length,
             precision=torch.finfo(model.dtype).eps,  # the logits may have been widened
-            capabilities=self.executor.capabilities | ({HIDDEN} if has_hidden else frozenset()),
+            capabilities=self.executor.capabilities | ({HIDDEN} if layers else frozenset()),
             fingerprint=families.fingerprint(model, self.device),
             padded=isinstance(self.executor, MaskedExecutor),
-            layers=len(layers) - 1 if has_hidden else 0,
-            hidden_size=hidden_size if has_hidden else 0,
+            layers=max(0, len(layers) - 1),
+            hidden_size=hidden_size,
         )
         if isinstance(self.executor, CachedExecutor):
             self.executor.cache.limit = cache_tokens or self._usual_tokens(self.executor.cache)
@@ -202,7 +207,8 @@ class TransformersTarget:
         num_computed: Sequence[int] | None = None,
         capture: Capture = NOTHING,
     ) -> list[Choices]:
-        require(self.info, capture.needs, "this capture")
+        if capture != NOTHING:
+            require(self.info, capture.needs, "this capture")
         if any(session.unread for session in sessions):
             raise LeapaheadError("a session whose prompt is not read cannot be stepped; call target.prefill first")
         context = max(len(session.tokens) for session in sessions)
@@ -270,11 +276,10 @@ class TransformersTarget:
         found = dict(zip(chosen, parts, strict=True))
         return [found.get(at) for at in range(len(sessions))]
 
-    def _first_calls(self) -> tuple[Tensor, Layers, int]:
-        """The model's logits for one token, the layers whose hidden states it gives, and the width of one."""
-        token = np.zeros((1, 1), dtype=np.int64)
+    def _first_logits(self) -> Tensor:
+        """The model's logits for one token, to know their width and device."""
         try:
-            logits = selftest.own_logits(self.model, token)
+            logits = selftest.own_logits(self.model, ONE_TOKEN)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -284,16 +289,31 @@ class TransformersTarget:
             ) from error
         if logits.isnan().any() or logits.isposinf().any():
             raise BadLogits(f"{self._name} gives NaN or infinite logits for a single token; try dtype float32")
+        return logits
+
+    def _tested_layers(self) -> tuple[Layers, int]:
+        """The layers whose hidden states the executor gives as the model itself does, and the width of one.
+
+        Tested on a copy of the model, since the first output of hidden states installs hooks for good.
+        """
+        if not isinstance(self.executor, CachedExecutor):
+            return (), 0
         try:
-            return logits, *selftest.layers_of(self.model, token)
+            model = twin(self.model)
+            layers, size = selftest.layers_of(model, ONE_TOKEN)
+            another = self.executor.another(model)
+            result = selftest.run(another, model, self._ids, self.test_prompts(), layers=layers, steps=1)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             self.refusals[HIDDEN] = first_line(error)
-            return logits, (), 0
+            return (), 0
+        if not result.hidden:
+            self.refusals[HIDDEN] = "they differ from the model's own"
+        return (layers, size) if result.hidden else ((), 0)
 
-    def _tested_executor(self, layers: Layers) -> tuple[Executor, bool]:
-        """The most able executor that gives the model's own logits, and whether it gives its hidden states too."""
+    def _tested_executor(self) -> Executor:
+        """The most able executor that gives the model's own logits."""
         patterns, prompts = families.patterns(self.config), self.test_prompts()
         # Only a cached token is final where attention is sparse by ranks, or where the model has a state.
         plain = patterns is None or self.model._is_stateful
@@ -301,17 +321,14 @@ class TransformersTarget:
             try:
                 executor = build()
                 cached = NativeExecutor(self.model, self.config, shared=True) if plain else None
-                tested = layers if cached is None and executor.capabilities else ()
-                result = selftest.run(executor, self.model, self._ids, prompts, cached, tested)
+                result = selftest.run(executor, self.model, self._ids, prompts, cached)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 self.refusals[name] = f"{type(error).__name__}: {first_line(error)}"
                 continue
             if result.passed:
-                if tested and not result.hidden:
-                    self.refusals[HIDDEN] = "they differ from the model's own"
-                return executor, result.hidden
+                return executor
             self.refusals[name] = f"logits differ by {result.error:.2g} standard deviations"
         tried = "; ".join(f"{name}: {reason}" for name, reason in self.refusals.items())
         raise Refused(f"{self._name} cannot be decoded exactly ({tried})")

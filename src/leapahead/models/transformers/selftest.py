@@ -10,7 +10,7 @@ every node must be those that the model itself, without our cache and masks, giv
                   └ 3                   └ 2 ── 3
 
 An executor that gets a model's masks, positions or state wrong fails here, whatever the architecture. So a model of an
-unknown architecture is decoded correctly or refused. Hidden states are tested in the same forwards.
+unknown architecture is decoded correctly or refused. Hidden states are tested in the same way.
 
 How far logits may differ is measured on the model: its own forward is computed twice, in batches of different shapes.
 In half precision a node of a mixture of experts may also be routed to another expert in one of the computations, which
@@ -45,9 +45,9 @@ DRAWS = 3  # of tokens, in half precision
 # Some models give tokens that they never choose the lowest number there is; those have no part in the distances.
 BANNED = 1e4
 
-Shapes = tuple[tuple[tuple[list[int], list[int]], ...], ...]  # by sequence and step: parents, committed path
+Shape = tuple[tuple[list[int], list[int]], ...]  # of a sequence, by step: parents, committed path
 
-SHAPES: dict[str, Shapes] = {
+SHAPES: dict[str, tuple[Shape, ...]] = {
     TREE: (
         (([-1, 0, 0, 1, 1, 2], [0, 2, 5]), ([-1, 0, 1, 0], [0])),
         (([-1, 0, 1, 0], [0, 3]), ([-1, 0, 0, 2], [0])),
@@ -116,6 +116,7 @@ def run(
     prompts: tuple[int, int],
     cached: Executor | None = None,
     layers: Layers = (),
+    steps: int = 2,
 ) -> Result:
     """Tests `executor` on `model`.
 
@@ -125,6 +126,7 @@ def run(
         cached: compare with this executor, one sequence after the other, instead of with plain forwards. For models
             whose own logits depend on what follows: then their own state, one token at a time, is what is preserved.
         layers: whose hidden states are tested too.
+        steps: of the picture.
     """
     kind = next((name for name in (TREE, CHAIN) if name in executor.capabilities), "")
     dtype = model.dtype if model.dtype in FLOOR else torch.float16
@@ -134,7 +136,7 @@ def run(
     hidden: Distances | None = None
     for draw in range(DRAWS if is_half else 1):
         executor.forget()  # so that every draw uses the same rows and slots
-        paths, ours = _nodes(executor, ids, prompts, SHAPES[kind], layers, draw)
+        paths, ours = _nodes(executor, ids, prompts, [each[:steps] for each in SHAPES[kind]], layers, draw)
         theirs = references(model, paths, layers) if cached is None else [one_by_one(cached, paths)]
         logits = distances(ours.logits, [each.logits for each in theirs], floor, is_half).least(logits)
         if layers:
@@ -174,7 +176,7 @@ def _of_layers(ours: Outputs, theirs: Sequence[Outputs], count: int, floor: floa
 
 
 def _nodes(
-    executor: Executor, ids: IntArray, prompts: tuple[int, int], shapes: Shapes, layers: Layers, draw: int
+    executor: Executor, ids: IntArray, prompts: tuple[int, int], shapes: Sequence[Shape], layers: Layers, draw: int
 ) -> tuple[list[list[int]], Outputs]:
     """Runs the steps of the module's picture; returns the path of every node and the executor's values after it."""
     rng = np.random.default_rng(draw)
