@@ -22,6 +22,7 @@ from leapahead.core.errors import (
     DraftError,
     LeapaheadError,
     Refused,
+    needing,
 )
 from leapahead.core.sampling import LogitsProcessor, PrefixFree, SamplingParams
 from leapahead.core.stats import Stats
@@ -79,5 +80,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "hf":  # imports torch
-        return import_module("leapahead.integrations.hf")
+        from leapahead.models.transformers import require_version
+
+        with needing("leapahead.hf", "transformers", "torch", "transformers"):
+            require_version()
+            return import_module("leapahead.integrations.hf")
     raise AttributeError(f"module 'leapahead' has no attribute {name!r}")

@@ -6,8 +6,7 @@
 
 Every `step()` reads at most one chunk of one prompt, and runs ONE target forward for all running requests, so a running
 request never waits longer than for one chunk. The engine has no thread of its own: callers that wait for output drive
-`step()`, one of them at a time, and the others sleep until the outputs of that step are there. Any thread may submit
-and cancel at any time.
+`step()`, one of them at a time, while the others sleep. Any thread may submit and cancel at any time.
 """
 
 from __future__ import annotations
@@ -132,10 +131,8 @@ class Engine:
                 return
             handle.cancelled = True
             self._changed.notify_all()
-        if not wait:
+        if not wait or self.is_stepping:  # the step that this is called from ends the request when it is over
             return
-        if self._stepping == get_ident():
-            return  # called from within a step, which ends the request when it is over
         while not handle.done:
             self._drive(self._retire)
 
@@ -160,11 +157,10 @@ class Engine:
         """
         while not handle.unread and not handle.done:
             self._drive()
-        if (output := self.poll(handle)) is not None:
-            return output
-        if handle.error is not None:
+        output = self.poll(handle)
+        if output is None and handle.error is not None:
             raise handle.error
-        return None
+        return output
 
     def poll(self, handle: Handle) -> Output | None:
         """The next unread output of a streamed request, if there is one. Does not wait and drives nothing."""
@@ -202,8 +198,7 @@ class Engine:
         """Drives the engine until it is closed, for a thread of the caller's own."""
         while True:
             with self._changed:
-                while not self._closed and not self._has_work():
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._closed or self._has_work())
                 if self._closed:
                     return
             try:
@@ -220,6 +215,8 @@ class Engine:
 
     def _drive(self, action: Callable[[], object] | None = None) -> None:
         """One step (or another action), by this thread; or waits for that of the thread which is at it."""
+        if self.is_stepping:
+            raise LeapaheadError("a criterion, processor or callback cannot wait for a request of its own engine")
         with self._changed:
             if self._driving:
                 self._changed.wait()
@@ -234,6 +231,11 @@ class Engine:
                 self._changed.notify_all()
 
     # The step
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the calling thread is inside `step`, as criteria, processors and callbacks of requests are."""
+        return self._stepping == get_ident()
 
     def step(self) -> list[tuple[Handle, Output]]:
         """At most one chunk of prefill, and one target forward for all running requests. Returns their outputs."""

@@ -1,63 +1,33 @@
-"""The rows of a batch as Transformers sees them: ids with left padding, processors, criteria, scores, padding, streams.
+"""The rows of a batch as Transformers sees them: ids with left padding, criteria, scores, padding behind the end.
 
-What of `generation_config` is honoured stands in `hf_fields`.
+input_ids            row 0   p p p a b c     pads | prompt      the target, the drafter and positions: prompt + new
+                     row 1   d e f g h i                        processors, criteria: pads + prompt + new
+sequences            row 0   p p p a b c | x y E p p            rows that end early are padded with pad_token_id
+                     row 1   d e f g h i | u v w x E
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-)
+from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from leapahead.core.errors import BadParameter, ContextOverflow, Refused
-from leapahead.core.sampling import LogitsProcessor, PrefixFree, SamplingParams
+from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import UNLIMITED, TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.drafters.base import Drafter
 from leapahead.engine.request import Request
-from leapahead.integrations.hf_fields import PREFIX_FREE
+from leapahead.integrations.hf_processors import of_row, sampling_params
 from leapahead.models.base import Target, read_prompt
 from leapahead.models.choices import Choices
 from leapahead.planner.draft import Proposal, SectionStore, Step
-
-# Processors that hold something for every row of the batch.
-BATCH_PROCESSORS = (
-    RepetitionPenaltyLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    EncoderNoRepeatNGramLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-)
-
-
-class _Called:
-    """Processors with the prefixes of Transformers: left padding included, on the device of `input_ids`."""
-
-    def __init__(self, pads: Tensor, processors: Sequence[Any]) -> None:
-        self.pads = pads  # int64 [pads]
-        self.processors = processors
-
-    def __call__(self, prefixes: Tensor, scores: Tensor) -> Tensor:
-        device, home = self.pads.device, scores.device
-        ids = torch.cat([self.pads.expand(len(prefixes), -1), prefixes.to(device)], dim=1)  # [nodes, length]
-        scores = scores.to(device)
-        for processor in self.processors:
-            scores = processor(ids, scores)
-        return scores.to(home)
 
 
 class _Ids:
@@ -66,7 +36,7 @@ class _Ids:
     def __init__(self, ids: Tensor) -> None:
         self._room = ids.clone()
         self._length = len(ids)
-        self._waiting: list[int] = []  # a device is written to only where someone reads
+        self._waiting: list[int] = []  # written to the device when the ids are read
 
     def add(self, token: int) -> None:
         self._waiting.append(token)
@@ -86,84 +56,64 @@ class _Ids:
 class Row:
     """One row of the batch.
 
+    Args:
+        batch: that it belongs to.
+        index: of the row.
+        ids: int64 [length], the prompt with left padding.
+        pads: the number of padding tokens on the left.
+        processors: of the batch.
+
     Attributes:
-        new: the tokens after the prompt, in the order in which the target chose them.
-        length: how many of them there were when the row's criteria ended it; None while they have not.
-        scores, logits: float32 [1, vocab] for each token, if they are wanted.
+        new: the new tokens, in the order in which the target chose them.
+        length: the number of new tokens at which the row's criteria ended it; None until then.
+        scores, logits: float32 [1, vocab] for each new token, where the user wants them.
     """
 
     def __init__(self, batch: Batch, index: int, ids: Tensor, pads: int, processors: Sequence[Any]) -> None:
         self.batch = batch
         self.pads = ids[:pads]
         self.prompt: list[int] = ids[pads:].tolist()
-        self.processors = [_of_row(processor, index, len(batch.input_ids)) for processor in processors]
+        self.processors = [of_row(processor, index, len(batch.input_ids)) for processor in processors]
         self.ids = _Ids(ids)
         self.new: list[int] = []
         self.length: int | None = None
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
-        self.choices: Choices | None = None
-        self.node: int | None = None
+        self._choices: Choices | None = None  # of the step under way
+        self._node: int | None = None  # of its tree, after which the next token is taken
 
     def request(
-        self, drafter: Drafter, seed: int, cache: SectionStore | None, on_step: Callable[[Step], None]
+        self,
+        drafter: Drafter,
+        seed: int,
+        prediction: Sequence[int],
+        drafter_cache: SectionStore | None,
+        on_step: Callable[[Step], None],
     ) -> Request:
         """The row as a request for the engine."""
-        most = max(1, self.batch.max_length - self.batch.input_ids.shape[1])
-        stop = StopParams(max_new_tokens=most, criteria=(self.take,))
+        batch = self.batch
         return Request(
             self.prompt,
             drafter,
-            self.params(seed),
-            stop,
-            drafter_cache=cache,
-            on_choices=self.begin_step,
+            sampling_params(self.processors, self.pads, batch.config.do_sample, seed, batch.in_float64),
+            StopParams(max_new_tokens=max(1, batch.max_length - batch.input_ids.shape[1]), criteria=(self._take,)),
+            prediction=prediction,
+            drafter_cache=drafter_cache,
+            on_choices=self._begin_step,
             on_step=on_step,
         )
 
-    def begin_step(self, proposal: Proposal, choices: Choices) -> None:
-        """Called before the tokens of a step are taken: their logits are read from these choices."""
-        self.choices, self.node = choices, 0
+    def _begin_step(self, proposal: Proposal, choices: Choices) -> None:
+        """Called before the tokens of a step are taken, whose logits are read from these choices."""
+        self._choices, self._node = choices, 0
 
-    def params(self, seed: int) -> SamplingParams:
-        """The processors in their order, and the temperature for the sampler.
-
-        Transformers' temperature is a processor among the others. The sampler must know it to rank drafts, so it is
-        left to the sampler where it comes last; elsewhere the last scores are multiplied by it, and the sampler divides
-        by it again.
-        """
-        processors, temperature = list(self.processors), 0.0
-        if self.batch.config.do_sample:
-            temperature = 1.0
-            for index, processor in enumerate(self.processors):
-                if type(processor) is TemperatureLogitsWarper:
-                    temperature = processor.temperature
-                    last = index == len(self.processors) - 1
-                    processors = processors[:-1] if last else [*self.processors, _Times(temperature)]
-        return SamplingParams(processors=self._calls(processors), temperature=temperature, seed=seed)
-
-    def _calls(self, processors: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
-        """Neighbours that read the prefix become one call."""
-        calls: list[LogitsProcessor] = [PrefixFree(_as_float32)] if self.batch.in_float64 else []
-        reading: list[Any] = []
-        for processor in [*processors, None]:
-            free = processor is None or _is_prefix_free(processor)
-            if free and reading:
-                calls.append(_Called(self.pads, reading))
-                reading = []
-            if not free:
-                reading.append(processor)
-            elif processor is not None:
-                calls.append(PrefixFree(_Called(self.pads, [processor])))
-        return tuple(calls)
-
-    def take(self, tokens: Sequence[int]) -> bool:
-        """Takes one new token: keeps its scores and calls the criteria. True when the row need not go on."""
-        assert self.choices is not None
-        assert self.node is not None
+    def _take(self, tokens: Sequence[int]) -> bool:
+        """Takes the last of `tokens`: records its scores and calls the criteria. True when the row need not go on."""
+        assert self._choices is not None
+        assert self._node is not None
         if self.batch.keeps:
-            self.record(self.choices.logits[self.node])
-        self.node = self.choices.tree.child(self.node, tokens[-1])
+            self.record(self._choices.logits[self._node])
+        self._node = self._choices.tree.child(self._node, tokens[-1])
         self.new.append(tokens[-1])
         self.ids.add(tokens[-1])
         if self.batch.ended(self) and self.length is None:
@@ -171,7 +121,7 @@ class Row:
         return self.length is not None and (self.batch.pads_after or self.batch.settled(len(self.new)))
 
     def record(self, logits: Tensor) -> None:
-        """Keeps what the user wants of the logits [vocab] after the row's present ids."""
+        """Records what the user wants of the logits [vocab] after the row's present ids."""
         logits = logits[None].to(self.pads.device, torch.float32, copy=True)
         if self.batch.keep_logits:
             self.logits.append(logits)
@@ -179,7 +129,7 @@ class Row:
             self.scores.append(LogitsProcessorList(self.processors)(self.ids.tensor, logits.clone()))
 
     def read_on(self, target: Target, length: int, pad: int) -> None:
-        """Records what Transformers computes for a row that has ended: the scores after its padding."""
+        """Records the scores that Transformers computes for a row that has ended, with padding as its new tokens."""
         with target.lock:
             session = target.open(self.prompt + self.new, SamplingParams())
             try:
@@ -199,11 +149,11 @@ class Batch:
 
     Args:
         input_ids, processors, criteria, config, model_kwargs: as Transformers prepared them.
-        in_float64: whether the model computes in float64, of which Transformers keeps float32.
+        in_float64: whether the model computes in float64; Transformers converts its logits to float32.
 
     Attributes:
-        pads_after: a row that has ended is padded, as Transformers does where there is an EOS criterion. Without one it
-            lets ended rows go on until all have ended, and so do we.
+        pads_after: whether a row that has ended is padded. Transformers does so where there is an EOS criterion;
+            without one, ended rows continue until all have ended.
         max_length: greatest number of ids of a row, left padding included.
     """
 
@@ -216,38 +166,39 @@ class Batch:
         model_kwargs: Mapping[str, Any],
         in_float64: bool,
     ) -> None:
-        self.input_ids = input_ids
-        self.config = config
-        self.in_float64 = in_float64
+        self.input_ids, self.config, self.in_float64 = input_ids, config, in_float64
         self.keep_scores = bool(config.return_dict_in_generate and config.output_scores)
         self.keep_logits = bool(config.return_dict_in_generate and config.output_logits)
         self.pads_after = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # as in `_sample`
         # The two criteria of nearly every call are decided without a tensor; the others are called.
-        self.eos = {t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten().tolist()}
+        self._eos = {t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten().tolist()}
         self.max_length = min((c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)), default=UNLIMITED)
-        plain = (EosTokenCriteria, MaxLengthCriteria)
-        self.criteria = StoppingCriteriaList(c for c in criteria if type(c) not in plain)
+        decided = (EosTokenCriteria, MaxLengthCriteria)
+        self._criteria = StoppingCriteriaList(c for c in criteria if type(c) not in decided)
         pads = _left_padding(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
         self.rows = [Row(self, i, input_ids[i], count, processors) for i, count in enumerate(pads)]
 
     @property
     def keeps(self) -> bool:
+        """Whether the user wants scores or logits."""
         return self.keep_scores or self.keep_logits
 
     @property
     def pad(self) -> int | None:
+        """The padding token."""
         token = self.config._pad_token_tensor
         return None if token is None else int(token)
 
     def ended(self, row: Row) -> bool:
         """Whether the last token ends the row, by any criterion."""
-        asked = False
-        if self.criteria:
-            asked = bool(self.criteria(row.ids.tensor, tuple(row.scores) if self.keep_scores else None).all())
-        return asked or row.new[-1] in self.eos or self.input_ids.shape[1] + len(row.new) >= self.max_length
+        by_criteria = False
+        if self._criteria:
+            scores = tuple(row.scores) if self.keep_scores else None
+            by_criteria = bool(self._criteria(row.ids.tensor, scores).all())
+        return by_criteria or row.new[-1] in self._eos or self.input_ids.shape[1] + len(row.new) >= self.max_length
 
     def settled(self, count: int) -> bool:
-        """Whether every row has ended, none of them after `count` tokens."""
+        """Whether every row has ended, none of them after more than `count` tokens."""
         return all(row.length is not None and row.length <= count for row in self.rows)
 
     def finish(self, target: Target) -> Tensor:
@@ -275,7 +226,7 @@ class Batch:
         return torch.cat([self.input_ids, new], dim=1)
 
     def stacked(self, name: str) -> tuple[Tensor, ...] | None:
-        """For each new token, float32 [batch, vocab]."""
+        """The "scores" or "logits": float32 [batch, vocab] for each new token; None where they are not wanted."""
         if not getattr(self, f"keep_{name}"):
             return None
         return tuple(torch.cat(each) for each in zip(*(getattr(row, name) for row in self.rows), strict=True))
@@ -304,85 +255,9 @@ def _left_padding(input_ids: Tensor, attention_mask: Tensor | None, position_ids
         )
     if position_ids is not None:
         own = position_ids.to(mask.device)
-        if own.shape != mask.shape:  # Transformers made one row for all
-            own = (
-                own[:1].expand_as(mask)
-                if own.ndim == 2 and own.shape[1] == mask.shape[1]
-                else torch.full_like(mask, -1)
-            )
+        if own.shape != mask.shape:  # Transformers gives one row for all
+            fits = own.ndim == 2 and own.shape[1] == mask.shape[1]
+            own = own[:1].expand_as(mask) if fits else torch.full_like(mask, -1)
         if bool(((own != places - pads) & (mask != 0)).any()):
             raise Refused("position_ids that do not count the tokens of each row are not supported by leapahead.hf")
     return [int(count) for count in pads]
-
-
-def _of_row(processor: Any, row: int, rows: int) -> Any:
-    """What a processor that knows the batch is to one row of it; all others as they are."""
-    mine = copy.copy(processor) if isinstance(processor, BATCH_PROCESSORS) else processor
-    if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(processor.prompt_ignore_length, Tensor):
-        mine.prompt_ignore_length = int(processor.prompt_ignore_length[row])
-    elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-        prompt = row * len(processor.encoder_input_ids) // rows  # the same for all its num_return_sequences rows
-        mine.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
-    elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
-        mine.generated_ngrams = [processor.generated_ngrams[row * processor.batch_size // rows]]
-        mine.batch_size = 1
-    elif isinstance(processor, PrefixConstrainedLogitsProcessor):
-        allowed: Callable[[int, Tensor], list[int]] = processor._prefix_allowed_tokens_fn
-        mine._prefix_allowed_tokens_fn = lambda _, prefix: allowed(row, prefix)
-    return mine
-
-
-def _is_prefix_free(processor: Any) -> bool:
-    kind = type(processor)
-    if kind is _Times:
-        return True
-    return kind.__name__ in PREFIX_FREE and str(kind.__module__).startswith("transformers.")
-
-
-@dataclass(frozen=True)
-class _Times:
-    """Multiplies by the temperature, which the sampler divides by."""
-
-    temperature: float
-
-    def __call__(self, prefixes: Tensor, scores: Tensor) -> Tensor:
-        return scores * self.temperature
-
-
-def _as_float32(prefixes: Tensor, scores: Tensor) -> Tensor:
-    """Transformers computes all scores in float32, those of a float64 model too."""
-    return scores.to(torch.float32)
-
-
-class Streaming:
-    """Hands a streamer the tokens as Transformers would: the prompt [batch, length], then one column [batch] at a time.
-
-    Rows run at different speeds; a column is complete when the slowest row that goes on has reached it.
-    """
-
-    def __init__(self, streamer: Any, batch: Batch) -> None:
-        self.streamer = streamer
-        self.batch = batch
-        self.sent = 0
-        if streamer is not None:
-            streamer.put(batch.input_ids.cpu())
-
-    def columns(self) -> None:
-        while self.streamer is not None and not self.batch.settled(self.sent):
-            tokens = [self._token(row) for row in self.batch.rows]
-            if None in tokens:
-                return
-            self.streamer.put(torch.tensor(tokens))
-            self.sent += 1
-
-    def _token(self, row: Row) -> int | None:
-        if self.batch.pads_after and row.length is not None and row.length <= self.sent:
-            return self.batch.pad
-        return row.new[self.sent] if self.sent < len(row.new) else None
-
-    def end(self, sequences: Tensor) -> None:
-        if self.streamer is None:
-            return
-        for column in sequences[:, self.batch.input_ids.shape[1] + self.sent :].unbind(dim=1):
-            self.streamer.put(column.cpu())
-        self.streamer.end()

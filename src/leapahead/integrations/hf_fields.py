@@ -1,12 +1,10 @@
-"""What of Transformers' `generate` is honoured by `leapahead.hf`, and what is refused, by name.
-
-Knows neither models' forwards nor text.
-"""
+"""Which settings, processors and inputs of Transformers' `generate` leapahead honours, and which it refuses by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +12,10 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from leapahead.core.errors import Refused
+from leapahead.models.transformers import families
 
-# Every field of GenerationConfig is in exactly one of the next three; a test says when a new one appears.
+# Every field of GenerationConfig is in exactly one of HONOURED, WITHOUT_EFFECT and REFUSED. A test fails where a new
+# release of Transformers adds one.
 
 HONOURED = frozenset(
     """
@@ -28,19 +28,19 @@ HONOURED = frozenset(
     """.split()  # noqa: SIM905
 )
 
-_ASSISTANT = "sets up an assistant model of Transformers, which is never called here"
-_BEAMS = "is read by beam search only"
-_COMPILE = "changes how a forward is run, and the target runs its own"
+_ASSISTANT = "configures an assistant model of Transformers, which is not called"
+_BEAMS = "applies to beam search only"
+_COMPILE = "changes how Transformers runs a forward; leapahead runs its own"
 WITHOUT_EFFECT: Mapping[str, str] = {
-    "use_cache": "the text is the same without a cache; the target always has its own",
-    "max_cache_len": "the target's cache grows by itself",
-    "prefill_chunk_size": "the target reads prompts in chunks of its own size",
+    "use_cache": "the text is the same without a KV cache; leapahead always uses its own",
+    "max_cache_len": "the KV cache of leapahead grows as needed",
+    "prefill_chunk_size": "leapahead chooses the size of the chunks in which it reads prompts",
     "compile_config": _COMPILE,
     "disable_compile": _COMPILE,
     "early_stopping": _BEAMS,
     "length_penalty": _BEAMS,
-    "low_memory": "is read by contrastive search only",
-    "decoder_start_token_id": "is read by encoder-decoder models only",
+    "low_memory": "applies to contrastive search only",
+    "decoder_start_token_id": "applies to encoder-decoder models only",
     "num_assistant_tokens": _ASSISTANT,
     "num_assistant_tokens_schedule": _ASSISTANT,
     "assistant_confidence_threshold": _ASSISTANT,
@@ -48,47 +48,60 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "target_lookbehind": _ASSISTANT,
     "max_matching_ngram_size": _ASSISTANT,
     "speculation_type": _ASSISTANT,
-    "transformers_version": "says who wrote the file",
+    "transformers_version": "names the release that wrote the file",
 }
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a field cannot be honoured, and the values (other than None) that leave it inactive."""
+    """Why a field of the generation config cannot be honoured.
+
+    Attributes:
+        why: the reason and the remedy.
+        inactive: the values other than None that leave the field inactive.
+    """
 
     why: str
     inactive: tuple[Any, ...] = (False,)
 
 
-_NO_BEAMS = "beam search keeps several texts at once, and leapahead decodes one text a row; use num_beams=1"
+_NO_BEAMS = "beam search keeps several texts per row, and leapahead decodes one; use num_beams=1"
 REFUSED: Mapping[str, Refusal] = {
     "num_beams": Refusal(_NO_BEAMS, (1,)),
     "num_beam_groups": Refusal(_NO_BEAMS, (1,)),
     "diversity_penalty": Refusal(_NO_BEAMS, (0.0,)),
     "constraints": Refusal(_NO_BEAMS, ()),
     "force_words_ids": Refusal(_NO_BEAMS, ()),
-    "penalty_alpha": Refusal("contrastive search needs the hidden states of all candidates; leave it out", (0.0,)),
-    "dola_layers": Refusal("DoLa compares the logits of several layers; leave it out", ()),
-    "guidance_scale": Refusal("classifier-free guidance needs a second forward a token; leave it out", (1,)),
-    "use_mtp": Refusal("it is another speculative decoding; choose a drafter instead"),
+    "penalty_alpha": Refusal("contrastive search compares the hidden states of candidates; leave it out", (0.0,)),
+    "dola_layers": Refusal("DoLa contrasts the logits of several layers; leave it out", ()),
+    "guidance_scale": Refusal("classifier-free guidance needs a second forward for every token; leave it out", (1,)),
+    "use_mtp": Refusal("it is another method of speculative decoding; choose a drafter instead"),
     "prompt_lookup_num_tokens": Refusal("use drafter='prompt_lookup', num_tokens=... instead", ()),
-    "assistant_early_exit": Refusal("use draft='self:first=N' instead, which shares the cache too", ()),
-    "assistant_ensemble_weight": Refusal("it mixes an assistant's distribution into the text, so it is lossy", ()),
-    "is_assistant": Refusal("a model that decodes with leapahead cannot be Transformers' assistant"),
-    "token_healing": Refusal("it needs a tokenizer before decoding; call model.heal_tokens yourself"),
-    "output_attentions": Refusal("attentions of a tree of drafts are not those of the text; leave it out"),
-    "output_hidden_states": Refusal("hidden states of rejected drafts are not those of the text; leave it out"),
+    "assistant_early_exit": Refusal("use drafter='draft_model', draft='self:first=N' instead", ()),
+    "assistant_ensemble_weight": Refusal(
+        "it mixes the distribution of the assistant into that of the model, which changes the text; leave it out", ()
+    ),
+    "is_assistant": Refusal("a model that decodes with leapahead cannot assist another one; leave it out"),
+    "token_healing": Refusal(
+        "it changes the prompt before decoding; call model.heal_tokens(input_ids, tokenizer) yourself"
+    ),
+    "output_attentions": Refusal(
+        "a forward over a token tree does not give the attention weights of the text; leave it out"
+    ),
+    "output_hidden_states": Refusal(
+        "a forward over a token tree also has hidden states of rejected drafts; leave it out"
+    ),
     "cache_implementation": Refusal(
-        "the target has its own cache, in the memory and the precision of the model; leave it out",
+        "leapahead uses its own KV cache, in the memory and the precision of the model; leave it out",
         ("dynamic", "static"),
     ),
-    "cache_config": Refusal("it configures a cache that is not used here; leave it out", ()),
-    "continuous_batching_config": Refusal("continuous batching is another loop; leave it out", ()),
+    "cache_config": Refusal("it configures a KV cache that leapahead does not use; leave it out", ()),
+    "continuous_batching_config": Refusal("continuous batching is another decoding loop; leave it out", ()),
 }
 
 FIELDS = HONOURED | WITHOUT_EFFECT.keys() | REFUSED.keys()
 
-# Processors that do not read the prefix, so that one call serves nodes of every depth.
+# Processors that do not read the prefix, so that one call serves nodes of all depths.
 PREFIX_FREE = frozenset(
     """
     TemperatureLogitsWarper TopPLogitsWarper TopKLogitsWarper TopHLogitsWarper MinPLogitsWarper
@@ -97,9 +110,9 @@ PREFIX_FREE = frozenset(
     """.split()  # noqa: SIM905
 )
 
-_STATE = "it counts its calls, and here it would also be called for drafts that are rejected"
-_SECOND = "it needs a second forward a token"
-_LAYOUT = "it expects several rows of a batch to belong together, and leapahead decodes each row by itself"
+_STATE = "it counts its calls, and leapahead also calls processors for drafts that are rejected; leave it out"
+_SECOND = "it needs a second forward for every token; leave it out"
+_LAYOUT = "it combines several rows of a batch, and leapahead decodes each row by itself; leave it out"
 REFUSED_PROCESSORS: Mapping[str, str] = {
     "SynthIDTextWatermarkLogitsProcessor": _STATE,
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": _SECOND,
@@ -110,7 +123,7 @@ REFUSED_PROCESSORS: Mapping[str, str] = {
     "DiaEOSDelayPatternLogitsProcessor": _LAYOUT,
 }
 
-# Inputs of the model's forward that Transformers adds by itself. Any other would have to reach every forward.
+# Inputs of the model's forward that Transformers adds by itself. Any other would have to be passed to every forward.
 CACHES = ("past_key_values", "cache_params")
 MODEL_INPUTS = frozenset(
     """
@@ -119,46 +132,79 @@ MODEL_INPUTS = frozenset(
     """.split()  # noqa: SIM905
 )
 
+# Arguments of PEFT's `generate` that choose an adapter by row, or by position (aLoRA).
+PEFT_ARGUMENTS = ("adapter_names", "alora_offsets")
+
 SYNCED = (
     "synced_gpus (FSDP, DeepSpeed ZeRO-3) is not supported by leapahead.hf: the processes would run different numbers "
-    "of forwards and wait for each other forever; generate on one process"
+    "of forwards, so that one would wait for the others forever; generate in one process"
 )
 
 
 def refuse_field(name: str, value: Any) -> None:
+    """Refuses a field of the generation config that is set to a value other than those that leave it inactive."""
     if value is not None and value not in REFUSED[name].inactive:
         raise Refused(f"{name}={value!r} is not supported by leapahead.hf: {REFUSED[name].why}")
 
 
 def refuse(model: Any, config: Any, processors: Sequence[Any], model_kwargs: Mapping[str, Any]) -> None:
-    """Raises for the first thing that cannot be honoured."""
+    """Refuses the first thing that cannot be honoured.
+
+    Args:
+        model, config, processors, model_kwargs: as Transformers prepared them.
+
+    Raises:
+        Refused: by name.
+    """
     if model.config.is_encoder_decoder:
         raise Refused(f"{type(model).__name__} is an encoder-decoder model; leapahead decodes decoder-only models")
     for name in REFUSED:
         refuse_field(name, getattr(config, name, None))
     for processor in processors:
-        for base in type(processor).__mro__:
-            if base.__name__ in REFUSED_PROCESSORS:
-                raise Refused(
-                    f"the logits processor {type(processor).__name__} is not supported by leapahead.hf: "
-                    f"{REFUSED_PROCESSORS[base.__name__]}"
-                )
+        _refuse_processor(processor)
     for name, value in model_kwargs.items():
         if value is not None and name not in MODEL_INPUTS:
             raise Refused(
-                f"the model input {name!r} is not supported by leapahead.hf: only input_ids and attention_mask are"
+                f"the model input {name!r} is not supported by leapahead.hf, which takes input_ids and attention_mask"
             )
-    for name in CACHES:
-        if getattr(
-            model_kwargs.get(name), "_is_user_defined", False
-        ):  # Transformers always makes one, and marks others
-            raise Refused(f"{name} is not supported by leapahead.hf: the target has its own cache; leave it out")
+    for name in CACHES:  # Transformers always makes one, and marks those that users give
+        if getattr(model_kwargs.get(name), "_is_user_defined", False):
+            raise Refused(f"{name} is not supported by leapahead.hf, which uses its own KV cache; leave it out")
     if _is_sharded(model):
         raise Refused(SYNCED)
+    _refuse_adapters(model)
     if any(_drops(part) for part in model.modules()):
         raise Refused(
             "the model is in training mode and its dropout makes every text different; call model.eval() first"
         )
+
+
+def _refuse_processor(processor: Any) -> None:
+    for kind in type(processor).__mro__:
+        if kind.__name__ in REFUSED_PROCESSORS:
+            raise Refused(
+                f"the logits processor {type(processor).__name__} is not supported by leapahead.hf: "
+                f"{REFUSED_PROCESSORS[kind.__name__]}"
+            )
+
+
+def _refuse_adapters(model: Any) -> None:
+    """Refuses PEFT adapters that add to the prompt, and those whose effect depends on the row or the position.
+
+    While it generates, PEFT has the model prepare its inputs by the wrapper's method, and passes the arguments of such
+    adapters by hooks of the layers.
+    """
+    wrapper = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    if wrapper is not model:
+        families.language_model(wrapper)
+    for part in model.modules():
+        for hook in part._forward_pre_hooks.values():
+            given = hook.keywords if isinstance(hook, partial) else {}
+            if name := next((name for name in PEFT_ARGUMENTS if name in given), None):
+                raise Refused(
+                    f"{name} of PEFT, which applies adapters by row or by position, is not supported by leapahead.hf; "
+                    "use one adapter for all rows"
+                )
 
 
 def _is_sharded(model: Any) -> bool:
@@ -170,6 +216,6 @@ def _is_sharded(model: Any) -> bool:
 
 
 def _drops(part: torch.nn.Module) -> bool:
-    """Whether a part of a model in training mode drops values at random."""
+    """Whether a part of a model is in training mode and drops values at random."""
     rate = part.p if isinstance(part, torch.nn.Dropout) else getattr(part, "attention_dropout", 0.0)
     return part.training and isinstance(rate, float) and rate > 0

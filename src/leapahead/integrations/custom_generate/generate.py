@@ -1,8 +1,9 @@
-"""What a model's folder or a hub repository holds so that `custom_generate="that/repository"` runs leapahead.
+"""The code that Transformers runs for `custom_generate="FOLDER"`, where FOLDER or a hub repository holds this file.
 
-    model.generate(**inputs, custom_generate="path/to/folder", trust_remote_code=True, drafter="lookahead")
+    model.generate(**inputs, custom_generate="FOLDER", trust_remote_code=True, drafter="lookahead", streamer=streamer)
 
-The folder needs this file as custom_generate/generate.py, and custom_generate/requirements.txt beside it.
+Copy this file to FOLDER/custom_generate/generate.py, and requirements.txt beside it. Unlike a callable, it receives
+`streamer`, `tokenizer` and `assistant_model`.
 """
 
 from typing import Any
@@ -11,5 +12,5 @@ import leapahead.integrations.hf
 
 
 def generate(*inputs: Any, model: Any, **kwargs: Any) -> Any:
-    """See `leapahead.hf.run`. In a model's own repository this replaces `model.generate`, whence `inputs`."""
+    """See `leapahead.hf.run`. In the repository of a model it replaces `model.generate` and is given `inputs`."""
     return leapahead.integrations.hf.run(model, *inputs, **{"inputs": None, **kwargs} if not inputs else kwargs)

@@ -1,0 +1,150 @@
+"""The engine of a Transformers model: made at its first call, shared by all threads, released with the model.
+
+`model.generate` passes nothing but the model to a `custom_generate` callable, so that the engine is looked up by the
+model itself, in a table that refers to it weakly.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary, proxy
+
+import torch
+
+from leapahead.core.errors import BadParameter
+from leapahead.drafters import cache_sections
+from leapahead.drafters.cache import DrafterCache
+from leapahead.engine.scheduler import Engine
+from leapahead.models.transformers.model import TransformersTarget
+
+ALL_ROWS = 1 << 16  # the rows of a call are decoded together, however many they are
+
+
+class ModelEngine:
+    """What is kept for one model between calls: its engine and its drafter cache.
+
+    The target refers to the model weakly, so that both are released with the model. The KV cache is released when no
+    call is running, so that the model's weights may change between calls.
+
+    Args:
+        model: of Transformers.
+        state: what the engine was made for, see `_state`.
+    """
+
+    def __init__(self, model: Any, state: object) -> None:
+        config = model.config.get_text_config(decoder=True)
+        self.target = TransformersTarget(proxy(model), name=config.name_or_path or type(model).__name__)
+        self.engine = Engine(self.target, max_batch=ALL_ROWS)
+        self.state = state
+        self._drafter_cache = DrafterCache()
+        self._nested: ModelEngine | None = None
+        self._calls = 0
+        self._training: list[torch.nn.Module] = []
+
+    def drafter_cache(self, given: DrafterCache | bool) -> DrafterCache | None:
+        """The drafter cache of a call.
+
+        Args:
+            given: True for the one that is kept with the engine, False for none, or the user's own.
+
+        Raises:
+            BadParameter: it is none of these, or belongs to another vocabulary.
+        """
+        if not isinstance(given, (bool, DrafterCache)):
+            raise BadParameter(
+                f"drafter_cache={given!r} is not possible: it must be True, False, or a leapahead.DrafterCache"
+            )
+        found = self._drafter_cache if given is True else cache_sections.given(given)
+        if found is not None:
+            size = self.target.info.vocab_size
+            found.belong(found.tokenizer or f"vocabulary of {size}", size)  # the tokenizer itself is not known here
+        return found
+
+    def idle(self, model: Any) -> ModelEngine:
+        """This engine, or, for a call from within one of its steps, a second one.
+
+        A criterion or processor may call `generate` itself. It runs inside a step, which cannot wait for another step.
+        """
+        if not self.engine.is_stepping:
+            return self
+        if self._nested is None:
+            self._nested = ModelEngine(model, self.state)
+        return self._nested.idle(model)
+
+    def enter(self, training: list[torch.nn.Module]) -> None:
+        """Counts a call. `training` are the modules that were in training mode before it."""
+        if self._calls == 0:
+            self._training = training
+            self.target.forget()
+        self._calls += 1
+
+    def leave(self) -> None:
+        """Counts the end of a call. The last one releases the KV cache and restores training mode."""
+        self._calls -= 1
+        if self._calls == 0:
+            self.target.forget()
+            _restore(self._training)
+            self._training = []
+
+
+_kept: WeakKeyDictionary[torch.nn.Module, ModelEngine] = WeakKeyDictionary()
+_lock = Lock()
+
+
+@contextmanager
+def engine_of(model: Any) -> Iterator[ModelEngine]:
+    """The model's engine, for one call. The model is in evaluation mode meanwhile.
+
+    Raises:
+        Refused: the model cannot be decoded exactly.
+    """
+    state = _state(model)
+    with _lock:
+        training = [part for part in model.modules() if part.training]
+        model.eval()
+        try:
+            found = _kept.get(model)
+            if found is None or found.state != state:
+                found = _kept[model] = ModelEngine(model, state)
+            found = found.idle(model)
+            found.enter(training)
+        except BaseException:
+            _restore(training)
+            raise
+    try:
+        yield found
+    finally:
+        with _lock:
+            found.leave()
+
+
+def _restore(training: list[torch.nn.Module]) -> None:
+    for part in training:
+        part.training = True
+
+
+def _state(model: Any) -> object:
+    """What an engine depends on: device, dtype, attention, configuration, modules and parameters, active adapters.
+
+    The values of weights may change, since drafts that are made of the model ("self:first=8") share them. Other modules
+    and other parameter objects would not be shared.
+    """
+    config = model.config.get_text_config(decoder=True)
+    parts = tuple(map(id, (*model.modules(), *model.parameters())))
+    return model.device, model.dtype, config._attn_implementation, config.to_json_string(), parts, _adapters(model)
+
+
+def _adapters(model: Any) -> list[tuple[object, ...]]:
+    """The state of the layers with PEFT adapters."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # there are such layers only where it has been imported
+    if tuners is None:
+        return []
+    layers = (part for part in model.modules() if isinstance(part, tuners.BaseTunerLayer))
+    return [
+        (tuple(layer.active_adapters), tuple(layer.merged_adapters), layer.disable_adapters, str(layer.scaling))
+        for layer in layers
+    ]
