@@ -295,6 +295,14 @@ def test_check_lists_refusals(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -
     assert (named.exit_code, named.stderr.startswith("error: drafter 'telepath' needs telepathy")) == (2, True)
 
 
+def test_search_layers(leapahead: Any, tmp_path: Path) -> None:
+    (tmp_path / "gsm8k_test.jsonl").write_text('{"question": "1 + 1 ="}\n')
+    args = ("search-layers", "--trials", "2", "--limit", "1", "--max-new-tokens", "4", "--data", str(tmp_path))
+    found = json.loads(leapahead(*args, "--json").stdout)
+    assert {"skip", "agreement", "cost", "speedup", "length", "trials", "kept"} == set(found)
+    assert leapahead(*args).stdout.startswith("bundled")
+
+
 # ----------------------------------------------------------------------------------------------------- bad input
 
 

@@ -210,26 +210,29 @@ def bench(
     )
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     kept = record.Record.open(out, plan.conditions(now), resume)
-    screen.quiet_transformers()
-    interrupted, failure = False, None
-    try:
-        with screen.progress("bench") as bar:
-            runner.run(plan, kept, progress=bar, say=bar.say)
-    except KeyboardInterrupt:
-        interrupted = True
-    except LeapaheadError as error:  # what was measured before is shown first
-        failure = error
+    ended_by = _measure(plan, kept)
     found = kept.as_dict()
     _show(found)
-    if failure is not None:
-        raise failure
+    if isinstance(ended_by, LeapaheadError):
+        raise ended_by
     if found["results"]:
         _write(found, out)
-    if interrupted:
+    if ended_by is not None:
         screen.say(f"interrupted; {len(kept.rows)} rows are in {kept.path}, and --resume continues")
         raise Exit(INTERRUPTED)
     if any(row["mismatches"] for row in kept.rows if not _peer(row)):
         raise Exit(DIFFERENT)
+
+
+def _measure(plan: runner.Plan, kept: record.Record) -> LeapaheadError | KeyboardInterrupt | None:
+    """Measures what the plan has and the record has not. Returns what ended it early, so that its rows are shown."""
+    screen.quiet_transformers()
+    try:
+        with screen.progress("bench") as bar:
+            runner.run(plan, kept, progress=bar, say=bar.say)
+    except (LeapaheadError, KeyboardInterrupt) as error:
+        return error
+    return None
 
 
 def configurations(names: Sequence[str], configs: Sequence[str]) -> list[Configuration]:
