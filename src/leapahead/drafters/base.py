@@ -153,14 +153,14 @@ class SequenceDrafter(ABC):
 
 
 class PerSequence(Drafter):
-    """The batch-first face of a `SequenceDrafter` class: one object of it for each sequence.
+    """Makes a `Drafter` of a `SequenceDrafter` class, of which it keeps one object for each sequence.
 
     Args:
-        new: makes such an object.
+        new: returns a new object of that class.
     """
 
     def __init__(self, new: Callable[[], SequenceDrafter]) -> None:
-        first = new()  # options that are not possible are refused here
+        first = new()  # refuses impossible options
         kind = type(first)
         self.name, self.needs, self.same_text = kind.name, kind.needs, kind.same_text  # type: ignore[misc]
         self.takes_prediction, self.capture = kind.takes_prediction, first.capture  # type: ignore[misc]
