@@ -50,7 +50,7 @@ class Source(ABC):
 
     A state stands for a position in the text and in a draft. It may be of any type; it is never changed in place.
 
-    Class attributes:
+    Attributes:
         name: who drafted a node, in reports and in the keys of acceptance estimates.
         needs: capabilities that the target must have.
         capture: what the target's forwards are to give beside the choices.
