@@ -45,6 +45,8 @@ def test_a_cache_of_its_own_size(tiny_folder: Path, tmp_path: Path) -> None:
     assert target.executor.cache.limit == 1000
     with pytest.raises(BadParameter, match="n_ctx"):
         loading.load(tmp_path / "model.gguf", cache_tokens=1000)
+    with pytest.raises(BadParameter, match="loaded here"):
+        loading.load(target, cache_tokens=1000)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_checkpoints_that_cannot_be(tiny_folder: Path, tmp_path: Path) -> None:
 def test_modules_that_cannot_be() -> None:
     with pytest.raises(BadParameter, match="a Linear is not a Transformers model"):
         loading.load(torch.nn.Linear(2, 2))
-    with pytest.raises(BadParameter, match="not a dict"):
+    with pytest.raises(BadParameter, match="got dict"):
         loading.load({})
 
 

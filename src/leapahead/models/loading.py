@@ -65,8 +65,10 @@ def load(
     is_gguf = isinstance(model, (str, Path)) and str(model).lower().endswith(".gguf")
     if llama_cpp_options and not is_gguf:
         raise BadParameter(f"{', '.join(llama_cpp_options)} can be set for a GGUF file only, not for {name!r}")
-    if cache_tokens is not None and is_gguf:
-        raise BadParameter(f"cache_tokens={cache_tokens} is for Transformers models; set n_ctx for a GGUF file")
+    if cache_tokens is not None and (is_gguf or isinstance(model, Target)):
+        raise BadParameter(
+            f"cache_tokens={cache_tokens} is for Transformers models that are loaded here; set n_ctx for a GGUF file"
+        )
     if is_gguf:
         target, gguf_tokenizer = _gguf(model, dtype, device, llama_cpp_options)
         found, ends = gguf_tokenizer, gguf_tokenizer.end_token_ids
@@ -84,10 +86,8 @@ def load(
     elif isinstance(model, Target):
         target = model
     else:
-        raise BadParameter(
-            "a model must be a name, a path, a loaded Transformers model or a leapahead target, got "
-            f"{type(model).__name__}"
-        )
+        kind = type(model).__name__
+        raise BadParameter(f"a model must be a name, a path, a Transformers model or a leapahead target, got {kind}")
     if isinstance(tokenizer, str):
         found = load_tokenizer(tokenizer, trust_remote_code)
     elif tokenizer is not None:
