@@ -87,7 +87,9 @@ def load(
         target = model
     else:
         kind = type(model).__name__
-        raise BadParameter(f"a model must be a name, a path, a Transformers model or a leapahead target, got {kind}")
+        raise BadParameter(
+            f"a model must be a name, a path, a loaded Transformers model or a leapahead target, got {kind}"
+        )
     if isinstance(tokenizer, str):
         found = load_tokenizer(tokenizer, trust_remote_code)
     elif tokenizer is not None:
