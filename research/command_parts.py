@@ -43,6 +43,7 @@ SAMPLING: tuple[Option, ...] = (
 
 
 def out_option(name: str) -> Option:
+    """The option --out with its default."""
     return click.option(
         "--out",
         type=click.Path(path_type=Path),
@@ -54,6 +55,7 @@ def out_option(name: str) -> Option:
 
 
 def length_option(default: int) -> Option:
+    """The option --max-new-tokens with its default."""
     return click.option(
         "--max-new-tokens",
         type=click.IntRange(min=1),

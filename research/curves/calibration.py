@@ -88,10 +88,8 @@ def calibration(
         batch: prompts decoded together.
 
     Returns:
-        path and conditional, each: nodes, deviation (greatest |observed - predicted| of the bins that count; None if
-        there is none), least_nodes (of a bin that counts) and rows of low, high (edges), nodes, predicted (mean),
-        observed, and its interval as `interval`; sources: rows of name, nodes, predicted and observed of the path;
-        steps, acceptance_length.
+        path and conditional, see `binned`; sources: rows of name, nodes, predicted and observed of the path; steps,
+        acceptance_length.
 
     Raises:
         BadParameter: no prompts, or a drafter without estimates.
@@ -106,20 +104,18 @@ def calibration(
     chosen = engine.drafter(drafter, **(options or {}))
     params = SamplingParams(temperature=temperature, seed=seed)
     found: list[Trial] = []
-    handles = [
-        engine.submit(
-            request(prompt, chosen, max_new_tokens, eos_token_ids, params, lambda step: found.extend(trials(step)))
-        )
-        for prompt in prompts
-    ]
+
+    def collect(step: Step) -> None:
+        found.extend(trials(step))
+
+    requests = [request(prompt, chosen, max_new_tokens, eos_token_ids, params, collect) for prompt in prompts]
+    handles = [engine.submit(each) for each in requests]
     for index, handle in enumerate(handles):
         progress(chosen.name, index, len(prompts))
         engine.run([handle])
     stats = sum((handle.stats for handle in handles), Stats())
     if stats.drafted and not found:
         raise BadParameter(f"drafter {chosen.name!r} has no acceptance estimates to be compared; choose another one")
-    paths = [(trial.predicted, trial.accepted) for trial in found]
-    conditionals = [(trial.conditional, trial.accepted) for trial in found if trial.conditional is not None]
     return {
         "figure": "calibration",
         "conditions": conditions(
@@ -128,14 +124,20 @@ def calibration(
         "drafter": chosen.name,
         "steps": stats.steps,
         "acceptance_length": round(stats.acceptance_length, 4) if stats.steps else None,
-        "path": binned(paths),
-        "conditional": binned(conditionals),
+        "path": binned([(trial.predicted, trial.accepted) for trial in found]),
+        "conditional": binned([(t.conditional, t.accepted) for t in found if t.conditional is not None]),
         "sources": _by_source(found),
     }
 
 
 def binned(pairs: Sequence[tuple[float, bool]]) -> Data:
-    """Pairs (predicted, accepted) by tenths of the prediction; empty bins are left out."""
+    """Pairs (predicted, accepted) by tenths of the prediction.
+
+    Returns:
+        nodes; deviation (greatest |observed - predicted| of the bins that count; None if there is none); least_nodes
+        (of a bin that counts); and rows of low, high (edges), nodes, predicted (mean), observed and its `interval`.
+        Empty bins are left out.
+    """
     from scipy.stats import binomtest
 
     bins: dict[int, list[tuple[float, bool]]] = defaultdict(list)

@@ -65,12 +65,8 @@ def compression(
                 "different_texts": sum(a != b for a, b in zip(here, texts, strict=True)),
             }
         )
-    fits: dict[str, Data] = {}
     whole, note = fitted(rows)
-    for ngram in dict.fromkeys(ngrams):
-        alone, _ = fitted([row for row in rows if row["ngram"] == ngram])
-        if alone is not None:
-            fits[str(ngram)] = alone
+    alone = {str(ngram): fitted([row for row in rows if row["ngram"] == ngram])[0] for ngram in ngrams}
     return {
         "figure": "compression",
         "conditions": conditions(
@@ -80,7 +76,7 @@ def compression(
         "distinct_4": round(distinct(texts), 4),
         "rows": rows,
         "fit": whole,
-        "fits": fits,
+        "fits": {ngram: fit for ngram, fit in alone.items() if fit is not None},
         "note": note,
     }
 

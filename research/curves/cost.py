@@ -53,15 +53,7 @@ def cost(
     sizes = sorted({1, *sizes})
     if sizes[0] < 1 or not contexts or min(contexts) < 1 or rounds < 1 or not text:
         raise BadParameter("contexts, sizes and rounds must be at least 1, and there must be a text")
-    info = target.info
-    if CHAIN not in info.capabilities or target.max_nodes < sizes[-1]:
-        most = target.max_nodes if CHAIN in info.capabilities else 1
-        raise Refused(f"{info.name} reads at most {most} nodes in one forward; ask for no size of {sizes[-1]}")
-    if max(contexts) + sizes[-1] - 1 > info.context_length:
-        raise ContextOverflow(
-            f"a context of {max(contexts)} tokens and a chain of {sizes[-1]} do not fit into the "
-            f"{info.context_length} of {info.name}; choose shorter ones"
-        )
+    _require_room(target, max(contexts), sizes[-1])
     order, rows, turns = random.Random(seed), [], rounds + WARM_UP
     for number, context in enumerate(contexts):
         tokens = [text[index % len(text)] for index in range(context + sizes[-1])]
@@ -87,6 +79,19 @@ def cost(
             for size in sizes
         ]
     return {"figure": "cost", "conditions": conditions(target, rounds=rounds), "rows": rows}
+
+
+def _require_room(target: Target, context: int, size: int) -> None:
+    """Refuses sizes that the target cannot read, and contexts that are too long with them."""
+    info = target.info
+    if CHAIN not in info.capabilities or target.max_nodes < size:
+        most = target.max_nodes if CHAIN in info.capabilities else 1
+        raise Refused(f"{info.name} reads at most {most} nodes in one forward; ask for no size of {size}")
+    if context + size - 1 > info.context_length:
+        raise ContextOverflow(
+            f"a context of {context} tokens and a chain of {size} do not fit into the "
+            f"{info.context_length} of {info.name}; choose shorter ones"
+        )
 
 
 def _quartiles(values: Any) -> dict[str, float]:

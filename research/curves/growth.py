@@ -121,19 +121,24 @@ def growth(
                 "of_prefill": None if prefill is None else round(taken / (prefill * size), 6),
             }
         )
-    tenth, whole = min(sizes, key=lambda size: abs(size - sizes[-1] / 10)), sizes[-1]
-    linear = []
-    for name in INDEXES:
-        few, many = seconds[name, tenth], seconds[name, whole]
-        ratio = median((m / whole) / (f / tenth) for f, m in zip(few, many, strict=True))
-        linear.append({"index": name, "from": tenth, "to": whole, "ratio": round(ratio, 3)})
     return {
         "figure": "growth",
         "conditions": conditions(rounds=rounds, prefill_seconds_per_token=prefill),
         "text": words,
         "rows": rows,
-        "linear": linear,
+        "linear": _linearity(seconds, sizes),
     }
+
+
+def _linearity(seconds: dict[tuple[str, int], list[float]], sizes: Sequence[int]) -> list[Data]:
+    """The rows of `linear`, see `growth`."""
+    tenth, whole = min(sizes, key=lambda size: abs(size - sizes[-1] / 10)), sizes[-1]
+    rows: list[Data] = []
+    for name in INDEXES:
+        few, many = seconds[name, tenth], seconds[name, whole]
+        ratio = median((m / whole) / (f / tenth) for f, m in zip(few, many, strict=True))
+        rows.append({"index": name, "from": tenth, "to": whole, "ratio": round(ratio, 3)})
+    return rows
 
 
 def _seconds(build: Callable[[Tokens], object], text: Tokens, clock: Callable[[], float]) -> float:

@@ -76,18 +76,6 @@ def match(
 
         handle = decode(engine, request(prompt, drafter, max_new_tokens, eos_token_ids, params, count))
         texts.append(handle.tokens)
-    rows = []
-    for length, values in sorted(accepted.items()):
-        low, high = _bootstrap(values)
-        rows.append(
-            {
-                "match": length,
-                "drafts": len(values),
-                "accepted": {"mean": round(float(np.mean(values)), 4), "low": low, "high": high},
-                "first_right": round(sum(value > 0 for value in values) / len(values), 4),
-                "all_right": round(sum(value == num_tokens for value in values) / len(values), 4),
-            }
-        )
     return {
         "figure": "match",
         "conditions": conditions(
@@ -100,7 +88,19 @@ def match(
         "without_match": without,
         "acceptance_length": round(sum(map(len, texts)) / steps, 4) if steps else None,
         "distinct_4": round(distinct(texts), 4),
-        "rows": rows,
+        "rows": [_row(length, values, num_tokens) for length, values in sorted(accepted.items())],
+    }
+
+
+def _row(length: int, accepted: Sequence[int], num_tokens: int) -> Data:
+    """The row of one length of match, from the accepted tokens of its drafts."""
+    low, high = _bootstrap(accepted)
+    return {
+        "match": length,
+        "drafts": len(accepted),
+        "accepted": {"mean": round(float(np.mean(accepted)), 4), "low": low, "high": high},
+        "first_right": round(sum(value > 0 for value in accepted) / len(accepted), 4),
+        "all_right": round(sum(value == num_tokens for value in accepted) / len(accepted), 4),
     }
 
 

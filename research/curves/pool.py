@@ -109,6 +109,7 @@ def _pool_history(engine: Engine, asked: Request, begun: list[Lookahead]) -> tup
 
 
 def by_step(histories: Sequence[History]) -> list[Data]:
+    """Means over the texts, a row for each step."""
     rows = []
     for number in range(max(map(len, histories))):
         here = [history[number] for history in histories if number < len(history)]
@@ -117,6 +118,7 @@ def by_step(histories: Sequence[History]) -> list[Data]:
 
 
 def by_tokens(histories: Sequence[History], longest: int) -> list[Data]:
+    """A row for each number of new tokens of `CHECKPOINTS` and for the longest."""
     rows = []
     for tokens in (*(n for n in CHECKPOINTS if n < longest), longest):
         parts = []  # of each text with that many tokens: its history up to there

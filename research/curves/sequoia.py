@@ -104,8 +104,21 @@ def sequoia(
     counted = measured(target, draft, prompts, max_new_tokens, eos_token_ids, params, ranked, progress)
     progress("latency profiles", len(prompts), len(prompts))
     costs = seconds or (_profile(target), _profile(draft))
-    ranks = [count / counted.tokens for count in counted.by_rank]
-    nodes = min(nodes, target.max_nodes)
+    found = conditions(target, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, prompts=len(prompts))
+    if temperature:
+        found["ranked"] = ranked
+    return {
+        "figure": "sequoia",
+        "conditions": found,
+        "draft": draft.info.name,
+        "tokens": counted.tokens,
+        "seconds": {name: profile.as_dict() for name, profile in zip(("target", "draft"), costs, strict=True)},
+        **_trees([count / counted.tokens for count in counted.by_rank], costs, min(nodes, target.max_nodes), depth),
+    }
+
+
+def _trees(ranks: list[float], costs: Profiles, nodes: int, depth: int) -> Data:
+    """What `sequoia` returns of the trees: from the acceptance by rank and the latency profiles."""
     chosen, _ = best_for_cost(ranks, *costs, nodes, depth)
     grown = [greedy_shape(ranks, size, nodes) for size in range(1, nodes + 1)]
     table = values(ranks, nodes, depth)
@@ -116,19 +129,7 @@ def sequoia(
         for level in listed
     )
     return {
-        "figure": "sequoia",
-        "conditions": conditions(
-            target,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            prompts=len(prompts),
-            **({"ranked": ranked} if temperature else {}),
-        ),
-        "draft": draft.info.name,
-        "tokens": counted.tokens,
         "ranks": [round(share, 6) for share in ranks],
-        "seconds": {name: curve.as_dict() for name, curve in zip(("target", "draft"), costs, strict=True)},
         "rows": [
             {
                 "nodes": size,

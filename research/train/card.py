@@ -58,6 +58,53 @@ def _sample_text(samples: list[dict[str, str]]) -> str:
     return "\n\n".join(blocks)
 
 
+def _data_text(data: dict[str, Any]) -> str:
+    """What the model was trained on."""
+    text = (
+        f"- The standard library of CPython {data['python']} (Python Software Foundation License): {data['files']:,}\n"
+        f"  files in windows, and {data['functions']:,} functions as documents of their own, those with a docstring\n"
+        "  twice. Tables of literals, encodings, duplicates and functions without a body are left out; of test suites\n"
+        "  only documented functions that are no tests are used. Many documents are tokenized in two parts, cut at a\n"
+        "  line's end, because prompts end there.\n"
+    )
+    if data["questions"]:
+        text += (
+            f"- {data['questions']:,} rows of GSM8K's train split (MIT License), once as plain text and once in the\n"
+            "  chat template; calculator marks are removed and the result is put as a sentence.\n"
+        )
+    return text
+
+
+def _training_text(state: State, data: dict[str, Any], is_draft: bool) -> str:
+    """How the model was trained."""
+    loss = "0.8 × cross entropy to the target's distribution + 0.2 × cross entropy" if is_draft else "cross entropy"
+    text = (
+        f"{state.tokens:,} tokens ({state.tokens / data['epoch_tokens']:.2f} epochs) in {state.step:,} steps, "
+        f"{state.seconds / 60:.0f} minutes on {data['cores']} CPU cores, partly busy with other work.\n"
+        f"Muon for the matrices, AdamW for the embedding and the norms; warm-up, plateau, linear decay; {loss}.\n"
+    )
+    if state.unloop_steps:
+        text += (
+            f"Then {state.unloop_steps} steps of sequence-level unlikelihood (Welleck et al., 2019) in "
+            f"{state.unloop_minutes:.0f} minutes: next to the\nlikelihood of real text, each lowers the probability of "
+            "tokens that repeat a 4-gram in the model's own greedy\ncompletions of prompts from the training data.\n"
+        )
+    return text
+
+
+def _held_out(report: dict[str, Any]) -> str:
+    """Bits per byte and, of a draft model, agreement with the target, on held-out texts."""
+    bits = "\n".join(f"| {kind} | {value:.3f} |" for kind, value in report["bits_per_byte"].items())
+    agree = "".join(f"| {kind} | {100 * value:.1f} % |\n" for kind, value in report.get("agreement", {}).items())
+    agree_text = (
+        f"\nHow often its likeliest next token is the target's, on the same texts:\n\n| Held-out | Agreement |\n"
+        f"| --- | ---: |\n{agree}"
+        if agree
+        else ""
+    )
+    return f"| Held-out | Bits per byte |\n| --- | ---: |\n{bits}\n{agree_text}"
+
+
 def card(name: str, model: TinyLlama, state: State, report: dict[str, Any], data: dict[str, Any]) -> str:
     """Return the text of ``README.md``."""
     shape = model.shape
@@ -68,38 +115,6 @@ def card(name: str, model: TinyLlama, state: State, report: dict[str, Any], data
         else "A tiny Llama for tests, demos and benchmarks of decoding. It writes text that looks like Python and\n"
         "answers word problems in sentences; neither the code nor the answers are right except by chance."
     )
-    loss = "0.8 × cross entropy to the target's distribution + 0.2 × cross entropy" if is_draft else "cross entropy"
-    bits = "\n".join(f"| {kind} | {value:.3f} |" for kind, value in report["bits_per_byte"].items())
-    agree = "".join(f"| {kind} | {100 * value:.1f} % |\n" for kind, value in report.get("agreement", {}).items())
-    agree_text = (
-        f"\nHow often its likeliest next token is the target's, on the same texts:\n\n| Held-out | Agreement |\n"
-        f"| --- | ---: |\n{agree}"
-        if agree
-        else ""
-    )
-    data_text = (
-        f"- The standard library of CPython {data['python']} (Python Software Foundation License): {data['files']:,}\n"
-        f"  files in windows, and {data['functions']:,} functions as documents of their own, those with a docstring\n"
-        "  twice. Tables of literals, encodings, duplicates and functions without a body are left out; of test suites\n"
-        "  only documented functions that are no tests are used. Many documents are tokenized in two parts, cut at a\n"
-        "  line's end, because prompts end there.\n"
-    )
-    if data["questions"]:
-        data_text += (
-            f"- {data['questions']:,} rows of GSM8K's train split (MIT License), once as plain text and once in the\n"
-            "  chat template; calculator marks are removed and the result is put as a sentence.\n"
-        )
-    training_text = (
-        f"{state.tokens:,} tokens ({state.tokens / data['epoch_tokens']:.2f} epochs) in {state.step:,} steps, "
-        f"{state.seconds / 60:.0f} minutes on {data['cores']} CPU cores, partly busy with other work.\n"
-        f"Muon for the matrices, AdamW for the embedding and the norms; warm-up, plateau, linear decay; {loss}.\n"
-    )
-    if state.unloop_steps:
-        training_text += (
-            f"Then {state.unloop_steps} steps of sequence-level unlikelihood (Welleck et al., 2019) in "
-            f"{state.unloop_minutes:.0f} minutes: next to the\nlikelihood of real text, each lowers the probability of "
-            "tokens that repeat a 4-gram in the model's own greedy\ncompletions of prompts from the training data.\n"
-        )
     measured_text = (
         "Greedy completions of at most 128 tokens by transformers' `generate`, without penalties, computed in float32\n"
         "from the shipped weights. Distinct 4-grams are unique over all 4-grams of the generated tokens, averaged\n"
@@ -117,12 +132,12 @@ def card(name: str, model: TinyLlama, state: State, report: dict[str, Any], data
         f"| Context | {shape.max_positions} |",
         f"| Vocabulary | {shape.vocab_size}, byte-level BPE with GPT-2's pre-tokenizer, no BOS |\n",
         "The chat template is `<|user|>`, `<|assistant|>`; an answer ends with `<|endoftext|>`.\n",
-        f"## Data\n\n{data_text}",
+        f"## Data\n\n{_data_text(data)}",
         f"One epoch has {data['epoch_tokens']:,} tokens. HumanEval and GSM8K's test split were not trained on.\n",
-        f"## Training\n\n{training_text}",
+        f"## Training\n\n{_training_text(state, data, is_draft)}",
         "## Measured\n",
         "Bits per byte on held-out files and held-out rows of the train split:\n",
-        f"| Held-out | Bits per byte |\n| --- | ---: |\n{bits}\n{agree_text}",
+        _held_out(report),
     ]
     if report["generation"]:
         parts += [measured_text, _generation_table(report["generation"]) + "\n"]

@@ -185,60 +185,88 @@ def train(
         loss_of = torch.compile(loss_of, dynamic=False)
     console.print(f"{name}: {model.parameter_count():,} parameters, {len(reader.row):,} tokens an epoch")
 
-    rates = [plan.matrix_lr, plan.other_lr]
     started = time.monotonic() - state.seconds
-    saved = logged = time.monotonic()
-    average: float | None = None
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:.0f} tok/s  {task.fields[left]:.1f} min left"),
-        TimeElapsedColumn(),
-        console=console,
-    )
-    with bar:
-        task = bar.add_task(name, total=1.0, loss=math.nan, speed=0.0, left=math.nan)
+    saved = time.monotonic()
+    with _Display(name, console) as display:
         while True:
             state.seconds = time.monotonic() - started
             progress = _progress(plan, state)
             if progress >= 1.0:
                 break
-            for optimizer, rate in zip(optimizers, rates, strict=True):
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * plan.rate(progress)
-            length = plan.length(progress)
-            inputs, targets = reader.batch(max(1, plan.batch_tokens // length), length)
-            loss = loss_of(inputs, targets)
-            loss.backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-
+            tokens, loss = _update(model, optimizers, loss_of, reader, plan, progress)
             state.step += 1
-            state.tokens += inputs.numel()
-            value = loss.item()
-            average = value if average is None else 0.95 * average + 0.05 * value
-            state.loss = average
+            state.tokens += tokens
+            state.loss = loss if math.isnan(state.loss) else 0.95 * state.loss + 0.05 * loss
             now = time.monotonic()
-            speed = state.tokens / (now - started)
-            left = (now - started) * (1 - progress) / max(progress, 1e-9) / 60
-            bar.update(task, completed=progress, loss=average, speed=speed, left=left)
-            if state.step % 20 == 0:
-                pace = 20 * inputs.numel() / (now - logged)
-                logged = now
-                state.losses.append((state.step, round(average, 4)))
-                if not console.is_terminal:
-                    console.print(
-                        f"{name} step {state.step} {100 * progress:.1f}% loss {average:.3f} {pace:.0f} tok/s "
-                        f"{left:.1f} min left"
-                    )
+            display.show(state, progress, tokens, now - started)
             if now - saved > plan.checkpoint_seconds:
                 checkpoint.save(model, optimizers, state)
                 saved = time.monotonic()
     state.done = True
     checkpoint.save(model, optimizers, state)
     return model, state
+
+
+def _update(
+    model: TinyLlama,
+    optimizers: list[torch.optim.Optimizer],
+    loss_of: Callable[..., Tensor],
+    reader: Reader,
+    plan: Plan,
+    progress: float,
+) -> tuple[int, float]:
+    """One optimizer step; returns its tokens and its loss."""
+    for optimizer, rate in zip(optimizers, (plan.matrix_lr, plan.other_lr), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * plan.rate(progress)
+    length = plan.length(progress)
+    inputs, targets = reader.batch(max(1, plan.batch_tokens // length), length)
+    loss = loss_of(inputs, targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return inputs.numel(), loss.item()
+
+
+class _Display:
+    """A progress bar on a terminal, a line every 20 steps elsewhere."""
+
+    def __init__(self, name: str, console: Console) -> None:
+        self.name, self.console, self._logged = name, console, time.monotonic()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn(
+                "loss {task.fields[loss]:.3f}  {task.fields[speed]:.0f} tok/s  {task.fields[left]:.1f} min left"
+            ),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task(name, total=1.0, loss=math.nan, speed=0.0, left=math.nan)
+
+    def __enter__(self) -> _Display:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, state: State, progress: float, tokens: int, seconds: float) -> None:
+        """Shows the state after a step over so many tokens, so many seconds after the start."""
+        left = seconds * (1 - progress) / max(progress, 1e-9) / 60
+        self._bar.update(self._task, completed=progress, loss=state.loss, speed=state.tokens / seconds, left=left)
+        if state.step % 20:
+            return
+        now = time.monotonic()
+        pace, self._logged = 20 * tokens / (now - self._logged), now
+        state.losses.append((state.step, round(state.loss, 4)))
+        if not self.console.is_terminal:
+            self.console.print(
+                f"{self.name} step {state.step} {100 * progress:.1f}% loss {state.loss:.3f} {pace:.0f} tok/s "
+                f"{left:.1f} min left"
+            )
 
 
 def _progress(plan: Plan, state: State) -> float:

@@ -182,16 +182,7 @@ def check(
         raise BadParameter(f"batch={batch} is not possible: it must be at least 1")
     jobs = [_Job(index, encode(prompt, tokenizer, target.info), 0) for index, prompt in enumerate(prompts)]
     engine = Engine(target, tokenizer=tokenizer, max_batch=batch)
-    rows: list[tuple[DrafterReport, Drafter | None]] = []
-    for drafter, given in _given(drafters, options or {}):
-        row, chosen = DrafterReport(drafter if isinstance(drafter, str) else drafter.name), None
-        try:
-            chosen = _comparable(engine.drafter(drafter, **given), sampling)
-        except Refused as error:
-            if drafters is not None:
-                raise
-            row.refused = str(error)
-        rows.append((row, chosen))
+    rows = _rows(engine, drafters, options or {}, sampling)
     stop = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
     total = len(jobs) * (1 + sum(chosen is not None for _, chosen in rows))
     checker = _Checker(engine, sampling, stop, progress, total)
@@ -295,6 +286,23 @@ class _Checker:
             for handle in handles:
                 engine.cancel(handle)
         return [(handle.tokens, handle.stats) for handle in handles]
+
+
+def _rows(
+    engine: Engine, drafters: Sequence[str | DrafterClass] | None, options: Mapping[str, Any], sampling: SamplingParams
+) -> list[tuple[DrafterReport, Drafter | None]]:
+    """An empty row for each drafter, and the drafter unless it is refused."""
+    rows: list[tuple[DrafterReport, Drafter | None]] = []
+    for drafter, given in _given(drafters, options):
+        row, chosen = DrafterReport(drafter if isinstance(drafter, str) else drafter.name), None
+        try:
+            chosen = _comparable(engine.drafter(drafter, **given), sampling)
+        except Refused as error:
+            if drafters is not None:
+                raise
+            row.refused = str(error)
+        rows.append((row, chosen))
+    return rows
 
 
 def _given(

@@ -124,44 +124,64 @@ def measure_cell(
     by_name = {contender.name: contender for contender in contenders}
     plain = contenders[0]
     found = {name: Measured() for name in by_name}
-    expected: dict[int, list[int]] = {}  # prompt -> plain decoding's tokens, decoded alone
+    comparison = _Comparison(prompts, setting, judge, tokenizer)
     if setting.batch > 1:
         for index, prompt in enumerate(prompts):
             text = plain.run([prompt], replace(setting, batch=1)).texts[0]
             found[plain.name].count([text])
-            expected[index] = text.tokens
-    known: dict[tuple[int, tuple[int, ...]], bool] = {}  # differing texts that were judged before
+            comparison.expected[index] = text.tokens
     groups = groups_of(prompts, setting.batch)
     for turn in range(rounds + 1):
         for contender in contenders:
             contender.begin_round()
         for group, members in enumerate(groups if turn else groups[:1]):
             given = [prompts[index] for index in members]
-            did: dict[str, Pass] = {}
+            done: dict[str, Pass] = {}
             for name in order(list(by_name), seed, turn, group):
                 mine, peak = found[name], Peak() if turn == 1 else None
-                done = did[name] = by_name[name].run(given, setting)
+                done[name] = by_name[name].run(given, setting)
                 if peak is not None:
-                    mine.memory = _larger(mine.memory, done.memory or peak.mib())
+                    mine.memory = _larger(mine.memory, done[name].memory or peak.mib())
                     mine.gpu_memory = _larger(mine.gpu_memory, peak.gpu_mib())
                 progress(name)
-            for index, text in zip(members, did[plain.name].texts, strict=True):
-                expected.setdefault(index, text.tokens)
-            for name, done in did.items():
+            for index, text in zip(members, done[plain.name].texts, strict=True):
+                comparison.expected.setdefault(index, text.tokens)
+            for name, each in done.items():
                 mine = found[name]
-                for index, text in zip(members, done.texts, strict=True):
-                    if text.written is not None:
-                        assert tokenizer is not None  # it was loaded with the model that the text came from
-                        text.tokens = aligned(text.written, expected[index], tokenizer, setting)
-                    if text.tokens != expected[index] and (by_name[name].same_text or not setting.temperature):
-                        key = (index, tuple(text.tokens))
-                        if key not in known:
-                            known[key] = judge(prompts[index], expected[index], text.tokens, setting)
-                        mine.differing[index] = mine.differing.get(index, True) and known[key]
-                mine.count(done.texts)
+                for index, text in zip(members, each.texts, strict=True):
+                    comparison.compare(index, text, by_name[name], mine)
+                mine.count(each.texts)
                 if turn:
-                    mine.keep(turn, done)
+                    mine.keep(turn, each)
     return [row(name, found[name], found[plain.name], setting, len(groups), seed) for name in by_name]
+
+
+class _Comparison:
+    """Compares texts with plain decoding's.
+
+    Attributes:
+        expected: prompt -> plain decoding's tokens, decoded alone.
+    """
+
+    def __init__(
+        self, prompts: Sequence[list[int]], setting: Setting, judge: Judge, tokenizer: Tokenizer | None
+    ) -> None:
+        self._prompts, self._setting, self._judge, self._tokenizer = prompts, setting, judge, tokenizer
+        self.expected: dict[int, list[int]] = {}
+        self._known: dict[tuple[int, tuple[int, ...]], bool] = {}  # differing texts that were judged before
+
+    def compare(self, index: int, text: Text, contender: Contender, measured: Measured) -> None:
+        """Records whether the text of a prompt differs; makes its tokens where the contender gave only text."""
+        expected, setting = self.expected[index], self._setting
+        if text.written is not None:
+            assert self._tokenizer is not None  # it was loaded with the model that the text came from
+            text.tokens = aligned(text.written, expected, self._tokenizer, setting)
+        if text.tokens == expected or (setting.temperature and not contender.same_text):
+            return
+        key = (index, tuple(text.tokens))
+        if key not in self._known:
+            self._known[key] = self._judge(self._prompts[index], expected, text.tokens, setting)
+        measured.differing[index] = measured.differing.get(index, True) and self._known[key]
 
 
 def passes(prompts: int, batch: int, rounds: int) -> int:

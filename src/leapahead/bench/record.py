@@ -61,17 +61,19 @@ class Record:
             raise LeapaheadError(f"{folder} cannot be written to: {error.strerror}; choose another --out") from None
         return record
 
-    def describe(self, kind: str, name: str, told: dict[str, Any]) -> None:
+    def describe(self, kind: str, name: str, description: dict[str, Any]) -> None:
         """Adds a name to one of the `GROWING` conditions.
 
         Raises:
             BadParameter: the name is there with another description.
         """
         known = self.conditions.setdefault(kind, {})
-        if name in known and known[name] != told:
-            differing = next(key for key in {**known[name], **told} if known[name].get(key) != told.get(key))
-            raise _disagree(f"{differing} of {name}", known[name].get(differing), told.get(differing))
-        known[name] = told
+        if name in known and known[name] != description:
+            differing = next(
+                key for key in {**known[name], **description} if known[name].get(key) != description.get(key)
+            )
+            raise _disagree(f"{differing} of {name}", known[name].get(differing), description.get(differing))
+        known[name] = description
 
     def finished(self, cell: Cell) -> bool:
         """Whether the cell has been measured."""

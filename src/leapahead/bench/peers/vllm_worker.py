@@ -22,17 +22,17 @@ class Worker:
     """A loaded engine.
 
     Args:
-        asked: the first line.
+        request: the first line.
     """
 
-    def __init__(self, asked: dict[str, Any]) -> None:
+    def __init__(self, request: dict[str, Any]) -> None:
         self._vllm = vllm = import_module("vllm")
         self._engine = vllm.LLMEngine.from_engine_args(
             vllm.EngineArgs(
-                model=asked["model"],
-                dtype=asked["dtype"],
-                max_model_len=asked["max_model_len"],
-                speculative_config=asked["speculative"],
+                model=request["model"],
+                dtype=request["dtype"],
+                max_model_len=request["max_model_len"],
+                speculative_config=request["speculative"],
                 seed=0,
                 skip_tokenizer_init=True,
                 enable_prefix_caching=False,  # a second pass would be cheaper than the first
@@ -41,7 +41,7 @@ class Worker:
             )
         )
         config = self._engine.vllm_config
-        self.told = {
+        self.settings = {
             "device": import_module("vllm.platforms").current_platform.device_type,
             "max_model_len": config.model_config.max_model_len,
             "max_num_seqs": config.scheduler_config.max_num_seqs,
@@ -50,20 +50,20 @@ class Worker:
         self._scheduled: list[dict[str, int]] = []
         self._watch()
 
-    def run(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def run(self, request: dict[str, Any]) -> dict[str, Any]:
         """Decodes all prompts of a line together."""
         deltas = import_module("vllm.sampling_params").RequestOutputKind.DELTA
         self._passes += 1
         texts: list[dict[str, Any]] = [
-            {"tokens": [], "first_token": 0.0, "timed": 0, "steps": 0, "nodes": 0} for _ in asked["prompts"]
+            {"tokens": [], "first_token": 0.0, "timed": 0, "steps": 0, "nodes": 0} for _ in request["prompts"]
         ]
         engine, ids = self._engine, dict[str, int]()
         began = perf_counter()
-        for index, prompt in enumerate(asked["prompts"]):
+        for index, prompt in enumerate(request["prompts"]):
             params = self._vllm.SamplingParams(
                 temperature=0.0,
-                max_tokens=asked["max_new_tokens"],
-                stop_token_ids=asked["ends"],
+                max_tokens=request["max_new_tokens"],
+                stop_token_ids=request["ends"],
                 ignore_eos=True,  # of the model's files; the ends are given instead
                 detokenize=False,
                 output_kind=deltas,
@@ -129,24 +129,27 @@ def peak_mib() -> float:
 
 
 def main() -> int:
+    """Serves requests from stdin until it ends."""
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [each for each in sys.path if os.path.abspath(each) != here]  # our vllm.py is not theirs
-    asking = os.fdopen(os.dup(0), encoding="utf-8")
-    telling = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    sys.path[:] = [
+        each for each in sys.path if os.path.abspath(each) != here
+    ]  # so that `import vllm` does not find the file vllm.py here
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)  # whatever logs goes to stderr
+    os.dup2(2, 1)  # logs go to stderr
 
-    def tell(what: dict[str, Any]) -> None:
-        print(json.dumps(what), file=telling, flush=True)
+    def send(what: dict[str, Any]) -> None:
+        print(json.dumps(what), file=answers, flush=True)
 
     try:
-        worker = Worker(json.loads(asking.readline()))
-        tell(worker.told)
-        for line in asking:
-            tell(worker.run(json.loads(line)))
+        worker = Worker(json.loads(requests.readline()))
+        send(worker.settings)
+        for line in requests:
+            send(worker.run(json.loads(line)))
     except Exception as error:
-        tell({"error": f"{type(error).__name__}: {error}"})
+        send({"error": f"{type(error).__name__}: {error}"})
         raise
     return 0
 
