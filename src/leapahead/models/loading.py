@@ -86,10 +86,8 @@ def load(
     elif isinstance(model, Target):
         target = model
     else:
-        kind = type(model).__name__
-        raise BadParameter(
-            f"a model must be a name, a path, a loaded Transformers model or a leapahead target, got {kind}"
-        )
+        what = "a name, a path, a loaded Transformers model or a leapahead target"
+        raise BadParameter(f"a model must be {what}, got {type(model).__name__}")
     if isinstance(tokenizer, str):
         found = load_tokenizer(tokenizer, trust_remote_code)
     elif tokenizer is not None:
