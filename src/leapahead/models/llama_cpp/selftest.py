@@ -7,7 +7,7 @@ target only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import llama_cpp as c
 import numpy as np
@@ -17,16 +17,20 @@ from leapahead.core.errors import Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.models.base import CHAIN, HIDDEN, LOGITS, TOP_K, TREE, read_prompt
-from leapahead.models.llama_cpp.context import FloatArray
-
-if TYPE_CHECKING:
-    from leapahead.models.llama_cpp.model import LlamaCppTarget
+from leapahead.models.base import CHAIN, HIDDEN, LOGITS, TOP_K, TREE, Target, read_prompt
+from leapahead.models.llama_cpp.context import Context, FloatArray, Model
 
 TOLERANCE = 0.1  # of the standard deviation of logits; a wrong mask moves them by about one, 4-bit rounding by 0.03
 
 
-def capabilities(target: LlamaCppTarget) -> frozenset[str]:
+class TestedTarget(Target, Protocol):
+    """As much of the target as is tested here."""
+
+    model: Model
+    context: Context
+
+
+def capabilities(target: TestedTarget) -> frozenset[str]:
     """What the model can do. None of it for a recurrent state, which cannot discard tokens.
 
     Raises:
@@ -51,7 +55,7 @@ def capabilities(target: LlamaCppTarget) -> frozenset[str]:
     return frozenset(able)
 
 
-def reads_in_chunks(target: LlamaCppTarget) -> bool:
+def reads_in_chunks(target: TestedTarget) -> bool:
     """Whether a prompt that is read at once leaves the same state as one that is read token by token."""
     tokens = _ordinary_tokens(target, 4)
     session = target.open(tokens, SamplingParams())
@@ -66,7 +70,7 @@ def differ(here: npt.NDArray[Any], there: npt.NDArray[Any]) -> bool:
     return not float(np.sqrt(np.mean((here - there) ** 2))) <= TOLERANCE * float(np.std(there))
 
 
-def _own_logits(target: LlamaCppTarget, tokens: Sequence[int]) -> FloatArray:
+def _own_logits(target: TestedTarget, tokens: Sequence[int]) -> FloatArray:
     """float32 [tokens, vocab], one forward a token, nothing discarded."""
     session, rows = target.open(tokens[:1], SamplingParams()), []
     for following in (*tokens[1:], 0):
@@ -77,7 +81,7 @@ def _own_logits(target: LlamaCppTarget, tokens: Sequence[int]) -> FloatArray:
 
 
 def _tree_logits(
-    target: LlamaCppTarget, prompt: Sequence[int], tree: TokenTree, path: tuple[int, ...], tokens: tuple[int, ...]
+    target: TestedTarget, prompt: Sequence[int], tree: TokenTree, path: tuple[int, ...], tokens: tuple[int, ...]
 ) -> tuple[FloatArray, FloatArray]:
     """Of the tree over the prompt [nodes, vocab]; after `path` and `tokens` are committed, of the last [1, vocab]."""
     session = target.open(prompt, SamplingParams())
@@ -89,17 +93,17 @@ def _tree_logits(
     return rows, after
 
 
-def _can_discard(target: LlamaCppTarget, tokens: Sequence[int]) -> bool:
+def _can_discard(target: TestedTarget, tokens: Sequence[int]) -> bool:
     """Whether the cache can discard its last token."""
-    session = target.open(tokens, SamplingParams())
+    session: Any = target.open(tokens, SamplingParams())
     read_prompt(target, session)
     target.step([session], [TokenTree.root(tokens[-1])])
-    able = session.track.discard_tree()
+    able = bool(session.track.discard_tree())
     session.close()
     return able
 
 
-def _ordinary_tokens(target: LlamaCppTarget, count: int) -> list[int]:
+def _ordinary_tokens(target: TestedTarget, count: int) -> list[int]:
     """Ids without a special meaning, spread over the vocabulary."""
     size = target.info.vocab_size
     spread = np.linspace(0, size - 1, min(size, 64)).astype(int).tolist()
