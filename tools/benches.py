@@ -42,7 +42,7 @@ def _cell(row: Row | None) -> str:
 
 
 def _interval(speed: Row) -> str:
-    """" (low to high)", or nothing where a single prompt was measured."""
+    """ " (low to high)", or nothing where a single prompt was measured."""
     return "" if speed["low"] is None else f" ({speed['low']:.2f} to {speed['high']:.2f})"
 
 
