@@ -16,6 +16,7 @@ from test_latency import Timed, line
 
 from leapahead import tune as tuning
 from leapahead.bench import plots
+from leapahead.bench.conditions import conditions
 from leapahead.cli import main
 from leapahead.core.errors import BadParameter
 from leapahead.core.stop import StopParams
@@ -378,3 +379,20 @@ def test_a_drafter_without_expectations_is_refused() -> None:
         calibration(ToyTarget(), [])
     with pytest.raises(BadParameter, match="batch=0"):
         calibration(ToyTarget(), PROMPTS, batch=0)
+
+
+def test_a_gguf_file_is_named_with_its_own_type_and_threads() -> None:
+    """In the conditions and on the figure: not a precision that happens to be that of bfloat16, nor torch's threads."""
+    pytest.importorskip("llama_cpp")
+    from gguf_models import llama
+
+    from leapahead.models import loading
+
+    target = loading.load(str(llama("q8_0")), n_threads=1).target
+    found = conditions(target, rounds=3)
+    assert (found["backend"], found["threads"]) == ("llama.cpp", 1)
+    assert "Q8_0" in found["dtype"]
+    caption = plots.caption(found)
+    assert "Q8_0" in caption
+    assert "bfloat16" not in caption
+    assert "1 thread;" in caption

@@ -137,7 +137,7 @@ def caption(conditions: Data) -> str:
     if "rounds" in conditions:
         parts.append(f"{conditions['rounds']} interleaved rounds; {conditions['cpu']}")
         if (threads := threads_of(conditions)) is not None:
-            parts.append(f"{threads} threads")
+            parts.append(f"{threads} thread{'' if threads == 1 else 's'}")
     parts.append(f"leapahead {conditions['versions']['leapahead']}")
     return "; ".join(parts)
 
