@@ -180,7 +180,8 @@ def run(
         As `generate`.
     """
     with guarded(streamer) as ended:
-        families.language_model(model)
+        if not families.language_model(model).can_generate():
+            raise BadParameter(f"a {type(model).__name__} cannot generate; load the model with AutoModelForCausalLM")
         if assistant_tokenizer is not None:
             raise Refused("assistant_tokenizer is not supported: a draft model must have the target's tokenizer")
         if synced_gpus:
