@@ -371,5 +371,5 @@ def blocks(table: Callable[[str, Sequence[Sequence[str]]], str]) -> dict[str, Ca
 def _cost(root: Path) -> str:
     """The plot that needs a quiet machine, once it is there."""
     if not (root / "docs/figures/cost.svg").is_file():
-        return "Not measured yet: `python -m research.figures --part cost`."
+        return "Not measured yet: `python -m research figures --part cost`."
     return "![Cost of a forward over n tokens](../figures/cost.svg)"
