@@ -287,6 +287,22 @@ def test_a_callback_may_cancel_its_own_request() -> None:
     assert not target.open_sessions
 
 
+def test_a_criterion_cannot_wait_for_its_own_engine() -> None:
+    """It would wait for itself: the request ends with an error that says so, and the others go on."""
+    engine = Engine(ToyTarget())
+
+    def nested(tokens: Sequence[int]) -> bool:
+        engine.run([engine.submit(request(engine, 1))])
+        return False
+
+    stop = StopParams(max_new_tokens=20, criteria=(nested,))
+    other, handle = engine.submit(request(engine, 2)), engine.submit(request(engine, 0, stop=stop))
+    with pytest.raises(LeapaheadError, match="cannot wait for a request of its own engine"):
+        engine.run([handle])
+    engine.run([other])
+    assert other.tokens == alone(2)
+
+
 def test_what_does_not_fit_in_the_cache_waits() -> None:
     target = Limited(2)
     engine = Engine(target, max_batch=8)
