@@ -14,6 +14,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.core.parameters import whole
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.text import Tokenizer, fingerprint
 from leapahead.drafters import cache_sections, registry
@@ -22,7 +23,7 @@ from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.draft_models import given
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.scheduler import Engine
-from leapahead.inputs import Inputs, Options, Prompt, Prompts, check_names, encode, is_single, seeds, whole
+from leapahead.inputs import Inputs, Options, Prompt, Prompts, check_names, encode, is_single, seeds
 from leapahead.models import loading
 from leapahead.results import Piece, Result, Writer
 
@@ -89,7 +90,7 @@ class LLM:
         drafter_cache: DrafterCache | str | Path | bool = True,
         **options: Any,
     ) -> None:
-        whole("max_batch", max_batch)
+        whole("max_batch", max_batch, least=1)
         backend = {name: options.pop(name) for name in loading.LLAMA_CPP_OPTIONS if name in options}
         if draft is None:
             registry.make(drafter, **options)  # refuses what is not possible before the load, which may take long
@@ -223,7 +224,7 @@ class LLM:
         if options.get("prediction") is not None and not drafter.takes_prediction:
             raise BadParameter(f"drafter {drafter.name!r} makes no use of a prediction; use auto or prediction")
         predictions = self._inputs.predictions(options.get("prediction"), len(prompts))
-        samples = whole("n", options.get("n", 1))
+        samples = whole("n", options.get("n", 1), least=1)
         all_seeds = seeds(options.get("seed"), len(prompts), samples, options.get("temperature", 0.0) != 0)
         stop = self._inputs.stop(options)
         found = []

@@ -6,12 +6,12 @@ import difflib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, TypedDict, cast
 
 import numpy as np
 
 from leapahead.core.errors import BadParameter, ContextOverflow
+from leapahead.core.parameters import is_whole, whole
 from leapahead.core.sampling import LogitsProcessor, SamplingParams
 from leapahead.core.stop import StopParams, check_lengths
 from leapahead.core.text import Tokenizer
@@ -82,7 +82,7 @@ class Inputs:
             if self.tokenizer is None:
                 raise BadParameter("a prediction as text needs a tokenizer; pass tokenizer=..., or its token ids")
             given = self.tokenizer.encode(given, add_special_tokens=False) if given else []
-        if not isinstance(given, (list, tuple, np.ndarray)) or not all(is_id(token) for token in given):
+        if not isinstance(given, (list, tuple, np.ndarray)) or not all(is_whole(token) for token in given):
             raise BadParameter(
                 f"a prediction must be text or token ids, or a list with one for each prompt, got {given!r}"
             )
@@ -90,7 +90,7 @@ class Inputs:
 
     def predictions(self, given: Any, count: int) -> list[tuple[int, ...]]:
         """The prediction of each of `count` prompts: one for all, or a list with one (or None) for each."""
-        if isinstance(given, (list, tuple)) and any(not is_id(each) for each in given):
+        if isinstance(given, (list, tuple)) and any(not is_whole(each) for each in given):
             if len(given) != count:
                 raise BadParameter(
                     f"there are {len(given)} predictions and {count} prompts; give one for all, or one for each"
@@ -117,7 +117,7 @@ class Inputs:
 
     def stop(self, options: Options) -> StopParams:
         """When the text ends."""
-        length = whole("max_new_tokens", options.get("max_new_tokens", 128))
+        length = whole("max_new_tokens", options.get("max_new_tokens", 128), least=1)
         check_lengths(options.get("min_new_tokens", 0), length)
         stop = options.get("stop", ())
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -148,8 +148,8 @@ class Inputs:
         return list(dict.fromkeys(tuple(self.tokenizer.encode(w, add_special_tokens=False)) for w in written))
 
     def _ids(self, name: str, given: Any) -> tuple[int, ...]:
-        listed = [given] if is_id(given) else given
-        if not isinstance(listed, (list, tuple, set, np.ndarray)) or not all(is_id(token) for token in listed):
+        listed = [given] if is_whole(given) else given
+        if not isinstance(listed, (list, tuple, set, np.ndarray)) or not all(is_whole(token) for token in listed):
             raise BadParameter(f"{name}={given!r} is not possible: it must consist of token ids")
         ids = tuple(int(token) for token in listed)
         if outside := [token for token in ids if not 0 <= token < self.info.vocab_size]:
@@ -171,7 +171,7 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, info: TargetInfo) -> lis
         tokens = tokenizer.encode(prompt) if prompt else []
     elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
         tokens = _encode_chat(cast(Sequence[Mapping[str, Any]], prompt), tokenizer)
-    elif all(is_id(token) for token in prompt):
+    elif all(is_whole(token) for token in prompt):
         tokens = [int(token) for token in cast(Sequence[int], prompt)]
     else:
         raise BadParameter("a list of token ids must hold whole numbers only")
@@ -216,7 +216,7 @@ def is_single(prompt: Any) -> bool:
         raise BadParameter(f"a prompt must be text, a list of token ids or chat messages, got {type(prompt).__name__}")
     if len(prompt) == 0:
         raise BadParameter("the prompt is empty; give some text, at least one token id, or at least one prompt")
-    if is_id(prompt[0]) or isinstance(prompt[0], Mapping):
+    if is_whole(prompt[0]) or isinstance(prompt[0], Mapping):
         return True
     for each in prompt:
         if not isinstance(each, str) and not is_single(each):
@@ -229,18 +229,6 @@ def _plain(prompt: Any) -> Any:
     return prompt.tolist() if callable(getattr(prompt, "tolist", None)) else prompt
 
 
-def is_id(token: object) -> bool:
-    """Whether it is a whole number, of Python's or numpy's."""
-    return isinstance(token, Integral) and not isinstance(token, bool)
-
-
-def whole(name: str, value: Any, least: int = 1) -> int:
-    """The value as an int, refused by name unless it is a whole number of at least `least`."""
-    if not is_id(value) or value < least:
-        raise BadParameter(f"{name}={value!r} is not possible: it must be a whole number >= {least}")
-    return int(value)
-
-
 def seeds(seed: Any, prompts: int, samples: int, sampled: bool) -> list[list[int]]:
     """The seeds of each prompt's samples: the prompt's own seed, then the numbers that follow it.
 
@@ -251,9 +239,9 @@ def seeds(seed: Any, prompts: int, samples: int, sampled: bool) -> list[list[int
     """
     if seed is None:
         firsts = [secrets.randbits(32) if sampled else 0 for _ in range(prompts)]
-    elif is_id(seed):
+    elif is_whole(seed):
         firsts = [int(seed)] * prompts
-    elif isinstance(seed, (list, tuple, np.ndarray)) and len(seed) == prompts and all(is_id(each) for each in seed):
+    elif isinstance(seed, (list, tuple, np.ndarray)) and len(seed) == prompts and all(is_whole(each) for each in seed):
         firsts = [int(each) for each in seed]
     else:
         raise BadParameter(
@@ -264,4 +252,4 @@ def seeds(seed: Any, prompts: int, samples: int, sampled: bool) -> list[list[int
 
 def _listed(name: str, options: Options) -> list[Any]:
     value = options.get(name, ())
-    return [value] if isinstance(value, str) or is_id(value) else list(cast(Sequence[Any], value))
+    return [value] if isinstance(value, str) or is_whole(value) else list(cast(Sequence[Any], value))

@@ -17,7 +17,8 @@ from dataclasses import replace
 from threading import Condition, get_ident
 from typing import Any
 
-from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError
+from leapahead.core.errors import CacheFull, LeapaheadError
+from leapahead.core.parameters import whole
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.text import Detokenizer, Tokenizer
 from leapahead.drafters.base import Drafter, Host
@@ -57,9 +58,9 @@ class Engine:
         latency: LatencyProfiles | None = None,
         acceptance: AcceptanceTable | None = None,
     ) -> None:
-        for name, value in (("max_batch", max_batch), ("prefill_chunk", prefill_chunk)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise BadParameter(f"{name}={value!r} is not possible: it must be a whole number >= 1")
+        whole("max_batch", max_batch, least=1)
+        if prefill_chunk is not None:
+            whole("prefill_chunk", prefill_chunk, least=1)
         self.target, self.tokenizer = target, tokenizer
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.latency = latency or LatencyProfiles(target.info)
