@@ -305,6 +305,8 @@ class EarlyExit(TransformersTarget):
         self.info = replace(self.info, fingerprint=f"{target.info.fingerprint} {what}")
         self.lock = target.lock
         self.halves = halves
+        self._whole = target.model
+        self._modules = list(map(id, target.model.modules()))  # of which both halves consist
         if halves is not None and isinstance(own, MaskedExecutor):
             self._rehearse(target, halves)
             halves.attach(own)
@@ -331,6 +333,11 @@ class EarlyExit(TransformersTarget):
         """A session that shares the row of the target's session with this token list, or one with a row of its own."""
         if self.halves is None or (row := self.halves.handover.row_of(tokens)) is None:
             return super().open(tokens, params, capture, reserve)
+        if list(map(id, self._whole.modules())) != self._modules:
+            raise LeapaheadError(
+                f"modules of the model were replaced since {self.info.name} was made of it, so it drafts no more; load "
+                "the model again, with its adapters, before it drafts for itself"
+            )
         state = CachedState(self.halves.executor.cache, row, row.tokens)
         return SharedSession(row.tokens, state, self._sampler(params, row.tokens), capture)
 
