@@ -365,21 +365,14 @@ def test_more_layers_than_there_are_make_no_exit(target: TransformersTarget) -> 
         EarlyExit(target, 9)
 
 
-def test_an_exit_of_a_model_whose_modules_were_replaced_drafts_no_more() -> None:
-    """Both halves hold the modules that the model had, so its text would be wrong where they verified it."""
+def test_an_exit_of_a_model_whose_modules_were_replaced_is_refused() -> None:
+    """Both halves hold the modules that the model had, so a text would be wrong where they verified it."""
     target = TransformersTarget(shallow())
     engine = Engine(target)
     exit = engine.drafter("draft_model", draft="self:first=2", nodes=6, depth=2)
     request = Request([3, 1, 4], exit, GREEDY, LONG)
-    before = decode(engine, [request])[0]
-    assert before.stats.accepted > 0
+    assert decode(engine, [request])[0].stats.accepted > 0
     old = target.model.model.layers[3].mlp.down_proj
-    new = torch.nn.Linear(old.in_features, old.out_features, bias=False)
-    new.load_state_dict({"weight": -40 * old.weight})
-    target.model.model.layers[3].mlp.down_proj = new
-    target.forget()
-    expected = run(target, None, [3, 1, 4], stop=LONG).tokens
-    target.forget()
-    after = decode(engine, [request])[0]
-    assert after.tokens == expected != before.tokens
-    assert "modules of the model were replaced" in after.stats.drafter["draft"]["stopped"]
+    target.model.model.layers[3].mlp.down_proj = torch.nn.Linear(old.in_features, old.out_features, bias=False)
+    with pytest.raises(LeapaheadError, match="modules of the model were replaced"):
+        decode(engine, [request])

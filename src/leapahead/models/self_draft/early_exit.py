@@ -335,8 +335,8 @@ class EarlyExit(TransformersTarget):
             return super().open(tokens, params, capture, reserve)
         if list(map(id, self._whole.modules())) != self._modules:
             raise LeapaheadError(
-                f"modules of the model were replaced since {self.info.name} was made of it, so it drafts no more; load "
-                "the model again, with its adapters, before it drafts for itself"
+                f"modules of the model were replaced since {self.info.name} was made of it, so it cannot draft; make a "
+                "new LLM of the model as it is now"
             )
         state = CachedState(self.halves.executor.cache, row, row.tokens)
         return SharedSession(row.tokens, state, self._sampler(params, row.tokens), capture)
