@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from leapahead.core.errors import BadParameter, LeapaheadError
@@ -180,10 +180,13 @@ class LLM:
         try:
             for request, sampling in requests:
                 groups.append(self.engine.submit_samples(request, sampling))
-            self.engine.run([handle for group in groups for handle in group])
+            handles = [handle for group in groups for handle in group]
+            self.engine.run(handles)
         finally:
             for handle in (handle for group in groups for handle in group):
                 self.engine.cancel(handle)
+        for handle in handles:
+            _check(handle)
         results = [[self._writer(options).result(handle) for handle in group] for group in groups]
         found = results if "n" in options else [group[0] for group in results]
         return found[0] if single else found
@@ -202,6 +205,7 @@ class LLM:
         handle = self.engine.submit(request)
         for output in self.engine.outputs(handle):
             yield writer.piece(handle, output)
+        _check(handle)
 
     def _streamed(self, prompt: Prompt, options: Options) -> Request:
         if not is_single(prompt) or "n" in options:
@@ -286,6 +290,7 @@ class AsyncLLM:
             raise BadParameter(f"{', '.join(options)} belong to the LLM, which is made already; give them to LLM(...)")
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._thread: Thread | None = None
+        self._starting = Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -350,10 +355,15 @@ class AsyncLLM:
     async def _submit(
         self, request: Request, sampling: Sequence[SamplingParams], notify: Callable[[], None]
     ) -> list[Handle]:
-        handles = await asyncio.to_thread(self.llm.engine.submit_samples, request, sampling, notify)
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = Thread(target=self.llm.engine.run_forever, name="leapahead", daemon=True)
-            self._thread.start()
+        engine = self.llm.engine
+        if engine.is_stepping:
+            raise LeapaheadError("a criterion, processor or callback cannot wait for a request of its own engine")
+        await asyncio.to_thread(engine.prepare, request.drafter)  # it may measure; a task cancelled meanwhile is gone
+        handles = engine.submit_samples(request, sampling, notify)
+        with self._starting:  # event loops of several threads may share this
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = Thread(target=engine.run_forever, name="leapahead", daemon=True)
+                self._thread.start()
         return handles
 
 
@@ -362,7 +372,7 @@ def _event() -> tuple[asyncio.Event, Callable[[], None]]:
     loop, event = asyncio.get_running_loop(), asyncio.Event()
 
     def notify() -> None:
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop was closed, so nobody waits
             loop.call_soon_threadsafe(event.set)
 
     return event, notify

@@ -67,7 +67,19 @@ class Running:
         self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction)
         self.stopper = Stopper(request.stop, session.tokens, target.info.context_length, text)
         self.error: BaseException | None = None
-        self.drafter.begin(self.view)
+        self._ending = False
+
+    def begin(self, rows: Sequence[PromptRows]) -> None:
+        """Shows the drafter the sequence, and those captured rows of its prompt that were read before."""
+        try:
+            self.drafter.begin(self.view)
+            for some in rows:
+                self.show_prompt(some)
+        except Exception as error:
+            self.error = error
+        except BaseException:
+            self.error = LeapaheadError("decoding was interrupted while this request began")
+            raise
 
     @property
     def finished(self) -> bool:
@@ -96,6 +108,8 @@ class Running:
             raise DraftError(f"drafter {name!r} drafted over token {tree.tokens[0]}, not {self.view.root}")
         if len(tree) > 1 and not 0 <= tree.tokens.min() <= tree.tokens.max() < self.view.vocab_size:
             raise DraftError(f"drafter {name!r} drafted a token outside the vocabulary of {self.view.vocab_size}")
+        if len(proposal.sources) not in (0, len(tree)):
+            raise DraftError(f"drafter {name!r} named {len(proposal.sources)} sources for {len(tree)} nodes")
         sizes = (len(tree) - 1, tree.depths.max(), len(tree.leaves)) if len(tree) > 1 else (0, 0, 0)
         if sizes[0] > budget.nodes or sizes[1] > budget.depth or sizes[2] > budget.leaves:
             raise DraftError(f"drafter {name!r} drafted beyond its budget of {budget}")
@@ -161,16 +175,22 @@ class Running:
             stats.accepted_at[depth] += 1
 
     def close(self) -> None:
-        """Ends the text: the drafter keeps what it teaches, the cache rows are released."""
+        """Ends the text: the drafter keeps what it teaches, the cache rows are released. Again after an interrupt."""
         try:
-            if self.error is None:
-                self.drafter.finish(self.view)
-            self.stats.drafter = self.drafter.figures(self.view)
+            if not self._ending:
+                self._ending = True
+                if self.error is None:
+                    self.drafter.finish(self.view)
+                self.stats.drafter = self.drafter.figures(self.view)
         except Exception as error:  # a drafter of the user's
             self.error = self.error or error
         finally:
-            self.drafter.close(self.view)
-            self.session.close()
+            try:
+                self.drafter.close(self.view)
+            except Exception as error:
+                self.error = self.error or error
+            finally:
+                self.session.close()
 
 
 def step(target: Target, batch: Sequence[Running]) -> list[tuple[Running, Output]]:
@@ -224,6 +244,11 @@ def _propose(drafter: Drafter, members: list[tuple[Running, Budget]]) -> dict[Ru
     """The drafts of one drafter. Where the batch fails, each sequence is tried alone, so that only the cause fails."""
     try:
         proposals = drafter.propose([running.view for running, _ in members], [budget for _, budget in members])
+        if not isinstance(proposals, Sequence) or len(proposals) != len(members):
+            raise DraftError(
+                f"drafter {drafter.name!r} proposed {proposals!r} for {len(members)} sequences; propose must return a "
+                "list with one Proposal for each"
+            )
         return {
             running: running.checked(proposal, budget)
             for (running, budget), proposal in zip(members, proposals, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from threading import get_ident
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.sampling import SamplingParams
@@ -73,6 +74,7 @@ class Handle:
         done: whether it is over, for whatever reason.
         unread: outputs that nobody has read yet, of a streamed request.
         notify: see `Engine.submit`.
+        thread: that submitted it, or that read it last.
     """
 
     request: Request
@@ -87,11 +89,16 @@ class Handle:
     done: bool = False
     unread: deque[Output] = field(default_factory=deque, repr=False)
     notify: Callable[[], None] | None = field(default=None, repr=False)
+    thread: int = field(default_factory=get_ident, repr=False)
 
     @property
     def paused(self) -> bool:
         """Whether it waits for its reader."""
         return self.request.stream and bool(self.unread)
+
+    def blocks(self, waiting: Handle) -> bool:
+        """Whether nobody reads this stream while the thread that submitted another request waits for that one."""
+        return self.paused and self.notify is None and self.thread == waiting.thread
 
     def add(self, output: Output) -> None:
         """Takes the output of a step."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from threading import Condition, get_ident
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 from leapahead.core.errors import CacheFull, LeapaheadError
@@ -26,7 +27,8 @@ from leapahead.engine.attached import AttachedDrafters
 from leapahead.engine.loop import Running, step
 from leapahead.engine.output import Output
 from leapahead.engine.request import Handle, Request
-from leapahead.models.base import Target, checked_prompt
+from leapahead.engine.turn import Turn
+from leapahead.models.base import Session, Target, checked_prompt
 from leapahead.models.choices import PromptRows
 from leapahead.planner.acceptance import AcceptanceTable
 from leapahead.planner.chunk import LARGEST, chunk_size
@@ -72,9 +74,9 @@ class Engine:
         self._samples: dict[Handle, list[Handle]] = {}  # first of several samples of a prompt -> the others
         self._prompt_rows: dict[Handle, list[PromptRows]] = {}  # captured for those others
         self._active: list[Running] = []
-        self._changed = Condition()  # guards the queue, the handles and `_driving`; held for moments only
-        self._driving = self._closed = False
-        self._stepping: int | None = None  # the thread that is in `step`
+        self._turn = Turn(target.lock)
+        self._changed = self._turn.changed  # guards the queue and the handles; held for moments only
+        self._closed = False
 
     # Drafters
 
@@ -114,7 +116,7 @@ class Engine:
         handles = [Handle(replace(request, sampling=params), notify=notify) for params in sampling]
         with self._changed:
             if self._closed:
-                raise LeapaheadError("this engine is closed; make another one")
+                raise LeapaheadError("this engine, or the LLM that it belongs to, is closed; make another one")
             self._queue.append(handles[0])
             if len(handles) > 1:
                 self._samples[handles[0]] = handles[1:]
@@ -135,7 +137,7 @@ class Engine:
         if not wait or self.is_stepping:  # the step that this is called from ends the request when it is over
             return
         while not handle.done:
-            self._drive(self._retire)
+            self._turn.drive(partial(self._retire, handle))
 
     def close(self) -> None:
         """Cancels every request and takes no further ones."""
@@ -157,7 +159,7 @@ class Engine:
             Exception: what ended the request.
         """
         while not handle.unread and not handle.done:
-            self._drive()
+            self._turn.drive(self.step)
         output = self.poll(handle)
         if output is None and handle.error is not None:
             raise handle.error
@@ -168,6 +170,7 @@ class Engine:
         with self._changed:
             if not handle.unread:
                 return None
+            handle.thread = get_ident()
             self._changed.notify_all()  # it may be stepped again
             return handle.unread.popleft()
 
@@ -188,7 +191,7 @@ class Engine:
         try:
             for handle in handles:
                 while not handle.done:
-                    self._drive()
+                    self._turn.drive(self.step)
                 if handle.error is not None:
                     raise handle.error
         finally:
@@ -203,53 +206,34 @@ class Engine:
                 if self._closed:
                     return
             try:
-                self._drive()
+                self._turn.drive(self.step)
             except Exception as error:  # nobody else would hear of it
-                self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        """Ends every request with this error."""
-        with self.target.lock:
-            for running in self._active:
-                running.error = running.error or error
-            self._retire()
-
-    def _drive(self, action: Callable[[], object] | None = None) -> None:
-        """One step (or another action), by this thread; or waits for that of the thread which is at it."""
-        if self.is_stepping:
-            raise LeapaheadError("a criterion, processor or callback cannot wait for a request of its own engine")
-        with self._changed:
-            if self._driving:
-                self._changed.wait()
-                return
-            self._driving = True
-        try:
-            with self.target.lock:
-                (action or self.step)()
-        finally:
-            with self._changed:
-                self._driving = False
-                self._changed.notify_all()
+                for running in self._active:
+                    running.error = running.error or error
 
     # The step
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the calling thread is inside `step`, as criteria, processors and callbacks of requests are."""
-        return self._stepping == get_ident()
+        """Whether the calling thread drives the engine, as criteria, processors and callbacks of requests find it."""
+        return self._turn.is_inside
 
     def step(self) -> list[tuple[Handle, Output]]:
         """At most one chunk of prefill, and one target forward for all running requests. Returns their outputs."""
+        if self._turn.stepping == get_ident():
+            raise LeapaheadError("a criterion, processor or callback cannot step its own engine")
         with self.target.lock:
-            self._stepping = get_ident()
+            self._turn.stepping = get_ident()
             try:
                 self._retire()
                 self._admit()
                 self._prefill()
                 outputs = self._decode()
             finally:
-                self._stepping = None
-                self._retire()
+                try:
+                    self._retire()
+                finally:
+                    self._turn.stepping = None
         return [(running.handle, output) for running, output in outputs]
 
     def _decode(self) -> list[tuple[Running, Output]]:
@@ -274,38 +258,44 @@ class Engine:
         return outputs
 
     def _admit(self) -> None:
-        """Opens sessions for queued requests, in order, while the batch and the cache have room."""
-        while True:
-            occupied = sum(not each.handle.paused for each in self._active)
+        """Opens sessions for queued requests, in order, while the batch and the cache have room.
+
+        A request leaves the queue when its session is open, so that an interrupt does not lose it.
+        """
+        self._turn.stalled = False
+        while sum(not each.handle.paused for each in self._active) < self.max_batch:
             with self._changed:
-                if not self._queue or occupied >= self.max_batch:
+                while self._queue and self._is_known(self._queue[0]):
+                    self._queue.popleft()
+                if not self._queue:
                     return
-                handle = self._queue.popleft()
-            if handle.cancelled:
-                self._end(handle)
-                continue
+                handle = self._queue[0]
             try:
                 self._open(handle)
             except CacheFull as error:
-                if occupied:
-                    with self._changed:
-                        self._queue.appendleft(handle)  # it joins when another one has left
-                    return
+                if not all(each.handle.blocks(handle) for each in self._active):
+                    self._turn.stalled = all(each.handle.paused for each in self._active)
+                    return  # it joins when another one has left
                 self._end(handle, error)
             except Exception as error:
                 self._end(handle, error)
+
+    def _is_known(self, handle: Handle) -> bool:
+        """Whether a queued request is running already, or over."""
+        if handle.cancelled:
+            self._end(handle)
+        return handle.done or any(each.handle is handle for each in self._active)
 
     def _open(self, handle: Handle) -> None:
         request, new_tokens = handle.request, handle.request.stop.max_new_tokens
         capture = request.drafter.capture if new_tokens > SHORT else replace(request.drafter.capture, top_k=0)
         session = self.target.open(request.tokens, request.sampling, capture, len(request.tokens) + new_tokens)
-        handle.stats.prompt_tokens = len(request.tokens)
-        handle.stats.reused_tokens = len(request.tokens) - 1 - session.unread
-        self._start(session, handle)
+        running = self._start(session, handle)
         if not session.unread:
-            self._fork(self._active[-1])
+            self._fork(running)
 
-    def _start(self, session: Any, handle: Handle) -> Running:
+    def _start(self, session: Session, handle: Handle, rows: Sequence[PromptRows] = ()) -> Running:
+        """A request with its session. What its drafter raises ends it; `rows` of its prompt were captured before."""
         try:
             text = Detokenizer(self.tokenizer).add if self.tokenizer is not None else None
             running = Running(self.target, session, handle, text)
@@ -313,6 +303,9 @@ class Engine:
             session.close()
             raise
         self._active.append(running)
+        handle.stats.prompt_tokens = len(handle.request.tokens)
+        handle.stats.reused_tokens = len(handle.request.tokens) - 1 - session.unread
+        running.begin(rows)
         return running
 
     def _prefill(self) -> None:
@@ -343,23 +336,23 @@ class Engine:
 
     def _fork(self, first: Running) -> None:
         """The other samples of a prompt that has just been read; those for which there is no room are queued."""
-        rows = self._prompt_rows.pop(first.handle, [])
-        for handle in self._samples.pop(first.handle, []):
-            if len(self._active) >= self.max_batch or handle.cancelled:
-                with self._changed:
-                    self._queue.append(handle)
+        rows = self._prompt_rows.get(first.handle, [])
+        for handle in self._samples.get(first.handle, []):
+            if self._is_known(handle):
                 continue
             try:
-                running = self._start(self.target.fork(first.session, handle.request.sampling), handle)
-                handle.stats.prompt_tokens = len(handle.request.tokens)
-                handle.stats.reused_tokens = len(handle.request.tokens) - 1
-                for some in rows:
-                    running.show_prompt(some)
+                if len(self._active) < self.max_batch:
+                    self._start(self.target.fork(first.session, handle.request.sampling), handle, rows)
+                    continue
             except CacheFull:
-                with self._changed:
-                    self._queue.append(handle)
+                pass
             except Exception as error:
                 self._end(handle, error)
+                continue
+            with self._changed:
+                self._queue.append(handle)
+        self._prompt_rows.pop(first.handle, None)
+        self._samples.pop(first.handle, None)
 
     def _chunk(self, alone: bool) -> int:
         """Tokens of a chunk; `alone` where no request is running that would wait for it."""
@@ -369,30 +362,33 @@ class Engine:
 
     # The end of requests
 
-    def _retire(self) -> None:
-        """Ends what is finished, failed or cancelled, and releases its cache rows."""
-        for running in [each for each in self._active if each.finished or each.handle.cancelled]:
-            self._active.remove(running)
-            try:
-                running.close()
-            except Exception as error:  # of the session
-                running.error = running.error or error
-            self._end(running.handle, running.error)
+    def _retire(self, handle: Handle | None = None) -> None:
+        """Ends what is finished, failed or cancelled, and releases its cache rows; and this one, wherever it waits."""
+        while over := [each for each in self._active if each.finished or each.handle.cancelled]:
+            for running in over:
+                try:
+                    running.close()
+                except Exception as error:  # of the session
+                    running.error = running.error or error
+                self._end(running.handle, running.error)
+                self._active.remove(running)  # last: an interrupted end is repeated
         with self._changed:
             cancelled = [handle for handle in self._queue if handle.cancelled]
-            for handle in cancelled:
-                self._queue.remove(handle)
-        for handle in cancelled:
+            for each in cancelled:
+                self._end(each)
+                self._queue.remove(each)
+        if handle is not None:
             self._end(handle)
 
     def _end(self, handle: Handle, error: BaseException | None = None) -> None:
         """The request is over. Other samples of its prompt, which waited for it, are queued."""
         self._prompt_rows.pop(handle, None)
         with self._changed:
-            handle.error, handle.done = error, True
-            if handle.cancelled and handle.finish_reason is None:
-                handle.finish_reason = "cancelled"
-            self._queue.extendleft(reversed(self._samples.pop(handle, [])))
+            if not handle.done:
+                if handle.cancelled and handle.finish_reason is None:
+                    handle.finish_reason = "cancelled"
+                self._queue.extendleft(reversed(self._samples.pop(handle, [])))
+                handle.error, handle.done = error, True
             self._changed.notify_all()
         if handle.notify is not None:
             handle.notify()
