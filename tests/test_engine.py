@@ -19,7 +19,9 @@ from leapahead import (
     BadParameter,
     Budget,
     CacheFull,
+    Capture,
     ContextOverflow,
+    Drafter,
     DraftError,
     Engine,
     LeapaheadError,
@@ -263,6 +265,156 @@ def test_an_interrupt_leaves_the_other_requests_as_they_are() -> None:
     assert not target.open_sessions
 
 
+@pytest.mark.parametrize("where", ["open", "on_step", "close"])
+def test_an_interrupt_at_any_moment_loses_nothing_of_the_other_requests(where: str) -> None:
+    pending = [KeyboardInterrupt]
+
+    def interrupt(*_: Any) -> None:
+        if pending:
+            raise pending.pop()
+
+    class Interrupted(Limited):
+        def open(self, tokens: Any, *given: Any, **options: Any) -> ToySession:
+            if where == "open" and list(tokens) == prompt(1):
+                interrupt()
+            return super().open(tokens, *given, **options)
+
+    class Closed(Failing):
+        def finish(self, sequence: SequenceView) -> None:
+            interrupt()
+
+    target = Interrupted(8)
+    engine = Engine(target)
+    first = engine.submit(request(engine, 0))
+    options = {"on_step": interrupt} if where == "on_step" else {}
+    mine = engine.submit(request(engine, 1, Closed("") if where == "close" else "plain", **options))
+    last = engine.submit(request(engine, 2))
+    with pytest.raises(KeyboardInterrupt):
+        engine.run([mine])
+    assert mine.done
+    engine.run([first, last])
+    assert [first.tokens, last.tokens] == [alone(0), alone(2)]
+    assert not target.open_sessions
+
+
+@pytest.mark.parametrize("when", ["finish", "close"])
+def test_a_stream_may_be_closed_while_another_request_ends(when: str) -> None:
+    """As the garbage collector does with one that was abandoned, in any thread and at any moment."""
+    target = Limited(8)
+    engine = Engine(target)
+    stream = engine.outputs(engine.submit(request(engine, 0, stream=True)))
+    next(stream)
+
+    class Closes(Drafter):
+        name: ClassVar[str] = "closes"
+
+        def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
+            return [Proposal(TokenTree.root(sequence.root)) for sequence in sequences]
+
+        def finish(self, sequence: SequenceView) -> None:
+            if when == "finish":
+                stream.close()
+
+        def close(self, sequence: SequenceView) -> None:
+            if when == "close":
+                stream.close()
+
+    handle = engine.submit(request(engine, 1, Closes()))
+    if when == "finish":
+        engine.run([handle])
+        assert handle.tokens == alone(1)
+    else:
+        engine.step()
+        engine.cancel(handle)
+    assert not target.open_sessions
+
+
+@pytest.mark.parametrize("when", ["begin", "read_prompt", "none", "short", "finish", "close", "figures"])
+def test_a_batch_drafter_that_fails_for_one_sequence_leaves_the_others_as_they_are(when: str) -> None:
+    held = set[SequenceView]()
+
+    class Bug(Drafter):
+        name: ClassVar[str] = "bug"
+        capture = Capture(top_k=2)
+
+        def check(self, moment: str, sequence: SequenceView) -> None:
+            if moment == when and sequence.tokens[:2] == [3, 3]:
+                raise ZeroDivisionError("a bug of the drafter")
+
+        def begin(self, sequence: SequenceView) -> None:
+            held.add(sequence)
+            self.check("begin", sequence)
+
+        def read_prompt(self, sequence: SequenceView, rows: Any) -> None:
+            self.check("read_prompt", sequence)
+
+        def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> Any:
+            proposals = [Proposal(TokenTree.root(sequence.root)) for sequence in sequences]
+            bad = any(sequence.tokens[:2] == [3, 3] for sequence in sequences)
+            return None if bad and when == "none" else proposals[1:] if bad and when == "short" else proposals
+
+        def finish(self, sequence: SequenceView) -> None:
+            self.check("finish", sequence)
+
+        def close(self, sequence: SequenceView) -> None:
+            held.discard(sequence)
+            self.check("close", sequence)
+
+        def figures(self, sequence: SequenceView) -> dict[str, Any]:
+            self.check("figures", sequence)
+            return {}
+
+    target = Limited(8)
+    engine = Engine(target)
+    drafter = engine.drafter(Bug)
+    good = [engine.submit(request(engine, index, drafter)) for index in range(3)]
+    bad = engine.submit(Request([3, 3, 1], drafter, stop=LENGTH))
+    with pytest.raises((ZeroDivisionError, DraftError)):
+        engine.run([bad])
+    engine.run(good)
+    assert [handle.tokens for handle in good] == [alone(index) for index in range(3)]
+    assert not target.open_sessions
+    assert not held
+
+
+def test_a_sample_can_be_cancelled_before_its_prompt_is_read() -> None:
+    engine = Engine(Limited(8))
+    first, second = engine.submit_samples(request(engine, 0), [GREEDY, SAMPLED])
+    engine.cancel(second)
+    engine.run([first])
+    assert (first.tokens, second.tokens, second.finish_reason) == (alone(0, params=GREEDY), [], "cancelled")
+
+
+def test_a_request_waits_for_streams_of_other_threads_only() -> None:
+    """Beside a stream that the same thread reads it could wait for ever."""
+    llm = LLM(Limited(1), drafter="plain")
+    stream = llm.stream(prompt(0), max_new_tokens=20)
+    next(stream)
+    with pytest.raises(CacheFull, match="all 1 rows"):
+        llm.generate(prompt(1), max_new_tokens=20)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(llm.generate, prompt(1), max_new_tokens=20)
+        while not waiting.running():
+            pass
+        assert sum(len(piece.tokens) for piece in stream) == 19
+        assert waiting.result().tokens == alone(1, params=GREEDY)
+
+
+def test_a_closed_llm_ends_its_texts_with_an_error() -> None:
+    llm = LLM(ToyTarget())
+    stream = llm.stream(prompt(0))
+    next(stream)
+
+    def closing(tokens: Sequence[int]) -> bool:
+        llm.close()
+        return False
+
+    with pytest.raises(LeapaheadError, match="the LLM was closed"):
+        llm.generate(prompt(1), criteria=[closing])
+    with pytest.raises(LeapaheadError, match="the LLM was closed"):
+        list(stream)
+
+
 def test_cancelling_releases_the_cache_between_steps() -> None:
     target = Limited(2)
     engine = Engine(target, max_batch=2)
@@ -476,6 +628,33 @@ def test_asyncio_tasks_share_a_batch() -> None:
             ]
 
     asyncio.run(main())
+
+
+def test_a_task_that_is_cancelled_at_once_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        async with AsyncLLM(Limited(4), drafter="plain") as llm:
+            for _ in range(5):
+                task = asyncio.ensure_future(llm.generate(prompt(0), max_new_tokens=10_000))
+                await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert (await llm.generate(prompt(1), max_new_tokens=20)).tokens == alone(1, params=GREEDY)
+            assert not llm.llm.target.open_sessions
+
+    asyncio.run(main())
+
+
+def test_a_criterion_cannot_await_its_own_engine() -> None:
+    llm = AsyncLLM(ToyTarget(), drafter="plain")
+
+    def nested(tokens: Sequence[int]) -> bool:
+        asyncio.run(llm.generate(prompt(0), max_new_tokens=3))
+        return False
+
+    with pytest.raises(LeapaheadError, match="cannot wait for a request of its own engine"):
+        asyncio.run(llm.generate(prompt(1), max_new_tokens=3, criteria=[nested]))
+    asyncio.run(llm.close())
 
 
 def test_a_cancelled_task_cancels_its_request() -> None:

@@ -23,7 +23,7 @@ from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.draft_models import given
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.scheduler import Engine
-from leapahead.inputs import Inputs, Options, Prompt, Prompts, check_names, encode, is_single, seeds
+from leapahead.inputs import Inputs, Options, Prompt, Prompts, check_names, drafter_options, encode, is_single, seeds
 from leapahead.models import loading
 from leapahead.results import Piece, Result, Writer
 
@@ -220,7 +220,7 @@ class LLM:
         check_names(options)
         drafter = self._drafter
         if "drafter" in options or "drafter_options" in options:
-            chosen, given = options.get("drafter", self.drafter_name), dict(options.get("drafter_options", {}))
+            chosen, given = options.get("drafter", self.drafter_name), drafter_options(options)
             kind = registry.load(chosen) if isinstance(chosen, str) else chosen
             if self._draft and "draft" in registry.options(kind):
                 given = {**self._draft, **given}

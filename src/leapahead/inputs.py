@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, cast
 
@@ -60,6 +60,14 @@ def check_names(options: Mapping[str, Any]) -> None:
             raise BadParameter(f"there is no option {name!r}{meant}; there are {', '.join(known)}")
 
 
+def drafter_options(options: Options) -> dict[str, Any]:
+    """The options of a call's own drafter."""
+    given = options.get("drafter_options", {})
+    if not isinstance(given, Mapping):
+        raise BadParameter(f"drafter_options={given!r} is not possible: it must be a dictionary of names and values")
+    return dict(given)
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Turns what a user gives into token ids and parameters.
@@ -107,7 +115,7 @@ class Inputs:
             repetition_penalty=options.get("repetition_penalty", 1.0),
             presence_penalty=options.get("presence_penalty", 0.0),
             frequency_penalty=options.get("frequency_penalty", 0.0),
-            processors=tuple(options.get("logits_processors", ())),
+            processors=_functions("logits_processors", options),
             temperature=options.get("temperature", 0.0),
             top_k=options.get("top_k", 0),
             top_p=options.get("top_p", 1.0),
@@ -120,15 +128,15 @@ class Inputs:
         length = whole("max_new_tokens", options.get("max_new_tokens", 128), least=1)
         check_lengths(options.get("min_new_tokens", 0), length)
         stop = options.get("stop", ())
-        stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(text, str) for text in stop_strings):
+        stop_strings = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(stop_strings, (list, tuple)) or not all(isinstance(text, str) for text in stop_strings):
             raise BadParameter(f"stop={stop!r} is not possible: it must be a string or a list of strings")
         return StopParams(
             max_new_tokens=length,
             eos_token_ids=self._eos(options),
             stop_token_ids=self._stop_token_ids(options),
-            stop_strings=stop_strings,
-            criteria=tuple(options.get("criteria", ())),
+            stop_strings=tuple(stop_strings),
+            criteria=_functions("criteria", options),
         )
 
     def _eos(self, options: Options) -> tuple[int, ...]:
@@ -168,6 +176,8 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, info: TargetInfo) -> lis
     if isinstance(prompt, str):
         if tokenizer is None:
             raise BadParameter("a text prompt needs a tokenizer; pass tokenizer=..., or a list of token ids")
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise BadParameter("the prompt holds a lone surrogate, so it is no Unicode text; decode its bytes as UTF-8")
         tokens = tokenizer.encode(prompt) if prompt else []
     elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
         tokens = _encode_chat(cast(Sequence[Mapping[str, Any]], prompt), tokenizer)
@@ -252,4 +262,13 @@ def seeds(seed: Any, prompts: int, samples: int, sampled: bool) -> list[list[int
 
 def _listed(name: str, options: Options) -> list[Any]:
     value = options.get(name, ())
+    if not isinstance(value, (str, list, tuple)) and not is_whole(value):
+        raise BadParameter(f"{name}={value!r} is not possible: it must be a list of strings or token ids")
     return [value] if isinstance(value, str) or is_whole(value) else list(cast(Sequence[Any], value))
+
+
+def _functions(name: str, options: Options) -> tuple[Any, ...]:
+    value = options.get(name, ())
+    if not isinstance(value, Iterable) or not all(map(callable, found := tuple(value))):
+        raise BadParameter(f"{name}={value!r} is not possible: it must be a list of functions")
+    return found

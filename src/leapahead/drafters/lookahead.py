@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import whole
 from leapahead.core.tree import Budget, TreeBuilder
 from leapahead.drafters.base import SequenceDrafter
 from leapahead.drafters.pool import NgramPool
@@ -68,11 +69,8 @@ class Lookahead(SequenceDrafter):
         self.window, self.ngram, self.guesses = (
             value if value is not None else default for value, default in zip(options, PRESETS[preset], strict=True)
         )
-        if self.window < 1 or self.ngram < 2 or self.guesses < 1:
-            raise BadParameter(
-                f"window={self.window}, ngram={self.ngram}, guesses={self.guesses} is not possible: "
-                "window and guesses must be at least 1 and ngram at least 2"
-            )
+        for name, value, least in (("window", self.window, 1), ("ngram", self.ngram, 2), ("guesses", self.guesses, 1)):
+            whole(name, value, least)
         self.prompt_ngrams, self.start_from_pool = prompt_ngrams, start_from_pool
         self.pool = NgramPool(self.ngram, self.guesses, pool_capacity)
         self._window = Window(self.window, self.ngram, seed)

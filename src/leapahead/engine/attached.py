@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 from leapahead.drafters import registry
@@ -52,6 +53,19 @@ class AttachedDrafters:
 
 def _key(value: object) -> Hashable:
     """What tells two values of an option apart: themselves, or which object they are where they have no hash."""
-    if isinstance(value, list):
-        return tuple(_key(each) for each in value)
-    return value if isinstance(value, Hashable) else id(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    return value if isinstance(value, Hashable) else Same(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Same:
+    """Equal to another of the same object, which it keeps, so that its identity is not given to a later one."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)

@@ -215,7 +215,9 @@ def step(target: Target, batch: Sequence[Running]) -> list[tuple[Running, Output
     outputs = []
     for running, chosen in zip(batch, choices, strict=True):
         try:
-            outputs.append((running, running.advance(proposals[running], chosen, clock, forward)))
+            output = running.advance(proposals[running], chosen, clock, forward)
+            running.handle.add(output)  # at once: an interrupt in the next sequence does not lose it
+            outputs.append((running, output))
         except Exception as error:
             running.error = error
         except BaseException:  # interrupted, perhaps between two changes of the session

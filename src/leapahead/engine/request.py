@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from threading import get_ident
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import is_whole
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
@@ -51,7 +52,7 @@ class Request:
     on_step: Callable[[Step], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+        if self.logprobs is not None and not (is_whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS):
             raise BadParameter(
                 f"logprobs={self.logprobs!r} is not possible: give None, or a whole number from 0 to {MAX_LOGPROBS}"
             )
@@ -101,10 +102,12 @@ class Handle:
         return self.paused and self.notify is None and self.thread == waiting.thread
 
     def add(self, output: Output) -> None:
-        """Takes the output of a step."""
+        """Takes the output of a step, and notifies the reader of a stream."""
         self.tokens += output.tokens
         self.drafted += [index < output.accepted for index in range(len(output.tokens))]
         self.logprobs += output.logprobs
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         if self.request.stream:
             self.unread.append(output)
+            if self.notify is not None:
+                self.notify()

@@ -245,17 +245,11 @@ class Engine:
             return []
         self._batch_size = len(batch)
         try:
-            outputs = step(self.target, batch)
+            return step(self.target, batch)
         except Exception as error:  # of the forward: it concerns the whole batch
             for running in batch:
                 running.error = running.error or error
             return []
-        with self._changed:
-            for running, output in outputs:
-                running.handle.add(output)
-                if running.handle.request.stream and running.handle.notify is not None:
-                    running.handle.notify()
-        return outputs
 
     def _admit(self) -> None:
         """Opens sessions for queued requests, in order, while the batch and the cache have room.

@@ -90,6 +90,8 @@ def load(
         raise BadParameter(f"a model must be {what}, got {type(model).__name__}")
     if isinstance(tokenizer, str):
         found = load_tokenizer(tokenizer, trust_remote_code)
+    elif tokenizer is not None and not callable(getattr(tokenizer, "encode", None)):
+        raise BadParameter(f"tokenizer={tokenizer!r} is not possible: give a loaded tokenizer, or its name or folder")
     elif tokenizer is not None:
         found = tokenizer
     return Loaded(target, found, tuple(dict.fromkeys((*ends, *eos_token_ids(target, found)))))

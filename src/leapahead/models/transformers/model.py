@@ -19,6 +19,7 @@ import transformers
 from torch import Tensor
 
 from leapahead.core.errors import BadLogits, BadParameter, LeapaheadError, Refused, first_line
+from leapahead.core.parameters import is_whole
 from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import UNLIMITED, IntArray, TokenTree
 from leapahead.core.verify import Verdict
@@ -112,8 +113,8 @@ class TransformersTarget:
         hidden_states: bool = True,
     ) -> None:
         require_version(transformers.__version__)
-        if cache_tokens is not None and (isinstance(cache_tokens, bool) or cache_tokens < 2):
-            raise BadParameter(f"cache_tokens={cache_tokens} is not possible: it must be at least 2, or None")
+        if cache_tokens is not None and (not is_whole(cache_tokens) or cache_tokens < 2):
+            raise BadParameter(f"cache_tokens={cache_tokens!r} is not possible: it must be at least 2, or None")
         self.model = model = families.language_model(model)
         self.config = families.text_config(model)
         self.lock = RLock()
