@@ -546,7 +546,7 @@ def test_refused_arguments(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(BadParameter, match="is a folder: name the file to write"):
         export_gguf(model_dir, tmp_path, force=True)
     out.write_text("precious")
-    with pytest.raises(BadParameter, match="exists: name another file, or set force to replace it"):
+    with pytest.raises(BadParameter, match="exists; name another file, or replace it with the option 'force'"):
         export_gguf(model_dir, out)
     assert out.read_text() == "precious"
     assert export_gguf(model_dir, out, force=True).path == out
@@ -625,7 +625,7 @@ def test_the_command_reports_what_it_wrote(tmp_path: Path) -> None:
     assert result.stdout == f"{out}: 3.8 MB, q4_k_m, 56 tensors (38 Q4_K, 13 F32, 5 Q6_K)\n"
     again = command(loading.bundled(), out)
     assert (again.exit_code, again.stdout) == (2, "")
-    assert again.stderr == f"error: {out} exists: name another file, or set force to replace it\n"
+    assert again.stderr == f"error: {out} exists; name another file, or replace it with the option --force\n"
     assert command(loading.bundled(), out, "--force").stdout.endswith("bf16, 56 tensors (43 BF16, 13 F32)\n")
 
 

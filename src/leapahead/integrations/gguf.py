@@ -135,7 +135,7 @@ def _check_arguments(folder: Path, out: Path, kind: str, force: bool) -> None:
     if out.is_dir():
         raise BadParameter(f"{out} is a folder: name the file to write")
     if out.exists() and not force:
-        raise BadParameter(f"{out} exists: name another file, or set force to replace it")
+        raise BadParameter(f"{out} exists; name another file, or replace it with the option 'force'")
 
 
 # -------------------------------------------------------------------------------------------------------- the file

@@ -64,7 +64,10 @@ class Model:
         log.clear()
         self.pointer = c.llama_model_load_from_file(str(file).encode(), params)
         if not self.pointer:
-            raise BadParameter(f"the GGUF file {self.path!r} cannot be loaded: {log.reason()}")
+            raise BadParameter(
+                f"the GGUF file {self.path!r} cannot be loaded: {log.reason()}; download or copy it again if it is "
+                "damaged, or install a newer llama-cpp-python if the architecture is new"
+            )
         self._free = weakref.finalize(self, c.llama_model_free, self.pointer)
         self.vocab = c.llama_model_get_vocab(self.pointer)
         self.vocab_size: int = c.llama_vocab_n_tokens(self.vocab)

@@ -114,6 +114,11 @@ def _source(name_or_path: str | Path, file: str, trust_remote_code: bool) -> tup
             what = "Transformers model" if file == "config.json" else "tokenizer"
             raise BadParameter(f"the folder {name!r} has no {file}, so it is not a {what}")
         return str(folder), options
+    if folder.is_file():
+        raise BadParameter(
+            f"{name!r} is a file, but not a GGUF file by its name; give the folder of a Transformers model, a hub id, "
+            "or a file whose name ends in .gguf"
+        )
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise BadParameter(f"there is no folder {name!r}; give the folder of a Transformers model, or a hub id")
     is_cached = isinstance(try_to_load_from_cache(name, file), str)
