@@ -5,13 +5,12 @@ No backend is imported before `LLM(...)` loads a model. Decoding is the engine's
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.parameters import whole
@@ -28,9 +27,12 @@ from leapahead.models import loading
 from leapahead.results import Piece, Result, Writer
 
 if TYPE_CHECKING:
+    import asyncio
+
     from typing_extensions import Self, Unpack
 
 DrafterClass = type[Drafter] | type[SequenceDrafter]
+T = TypeVar("T")
 
 
 class LLM:
@@ -46,8 +48,7 @@ class LLM:
         dtype: "auto", "float32", "bfloat16" or "float16"; of a model given by name or folder.
         device: "auto", "cpu", "cuda", "mps", ...; of a model given by name or folder.
         max_batch: greatest number of sequences decoded together; further prompts join as others end.
-        prefill_chunk: greatest number of prompt tokens read between two steps of running requests. By default as many
-            as take about four plain steps.
+        prefill_chunk: see `Engine`.
         cache_tokens: greatest number of tokens in the KV cache, of all sequences together; of a model of Transformers.
             By default as many as fit in about half of the free memory.
         trust_remote_code: run Python code that comes with the model.
@@ -300,9 +301,9 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Cancels what is running, ends the thread and releases the caches."""
-        await asyncio.to_thread(self.llm.close)
+        await _in_thread(self.llm.close)
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+            await _in_thread(self._thread.join)
 
     @overload
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result: ...
@@ -313,7 +314,7 @@ class AsyncLLM:
     async def generate(self, prompt: Any, **options: Unpack[Options]) -> Any:
         """As `LLM.generate`. Cancelling the task cancels its requests."""
         single, llm = is_single(prompt), self.llm
-        requests = await asyncio.to_thread(llm._requests, [prompt] if single else list(prompt), options)
+        requests = await _in_thread(llm._requests, [prompt] if single else list(prompt), options)
         changed, notify = _event()
         groups: list[list[Handle]] = []
         try:
@@ -335,7 +336,7 @@ class AsyncLLM:
     async def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream`. Cancelling the task, or closing the generator, cancels the request."""
         llm = self.llm
-        request = await asyncio.to_thread(llm._streamed, prompt, options)
+        request = await _in_thread(llm._streamed, prompt, options)
         writer, (changed, notify) = llm._writer(options), _event()
         (handle,) = await self._submit(request, [request.sampling], notify)
         try:
@@ -358,7 +359,7 @@ class AsyncLLM:
         engine = self.llm.engine
         if engine.is_stepping:
             raise LeapaheadError("a criterion, processor or callback cannot wait for a request of its own engine")
-        await asyncio.to_thread(engine.prepare, request.drafter)  # it may measure; a task cancelled meanwhile is gone
+        await _in_thread(engine.prepare, request.drafter)  # it may measure; a task cancelled meanwhile is gone
         handles = engine.submit_samples(request, sampling, notify)
         with self._starting:  # event loops of several threads may share this
             if self._thread is None or not self._thread.is_alive():
@@ -367,8 +368,17 @@ class AsyncLLM:
         return handles
 
 
+async def _in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Runs the function in a thread, so that the event loop goes on meanwhile."""
+    import asyncio
+
+    return await asyncio.to_thread(function, *args)
+
+
 def _event() -> tuple[asyncio.Event, Callable[[], None]]:
     """An event of the running loop, and a function that sets it from any thread."""
+    import asyncio  # here, since whoever uses no asyncio need not wait for its import
+
     loop, event = asyncio.get_running_loop(), asyncio.Event()
 
     def notify() -> None:
