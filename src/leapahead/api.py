@@ -49,8 +49,7 @@ class LLM:
         device: "auto", "cpu", "cuda", "mps", ...; of a model given by name or folder.
         max_batch: greatest number of sequences decoded together; further prompts join as others end.
         prefill_chunk: see `Engine`.
-        cache_tokens: greatest number of tokens in the KV cache, of all sequences together; of a model of Transformers.
-            By default as many as fit in about half of the free memory.
+        cache_tokens: of a Transformers model: the most tokens in its KV cache; by default what fits in half the memory.
         trust_remote_code: run Python code that comes with the model.
         draft: a smaller model that drafts, for the drafters that take one (`draft_model`, `auto`): a name, a folder, a
             GGUF file, "bundled" for the bundled model's own, or a loaded one; or a list of several. Its tokenizer must
