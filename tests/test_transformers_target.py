@@ -1052,7 +1052,8 @@ def test_an_old_transformers_is_refused_with_the_version_that_is_needed(
         require_version("4.57.1")
     for version in ("5.23.0", "5.24.0.dev0", "6.0"):
         require_version(version)
-    monkeypatch.setattr(transformers, "__version__", "5.9.0")
+    # The module that the target refers to: another test may have made Python import Transformers again.
+    monkeypatch.setattr("leapahead.models.transformers.model.transformers.__version__", "5.9.0")
     with pytest.raises(LeapaheadError, match=r"5\.9\.0 is installed"):
         TransformersTarget(model)
 
