@@ -244,10 +244,10 @@ class Maker:
     case: Case
     folder: Path  # for datastores
 
-    def __call__(self, params: SamplingParams, **changed: Any) -> Drafter:
+    def __call__(self, params: SamplingParams) -> Drafter:
         if self.name in REGISTERED:
             name, options = REGISTERED[self.name]
-            return registry.make(name, **self.filled({**options, **changed}))
+            return registry.make(name, **self.filled(options))
         if self.name == WINDOWED:
             return Windowed(nodes=5)
         drafter: SequenceDrafter = drafters_for(plain_text(self.case, params))[self.name]()
@@ -315,14 +315,9 @@ def test_twice_the_same(case: Case, make: Maker) -> None:
     """The same drafts and steps: nothing but the text decides them. How much pays depends on time, so not here."""
 
     def once() -> Run:
-        fixed = {}
-        if make.name in REGISTERED:
-            name, options = REGISTERED[make.name]
-            if "nodes" in registry.options(registry.load(name)):
-                fixed["nodes"] = options.get("nodes") or 8
-            if "depth" in registry.options(registry.load(name)):
-                fixed["depth"] = options.get("depth") or 2
-        drafter, given = make(SAMPLED, **fixed), make.given(SAMPLED)
+        drafter, given = make(SAMPLED), make.given(SAMPLED)
+        if isinstance(drafter, Planned):
+            drafter.nodes, drafter.depth = drafter.nodes or 8, drafter.depth or 2
         if isinstance(case.target, KeepsPrefixes):
             case.target.forget()  # nothing is captured of a prompt that need not be read
         return run(case.target, drafter, case.prompt, params=SAMPLED, stop=stop, **given)
