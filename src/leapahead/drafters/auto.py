@@ -65,7 +65,7 @@ class Auto(Planned):
             self._store.check(host.tokenizer, host.info.vocab_size)
         if self._drafts:
             models = host.draft_models.all(self._drafts, host.target, host.tokenizer)
-            self.draft_forwards = DraftForwards(models, host.acceptance)
+            self.draft_forwards = DraftForwards(models, host.acceptance, self.depth)
         super().attach(host)
 
     def make_sources(self, sequence: SequenceView | None) -> list[Source]:
