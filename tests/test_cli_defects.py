@@ -277,3 +277,9 @@ def test_our_warnings_are_one_line_and_others_are_discarded(leapahead: Any, monk
     monkeypatch.setattr(LLM, "stream", stream)
     result = leapahead("generate", PROMPT, *FEW, "-q")
     assert (result.exit_code, result.stderr) == (0, "warning: drafting is off, by leapahead.engine.scheduler\n")
+
+
+def test_rounds_without_a_comparison_are_refused(leapahead: Any) -> None:
+    found = leapahead("generate", "--rounds", "2", "--max-new-tokens", "4", "hi")
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert "--rounds counts the rounds of --compare" in found.stderr

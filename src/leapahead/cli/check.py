@@ -126,7 +126,7 @@ def check(
 def _show(report: Report, sampling: str, batch: int) -> None:
     click.echo(
         f"{report.target}, {sampling}, batch {batch}\n"
-        f"{report.prompts} prompts, {report.tokens} tokens of plain decoding; "
+        f"{report.prompts} prompt{'s' * (report.prompts != 1)}, {report.tokens} tokens of plain decoding; "
         f"{report.distinct_4_grams:.0%} of their 4-grams are distinct"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

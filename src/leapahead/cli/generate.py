@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from click.exceptions import Exit
 
 from leapahead.api import LLM
@@ -27,6 +28,7 @@ from leapahead.cli.options import (
     text_arguments,
     utf8_only,
 )
+from leapahead.core.errors import BadParameter
 from leapahead.results import Result
 
 INPUT, OUTPUT = "Input options", "Output options"
@@ -95,6 +97,8 @@ def generate(
     The text goes to standard output, on a terminal with drafted tokens in colour, and a line of figures to standard
     error. With --compare, the exit code is 1 if the text differs from that of plain decoding.
     """
+    if not with_plain and click.get_current_context().get_parameter_source("rounds") is ParameterSource.COMMANDLINE:
+        raise BadParameter("--rounds counts the rounds of --compare; give --compare too, or leave it out")
     text = prompt_text(prompt, file)
     options = text_arguments(values)
     if prediction is not None:
