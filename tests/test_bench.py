@@ -657,7 +657,7 @@ class Other(peers.Peer):
 
 class Sampler(Timed):
     def refusal(self, prompts: Sequence[list[int]], setting: Setting) -> str | None:
-        return None if setting.temperature == 0 else "it has no dice"
+        return None if setting.temperature == 0 else "it has no such noise"
 
 
 def test_what_a_target_cannot_do_is_left_out_by_name(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""How much to draft: what a node costs on this machine, how likely it is, and the tree that pays (DESIGN section 8)."""
+"""How much to draft: what a forward of n rows costs, how likely a node is to be accepted, and which tree pays."""
