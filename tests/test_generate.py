@@ -518,6 +518,14 @@ def test_a_closed_llm_takes_no_prompts() -> None:
         list(stream)
 
 
+def test_closing_releases_what_is_kept_of_earlier_prompts(tiny_folder: Path) -> None:
+    target = loading.load(str(tiny_folder)).target
+    with LLM(target, drafter="plain") as llm:
+        llm.generate([5, 6, 7, 8], max_new_tokens=3)
+        assert llm.generate([5, 6, 7, 8], max_new_tokens=3).stats.reused_tokens > 0
+    assert LLM(target, drafter="plain").generate([5, 6, 7, 8], max_new_tokens=3).stats.reused_tokens == 0
+
+
 def test_an_llm_is_not_pickled() -> None:
     with pytest.raises(TypeError, match="cannot be pickled; make one in the process"):
         pickle.dumps(LLM(ToyTarget(), drafter="plain"))

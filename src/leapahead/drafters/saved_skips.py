@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from leapahead.models.self_draft.layer_skip import Skip
 from leapahead.models.transformers.model import TransformersTarget
-from leapahead.planner.profile import cache_directory
+from leapahead.planner.profile import cache_directory, write_json
 
 FORMAT = 1
 LONGEST = 16  # drafted tokens of a chain
@@ -64,7 +62,6 @@ def expected(agreement: float, cost: float, longest: int = LONGEST) -> tuple[flo
 
 def save(target: TransformersTarget, found: Found) -> bool:
     """Stores the result of a search for later processes; false where it cannot be written."""
-    path, part = _path(target), ""
     content = {
         "format": FORMAT,
         "model": target.info.name,
@@ -75,17 +72,7 @@ def save(target: TransformersTarget, found: Found) -> bool:
         "speedup": found.speedup,
         "trials": found.trials,
     }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".part", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file)
-        os.replace(part, path)
-    except OSError:
-        if part:
-            Path(part).unlink(missing_ok=True)
-        return False
-    return True
+    return write_json(_path(target), content)
 
 
 def saved(target: TransformersTarget) -> Skip | None:

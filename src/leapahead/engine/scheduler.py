@@ -28,7 +28,7 @@ from leapahead.engine.loop import Running, step
 from leapahead.engine.output import Output
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.turn import Turn
-from leapahead.models.base import Session, Target, checked_prompt
+from leapahead.models.base import KeepsPrefixes, Target, checked_prompt
 from leapahead.models.choices import PromptRows
 from leapahead.planner.acceptance import AcceptanceTable
 from leapahead.planner.chunk import LARGEST, chunk_size
@@ -140,7 +140,7 @@ class Engine:
             self._turn.drive(partial(self._retire, handle))
 
     def close(self) -> None:
-        """Cancels every request and takes no further ones."""
+        """Cancels every request, takes no further ones, and releases what the target keeps of earlier prompts."""
         with self._changed:
             self._closed = True
             handles = [*self._queue, *(each for some in self._samples.values() for each in some)]
@@ -148,6 +148,9 @@ class Engine:
             self._changed.notify_all()
         for handle in handles:
             self.cancel(handle)
+        if isinstance(self.target, KeepsPrefixes) and not self.is_stepping:
+            with self.target.lock:
+                self.target.forget()
 
     def next(self, handle: Handle) -> Output | None:
         """Waits for the next output of a streamed request, driving the engine while nobody else does.

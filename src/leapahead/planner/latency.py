@@ -118,10 +118,6 @@ class LatencyProfile:
         """The numbers of rows at which T is estimated, rising."""
         return list(self._sizes)
 
-    def relative(self) -> dict[int, float]:
-        """Rows -> T(rows) relative to the smallest size, which is a plain step."""
-        return {n: self(n) / self(self._sizes[0]) for n in self._sizes}
-
     def as_dict(self) -> dict[str, float]:
         """Rows -> seconds at every size, for files."""
         return {str(n): self(n) for n in self._sizes}

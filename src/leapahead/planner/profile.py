@@ -234,18 +234,7 @@ class ProfileStore:
                 "seconds": {n: float(f"{seconds:.6g}") for n, seconds in profile.as_dict().items()},
             }
         content = {"format": FORMAT, "target": self.fingerprint, "processor": processor(), "profiles": entries}
-        part = ""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, part = tempfile.mkstemp(prefix=f"{self.path.stem}.", suffix=".part", dir=self.path.parent)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file)
-            os.replace(part, self.path)
-        except OSError:
-            if part:
-                Path(part).unlink(missing_ok=True)
-            return False
-        return True
+        return write_json(self.path, content)
 
     def _entries(self) -> dict[str, Any]:
         """Number of sequences -> entry of the file; empty where the file is missing, broken or of another target."""
@@ -256,6 +245,22 @@ class ProfileStore:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass
         return {}
+
+
+def write_json(path: Path, content: dict[str, Any]) -> bool:
+    """Replaces the file in one step, so that no reader finds half of it; False where it cannot be written."""
+    part = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".part", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(part, path)
+    except OSError:
+        if part:
+            Path(part).unlink(missing_ok=True)
+        return False
+    return True
 
 
 def cache_directory() -> Path:
