@@ -489,8 +489,8 @@ def test_a_batch_begins_as_one_and_is_kept_as_steps_correct_it() -> None:
     target.clock.now += 2
     here.observe(Forward(world.true(4), Cost(4, 4, 9)))
     later = profiles(target)
-    assert later.profile(4).relative()[8] == pytest.approx(world.true(8) / world.true(4), rel=0.05)
-    assert later.profile(1).relative()[8] == pytest.approx(1.7, rel=0.01)  # no step of one: as it was measured
+    assert relative(later.profile(4))[8] == pytest.approx(world.true(8) / world.true(4), rel=0.05)
+    assert relative(later.profile(1))[8] == pytest.approx(1.7, rel=0.01)  # no step of one: as it was measured
 
 
 def test_corrections_do_not_make_a_measurement_younger() -> None:

@@ -28,7 +28,7 @@ from leapahead.engine.loop import Running, step
 from leapahead.engine.output import Output
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.turn import Turn
-from leapahead.models.base import KeepsPrefixes, Target, checked_prompt
+from leapahead.models.base import KeepsPrefixes, Session, Target, checked_prompt
 from leapahead.models.choices import PromptRows
 from leapahead.planner.acceptance import AcceptanceTable
 from leapahead.planner.chunk import LARGEST, chunk_size
