@@ -172,9 +172,10 @@ def test_no_length_is_without_a_limit(fake: Fake, entry: peers.Entry, setting: S
 
 
 def test_the_child_s_own_peak_is_told(fake: Fake, entry: peers.Entry, setting: Setting) -> None:
-    memory = ran(fake, entry, setting).memory
-    assert memory is None or 0 < memory < 100
-    assert memory is not None or not sys.platform.startswith("linux")
+    """A program that ends between two readings has none; on a busy machine even this one may, so it runs again."""
+    found = [memory for _ in range(8) if (memory := ran(fake, entry, setting).memory) is not None]
+    assert all(0 < memory < 100 for memory in found)
+    assert found or not sys.platform.startswith("linux")
 
 
 # ---------------------------------------------------------------------------------------------------------- text
