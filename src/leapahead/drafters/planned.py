@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -129,7 +128,7 @@ class Planned(Drafter):
             source.read_prompt(sequence, rows)
 
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
-        began = perf_counter()
+        began = self.host.latency.clock()
         for sequence, step in zip(sequences, steps, strict=True):
             drafting = self._sequences[sequence]
             if drafting.search is None:
@@ -143,7 +142,7 @@ class Planned(Drafter):
                     source.learn_yield(len(step.tokens), profile(cost.rows) / profile(cost.sequences))
             drafting.search.learn(step)
             drafting.accepted += (step.verdict.accepted - drafting.accepted) * RECENT
-        self._observing += perf_counter() - began
+        self._observing += self.host.latency.clock() - began
 
     def finish(self, sequence: SequenceView) -> None:
         for source in self._sequences[sequence].sources:
@@ -175,7 +174,7 @@ class Planned(Drafter):
     # ----------------------------------------------------------------------------------------- the proposal
 
     def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
-        began = perf_counter()
+        began = self.host.latency.clock()
         found = [Proposal(TokenTree.root(sequence.root)) for sequence in sequences]
         active: dict[int, Drafting] = {}
         for index, (sequence, budget) in enumerate(zip(sequences, budgets, strict=True)):
@@ -205,7 +204,7 @@ class Planned(Drafter):
                 found[index] = _with_probes(found[index], drafting, budgets[index])
         if forwards is not None:
             forwards.settle(searches, {index: len(found[index].tree) > 1 for index in active})
-        spent = perf_counter() - began + self._observing - (forwards.seconds if forwards else 0.0)
+        spent = self.host.latency.clock() - began + self._observing - (forwards.seconds if forwards else 0.0)
         self._observing = 0.0
         self._drafting_time.observe(spent, sum(kept.values()) - len(kept))
         return found

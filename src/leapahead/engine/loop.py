@@ -30,14 +30,19 @@ from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 
 
 class Clock:
-    """Charges the time since the last charge to a phase of `Stats.seconds`, in equal shares."""
+    """Charges the time since the last charge to a phase of `Stats.seconds`, in equal shares.
 
-    def __init__(self) -> None:
-        self.last = perf_counter()
+    Args:
+        now: gives the time in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.last = now()
 
     def charge(self, phase: str, *stats: Stats, choose: float = 0.0) -> float:
         """Of the seconds since the last charge, `choose` are charged to that phase. Returns the seconds."""
-        now = perf_counter()
+        now = self._now()
         for each in stats:
             each.seconds[phase] += (now - self.last - choose) / len(stats)
             each.seconds["choose"] += choose / len(stats)
@@ -193,13 +198,20 @@ class Running:
                 self.session.close()
 
 
-def step(target: Target, batch: Sequence[Running]) -> list[tuple[Running, Output]]:
+def step(
+    target: Target, batch: Sequence[Running], now: Callable[[], float] = perf_counter
+) -> list[tuple[Running, Output]]:
     """ONE forward for the whole batch. A sequence that fails has its `error` set and gives no output.
+
+    Args:
+        target: that runs it.
+        batch: its sequences.
+        now: gives the time in seconds.
 
     Raises:
         Exception: what the forward itself raises; it concerns all sequences, whose sessions are as before.
     """
-    clock = Clock()
+    clock = Clock(now)
     proposals = propose(batch, clock)
     batch = [running for running in batch if running in proposals]
     if not batch:

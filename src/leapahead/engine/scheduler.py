@@ -248,7 +248,7 @@ class Engine:
             return []
         self._batch_size = len(batch)
         try:
-            return step(self.target, batch)
+            return step(self.target, batch, self.latency.clock)
         except Exception as error:  # of the forward: it concerns the whole batch
             for running in batch:
                 running.error = running.error or error

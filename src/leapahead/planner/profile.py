@@ -51,14 +51,14 @@ class LatencyProfiles:
     Args:
         info: of the target.
         store: the file; by default the one for the target's fingerprint.
-        clock: in seconds.
+        clock: gives the time in seconds; the engine and its drafters read the same one.
     """
 
     def __init__(
         self, info: TargetInfo, store: ProfileStore | None = None, clock: Callable[[], float] = perf_counter
     ) -> None:
         self.store = store or ProfileStore(info.fingerprint or info.name)
-        self._clock = clock
+        self.clock = clock
         self._profiles: dict[int, LatencyProfile] = {}
         self._last: Forward | None = None
         self._written = clock()
@@ -91,7 +91,7 @@ class LatencyProfiles:
         nothing changes.
         """
         try:
-            found = rounds(target, clock=self._clock)
+            found = rounds(target, clock=self.clock)
         except LeapaheadError:
             with self._lock:
                 self._profiles.setdefault(1, LatencyProfile.guessed())
@@ -135,8 +135,8 @@ class LatencyProfiles:
             self._last = forward
             if (profile := self._profiles.get(forward.cost.sequences)) is not None:
                 profile.observe(forward.cost.rows, forward.seconds)
-            if self._clock() - self._written >= WRITE_SECONDS:
-                self._written = self._clock()
+            if self.clock() - self._written >= WRITE_SECONDS:
+                self._written = self.clock()
                 self.keep()
 
     def keep(self) -> bool:
