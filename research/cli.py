@@ -16,6 +16,7 @@ COMMANDS = {  # name -> where it is, and what it does
     "figures": ("research.figures:main", "Measure all figures of the documentation."),
     "priors": ("research.priors:main", "Measure the planner's initial acceptance estimates."),
     "overhead": ("research.overhead:main", "Measure the time of a step outside the forward."),
+    "busy": ("research.busy:main", "Compare auto after a first run on a busy machine with auto after an idle one."),
     "standin": ("research.standin:main", "Write a stand-in model: a small model's text at a larger one's cost."),
     "llama-bench": ("research.llama_bench:main", "Compare the llama.cpp target with llama.cpp's own programs."),
     "cost": ("research.commands:cost", "Draw the latency profile."),
