@@ -21,6 +21,7 @@ MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of the other types of a value
 BLOCK = 1 << 20  # bytes that are compared with zero at once
+LEAST = 1 << 14  # bytes; a shorter run of zeros at the end is not refused: most of a norm's weights may be zero
 
 
 class Tensor(NamedTuple):
@@ -34,8 +35,8 @@ class Tensor(NamedTuple):
 def check_file(path: Path) -> None:
     """Refuses what is not a complete GGUF file. Of a model in several files all are checked.
 
-    A file is incomplete if more than half of a weight is zero, up to the end of the file. A shorter run of zeros is
-    not refused: embeddings of unused tokens may be zero.
+    A file is incomplete if more than half of a weight is zero, up to the end of the file, and at least `LEAST` bytes.
+    A shorter run of zeros is not refused: embeddings of unused tokens may be zero.
 
     Raises:
         BadParameter: no such file, not a GGUF file, or an incomplete one.
@@ -69,7 +70,7 @@ def _parts(path: Path) -> list[Path]:
 
 def _check_end(path: Path, data: mmap.mmap) -> None:
     start = _zeros_from(data)
-    if start == len(data):
+    if len(data) - start < LEAST:
         return
     try:
         tensors = list(_tensors(data))
