@@ -57,7 +57,7 @@ class ScriptTarget(ToyTarget):
 
     def row(self, attended: Entries) -> npt.NDArray[np.float64]:
         logits = np.zeros(self.info.vocab_size)
-        logits[self.text[len(attended) % len(self.text)]] = 1
+        logits[self.text[(attended[-1][0] + 1) % len(self.text)]] = 1
         return logits
 
 

@@ -12,7 +12,7 @@ these two arrays. This module knows neither models nor probabilities.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -49,6 +49,9 @@ class TokenTree:
     Attributes:
         tokens: int64 [nodes], token ids; node 0, the root, is the last committed token.
         parents: int64 [nodes], -1 for the root and the index of an earlier node for all others.
+        token_list: the tokens as plain integers. Most trees are small, and numpy takes a microsecond a call.
+        parent_list: the parents, likewise.
+        depth_list: the depths, likewise.
 
     Raises:
         DraftError: the arrays do not describe a tree in this order.
@@ -56,17 +59,29 @@ class TokenTree:
 
     tokens: IntArray
     parents: IntArray
+    token_list: list[int] = field(init=False, repr=False)
+    parent_list: list[int] = field(init=False, repr=False)
+    depth_list: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         tokens = np.asarray(self.tokens, dtype=np.int64)
         parents = np.asarray(self.parents, dtype=np.int64)
+        if tokens.ndim != 1 or parents.shape != tokens.shape or not tokens.size:
+            raise DraftError(f"a tree needs tokens and parents of one length, got {tokens.shape} and {parents.shape}")
+        parent_list = parents.tolist()
+        if parent_list[0] != -1:
+            raise DraftError(f"parents must be -1 and then indices of earlier nodes, got {parent_list}")
+        depth_list = [0] * len(parent_list)
+        for node in range(1, len(parent_list)):
+            parent = parent_list[node]
+            if not 0 <= parent < node:
+                raise DraftError(f"parents must be -1 and then indices of earlier nodes, got {parent_list}")
+            depth_list[node] = depth_list[parent] + 1
         object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "parents", parents)
-        n = len(tokens)
-        if tokens.ndim != 1 or parents.shape != tokens.shape or n == 0:
-            raise DraftError(f"a tree needs tokens and parents of one length, got {tokens.shape} and {parents.shape}")
-        if parents[0] != -1 or (n > 1 and not (parents[1:].min() >= 0 and (parents[1:] < np.arange(1, n)).all())):
-            raise DraftError(f"parents must be -1 and then indices of earlier nodes, got {parents.tolist()}")
+        object.__setattr__(self, "token_list", tokens.tolist())
+        object.__setattr__(self, "parent_list", parent_list)
+        object.__setattr__(self, "depth_list", depth_list)
 
     @classmethod
     def root(cls, token: int) -> TokenTree:
@@ -87,13 +102,13 @@ class TokenTree:
         return builder.build()
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.token_list)
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, TokenTree)
-            and np.array_equal(self.tokens, other.tokens)
-            and np.array_equal(self.parents, other.parents)
+            and self.token_list == other.token_list
+            and self.parent_list == other.parent_list
         )
 
     __hash__ = None  # type: ignore[assignment]  # arrays inside
@@ -101,54 +116,49 @@ class TokenTree:
     @cached_property
     def depths(self) -> IntArray:
         """int64 [nodes]; 0 for the root."""
-        depths = [0] * len(self)
-        for node, parent in enumerate(self.parents.tolist()):
-            if parent >= 0:
-                depths[node] = depths[parent] + 1
-        return np.array(depths, dtype=np.int64)
+        return np.array(self.depth_list, dtype=np.int64)
 
     @cached_property
     def ancestor_mask(self) -> BoolArray:
         """bool [nodes, nodes]; row i is true at i and its ancestors: the nodes that node i attends to."""
         mask = np.eye(len(self), dtype=np.bool_)
-        for node, parent in enumerate(self.parents.tolist()):
-            if parent >= 0:
-                mask[node] |= mask[parent]
+        for node, parent in enumerate(self.parent_list[1:], start=1):
+            mask[node] |= mask[parent]
         return mask
-
-    @cached_property
-    def _children(self) -> dict[tuple[int, int], int]:
-        found: dict[tuple[int, int], int] = {}
-        for node, key in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
-            found.setdefault(key, node)  # of equal siblings the first is the child
-        return found
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` with the token, if there is one; the first of several."""
-        return self._children.get((node, token))
+        for child in range(node + 1, len(self.parent_list)):
+            if self.parent_list[child] == node and self.token_list[child] == token:
+                return child
+        return None
 
     @cached_property
     def leaves(self) -> IntArray:
         """int64 [leaves]; nodes without children, in order."""
-        inner = np.zeros(len(self), dtype=np.bool_)
-        inner[self.parents[1:]] = True
-        return np.flatnonzero(~inner)
+        inner = set(self.parent_list)
+        return np.array([node for node in range(len(self)) if node not in inner], dtype=np.int64)
+
+    @property
+    def num_leaves(self) -> int:
+        """The number of leaves."""
+        return len(self) + 1 - len(set(self.parent_list))  # every parent but -1 is an inner node
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root to `node`, both included."""
         path = [node]
-        while (node := int(self.parents[node])) >= 0:
+        while (node := self.parent_list[node]) >= 0:
             path.append(node)
         return path[::-1]
 
     def path_tokens(self, node: int) -> list[int]:
         """The drafted tokens from below the root to `node` (empty for the root)."""
-        return [int(self.tokens[i]) for i in self.path(node)[1:]]
+        return [self.token_list[i] for i in self.path(node)[1:]]
 
     @property
     def is_chain(self) -> bool:
         """Whether the tree is one path, its nodes in order."""
-        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
+        return self.depth_list[-1] == len(self) - 1
 
 
 class TreeBuilder:
@@ -172,11 +182,12 @@ class TreeBuilder:
     @classmethod
     def of(cls, tree: TokenTree, budget: Budget | None = None) -> TreeBuilder:
         """A builder that adds to `tree`."""
-        builder = cls(int(tree.tokens[0]), budget)
-        builder.tokens = tree.tokens.tolist()
-        builder.parents = tree.parents.tolist()
-        builder._depths = tree.depths.tolist()
-        builder._children = dict(tree._children)
+        builder = cls(tree.token_list[0], budget)
+        builder.tokens = list(tree.token_list)
+        builder.parents = list(tree.parent_list)
+        builder._depths = list(tree.depth_list)
+        for node, key in enumerate(zip(builder.parents, builder.tokens, strict=True)):
+            builder._children.setdefault(key, node)  # of equal siblings the first is the child
         builder._inner = set(builder.parents[1:])
         return builder
 

@@ -55,11 +55,12 @@ def verify(tree: TokenTree, chosen: Chosen) -> Verdict:
     Returns:
         A verdict of at least 1 and at most depth + 1 tokens.
     """
-    path, tokens = [0], []
-    while True:
-        token = int(chosen[path[-1]])
-        tokens.append(token)
-        child = tree.child(path[-1], token)
-        if child is None:
-            return Verdict(tuple(path), tuple(tokens), accepted=len(path) - 1)
-        path.append(child)
+    node, token = 0, int(chosen[0])
+    path, tokens = [node], [token]
+    parents, drafted = tree.parent_list, tree.token_list
+    for child in range(1, len(drafted)):  # one pass: parents stand before their children
+        if parents[child] == node and drafted[child] == token:
+            node, token = child, int(chosen[child])
+            path.append(node)
+            tokens.append(token)
+    return Verdict(tuple(path), tuple(tokens), accepted=len(path) - 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import compress
 from threading import RLock
 
 import numpy as np
@@ -34,12 +35,19 @@ Entries = tuple[tuple[int, int], ...]  # (position, token), in order of position
 
 
 class ToySession:
-    """The cache of one sequence: every committed token but the last, once the prompt is read."""
+    """The cache of one sequence: every committed token but the last, once the prompt is read.
+
+    Attributes:
+        cache: the entries.
+        sound: whether the position of every entry is its index. Then the last entries tell what a node attends to.
+    """
 
     def __init__(self, target: ToyTarget, tokens: list[int], params: SamplingParams, capture: Capture) -> None:
         self.tokens, self.capture = tokens, capture
         self.sampler = Sampler(params, tokens, target.info.vocab_size)
         self.cache: list[tuple[int, int]] = []
+        self.sound = True
+        self._order = target.order
         self._pending: list[tuple[int, int]] = []
 
     @property
@@ -47,14 +55,20 @@ class ToySession:
         return max(0, self.sampler.prompt_length - 1 - len(self.cache))
 
     def forward(self, tree: TokenTree, mask: BoolArray, positions: IntArray, num_computed: int = 0) -> list[Entries]:
-        """The entries that every node behind the computed ones attends to; the nodes' entries wait for the commit."""
+        """The entries that every node behind the computed ones attends to; the nodes' entries wait for the commit.
+
+        Of a sound cache the last entries alone, as many as the table reads.
+        """
         assert num_computed <= len(self._pending), "nodes that never went through the target"
         self._pending[num_computed:] = list(zip(positions.tolist(), tree.tokens.tolist(), strict=True))[num_computed:]
-        attended = [[self._pending[other] for other in np.flatnonzero(row)] for row in mask[num_computed:]]
-        return [tuple(sorted(self.cache + some)) for some in attended]
+        attended = [list(compress(self._pending, row)) for row in mask[num_computed:].tolist()]
+        committed = self.cache[-self._order :] if self.sound else self.cache
+        return [tuple(sorted(committed + some)) for some in attended]
 
     def commit(self, verdict: Verdict) -> None:
-        self.cache += [self._pending[node] for node in verdict.path]
+        kept = [self._pending[node] for node in verdict.path]
+        self.sound = self.sound and all(at == index for index, (at, _) in enumerate(kept, start=len(self.cache)))
+        self.cache += kept
         self._pending = []
         self.tokens += verdict.tokens
         self.sampler.committed()
@@ -93,7 +107,8 @@ class ToyTarget:
         self.info = TargetInfo(name, vocab_size, context_length, precision, capabilities, fingerprint=name)
         self.lock = RLock()
         self.max_leaves, self.max_nodes = max_leaves, max_nodes
-        self._order, self._seed, self._sharpness = order, seed, sharpness
+        self.order = order
+        self._seed, self._sharpness = seed, sharpness
         self._row = lru_cache(maxsize=1 << 16)(self._compute_row)
 
     def open(
@@ -109,12 +124,13 @@ class ToyTarget:
         first = max(start, last - PROMPT_ROWS)
         if not session.capture.top_k or first >= end:
             return None
-        rows = np.stack([self.row(tuple(session.cache[: position + 1])) for position in range(first, end)])
+        seen = [tuple(session.cache[max(0, at + 1 - self.order) : at + 1]) for at in range(first, end)]
+        rows = np.stack([self.row(each) for each in seen])
         return PromptRows(np.array(session.tokens[first:end]), first, rows)
 
     def fork(self, session: ToySession, params: SamplingParams) -> ToySession:
         twin = ToySession(self, list(session.tokens), params, session.capture)
-        twin.cache = list(session.cache)
+        twin.cache, twin.sound = list(session.cache), session.sound
         return twin
 
     def step(
@@ -147,9 +163,10 @@ class ToyTarget:
         return len(session.tokens) - 1 + tree.depths
 
     def row(self, attended: Entries) -> npt.NDArray[np.float64]:
-        """float64 [vocab]; the logits after these entries."""
-        if all(position == index for index, (position, _) in enumerate(attended)):
-            return self._row(tuple(token for _, token in attended[-self._order :]))
+        """float64 [vocab]; the logits after these entries: all of a sequence, or the last ones, `order` at least."""
+        start = attended[0][0] if len(attended) >= self.order else 0
+        if all(position == index for index, (position, _) in enumerate(attended, start)):
+            return self._row(tuple(token for _, token in attended[-self.order :]))
         return self._compute_row((-1, *(n for pair in attended for n in pair)))  # a broken context: other logits
 
     def _compute_row(self, key: tuple[int, ...]) -> npt.NDArray[np.float64]:
