@@ -33,10 +33,12 @@ test-all: lint types docs
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror src/native/*.h src/native/*.cpp
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i src/native/*.h src/native/*.cpp
 
 types: $(WITH_LLAMA)
 	$(BIN)/mypy
@@ -128,7 +130,7 @@ $(STANDINS)/%-bf16.gguf: | $(STANDINS)/%-bf16
 $(STANDINS)/%-q8_0.gguf: | $(STANDINS)/%-bf16
 	$(BIN)/leapahead export-gguf --force $(STANDINS)/$*-bf16 $@ --type q8_0
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml hatch_build.py $(wildcard src/native/*)
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "leapahead needs Python 3.10 or newer"; exit 1; }
 	python3 -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip

@@ -16,6 +16,8 @@ SOURCE = Path(leapahead.__file__).parent
 
 # From the bottom up: a package may import those that stand before it, and itself.
 LAYERS = [
+    "_native",  # compiled, from src/native
+    "native",
     "core",
     "models",
     "planner",

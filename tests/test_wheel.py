@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -37,7 +38,13 @@ def test_it_holds_the_package_alone(wheel: zipfile.ZipFile) -> None:
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"leapahead"}
     assert {"leapahead/py.typed", "leapahead/assets/tiny/config.json", "leapahead/assets/explain.html"} <= {*names}
     assert "leapahead/integrations/custom_generate/generate.py" in names
-    assert not any("research" in name or "/train/" in name or name.endswith(".pyc") for name in names)
+    assert not any("research" in name or "/train/" in name or name.endswith((".pyc", ".cpp")) for name in names)
+
+
+def test_it_holds_the_compiled_module_where_this_machine_can_build_it(wheel: zipfile.ZipFile) -> None:
+    compiled = [name for name in wheel.namelist() if name.startswith("leapahead/_native.") and name[-4:] != ".pyi"]
+    assert len(compiled) == (shutil.which("cmake") is not None and shutil.which("c++") is not None)
+    assert len(compiled) <= 1
 
 
 def test_its_description_has_no_relative_link_and_no_image_of_the_repository(wheel: zipfile.ZipFile) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
 from leapahead.drafters.cache import Arrays, Section
-from leapahead.drafters.sources.suffix_automaton import SuffixAutomaton
+from leapahead.drafters.sources.suffix_automaton import new_automaton
 
 CAPACITY = 200_000  # tokens
 
@@ -21,7 +21,7 @@ class Volume:
     """Some past texts and the suffix automaton over them."""
 
     def __init__(self) -> None:
-        self.automaton = SuffixAutomaton()
+        self.automaton = new_automaton()
         self.texts: dict[bytes, int] = {}  # int32 ids as bytes -> number of tokens, oldest first
 
     @property
@@ -30,8 +30,7 @@ class Volume:
 
     def add(self, text: bytes) -> None:
         self.automaton.restart()
-        for token in array("i", text):
-            self.automaton.add(token)
+        self.automaton.extend(array("i", text).tolist())
         self.texts[text] = len(text) // 4
 
 

@@ -15,7 +15,7 @@ from math import log
 from typing import Any, ClassVar
 
 from leapahead.drafters.sources.past_texts import PastTexts, Volume
-from leapahead.drafters.sources.suffix_automaton import SuffixAutomaton
+from leapahead.drafters.sources.suffix_automaton import Automaton, new_automaton
 from leapahead.models.base import CHAIN
 from leapahead.planner.draft import SequenceView
 from leapahead.planner.source import Candidate, Feature, Source
@@ -27,7 +27,7 @@ LENGTH_BUCKETS = (1, 2, 3, 5, 8, 12, 20, 40)
 MAX_CANDIDATES = 8
 LOCATE_TOKENS = 32  # last tokens by which the text is located in past texts that have grown
 
-Match = tuple[SuffixAutomaton, int, int]  # automaton, state, length; a length of 0 is no match
+Match = tuple[Automaton, int, int]  # automaton, state, length; a length of 0 is no match
 
 
 class Suffix(Source):
@@ -37,7 +37,7 @@ class Suffix(Source):
     needs: ClassVar[frozenset[str]] = frozenset({CHAIN})
 
     def __init__(self) -> None:
-        self.automaton = SuffixAutomaton()
+        self.automaton = new_automaton()
         self._shared: PastTexts | None = None
         self._located: dict[Volume, tuple[int, int, int]] = {}  # state, length, texts of the volume at that time
 
@@ -48,8 +48,8 @@ class Suffix(Source):
 
     def read(self, sequence: SequenceView) -> None:
         tokens, known = sequence.tokens, self.automaton.tokens
-        for index in range(known, len(tokens)):
-            self.automaton.add(tokens[index])
+        if known < len(tokens):
+            self.automaton.extend(tokens[known:])
         if self._shared is not None:
             self._located = {volume: self._locate(volume, tokens, known) for volume in self._shared.volumes}
 

@@ -11,7 +11,11 @@ of them.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from itertools import islice
+from typing import TypeAlias
+
+from leapahead import native
 
 COUNT_LINKS = 8  # states along the suffix links whose counts grow with each token; all of them would be quadratic
 
@@ -20,6 +24,8 @@ NONE, SEVERAL = -1, -2  # values of `_next`
 
 class SuffixAutomaton:
     """A suffix automaton over texts of token ids from 0 up. State 0 is the empty string.
+
+    `new_automaton` gives the compiled one where it is installed, which is the same, state for state.
 
     A state with one transition, as most have, keeps it as one integer, because a dict for each would take most of the
     memory. One thread may add while others read; they may miss the latest tokens.
@@ -124,6 +130,11 @@ class SuffixAutomaton:
             self._count[current] += 1
             current = self._link[current]
 
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Appends tokens to the current text."""
+        for token in tokens:
+            self.add(token)
+
     def restart(self) -> None:
         """Begins a new text."""
         self._last = 0
@@ -162,3 +173,11 @@ class SuffixAutomaton:
             state = self._link[state]
         self._link[target] = clone
         return clone
+
+
+Automaton: TypeAlias = "SuffixAutomaton | native.module.SuffixAutomaton"
+
+
+def new_automaton() -> Automaton:
+    """An empty automaton: the compiled one, where this installation has it."""
+    return native.module.SuffixAutomaton() if native.available else SuffixAutomaton()

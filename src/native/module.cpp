@@ -1,0 +1,93 @@
+// The module leapahead._native. Its classes are those of the same names in Python; _native.pyi has their types.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include "philox.h"
+#include "suffix_automaton.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using leapahead::SuffixAutomaton;
+
+namespace {
+
+// Raised whenever Python code and this module would not fit together; see leapahead/native.py.
+constexpr int kInterface = 1;
+
+int64_t checked(const SuffixAutomaton &automaton, int64_t state) {
+    if (state < 0 || state >= automaton.size()) throw nb::index_error("there is no such state");
+    return state;
+}
+
+void bind_suffix_automaton(nb::module_ &m) {
+    nb::class_<SuffixAutomaton>(m, "SuffixAutomaton")
+        .def(nb::init<>())
+        .def("__len__", &SuffixAutomaton::size)
+        .def_prop_ro("tokens", &SuffixAutomaton::tokens)
+        .def_prop_ro("end", &SuffixAutomaton::end)
+        .def("add", &SuffixAutomaton::add, "token"_a)
+        .def(
+            "extend",
+            [](SuffixAutomaton &self, const std::vector<int32_t> &tokens) {
+                for (int32_t token : tokens) self.add(token);
+            },
+            "tokens"_a)
+        .def("restart", &SuffixAutomaton::restart)
+        .def(
+            "step",
+            [](const SuffixAutomaton &self, int64_t state, int32_t token) -> nb::object {
+                const int32_t target = self.step(checked(self, state), token);
+                return target < 0 ? nb::none() : nb::object(nb::int_(target));
+            },
+            "state"_a, "token"_a)
+        .def(
+            "followers",
+            [](const SuffixAutomaton &self, int64_t state, int32_t limit) {
+                std::vector<leapahead::Follower> found;
+                self.followers(checked(self, state), limit, found);
+                std::vector<std::pair<int32_t, int32_t>> pairs;
+                for (const auto &[token, count] : found) pairs.emplace_back(token, count);
+                return pairs;
+            },
+            "state"_a, "limit"_a)
+        .def(
+            "link", [](const SuffixAutomaton &self, int64_t state) { return self.link(checked(self, state)); },
+            "state"_a)
+        .def(
+            "length", [](const SuffixAutomaton &self, int64_t state) { return self.length(checked(self, state)); },
+            "state"_a)
+        .def(
+            "settled",
+            [](const SuffixAutomaton &self, int64_t state, int32_t length) {
+                return self.settled(checked(self, state), length);
+            },
+            "state"_a, "length"_a)
+        .def(
+            "advance",
+            [](const SuffixAutomaton &self, int64_t state, int32_t length, int32_t token, int32_t max_links) {
+                const auto found = self.advance(checked(self, state), length, token, max_links);
+                return std::pair(found.state, found.length);
+            },
+            "state"_a, "length"_a, "token"_a, "max_links"_a = -1);
+}
+
+using Tokens = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>> words(uint64_t seed, uint64_t position, Tokens tokens) {
+    const size_t count = tokens.size();
+    auto *found = new uint32_t[count];
+    nb::capsule owner(found, [](void *data) noexcept { delete[] static_cast<uint32_t *>(data); });
+    for (size_t i = 0; i < count; ++i)
+        found[i] = leapahead::noise_word(seed, position, static_cast<uint32_t>(tokens.data()[i]));
+    return {found, {count}, owner};
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.attr("INTERFACE") = kInterface;
+    bind_suffix_automaton(m);
+    m.def("words", &words, "seed"_a, "position"_a, "tokens"_a);
+}

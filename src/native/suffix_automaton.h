@@ -1,0 +1,90 @@
+// An online suffix automaton over token ids: src/leapahead/drafters/sources/suffix_automaton.py, compiled.
+//
+// State for state and follower for follower the same as the Python class, which says what it is.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace leapahead {
+
+struct Match {
+    int32_t state;
+    int32_t length;
+};
+
+struct Follower {
+    int32_t token;
+    int32_t count;
+};
+
+// The transitions of a state that has several, in the order in which their tokens were first seen.
+class Branches {
+  public:
+    Branches() = default;
+    Branches(const Branches &other) : targets_(other.targets_) { index(); }
+    Branches(Branches &&) noexcept = default;
+    Branches &operator=(Branches &&) noexcept = default;
+
+    int32_t find(int32_t token) const;  // -1 for none
+    void set(int32_t token, int32_t state);
+    size_t size() const { return targets_.size(); }
+    std::pair<int32_t, int32_t> at(size_t place) const { return targets_[place]; }
+
+  private:
+    static constexpr size_t kSearched = 8;  // as many are searched one by one; more have an index
+
+    void index();
+
+    std::vector<std::pair<int32_t, int32_t>> targets_;  // (token, state)
+    std::unique_ptr<std::unordered_map<int32_t, uint32_t>> places_;
+};
+
+class SuffixAutomaton {
+  public:
+    SuffixAutomaton();
+
+    void add(int32_t token);
+    void restart() { last_ = 0; }
+
+    // -1 where there is none.
+    int32_t step(int32_t state, int32_t token) const {
+        const State &at = states_[state];
+        if (at.token == token) return at.target;
+        return at.token == kSeveral ? branches_[at.target].find(token) : -1;
+    }
+    // At most `limit` of them are added to `found`.
+    void followers(int32_t state, int32_t limit, std::vector<Follower> &found) const;
+    int32_t settled(int32_t state, int32_t length) const;
+    Match advance(int32_t state, int32_t length, int32_t token, int32_t max_links = -1) const;
+
+    int32_t link(int32_t state) const { return states_[state].link; }
+    int32_t length(int32_t state) const { return states_[state].length; }
+    int32_t end() const { return states_[last_].link > 0 ? states_[last_].link : 0; }
+    int64_t size() const { return static_cast<int64_t>(states_.size()); }
+    int64_t tokens() const { return tokens_; }
+
+  private:
+    static constexpr int32_t kNone = -1, kSeveral = -2;  // of State::token
+    static constexpr int kCountLinks = 8;
+
+    struct State {
+        int32_t link, length, count;
+        int32_t token;   // of its only transition, kNone, or kSeveral
+        int32_t target;  // of that transition; the place in branches_ of several
+    };
+
+    void set(int32_t state, int32_t token, int32_t target);
+    int32_t create(int32_t length, int32_t link);
+    int32_t split(int32_t state, int32_t token, int32_t target);
+
+    std::vector<State> states_;
+    std::vector<Branches> branches_;
+    int32_t last_ = 0;
+    int64_t tokens_ = 0;
+};
+
+}  // namespace leapahead

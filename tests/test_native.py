@@ -1,0 +1,58 @@
+"""The compiled module does what the Python code does: state for state, and bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leapahead import native
+from leapahead.drafters.sources.suffix_automaton import SuffixAutomaton
+
+pytestmark = pytest.mark.skipif(not native.available, reason="installed without the compiled module")
+
+few_tokens = st.lists(st.integers(0, 3), max_size=80)
+many_tokens = st.lists(st.integers(0, 30), max_size=120)  # states with more followers than are searched one by one
+
+
+def both(texts: list[list[int]]) -> tuple[SuffixAutomaton, native.module.SuffixAutomaton]:
+    slow, fast = SuffixAutomaton(), native.module.SuffixAutomaton()
+    for text in texts:
+        slow.restart()
+        fast.restart()
+        slow.extend(text)
+        for token in text[:3]:
+            fast.add(token)
+        fast.extend(text[3:])
+    return slow, fast
+
+
+@given(st.lists(few_tokens | many_tokens, max_size=3), few_tokens, st.integers(1, 9))
+def test_suffix_automata_are_equal(texts: list[list[int]], query: list[int], limit: int) -> None:
+    slow, fast = both(texts)
+    assert (len(slow), slow.tokens, slow.end) == (len(fast), fast.tokens, fast.end)
+    for state in range(len(slow)):
+        assert slow.followers(state, limit) == fast.followers(state, limit)
+        assert (slow.link(state), slow.length(state)) == (fast.link(state), fast.length(state))
+        assert [slow.step(state, token) for token in range(5)] == [fast.step(state, token) for token in range(5)]
+        assert slow.settled(state, limit) == fast.settled(state, limit)
+    for max_links in (-1, 1, 2):
+        at = 0, 0
+        for token in query:
+            assert slow.advance(*at, token, max_links) == fast.advance(*at, token, max_links)
+            at = fast.advance(*at, token, max_links)
+
+
+def test_an_automaton_refuses_states_that_it_does_not_have() -> None:
+    automaton = native.module.SuffixAutomaton()
+    with pytest.raises(IndexError, match="no such state"):
+        automaton.followers(1, 4)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.lists(st.integers(0, 4000), max_size=20))
+def test_the_words_of_the_noise_are_those_of_numpy(seed: int, position: int, tokens: list[int]) -> None:
+    generator = np.random.Philox(key=np.array([seed, position], dtype=np.uint64))
+    whole = generator.random_raw(2001).astype("<u8").view("<u4")
+    found = native.module.words(seed, position, np.array(tokens, dtype=np.int64))
+    assert found.tolist() == whole[tokens].tolist()
