@@ -1,6 +1,6 @@
 """`python -m research overhead --toy`: microseconds of a step outside the forward and the drafting, on the toy target.
 
-The drafts are scripted: trees of a fixed shape whose tokens are known before the step, given as the two arrays that a
+The drafts are scripted: trees of a fixed shape whose tokens are known before the step, given as the lists that a
 compiled planner returns. What is left is the engine's own work: making and checking trees, verification, the commit,
 counters, outputs and the scheduler.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import PHASES
 from leapahead.core.stop import StopParams
-from leapahead.core.tree import Budget, IntArray, TokenTree
+from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import Drafter
 from leapahead.drafters.plain import Plain
 from leapahead.engine.request import Handle, Request
@@ -28,7 +28,8 @@ from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import Proposal, SequenceView
 
 # 16 drafted nodes under the root: a path of six nodes and siblings at the first four depths.
-PARENTS = np.array([-1, 0, 0, 0, 0, 1, 1, 1, 2, 5, 5, 6, 9, 9, 12, 14, 3], dtype=np.int64)
+PARENTS = [-1, 0, 0, 0, 0, 1, 1, 1, 2, 5, 5, 6, 9, 9, 12, 14, 3]
+DEPTHS = [0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6, 2]
 PATH = (1, 5, 9, 12, 14, 15)
 ACCEPTED = 2  # drafted nodes that a step commits
 WARM_UP = 20  # steps
@@ -50,20 +51,20 @@ class Scripted(Drafter):
 
     def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
         return [
-            Proposal(TokenTree(self._tokens[len(sequence.tokens) - 1], PARENTS), self._sources, self._expected)
+            Proposal(
+                TokenTree.of_lists(self._tokens[len(sequence.tokens) - 1], PARENTS, DEPTHS),
+                self._sources,
+                self._expected,
+            )
             for sequence in sequences
         ]
 
 
-def _draft(text: Sequence[int], at: int, vocab_size: int) -> IntArray:
-    """The tokens of the tree over position `at`."""
-    right, depths = {node: depth for depth, node in enumerate(PATH, start=1)}, [0] * len(PARENTS)
-    tokens = [text[at]]
-    for node, parent in enumerate(PARENTS.tolist()[1:], start=1):
-        depths[node] = depths[parent] + 1
-        wrong = right.get(node, len(PATH)) > ACCEPTED
-        tokens.append((text[at + depths[node]] + wrong * node) % vocab_size)
-    return np.array(tokens, dtype=np.int64)
+def _draft(text: Sequence[int], at: int, vocab_size: int) -> list[int]:
+    """The tokens of the tree over position `at`: the text's own, but for nodes that are to be rejected."""
+    right = (0, *PATH[:ACCEPTED])
+    tokens = [text[at + depth] + (node not in right) * node for node, depth in enumerate(DEPTHS)]
+    return [token % vocab_size for token in tokens]
 
 
 def overhead(

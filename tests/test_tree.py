@@ -39,6 +39,24 @@ def test_paths_depths_and_mask_follow_from_the_parents(tree: TokenTree) -> None:
 @given(trees())
 def test_leaves_are_the_nodes_without_children(tree: TokenTree) -> None:
     assert tree.leaves.tolist() == [node for node in range(len(tree)) if node not in tree.parents.tolist()]
+    assert tree.num_leaves == len(tree.leaves)
+
+
+@given(trees())
+def test_lists_and_arrays_are_equal(tree: TokenTree) -> None:
+    again = TokenTree.of_lists(tree.token_list, tree.parent_list, tree.depth_list)
+    assert again == tree == TokenTree(again.tokens, again.parents)
+    assert [array.dtype for array in (again.tokens, again.parents, again.depths, again.leaves)] == [np.int64] * 4
+    assert (again.tokens.tolist(), again.parents.tolist()) == (tree.token_list, tree.parent_list)
+
+
+def test_the_lists_hold_plain_integers() -> None:
+    text = np.array([4, 5, 6])
+    builder = TreeBuilder(text[0])
+    builder.add_path(text)
+    for tree in (TokenTree(text, [-1, 0, 1]), TokenTree.chain(text[0], text), TokenTree.root(text[0]), builder.build()):
+        assert all(type(each) is int for each in (*tree.token_list, *tree.parent_list, *tree.depth_list))
+    assert repr(TokenTree.chain(1, [2])) == "TokenTree([1, 2], [-1, 0])"
 
 
 @given(trees(), st.integers(0, 4))
@@ -77,6 +95,11 @@ def test_a_chain_is_one_path(tokens: list[int]) -> None:
 
 def within(tree: TokenTree, budget: Budget) -> bool:
     return len(tree) - 1 <= budget.nodes and tree.depths.max() <= budget.depth and len(tree.leaves) <= budget.leaves
+
+
+@given(trees(), budgets)
+def test_a_budget_allows_what_is_within_it(tree: TokenTree, budget: Budget) -> None:
+    assert budget.allows(tree) == within(tree, budget)
 
 
 @given(some_paths, budgets)

@@ -12,7 +12,7 @@ these two arrays. This module knows neither models nor probabilities.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -41,57 +41,69 @@ class Budget:
     depth: int = UNLIMITED
     leaves: int = UNLIMITED
 
+    def allows(self, tree: TokenTree) -> bool:
+        """Whether a draft is within it."""
+        drafted = len(tree) - 1  # at most so deep, and at most so many leaves
+        return (
+            drafted <= self.nodes
+            and (drafted <= self.depth or max(tree.depth_list) <= self.depth)
+            and (drafted <= self.leaves or tree.num_leaves <= self.leaves)
+        )
 
-@dataclass(frozen=True, eq=False)
+
 class TokenTree:
-    """Tokens and parents, parents before children.
+    """Tokens and parents, parents before children. A tree is never changed.
+
+    Most trees are small and numpy takes about a microsecond a call, so a tree consists of lists, and the arrays are
+    made when they are first read.
+
+    Args:
+        tokens: int [nodes], token ids; node 0, the root, is the last committed token.
+        parents: int [nodes], -1 for the root and the index of an earlier node for all others.
 
     Attributes:
-        tokens: int64 [nodes], token ids; node 0, the root, is the last committed token.
-        parents: int64 [nodes], -1 for the root and the index of an earlier node for all others.
-        token_list: the tokens as plain integers. Most trees are small, and numpy takes a microsecond a call.
-        parent_list: the parents, likewise.
-        depth_list: the depths, likewise.
+        token_list: the tokens.
+        parent_list: the parents.
+        depth_list: the depths; 0 for the root.
 
     Raises:
         DraftError: the arrays do not describe a tree in this order.
     """
 
-    tokens: IntArray
-    parents: IntArray
-    token_list: list[int] = field(init=False, repr=False)
-    parent_list: list[int] = field(init=False, repr=False)
-    depth_list: list[int] = field(init=False, repr=False)
+    token_list: list[int]
+    parent_list: list[int]
+    depth_list: list[int]
 
-    def __post_init__(self) -> None:
-        tokens = np.asarray(self.tokens, dtype=np.int64)
-        parents = np.asarray(self.parents, dtype=np.int64)
+    def __init__(self, tokens: npt.ArrayLike, parents: npt.ArrayLike) -> None:
+        self.tokens = tokens = np.asarray(tokens, dtype=np.int64)
+        self.parents = parents = np.asarray(parents, dtype=np.int64)
         if tokens.ndim != 1 or parents.shape != tokens.shape or not tokens.size:
             raise DraftError(f"a tree needs tokens and parents of one length, got {tokens.shape} and {parents.shape}")
-        parent_list = parents.tolist()
-        if parent_list[0] != -1:
-            raise DraftError(f"parents must be -1 and then indices of earlier nodes, got {parent_list}")
-        depth_list = [0] * len(parent_list)
-        for node in range(1, len(parent_list)):
-            parent = parent_list[node]
+        self.token_list, self.parent_list, self.depth_list = tokens.tolist(), parents.tolist(), [0]
+        if self.parent_list[0] != -1:
+            raise DraftError(f"parents must be -1 and then indices of earlier nodes, got {self.parent_list}")
+        for node, parent in enumerate(self.parent_list[1:], start=1):
             if not 0 <= parent < node:
-                raise DraftError(f"parents must be -1 and then indices of earlier nodes, got {parent_list}")
-            depth_list[node] = depth_list[parent] + 1
-        object.__setattr__(self, "tokens", tokens)
-        object.__setattr__(self, "parents", parents)
-        object.__setattr__(self, "token_list", tokens.tolist())
-        object.__setattr__(self, "parent_list", parent_list)
-        object.__setattr__(self, "depth_list", depth_list)
+                raise DraftError(f"parents must be -1 and then indices of earlier nodes, got {self.parent_list}")
+            self.depth_list.append(self.depth_list[parent] + 1)
+
+    @classmethod
+    def of_lists(cls, tokens: list[int], parents: list[int], depths: list[int]) -> TokenTree:
+        """A tree that is known to be valid, of plain integers. It keeps the lists, and nothing is checked."""
+        tree = cls.__new__(cls)
+        tree.token_list, tree.parent_list, tree.depth_list = tokens, parents, depths
+        return tree
 
     @classmethod
     def root(cls, token: int) -> TokenTree:
         """The tree of the root alone, which drafts nothing."""
-        return cls(np.array([token]), np.array([-1]))
+        return cls.of_lists([int(token)], [-1], [0])
 
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int]) -> TokenTree:
         """A tree of one path."""
-        return cls(np.array([root, *tokens]), np.arange(-1, len(tokens)))
+        nodes = [int(root), *map(int, tokens)]
+        return cls.of_lists(nodes, list(range(-1, len(tokens))), list(range(len(nodes))))
 
     @classmethod
     def from_paths(cls, root: int, paths: Iterable[Sequence[int]], budget: Budget | None = None) -> TokenTree:
@@ -111,7 +123,20 @@ class TokenTree:
             and self.parent_list == other.parent_list
         )
 
-    __hash__ = None  # type: ignore[assignment]  # arrays inside
+    __hash__ = None  # type: ignore[assignment]  # lists inside
+
+    def __repr__(self) -> str:
+        return f"TokenTree({self.token_list}, {self.parent_list})"
+
+    @cached_property
+    def tokens(self) -> IntArray:
+        """int64 [nodes]."""
+        return np.array(self.token_list, dtype=np.int64)
+
+    @cached_property
+    def parents(self) -> IntArray:
+        """int64 [nodes]."""
+        return np.array(self.parent_list, dtype=np.int64)
 
     @cached_property
     def depths(self) -> IntArray:
@@ -234,4 +259,4 @@ class TreeBuilder:
 
     def build(self) -> TokenTree:
         """The tree so far."""
-        return TokenTree(np.array(self.tokens), np.array(self.parents))
+        return TokenTree.of_lists(list(map(int, self.tokens)), list(map(int, self.parents)), list(self._depths))

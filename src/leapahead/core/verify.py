@@ -57,9 +57,8 @@ def verify(tree: TokenTree, chosen: Chosen) -> Verdict:
     """
     node, token = 0, int(chosen[0])
     path, tokens = [node], [token]
-    parents, drafted = tree.parent_list, tree.token_list
-    for child in range(1, len(drafted)):  # one pass: parents stand before their children
-        if parents[child] == node and drafted[child] == token:
+    for child, (parent, drafted) in enumerate(zip(tree.parent_list, tree.token_list, strict=True)):
+        if parent == node and drafted == token:  # parents stand before their children, so one pass finds the path
             node, token = child, int(chosen[child])
             path.append(node)
             tokens.append(token)

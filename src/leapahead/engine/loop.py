@@ -24,7 +24,7 @@ from leapahead.core.verify import Verdict, verify
 from leapahead.drafters.base import Drafter
 from leapahead.engine.output import Output, TokenLogprobs
 from leapahead.engine.request import Handle
-from leapahead.models.base import NOTHING, Capture, Session, Target
+from leapahead.models.base import Capture, Session, Target
 from leapahead.models.choices import Choices, PromptRows
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 
@@ -43,10 +43,11 @@ class Clock:
     def charge(self, phase: str, *stats: Stats, choose: float = 0.0) -> float:
         """Of the seconds since the last charge, `choose` are charged to that phase. Returns the seconds."""
         now = self._now()
-        for each in stats:
-            each.seconds[phase] += (now - self.last - choose) / len(stats)
-            each.seconds["choose"] += choose / len(stats)
         spent, self.last = now - self.last, now
+        share, chosen = (spent - choose) / len(stats), choose / len(stats)
+        for each in stats:
+            each.seconds[phase] += share
+            each.seconds["choose"] += chosen
         return spent
 
 
@@ -60,6 +61,7 @@ class Running:
         text: the text that a token adds, for stop strings.
 
     Attributes:
+        capture: what its steps read of a forward beside the choices.
         error: what ends it, once something has failed.
     """
 
@@ -69,6 +71,9 @@ class Running:
         self.target, self.session, self.handle = target, session, handle
         request = handle.request
         self.drafter, self.stats = request.drafter, handle.stats
+        self.capture = self.drafter.capture
+        if request.logprobs is not None:
+            self.capture |= Capture(logits=True)
         self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction)
         self.stopper = Stopper(request.stop, session.tokens, target.info.context_length, text)
         self.error: BaseException | None = None
@@ -90,15 +95,6 @@ class Running:
     def finished(self) -> bool:
         return self.stopper.finish_reason is not None or self.error is not None
 
-    @property
-    def capture(self) -> Capture:
-        """What its steps read of a forward beside the choices."""
-        return self.drafter.capture | (Capture(logits=True) if self.handle.request.logprobs is not None else NOTHING)
-
-    def budget(self) -> Budget:
-        """How large its next draft may be: it ends where the text must end."""
-        return Budget(self.target.max_nodes - 1, self.stopper.room - 1, self.target.max_leaves)
-
     def checked(self, proposal: Proposal, budget: Budget) -> Proposal:
         """The proposal, if the target may be given it.
 
@@ -108,15 +104,15 @@ class Running:
         name = self.drafter.name
         if not isinstance(proposal, Proposal):
             raise DraftError(f"drafter {name!r} proposed {proposal!r}; propose must return a Proposal")
-        tree = proposal.tree
-        if tree.tokens[0] != self.view.root:
-            raise DraftError(f"drafter {name!r} drafted over token {tree.tokens[0]}, not {self.view.root}")
-        if len(tree) > 1 and not 0 <= tree.tokens.min() <= tree.tokens.max() < self.view.vocab_size:
+        tree, root = proposal.tree, self.view.root
+        tokens = tree.token_list
+        if tokens[0] != root:
+            raise DraftError(f"drafter {name!r} drafted over token {tokens[0]}, not {root}")
+        if proposal.sources and len(proposal.sources) != len(tokens):
+            raise DraftError(f"drafter {name!r} named {len(proposal.sources)} sources for {len(tokens)} nodes")
+        if min(tokens) < 0 or max(tokens) >= self.view.vocab_size:
             raise DraftError(f"drafter {name!r} drafted a token outside the vocabulary of {self.view.vocab_size}")
-        if len(proposal.sources) not in (0, len(tree)):
-            raise DraftError(f"drafter {name!r} named {len(proposal.sources)} sources for {len(tree)} nodes")
-        sizes = (len(tree) - 1, tree.depths.max(), len(tree.leaves)) if len(tree) > 1 else (0, 0, 0)
-        if sizes[0] > budget.nodes or sizes[1] > budget.depth or sizes[2] > budget.leaves:
+        if not budget.allows(tree):
             raise DraftError(f"drafter {name!r} drafted beyond its budget of {budget}")
         return proposal
 
@@ -141,24 +137,24 @@ class Running:
             request.on_choices(proposal, choices)
         position = len(self.session.tokens) - 1
         verdict = self.stopper.cut(proposal.judge(choices) if proposal.judge else verify(proposal.tree, choices))
-        checked(verdict.tokens, f"position {position + len(verdict.tokens)}")  # after the cut: EOS needs no successor
-        logprobs = self._logprobs(verdict, choices)
+        if min(verdict.tokens) < 0:  # after the cut: EOS needs no successor
+            checked(verdict.tokens, f"position {position + len(verdict.tokens)}")
+        logprobs = () if request.logprobs is None else self._logprobs(verdict, choices, request.logprobs)
         clock.charge("verify", self.stats, choose=choices.seconds_since())
         self.session.commit(verdict)
         clock.charge("commit", self.stats)
         step = Step(proposal, choices, verdict, position, forward)
         if not self.finished:
             self.drafter.observe([self.view], [step])
-        clock.charge("observe", self.stats, choose=choices.seconds_since())
         self._count(step)
+        clock.charge("observe", self.stats, choose=choices.seconds_since())
         if request.on_step is not None:
             request.on_step(step)
         stopper = self.stopper
         return Output(verdict.tokens, verdict.accepted, stopper.finish_reason, stopper.stop_reason, logprobs)
 
-    def _logprobs(self, verdict: Verdict, choices: Choices) -> tuple[TokenLogprobs, ...]:
-        if (k := self.handle.request.logprobs) is None:
-            return ()
+    @staticmethod
+    def _logprobs(verdict: Verdict, choices: Choices, k: int) -> tuple[TokenLogprobs, ...]:
         chosen, tokens, values = choices.log_probabilities(verdict.path, verdict.tokens, k)
         return tuple(
             TokenLogprobs(token, float(logprob), tuple(zip(some.tolist(), theirs.tolist(), strict=True)))
@@ -166,17 +162,21 @@ class Running:
         )
 
     def _count(self, step: Step) -> None:
-        stats, sources = self.stats, step.proposal.sources or (self.drafter.name,) * len(step.tree)
+        stats, tree, verdict = self.stats, step.proposal.tree, step.verdict
         stats.steps += 1
-        stats.committed += len(step.tokens)
-        stats.nodes += len(step.tree)
-        stats.drafted += len(step.tree) - 1
-        stats.accepted += step.verdict.accepted
+        stats.committed += len(verdict.tokens)
+        stats.nodes += len(tree)
+        if len(tree) == 1:
+            return
+        sources = step.proposal.sources or (self.drafter.name,) * len(tree)
+        stats.drafted += len(tree) - 1
+        stats.accepted += verdict.accepted
         stats.drafted_by.update(sources[1:])
-        for depth in range(1, step.verdict.accepted + 1):
-            node = step.tree.child(step.verdict.path[depth - 1], step.tokens[depth - 1])
-            assert node is not None  # an accepted token was drafted
-            stats.accepted_by[sources[node]] += 1
+        nodes = verdict.path
+        if len(nodes) == verdict.accepted:  # the text ends at a drafted token, whose node was cut from the path
+            nodes += (tree.child(nodes[-1], verdict.tokens[-1]) or 0,)
+        for depth in range(1, verdict.accepted + 1):
+            stats.accepted_by[sources[nodes[depth]]] += 1
             stats.accepted_at[depth] += 1
 
     def close(self) -> None:
@@ -212,18 +212,18 @@ def step(
         Exception: what the forward itself raises; it concerns all sequences, whose sessions are as before.
     """
     clock = Clock(now)
-    proposals = propose(batch, clock)
+    proposals = propose(target, batch, clock)
     batch = [running for running in batch if running in proposals]
     if not batch:
         return []
     trees = [proposals[running].tree for running in batch]
     sessions = [running.session for running in batch]
-    capture = NOTHING
-    for running in batch:
-        capture |= running.capture
+    stats = [running.stats for running in batch]
+    capture = _union([running.capture for running in batch])
     cost = target.cost(sessions, trees)
+    clock.charge("draft", *stats)
     choices = target.step(sessions, trees, capture=capture)
-    forward = Forward(clock.charge("forward", *(running.stats for running in batch)), cost)
+    forward = Forward(clock.charge("forward", *stats), cost)
     outputs = []
     for running, chosen in zip(batch, choices, strict=True):
         try:
@@ -238,16 +238,26 @@ def step(
     return outputs
 
 
-def propose(batch: Sequence[Running], clock: Clock) -> dict[Running, Proposal]:
-    """A draft for each sequence; the sequences of one drafter are drafted together."""
+def _union(captures: Sequence[Capture]) -> Capture:
+    """What serves all of them; usually they are one object."""
+    found = captures[0]
+    for capture in captures:
+        if capture is not found:
+            found |= capture
+    return found
+
+
+def propose(target: Target, batch: Sequence[Running], clock: Clock) -> dict[Running, Proposal]:
+    """A draft for each sequence, which ends where the text must end. Those of one drafter are drafted together."""
     found: dict[Running, Proposal] = {}
     groups: dict[Drafter, list[tuple[Running, Budget]]] = {}
+    nodes, leaves = target.max_nodes - 1, target.max_leaves
     for running in batch:
-        budget = running.budget()
-        if min(budget.nodes, budget.depth) == 0:
+        depth = running.stopper.room - 1
+        if nodes == 0 or depth == 0:
             found[running] = Proposal(TokenTree.root(running.view.root))
         else:
-            groups.setdefault(running.drafter, []).append((running, budget))
+            groups.setdefault(running.drafter, []).append((running, Budget(nodes, depth, leaves)))
     for drafter, members in groups.items():
         found.update(_propose(drafter, members))
         clock.charge("draft", *(running.stats for running, _ in members))

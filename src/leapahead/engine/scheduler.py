@@ -260,7 +260,7 @@ class Engine:
         A request leaves the queue when its session is open, so that an interrupt does not lose it.
         """
         self._turn.stalled = False
-        while sum(not each.handle.paused for each in self._active) < self.max_batch:
+        while self._queue and sum(not each.handle.paused for each in self._active) < self.max_batch:
             with self._changed:
                 while self._queue and self._is_known(self._queue[0]):
                     self._queue.popleft()
@@ -369,11 +369,12 @@ class Engine:
                     running.error = running.error or error
                 self._end(running.handle, running.error)
                 self._active.remove(running)  # last: an interrupted end is repeated
-        with self._changed:
-            cancelled = [handle for handle in self._queue if handle.cancelled]
-            for each in cancelled:
-                self._end(each)
-                self._queue.remove(each)
+        if self._queue:
+            with self._changed:
+                cancelled = [handle for handle in self._queue if handle.cancelled]
+                for each in cancelled:
+                    self._end(each)
+                    self._queue.remove(each)
         if handle is not None:
             self._end(handle)
 
