@@ -6,12 +6,14 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import click
 from rich import box
 from rich.table import Table
 
+from leapahead import token_table
 from leapahead import tune as tuning
 from leapahead.bench import plots, tasks
 from leapahead.bench.conditions import Data
@@ -20,7 +22,9 @@ from leapahead.cli.command import Command, option
 from leapahead.cli.options import MODEL, all_of, model_arguments
 from leapahead.cli.screen import Console
 from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.drafters.token_table import MOST_K, TokenTable, stored
 from leapahead.models import loading
+from leapahead.models.loading import Loaded
 
 KINDS = (".png", ".svg")
 PAYS = {None: "never drafted", True: "yes", False: "no"}
@@ -32,6 +36,7 @@ WIDTH = 8  # characters of the longest bar
     examples=(
         "leapahead tune",
         "leapahead tune -m model.gguf --threads 8 --seconds 20 --plot latency.png",
+        "leapahead tune -m Qwen/Qwen3-0.6B --table",
         "leapahead tune -m Qwen/Qwen3-0.6B --batch 4 --text-seconds 0 --json",
     ),
 )
@@ -67,6 +72,19 @@ WIDTH = 8  # characters of the longest bar
     help="Time for trying auto on texts; 0 decodes none.",
 )
 @option(
+    "--table",
+    is_flag=True,
+    help="First compute and store the token table of the model, from which auto then drafts: the likeliest next tokens "
+    "after each token of its vocabulary.",
+)
+@option(
+    "--table-k",
+    type=click.IntRange(min=1, max=MOST_K),
+    default=token_table.K,
+    metavar="K",
+    help="Number of tokens that the token table keeps after each one; 8 are enough for greedy decoding.",
+)
+@option(
     "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the latency profile: a .png or .svg file."
 )
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -77,6 +95,8 @@ def tune(
     max_new_tokens: int,
     seconds: float,
     text_seconds: float,
+    table: bool,
+    table_k: int,
     plot: Path | None,
     as_json: bool,
     **values: Any,
@@ -84,7 +104,8 @@ def tune(
     """Measure the latency profile of a model on this machine, and show which drafts pay.
 
     The profile is stored, and the drafter auto plans with it. Without this command, auto measures one within a second
-    before its first text, and corrects it while it decodes.
+    before its first text, and corrects it while it decodes. With --table, the token table of the model is computed as
+    well, once per model.
     """
     if plot is not None:
         _check(plot)
@@ -96,11 +117,13 @@ def tune(
         loaded = loading.load(**model)
     with screen.progress("tune") as bar:
         target = loaded.target
+        seconds_of_table = _make_table(loaded, table_k, bar) if table else None
         found, profiles = tuning.tune(target, batch, seconds, progress=bar)
         prompts = [tokens for task in sets for tokens in tasks.encoded(task, loaded, max_new_tokens)]
         largest = max(row["nodes"] for row in found["rows"])
         found["drafters"] = tuning.served(target)
         found["lookahead"] = tuning.lookahead(profiles.profile(1), largest) if batch == 1 and largest > 1 else []
+        found["table"] = _table_data(stored(target), seconds_of_table)
         found["auto"] = None
         if prompts:
             found["auto"] = tuning.practise(
@@ -114,6 +137,44 @@ def tune(
         _draw(found, plot)
         if not as_json:
             click.echo(f"written: {plot}")
+
+
+def _make_table(loaded: Loaded, k: int, bar: screen.Bar) -> float:
+    """Computes and stores the token table; returns the seconds that it took. Says before how long it will take."""
+    target, began = loaded.target, perf_counter()
+    times: list[tuple[int, float]] = []
+
+    def tell(what: str, done: int, total: int) -> None:
+        bar(what, done, total)
+        times.append((done, perf_counter()))
+        if len(times) == 2:  # the first forward is slower than those that follow
+            (first, then), (second, now) = times
+            seconds = (total - second) * (now - then) / (second - first)
+            bytes_ = token_table.size(total, k)
+            bar.say(
+                f"token table: {total} tokens, {bytes_ / 1e6:.1f} MB, about {_duration(seconds)}; Ctrl-C stores none"
+            )
+
+    token_table.make(target, loaded.tokenizer, k, tell)
+    return perf_counter() - began
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+
+
+def _table_data(table: TokenTable | None, seconds: float | None) -> Data | None:
+    """The stored token table of the target; `seconds` is None where it was not computed now."""
+    if table is None:
+        return None
+    return {
+        "tokens": len(table.tokens),
+        "k": table.k,
+        "bytes": table.nbytes,
+        "context": list(table.context),
+        "seconds": None if seconds is None else round(seconds, 3),
+        "stored": str(table.path),
+    }
 
 
 def _check(plot: Path) -> None:
@@ -143,6 +204,7 @@ def _show(found: Data) -> None:
     click.echo(f"{found['conditions']['target']}{batch}, {found['processor']}")
     _curve(found)
     _drafters(found["drafters"])
+    _table_line(found["table"])
     if found["auto"] is not None:
         _auto(found["auto"])
     if found["lookahead"]:
@@ -161,7 +223,7 @@ def _show(found: Data) -> None:
 def _curve(found: Data) -> None:
     rows = found["rows"]
     most = max(row["cost"] for row in rows)
-    table = _table(("n", "ms", "quartiles", "samples", "T(n)/T(1)", "marginal", "pays from p"), left=("",))
+    table = _new_table(("n", "ms", "quartiles", "samples", "T(n)/T(1)", "marginal", "pays from p"), left=("",))
     for row in rows:
         spread = row["milliseconds"]
         table.add_row(
@@ -207,6 +269,17 @@ def _drafters(rows: Sequence[Data]) -> None:
             click.echo(f"{row['name']}: refused: {row['refused']}")
 
 
+def _table_line(table: Data | None) -> None:
+    if table is None:
+        click.echo("No token table is stored for this model; --table computes one, from which auto then drafts.")
+        return
+    took = "" if table["seconds"] is None else f", computed in {_duration(table['seconds'])}"
+    click.echo(
+        f"Token table: the {table['k']} likeliest tokens after each of {table['tokens']}, {table['bytes'] / 1e6:.1f} MB"
+        f"{took}, stored in {table['stored']}."
+    )
+
+
 def _auto(auto: Data) -> None:
     if not auto["steps"]:
         click.echo("auto: the time was too short for a text; give more with --text-seconds.")
@@ -222,7 +295,7 @@ def _auto(auto: Data) -> None:
             f"{speeds['auto']:.1f} tokens/s, plain decoding of the same texts {speeds['plain']:.1f}: "
             f"{speeds['auto'] / speeds['plain']:.2f} times as fast"
         )
-    table = _table(("first correct", "drafted", "accepted", "cost", "pays"), head=("source",))
+    table = _new_table(("first correct", "drafted", "accepted", "cost", "pays"), head=("source",))
     for row in auto["sources"]:
         table.add_row(
             str(row["name"]),
@@ -244,7 +317,7 @@ def _lookahead(rows: Sequence[Data]) -> None:
         f"\nlookahead: S is computed by equation 7 of 2402.02057 with α = {tuning.ALPHA}, f = {tuning.F}; only the "
         "cost is measured:"
     )
-    table = _table(("(W, N, G)", "n", "T(n)/T(1)", "expected S", "expected speed-up"))
+    table = _new_table(("(W, N, G)", "n", "T(n)/T(1)", "expected S", "expected speed-up"))
     for row in rows:
         table.add_row(
             f"({row['window']}, {row['ngram']}, {row['guesses']})",
@@ -267,7 +340,7 @@ def _lookahead(rows: Sequence[Data]) -> None:
         click.echo(f"The best window of lookahead on this machine: {options}.")
 
 
-def _table(columns: Sequence[str], head: Sequence[str] = (), left: Sequence[str] = ()) -> Table:
+def _new_table(columns: Sequence[str], head: Sequence[str] = (), left: Sequence[str] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in head:
         table.add_column(column, no_wrap=True)

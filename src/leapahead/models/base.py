@@ -230,6 +230,14 @@ class KeepsPrefixes(Protocol):
         """Releases what is kept of closed sessions, and its memory. Open sessions are not affected."""
 
 
+@runtime_checkable
+class IdentifiesWeights(Protocol):
+    """A target that tells its weights from those of another model of the same shapes, such as a fine-tune of it."""
+
+    def weights_digest(self) -> str:
+        """Hex digits that depend on the weights, equal in any process; "" where they cannot be read."""
+
+
 def checked_prompt(tokens: Sequence[int], info: TargetInfo) -> list[int]:
     """The prompt of a new session, as plain integers.
 

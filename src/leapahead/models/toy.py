@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from hashlib import sha256
 from itertools import compress
 from threading import RLock
 
@@ -148,6 +149,10 @@ class ToyTarget:
 
     def cost(self, sessions: Sequence[ToySession], trees: Sequence[TokenTree]) -> Cost:
         return Cost(sum(map(len, trees)), len(trees), max(len(session.tokens) for session in sessions))
+
+    def weights_digest(self) -> str:
+        """See `IdentifiesWeights`."""
+        return sha256(f"{self.info.name} {self._sharpness}".encode()).hexdigest()[:16]
 
     def logits(self, session: ToySession, tree: TokenTree, num_computed: int = 0) -> npt.NDArray[np.float64]:
         """float64 [nodes - num_computed, vocab]."""

@@ -1,4 +1,4 @@
-"""The check of a GGUF file before llama.cpp loads it: weights at its end that are all zero.
+"""GGUF files: the check before llama.cpp loads one, of weights at its end that are all zero; a digest of the weights.
 
 A download that stopped half-way leaves a file of the full size whose end is zero where the space was reserved first;
 llama.cpp loads it and generates nonsense. llama.cpp itself refuses a file that is shorter than its header promises.
@@ -12,6 +12,7 @@ import mmap
 import re
 import struct
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ STRING, ARRAY = 8, 9
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of the other types of a value
 BLOCK = 1 << 20  # bytes that are compared with zero at once
 LEAST = 1 << 14  # bytes; a shorter run of zeros at the end is not refused: most of a norm's weights may be zero
+
+
+PIECES, LENGTH = 4, 256  # of each tensor, so many pieces of so many bytes are part of the digest
 
 
 class Tensor(NamedTuple):
@@ -58,6 +62,26 @@ def has_tensor(path: Path, name: str) -> bool:
             if any(tensor.name == name for tensor in _tensors(data)):
                 return True
     return False
+
+
+def weights_digest(path: Path) -> str:
+    """16 hex digits of the names, the sizes and some bytes of all tensors; "" where the file cannot be read.
+
+    The metadata do not count. Takes some milliseconds, whatever the size of the file.
+    """
+    found = sha256()
+    try:
+        for part in _parts(path):
+            with part.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                for name, begin, end in _tensors(data):
+                    found.update(f"{name} {end - begin} ".encode())
+                    last = max(begin, end - LENGTH)
+                    for index in range(PIECES):
+                        start = begin + index * (last - begin) // (PIECES - 1)
+                        found.update(data[start : min(start + LENGTH, end)])
+    except (OSError, ValueError, struct.error, KeyError, OverflowError, RecursionError):
+        return ""  # removed or replaced since it was loaded
+    return found.hexdigest()[:16]
 
 
 def _parts(path: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from leapahead.models.choices import Choices, PromptRows, best
 from leapahead.models.llama_cpp import selftest
 from leapahead.models.llama_cpp.cells import Cells
 from leapahead.models.llama_cpp.context import Context, FloatArray, Model, Outputs
+from leapahead.models.llama_cpp.file import weights_digest
 from leapahead.models.llama_cpp.options import LlamaCppOptions
 from leapahead.models.llama_cpp.tokenizer import GgufTokenizer
 from leapahead.models.llama_cpp.track import Track
@@ -212,6 +213,10 @@ class LlamaCppTarget:
     def forget(self) -> None:
         """Empties the cache of what is kept for prompts to come."""
         self._cells.forget()
+
+    def weights_digest(self) -> str:
+        """See `IdentifiesWeights`."""
+        return weights_digest(Path(self.model.path).expanduser())
 
     def _check(self, capture: Capture) -> None:
         """Refuses by name what cannot be captured."""
