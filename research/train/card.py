@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from leapahead import token_table
+from leapahead.models import loading
 from research.train.data import Corpus, epoch_tokens
 from research.train.evaluate import agreement, evaluate, load
 from research.train.loop import State
@@ -160,7 +163,10 @@ def write_cards(
     gsm8k: Path | None,
     console: Console,
 ) -> None:
-    """Evaluate every model and write ``README.md`` and ``evaluation.json`` into its folder."""
+    """Evaluate every model and write ``README.md``, ``evaluation.json`` and the token table of one into its folder."""
+    loaded = loading.load(str(out / "tiny"), dtype="float32")
+    table = token_table.build(loaded.target, loaded.tokenizer)
+    replace(table, model=loading.BUNDLED).save(out / "tiny" / token_table.NAME)
     data = {
         "python": platform.python_version(),
         "files": len(corpus.files),

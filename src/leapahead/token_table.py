@@ -23,10 +23,12 @@ from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.text import Tokenizer
 from leapahead.core.tree import IntArray, TokenTree
-from leapahead.drafters.token_table import MOST_K, TokenTable, writable_place
+from leapahead.drafters.token_table import MOST_K, NAME, TokenTable, writable_place
 from leapahead.models.base import CHAIN, TOP_K, TREE, Capture, IdentifiesWeights, KeepsPrefixes, Target, require
 from leapahead.models.base import read_prompt as read
 from leapahead.models.choices import FloatArray
+
+__all__ = ["NAME", "K", "TokenTable", "best_context", "build", "make", "size"]
 
 K = 64  # tokens kept after each one
 ROWS = 128  # tokens of a forward, at most
