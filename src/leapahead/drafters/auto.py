@@ -35,8 +35,9 @@ class Auto(Planned):
         sources: their names, divided by commas; by default prediction, suffix, recycling and lookahead.
         datastore: a file that `leapahead datastore build` has written, as one more source.
         draft: a draft model, as one more source; or several, see `draft_model`.
-        nodes: draft so many nodes in every step, whatever they cost; 0 for as many as pay.
-        max_nodes: never more per sequence.
+        nodes: draft exactly so many nodes in every step, as far as there are candidates, whatever they cost; 0 for as
+            many as pay.
+        max_nodes: never more than so many per sequence; by default 128, or `nodes`.
         seed_aware: rank candidates with the Gumbel noise when sampling; false for comparison.
     """
 
@@ -49,7 +50,7 @@ class Auto(Planned):
         datastore: str = "",
         draft: Any = None,
         nodes: int = 0,
-        max_nodes: int = 128,
+        max_nodes: int | None = None,
         seed_aware: bool = True,
     ) -> None:
         super().__init__(nodes, max_nodes, seed_aware)
@@ -65,7 +66,7 @@ class Auto(Planned):
             self._store.check(host.tokenizer, host.info.vocab_size)
         if self._drafts:
             models = host.draft_models.all(self._drafts, host.target, host.tokenizer)
-            self.draft_forwards = DraftForwards(models, host.acceptance, self.depth)
+            self.draft_forwards = DraftForwards(models, host.acceptance, self.depth, self.nodes)
         super().attach(host)
 
     def make_sources(self, sequence: SequenceView | None) -> list[Source]:

@@ -17,7 +17,7 @@ class DatastoreDrafter(Planned):
 
     Args:
         file: the datastore.
-        nodes: draft so many nodes in every step; 0 for as many as pay.
+        nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
     """
 
     name: ClassVar[str] = "datastore"

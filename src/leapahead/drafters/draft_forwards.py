@@ -8,6 +8,9 @@ A path is expected to add P(path) x p(one of the draft model's first w candidate
 guesses of other sources there), as if these were independent. The seconds are those of the draft model's rows, and of w
 further rows of the target for each path; w is chosen best. EAGLE-2 (2406.16858) expands by value too, in a fixed number
 of levels of a fixed width; here both follow from the two latency profiles.
+
+With a fixed number of nodes no time is read: a draft forward is run while the trees lack nodes and it brings some, or
+while it is expected to replace unlikely nodes by likelier ones. With a fixed number of forwards all of them are run.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from time import perf_counter
 from typing import NamedTuple
 
@@ -32,6 +35,10 @@ from leapahead.planner.tree_search import MOST, TreeSearch, first_choice
 FIRST_PRIOR, OTHER_PRIOR = 0.6, 0.08  # probability that the first candidate is right, and each other one, if unknown
 CHOICES = 4  # candidates of a path, at most, that are expected to be drafted
 WIDEST = 16  # paths of one sequence in one draft forward
+# With a fixed number of nodes: the tokens that a forward must be expected to add where the tree has all its nodes, and
+# the steps without a forward after which one is run all the same, since the text may have become easier to predict.
+LEAST_GAIN, LONGEST_WITHOUT = 0.05, 64
+TOO_SLOW = "it is slower than the target"
 
 
 class Place(NamedTuple):
@@ -55,17 +62,27 @@ class Place(NamedTuple):
         return self.chance * self.right[0]
 
 
+Usable = tuple[TreeSearch, int, DraftSource]  # the tree so far, and which of its sources the draft model's is
+
+
 class DraftForwards:
     """The draft models of one drafter.
 
     Args:
         models: one or several.
         acceptance: estimates how often their candidates are right.
-        depth: greatest number of forwards of each draft model per step, which are then always run; 0 for what pays.
+        depth: number of forwards of each draft model in every step; 0 if that is not fixed.
+        nodes: number of nodes of every tree, for which as many forwards are run as are needed; 0 if it is not fixed.
+
+    Attributes:
+        planned: whether forwards are run where they pay by the latency profiles, since neither number is fixed.
     """
 
-    def __init__(self, models: Sequence[DraftModel], acceptance: AcceptanceTable, depth: int = 0) -> None:
-        self.models, self.acceptance, self.depth = list(models), acceptance, depth
+    def __init__(
+        self, models: Sequence[DraftModel], acceptance: AcceptanceTable, depth: int = 0, nodes: int = 0
+    ) -> None:
+        self.models, self.acceptance, self.depth, self.nodes = list(models), acceptance, depth, nodes
+        self.planned = not (depth or nodes)
         self._reported: set[DraftModel] = set()  # too slow, and reported
 
     def sources(self) -> list[DraftSource]:
@@ -81,7 +98,7 @@ class DraftForwards:
         A draft model that seems to be slower than the target is measured again, and so is the target: their stored
         profiles may be of times in which the machine was differently busy.
         """
-        if self.depth:
+        if not self.planned:
             return  # the profiles are not read
         for model in self.models:
             model.latency.prepare(model.target)
@@ -92,22 +109,23 @@ class DraftForwards:
 
     def slow(self, latency: LatencyProfiles, sequences: int = 1) -> list[DraftModel]:
         """The draft models of which a forward over one row per sequence takes as long as one of the target."""
-        if self.depth:
+        if not self.planned:
             return []  # their forwards are the user's wish
         plain = latency.profile(sequences)(sequences)
         return [model for model in self.models if model.latency.profile(sequences)(sequences) >= plain]
 
-    def report_slow(self, model: DraftModel, target: str, latency: LatencyProfiles, sequences: int) -> str:
-        """Warns once that a draft model is too slow to be used; returns the message."""
+    def report_slow(self, model: DraftModel, target: str, latency: LatencyProfiles, sequences: int) -> None:
+        """Warns that a draft model is too slow to be used, once."""
+        if model in self._reported:
+            return
+        self._reported.add(model)
         own, whole = (each.profile(sequences)(sequences) for each in (model.latency, latency))
-        message = (
+        warnings.warn(
             f"the draft model {model.target.info.name} takes {1e3 * own:.1f} ms per token and the target {target} "
-            f"{1e3 * whole:.1f} ms, so it cannot make decoding faster; use a smaller draft model"
+            f"{1e3 * whole:.1f} ms, so it cannot make decoding faster; use a smaller draft model",
+            UserWarning,
+            stacklevel=2,
         )
-        if model not in self._reported:
-            self._reported.add(model)
-            warnings.warn(message, UserWarning, stacklevel=2)
-        return message
 
 
 class StepForwards:
@@ -128,11 +146,12 @@ class StepForwards:
         self.seconds = 0.0
         drafts = [source for source in sources if isinstance(source, DraftSource)]
         self._runs: Counter[DraftModel] = Counter()
+        self._sizes: dict[Source, int] = {}  # of the tree when a draft model was run for it, the root counted
         for model in forwards.slow(plan.latency, plan.sequences):
-            message = forwards.report_slow(model, target, plan.latency, plan.sequences)
+            forwards.report_slow(model, target, plan.latency, plan.sequences)
             for source in drafts:
                 if source.target is model.target and not source.runner.failed:
-                    source.runner.fail(message)
+                    source.runner.fail(TOO_SLOW)
         self._read_ahead([source for source in drafts if source.runner.reading])
 
     def more(self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int]) -> bool:
@@ -142,9 +161,11 @@ class StepForwards:
             searches: the trees so far, by sequence.
             kept: how many of their nodes would be drafted without it, the root counted.
         """
-        best: tuple[float, list[Place]] = (0.0, [])
+        best: tuple[float, list[Place]] = (-1.0, [])
         for model in self.forwards.models:
-            gain, chosen = self._gain(model, searches, kept)
+            usable = list(self._usable(model, searches))
+            planned = self.forwards.planned
+            gain, chosen = self._gain(model, usable, searches, kept) if planned else self._wanted(usable)
             if chosen and gain > best[0]:
                 best = gain, chosen
         return bool(best[1]) and self._run(best[1])
@@ -156,7 +177,7 @@ class StepForwards:
             searches: by sequence.
             drafted: whether the draft of the sequence has any nodes.
         """
-        if not self.seconds or self.forwards.depth:
+        if not self.seconds or not self.forwards.planned:
             return
         longest = self.plan.longest_back_off(self.seconds)
         for index, search in searches.items():
@@ -164,15 +185,39 @@ class StepForwards:
                 if isinstance(source, DraftSource) and source.steps_without == 0:
                     source.back_off.update(paid=drafted[index], longest=longest)
 
+    def _wanted(self, usable: Sequence[Usable]) -> tuple[float, list[Place]]:
+        """Where a draft model should run if the number of forwards or of nodes is fixed, and what it is hoped to add.
+
+        With a fixed number of nodes, the k-th place is computed if its first candidate is likelier than the k-th node
+        of the tree, counted from the least likely one; a node that the tree lacks has no probability. So the places do
+        not depend on the other sequences of the step.
+        """
+        total, chosen = 0.0, list[Place]()
+        for search, which, source in usable:
+            places = self._places(search, which, source)
+            if self.forwards.depth:
+                total, chosen = float("inf"), [*chosen, *places]
+                continue
+            missing = min(self.forwards.nodes, search.budget.nodes) - (len(search) - 1)
+            replaced = [0.0] * missing + sorted(search.expected[1:])
+            gains = (place.value - chance for place, chance in zip(places, replaced, strict=False))
+            added = list(takewhile(lambda gain: gain > 0, gains))
+            lacking = missing > 0 and len(search) > self._sizes.get(source, 0)  # and its last forward brought nodes
+            if lacking or sum(added) > LEAST_GAIN or source.steps_without > LONGEST_WITHOUT:
+                self._sizes[source] = len(search)
+                total, chosen = total + sum(added), [*chosen, *places[: max(1, len(added))]]
+        return total, chosen
+
     def _gain(
-        self, model: DraftModel, searches: Mapping[int, TreeSearch], kept: Mapping[int, int]
+        self,
+        model: DraftModel,
+        usable: Sequence[Usable],
+        searches: Mapping[int, TreeSearch],
+        kept: Mapping[int, int],
     ) -> tuple[float, list[Place]]:
         """Where this draft model should run, and how many tokens that is better than the same time without it."""
-        usable = list(self._usable(model, searches))
         places = [place for search, which, source in usable for place in self._places(search, which, source)]
         places.sort(key=lambda place: place.value, reverse=True)
-        if self.forwards.depth:
-            return float("inf"), places
         if not usable:
             return 0.0, []
         plan = self.plan
@@ -204,12 +249,10 @@ class StepForwards:
             return float("inf"), [place for place in places if not place.path][:1]
         return best, places[:chosen]
 
-    def _usable(
-        self, model: DraftModel, searches: Mapping[int, TreeSearch]
-    ) -> Iterator[tuple[TreeSearch, int, DraftSource]]:
+    def _usable(self, model: DraftModel, searches: Mapping[int, TreeSearch]) -> Iterator[Usable]:
         """The sources of a draft model that may run another forward in this step."""
-        depth = self.forwards.depth
-        if depth and self._runs[model] >= depth:
+        limit = self.forwards.depth or self.forwards.nodes
+        if limit and self._runs[model] >= limit:
             return
         for search in searches.values():
             for which, source in enumerate(search.sources):
@@ -217,7 +260,7 @@ class StepForwards:
                     continue
                 if source.runner.failed or source.runner.reading:
                     continue
-                if depth or not source.back_off.remaining:
+                if limit or not source.back_off.remaining:
                     yield search, which, source
 
     def _places(self, search: TreeSearch, which: int, source: DraftSource) -> list[Place]:

@@ -21,9 +21,10 @@ class DraftModelDrafter(Planned):
         draft: the model that drafts: a name, a folder, a GGUF file, "bundled", or a loaded one; several in a list, or
             divided by commas; or the target itself, with less to compute: "self:skip", "self:skip=LAYERS",
             "self:first=N", "self:int8".
-        nodes: draft so many nodes in every step; 0 for as many as pay.
-        depth: number of draft forwards per step, each over up to 16 paths; 0 for as many as pay.
-        chain: no branches.
+        nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
+        depth: run exactly so many draft forwards in every step, each over up to 16 paths; 0 for as many as `nodes`
+            needs, or as pay where that is 0 too.
+        chain: no branches, so never more nodes than draft forwards.
         seed_aware: rank candidates with the Gumbel noise when sampling; false for comparison.
     """
 
@@ -37,10 +38,15 @@ class DraftModelDrafter(Planned):
         if draft is None or draft == "":
             raise BadParameter("the drafter 'draft_model' needs draft=..., the smaller model")
         self._drafts = draft_models.parsed(draft)
+        if chain and depth and nodes > (most := depth * len(self._drafts)):
+            raise BadParameter(
+                f"nodes={nodes} is not possible with depth={depth} and chain=True, since every draft forward adds one "
+                f"node to a chain; give nodes={most}, another depth, or leave one of them out"
+            )
 
     def attach(self, host: Host) -> None:
         models = host.draft_models.all(self._drafts, host.target, host.tokenizer)
-        self.draft_forwards = DraftForwards(models, host.acceptance, self.depth)
+        self.draft_forwards = DraftForwards(models, host.acceptance, self.depth, self.nodes)
         super().attach(host)
 
     def make_sources(self, sequence: SequenceView | None) -> list[Source]:

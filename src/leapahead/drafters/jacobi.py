@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from typing import Any, ClassVar
 
-from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import whole
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import SequenceDrafter
 from leapahead.models.base import CHAIN
@@ -23,7 +23,7 @@ class Jacobi(SequenceDrafter):
     """Jacobi decoding: a block of guesses that the target corrects in parallel, step after step.
 
     Args:
-        block: number of positions after the root that are guessed.
+        block: guess exactly so many positions after the root in every step.
         seed: of the random prompt tokens that are the first guess where no better one is known.
     """
 
@@ -31,9 +31,7 @@ class Jacobi(SequenceDrafter):
     needs: ClassVar[frozenset[str]] = frozenset({CHAIN})
 
     def __init__(self, block: int = 8, seed: int = 0) -> None:
-        if block < 1:
-            raise BadParameter(f"block={block} is not possible: it must be at least 1")
-        self.block = block
+        self.block = whole("block", block, 1)
         self._random = random.Random(seed)
         self._guesses: list[int] = []  # for the positions after the root
         self._history: list[list[int]] = []  # for each guess: its values so far, oldest first

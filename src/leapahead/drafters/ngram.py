@@ -14,8 +14,8 @@ class NgramDrafter(Planned):
     """Multi-level n-grams: what followed the last 1, 2, ... tokens earlier in the text, the longest match first.
 
     Args:
-        longest: greatest number of tokens of a match.
-        nodes: draft so many nodes in every step; 0 for as many as pay.
+        longest: never compare more than so many tokens.
+        nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
     """
 
     name: ClassVar[str] = "ngram"

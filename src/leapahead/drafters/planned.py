@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import whole
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.drafters.base import Drafter, Host, Probabilities
 from leapahead.drafters.draft_forwards import DraftForwards, StepForwards
@@ -30,6 +31,7 @@ from leapahead.planner.sizing import StepPlan, best_sizes
 from leapahead.planner.source import Source
 from leapahead.planner.tree_search import TreeSearch
 
+MOST_NODES = 128  # of one sequence, where no limit is given
 USUAL_NODES = 8  # drafted nodes per sequence that are assumed when the price of probe nodes is estimated
 RECENT = 0.1  # weight of the newest step in the mean of accepted tokens
 
@@ -59,12 +61,17 @@ class Planned(Drafter):
     """Base of the drafters that are made of sources.
 
     Args:
-        nodes: draft so many nodes in every step, whatever they cost; 0 for as many as pay.
-        max_nodes: never more per sequence.
+        nodes: draft exactly so many nodes in every step, as far as there are candidates, whatever they cost; no time is
+            read then. 0 for as many as pay.
+        max_nodes: never more per sequence; by default 128, or `nodes`.
         seed_aware: rank candidates with the Gumbel noise of their positions when sampling; without, by their
             probability alone, for comparison.
-        depth: greatest number of forwards of a draft model per step; 0 for as many as pay.
+        depth: run exactly so many forwards of each draft model in every step, as far as there are paths for it. 0 for
+            as many as pay, or as `nodes` needs.
         chain: no branches.
+
+    Raises:
+        BadParameter: a number is not possible, or more nodes are to be drafted than the limit allows.
 
     Attributes:
         draft_forwards: of its draft models, set by drafters that have some before `Planned.attach` is called.
@@ -72,14 +79,18 @@ class Planned(Drafter):
     """
 
     def __init__(
-        self, nodes: int = 0, max_nodes: int = 128, seed_aware: bool = True, depth: int = 0, chain: bool = False
+        self,
+        nodes: int = 0,
+        max_nodes: int | None = None,
+        seed_aware: bool = True,
+        depth: int = 0,
+        chain: bool = False,
     ) -> None:
-        if nodes < 0 or max_nodes < 1 or depth < 0:
-            raise BadParameter(
-                f"nodes={nodes} and depth={depth} must be at least 0 and max_nodes={max_nodes} at least 1"
-            )
-        self.nodes, self.max_nodes, self.seed_aware = nodes, max_nodes, seed_aware
-        self.depth, self.chain = depth, chain
+        self.nodes, self.depth = whole("nodes", nodes), whole("depth", depth)
+        self.max_nodes = max(MOST_NODES, nodes) if max_nodes is None else whole("max_nodes", max_nodes, least=1)
+        if nodes > self.max_nodes:
+            raise BadParameter(f"nodes={nodes} is more than max_nodes={max_nodes} allows; give one of the two")
+        self.seed_aware, self.chain = seed_aware, chain
         self.draft_forwards: DraftForwards | None = None
         self.left_out: dict[str, str] = {}
         self._drafting_time = DraftingTime()
@@ -101,10 +112,8 @@ class Planned(Drafter):
             else:
                 usable.append(source)
                 self.capture |= source.capture
-        # With a fixed number of nodes, only probe nodes and draft forwards are planned.
-        planned_forwards = self.draft_forwards is not None and not self.depth
-        planned_probes = any(source.probe_name for source in usable)
-        self.plans = bool(usable) and (not self.nodes or planned_forwards or planned_probes)
+        # With a fixed number of nodes, only probe nodes are planned.
+        self.plans = bool(usable) and (not self.nodes or any(source.probe_name for source in usable))
         if not usable:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
             warnings.warn(

@@ -14,7 +14,7 @@ class PredictionDrafter(Planned):
     """The output that the user expects, given as prediction=..., for edits and templates.
 
     Args:
-        nodes: draft so many nodes in every step; 0 for as many as pay.
+        nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
     """
 
     name: ClassVar[str] = "prediction"

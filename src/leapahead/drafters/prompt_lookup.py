@@ -14,6 +14,7 @@ from math import log
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import whole
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import SequenceDrafter
 from leapahead.models.base import CHAIN
@@ -24,21 +25,20 @@ class PromptLookup(SequenceDrafter):
     """Prompt lookup: drafts what followed the same last tokens earlier in the prompt or the output.
 
     Args:
-        num_tokens: length of the draft.
+        num_tokens: draft exactly so many tokens in every step in which there is a match.
         max_ngram: the longest match, tried first.
         min_ngram: the shortest match.
-        max_matches: greatest number of occurrences of one n-gram that are kept, the latest ones.
+        max_matches: never keep more than so many occurrences of one n-gram, the latest ones.
     """
 
     name: ClassVar[str] = "prompt_lookup"
     needs: ClassVar[frozenset[str]] = frozenset({CHAIN})
 
     def __init__(self, num_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1, max_matches: int = 32) -> None:
-        if num_tokens < 1 or max_matches < 1:
-            raise BadParameter(f"num_tokens={num_tokens} and max_matches={max_matches} must be at least 1")
-        if not 1 <= min_ngram <= max_ngram:
-            raise BadParameter(f"min_ngram={min_ngram} must be at least 1 and at most max_ngram={max_ngram}")
-        self.num_tokens, self.max_ngram, self.min_ngram = num_tokens, max_ngram, min_ngram
+        self.num_tokens, self.max_ngram = whole("num_tokens", num_tokens, 1), whole("max_ngram", max_ngram, 1)
+        self.min_ngram, max_matches = whole("min_ngram", min_ngram, 1), whole("max_matches", max_matches, 1)
+        if min_ngram > max_ngram:
+            raise BadParameter(f"min_ngram={min_ngram} must be at most max_ngram={max_ngram}")
         # n-gram -> indices of the tokens after its occurrences
         self._next: dict[tuple[int, ...], deque[int]] = defaultdict(lambda: deque(maxlen=max_matches))
         self._num_indexed = 0  # tokens that have been entered into `_next`

@@ -14,9 +14,9 @@ class TokenRecycling(Planned):
     """Token Recycling: the target's own top-k tokens after each context, from when it was last computed.
 
     Args:
-        k: tokens that are kept of a context; 0 for 8 when greedy and 128 when sampling.
-        longest: greatest number of tokens of a context; 1 as published.
-        nodes: draft so many nodes in every step; 0 for as many as pay.
+        k: keep exactly so many tokens of a context; 0 for 8 when greedy and 128 when sampling.
+        longest: never compare more than so many tokens of a context; 1 as published.
+        nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
     """
 
     name: ClassVar[str] = "recycling"

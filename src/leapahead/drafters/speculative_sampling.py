@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import whole
 from leapahead.core.rejection import (
     RULES,
     Draws,
@@ -64,10 +65,10 @@ class SpeculativeSampling(Drafter):
     Args:
         draft: the model that drafts, see `draft_model`.
         rule: for trees: "sequoia" (2402.12374, no token twice), "specinfer" (2305.09781) or "spectr" (2310.15141).
-        depth: greatest length of a path.
-        width: draws at every node; 1 makes chains, and the three rules equal.
-        nodes: greatest number of nodes of a tree.
-        unsure: draw nothing after a path where the draft model's likeliest token has less probability.
+        depth: run never more than so many draft forwards in a step, which is the greatest length of a path.
+        width: draw exactly so many times at every node; 1 makes chains, and the three rules equal.
+        nodes: never draft more than so many nodes in a step.
+        unsure: draw nothing after a path where the draft model's likeliest token has less probability; 0 for never.
     """
 
     name: ClassVar[str] = "speculative_sampling"
@@ -88,12 +89,14 @@ class SpeculativeSampling(Drafter):
             raise BadParameter("the drafter 'speculative_sampling' needs draft=..., the smaller model")
         if rule not in RULES:
             raise BadParameter(f"rule={rule!r} is not possible; there are {', '.join(RULES)}")
-        if depth < 1 or width < 1 or nodes < width or not 0 <= unsure <= 1:
+        self.depth, self.width = whole("depth", depth, 1), whole("width", width, 1)
+        self.nodes = whole("nodes", nodes, 1)
+        if nodes < width or not 0 <= unsure <= 1:
             raise BadParameter(
-                f"depth={depth}, width={width}, nodes={nodes}, unsure={unsure} is not possible: depth and width must "
-                "be at least 1, nodes at least width, and unsure a probability"
+                f"width={width}, nodes={nodes}, unsure={unsure} is not possible: nodes must be at least width, and "
+                "unsure a probability"
             )
-        self.rule, self.depth, self.width, self.nodes, self.unsure = rule, depth, width, nodes, unsure
+        self.rule, self.unsure = rule, unsure
         self._drafts = draft_models.parsed(draft)
         if len(self._drafts) > 1:
             raise BadParameter("speculative_sampling takes one draft model; draft_model and auto take several")

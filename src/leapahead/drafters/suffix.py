@@ -14,7 +14,7 @@ class SuffixDrafter(Planned):
     """A suffix automaton over prompt and output: the longest earlier match, whatever its length.
 
     Args:
-        nodes: draft so many nodes in every step; 0 for as many as pay.
+        nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
     """
 
     name: ClassVar[str] = "suffix"
