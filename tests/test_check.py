@@ -236,7 +236,7 @@ def test_a_broken_target_fails(
 
 def test_noise_that_is_not_keyed_by_position_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     state = np.random.default_rng(0)
-    monkeypatch.setattr(GumbelNoise, "at", lambda self, position: state.gumbel(size=12))
+    monkeypatch.setattr(GumbelNoise, "words", lambda self, position: state.integers(2**32, size=12))
     assert not checked(ToyTarget(), SAMPLED, prompts=PROMPTS[:1], max_new_tokens=8).ok
 
 

@@ -210,8 +210,8 @@ class PathIgnored(Toy):
     """Penalties, bans and processors read the committed tokens only."""
 
     class sampler(Sampler):
-        def scores(self, logits: Any, tree: TokenTree, nodes: IntArray, *rest: Any) -> Any:
-            return super().scores(logits, TokenTree.root(int(tree.tokens[0])), np.zeros_like(nodes), *rest)
+        def unfiltered(self, logits: Any, tree: TokenTree, nodes: IntArray, *rest: Any) -> Any:
+            return super().unfiltered(logits, TokenTree.root(int(tree.tokens[0])), np.zeros_like(nodes), *rest)
 
 
 # ------------------------------------------------------------------------------------------ broken verifiers

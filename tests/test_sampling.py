@@ -356,62 +356,6 @@ def test_the_chi_square_detects_a_biased_rule() -> None:
     assert chi_square(counts, {t: n * p for t, p in enumerate(P)}) < THRESHOLD
 
 
-# ----------------------------------------------------------------------------------------------------- the noise
-
-
-def test_the_noise_never_changes() -> None:
-    """A seed must give the same text in every version, so these numbers must stay."""
-    table = {
-        (0, 0): [-1.2118839, -1.4954516, 0.71109879, -0.35113713, -0.0065189088],
-        (0, 1): [3.68134, 1.5770251, -0.1928888, 1.2520838, -0.98734283],
-        (1, 0): [0.24882048, -0.175758, 1.1537637, 1.8076499, 0.26676199],
-        (2**64 - 1, 12345): [-1.6631455, 1.6974521, 1.9191697, -0.40486193, -1.0749592],
-    }
-    for (seed, position), values in table.items():
-        np.testing.assert_allclose(GumbelNoise(seed, 5).at(position), values, rtol=1e-6)
-
-
-def test_the_noise_does_not_depend_on_the_order_of_positions() -> None:
-    one, other = GumbelNoise(3, 50), GumbelNoise(3, 50)
-    up = [one.at(position).copy() for position in range(20)]
-    down = [other.at(position).copy() for position in reversed(range(20))][::-1]
-    np.testing.assert_array_equal(up, down)
-
-
-def test_the_noise_is_kept_until_it_is_dropped_and_computed_anew_is_the_same() -> None:
-    noise = GumbelNoise(3, 50)
-    early, late = noise.at(4), noise.at(5)
-    copy = early.copy()
-    assert noise.at(4) is early
-    noise.drop_before(5)
-    assert noise.at(4) is not early
-    assert noise.at(5) is late
-    np.testing.assert_array_equal(noise.at(4), copy)
-
-
-@pytest.mark.parametrize(("small", "large"), [(1, 2), (10, 11), (11, 1000), (999, 4096)])
-def test_a_larger_vocabulary_has_the_same_noise_at_the_beginning(small: int, large: int) -> None:
-    np.testing.assert_array_equal(GumbelNoise(3, small).at(9), GumbelNoise(3, large).at(9)[:small])
-
-
-def test_the_noise_is_gumbel() -> None:
-    noise = np.concatenate([GumbelNoise(5, 2000).at(position) for position in range(10)])
-    assert scipy_stats.kstest(noise, "gumbel_r").pvalue > THRESHOLD
-
-
-@pytest.mark.parametrize("bits", [0, 2**64 - 1])
-def test_the_noise_is_finite_whatever_the_generator_gives(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Constant:
-        def __init__(self, key: Any) -> None:
-            pass
-
-        def random_raw(self, size: int) -> np.ndarray:
-            return np.full(size, bits, dtype=np.uint64)
-
-    monkeypatch.setattr(np.random, "Philox", Constant)
-    assert np.isfinite(GumbelNoise(0, 8).at(0)).all()
-
-
 # ---------------------------------------------------------------------------------------------- seed-aware drafts
 
 

@@ -1,47 +1,153 @@
-"""Gumbel noise as a function of (seed, position), which makes sampling independent of what was drafted.
+"""Gumbel noise as a function of (seed, position, token), which makes sampling independent of what was drafted.
 
-The token at a position is `argmax(scores + noise)`, a sample of softmax(scores) (the Gumbel-max trick).
+The token at a position is `argmax(scores + noise)`, a sample of softmax(scores) (the Gumbel-max trick). The noise comes
+from a counter-based generator, Philox-4x64-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3), so that of
+any tokens is computed alone:
+
+    key      (seed, position)
+    counter  token // 8 + 1; it gives four numbers of 64 bits, which are eight words of 32 bits, low halves first
+    word     the one at token % 8
+    noise    -log(-log((word + 0.5) / 2**32)) in float64, rounded to float32: from -3.13 to 22.88
+
+The words are the same on every machine and in every version; numpy guarantees its raw bits, but not its distributions.
+The logarithms are the array library's, so that noise may differ in its last bit between libraries and machines.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
+from array_api_compat import array_namespace, device
 
+from leapahead import native
+
+Array = Any  # a numpy array or a torch tensor
 FloatArray = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint32]
+
+BLOCK = 8  # words of a counter
+ROUNDS = 10
+MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
+KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)  # added to the key after each round
+LOW = 2**32 - 1
+ALONE = 10 if native.available else 1300  # a word asked for alone takes as long as so many of a whole vocabulary
+KEPT = 64  # positions whose words are kept at most
+
+
+def gumbel(words: Array) -> Array:
+    """float32, the noise of some words: unsigned 32-bit integers in any integer type."""
+    xp = array_namespace(words)
+    uniform = (xp.astype(words, xp.float64) + 0.5) * 2.0**-32  # in the open interval (0, 1)
+    return xp.astype(-xp.log(-xp.log(uniform)), xp.float32)
+
+
+def all_words(seed: int, position: int, vocab_size: int) -> Words:
+    """uint32 [vocab], the words of all tokens at a position."""
+    raw = _generator(seed, position).random_raw((vocab_size + 1) // 2)
+    return raw.astype("<u8", copy=False).view("<u4")[:vocab_size]
+
+
+def words(seed: int, position: int, tokens: npt.NDArray[np.int64]) -> Words:
+    """uint32 [tokens], the words of some tokens at a position, each block computed alone."""
+    return native.module.words(seed, position, tokens) if native.available else _words(seed, position, tokens)
+
+
+def _words(seed: int, position: int, tokens: npt.NDArray[np.int64]) -> Words:
+    counters, place = np.unique(tokens // BLOCK, return_inverse=True)
+    generator, following, raw = _generator(seed, position), 0, []
+    for counter in counters.tolist():
+        generator.advance(counter - following)
+        raw.append(generator.random_raw(BLOCK // 2))
+        following = counter + 1
+    found = np.concatenate(raw or [np.zeros(0, dtype=np.uint64)]).astype("<u8", copy=False).view("<u4")
+    some: Words = found[BLOCK * place + tokens % BLOCK]
+    return some
+
+
+def _generator(seed: int, position: int) -> np.random.Philox:
+    return np.random.Philox(key=np.array([seed, position], dtype=np.uint64))
 
 
 class GumbelNoise:
-    """The noise of all positions of one seed: the same numbers on every machine and in every version.
-
-    Each position has its own counter-based generator, Philox, with (seed, position) as the key. Its raw bits are turned
-    into noise here, because numpy guarantees the bits to stay the same in later versions, but not its distributions.
+    """The noise of all positions of one seed, on the host.
 
     Args:
         seed: from 0 to 2**64 - 1.
-        vocab_size: length of the noise of a position.
+        vocab_size: number of tokens.
     """
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self.seed = seed
         self.vocab_size = vocab_size
-        self._kept: dict[int, FloatArray] = {}
+        self._kept: dict[int, Words] = {}
+        self._asked: dict[int, int] = {}  # position -> words that were computed alone
 
     def at(self, position: int) -> FloatArray:
-        """float32 [vocab]; the noise of the token *at* `position`. Kept until `drop_before`."""
+        """float32 [vocab]; the noise of the token *at* `position`."""
+        return np.asarray(gumbel(self.words(position)))
+
+    def of(self, position: int, tokens: npt.NDArray[np.int64]) -> FloatArray:
+        """float32 [tokens], `at(position)[tokens]` computed for these tokens alone, unless very many are asked for."""
         kept = self._kept.get(position)
         if kept is None:
-            generator = np.random.Philox(key=np.array([self.seed, position], dtype=np.uint64))
-            raw = generator.random_raw((self.vocab_size + 1) // 2).astype("<u8", copy=False)
-            noise = raw.view("<u4")[: self.vocab_size].astype(np.float64)
-            noise += 0.5  # in place: a new array for each operation doubles the time
-            noise *= 2.0**-32  # uniform in the open interval (0, 1)
-            for _ in range(2):  # -log(-log(uniform))
-                np.negative(np.log(noise, out=noise), out=noise)
-            kept = self._kept[position] = noise.astype(np.float32)
+            self._asked[position] = asked = self._asked.get(position, 0) + len(tokens)
+            if asked * ALONE < self.vocab_size:
+                return np.asarray(gumbel(words(self.seed, position, tokens)))
+            kept = self.words(position)
+        return np.asarray(gumbel(kept[tokens]))
+
+    def words(self, position: int) -> Words:
+        """uint32 [vocab], the words of a position: noise rises with them. Kept until `drop_before`."""
+        kept = self._kept.get(position)
+        if kept is None:
+            if len(self._kept) == KEPT:
+                del self._kept[next(iter(self._kept))]
+            kept = self._kept[position] = all_words(self.seed, position, self.vocab_size)
         return kept
 
     def drop_before(self, before: int) -> None:
-        """Drops the noise of all positions below `before`."""
-        for position in [p for p in self._kept if p < before]:
-            del self._kept[position]
+        """Drops what is kept of all positions below `before`."""
+        for kept in (self._kept, self._asked):
+            for position in [p for p in kept if p < before]:
+                del kept[position]
+
+
+def blocks(seed: int, positions: Sequence[int], counters: Array) -> Array:
+    """int64 [positions, 8 * counters], the words of whole blocks of tokens, made on the device of the counters.
+
+    Args:
+        seed: from 0 to 2**64 - 1.
+        positions: the keys beside the seed.
+        counters: int64 [counters]; block `c` is that of the tokens `8 * c` to `8 * c + 7`.
+    """
+    xp = array_namespace(counters)
+
+    def here(numbers: list[list[int]]) -> Array:
+        """int64 [2, n, 1] of unsigned numbers: their bits, since sums and products are modulo 2**64 in any case."""
+        return xp.asarray(np.array(numbers, dtype=np.uint64).view(np.int64)[:, :, None], device=device(counters))
+
+    low, high = here([[m & LOW] for m in MULTIPLIERS]), here([[m >> 32] for m in MULTIPLIERS])
+    steps = [[r * step % 2**64 for r in range(ROUNDS)] for step in KEY_STEPS]
+    keys = here([[(seed + step) % 2**64 for step in steps[0] for _ in positions],
+                 [(position + step) % 2**64 for step in steps[1] for position in positions]])  # fmt: skip
+    even = xp.stack((counters + 1, xp.zeros_like(counters)))[:, None, :]  # numbers 0 and 2 of each block
+    odd = xp.zeros_like(even)  # numbers 1 and 3
+    for r in range(ROUNDS):
+        key = keys[:, r * len(positions) : (r + 1) * len(positions)]
+        upper, lower = _product(even, low, high)
+        even, odd = xp.flip(upper, axis=0) ^ odd ^ key, xp.flip(lower, axis=0)
+    numbers = xp.stack((even[0], odd[0], even[1], odd[1]), axis=-1)  # [positions, counters, 4]
+    halves = xp.stack((numbers & LOW, (numbers >> 32) & LOW), axis=-1)
+    return xp.reshape(halves, (len(positions), -1))
+
+
+def _product(x: Array, low: Array, high: Array) -> tuple[Array, Array]:
+    """The upper and lower 64 bits of `x * (high * 2**32 + low)`, as unsigned numbers in int64."""
+    x_low, x_high = x & LOW, (x >> 32) & LOW
+    carry = high * x_low + ((low * x_low >> 32) & LOW)
+    middle = low * x_high + (carry & LOW)
+    upper = high * x_high + ((carry >> 32) & LOW) + ((middle >> 32) & LOW)
+    return upper, x * ((high << 32) + low)

@@ -23,17 +23,23 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from array_api_compat import array_namespace, device, is_torch_namespace
+from array_api_compat import array_namespace, device, is_torch_array
 
 from leapahead.core.errors import BadLogits, BadParameter
-from leapahead.core.noise import GumbelNoise
+from leapahead.core.filters import floors
+from leapahead.core.noise import BLOCK, GumbelNoise, blocks, gumbel
 from leapahead.core.parameters import is_whole, number, token_ids, whole
+from leapahead.core.penalties import Penalties
 from leapahead.core.tree import IntArray, TokenTree
 
 Array = Any  # a numpy array or a torch tensor: whatever the target's logits are
 
+FloatArray = npt.NDArray[np.floating[Any]]
+
 LEAST_TEMPERATURE = 1e-6  # below it, logits / temperature may overflow in float32
-FIRST_SORTED = 1024  # number of likeliest tokens that nearly always hold the mass that top-p asks for
+UNUSUAL = 6.0  # a noise that few tokens exceed
+UNUSUAL_WORD = math.floor(2**32 * math.exp(-math.exp(-UNUSUAL)))  # the noise of lower words is at most that
+UNSETTLED = -2  # in place of a choice that waits for `choose(..., settle=True)`
 
 
 class LogitsProcessor(Protocol):
@@ -138,6 +144,8 @@ class Sampler:
         vocab_size: length of a row of logits.
         to_array: moves a numpy array to the kind and device of the logits that are processed.
         from_target: moves the target's logits there, if they are not processed where they are.
+        on_device: whether everything is computed where the logits are, the noise of all tokens too. Otherwise they must
+            be in the host's memory, where the noise of few tokens is computed.
 
     Attributes:
         noise: of the positions; None for greedy decoding.
@@ -153,6 +161,7 @@ class Sampler:
         vocab_size: int,
         to_array: Callable[[npt.NDArray[Any]], Array] = lambda array: array,
         from_target: Callable[[Array], Array] = lambda logits: logits,
+        on_device: bool = False,
     ) -> None:
         for name, words in (("bad_words", params.bad_words), ("eos_token_ids", [params.eos_token_ids])):
             for token in (token for word in words for token in word):
@@ -161,31 +170,33 @@ class Sampler:
         self.params = params
         self.tokens = tokens
         self.vocab_size = vocab_size
-        self.prompt_length = len(tokens)
+        self.prompt_length = self._counted = len(tokens)
         self.noise = GumbelNoise(params.seed, vocab_size) if params.temperature > 0 else None
-        self._to_array, self._from_target = to_array, from_target
-        self._device_noise: dict[int, Array] = {}  # the noise on the target's device
+        self._to_array, self._from_target, self._on_device = to_array, from_target, on_device
+        self._device_noise: dict[int, Array] = {}
         p = params
-        self._penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
-        if self._penalised:
-            self._in_prompt = np.zeros(vocab_size, dtype=np.bool_)
-            self._in_prompt[tokens] = True
-            self._counts = np.zeros(vocab_size, dtype=np.int64)  # of the output, root included
-        self._counted = len(tokens)
+        self._penalties: Penalties | None = None
+        if (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0):
+            self._penalties = Penalties(
+                p.repetition_penalty, p.presence_penalty, p.frequency_penalty, tokens, vocab_size, to_array
+            )
         # Without these, a row of scores does not depend on its prefix, and all rows are processed together.
-        self._plain_rows = not (self._penalised or p.bad_words or p.min_new_tokens or p.processors)
+        self._plain_rows = not (self._penalties or p.bad_words or p.min_new_tokens or p.processors)
+        self._filtered = 0 < p.top_k < vocab_size or p.top_p < 1 or p.min_p > 0
 
     def committed(self) -> None:
         """To be called after `tokens` grew. Takes time in the number of new tokens only."""
-        if self._penalised:
-            np.add.at(self._counts, self.tokens[self._counted :], 1)
+        if self._penalties is not None:
+            self._penalties.count(self.tokens[self._counted :])
         self._counted = len(self.tokens)
         if self.noise is not None:
             self.noise.drop_before(self._counted)
             for position in [p for p in self._device_noise if p < self._counted]:
                 del self._device_noise[position]
 
-    def choose(self, logits: Array, tree: TokenTree, nodes: IntArray, length: int | None = None) -> Array:
+    def choose(
+        self, logits: Array, tree: TokenTree, nodes: IntArray, length: int | None = None, settle: bool = True
+    ) -> Array:
         """The target's own next token after each of `nodes`.
 
         Args:
@@ -193,6 +204,8 @@ class Sampler:
             tree: the draft over the last committed token.
             nodes: int64 [rows].
             length: how many tokens were committed when the tree was drafted; by default all that are now.
+            settle: whether every choice is made. Without, a choice is `UNSETTLED` where the next thing to do depends
+                on what the device has found, so that nothing waits for the device.
 
         Returns:
             int64 [rows], of the kind that is processed; -1 where no token can be chosen (see `checked`). Of equal
@@ -201,57 +214,110 @@ class Sampler:
         if self.noise is None and self._plain_rows:
             return _best(self._from_target(logits))  # nothing to change, so nothing to copy
         length = len(self.tokens) if length is None else length
-        scores = self.scores(logits, tree, nodes, length)
-        if self.noise is not None:
-            noise = [self._noise_of(length + depth) for depth in tree.depths[nodes].tolist()]
-            scores += noise[0] if len(noise) == 1 else array_namespace(scores).stack(noise)
-        return _best(scores)
+        scores = self.unfiltered(logits, tree, nodes, length)
+        if self.noise is None:
+            return _best(scores)
+        positions = [length + tree.depth_list[node] for node in nodes.tolist()]
+        with np.errstate(all="ignore"):  # bad logits are reported once, by `checked`
+            if self._on_device:
+                return self._sampled_on_device(scores, positions, settle)
+            lowest = self._floors(scores)[0]
+            least = [None] * len(positions) if lowest is None else lowest[:, 0].tolist()
+            chosen = map(self._sampled, _on_host(scores), least, positions)
+            return self._to_array(np.fromiter(chosen, np.int64, len(positions)))
 
-    def _noise_of(self, position: int) -> Array:
+    def _sampled(self, scores: FloatArray, floor: float | None, position: int) -> int:
+        """The choice of one row: of the tokens from the floor on, the one with the greatest sum of score and noise.
+
+        Args:
+            scores: float [vocab].
+            floor: the least score that the filters keep; None without filters.
+            position: of the token that is chosen.
+        """
         assert self.noise is not None
-        noise = self._device_noise.get(position)
-        if noise is None:
-            noise = self._device_noise[position] = self._to_array(self.noise.at(position))
-        return noise
+        best = int(scores.argmax())  # that of a NaN or of +inf if there is one
+        if not math.isfinite(scores[best]):
+            return -1
+        some = self._contenders(scores, best, position) if floor is None else np.flatnonzero(scores >= floor)
+        return int(some[0] if len(some) == 1 else some[np.argmax(scores[some] + self.noise.of(position, some))])
+
+    def _contenders(self, scores: FloatArray, best: int, position: int) -> IntArray:
+        """The tokens that can have the greatest sum of score and noise, without the noise of all tokens.
+
+        The token `best` has some sum. To reach it, a token needs a score at most `UNUSUAL` below it, or a noise above
+        `UNUSUAL`, which 1 token in 400 has. The noise rises with its word, and sums are rounded monotonically.
+        """
+        assert self.noise is not None
+        reached = scores[best] + self.noise.of(position, np.array([best]))  # [1], of the dtype of all sums
+        near = reached - UNUSUAL - 0.01
+        if not near + (UNUSUAL + 0.001) < reached:  # where scores are huge, rounding exceeds the difference
+            return np.arange(len(scores))
+        return np.flatnonzero((scores >= near) | (self.noise.words(position) >= UNUSUAL_WORD))
+
+    def _sampled_on_device(self, scores: Array, positions: list[int], settle: bool) -> Array:
+        assert self.noise is not None
+        xp = array_namespace(scores)
+        floor, settled = self._floors(scores, settle)
+        if floor is not None:
+            scores = xp.where(scores < floor, -math.inf, scores)
+        if missing := sorted({*positions} - {*self._device_noise}):
+            self._device_noise.update(zip(missing, self._noise_beside(scores, missing), strict=True))
+        noise = [self._device_noise[position] for position in positions]
+        chosen = _best(scores + (noise[0] if len(noise) == 1 else xp.stack(noise)))
+        return chosen if settled is None else xp.where(settled, chosen, UNSETTLED)
+
+    def _noise_beside(self, scores: Array, positions: list[int]) -> Array:
+        """float32 [positions, vocab], made on the device of the scores."""
+        assert self.noise is not None
+        place = device(scores)
+        if place.type == "mps":  # it has no float64
+            return self._to_array(np.stack([self.noise.at(position) for position in positions]))
+        counters = array_namespace(scores).arange(-(-self.vocab_size // BLOCK), device=place)
+        return gumbel(blocks(self.params.seed, positions, counters)[:, : self.vocab_size])
+
+    def _floors(self, scores: Array, settle: bool = True) -> tuple[Array, Array]:
+        p = self.params
+        return floors(scores, p.top_k, p.top_p, p.min_p, settle) if self._filtered else (None, None)
 
     def scores(self, logits: Array, tree: TokenTree, nodes: IntArray, length: int | None = None) -> Array:
         """float32 or float64 [rows, vocab]; a new array: log-probabilities up to a constant, -inf where banned."""
+        length = len(self.tokens) if length is None else length
+        scores = self.unfiltered(logits, tree, nodes, length)
+        xp = array_namespace(scores)
+        if self.params.temperature > 0 and self._filtered:
+            with np.errstate(all="ignore"):
+                return xp.where(scores < self._floors(scores)[0], -math.inf, scores)
+        return xp.astype(scores, scores.dtype, copy=True)
+
+    def unfiltered(self, logits: Array, tree: TokenTree, nodes: IntArray, length: int) -> Array:
+        """float32 or float64 [rows, vocab], the scores before top-k, top-p and min-p; perhaps the logits themselves."""
         logits = self._from_target(logits)
         xp = array_namespace(logits)
-        scores = xp.astype(logits, logits.dtype if logits.dtype == xp.float64 else xp.float32, copy=True)
+        dtype = logits.dtype if logits.dtype == xp.float64 else xp.float32
+        scores = xp.astype(logits, dtype, copy=not self._plain_rows)
         if not self._plain_rows:
-            length = len(self.tokens) if length is None else length
-            for row, node in enumerate(nodes.tolist()):
-                self._adjust(scores, row, tree.path_tokens(node), length)
+            paths = [tree.path_tokens(node) for node in nodes.tolist()]
+            banned = [(row, token) for row, path in enumerate(paths) for token in self._banned(path, length)]
+            if banned:
+                at = self._to_array(np.array(banned).T.copy())
+                scores[at[0], at[1]] = -math.inf
+            if self._penalties is not None:
+                self._penalties.apply(scores, paths, self.tokens[length : self._counted])
             scores = self._call_processors(scores, tree, nodes, length)
-        if self.params.temperature > 0:
-            with np.errstate(all="ignore"):  # bad logits are reported once, by `checked`
-                if self.params.temperature != 1:
-                    scores = scores / self.params.temperature
-                scores = _filtered(scores, self.params)
+        if self.params.temperature > 0 and self.params.temperature != 1:
+            with np.errstate(all="ignore"):
+                scores = scores / self.params.temperature
         return scores
 
-    def _adjust(self, scores: Array, row: int, path: list[int], committed: int) -> None:
-        """Bans and penalties of one node, in place."""
+    def _banned(self, path: list[int], committed: int) -> list[int]:
+        """The tokens that may not follow a node."""
         p, length = self.params, committed + len(path)
+        found = list(p.eos_token_ids) if length - self.prompt_length < p.min_new_tokens else []
         for word in p.bad_words:
             need = len(word) - 1
             if need == 0 or (self.tokens[max(committed - need, 0) : committed] + path)[-need:] == list(word[:-1]):
-                scores[row, word[-1]] = -math.inf
-        if length - self.prompt_length < p.min_new_tokens:
-            for token in p.eos_token_ids:
-                scores[row, token] = -math.inf
-        if self._penalised:
-            xp = array_namespace(scores)
-            counts = self._counts.copy()
-            np.subtract.at(counts, self.tokens[committed : self._counted], 1)
-            np.add.at(counts, path, 1)
-            line = scores[row]
-            seen = self._to_array(self._in_prompt | (counts > 0))
-            repeated = xp.where(line > 0, line / p.repetition_penalty, line * p.repetition_penalty)
-            line = xp.where(seen, repeated, line)
-            subtract = p.frequency_penalty * counts + p.presence_penalty * (counts > 0)
-            scores[row] = line - xp.astype(self._to_array(subtract.astype(np.float32)), line.dtype)
+                found.append(word[-1])
+        return found
 
     def _call_processors(self, scores: Array, tree: TokenTree, nodes: IntArray, length: int) -> Array:
         """Calls each processor for every node with its own prefix: one call per depth, or one in all if prefix-free."""
@@ -290,9 +356,8 @@ class Sampler:
         """float64 [candidates], `logp / T + g[position]`, see `rank`; None when greedy."""
         if self.noise is None:
             return None
-        scores: npt.NDArray[np.float64] = (
-            np.asarray(logp, dtype=np.float64) / self.params.temperature
-            + self.noise.at(position)[np.asarray(tokens, dtype=np.int64)]
+        scores: npt.NDArray[np.float64] = np.asarray(logp, dtype=np.float64) / self.params.temperature + self.noise.of(
+            position, np.asarray(tokens, dtype=np.int64)
         )
         return scores
 
@@ -311,27 +376,9 @@ def checked(chosen: Sequence[int] | IntArray, where: str) -> IntArray:
     return np.asarray(chosen, dtype=np.int64)
 
 
-def _filtered(scores: Array, params: SamplingParams) -> Array:
-    """Scores after top-k, then top-p, then min-p. Each keeps the tokens whose score is at least some floor."""
-    xp = array_namespace(scores)
-    vocab = scores.shape[-1]
-    if 0 < params.top_k < vocab:
-        scores = xp.where(scores < _largest(xp, scores, params.top_k)[:, -1:], -math.inf, scores)
-    if params.top_p < 1:
-        best = xp.max(scores, axis=-1, keepdims=True)
-        top = _largest(xp, scores, min(vocab, FIRST_SORTED))  # [rows, k], falling
-        total = xp.sum(xp.exp(scores - best), axis=-1, keepdims=True)
-        if not bool(xp.all(xp.sum(xp.exp(top - best), axis=-1, keepdims=True) >= params.top_p * total)):
-            top = _largest(xp, scores, vocab)
-        mass = xp.exp(top - best) / total
-        above = xp.cumulative_sum(mass, axis=-1) - mass  # of the tokens likelier than each
-        count = xp.sum(xp.astype(above < params.top_p, xp.int64), axis=-1, keepdims=True)
-        floor = xp.take_along_axis(top, xp.where(count > 0, count - 1, count), axis=-1)
-        scores = xp.where(scores < floor, -math.inf, scores)
-    if params.min_p > 0:
-        floor = xp.max(scores, axis=-1, keepdims=True) + math.log(params.min_p)
-        scores = xp.where(scores < floor, -math.inf, scores)
-    return scores
+def _on_host(scores: Array) -> FloatArray:
+    """Scores in the host's memory as a numpy array."""
+    return np.asarray(scores.detach() if is_torch_array(scores) else scores)
 
 
 def _best(scores: Array) -> Array:
@@ -343,12 +390,3 @@ def _best(scores: Array) -> Array:
     chosen = xp.argmax(scores, axis=-1)
     best = scores[xp.arange(len(chosen), device=device(scores)), chosen]
     return xp.where(xp.isfinite(best), chosen, -1)  # argmax gives a NaN or +inf if there is one
-
-
-def _largest(xp: Any, scores: Array, k: int) -> Array:
-    """[rows, k], falling. The array standard has the full sort only; both libraries are faster for a small k."""
-    if k < scores.shape[-1]:
-        if is_torch_namespace(xp):
-            return xp.topk(scores, k, dim=-1).values
-        scores = np.partition(scores, -k, axis=-1)[:, -k:]
-    return xp.sort(scores, axis=-1, descending=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from leapahead.core.errors import BadLogits, BadParameter, LeapaheadError, Refused, first_line
 from leapahead.core.parameters import is_whole
-from leapahead.core.sampling import Sampler, SamplingParams
+from leapahead.core.sampling import UNSETTLED, Sampler, SamplingParams
 from leapahead.core.tree import UNLIMITED, IntArray, TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.base import (
@@ -254,19 +254,23 @@ class TransformersTarget:
         vocab_size = self.info.vocab_size
         if self._on_host and not params.processors:  # a user's processor is written for tensors
             return Sampler(params, tokens, vocab_size, from_target=host_logits)
-        return Sampler(params, tokens, vocab_size, lambda array: torch.from_numpy(array).to(self.device))
+
+        def to_array(array: npt.NDArray[Any]) -> Tensor:
+            return torch.from_numpy(array).to(self.device)
+
+        return Sampler(params, tokens, vocab_size, to_array, on_device=not self._on_host)
 
     def _choose(
         self, sessions: Sequence[TransformersSession], trees: Sequence[TokenTree], outputs: Sequence[Outputs]
     ) -> list[IntArray | None]:
-        """The choices after all nodes of all sessions, by one transfer from the device.
+        """The choices after all nodes of all sessions, by one transfer from the device but for the rare unsettled ones.
 
         None for a session whose processor raises: its error is raised when its own `Choices` are read.
         """
         chosen: dict[int, Tensor] = {}
         for at, (session, tree, (logits, _)) in enumerate(zip(sessions, trees, outputs, strict=True)):
             try:
-                chosen[at] = session.sampler.choose(logits, tree, np.arange(len(tree)))
+                chosen[at] = session.sampler.choose(logits, tree, np.arange(len(tree)), settle=False)
             except Exception:
                 if not session.sampler.params.processors:
                     raise
@@ -275,6 +279,10 @@ class TransformersTarget:
         sizes = [len(trees[at]) for at in chosen]
         parts = np.split(torch.cat(list(chosen.values())).numpy(force=True), np.cumsum(sizes)[:-1])
         found = dict(zip(chosen, parts, strict=True))
+        for at, part in found.items():
+            if len(nodes := np.flatnonzero(part == UNSETTLED)):
+                logits = outputs[at][0][torch.from_numpy(nodes).to(self.device)]
+                part[nodes] = sessions[at].sampler.choose(logits, trees[at], nodes).numpy(force=True)
         return [found.get(at) for at in range(len(sessions))]
 
     def _first_logits(self) -> Tensor:

@@ -1,0 +1,168 @@
+"""The Gumbel noise: the same numbers for a seed always, of any tokens alone, on the host and on a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+
+from leapahead import native
+from leapahead.core import noise
+from leapahead.core.noise import BLOCK, GumbelNoise, all_words, blocks, gumbel, words
+
+THRESHOLD = 1e-6  # as in test_sampling
+
+SEEDS = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**63, 2**64 - 1])
+POSITIONS = st.integers(0, 2**40)
+
+# (seed, position, vocabulary) -> (token, word, bits of the noise as a float32): these must never change.
+GOLDEN = {
+    (0, 0, 152_000): [
+        (0, 149215387, 3214614275),
+        (1, 49592932, 3216993013),
+        (7, 2424142341, 1057949019),
+        (8, 2285471683, 1055644344),
+        (151_999, 1128756066, 3197399321),
+    ],
+    (12345, 678, 49_152): [
+        (0, 2126251527, 1052007941),
+        (5, 2417128524, 1057864242),
+        (1023, 1298688346, 3191298757),
+        (40_000, 417231018, 3210262186),
+        (49_151, 3683220277, 1072676770),
+    ],
+    (2**64 - 1, 2**31, 32_000): [
+        (2, 1255981910, 3193149066),
+        (3, 1074199635, 3198620748),
+        (31_999, 1889289652, 1045014949),
+    ],
+}
+
+
+def bits(values: Any) -> list[int]:
+    found: list[int] = np.asarray(values).view(np.uint32).tolist()
+    return found
+
+
+@pytest.fixture(params=["compiled", "python"])
+def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words by the compiled module and without it."""
+    if request.param == "compiled" and not native.available:
+        pytest.skip("installed without the compiled module")
+    monkeypatch.setattr(native, "available", request.param == "compiled")
+
+
+@pytest.mark.parametrize("key", GOLDEN, ids=str)
+@pytest.mark.usefixtures("each_way")
+def test_the_noise_never_changes(key: tuple[int, int, int]) -> None:
+    """A seed must give the same text in every version. The last bits may depend on the machine's logarithm."""
+    seed, position, vocab_size = key
+    tokens, expected, noises = map(np.array, zip(*GOLDEN[key], strict=True))
+    values = noises.astype(np.uint32).view(np.float32)
+    assert words(seed, position, tokens).tolist() == expected.tolist()
+    assert all_words(seed, position, vocab_size)[tokens].tolist() == expected.tolist()
+    np.testing.assert_allclose(GumbelNoise(seed, vocab_size).of(position, tokens), values, rtol=1e-6)
+    np.testing.assert_allclose(GumbelNoise(seed, vocab_size).at(position)[tokens], values, rtol=1e-6)
+
+
+@given(SEEDS, POSITIONS, st.lists(st.integers(0, 4999), max_size=40))
+def test_the_words_of_any_tokens_are_those_of_all(seed: int, position: int, some: list[int]) -> None:
+    """In any order, with repetitions; compiled, jumping in numpy's generator, and by arithmetic on arrays."""
+    tokens = np.array(some, dtype=np.int64)
+    every = all_words(seed, position, 5000)
+    assert every.dtype == np.uint32
+    for available in {native.available, False}:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "available", available)
+            assert words(seed, position, tokens).tolist() == every[tokens].tolist()
+    counters = np.unique(tokens // BLOCK)
+    np.testing.assert_array_equal(blocks(seed, [position], counters)[0], every.reshape(-1, BLOCK)[counters].ravel())
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63, 2**64 - 1])
+def test_words_made_on_a_device_are_numpys(seed: int) -> None:
+    torch = pytest.importorskip("torch")
+    positions = [0, 5, 2**40]
+    every = np.stack([all_words(seed, position, 400) for position in positions])
+    np.testing.assert_array_equal(blocks(seed, positions, torch.arange(50)).numpy(), every)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 31, 64, 65, 1000])
+def test_the_noise_of_some_tokens_has_the_bits_of_the_noise_of_all(kind: str, count: int) -> None:
+    """A logarithm may be computed otherwise at the end of an array; then a text would depend on what was asked for."""
+    every: Any = all_words(3, count, 50_000).astype(np.int64)
+    some = np.random.default_rng(count).permutation(50_000)[:count]
+    if kind == "torch":
+        torch = pytest.importorskip("torch")
+        every = torch.from_numpy(every)
+    assert bits(gumbel(every[some])) == bits(np.asarray(gumbel(every))[some])
+    assert bits(gumbel(every[1 : count + 1])) == bits(gumbel(every)[1 : count + 1])  # another place in memory
+
+
+@pytest.mark.usefixtures("each_way")
+def test_the_host_gives_the_same_noise_however_it_is_asked_for() -> None:
+    whole, alone, often = (GumbelNoise(3, 20_000) for _ in range(3))
+    at = whole.at(9)
+    for round in range(20):  # after some, the words of the whole vocabulary are made
+        some = np.random.default_rng(round).integers(0, 20_000, 200)
+        assert bits(often.of(9, some)) == bits(at[some])
+    assert bits(alone.of(9, np.array([19_999, 0]))) == bits(at[[19_999, 0]])
+    assert bits(often.at(9)) == bits(alone.at(9)) == bits(at)
+    assert often.of(9, np.array([], dtype=np.int64)).shape == (0,)
+
+
+def test_few_tokens_make_no_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "all_words", None)  # calling it would fail
+    numbers = GumbelNoise(0, 150_000)
+    for position in range(10):
+        numbers.of(position, np.arange(50))
+
+
+def test_the_noise_does_not_depend_on_the_order_of_positions() -> None:
+    one, other = GumbelNoise(3, 50), GumbelNoise(3, 50)
+    up = [one.at(position) for position in range(20)]
+    down = [other.at(position) for position in reversed(range(20))][::-1]
+    np.testing.assert_array_equal(up, down)
+
+
+def test_the_words_are_kept_until_they_are_dropped_and_computed_anew_are_the_same() -> None:
+    numbers = GumbelNoise(3, 50)
+    early, late = numbers.words(4), numbers.words(5)
+    assert numbers.words(4) is early
+    numbers.drop_before(5)
+    assert numbers.words(4) is not early
+    assert numbers.words(5) is late
+    np.testing.assert_array_equal(numbers.words(4), early)
+
+
+def test_the_words_of_a_bounded_number_of_positions_are_kept() -> None:
+    numbers = GumbelNoise(3, 50)
+    first = numbers.words(0)
+    for position in range(1, noise.KEPT + 1):
+        numbers.words(position)
+    assert numbers.words(noise.KEPT) is numbers.words(noise.KEPT)
+    assert numbers.words(0) is not first
+
+
+@pytest.mark.parametrize(("small", "large"), [(1, 2), (10, 11), (11, 1000), (999, 4096)])
+def test_a_larger_vocabulary_has_the_same_noise_at_the_beginning(small: int, large: int) -> None:
+    np.testing.assert_array_equal(GumbelNoise(3, small).at(9), GumbelNoise(3, large).at(9)[:small])
+
+
+def test_the_noise_is_gumbel() -> None:
+    drawn = np.concatenate([GumbelNoise(5, 2000).at(position) for position in range(10)])
+    assert scipy_stats.kstest(drawn, "gumbel_r").pvalue > THRESHOLD
+
+
+def test_the_noise_is_finite_and_rises_with_its_word() -> None:
+    around = np.array([0, 1, 2**31, 2**32 - 2, 2**32 - 1])
+    values = gumbel(around)
+    assert np.isfinite(values).all()
+    assert (np.diff(values) > 0).all()
+    assert values[0] > -3.14
+    assert values[-1] < 22.88
