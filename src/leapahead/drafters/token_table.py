@@ -166,8 +166,8 @@ def _not_written(file: Path, reason: str, named: bool = False) -> BadParameter:
 def stored(target: Target | None) -> TokenTable | None:
     """The stored table of a target: the user's, or the one that comes with a bundled model.
 
-    None where there is none, where it is damaged or of another model (one warning says so), or where the target does
-    not identify its weights. Takes some milliseconds.
+    None where there is none, where its file is damaged (a warning says so), or where the target does not identify its
+    weights. Takes some milliseconds.
     """
     weights = target.weights_digest() if isinstance(target, IdentifiesWeights) else ""
     if target is None or not weights:
