@@ -35,7 +35,7 @@ from leapahead.models.base import (
 )
 from leapahead.models.captured import TopK, TopKRows
 from leapahead.models.choices import Choices, PromptRows, best
-from leapahead.models.transformers import families, require_version, selftest
+from leapahead.models.transformers import families, require_version, selftest, weights
 from leapahead.models.transformers.forward import (
     CachedExecutor,
     CachedState,
@@ -232,6 +232,10 @@ class TransformersTarget:
     def forget(self) -> None:
         """Drops the entries kept of closed sessions, and releases the cache's memory unless a session is open."""
         self.executor.forget()
+
+    def weights_digest(self) -> str:
+        """See `IdentifiesWeights`."""
+        return weights.digest(self.model)
 
     def ordinary_ids(self) -> IntArray:
         """Token ids without a special meaning, unlike those of padding or images; for tests and measurements."""
