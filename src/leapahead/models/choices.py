@@ -6,13 +6,14 @@ Everything is computed when it is read. This module imports no backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log2
 from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
+from array_api_compat import is_torch_array
 
 from leapahead.core.errors import LeapaheadError, Refused
+from leapahead.core.filters import largest_at
 from leapahead.core.sampling import Array, Sampler, checked
 from leapahead.core.tree import IntArray, TokenTree
 
@@ -199,25 +200,13 @@ class Choices(Rows):
 
 def best(rows: Array, k: int) -> tuple[IntArray, FloatArray]:
     """The k greatest of each row, falling: indices int64 [rows, k], values float64 [rows, k], on the host."""
-    if hasattr(rows, "topk"):  # torch: its own selection, and one transfer of 2 k numbers a row
-        values, tokens = rows.topk(k, dim=-1)
-        return tokens.cpu().numpy(), values.double().cpu().numpy()
-    size = rows.shape[-1]
-    width = 1 << round(log2(max(1.0, size * k)) / 2)
-    if size >= 4 * width and width > k:  # the k best lie in the k columns of greatest maxima: few numbers are sorted
-        height = size // width
-        maxima = rows[:, : height * width].reshape(-1, height, width).max(axis=1)
-        columns = np.argpartition(maxima, -k, axis=-1)[:, -k:]  # [rows, k]
-        inside = (columns[:, :, None] + width * np.arange(height)).reshape(len(rows), -1)
-        if rest := size - height * width:
-            inside = np.concatenate((inside, np.tile(np.arange(size - rest, size), (len(rows), 1))), axis=-1)
-        some = np.take_along_axis(rows, inside, axis=-1)
-        tokens = np.take_along_axis(inside, np.argpartition(some, -k, axis=-1)[:, -k:], axis=-1)
-    else:
-        tokens = np.argpartition(rows, -k, axis=-1)[:, -k:]
-    values = np.take_along_axis(rows, tokens, axis=-1)
-    order = np.argsort(-values, axis=-1, kind="stable")
-    return np.take_along_axis(tokens, order, axis=-1), np.take_along_axis(values, order, axis=-1).astype(np.float64)
+    if is_torch_array(rows):
+        if rows.device.type != "cpu":  # its own selection, and one transfer of 2 k numbers a row
+            values, tokens = rows.topk(k, dim=-1)
+            return tokens.cpu().numpy(), values.double().cpu().numpy()
+        rows = (rows if rows.dtype.itemsize >= 4 else rows.float()).detach().numpy()
+    tokens, values = largest_at(rows, k)
+    return tokens, values.astype(np.float64)
 
 
 def _host(array: Array) -> FloatArray:
