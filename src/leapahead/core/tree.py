@@ -146,10 +146,12 @@ class TokenTree:
     @cached_property
     def ancestor_mask(self) -> BoolArray:
         """bool [nodes, nodes]; row i is true at i and its ancestors: the nodes that node i attends to."""
-        mask = np.eye(len(self), dtype=np.bool_)
-        for node, parent in enumerate(self.parent_list[1:], start=1):
-            mask[node] |= mask[parent]
-        return mask
+        rows: list[bytearray] = []
+        for node, parent in enumerate(self.parent_list):
+            row = bytearray(rows[parent]) if node else bytearray(len(self))
+            row[node] = True
+            rows.append(row)
+        return np.frombuffer(bytearray().join(rows), dtype=np.bool_).reshape(len(self), len(self))
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` with the token, if there is one; the first of several."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,7 +74,22 @@ class Row:
         return low
 
 
-@dataclass
+class Views(NamedTuple):
+    """What one forward writes and reads of stacked planes, made once for all of its layers.
+
+    Attributes:
+        written: of each plane, where the new entries go, [batch, heads, n, dim]; where `at` is given, all its
+            entries, [rows * heads * capacity, dim].
+        at: int64 [batch * heads * n], which of those the new entries are, where rows are not equally long.
+        read: of each plane, all entries of the batch, [batch, heads, kv, dim].
+    """
+
+    written: tuple[Tensor, ...]
+    at: Tensor | None
+    read: tuple[Tensor, ...]
+
+
+@dataclass(eq=False)
 class Planes:
     """Keys and values of equal shape, stacked so that moving a row's entries is one operation for all of them.
 
@@ -92,6 +107,17 @@ class Planes:
             kept_rows, kept = min(rows, old_rows), min(capacity, old_capacity)
             resized[:, :kept_rows, :, :kept] = self.entries[:, :kept_rows, :, :kept]
             self.entries = resized
+
+    def views(self, first: int, lengths: Sequence[int], n: int) -> Views:
+        """For a forward that writes `n` entries of each row behind its own `lengths`, the rows from `first` on."""
+        heads, capacity = self.entries.shape[2:4]
+        longest, rows = max(lengths), slice(first, first + len(lengths))
+        read = self.entries[:, rows, :, : longest + n].unbind()
+        if min(lengths) == longest:
+            return Views(self.entries[:, rows, :, longest : longest + n].unbind(), None, read)
+        starts = torch.tensor([[(first + row) * heads * capacity + length] for row, length in enumerate(lengths)])
+        slots = (starts + torch.arange(heads) * capacity)[:, :, None] + torch.arange(n)  # [batch, heads, n]
+        return Views(self.entries.flatten(1, 3).unbind(), slots.flatten().to(self.entries.device), read)
 
 
 class Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -152,9 +178,9 @@ class KVCache(Cache):  # type: ignore[misc]
         self.groups: list[Planes] = []
         self._place: dict[tuple[int, int], tuple[Planes, int]] = {}  # (layer, 0 key or 1 value) -> plane
         self._stacked = 0  # planes
-        self._batch = slice(0, 1)
-        self._lengths: list[int] = [0]
-        self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}  # of a ragged batch, by device
+        self._first_row = 0  # of the current forward
+        self._lengths: list[int] = [0]  # of its rows, computed nodes included
+        self._views: dict[tuple[Planes, int], Views] = {}  # by the number of new entries of a row
 
     @property
     def bytes_per_token(self) -> int:
@@ -264,6 +290,7 @@ class KVCache(Cache):  # type: ignore[misc]
         for row in self.rows:
             row.length, row.extent = min(row.length, capacity), min(row.extent, capacity)
         self.capacity = min(self.capacity, capacity)
+        self._views = {}
         for group in self.groups:
             group.resize(count, capacity)  # the old tensor is released before the next one is made
         self.rows += [Row(index) for index in range(len(self.rows), count)]
@@ -310,10 +337,9 @@ class KVCache(Cache):  # type: ignore[misc]
         if longest >= self.limit or (longest >= self.capacity and longest * self._open_rows > self.limit):
             raise self._full(self._open_rows, longest + 1)
         self._make_room(len(self.rows), max(map(_end, rows, num_computed)) + n)
-        first_row = self._side_by_side(rows)
+        self._first_row = self._side_by_side(rows)
         order = sorted(range(len(rows)), key=lambda i: rows[i].index)
-        self._batch = slice(first_row, first_row + len(rows))
-        self._lengths, self._slots = [_end(rows[i], num_computed[i]) for i in order], {}
+        self._lengths, self._views = [_end(rows[i], num_computed[i]) for i in order], {}
         self.longest = max(self._lengths)
         for row, kept in zip(rows, num_computed, strict=True):
             row.pending, row.slots, row.extent = kept + n, None, max(row.extent, row.length + kept + n)
@@ -325,6 +351,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def end(self) -> None:
         """Called after a forward: planes that were new in it are stacked with those of their shape."""
+        self._views = {}
         if len(self._place) == self._stacked:
             return
         kinds: dict[object, list[tuple[int, int]]] = {}
@@ -347,23 +374,15 @@ class KVCache(Cache):  # type: ignore[misc]
             self.groups.append(group)
             self._place[place] = group, 0
         group, plane = self._place[place]
-        entries = group.entries[plane, self._batch]  # [batch, heads, capacity, dim]
-        end = self.longest + states.shape[2]
-        if min(self._lengths) == self.longest:
-            entries[:, :, self.longest : end] = states
+        key = group, states.shape[2]
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = group.views(self._first_row, self._lengths, states.shape[2])
+        if views.at is None:
+            views.written[plane].copy_(states)
         else:
-            entries.transpose(1, 2)[self._ragged_slots(states)] = states.transpose(1, 2)
-        return entries[:, :, :end]
-
-    def _ragged_slots(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and slot of every new entry, [batch, 1] and [batch, n], on the device of `states`."""
-        slots = self._slots.get(states.device)
-        if slots is None:
-            lengths = torch.tensor(self._lengths, device=states.device)[:, None]
-            rows = torch.arange(len(lengths), device=states.device)[:, None]
-            slots = rows, lengths + torch.arange(states.shape[2], device=states.device)
-            self._slots[states.device] = slots
-        return slots
+            views.written[plane].index_copy_(0, views.at, states.reshape(-1, states.shape[3]))
+        return views.read[plane]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

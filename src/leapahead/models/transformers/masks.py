@@ -60,21 +60,21 @@ class Inputs:
         num_computed = num_computed or [0] * len(trees)
         n = max(len(tree) - first for tree, first in zip(trees, num_computed, strict=True))
         own = max(num_computed) + n
-        whole = np.empty((len(trees), 2 * n + 2 * own + 1), dtype=np.int64)  # one transfer
+        lines: list[list[int]] = []  # of each row: its tokens, positions, slots and there, then its length
         ancestors = np.zeros((len(trees), n, own), dtype=np.bool_)
         for row, (tree, length, first) in enumerate(zip(trees, lengths, num_computed, strict=True)):
             size, new = len(tree), len(tree) - first
-            tokens, positions, slots, there = np.split(whole[row, :-1], (n, 2 * n, 2 * n + own))
-            tokens[:new], tokens[new:] = tree.tokens[first:], tree.tokens[0]
-            positions[:new], positions[new:] = length + tree.depths[first:], length
-            slots[: first + n], slots[first + n :] = np.arange(length, length + first + n), length
-            there[:size], there[size:] = length + tree.depths, length
-            whole[row, -1] = length
+            there = [length + depth for depth in tree.depth_list]
+            tokens = tree.token_list[first:] + tree.token_list[:1] * (n - new)
+            positions = there[first:] + [length] * (n - new)
+            slots = [*range(length, length + first + n), *[length] * (own - first - n)]
+            lines.append([*tokens, *positions, *slots, *there, *[length] * (own - size), length])
             mask = np.tri(size, dtype=np.bool_) if tree.is_chain else tree.ancestor_mask
             ancestors[row, :new, :size] = mask[first:]
-            ancestors[row, new:, size : first + n] = np.eye(n - new, dtype=np.bool_)
-            ancestors[row, :, first + n :] = ancestors[row, :, :1]  # padding repeats the root's slot
-        moved = torch.from_numpy(whole).to(device)
+            if size < own:
+                ancestors[row, new:, size : first + n] = np.eye(n - new, dtype=np.bool_)
+                ancestors[row, :, first + n :] = ancestors[row, :, :1]  # padding repeats the root's slot
+        moved = torch.from_numpy(np.array(lines, dtype=np.int64)).to(device)  # one transfer
         return cls(
             tokens=moved[:, :n],
             positions=moved[:, n : 2 * n],
