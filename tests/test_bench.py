@@ -121,6 +121,36 @@ def test_there_is_no_interval_from_one_prompt() -> None:
     assert report.notes([{"task": "one", **row} for row in measured(contenders)]) == []
 
 
+def test_the_interval_of_one_batch_of_several_prompts_is_over_the_rounds() -> None:
+    plain = {"tokens": [[40]] * 3, "seconds": [[1.0]] * 3}
+    mine = {"tokens": [[40]] * 3, "seconds": [[0.5], [0.4], [0.8]]}
+    assert cell.speedup(mine, plain, prompts=4) == {"median": 2.0, "low": 1.25, "high": 2.5}
+    one = {key: value[:1] for key, value in mine.items()}
+    others = {key: value[:1] for key, value in plain.items()}
+    assert cell.speedup(one, others, prompts=4) == {"median": 2.0, "low": None, "high": None}
+
+
+def test_few_batches_have_more_rounds() -> None:
+    prompts = [tasks.Task("one", ["x"] * 12), tasks.Task("two", ["y"] * 4)]
+    plan = runner.Plan(tasks=prompts, configurations=[Configuration("auto")], rounds=1)
+    assert [plan.rounds_of(batch) for batch in (1, 2, 4, 8, 16)] == [1, 1, 1, 2, 2]
+    assert replace(plan, rounds=3).rounds_of(16) == 3
+    assert replace(plan, tasks=prompts[1:]).rounds_of(4) == 4
+    assert replace(plan, tasks=[tasks.Task("one", ["x"])]).rounds_of(1) == 1, "one prompt stays one prompt"
+
+
+def test_texts_decoded_alone_are_known_to_the_next_batch_size() -> None:
+    """Batches are compared with plain decoding alone, which is not repeated for every batch size."""
+    expected: dict[int, list[int]] = {}
+    counts = []
+    for batch in (1, 2, 3):
+        plain = Timed("plain", lambda turn: 1.0, ten)
+        measured([plain], rounds=1, setting=Setting(batch=batch), expected=expected)
+        counts.append(sum(len(each) == 1 for each in plain.passes))
+    assert counts == [4, 1, 0]  # the warm-up and each prompt; the prompt that is left over; none
+    assert expected == {index: ten(prompt) for index, prompt in enumerate(PROMPTS)}
+
+
 def test_the_interval_covers_as_often_as_it_says() -> None:
     """Ratios of 20 prompts, lognormal around 1.5: about 95 of 100 intervals hold it; fewer than 85 has p < 1e-4."""
     rng = np.random.default_rng(0)
@@ -440,7 +470,8 @@ def test_bench_writes_everything(run: Any, tmp_path: Path) -> None:
     assert "Every text equals that of plain decoding" in result.stdout
     assert "bundled, temperature 1, batch 2" in result.stdout
     out = tmp_path / "out"
-    names = {"bench.json", "report.md", "speedup.png", "speedup.svg", "acceptance.png", "acceptance.svg"}
+    names = {"bench.json", "report.md"}
+    names |= {f"{name}.{kind}" for name in ("speedup", "acceptance", "batches") for kind in ("png", "svg")}
     assert {path.name for path in out.iterdir()} == names
     found = results(out)
     assert {*MACHINE, "versions", "date", "threads", "dtype", "tasks", "targets"} <= set(found["conditions"])

@@ -9,6 +9,7 @@ from typing import Any
 
 from leapahead.bench.cell import PLAIN, speedup
 from leapahead.bench.record import OVERALL, read
+from leapahead.bench.run import LEAST_PASSES
 
 Row = dict[str, Any]
 Table = Callable[[str, list[list[str]]], str]
@@ -51,7 +52,7 @@ def _target(conditions: Row, name: str) -> str:
     return f"{ENGINES[told['backend']]}, {told['dtype'].split()[-1].lower()}"  # llama.cpp says "llama ?B Q8_0"
 
 
-def conditions(root: Path, name: str, cost: str) -> str:
+def conditions(root: Path, name: str, cost: str, batch: str = ", batch 1") -> str:
     """One line, from the bench's own."""
     told = read(root / "docs/bench" / name)["conditions"]
     prompts: dict[str, int] = {}
@@ -63,7 +64,7 @@ def conditions(root: Path, name: str, cost: str) -> str:
     versions = ", ".join(f"{package} {number}" for package, number in told["versions"].items() if number)
     others = ", ".join(dict.fromkeys(told["peers"].values()))
     return (
-        f"Conditions: the bundled model at the cost of {cost} parameters, batch 1; {given} prompts, "
+        f"Conditions: the bundled model at the cost of {cost} parameters{batch}; {given} prompts, "
         f"up to {told['max_new_tokens']} new tokens each (the table says how many prompts each target has had); "
         f"{told['rounds']} round after a warm-up, in which all take turns "
         f"on each prompt; {threads} threads on {told['cpu']}; {versions}; {others}; commit {told['commit'][:10]}."
@@ -108,6 +109,24 @@ def gain(root: Path, names: Sequence[str], table: Table) -> str:
     return table("target | temperature | `auto` with the draft / without", lines)
 
 
+def batches(root: Path, table: Table) -> str:
+    """Speed-ups of `auto` by batch size, a row for each target and temperature: `median (95 % interval)`."""
+    found = read(root / "docs/bench/batch")
+    rows = {(row["target"], row["temperature"], row["batch"], row["drafter"]): row for row in found["results"]}
+    sizes = sorted({batch for _, _, batch, _ in rows})
+    lines = []
+    for target, temperature in dict.fromkeys(key[:2] for key in rows):
+        where = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+        cells = [rows[target, temperature, batch, "auto"]["speedup"] for batch in sizes]
+        plain = [f"{rows[target, temperature, batch, PLAIN]['tokens_per_second']:.0f}" for batch in sizes]
+        name = f"{_target(found['conditions'], target)}, {where}"
+        lines.append([name, *(f"**{each['median']:.2f}**{_interval(each)}" for each in cells)])
+        lines.append(["plain decoding, tokens a second", *plain])
+    passes = f"Of batches there are as many rounds as give {LEAST_PASSES} passes of each drafter."
+    told = conditions(root, "batch", "135M", batch="")
+    return table(" | ".join(["batch", *map(str, sizes)]), lines) + f"\n\n{told} {passes}"
+
+
 def _samples(rows: Sequence[Row]) -> dict[str, Any]:
     """Of several tasks, as of one: [rounds, prompts]."""
     parts = [row["samples"] for row in rows]
@@ -138,5 +157,6 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
         "bench-135m": whole("135m", "135M"),
         "bench-135m-sampled": lambda root: overall(root, "135m", 1.0, table),
         "bench-1b": whole("1b", "1B"),
+        "auto-batches": lambda root: batches(root, table),
         "bench-again": lambda root: agreement(root, "135m", "again", table),
     }

@@ -5,8 +5,8 @@
 
 The speed of a machine drifts, so a ratio is formed within a round: tokens per second of the contender over all prompts,
 divided by those of plain decoding. The speed-up is the median over the rounds. Its interval is a percentile bootstrap
-over rounds and groups of prompts. From a single group there is no interval, because nothing is known of how much other
-prompts differ from it.
+over rounds and groups of prompts. From a single prompt there is no interval, because nothing is known of how much other
+prompts differ from it; from a single batch of several, it is over the rounds.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ def measure_cell(
     judge: Judge,
     tokenizer: Tokenizer | None = None,
     progress: Callable[[str], None] = lambda what: None,
+    expected: dict[int, list[int]] | None = None,
 ) -> list[dict[str, Any]]:
     """A row for each contender, see `row`.
 
@@ -120,14 +121,16 @@ def measure_cell(
         judge: whether a difference is a numeric tie.
         tokenizer: for contenders that give only text.
         progress: called with a contender's name after each of its passes; there are `passes` of each.
+        expected: prompt -> plain decoding's tokens, decoded alone, where they are known of another batch size; those
+            that are missing are added.
     """
     by_name = {contender.name: contender for contender in contenders}
     plain = contenders[0]
     found = {name: Measured() for name in by_name}
-    comparison = _Comparison(prompts, setting, judge, tokenizer)
-    if setting.batch > 1:
-        for index, prompt in enumerate(prompts):
-            text = plain.run([prompt], replace(setting, batch=1)).texts[0]
+    comparison = _Comparison(prompts, setting, judge, tokenizer, {} if expected is None else expected)
+    for index in range(len(prompts)) if setting.batch > 1 else ():
+        if index not in comparison.expected:
+            text = plain.run([prompts[index]], replace(setting, batch=1)).texts[0]
             found[plain.name].count([text])
             comparison.expected[index] = text.tokens
     groups = groups_of(prompts, setting.batch)
@@ -164,10 +167,15 @@ class _Comparison:
     """
 
     def __init__(
-        self, prompts: Sequence[list[int]], setting: Setting, judge: Judge, tokenizer: Tokenizer | None
+        self,
+        prompts: Sequence[list[int]],
+        setting: Setting,
+        judge: Judge,
+        tokenizer: Tokenizer | None,
+        expected: dict[int, list[int]],
     ) -> None:
         self._prompts, self._setting, self._judge, self._tokenizer = prompts, setting, judge, tokenizer
-        self.expected: dict[int, list[int]] = {}
+        self.expected = expected
         self._known: dict[tuple[int, tuple[int, ...]], bool] = {}  # differing texts that were judged before
 
     def compare(self, index: int, text: Text, contender: Contender, measured: Measured) -> None:
@@ -210,13 +218,19 @@ def tie_on(target: Target) -> Judge:
 # ------------------------------------------------------------------------------------------------------- figures
 
 
-def speedup(mine: dict[str, Any], plain: dict[str, Any], seed: int = 0) -> dict[str, float | None]:
-    """{"median", "low", "high"} of two rows' samples, see the module; low and high are None for a single group."""
+def speedup(mine: dict[str, Any], plain: dict[str, Any], seed: int = 0, prompts: int = 1) -> dict[str, float | None]:
+    """{"median", "low", "high"} of two rows' samples, see the module; low and high are None for a single prompt.
+
+    Args:
+        mine, plain: see `row`.
+        seed: of the bootstrap.
+        prompts: of a single group.
+    """
     tokens, seconds = np.array(mine["tokens"], float), np.array(mine["seconds"], float)  # [rounds, groups]
     others, theirs = np.array(plain["tokens"], float), np.array(plain["seconds"], float)
     rounds, groups = tokens.shape
     middle = round(float(np.median(_ratio(*(each.sum(axis=-1) for each in (tokens, seconds, others, theirs))))), 4)
-    if groups == 1:
+    if groups == 1 and min(prompts, rounds) == 1:
         return {"median": middle, "low": None, "high": None}
     rng = np.random.default_rng(seed)
     turns = rng.integers(rounds, size=(RESAMPLES, rounds))[:, :, None]
@@ -250,7 +264,7 @@ def row(name: str, mine: Measured, plain: Measured, setting: Setting, groups: in
         "drafter": name,
         "temperature": setting.temperature,
         "batch": setting.batch,
-        "speedup": speedup(samples, _samples(plain), seed),
+        "speedup": speedup(samples, _samples(plain), seed, len(mine.texts)),
         "tokens_per_second": _speed(samples),
         **_counted(mine.stats),
         "time_to_first_token": round(median(time for each in mine.first_token for time in each), 6),
@@ -281,7 +295,7 @@ def overall(rows: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], see
     prompts = sum(each["prompts"] for each in rows)
     return {
         **{key: rows[0][key] for key in ("drafter", "temperature", "batch")},
-        "speedup": speedup(samples, others, seed),
+        "speedup": speedup(samples, others, seed, prompts),
         "tokens_per_second": _speed(samples),
         **_counted(_stats(rows) if counted else None),
         "time_to_first_token": round(median(time for times in samples["first_token"] for time in times), 6),

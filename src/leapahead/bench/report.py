@@ -23,8 +23,8 @@ COLUMNS = (
 )
 OURS, PEER = plots.COLOURS[:2]
 NO_INTERVAL = (
-    "Rows without an interval were measured on a single prompt (or a single batch), which does not show how much the "
-    "speed-up varies between prompts."
+    "Rows without an interval were measured on a single prompt (or once on a single batch), which does not show how "
+    "much the speed-up varies."
 )
 
 
@@ -76,11 +76,15 @@ def markdown(found: dict[str, Any]) -> str:
     if found["results"]:
         lines += ["![speed-up by task and drafter](speedup.svg)", ""]
         lines += ["![acceptance length by task and drafter](acceptance.svg)", ""]
+        if len({row["batch"] for row in found["results"]}) > 1:
+            lines += ["![speed-up by batch size](batches.svg)", ""]
     return "\n".join(lines)
 
 
 def write(found: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes `report.md`, and `speedup` and `acceptance` as PNG and SVG; without results only the first.
+    """Writes `report.md`, and `speedup`, `acceptance` and, of several batch sizes, `batches` as PNG and SVG.
+
+    Without results only the first is written.
 
     Args:
         found: the content of a bench's file.
@@ -96,6 +100,8 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
         if found["results"]:
             for name, draw in (("speedup", speedups), ("acceptance", acceptance_lengths)):
                 paths += plots.save(draw, found, folder / name)
+            if len({row["batch"] for row in found["results"]}) > 1:
+                paths += plots.save(batches, found, folder / "batches")
     except OSError as error:
         raise LeapaheadError(f"the report cannot be written to {folder}: {error.strerror}") from None
     return paths
@@ -107,11 +113,7 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
 def speedups(found: dict[str, Any]) -> Figure:
     """The speed-up of each drafter over all tasks with its interval; a faint dot for each task."""
 
-    def span(row: Row) -> tuple[float, float, float]:
-        speed = row["speedup"]
-        return speed["median"], speed["low"] or speed["median"], speed["high"] or speed["median"]
-
-    return _panels(found, span, "times the speed of plain decoding (bar: 95 % interval; dots: tasks)", 0.0)
+    return _panels(found, _span, "times the speed of plain decoding (bar: 95 % interval; dots: tasks)", 0.0)
 
 
 def acceptance_lengths(found: dict[str, Any]) -> Figure:
@@ -122,6 +124,36 @@ def acceptance_lengths(found: dict[str, Any]) -> Figure:
         return None if length is None else (length, 1.0, length)
 
     return _panels(found, span, "acceptance length, tokens per step (dots: tasks)", 0.9)
+
+
+def _span(row: Row) -> tuple[float, float, float]:
+    """The speed-up and its interval, which is a point where there is none."""
+    speed = row["speedup"]
+    return speed["median"], speed["low"] or speed["median"], speed["high"] or speed["median"]
+
+
+def batches(found: dict[str, Any]) -> Figure:
+    """Speed-up over all tasks by batch size: a panel for each target, a curve for each drafter and temperature."""
+    whole = [row for row in found["results"] if row["drafter"] != PLAIN]
+    whole = [row for row in whole if row["task"] == OVERALL] or whole
+    targets = list(dict.fromkeys(row["target"] for row in whole))
+    note = "speed-up over plain decoding of as many texts; 95 % intervals"
+    figure, panels = plots.subplots(len(targets), found, note)
+    for axes, target in zip(panels, targets, strict=True):
+        curves: dict[str, list[Row]] = {}
+        for row in sorted(whole, key=lambda row: int(row["batch"])):
+            if row["target"] == target:
+                curves.setdefault(f"{row['drafter']}, {plots.sampling(row['temperature'])}", []).append(row)
+        for number, (label, rows) in enumerate(curves.items()):
+            values = [dict(zip(("median", "low", "high"), _span(row), strict=True)) for row in rows]
+            plots.with_spread(axes, number, [row["batch"] for row in rows], values, label)
+        axes.axhline(1, color="0.35", linewidth=1.2, linestyle="--", zorder=0)
+        axes.set(title=target, xlabel="texts decoded together", ylabel="times plain decoding's speed")
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        plots.plain_numbers(axes, sorted({row["batch"] for row in whole}))
+        axes.legend(loc="lower left")
+    return figure
 
 
 def _panels(

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from leapahead.bench.cell import PLAIN, measure_cell, passes, tie_on
+from leapahead.bench.cell import PLAIN, groups_of, measure_cell, passes, tie_on
 from leapahead.bench.conditions import Progress, conditions, describe, silent
 from leapahead.bench.contender import Configuration, Contender, Ours, Setting
 from leapahead.bench.peers import Entry, Peer
@@ -26,6 +26,8 @@ from leapahead.models.loading import Loaded
 from leapahead.planner.profile import LatencyProfiles
 
 Say = Callable[[str], None]
+Texts = dict[int, list[int]]  # prompt -> plain decoding's tokens
+LEAST_PASSES = 4  # of every contender over batches, since few batches make few samples of the speed-up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class Plan:
         configurations: of drafters; plain decoding is always measured.
         peers: other implementations, measured on the targets that they can run.
         temperatures, batches: all combinations are measured.
-        rounds: measured rounds, after a warm-up.
+        rounds: measured rounds, after a warm-up; see `rounds_of`.
         max_new_tokens: of each text.
         seed: of the order, of the sampling and of the bootstrap.
         data: origin of the prompts, for the conditions.
@@ -76,6 +78,11 @@ class Plan:
             name if short.count(name) == 1 or model is None else model
             for name, model in zip(short, self.models, strict=True)
         ]
+
+    def rounds_of(self, batch: int) -> int:
+        """The rounds of cells of a batch size: of batches as many more as give `LEAST_PASSES` passes."""
+        batches = sum(len(groups_of(task.prompts, batch)) for task in self.tasks)
+        return self.rounds if batch == 1 else max(self.rounds, -(-LEAST_PASSES // batches))
 
     def conditions(self, date: str) -> dict[str, Any]:
         """The conditions of the bench; those of the targets are added when they are loaded."""
@@ -142,12 +149,14 @@ def run(
         def tell(line: str, label: str = label) -> None:
             say(f"{label}: {line}")
 
+        known: dict[tuple[str, float], Texts] = {}  # by task and temperature
         with ExitStack() as ending:
             contenders, refused = _entered(plan, entry, tell, ending)
             record.describe("targets", label, {**_describe(entry.loaded), "refused": refused})
             for task, cell in todo[label]:
                 bar.begin(cell)
-                rows = _cell(plan, entry.loaded, contenders, task, cell, bar, tell)
+                texts = known.setdefault((task.name, cell[2]), {})
+                rows = _cell(plan, entry.loaded, contenders, task, cell, bar, tell, texts)
                 if rows:
                     record.add([{"task": task.name, "target": label, **row} for row in rows])
                 bar.end()
@@ -185,7 +194,14 @@ def _entered(plan: Plan, entry: Entry, say: Say, ending: ExitStack) -> tuple[lis
 
 
 def _cell(
-    plan: Plan, loaded: Loaded, contenders: Sequence[Contender], task: Task, cell: Cell, bar: _Bar, say: Say
+    plan: Plan,
+    loaded: Loaded,
+    contenders: Sequence[Contender],
+    task: Task,
+    cell: Cell,
+    bar: _Bar,
+    say: Say,
+    texts: Texts,
 ) -> list[dict[str, Any]]:
     """The rows of a cell; none if no prompt fits into the context."""
     _, _, temperature, batch = cell
@@ -208,11 +224,12 @@ def _cell(
         able,
         prompts,
         setting,
-        rounds=plan.rounds,
+        rounds=plan.rounds_of(batch),
         seed=plan.seed,
         judge=tie_on(loaded.target),
         tokenizer=loaded.tokenizer,
         progress=bar.step,
+        expected=texts,
     )
 
 
@@ -249,7 +266,7 @@ class _Bar:
         self._progress = progress
         contenders = len({PLAIN, *(each.name for each in plan.configurations)}) + len(plan.peers)
         self._sizes = [
-            contenders * passes(len(task.prompts), cell[3], plan.rounds)
+            contenders * passes(len(task.prompts), cell[3], plan.rounds_of(cell[3]))
             for some in todo.values()
             for task, cell in some
         ]
