@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -230,7 +231,7 @@ def test_a_damaged_file_is_refused_in_one_sentence_and_drafting_goes_on(damage: 
     target = toy()
     file = token_table.make(target, k=6)
     file.write_bytes(DAMAGES[damage](file.read_bytes()))
-    with pytest.raises(BadParameter, match=r"is not a valid token table: .*; delete it") as caught:
+    with pytest.raises(BadParameter, match=r"is not a valid token table: .*; replace it") as caught:
         TokenTable.load(file)
     assert "\n" not in str(caught.value)
     with pytest.warns(UserWarning, match="Drafting goes on without it"):
@@ -271,6 +272,11 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
     cache.write_text("a file where the folder should be")
     with pytest.raises(BadParameter, match="set LEAPAHEAD_CACHE to another folder"):
         token_table.make(toy(), progress=lambda _, done, total: told.append(done))
+    monkeypatch.setenv("LEAPAHEAD_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr(files, "disk_usage", lambda folder: SimpleNamespace(free=10))
+    with pytest.raises(BadParameter, match=r"it takes 0\.0 MB, and 0\.0 MB are free"):
+        token_table.make(toy(), progress=lambda _, done, total: told.append(done))
+    monkeypatch.undo()
     monkeypatch.setenv("LEAPAHEAD_CACHE", str(tmp_path / "other"))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(BadParameter, match="its folder is not writable"):

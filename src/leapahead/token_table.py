@@ -122,7 +122,7 @@ def make(target: Target, tokenizer: Tokenizer | None = None, k: int = K, progres
             f"a token table of {target.info.name} cannot be stored, because its weights cannot be read to tell it from "
             "other models"
         )
-    writable_place(weights)
+    writable_place(weights, size(target.info.vocab_size, k))
     return build(target, tokenizer, k, progress).save()
 
 

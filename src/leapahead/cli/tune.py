@@ -150,9 +150,9 @@ def _make_table(loaded: Loaded, k: int, bar: screen.Bar) -> float:
         if len(times) == 2:  # the first forward is slower than those that follow
             (first, then), (second, now) = times
             seconds = (total - second) * (now - then) / (second - first)
-            bytes_ = token_table.size(total, k)
+            size = f"{token_table.size(total, k) / 1e6:.1f} MB"
             bar.say(
-                f"token table: {total} tokens, {bytes_ / 1e6:.1f} MB, about {_duration(seconds)}; Ctrl-C stores none"
+                f"token table: {total} tokens, {size}, about {_duration(seconds)}; nothing is stored before the end"
             )
 
     token_table.make(target, loaded.tokenizer, k, tell)

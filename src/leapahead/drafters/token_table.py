@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ LENGTH = struct.Struct("<Q")  # bytes of the header that follows
 MAX_HEADER = 1 << 16  # bytes
 ALIGNMENT = 64  # bytes
 MOST_K = 1024
-REMEDY = "delete it, and build it again with `leapahead tune --table`"
+REMEDY = "replace it with `leapahead tune --table`"
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,17 +143,20 @@ def place(weights: str) -> Path:
     return cache_directory() / "tables" / f"{weights}.safetensors"
 
 
-def writable_place(weights: str) -> Path:
-    """The same, in a folder that exists. To be called before a table is computed for nothing.
+def writable_place(weights: str, size: int = 0) -> Path:
+    """The same, in a folder that exists. To be called before a table of `size` bytes is computed for nothing.
 
     Raises:
-        BadParameter: no file can be written there.
+        BadParameter: no file can be written there, or none of that size.
     """
     file = place(weights)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        free = disk_usage(file.parent).free
     except OSError as error:
         raise _not_written(file, error.strerror or str(error)) from None
+    if free < size:
+        raise _not_written(file, f"it takes {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free")
     if not os.access(file.parent, os.W_OK | os.X_OK):
         raise _not_written(file, "its folder is not writable")
     return file
