@@ -26,6 +26,10 @@ def drafters(as_json: bool) -> None:
 
     Other commands take an option of a drafter as -o KEY=VALUE; those of lookahead as -W, -N, -G and --preset too, and
     draft models as --draft.
+
+    An option either fixes or limits, and says which. `nodes=N` drafts exactly N nodes in every step in which there are
+    so many candidates and room for them, and nothing depends on the time that steps take; with `nodes=0` a drafter
+    drafts as many as pay.
     """
     described = [describe(registry.load(name)) for name in registry.names()]
     if as_json:
