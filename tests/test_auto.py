@@ -32,7 +32,7 @@ class Scripted(ToyTarget):
     """Greedily writes one given text, whatever is drafted."""
 
     def __init__(self, text: Sequence[int], vocab_size: int = 50) -> None:
-        super().__init__(vocab_size=vocab_size)
+        super().__init__(vocab_size=vocab_size, order=1 << 30)
         self.text = list(text)
 
     def row(self, seen: Any) -> Any:
@@ -211,7 +211,7 @@ def test_figures_report_estimates_and_latency() -> None:
     target = ToyTarget()
     stop, latency = StopParams(max_new_tokens=60), FixedLatency(target, CHEAP)
     found = run(target, Auto(nodes=6), stop=stop, latency=latency).stats.drafter
-    assert {"suffix", "recycling", "lookahead", "acceptance", "milliseconds"} <= set(found)
+    assert {"suffix", "recycling", "siblings", "acceptance", "milliseconds"} <= set(found)
     assert found["acceptance"]
     assert all(0 <= p <= 1 for p in found["acceptance"].values())
 

@@ -239,11 +239,11 @@ def test_a_target_that_no_source_can_serve_is_reported_once_and_decodes_plainly(
         handle = engine.submit(Request(list(PROMPT), drafter, stop=StopParams(max_new_tokens=8)))
         engine.run([handle])
     assert handle.tokens == run(target, stop=StopParams(max_new_tokens=8)).tokens
-    assert set(handle.stats.drafter["left_out"]) == {"prediction", "suffix", "recycling", "lookahead"}
+    assert set(handle.stats.drafter["left_out"]) == {"prediction", "suffix", "recycling", "siblings"}
 
 
 def test_a_source_that_the_target_cannot_serve_is_reported_by_name() -> None:
     target = ToyTarget(capabilities=frozenset({CHAIN, TREE}))
     left = run(target, "auto").stats.drafter["left_out"]
-    assert set(left) == {"recycling"}
+    assert set(left) == {"recycling", "siblings"}
     assert "top_k" in left["recycling"]

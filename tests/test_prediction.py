@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from leapahead import LLM, BadParameter
 from leapahead.cli import main
 from leapahead.core.sampling import Sampler, SamplingParams
-from leapahead.drafters.sources.prediction import CERTAIN, Prediction
+from leapahead.drafters.sources.prediction import CERTAIN, LOG_PROBABILITIES, Prediction
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import SequenceView
 
@@ -144,7 +144,8 @@ def offered(source: Prediction, sequence: SequenceView) -> list[tuple[int, str]]
     state = source.root(sequence)
     if state is None:
         return []
-    return [(each.token, str(each.feature[0])) for each in source.candidates(state, 8)]
+    kinds = list(LOG_PROBABILITIES)
+    return [(each.token, kinds[each.feature[0]]) for each in source.candidates(state, 8)]
 
 
 def walk(prediction: list[int], text: list[int]) -> list[list[int]]:

@@ -113,7 +113,7 @@ def test_candidates_by_hand() -> None:
     assert [candidate.token for candidate in found] == [4, 3, 5]  # equal matches: see below; the shortest last
     assert sum(np.exp([candidate.logp for candidate in found])) == pytest.approx(1)
     features = {candidate.token: candidate.feature for candidate in found}
-    assert features == {4: (2, 1, False), 3: (2, 1, False), 5: (1, 1, True)}
+    assert features == {4: (2, 1, 0), 3: (2, 1, 0), 5: (1, 1, 1)}
     assert [candidate.token for candidate in source.candidates(state, 1)] == [4]
 
 
@@ -313,8 +313,8 @@ def test_counts_are_those_of_the_text() -> None:
     assert dict(automaton.followers(place, 99)) == {5: 2, 6: 1}
     found = source.candidates(state, 8)
     assert [candidate.token for candidate in found][:2] == [5, 6]
-    assert found[0].feature == (1, 2, "own")
-    assert found[1].feature == (1, 1, "own")
+    assert found[0].feature == (1, 2, 1)
+    assert found[1].feature == (1, 1, 1)
     assert sum(np.exp([candidate.logp for candidate in found])) == pytest.approx(1)
     below = source.follow(state, 6)
     assert source.candidates(below, 4)[0].token == 1
@@ -389,7 +389,7 @@ def test_own_and_shared_places_are_those_of_brute_force(past: list[list[int]], d
             top = [candidate for candidate in found if candidate.token in followed]
             assert {candidate.token for candidate in top} == set(followed)
             for candidate in top:
-                assert candidate.feature[2] == ("own" if candidate.token in mine else "shared")
+                assert candidate.feature[2] == int(candidate.token in mine)
         if end < len(text):
             grow(source, sequence, text[end])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
-from leapahead.drafters import draft_models
+from leapahead.drafters import draft_models, token_table
 from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
 from leapahead.drafters.planned import Planned
@@ -14,7 +14,10 @@ from leapahead.drafters.sources.lookahead import LookaheadSource, WindowTuner
 from leapahead.drafters.sources.ngram import Ngrams
 from leapahead.drafters.sources.prediction import Prediction
 from leapahead.drafters.sources.recycling import Recycling
+from leapahead.drafters.sources.siblings import Siblings
 from leapahead.drafters.sources.suffix import Suffix
+from leapahead.drafters.sources.token_table import TableSource
+from leapahead.drafters.token_table import TokenTable
 from leapahead.planner.draft import SequenceView
 from leapahead.planner.source import Source
 
@@ -23,16 +26,21 @@ SOURCES: dict[str, type[Source]] = {
     "ngram": Ngrams,
     "suffix": Suffix,
     "recycling": Recycling,
+    "siblings": Siblings,
+    "table": TableSource,
     "lookahead": LookaheadSource,
 }
-DEFAULT = ("prediction", "suffix", "recycling", "lookahead")  # n-grams find nothing that the suffix automaton does not
+# N-grams find nothing that the suffix automaton does not; the rows of a lookahead window bring less than as many nodes.
+DEFAULT = ("prediction", "suffix", "recycling", "siblings", "table")
+NO_TABLE = "no token table is stored for this model; `leapahead tune --table` makes one"
 
 
 class Auto(Planned):
     """Drafts as many nodes as pay, from every source that the target can serve; decodes plainly where nothing pays.
 
     Args:
-        sources: their names, divided by commas; by default prediction, suffix, recycling and lookahead.
+        sources: their names, divided by commas; by default prediction, suffix, recycling, siblings and table, which is
+            left out where no token table is stored for the target.
         datastore: a file that `leapahead datastore build` has written, as one more source.
         draft: a draft model, as one more source; or several, see `draft_model`.
         nodes: draft exactly so many nodes in every step, as far as there are candidates, whatever they cost; 0 for as
@@ -57,6 +65,8 @@ class Auto(Planned):
         self._names = [name.strip() for name in sources.split(",") if name.strip()] or list(DEFAULT)
         if unknown := [name for name in self._names if name not in SOURCES]:
             raise BadParameter(f"there is no source {unknown[0]!r}; there are {', '.join(SOURCES)}")
+        self._named = bool(sources)
+        self._table: TokenTable | None = None
         self._store = Store(datastore) if datastore else None
         self._drafts = draft_models.parsed(draft) if draft else []
         self._tuners = {sampled: WindowTuner() for sampled in (False, True)}
@@ -67,6 +77,10 @@ class Auto(Planned):
         if self._drafts:
             models = host.draft_models.all(self._drafts, host.target, host.tokenizer)
             self.draft_forwards = DraftForwards(models, host.acceptance, self.depth, self.nodes)
+        if "table" in self._names:
+            self._table = token_table.stored(host.target)
+            if self._table is None and self._named:
+                self.left_out["table"] = NO_TABLE
         super().attach(host)
 
     def make_sources(self, sequence: SequenceView | None) -> list[Source]:
@@ -74,6 +88,8 @@ class Auto(Planned):
         for name in self._names:
             if name == "lookahead":
                 found.append(LookaheadSource(self._tuners[sequence is not None and sequence.sampled]))
+            elif name == "table":
+                found += [TableSource(self._table)] if self._table is not None else []
             elif name != "prediction" or sequence is None or sequence.prediction:
                 found.append(SOURCES[name]())
         if self._store is not None:

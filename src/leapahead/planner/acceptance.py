@@ -14,11 +14,13 @@ candidates is drafted, and remains so while none is.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+
+from leapahead.planner.mixer import Mixer, Row
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -69,10 +71,15 @@ class AcceptanceTable:
 
     Args:
         priors: key prefix of any length -> the estimate before anything was counted.
+        mixer: parameters with which the mixer begins.
+
+    Attributes:
+        mixer: makes one probability of the estimates of several sources.
     """
 
-    def __init__(self, priors: Mapping[Key, float] | None = None) -> None:
+    def __init__(self, priors: Mapping[Key, float] | None = None, mixer: Iterable[Row] = ()) -> None:
         self.priors = dict(priors or {})
+        self.mixer = Mixer(mixer)
         self._counts: dict[Key, list[float]] = {}  # [hits, trials]
         self._lock = Lock()
         self._estimates: dict[Key, float] = {}
@@ -81,7 +88,7 @@ class AcceptanceTable:
     @classmethod
     def with_priors(cls) -> Self:
         """A table that begins with the measured priors of this package."""
-        return cls(priors())
+        return cls(*priors())
 
     def probability(self, key: Key) -> float:
         """The estimate of a key, at most `REFRESH` trials old."""
@@ -131,6 +138,7 @@ class AcceptanceTable:
 
 
 @cache
-def priors() -> dict[Key, float]:
-    """The shares of accepted candidates by key that were measured on other texts, from `priors.json`."""
-    return {tuple(key): p for key, p in json.loads(PRIORS.read_text(encoding="utf-8"))}
+def priors() -> tuple[dict[Key, float], list[Row]]:
+    """What was measured on other texts, from `priors.json`: shares of accepted candidates by key, and the mixer."""
+    read = json.loads(PRIORS.read_text(encoding="utf-8"))
+    return {tuple(key): p for key, p in read["estimates"]}, [tuple(row) for row in read["mixer"]]

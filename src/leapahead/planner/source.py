@@ -12,7 +12,7 @@ optional hook with a default.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from leapahead.models.base import NOTHING, Capture
 from leapahead.models.choices import PromptRows
 from leapahead.planner.draft import SequenceView, Step
 
-Feature = tuple[Hashable, ...]
+Feature = tuple[int, ...]  # at most 4 numbers from 0 to 31
 FloatArray = npt.NDArray[np.float64]
 Score = Callable[[npt.ArrayLike, npt.ArrayLike], FloatArray]  # of tokens and their log-probabilities
 
@@ -37,7 +37,8 @@ class Candidate(NamedTuple):
     Attributes:
         token: its id.
         logp: the source's own log-probability of it, among its candidates after this node.
-        feature: what else its acceptance depends on, from coarse to fine: match length, count, recency, ...
+        feature: what else its acceptance depends on, from coarse to fine: match length, count, recency, ... At most 4
+            numbers from 0 to 31.
     """
 
     token: int

@@ -3,8 +3,7 @@
     P(node) = P(parent) * p(token | parent)      p is the acceptance estimate of the candidate's key
     key     = (source, mode, rank, ...)          mode: greedy, sampled (seed-aware) or unaware; rank within the source
 
-A token that several sources propose is one candidate. Their estimates are combined as if they were independent, and the
-combined estimate is calibrated again under the names of all of them.
+A token that several sources propose is one candidate: the mixer makes one probability of their estimates.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import numpy as np
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.planner.acceptance import AcceptanceTable, Correction, Key
 from leapahead.planner.draft import Proposal, SequenceView, Step
+from leapahead.planner.mixer import Parameters, logit, mixed
 from leapahead.planner.source import Candidate, Score, Source
 
 ROOT_CANDIDATES, CANDIDATES = 8, 4  # of one source: below the root, and below any other node
@@ -46,12 +46,14 @@ class Guess(NamedTuple):
         token: its id.
         p: the estimated probability that the target chooses it after its parent, before the request's correction.
         keys: to be updated when the outcome is known.
+        logits: of the estimates, by source that has candidates there; None for those that do not propose it.
         source: the one with the greatest estimate.
     """
 
     token: int
     p: float
     keys: tuple[Key, ...]
+    logits: tuple[float | None, ...]
     source: str
 
 
@@ -86,6 +88,7 @@ class TreeSearch:
         self.mode = ("sampled" if seed_aware else "unaware") if sequence.sampled else "greedy"
         self.expected = [1.0]
         self.guesses: dict[int, list[Guess]] = {}
+        self._parameters: dict[int, list[Parameters]] = {}  # of the mixer, by node
         self._builder = TreeBuilder(sequence.root, budget)
         self._names = [""]
         self._depths = [0]
@@ -144,7 +147,8 @@ class TreeSearch:
     def proposal(self, nodes: int | None = None) -> Proposal:
         """The draft of the first `nodes` nodes that were taken, the root counted; of all of them by default."""
         size = len(self) if nodes is None else nodes
-        tree = TokenTree(np.array(self._builder.tokens[:size]), np.array(self._builder.parents[:size]))
+        builder = self._builder
+        tree = TokenTree.of_lists(builder.tokens[:size], builder.parents[:size], self._depths[:size])
         return Proposal(tree, tuple(self._names[:size]), np.array(self.expected[:size]))
 
     def learn(self, step: Step) -> None:
@@ -157,6 +161,7 @@ class TreeSearch:
                 self.correction.learn(total, any(guess.token == token for guess in guesses))
             for guess in guesses:
                 hit = guess.token == token
+                self.acceptance.mixer.learn(self._parameters[node], guess.logits, guess.p, hit)
                 for key in guess.keys:
                     self.acceptance.learn(key, hit)
                     if key[0] in costly and key[2] == 0:
@@ -167,7 +172,7 @@ class TreeSearch:
         depth = self._depths[node]
         limit = ROOT_CANDIDATES if depth == 0 else CANDIDATES
         score = partial(self.sequence.scores, len(self.sequence.tokens) + depth) if self.mode == "sampled" else None
-        found: dict[int, list[tuple[float, Key]]] = {}
+        asked: list[tuple[str, list[tuple[int, Key]]]] = []  # the sources that have candidates here, and these
         for source, state in zip(self.sources, self._states[node], strict=True):
             if state is None:
                 continue
@@ -176,11 +181,16 @@ class TreeSearch:
             else:
                 candidates = source.seed_aware_candidates(state, limit, score)
                 keyed = self._keyed_by_score(source.name, candidates, score, limit)
+            if keyed:
+                asked.append((source.name, keyed))
+        found: dict[int, list[tuple[Key, float] | None]] = {}
+        for index, (_, keyed) in enumerate(asked):
             for token, key in keyed:
-                found.setdefault(token, []).append((self.acceptance.probability(key), key))
-        guesses = [self._combined(token, some) for token, some in found.items()]
+                found.setdefault(token, [None] * len(asked))[index] = key, self.acceptance.probability(key)
+        parameters = self.acceptance.mixer.parameters(self.mode, depth, [name for name, _ in asked])
+        guesses = [_guess(token, some, parameters) for token, some in found.items()]
         scale = min(self.correction.factor, MOST / max(sum(guess.p for guess in guesses), 1e-9))
-        self.guesses[node] = guesses
+        self.guesses[node], self._parameters[node] = guesses, parameters
         for guess in guesses:
             heappush(self._heap, (-chance * guess.p * scale, next(self._order), node, guess))
 
@@ -207,16 +217,10 @@ class TreeSearch:
             found.append((token, (name, self.mode, min(rank, RANKS), *feature[:1], *buckets, *feature[1:])))
         return found
 
-    def _combined(self, token: int, estimates: list[tuple[float, Key]]) -> Guess:
-        """One guess from the estimates of all sources that propose the token."""
-        if len(estimates) == 1:
-            ((p, key),) = estimates
-            return Guess(token, p, (key,), str(key[0]))
-        none_right = 1.0
-        for p, _ in estimates:
-            none_right *= 1.0 - p
-        names = "+".join(str(key[0]) for _, key in estimates)
-        together: Key = (names, self.mode, round(10 * (1.0 - none_right)))
-        _, best = max(estimates)
-        p = self.acceptance.estimate(together, 1.0 - none_right)
-        return Guess(token, p, (*(key for _, key in estimates), together), str(best[0]))
+
+def _guess(token: int, estimates: Sequence[tuple[Key, float] | None], parameters: Sequence[Parameters]) -> Guess:
+    """One guess from the estimates of all sources that have candidates at a node."""
+    logits = tuple([None if each is None else logit(each[1]) for each in estimates])
+    proposing = [each for each in estimates if each is not None]
+    best, _ = max(proposing, key=lambda each: each[1])
+    return Guess(token, mixed(parameters, logits), tuple([key for key, _ in proposing]), logits, str(best[0]))

@@ -165,7 +165,7 @@ class Ngrams(Source):
                 (
                     LENGTH_BUCKETS[length] if length < LAST_BUCKET else LENGTH_BUCKETS[LAST_BUCKET],
                     count if count < 3 else 3,
-                    token == latest,
+                    int(token == latest),
                 ),
             )
             for token, (weight, length, count) in chosen

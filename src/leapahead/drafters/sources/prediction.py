@@ -18,12 +18,13 @@ from typing import Any, ClassVar, NamedTuple
 
 from leapahead.models.base import CHAIN
 from leapahead.planner.draft import SequenceView
-from leapahead.planner.source import Candidate, Source
+from leapahead.planner.source import Candidate, Feature, Source
 
 MAX_MATCH = 4  # greatest number of tokens by which a position is found after a divergence
 CERTAIN = 3  # matching tokens from which on there is no doubt about the position
 RUN_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 16, 32)
 LOG_PROBABILITIES = {"follows": -0.05, "found": -0.7, "inserted": -1.4, "replaced": -1.4, "resumed": -2.0}
+KINDS = {kind: index for index, kind in enumerate(LOG_PROBABILITIES)}  # as a candidate's feature
 
 
 class Alignment(NamedTuple):
@@ -94,7 +95,9 @@ class Prediction(Source):
         found: dict[int, Candidate] = {}
         for at, kind, run in state:
             bucket = next((index for index, edge in enumerate(RUN_BUCKETS) if run <= edge), len(RUN_BUCKETS))
-            feature = (kind, bucket) if kind == "follows" else (kind, bucket, min(self._since, CERTAIN))
+            feature: Feature = (KINDS[kind], bucket)
+            if kind != "follows":
+                feature = (*feature, min(self._since, CERTAIN))
             token = self._tokens[at]
             found.setdefault(token, Candidate(token, LOG_PROBABILITIES[kind], feature))
         return list(found.values())[:limit]

@@ -111,7 +111,7 @@ class Suffix(Source):
                         weights[token] += count * share
                     else:
                         weights[token] = count * share
-                        features[token] = (bucket, count if count < 3 else 3, "own" if token in own else "shared")
+                        features[token] = (bucket, count if count < 3 else 3, int(token in own))
                 factor *= BACK_OFF
         total = sum(weights.values())
         chosen = sorted(weights, key=weights.__getitem__, reverse=True)[:limit]
