@@ -15,8 +15,10 @@ from leapahead.core.errors import needing
 COMMANDS = {  # name -> where it is, and what it does
     "figures": ("research.figures:main", "Measure all figures of the documentation."),
     "priors": ("research.priors:main", "Measure the planner's initial acceptance estimates."),
+    "oracle": ("research.oracle:main", "Measure auto without each source, and an oracle over their candidates."),
     "overhead": ("research.overhead:main", "Measure the time of a step outside the forward."),
     "busy": ("research.busy:main", "Compare auto after a first run on a busy machine with auto after an idle one."),
+    "sampling": ("research.sampling:main", "Measure the time of choosing a token."),
     "standin": ("research.standin:main", "Write a stand-in model: a small model's text at a larger one's cost."),
     "llama-bench": ("research.llama_bench:main", "Compare the llama.cpp target with llama.cpp's own programs."),
     "cost": ("research.commands:cost", "Draw the latency profile."),

@@ -1,17 +1,21 @@
-"""`python -m research priors`: measures the acceptance estimates with which the planner starts.
+"""`python -m research priors`: measures the acceptance estimates and the mixer with which the planner starts.
 
-Greedy and sampled texts of the bundled model are decoded with more nodes than would pay, so that unlikely candidates
-are tried as well. For every key with enough trials, coarse or fine, the share of accepted candidates is written. The
-prompts are not those of the benchmarks. The texts are decoded once more with the bundled draft model alone: how often a
-candidate of a given draft probability is accepted carries over to other draft models. How often a draft model's first
-choice is accepted does not, so it has no prior.
+Greedy and sampled texts of a model are decoded with a fixed number of nodes; every candidate along the committed path
+counts, drafted or not. For every key with enough trials, coarse or fine, the share of accepted candidates is written,
+and the parameters that the mixer has learned. The prompts are not those of the benchmarks; their order is mixed. Every
+second prompt is decoded with a drafter cache, and every fourth one without the token table, so that the priors serve
+all these cases.
+
+The texts are decoded once more with the bundled draft model alone: how often a candidate of a given draft probability
+is accepted carries over to other draft models. How often a draft model's first choice is accepted does not, so it has
+no prior.
 """
 
 from __future__ import annotations
 
 import json
-from itertools import product
 from pathlib import Path
+from random import Random
 
 import click
 from rich.console import Console
@@ -21,7 +25,7 @@ from leapahead.bench import tasks
 from leapahead.cli.command import Command
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
-from leapahead.drafters.auto import Auto
+from leapahead.drafters.auto import DEFAULT, Auto
 from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.draft_models import BUNDLED
 from leapahead.engine.request import Request
@@ -29,43 +33,64 @@ from leapahead.engine.scheduler import Engine
 from leapahead.models import loading
 from leapahead.planner.acceptance import PRIORS, AcceptanceTable
 
-NODES, LENGTH = 48, 96
+NODES, LENGTH = 16, 96
 DRAFTED, DEPTH = 24, 3  # nodes and draft forwards per step
 TEMPERATURES = (0.0, 0.7, 1.0)
 LEAST_TRIALS = 40  # of a key
+TRAIN = "gsm8k_train.jsonl"
 
 
 @click.command(cls=Command)
+@click.option("-m", "--model", default=None, help="A model; by default the bundled one.")
 @click.option(
     "--data",
     required=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of prompt sets, with mt_bench.jsonl.",
+    help=f"Folder of prompt sets, with mt_bench.jsonl and {TRAIN}.",
 )
-@click.option("--prompts", default=40, show_default=True, help="Number of prompts of MT-Bench.")
+@click.option("--prompts", default=40, show_default=True, help="Prompts of MT-Bench, and half as many of GSM8K.")
 @click.option("--out", default=PRIORS, type=click.Path(dir_okay=False, path_type=Path), help="JSON file to write.")
-def main(data: Path, prompts: int, out: Path) -> None:
+def main(model: str | None, data: Path, prompts: int, out: Path) -> None:
     """Measure the acceptance estimates with which the planner starts, and write them."""
-    loaded = loading.load(None, dtype="float32")
-    # Two tables without priors, so that nothing but this measurement enters them.
+    loaded = loading.load(model, dtype="float32")
+    texts = read_texts(loaded, data, prompts)
+    found, drafts = measured(loaded, texts)
+    kept = [*found.rows(), *(row for row in drafts.rows() if row["key"][0] == "draft")]
+    estimates = [[row["key"], row["p"]] for row in kept if row["trials"] >= LEAST_TRIALS]
+    mixer = [*found.mixer.rows(), *(row for row in drafts.mixer.rows() if row[2] == "draft")]
+    lines = [",\n".join(json.dumps(row) for row in rows) for rows in (estimates, mixer)]
+    out.write_text(f'{{"estimates": [\n{lines[0]}\n],\n"mixer": [\n{lines[1]}\n]}}\n', encoding="utf-8")
+    click.echo(f"{out}: {len(estimates)} keys, {len(mixer)} rows of the mixer")
+
+
+def read_texts(loaded: loading.Loaded, data: Path, prompts: int) -> list[list[int]]:
+    """Token ids of the bundled prompts, of some of MT-Bench and of GSM8K's training set, in a mixed order."""
+    lines = (data / TRAIN).read_text(encoding="utf-8").splitlines()
+    chosen = lines[:: max(1, 2 * len(lines) // max(1, prompts))]
+    train = tasks.Task("gsm8k_train", [json.loads(line)["question"] for line in chosen])
+    named = [*tasks.read(None), *tasks.read(data, [f"mt_bench={prompts}"]), train]
+    texts = [tokens for task in named for tokens in tasks.encoded(task, loaded, LENGTH)]
+    Random(0).shuffle(texts)
+    return texts
+
+
+def measured(loaded: loading.Loaded, texts: list[list[int]]) -> tuple[AcceptanceTable, AcceptanceTable]:
+    """What was learned of the candidates of `auto`, and of the draft model's, from nothing."""
     found, drafts = AcceptanceTable(), AcceptanceTable()
-    alone, drafted = (Engine(loaded.target, max_batch=1, acceptance=table) for table in (found, drafts))
-    ways = (
-        (alone, alone.drafter(Auto, nodes=NODES)),
-        (drafted, drafted.drafter("draft_model", draft=BUNDLED, nodes=DRAFTED, depth=DEPTH)),
+    alone, drafted = (
+        Engine(loaded.target, tokenizer=loaded.tokenizer, max_batch=1, acceptance=table) for table in (found, drafts)
     )
-    chosen = [*tasks.read(None), *tasks.read(data, [f"mt_bench={prompts}"])]
-    texts = [tokens for task in chosen for tokens in tasks.encoded(task, loaded, LENGTH)]
+    whole = alone.drafter(Auto, nodes=NODES)
+    no_table = alone.drafter(Auto, nodes=NODES, sources=",".join(name for name in DEFAULT if name != "table"))
+    draft_model = drafted.drafter("draft_model", draft=BUNDLED, nodes=DRAFTED, depth=DEPTH)
     caches = {temperature: DrafterCache() for temperature in TEMPERATURES}
     stop = StopParams(max_new_tokens=LENGTH, eos_token_ids=loaded.eos_token_ids)
     with Progress(console=Console(stderr=True)) as bar:
         for index, tokens in enumerate(bar.track(texts, description="priors")):
-            for temperature, (engine, drafter) in product(TEMPERATURES, ways):
-                cache = caches[temperature] if engine is alone else None
+            for temperature in TEMPERATURES:
+                cache = caches[temperature] if index % 2 else None
                 sampling = SamplingParams(temperature=temperature, seed=index)
-                request = Request(tokens, drafter, sampling=sampling, stop=stop, drafter_cache=cache)
-                engine.run([engine.submit(request)])
-    kept = [*found.rows(), *(row for row in drafts.rows() if row["key"][0] == "draft")]
-    rows = [[row["key"], row["p"]] for row in kept if row["trials"] >= LEAST_TRIALS]
-    out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
-    click.echo(f"{out}: {len(rows)} keys")
+                for engine, drafter in ((alone, no_table if index % 4 == 3 else whole), (drafted, draft_model)):
+                    kept = cache if engine is alone else None
+                    engine.run([engine.submit(Request(tokens, drafter, sampling, stop, drafter_cache=kept))])
+    return found, drafts
