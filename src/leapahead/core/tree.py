@@ -163,8 +163,13 @@ class TokenTree:
     @cached_property
     def leaves(self) -> IntArray:
         """int64 [leaves]; nodes without children, in order."""
+        return np.array(self.leaf_list, dtype=np.int64)
+
+    @property
+    def leaf_list(self) -> list[int]:
+        """The leaves as a list."""
         inner = set(self.parent_list)
-        return np.array([node for node in range(len(self)) if node not in inner], dtype=np.int64)
+        return [node for node in range(len(self)) if node not in inner]
 
     @property
     def num_leaves(self) -> int:

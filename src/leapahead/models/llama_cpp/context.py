@@ -10,6 +10,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ FloatArray = npt.NDArray[np.float32]
 
 USUAL_CONTEXT = 4096  # tokens, where none are asked for: the cache of a long context can outgrow the model
 USUAL_SEQUENCES, USUAL_STATES = 64, 8  # sequence ids, where none are asked for
+ID_BYTES = ctypes.sizeof(c.llama_seq_id)
 STEPS = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7, "q8_0": 2.0**-7}  # relative steps of these types
 
 
@@ -212,17 +214,17 @@ class Context:
         Raises:
             LeapaheadError: it failed; the cache may hold some of the tokens.
         """
-        n, end = len(tokens), 0
+        n = len(tokens)
         assert rows == n or not hidden, "llama.cpp gives hidden states of all rows or none"
-        total = sum(map(len, ids))
+        counts = list(map(len, ids))
+        total = sum(counts)
         if total > len(self._ids):
             self._make_batch(2 * total)
-        for i in range(n):  # faster than numpy, whose calls cost more than a handful of assignments
-            own = ids[i]
-            begin, end = end, end + len(own)
-            self._ids[begin:end] = list(own)
-            self._tokens[i], self._positions[i], self._counts[i] = tokens[i], positions[i], end - begin
-            self._rows[i], self._wanted[i] = self._ids_at + 4 * begin, i >= n - rows
+        starts = accumulate(counts[:-1], initial=0)
+        self._tokens[:n], self._positions[:n], self._counts[:n] = list(tokens), list(positions), list(counts)
+        self._ids[:total] = list(chain.from_iterable(ids))
+        self._rows[:n] = [self._ids_at + ID_BYTES * start for start in starts]
+        self._wanted[:n] = [index >= n - rows for index in range(n)]
         self._batch.n_tokens = n
         if hidden != self._gives_hidden:
             c.llama_set_embeddings(self.pointer, hidden)

@@ -257,8 +257,8 @@ class LlamaCppTarget:
             tokens, positions, ids = list[int](), list[int](), list[list[int]]()
             for session, tree, first in zip(sessions, trees, num_computed, strict=True):
                 ids += session.track.place(tree, first)
-                tokens += tree.tokens[first:].tolist()
-                positions += [session.track.length + depth for depth in tree.depths[first:].tolist()]
+                tokens += tree.token_list[first:]
+                positions += [session.track.length + depth for depth in tree.depth_list[first:]]
             return self.context.decode(tokens, positions, ids, rows, bool(capture.hidden))
         except BaseException:
             for session in sessions:

@@ -66,7 +66,7 @@ class Track:
         if len(tree) == 1:
             self.leaf_ids = [(0, self.main)]
             return [[self.main]]
-        leaves = tree.leaves.tolist()
+        leaves = tree.leaf_list
         self.leaf_ids = list(zip(leaves, [self.main, *self._others(len(leaves) - 1)], strict=True))
         return self._ids(tree)
 
@@ -78,10 +78,10 @@ class Track:
         """
         assert self.tree is not None, "nodes that never went through"
         assert num_computed == len(self.tree), "nodes that never went through"
-        id_of, parents = dict(self.leaf_ids), tree.parents.tolist()
+        id_of, parents = dict(self.leaf_ids), tree.parent_list
         owner = {node: each for each, nodes in self._paths() for node in nodes}  # an id that owns each computed node
         placed, begun = list[tuple[int, int]](), list[tuple[int, int]]()  # begun: (leaf, computed node above it)
-        for leaf in tree.leaves.tolist():
+        for leaf in tree.leaf_list:
             node = leaf
             while node >= num_computed:
                 node = parents[node]
@@ -91,7 +91,7 @@ class Track:
                 begun.append((leaf, node))
         used = {each for _, each in self.leaf_ids}
         for (leaf, node), each in zip(begun, self._others(len(begun), used), strict=True):
-            self.context.copy(owner[node], each, self.length, self.length + int(tree.depths[node]) + 1)
+            self.context.copy(owner[node], each, self.length, self.length + tree.depth_list[node] + 1)
             placed.append((leaf, each))
         self.tree, self.leaf_ids = tree, placed
         return self._ids(tree)[num_computed:]
@@ -120,7 +120,7 @@ class Track:
     def _paths(self) -> list[tuple[int, list[int]]]:
         """Every id of the tree with its nodes, the leaf first."""
         assert self.tree is not None
-        parents, found = self.tree.parents.tolist(), []
+        parents, found = self.tree.parent_list, []
         for leaf, each in self.leaf_ids:
             nodes = [leaf]
             while (parent := parents[nodes[-1]]) >= 0:
@@ -141,7 +141,7 @@ class Track:
         assert self.tree is not None, "commit without a step"
         if len(self.tree) > 1:
             place = {node: index for index, node in enumerate(path)}
-            parents, winner = self.tree.parents.tolist(), -1
+            parents, winner = self.tree.parent_list, -1
             for leaf, each in self.leaf_ids:
                 node = leaf
                 while node not in place:
