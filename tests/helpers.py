@@ -67,7 +67,7 @@ class FixedLatency(LatencyProfiles):
 
     def __init__(self, target: Target, seconds: Mapping[int, float]) -> None:
         super().__init__(target.info)
-        self.fixed = LatencyProfile(seconds)
+        self.fixed = LatencyProfile(seconds, fixed=True)
 
     def prepare(self, target: Target) -> bool:
         return False

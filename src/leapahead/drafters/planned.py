@@ -5,6 +5,9 @@
 All sequences of a step are planned together, since they share the target's forward. While nothing pays, steps are plain
 and drafting is suspended with exponential back-off. When sources are asked again, their candidates are compared with
 what the target chose, which costs no node, so drafting starts again as soon as it pays.
+
+A plan may be wrong, so the guard compares what drafted steps really cost and bring with plain steps, which are run now
+and then for this (`planner.guard`). With a fixed number of nodes there is no guard.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from leapahead.models.base import TREE
 from leapahead.models.choices import PromptRows
 from leapahead.planner.acceptance import Correction
 from leapahead.planner.backoff import BackOff
-from leapahead.planner.draft import Proposal, SequenceView, Step
+from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
+from leapahead.planner.guard import Guard
 from leapahead.planner.profile import DraftingTime
 from leapahead.planner.sizing import StepPlan, best_sizes
 from leapahead.planner.source import Source
@@ -95,6 +99,9 @@ class Planned(Drafter):
         self.left_out: dict[str, str] = {}
         self._drafting_time = DraftingTime()
         self._observing = 0.0  # seconds spent in `observe` since the last proposal
+        self._spent = 0.0  # seconds that the last proposal took, that `observe` included
+        self._guards: dict[int, Guard] = {}  # by number of sequences
+        self._reported: tuple[Forward | None, int, int] = (None, 0, 0)  # the last forward, its steps seen, their tokens
         self._sequences: dict[SequenceView, Drafting] = {}
 
     @abstractmethod
@@ -140,10 +147,12 @@ class Planned(Drafter):
         began = self.host.latency.clock()
         for sequence, step in zip(sequences, steps, strict=True):
             drafting = self._sequences[sequence]
+            self.host.latency.observe(step.forward)
+            if not self.nodes:
+                self._judge(step)
             if drafting.search is None:
                 continue  # a plain step; its tokens are read when the sources are asked next
             cost = step.forward.cost
-            self.host.latency.observe(step.forward)
             profile = self.host.latency.profile(cost.sequences) if self.plans else None
             for source in drafting.sources:
                 source.observe(sequence, step)
@@ -152,6 +161,23 @@ class Planned(Drafter):
             drafting.search.learn(step)
             drafting.accepted += (step.verdict.accepted - drafting.accepted) * RECENT
         self._observing += self.host.latency.clock() - began
+
+    def _judge(self, step: Step) -> None:
+        """Tells the guard of a forward, once the steps of all its sequences were seen."""
+        forward = step.forward
+        last, seen, tokens = self._reported
+        seen, tokens = (seen + 1, tokens + len(step.tokens)) if last is forward else (1, len(step.tokens))
+        self._reported = forward, seen, tokens
+        sequences, rows = forward.cost.sequences, forward.cost.rows
+        profile = self.host.latency.profile(sequences)
+        if seen < sequences or profile.fixed or (guard := self._guards.get(sequences)) is None:
+            return
+        plain = profile(sequences)
+        if rows > sequences:
+            spent, expected = forward.seconds + self._spent, profile(rows) + self._spent
+            guard.observe_drafted(spent, expected, tokens / sequences, plain)
+        else:
+            guard.observe_plain(plain)
 
     def finish(self, sequence: SequenceView) -> None:
         for source in self._sequences[sequence].sources:
@@ -185,13 +211,21 @@ class Planned(Drafter):
     def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
         began = self.host.latency.clock()
         found = [Proposal(TokenTree.root(sequence.root)) for sequence in sequences]
+        total = max(len(sequences), self.host.running())
+        guard = self._guards.setdefault(total, Guard())
+        self._spent = 0.0
+        if not self.nodes:
+            wanted = guard.requests_plain(self.host.latency.profile(total).wants_plain)
+            if wanted or guard.checking:
+                for sequence in sequences:
+                    self._sequences[sequence].search = None
+                return found
         active: dict[int, Drafting] = {}
         for index, (sequence, budget) in enumerate(zip(sequences, budgets, strict=True)):
             if self._asks(self._sequences[sequence], budget):
                 active[index] = self._sequences[sequence]
         if not active:
             return found
-        total = max(len(sequences), self.host.running())
         plan = StepPlan(total, self.host.info.padded, self.host.latency, self._drafting_time)
         probes = [self._probe_nodes(drafting, plan) for drafting in active.values()]
         forwards = None
@@ -200,6 +234,9 @@ class Planned(Drafter):
             forwards = StepForwards(self.draft_forwards, plan, self.host.info.name, sources)
         while True:
             searches = {index: self._search(drafting, budgets[index]) for index, drafting in active.items()}
+            if guard.suspended:  # the sources are asked all the same, and compared with what the target chooses
+                kept = {index: 1 for index, search in searches.items() if search.next >= 0.0}
+                break
             kept = self._sizes(searches, plan, probes, forwards.seconds if forwards else 0.0)
             if forwards is None or not forwards.more(searches, kept):
                 break
@@ -209,12 +246,13 @@ class Planned(Drafter):
             if not self.nodes:
                 longest = plan.longest_back_off(self._drafting_time(0))
                 drafting.back_off.update(paid=kept[index] > 1, longest=longest)
-            if drafting.probing:
+            if drafting.probing and not guard.suspended:
                 found[index] = _with_probes(found[index], drafting, budgets[index])
         if forwards is not None:
             forwards.settle(searches, {index: len(found[index].tree) > 1 for index in active})
         spent = self.host.latency.clock() - began + self._observing - (forwards.seconds if forwards else 0.0)
         self._observing = 0.0
+        self._spent = spent + (forwards.seconds if forwards else 0.0)
         self._drafting_time.observe(spent, sum(kept.values()) - len(kept))
         return found
 
@@ -255,7 +293,7 @@ class Planned(Drafter):
 
         def seconds(rows: int) -> float:
             """Of the forward, if these trees have so many rows."""
-            return profile((plan.sequences * (rows // len(searches)) if plan.padded else rows + others) + extra)
+            return profile.planned((plan.sequences * (rows // len(searches)) if plan.padded else rows + others) + extra)
 
         def drafting(nodes: int) -> float:
             return spent + plan.drafting(nodes)
@@ -272,6 +310,8 @@ class Planned(Drafter):
                 continue
             if not self.nodes:
                 profile = plan.latency.profile(plan.sequences)
+                if profile.planned(usual + plan.sequences * size) == float("inf"):
+                    continue  # so many rows were never seen: the drafts grow first
                 share = profile(usual + plan.sequences * size) / profile(usual) - 1  # of a step
                 if share * (1 + drafting.accepted) > source.probe_gain:
                     source.skip_probe()

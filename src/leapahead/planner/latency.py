@@ -1,188 +1,330 @@
 """The latency profile: T(n), the time of a target's forward by its number of token rows n, on this machine.
 
-`LatencyProfile` holds T(n) for a fixed number of sequences and corrects it by the time of every step. This module knows
-rows and seconds only: `planner.measurement` measures them, and `planner.profile` stores them.
+`LatencyProfile` holds T(n) for a fixed number of sequences. This module knows rows and seconds only:
+`planner.measurement` measures them, and `planner.profile` stores them.
 
-The model of T(n):
+    T(n) = plain x prior(n) x correction(n)
 
-    log T(n) = level + shape(n)       shape of the smallest size is 0; T is linear between the sizes that are kept
+    plain       seconds of a plain step, the smallest forward; set by the first step and moved by every other one
+    prior       T(n) relative to a plain step as it was stored or measured before, or an assumed straight line
+    correction  1 for a plain step; known at the sizes that were seen in this process, interpolated in log n between
+                them, constant beyond the largest
 
-    level    how fast the machine is now, common to all n; drifts by a few percent per step
-    shape    what n rows cost relative to the smallest size; hardly changes
+So the prior gives a shape and nothing about the level, and it is overruled by every size that is seen. Where steps
+contradict it, it is dropped, and the assumed line is in its place.
 
-Both are estimated together by a Kalman filter whose state is (level, shape at every size but the smallest). Its prior
-covariance of the shape states how a profile may be wrong: the cost of additional rows by one common factor, and each
-size by a small error of its own, which is correlated between neighbouring sizes:
+A plan may not trust T(n) at sizes that no step of this process has had (`planned`): they are limited to about twice the
+largest size seen, and beyond that size the lower of the prior and the assumed line counts. So a size that may pay is
+tried, by steps that cannot cost much, and is then known.
 
-    cov(i, j) = (error g_i)(error g_j) + SIZE_ERROR^2 2^-|log2 n_i - log2 n_j|,   g = additional rows' share of T(n)
-
-So steps of 4 and 8 rows also correct the estimate for 16, a change of the level does not change the shape, and what is
-known well changes little.
-
-A step whose time is an outlier (a stopped process, a changed clock, a kernel compiled at its first use) is ignored,
-unless more outliers follow soon: then the estimate was wrong, and its covariance is increased so that it can change.
+A step whose time is far from T(n) teaches nothing at once, since the machine may have been interrupted or have become
+slower for all sizes alike. A plain step is wanted then (`wants_plain`), and tells which. Without plain steps, several
+such steps in a row are a change of the machine's speed.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Mapping
-from math import log, sqrt
+from math import ceil, exp, log
+from operator import attrgetter
 from statistics import median
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-ASSUMED_SLOPE = 0.05  # cost of an additional row relative to the smallest size, where nothing was measured
+ASSUMED_SLOPE = 0.05  # cost of an additional row relative to a plain step, where nothing is known
+LEAST_SLOPE = 0.01  # the same beyond the last size of a prior, at least
 
-# Standard deviations of the prior, in log seconds.
-MEASURED_SLOPE_ERROR, ASSUMED_SLOPE_ERROR = 0.5, 1.5  # of the common factor of the cost of additional rows
-SIZE_ERROR = 0.08  # of each size on its own
-LEVEL_ERROR, UNKNOWN_LEVEL_ERROR = 0.3, 5.0
+TRUSTED_GROWTH, TRUSTED_ROWS = (
+    2,
+    3,
+)  # rows of a planned forward: at most so many times the largest seen, or more by so many
+FINE = (
+    8  # additional rows up to which every number of rows is a size of its own; beyond, sizes are about an eighth apart
+)
+CONTRADICTED = log(1.4)  # log factor between prior and steps from which the prior is dropped
+LEAST_RATIO = log(0.7)  # of a forward to a plain step; less is an outlier
+BELIEVED = 2  # times that a size must have been seen before it is stored or contradicts the prior
+STALE = 128  # steps after which a size that was seen once is forgotten; twice as many if it was seen twice, ...
+MOST_SEEN = 12  # times that count: the newest has a weight of at least one such part
 
-LEVEL_DRIFT = 0.06  # variance added to the level at each step, relative to the noise
-SHAPE_DRIFT, SHAPE_DRIFT_STEPS = 2e-5, 16  # the same of the shape, relative to its prior; added every so many steps
-NOISE, LEAST_NOISE, MOST_NOISE = 0.1, 0.03, 0.3  # log seconds of one step: the first estimate and its bounds
+LEVEL_GAIN, PLAIN_GAIN = (
+    0.1,
+    0.2,
+)  # weight of a drafted step, and least weight of a plain step, in the plain step's time
+NOISE, LEAST_NOISE, MOST_NOISE = 0.1, 0.05, 0.25  # log seconds of one step: the first estimate and its bounds
 NOISE_RATE = 0.05  # weight of the newest step in the estimate of the noise
+OUTLIER = 3.5  # times the noise
+OUTLIERS_BELIEVED = 3  # without a plain step between them, a change of the level
+FIRST_PAUSE, LONGEST_PAUSE = 4, 48  # drafted steps between two plain steps: at first and after a change; doubled up to
 
-OUTLIER = 3.0  # standard deviations beyond which a step is an outlier
-OUTLIERS_BELIEVED = 3.0  # after so many outliers in close succession the estimate is taken to be wrong
-OUTLIER_DECAY = 0.25  # by which a step that is none lowers their count
-MOST_WIDENING = 9.0  # greatest variance added to the shape then, relative to its prior
+
+class Size:
+    """What steps have taught of one size.
+
+    Attributes:
+        rows: of the smallest forward that counts to it.
+        largest: rows of the largest forward seen.
+        correction: log factor on the prior.
+        seen: how often, at most `MOST_SEEN`.
+        first, last: the steps in which it was seen first and last.
+    """
+
+    def __init__(self, rows: int, correction: float, step: int) -> None:
+        self.rows, self.log = rows, log(rows)
+        self.largest = rows
+        self.correction = correction
+        self.seen = 0
+        self.first = self.last = step
 
 
 class LatencyProfile:
-    """T(n) in seconds for one number of sequences: estimated at some sizes, linear between them and beyond the last.
+    """T(n) in seconds for one number of sequences.
 
     Args:
-        seconds: rows -> seconds, for at least one size. If there is only one, the other sizes are assumed, each
-            additional row at `ASSUMED_SLOPE` of it.
-        level_error: standard deviation of the level, in log seconds.
+        seconds: rows -> seconds, for at least one size. The smallest is a plain step. If there is only one, the others
+            are assumed, each additional row at `ASSUMED_SLOPE` of it.
+        fixed: these are the times, whatever steps take: nothing is learned, nothing is distrusted.
 
     Attributes:
         steps: how many steps were observed.
+        contradicted: whether steps have shown that the seconds given were wrong.
 
     Raises:
         ValueError: no size, or sizes or seconds that are not positive and finite.
     """
 
-    def __init__(self, seconds: Mapping[int, float], level_error: float = LEVEL_ERROR) -> None:
+    def __init__(self, seconds: Mapping[int, float], fixed: bool = False) -> None:
         sizes = sorted(seconds)
         if not sizes or sizes[0] < 1 or any(not 0 < seconds[n] < float("inf") for n in sizes):
             raise ValueError(f"a latency profile needs positive seconds of positive sizes, got {dict(seconds)}")
-        slope_error = MEASURED_SLOPE_ERROR
-        if len(sizes) == 1:
-            (first,), slope_error = sizes, ASSUMED_SLOPE_ERROR
-            sizes = [first, *(n for n in SIZES if n > first), *(() if first < SIZES[-1] else (2 * first,))]
-            seconds = {n: seconds[first] * (1 + ASSUMED_SLOPE * (n - first)) for n in sizes}
-        self.steps = 0
-        self._sizes = sizes
-        one = seconds[sizes[0]]
-        self._state = np.array([log(one), *(log(seconds[n] / one) for n in sizes[1:])])  # level, shape of the others
-        least = [ASSUMED_SLOPE * (n - sizes[0]) for n in sizes]  # a profile that seems flat may be wrong as well
-        share = [max(1 - one / seconds[n], more / (1 + more)) for n, more in zip(sizes, least, strict=True)][1:]
-        logs = np.log2(sizes[1:])
-        self._prior = np.zeros((len(sizes), len(sizes)))
-        self._prior[1:, 1:] = slope_error**2 * np.outer(share, share)
-        self._prior[1:, 1:] += SIZE_ERROR**2 * 0.5 ** np.abs(logs[:, None] - logs[None, :])
-        self._covariance = self._prior.copy()
-        self._covariance[0, 0] = level_error**2
-        self._noise = NOISE**2
-        self._outlier_count = 0.0
-        self._outliers: list[tuple[int, int, float]] = []  # (step, rows, log seconds)
-        self._observed: set[int] = set()
-        self._table: list[float] = []  # T at 0, 1, ... rows; empty when the state has changed
+        self.fixed, self.steps, self.contradicted = fixed, 0, False
+        self._first = sizes[0]
+        self._prior = {n: seconds[n] / seconds[self._first] for n in sizes} if len(sizes) > 1 else {}
+        self._level = log(seconds[self._first])
+        self._sizes = [Size(self._first, 0.0, 0)]  # the plain step, and what was seen of others
+        self._noise = NOISE
+        self._held: float | None = None  # log seconds of a plain step that was an outlier
+        self._outliers: list[tuple[int, float]] = []  # rows and log seconds of others
+        self._in_doubt = False  # an outlier came since the last plain step
+        self._since_plain, self._pause, self._plain_step = 0, FIRST_PAUSE, 0
+        self._known: dict[int, float] = {}  # T by rows, as far as it was asked for since the last step
 
     @classmethod
     def guessed(cls) -> Self:
-        """A profile without a measurement: its first step sets the level, and a few tens of steps the shape."""
-        return cls({1: 1.0}, UNKNOWN_LEVEL_ERROR)
+        """A profile without a measurement: its first step sets the level, and others the shape."""
+        return cls({1: 1.0})
+
+    # ------------------------------------------------------------------------------------------------ reading
 
     def __call__(self, rows: int) -> float:
         """Seconds that a forward over so many rows is expected to take now."""
-        if not self._table:
-            values = np.exp(self._state[0] + np.concatenate(([0.0], self._state[1:])))
-            self._table = np.interp(range(self._sizes[-1] + 1), self._sizes, values).tolist()
-        if rows < len(self._table):
-            return self._table[max(rows, 0)]
-        low, high = self._sizes[-2:]
-        slope = max(self._table[high] - self._table[low], 0.0) / (high - low)
-        return self._table[high] + slope * (rows - high)
+        found = self._known.get(rows)
+        if found is None:
+            found = self._known[rows] = exp(self._level + self._relative(rows))
+        return found
+
+    def planned(self, rows: int) -> float:
+        """Seconds to plan with: infinite outside the trusted region, hopeful at sizes that no step has had yet."""
+        seconds = self(rows)
+        if self.fixed or rows <= (seen := self.largest):
+            return seconds
+        if rows > self.trusted:
+            return float("inf")
+        return min(seconds, self(seen) * self._line(rows) / self._line(seen))
+
+    @property
+    def largest(self) -> int:
+        """The largest number of rows that a step of this process has had, as far as it is remembered."""
+        return self._sizes[-1].largest
+
+    @property
+    def trusted(self) -> int:
+        """The greatest number of rows that a plan may have."""
+        return max(TRUSTED_GROWTH * self.largest, self.largest + TRUSTED_ROWS)
+
+    @property
+    def wants_plain(self) -> bool:
+        """Whether the next step should be a plain one: it tells what the others are to be compared with."""
+        if self.fixed:
+            return False
+        unknown = not self._sizes[0].seen or self._held is not None
+        return unknown or self._in_doubt or self._since_plain >= self._pause
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of rows at which T is estimated, rising."""
-        return list(self._sizes)
+        """The numbers of rows at which T changes its slope, rising; at least two."""
+        own = self._prior or [n for n in SIZES if n > self._first] or [2 * self._first]
+        return sorted({*own, *(size.rows for size in self._sizes)})
 
     def as_dict(self) -> dict[str, float]:
-        """Rows -> seconds at every size, for files."""
-        return {str(n): self(n) for n in self._sizes}
+        """Rows -> seconds at every size, for reports."""
+        return {str(n): self(n) for n in self.sizes}
+
+    def to_store(self) -> dict[int, float]:
+        """Rows -> seconds at the sizes that were given and not contradicted since, and at those that steps have had."""
+        seen = [size.rows for size in self._sizes if size.seen >= BELIEVED]
+        return {n: self(n) for n in sorted({self._first, *self._prior, *seen})}
+
+    def _relative(self, rows: int) -> float:
+        """log T(rows) / T(plain step)."""
+        if rows <= self._first:
+            return 0.0
+        at = bisect_right(self._sizes, rows, key=attrgetter("rows"))
+        low = self._sizes[at - 1]
+        correction = low.correction
+        if at < len(self._sizes):
+            high = self._sizes[at]
+            correction += (high.correction - correction) * (log(rows) - low.log) / (high.log - low.log)
+        return log(self._shape(rows)) + correction
+
+    def _shape(self, rows: int) -> float:
+        """The prior: linear between its sizes, rising beyond the last."""
+        if not self._prior:
+            return self._line(rows)
+        sizes = list(self._prior)
+        at = min(bisect_right(sizes, rows), len(sizes) - 1)
+        low, high = sizes[at - 1], sizes[at]
+        slope = (self._prior[high] - self._prior[low]) / (high - low)
+        if rows > high:
+            return self._prior[high] + max(slope, 0.0 if self.fixed else LEAST_SLOPE) * (rows - high)
+        return self._prior[low] + slope * (rows - low)
+
+    def _line(self, rows: int) -> float:
+        return 1.0 + ASSUMED_SLOPE * (rows - self._first)
+
+    # ----------------------------------------------------------------------------------------------- learning
 
     def observe(self, rows: int, seconds: float) -> None:
         """Corrects the profile by a forward over so many rows that took so long."""
-        if rows < 1 or not 0 < seconds < float("inf"):
+        if self.fixed or rows < 1 or not 0 < seconds < float("inf"):
             return
-        value = log(seconds)
         self.steps += 1
-        is_new, self._observed = rows not in self._observed, self._observed | {rows}
-        if self._update(rows, value):
-            self._outlier_count = max(0.0, self._outlier_count - OUTLIER_DECAY)
-            if not self._outlier_count:
-                self._outliers = []
-        elif not is_new:  # the first forward of a size may compile a kernel or capture a graph
-            self._outliers = [*self._outliers, (self.steps, rows, value)][-int(OUTLIERS_BELIEVED) :]
-            self._outlier_count += 1
-            if self._outlier_count >= OUTLIERS_BELIEVED:
-                self._widen()
+        if rows <= self._first:
+            self._observe_plain(log(seconds))
+        else:
+            self._since_plain += 1
+            self._observe_larger(rows, log(seconds))
+        if self.steps % STALE == 0:
+            self._sizes[1:] = [size for size in self._sizes[1:] if self.steps - size.last <= STALE * size.seen]
+        self._known = {}
 
-    def _widen(self) -> None:
-        """Increases the covariance after several outliers and learns from those that agree with each other.
+    def _observe_plain(self, value: float) -> None:
+        plain, error = self._sizes[0], value - self._level
+        if self._since_plain >= self._pause:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._since_plain, self._in_doubt = 0, False
+        if not plain.seen:  # the first of a process may be slow, so it counts if it is as expected, or for the second
+            plain.seen = int(self._held is not None or abs(error) <= self._threshold)
+            self._move_level(error if self._held is None else min(error, 0.0))
+            self._held = None if plain.seen else value
+        elif abs(error) <= self._threshold:
+            self._learn_noise(error)
+            plain.seen = min(plain.seen + 1, MOST_SEEN)
+            self._level += error * max(1 / plain.seen, PLAIN_GAIN)
+            self._held = None
+            self._believe_outliers()
+        elif self._held is not None and abs(value - self._held) <= self._threshold:
+            self._move_level((value + self._held) / 2 - self._level)
+            self._held, self._pause = None, FIRST_PAUSE
+            self._believe_outliers()
+        else:
+            self._held = value
+            return
+        self._plain_step = self.steps
 
-        If every step since the first of them was an outlier, by about the same factor, the level has changed; otherwise
-        the shape may be wrong.
-        """
-        outliers, self._outliers, self._outlier_count = self._outliers, [], 0.0
-        errors = [value - log(self(rows)) for _, rows, value in outliers]
-        middle = median(errors)
-        spread = median(abs(error - middle) for error in errors)
-        consecutive = outliers[-1][0] - outliers[0][0] < len(outliers)
-        self._covariance[0, 0] += middle**2
-        wanted = (spread if consecutive else middle) ** 2 / self._prior.max()
-        self._covariance += min(wanted, MOST_WIDENING) * self._prior
-        for error, (_, rows, value) in zip(errors, outliers, strict=True):
-            if abs(error - middle) <= 2 * spread + OUTLIER * sqrt(self._noise):
-                self._update(rows, value)
+    def _move_level(self, change: float) -> None:
+        """The speed has changed. Sizes seen first since the last plain step were compared with a wrong one."""
+        self._level += change
+        for size in self._sizes[1:]:
+            if size.first > self._plain_step:
+                size.correction -= change
+        self._known = {}
 
-    def _update(self, rows: int, value: float) -> bool:
-        """One step of the Kalman filter; False, and the state stays, if log seconds `value` is an outlier."""
-        self._covariance[0, 0] += LEVEL_DRIFT * self._noise
-        if self.steps % SHAPE_DRIFT_STEPS == 0:
-            self._covariance += SHAPE_DRIFT_STEPS * SHAPE_DRIFT * self._prior
-        gradient = self._gradient(rows)
-        spread = sum(weight * self._covariance[index] for index, weight in gradient)
-        variance = float(sum(weight * spread[index] for index, weight in gradient)) + self._noise
-        error = value - log(self(rows))
-        if abs(error) > OUTLIER * sqrt(variance):
-            return False
-        self._state += spread * (error / variance)
-        self._covariance -= np.outer(spread, spread) / variance
-        self._table = []
-        seen = error**2 * self._noise / variance  # the part of the squared error that is due to noise
-        self._noise = min(max(self._noise + NOISE_RATE * (seen - self._noise), LEAST_NOISE**2), MOST_NOISE**2)
-        return True
+    def _believe_outliers(self) -> None:
+        """Drops the outliers that the level explains, and learns from others that came twice for as many rows."""
+        self._known = {}
+        left = [
+            each for each in self._outliers if abs(each[1] - self._level - self._relative(each[0])) > self._threshold
+        ]
+        again = [rows for rows, _ in left]
+        again = [rows for rows in again if again.count(rows) > 1]
+        for rows, value in left:
+            if rows in again:
+                size = self._size(rows)
+                size.correction += value - self._level - self._relative(rows)
+                size.seen, size.last, size.largest = 1, self.steps, max(size.largest, rows)
+        self._outliers = [each for each in left if each[0] not in again][-OUTLIERS_BELIEVED:]
 
-    def _gradient(self, rows: int) -> list[tuple[int, float]]:
-        """The derivative of log T(rows) by the state, as (index, derivative) of those that are not 0."""
-        right = bisect_right(self._sizes, rows)
-        if right == 0 or (right == 1 and rows == self._sizes[0]):
-            return [(0, 1.0)]
-        if right == len(self._sizes):
-            return [(0, 1.0), (right - 1, 1.0)]
-        low, high = self._sizes[right - 1 : right + 1]
-        share = (rows - low) / (high - low) * self(high) / self(rows)  # of T(rows) that comes from the size above
-        below = [(right - 1, 1 - share)] if right > 1 else []
-        return [(0, 1.0), *below, (right, share)]
+    def _observe_larger(self, rows: int, value: float) -> None:
+        error = value - self._level - self._relative(rows)
+        if len(self._sizes) == 1 and not self._sizes[0].seen:
+            self._level, error = self._level + error, 0.0  # the first step of all sets the level
+        size = self._find(rows)
+        if size is None:
+            ratio = value - self._level
+            most = log(ceil(rows / self.largest)) + self._relative(self.largest)  # as so many forwards
+            if not LEAST_RATIO <= ratio <= max(most, self._relative(rows)) + self._threshold:
+                self._doubt(rows, value)
+                return
+            size = self._size(rows)
+            size.correction += error
+        elif abs(error) > self._threshold:
+            self._doubt(rows, value)
+            return
+        else:
+            self._learn_noise(error)
+            weight = 1 / (size.seen + 1)
+            self._level += LEVEL_GAIN * (1 - weight) * error
+            size.correction += max(weight, 1 / MOST_SEEN) * error
+        size.seen, size.last, size.largest = min(size.seen + 1, MOST_SEEN), self.steps, max(size.largest, rows)
+        self._outliers = self._outliers[1:]
+        if self._prior and size.seen >= BELIEVED and abs(size.correction) > CONTRADICTED:
+            self._drop_prior()
+
+    def _doubt(self, rows: int, value: float) -> None:
+        """Keeps the time of an outlier until it is explained."""
+        self._outliers.append((rows, value))
+        self._in_doubt = True
+        if len(self._outliers) >= OUTLIERS_BELIEVED and self._since_plain >= OUTLIERS_BELIEVED:
+            self._move_level(median(value - self._level - self._relative(rows) for rows, value in self._outliers))
+            self._believe_outliers()
+
+    def _drop_prior(self) -> None:
+        """Puts the assumed line in the place of the prior, without a change of T at the sizes seen."""
+        for size in self._sizes[1:]:
+            size.correction += log(self._shape(size.rows) / self._line(size.rows))
+        self._prior, self.contradicted = {}, True
+
+    def _learn_noise(self, error: float) -> None:
+        self._noise += NOISE_RATE * (1.25 * abs(error) - self._noise)  # of a normal distribution, sigma = 1.25 E|x|
+        self._noise = min(max(self._noise, LEAST_NOISE), MOST_NOISE)
+
+    @property
+    def _threshold(self) -> float:
+        return OUTLIER * self._noise
+
+    # -------------------------------------------------------------------------------------------------- sizes
+
+    def _bucket(self, rows: int) -> int:
+        """The smallest number of rows of the size that these rows count to."""
+        more = rows - self._first
+        shift = max(more.bit_length() - FINE.bit_length() + 1, 0)
+        return self._first + (more >> shift << shift)
+
+    def _find(self, rows: int) -> Size | None:
+        bucket = self._bucket(rows)
+        at = bisect_right(self._sizes, bucket, key=attrgetter("rows")) - 1
+        return self._sizes[at] if self._sizes[at].rows == bucket else None
+
+    def _size(self, rows: int) -> Size:
+        """The size of these rows; a new one changes nothing about T yet."""
+        found = self._find(rows)
+        if found is None:
+            bucket = self._bucket(rows)
+            found = Size(bucket, self._relative(bucket) - log(self._shape(bucket)), self.steps)
+            insort(self._sizes, found, key=attrgetter("rows"))
+        return found

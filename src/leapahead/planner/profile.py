@@ -31,11 +31,10 @@ from leapahead.planner.draft import Forward
 from leapahead.planner.latency import LatencyProfile
 from leapahead.planner.measurement import agree, fitted, rounds
 
-FORMAT = 2
+FORMAT = 3
 LEAST_STEPS = 30  # after which a corrected profile is written
 WRITE_SECONDS = 60.0  # least time between two writes
 MOST_AGE = 7 * 24 * 3600.0  # seconds; where nothing is drafted, steps do not correct the shape of a profile
-BATCH_LEVEL_ERROR = 1.0  # log seconds by which a profile derived from that of one sequence may be wrong
 
 DRAFTING_RATE = 0.05  # weight of the newest step in the estimate of drafting time
 DRAFTING_BASE, DRAFTING_PER_NODE = 1e-4, 2e-5  # seconds assumed before it was observed
@@ -135,7 +134,7 @@ class LatencyProfiles:
             self._last = forward
             if (profile := self._profiles.get(forward.cost.sequences)) is not None:
                 profile.observe(forward.cost.rows, forward.seconds)
-            if self.clock() - self._written >= WRITE_SECONDS:
+            if self.clock() - self._written >= WRITE_SECONDS or self._is_refuted():
                 self._written = self.clock()
                 self.keep()
 
@@ -144,6 +143,10 @@ class LatencyProfiles:
         with self._lock:
             corrected = {n: profile for n, profile in self._profiles.items() if profile.steps >= LEAST_STEPS}
             return bool(corrected) and self.store.write(corrected, measured=False)
+
+    def _is_refuted(self) -> bool:
+        """Whether steps have contradicted a profile since it was written, so that it is replaced at once."""
+        return any(profile.contradicted and profile.steps >= LEAST_STEPS for profile in self._profiles.values())
 
     def as_dict(self) -> dict[str, dict[str, float]]:
         """Milliseconds by sequences and rows, for `Stats.drafter`."""
@@ -157,7 +160,7 @@ class LatencyProfiles:
 def _derived(one: LatencyProfile, sequences: int) -> LatencyProfile:
     """The profile of several sequences from that of one. A plain step has one row for each sequence, none has fewer."""
     rows = sorted({sequences, 2 * sequences, 4 * sequences, *(n for n in one.sizes if n > sequences)})
-    return LatencyProfile({n: one(n) for n in rows}, BATCH_LEVEL_ERROR)
+    return LatencyProfile({n: one(n) for n in rows})
 
 
 class DraftingTime:
@@ -227,11 +230,13 @@ class ProfileStore:
         entries = self._entries()
         for sequences, profile in profiles.items():
             before = entries.get(str(sequences))
-            age = before.get("measured") if isinstance(before, dict) and not measured else None
+            kept = isinstance(before, dict) and not measured and not profile.contradicted
+            age = before.get("measured") if kept else None
+            profile.contradicted = False
             entries[str(sequences)] = {
                 "measured": age if isinstance(age, (int, float)) else now,
                 "steps": profile.steps,
-                "seconds": {n: float(f"{seconds:.6g}") for n, seconds in profile.as_dict().items()},
+                "seconds": {n: float(f"{seconds:.6g}") for n, seconds in profile.to_store().items()},
             }
         content = {"format": FORMAT, "target": self.fingerprint, "processor": processor(), "profiles": entries}
         return write_json(self.path, content)
