@@ -6,15 +6,62 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import run
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from leapahead import native
+from leapahead import LLM, native
 from leapahead.core import noise
-from leapahead.core.noise import BLOCK, GumbelNoise, all_words, blocks, gumbel, words
+from leapahead.core.noise import BLOCK, DeviceNoise, GumbelNoise, all_words, blocks, gumbel, words
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stop import StopParams
+from leapahead.models.toy import ToyTarget
 
 THRESHOLD = 1e-6  # as in test_sampling
+
+# Parameters -> the first tokens of a text of the toy, and of the bundled model after CODE.
+FILTERED: dict[str, dict[str, Any]] = {
+    "plain": {"temperature": 1.0, "seed": 1},
+    "top-k": {"temperature": 0.8, "seed": 2, "top_k": 5},
+    "top-p": {"temperature": 1.2, "seed": 3, "top_p": 0.9},
+    "min-p": {"temperature": 1.0, "seed": 4, "min_p": 0.05},
+    "penalties": {
+        "temperature": 1.0,
+        "seed": 5,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.2,
+    },
+    "everything": {
+        "temperature": 1.3,
+        "seed": 6,
+        "top_k": 9,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.2,
+    },
+}
+BANNED: dict[str, Any] = {"bad_words": ((3,), (1, 2), (4, 5, 6)), "min_new_tokens": 6, "eos_token_ids": (7,)}
+TOY = {
+    "plain": [0, 23, 31, 2, 31, 23, 25, 47, 35, 10, 26, 27, 1, 25, 14, 19],
+    "top-k": [13, 3, 18, 12, 15, 37, 24, 23, 19, 9, 29, 29, 12, 22, 49, 28],
+    "top-p": [6, 23, 42, 41, 38, 23, 0, 49, 32, 1, 40, 29, 29, 12, 47, 34],
+    "min-p": [35, 44, 5, 33, 27, 4, 44, 13, 39, 10, 24, 40, 12, 10, 46, 6],
+    "penalties": [42, 17, 4, 39, 22, 9, 47, 10, 33, 45, 23, 41, 6, 18, 48, 45],
+    "everything": [26, 35, 16, 49, 27, 4, 21, 11, 41, 12, 25, 46, 7, 28, 15, 37],
+}
+CODE = "def fibonacci(n):"
+TINY = {
+    "plain": [94, 1482, 65, 900, 3778, 201, 3485, 11, 438, 201, 62, 605, 271, 282, 85, 16, 3869, 85, 10, 2084],
+    "top-k": [201, 261, 318, 388, 653, 65, 266, 3620, 10, 1046, 319, 201, 271, 318, 388, 653, 16, 510, 342, 653],
+    "top-p": [271, 387, 954, 50, 1387, 891, 1699, 563, 2785, 4, 223, 978, 1414, 14, 369, 418, 1908, 65, 932, 85],
+    "min-p": [271, 334, 2838, 852, 271, 348, 525, 2198, 3767, 1936, 36, 289, 2097, 10, 671, 88, 31, 1511, 16, 2512],
+    "penalties": [201, 261, 803, 277, 3208, 61, 18, 2471, 19, 63, 271, 499, 28, 201, 351, 334, 330, 1869, 2066, 7],
+    "everything": [408, 330, 90, 65, 68, 438, 271, 302, 16, 2677, 358, 656, 261, 348, 602, 72, 3679, 79, 431, 85],
+}
 
 SEEDS = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**63, 2**64 - 1])
 POSITIONS = st.integers(0, 2**40)
@@ -69,6 +116,21 @@ def test_the_noise_never_changes(key: tuple[int, int, int]) -> None:
     np.testing.assert_allclose(GumbelNoise(seed, vocab_size).at(position)[tokens], values, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", TOY)
+def test_the_toys_text_of_a_seed_never_changes(name: str) -> None:
+    params = SamplingParams(**FILTERED[name], **(BANNED if name == "everything" else {}))
+    target = ToyTarget(vocab_size=50, order=2, sharpness=1.0)
+    assert run(target, params=params, stop=StopParams(max_new_tokens=16)).tokens == TOY[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+def test_the_bundled_models_text_of_a_seed_never_changes(name: str) -> None:
+    """Another machine's rounding could change it, but only where two tokens tie."""
+    result = LLM(drafter="plain").generate(CODE, max_new_tokens=20, ignore_eos=True, **FILTERED[name])
+    assert result.tokens == TINY[name]
+
+
 @given(SEEDS, POSITIONS, st.lists(st.integers(0, 4999), max_size=40))
 def test_the_words_of_any_tokens_are_those_of_all(seed: int, position: int, some: list[int]) -> None:
     """In any order, with repetitions; compiled, jumping in numpy's generator, and by arithmetic on arrays."""
@@ -89,6 +151,18 @@ def test_words_made_on_a_device_are_numpys(seed: int) -> None:
     positions = [0, 5, 2**40]
     every = np.stack([all_words(seed, position, 400) for position in positions])
     np.testing.assert_array_equal(blocks(seed, positions, torch.arange(50)).numpy(), every)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 300, 200_000])
+def test_a_devices_noise_is_the_hosts(vocab_size: int) -> None:
+    """Whatever positions are asked for, and after some were dropped. Only the last bits may differ."""
+    torch = pytest.importorskip("torch")
+    host, made = GumbelNoise(9, vocab_size), DeviceNoise(9, vocab_size)
+    for positions in ([3], [4, 5, 9, 4], [1000, 3], [15, 16, 17]):
+        found = made.at(positions, torch.zeros(1)).numpy()
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, np.stack([host.at(position) for position in positions]), rtol=1e-6)
+        made.drop_before(5)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])

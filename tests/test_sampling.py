@@ -23,7 +23,7 @@ from scipy import stats as scipy_stats
 
 from leapahead.core.errors import BadLogits, BadParameter
 from leapahead.core.noise import GumbelNoise
-from leapahead.core.sampling import LEAST_TEMPERATURE, PrefixFree, Sampler, SamplingParams, checked
+from leapahead.core.sampling import LEAST_TEMPERATURE, UNSETTLED, PrefixFree, Sampler, SamplingParams, checked
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, IntArray, TokenTree
 from leapahead.core.verify import verify
@@ -637,6 +637,30 @@ def test_numpy_and_torch_choose_the_same(params: SamplingParams, dtype: str) -> 
             for kind in (as_numpy, each)
         )
         assert mine == theirs
+
+
+ON_A_DEVICE = {
+    "plain": {},
+    "top-k": {"top_k": 50},
+    "top-p": {"top_p": 0.9},
+    "everything": {k: v for k, v in vars(HARD).items() if k != "temperature"},
+}
+
+
+@pytest.mark.parametrize("given_params", ON_A_DEVICE.values(), ids=ON_A_DEVICE)
+@pytest.mark.parametrize("flat", [False, True])
+def test_choosing_on_a_device_is_choosing_on_the_host(given_params: dict[str, Any], flat: bool) -> None:
+    """Without waiting for the device, a choice is left open where top-p needs more than the likeliest tokens."""
+    torch = pytest.importorskip("torch")
+    params = SamplingParams(**{"temperature": 0.9, "seed": 4, **given_params})
+    tree = TokenTree.from_paths(PREFIX[-1], [[1, 2, 3], [1, 4], [5]])
+    logits = torch.from_numpy(np.random.default_rng(0).normal(scale=0.1 if flat else 3, size=(6, 3000)))
+    nodes = np.arange(len(tree))
+    host = Sampler(params, list(PREFIX), 3000).choose(logits.numpy(), tree, nodes).tolist()
+    there = Sampler(params, list(PREFIX), 3000, torch.from_numpy, on_device=True)
+    assert there.choose(logits, tree, nodes).tolist() == host
+    left_open = there.choose(logits, tree, nodes, settle=False).tolist()
+    assert left_open == ([UNSETTLED] * 6 if flat and given_params.get("top_k", 0) == 0 and given_params else host)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])

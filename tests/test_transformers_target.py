@@ -599,6 +599,14 @@ def test_choosing_all_at_once_is_choosing_one_by_one(model: Any, params: Samplin
         assert one.of(np.arange(len(tree))).tolist() == other.of(np.arange(len(tree))).tolist()
 
 
+def test_choosing_at_once_where_top_p_keeps_very_many_tokens() -> None:
+    llama = BY_NAME["llama"]
+    large = replace(llama, options={**llama.options, "vocab_size": 2500}).build()
+    params = SamplingParams(temperature=4.0, seed=3, top_p=0.99)
+    texts = [run(TransformersTarget(large, eager_choice=flag), params=params).tokens for flag in (False, True)]
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_nan_is_one_sentence_and_only_where_it_is_read(model: Any, eager: bool) -> None:
     def fails_after_99(prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from array_api_compat import array_namespace, is_numpy_namespace, is_torch_namespace
+from array_api_compat import array_namespace, is_torch_array
 
 Array = Any
 
@@ -58,7 +58,7 @@ def _top_p_floor(scores: Array, floor: Array, p: float, settle: bool) -> tuple[A
     total = xp.sum(mass, axis=-1, keepdims=True)
     settled = None
     for count in (FEW, MANY, vocab):
-        if count == FEW and not (settle and is_numpy_namespace(xp)):
+        if count == FEW and not settle:
             continue
         top = largest(scores, min(count, vocab))  # falling
         if floor is not None:
@@ -81,14 +81,15 @@ def _top_p_floor(scores: Array, floor: Array, p: float, settle: bool) -> tuple[A
 
 def largest(rows: Array, k: int) -> Array:
     """[rows, k], the k greatest numbers of each row, falling."""
-    xp = array_namespace(rows)
-    if k < rows.shape[-1] and is_torch_namespace(xp):
-        return xp.topk(rows, k, dim=-1).values
+    if is_torch_array(rows):
+        if rows.device.type != "cpu":
+            return rows.topk(k, dim=-1).values
+        return array_namespace(rows).asarray(largest(rows.detach().numpy(), k))  # several times as fast
     if k < rows.shape[-1]:
         inside = _around_largest(rows, k)
         some = rows if inside is None else rows[np.arange(len(rows))[:, None], inside]
         rows = np.partition(some, -k, axis=-1)[:, -k:]
-    return xp.sort(rows, axis=-1, descending=True)
+    return -np.sort(-rows, axis=-1)
 
 
 def largest_at(rows: npt.NDArray[Any], k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:

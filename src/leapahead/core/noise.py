@@ -35,6 +35,7 @@ KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)  # added to the key after e
 LOW = 2**32 - 1
 ALONE = 10 if native.available else 1300  # a word asked for alone takes as long as so many of a whole vocabulary
 KEPT = 64  # positions whose words are kept at most
+TOGETHER, MOST_TOGETHER = 2**20, 16  # noises and positions that a device makes at once at most
 
 
 def gumbel(words: Array) -> Array:
@@ -113,6 +114,45 @@ class GumbelNoise:
         for kept in (self._kept, self._asked):
             for position in [p for p in kept if p < before]:
                 del kept[position]
+
+
+class DeviceNoise:
+    """The noise of all positions of one seed, made on a device.
+
+    Several positions are made together, because an operation on a device takes its start, whatever its size.
+
+    Args:
+        seed: from 0 to 2**64 - 1.
+        vocab_size: number of tokens.
+    """
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self.together = max(1, min(MOST_TOGETHER, TOGETHER // vocab_size))
+        self._kept: dict[int, Array] = {}  # first position // `together` -> float32 [together, vocab]
+
+    def at(self, positions: Sequence[int], like: Array) -> Array:
+        """float32 [positions, vocab], on the device of the array `like`."""
+        found = []
+        for part, row in (divmod(position, self.together) for position in positions):
+            if part not in self._kept:
+                self._kept[part] = self._made(range(part * self.together, (part + 1) * self.together), like)
+            found.append(self._kept[part][row])
+        return found[0][None, :] if len(found) == 1 else array_namespace(like).stack(found)
+
+    def drop_before(self, before: int) -> None:
+        """Drops what is kept of positions below `before`."""
+        for part in [part for part in self._kept if (part + 1) * self.together <= before]:
+            del self._kept[part]
+
+    def _made(self, positions: Sequence[int], like: Array) -> Array:
+        xp, place = array_namespace(like), device(like)
+        if place.type == "mps":  # it has no float64
+            words = [all_words(self.seed, position, self.vocab_size) for position in positions]
+            return xp.asarray(gumbel(np.stack(words)), device=place)
+        counters = xp.arange(-(-self.vocab_size // BLOCK), device=place)
+        return gumbel(blocks(self.seed, positions, counters)[:, : self.vocab_size])
 
 
 def blocks(seed: int, positions: Sequence[int], counters: Array) -> Array:

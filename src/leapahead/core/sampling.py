@@ -27,7 +27,7 @@ from array_api_compat import array_namespace, device, is_torch_array
 
 from leapahead.core.errors import BadLogits, BadParameter
 from leapahead.core.filters import floors
-from leapahead.core.noise import BLOCK, GumbelNoise, blocks, gumbel
+from leapahead.core.noise import DeviceNoise, GumbelNoise
 from leapahead.core.parameters import is_whole, number, token_ids, whole
 from leapahead.core.penalties import Penalties
 from leapahead.core.tree import IntArray, TokenTree
@@ -172,8 +172,8 @@ class Sampler:
         self.vocab_size = vocab_size
         self.prompt_length = self._counted = len(tokens)
         self.noise = GumbelNoise(params.seed, vocab_size) if params.temperature > 0 else None
+        self._device_noise = DeviceNoise(params.seed, vocab_size) if on_device and self.noise is not None else None
         self._to_array, self._from_target, self._on_device = to_array, from_target, on_device
-        self._device_noise: dict[int, Array] = {}
         p = params
         self._penalties: Penalties | None = None
         if (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0):
@@ -191,8 +191,8 @@ class Sampler:
         self._counted = len(self.tokens)
         if self.noise is not None:
             self.noise.drop_before(self._counted)
-            for position in [p for p in self._device_noise if p < self._counted]:
-                del self._device_noise[position]
+        if self._device_noise is not None:
+            self._device_noise.drop_before(self._counted)
 
     def choose(
         self, logits: Array, tree: TokenTree, nodes: IntArray, length: int | None = None, settle: bool = True
@@ -216,10 +216,10 @@ class Sampler:
         length = len(self.tokens) if length is None else length
         scores = self.unfiltered(logits, tree, nodes, length)
         if self.noise is None:
-            return _best(scores)
+            return _best(scores) if self._on_device else self._to_array(_best(_on_host(scores)))
         positions = [length + tree.depth_list[node] for node in nodes.tolist()]
         with np.errstate(all="ignore"):  # bad logits are reported once, by `checked`
-            if self._on_device:
+            if self._device_noise is not None:
                 return self._sampled_on_device(scores, positions, settle)
             lowest = self._floors(scores)[0]
             least = [None] * len(positions) if lowest is None else lowest[:, 0].tolist()
@@ -255,25 +255,13 @@ class Sampler:
         return np.flatnonzero((scores >= near) | (self.noise.words(position) >= UNUSUAL_WORD))
 
     def _sampled_on_device(self, scores: Array, positions: list[int], settle: bool) -> Array:
-        assert self.noise is not None
+        assert self._device_noise is not None
         xp = array_namespace(scores)
         floor, settled = self._floors(scores, settle)
         if floor is not None:
             scores = xp.where(scores < floor, -math.inf, scores)
-        if missing := sorted({*positions} - {*self._device_noise}):
-            self._device_noise.update(zip(missing, self._noise_beside(scores, missing), strict=True))
-        noise = [self._device_noise[position] for position in positions]
-        chosen = _best(scores + (noise[0] if len(noise) == 1 else xp.stack(noise)))
+        chosen = _best(scores + self._device_noise.at(positions, scores))
         return chosen if settled is None else xp.where(settled, chosen, UNSETTLED)
-
-    def _noise_beside(self, scores: Array, positions: list[int]) -> Array:
-        """float32 [positions, vocab], made on the device of the scores."""
-        assert self.noise is not None
-        place = device(scores)
-        if place.type == "mps":  # it has no float64
-            return self._to_array(np.stack([self.noise.at(position) for position in positions]))
-        counters = array_namespace(scores).arange(-(-self.vocab_size // BLOCK), device=place)
-        return gumbel(blocks(self.params.seed, positions, counters)[:, : self.vocab_size])
 
     def _floors(self, scores: Array, settle: bool = True) -> tuple[Array, Array]:
         p = self.params

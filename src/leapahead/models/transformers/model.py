@@ -273,10 +273,11 @@ class TransformersTarget:
         """
         chosen: dict[int, Tensor] = {}
         for at, (session, tree, (logits, _)) in enumerate(zip(sessions, trees, outputs, strict=True)):
+            processors = session.sampler.params.processors
             try:
-                chosen[at] = session.sampler.choose(logits, tree, np.arange(len(tree)), settle=False)
+                chosen[at] = session.sampler.choose(logits, tree, np.arange(len(tree)), settle=bool(processors))
             except Exception:
-                if not session.sampler.params.processors:
+                if not processors:
                     raise
         if not chosen:
             return [None] * len(sessions)
