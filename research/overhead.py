@@ -1,4 +1,7 @@
-"""`python -m research overhead`: time of a step outside the target's forward, on the shapes of a 135M model."""
+"""`python -m research overhead`: time of a step outside the target's forward, on the shapes of a 135M model.
+
+The engine's part of it alone is measured by `toy_overhead`.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,11 @@ from leapahead.drafters.lookahead import Lookahead
 from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
 from leapahead.models.base import read_prompt
+from leapahead.models.loading import load
+from leapahead.models.toy import ToyTarget
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.planner.draft import Proposal, SequenceView
+from research import toy_overhead
 from research.command_parts import show
 
 WARM_UP = 5  # steps
@@ -163,7 +169,18 @@ def _forwards(target: TransformersTarget, prompt: list[int], sizes: list[int], r
 
 @click.command(cls=Command)
 @click.option("--steps", type=click.IntRange(min=1), default=60, show_default=True, help="Measured steps of each row.")
-def main(steps: int) -> None:
-    """Print the median milliseconds of the phases of a 64-node step."""
-    rows = overhead(target_135m(), steps=steps)
+@click.option("--toy", is_flag=True, help="Microseconds of a 16-node step on the toy target, by batch size.")
+@click.option("--model", metavar="MODEL", help="The same steps on this model, a folder or a GGUF file.")
+@click.option("--context", type=click.IntRange(min=1), metavar="N", help="Tokens of the prompt of these steps.")
+def main(steps: int, toy: bool, model: str | None, context: int | None) -> None:
+    """Print the median time of the phases of a step: milliseconds with 64 nodes on the shapes of a 135M model.
+
+    With --toy or --model: microseconds a sequence, without forward and choosing, of 16 nodes that are drafted
+    beforehand, so that what is left is the engine's work and the target's commit.
+    """
+    if toy or model:
+        target = load(model).target if model else ToyTarget(vocab_size=64)
+        rows = toy_overhead.overhead(target, context=context or 8192, steps=steps)
+    else:
+        rows = overhead(target_135m(), steps=steps)
     show(list(rows[0]), [list(row.values()) for row in rows])

@@ -24,7 +24,6 @@ from leapahead.drafters.plain import Plain
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.scheduler import Engine
 from leapahead.models.base import Target
-from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import Proposal, SequenceView
 
 # 16 drafted nodes under the root: a path of six nodes and siblings at the first four depths.
@@ -68,16 +67,21 @@ def _draft(text: Sequence[int], at: int, vocab_size: int) -> list[int]:
 
 
 def overhead(
-    batches: Sequence[int] = (1, 4, 16), context: int = 8192, steps: int = 200, vocab_size: int = 64
+    target: Target, batches: Sequence[int] = (1, 4, 16), context: int = 8192, steps: int = 200
 ) -> list[dict[str, Any]]:
     """Median microseconds a sequence and step, greedy and sampled, in batches of these sizes.
+
+    Args:
+        target: the toy target, or another one, whose commit takes what it takes.
+        batches: numbers of sequences.
+        context: tokens of the prompt.
+        steps: measured steps of each batch.
 
     Returns:
         Rows with batch, temperature, tokens committed a step; the phases but the forward and the choosing, `rest` for
         what no phase has (outputs and the scheduler), and their sum, `outside`, in microseconds.
     """
-    target = ToyTarget(vocab_size=vocab_size)
-    prompt = np.random.default_rng(0).integers(0, vocab_size, context).tolist()
+    prompt = np.random.default_rng(0).integers(0, target.info.vocab_size, context).tolist()
     return [
         _measured(target, prompt, temperature, batch, steps + WARM_UP)
         for temperature in (0.0, 1.0)
@@ -88,7 +92,7 @@ def overhead(
 def _measured(target: Target, prompt: list[int], temperature: float, batch: int, steps: int) -> dict[str, Any]:
     sampling = SamplingParams(temperature=temperature, seed=1)
     engine = Engine(target, max_batch=batch)
-    length = steps * (ACCEPTED + 1) + 2 * len(PATH)
+    length = (steps + WARM_UP) * (ACCEPTED + 1) + 2 * len(PATH)  # a little more than is read
     plain = engine.submit(Request(prompt, engine.drafter(Plain), sampling, StopParams(max_new_tokens=length)))
     engine.run([plain])
     drafter = engine.drafter(Scripted([*prompt, *plain.tokens], target.info.vocab_size))

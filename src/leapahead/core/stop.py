@@ -78,12 +78,17 @@ class Stopper:
         self.room = min(params.max_new_tokens, context_length - len(prompt))
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self._ids = frozenset((*params.eos_token_ids, *params.stop_token_ids))
+        self._only_ids = not (params.stop_strings or params.criteria)
         self._seen = list(prompt) if params.criteria else []
         self._text = text
         self._tail = ""  # the end of the text, as long as the longest stop string
 
     def cut(self, verdict: Verdict) -> Verdict:
         """The verdict up to and including the token that ends the text; unchanged if none does."""
+        if self._only_ids and len(verdict.tokens) < self.room and self._ids.isdisjoint(verdict.tokens):
+            self.room -= len(verdict.tokens)
+            return verdict
         for count, token in enumerate(verdict.tokens, start=1):
             if token < 0:
                 break  # no token could be chosen, which the engine reports

@@ -30,7 +30,7 @@ from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 
 
 class Clock:
-    """Charges the time since the last charge to a phase of `Stats.seconds`, in equal shares.
+    """Charges the time since the last charge to a phase of `Stats.seconds`.
 
     Args:
         now: gives the time in seconds.
@@ -40,15 +40,19 @@ class Clock:
         self._now = now
         self.last = now()
 
-    def charge(self, phase: str, *stats: Stats, choose: float = 0.0) -> float:
-        """Of the seconds since the last charge, `choose` are charged to that phase. Returns the seconds."""
-        now = self._now()
-        spent, self.last = now - self.last, now
-        share, chosen = (spent - choose) / len(stats), choose / len(stats)
-        for each in stats:
-            each.seconds[phase] += share
-            each.seconds["choose"] += chosen
-        return spent
+    def charge(self, phase: str, stats: Stats, choose: float = 0.0) -> None:
+        """Charges one sequence. Of the seconds since the last charge, `choose` are charged to that phase."""
+        last, self.last = self.last, self._now()
+        stats.seconds[phase] += self.last - last - choose
+        stats.seconds["choose"] += choose
+
+    def share(self, phase: str, batch: Sequence[Running]) -> float:
+        """Charges several sequences in equal shares. Returns the seconds since the last charge."""
+        last, self.last = self.last, self._now()
+        share = (self.last - last) / len(batch)
+        for running in batch:
+            running.stats.seconds[phase] += share
+        return self.last - last
 
 
 class Running:
@@ -218,12 +222,11 @@ def step(
         return []
     trees = [proposals[running].tree for running in batch]
     sessions = [running.session for running in batch]
-    stats = [running.stats for running in batch]
     capture = _union([running.capture for running in batch])
     cost = target.cost(sessions, trees)
-    clock.charge("draft", *stats)
+    clock.share("draft", batch)
     choices = target.step(sessions, trees, capture=capture)
-    forward = Forward(clock.charge("forward", *stats), cost)
+    forward = Forward(clock.share("forward", batch), cost)
     outputs = []
     for running, chosen in zip(batch, choices, strict=True):
         try:
@@ -260,7 +263,7 @@ def propose(target: Target, batch: Sequence[Running], clock: Clock) -> dict[Runn
             groups.setdefault(running.drafter, []).append((running, Budget(nodes, depth, leaves)))
     for drafter, members in groups.items():
         found.update(_propose(drafter, members))
-        clock.charge("draft", *(running.stats for running, _ in members))
+        clock.share("draft", [running for running, _ in members])
     return found
 
 

@@ -104,7 +104,7 @@ class Handle:
     def add(self, output: Output) -> None:
         """Takes the output of a step, and notifies the reader of a stream."""
         self.tokens += output.tokens
-        self.drafted += [index < output.accepted for index in range(len(output.tokens))]
+        self.drafted += [True] * output.accepted + [False] * (len(output.tokens) - output.accepted)
         self.logprobs += output.logprobs
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         if self.request.stream:

@@ -32,6 +32,7 @@ from leapahead.models.base import KeepsPrefixes, Session, Target, checked_prompt
 from leapahead.models.choices import PromptRows
 from leapahead.planner.acceptance import AcceptanceTable
 from leapahead.planner.chunk import LARGEST, chunk_size
+from leapahead.planner.compiled import acceptance_table
 from leapahead.planner.profile import LatencyProfiles
 
 SHORT = 16  # new tokens; the captured rows of a prompt cost more than they bring to a shorter text
@@ -66,7 +67,7 @@ class Engine:
         self.target, self.tokenizer = target, tokenizer
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.latency = latency or LatencyProfiles(target.info)
-        self.acceptance = acceptance or AcceptanceTable.with_priors()
+        self.acceptance = acceptance or acceptance_table()
         self._batch_size = 0  # of the step under way
         host = Host(target.info, self.latency, self.acceptance, tokenizer, target, running=lambda: self._batch_size)
         self._drafters = AttachedDrafters(target, host)
@@ -240,7 +241,9 @@ class Engine:
         return [(running.handle, output) for running, output in outputs]
 
     def _decode(self) -> list[tuple[Running, Output]]:
-        ready = [each for each in self._active if not (each.finished or each.session.unread or each.handle.paused)]
+        ready = [
+            each for each in self._active if each.error is None and not (each.session.unread or each.handle.paused)
+        ]
         batch = ready[: self.max_batch]
         if len(ready) > len(batch):  # those left out come first next time
             self._active = [each for each in self._active if each not in batch] + batch
@@ -307,7 +310,7 @@ class Engine:
 
     def _prefill(self) -> None:
         """Reads one chunk of one prompt; while no request is running, chunks of so many prompts as make a large one."""
-        reading = [each for each in self._active if each.session.unread and not each.finished]
+        reading = [each for each in self._active if each.session.unread and each.error is None]
         alone = len(reading) == len(self._active)
         left = LARGEST
         while reading and left > 0:

@@ -68,7 +68,8 @@ class ToySession:
 
     def commit(self, verdict: Verdict) -> None:
         kept = [self._pending[node] for node in verdict.path]
-        self.sound = self.sound and all(at == index for index, (at, _) in enumerate(kept, start=len(self.cache)))
+        indices = range(len(self.cache), len(self.cache) + len(kept))
+        self.sound = self.sound and [position for position, _ in kept] == list(indices)
         self.cache += kept
         self._pending = []
         self.tokens += verdict.tokens

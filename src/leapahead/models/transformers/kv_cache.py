@@ -336,11 +336,12 @@ class KVCache(Cache):  # type: ignore[misc]
         longest = max(row.length for row in rows)
         if longest >= self.limit or (longest >= self.capacity and longest * self._open_rows > self.limit):
             raise self._full(self._open_rows, longest + 1)
-        self._make_room(len(self.rows), max(map(_end, rows, num_computed)) + n)
+        ends = [row.length + kept for row, kept in zip(rows, num_computed, strict=True)]
+        self._make_room(len(self.rows), max(ends) + n)
         self._first_row = self._side_by_side(rows)
         order = sorted(range(len(rows)), key=lambda i: rows[i].index)
-        self._lengths, self._views = [_end(rows[i], num_computed[i]) for i in order], {}
-        self.longest = max(self._lengths)
+        self._lengths, self._views = [ends[i] for i in order], {}
+        self.longest = max(ends)
         for row, kept in zip(rows, num_computed, strict=True):
             row.pending, row.slots, row.extent = kept + n, None, max(row.extent, row.length + kept + n)
         return order
@@ -391,10 +392,6 @@ class KVCache(Cache):  # type: ignore[misc]
             self.layers.append(self.layer_class_to_replicate())
         keys, values = self.layers[layer_idx].update(key_states, value_states)
         return keys, values
-
-
-def _end(row: Row, num_computed: int) -> int:
-    return row.length + num_computed
 
 
 def _kind(plane: Tensor) -> object:
