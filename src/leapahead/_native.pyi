@@ -1,12 +1,18 @@
 """The compiled module, from src/native. Its classes and functions do what the Python code of the same name does."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 INTERFACE: int
 
+def words(seed: int, position: int, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    """The random 32 bits of the noise of tokens: int64 [n] -> uint32 [n]."""
+
 class SuffixAutomaton:
-    """`leapahead.drafters.sources.suffix_automaton.SuffixAutomaton`, compiled."""
+    """`leapahead.drafters.sources.suffix_automaton.SuffixAutomaton`."""
 
     def __len__(self) -> int: ...
     @property
@@ -23,5 +29,137 @@ class SuffixAutomaton:
     def settled(self, state: int, length: int) -> int: ...
     def advance(self, state: int, length: int, token: int, max_links: int = -1) -> tuple[int, int]: ...
 
-def words(seed: int, position: int, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-    """The random 32 bits of the noise of tokens: int64 [n] -> uint32 [n]."""
+class AcceptanceTable:
+    """`leapahead.planner.acceptance.AcceptanceTable` and the parameters of its mixer."""
+
+    def set_prior(self, key: tuple[Any, ...], estimate: float) -> None: ...
+    def probability(self, key: tuple[Any, ...]) -> float: ...
+    def estimate(self, key: tuple[Any, ...], unknown: float) -> float: ...
+    def learn(self, key: tuple[Any, ...], hit: bool) -> None: ...
+    def rows(self) -> list[tuple[tuple[Any, ...], float, float, float]]:
+        """Key, hits, trials and estimate of all keys that were counted, in no order."""
+    def set_mixer(self, mode: str, below: int, source: str, parameters: list[list[float]]) -> None: ...
+    def mixer_rows(self) -> list[tuple[str, int, str, list[list[float]]]]: ...
+
+class Adjacency:
+    """What `leapahead.drafters.sources.recycling.Adjacency` holds."""
+
+    def __init__(self, capacity: int) -> None: ...
+    def __len__(self) -> int: ...
+    def get(self, key: Sequence[int]) -> tuple[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]], int] | None: ...
+    def put(self, key: Sequence[int], tokens: npt.NDArray[np.int32], logp: npt.NDArray[np.float32]) -> None: ...
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """`before`, `tokens`, `counts`, `following`, `logp`."""
+    def merge(
+        self,
+        before: npt.NDArray[np.int32],
+        tokens: npt.NDArray[np.int32],
+        counts: npt.NDArray[np.int32],
+        following: npt.NDArray[np.int32],
+        logp: npt.NDArray[np.float32],
+    ) -> None: ...
+
+class Source:
+    """A source of the compiled search. States are numbers, valid until the next `root`; -1 is none."""
+
+    @property
+    def name(self) -> str: ...
+    def root(self) -> int: ...
+    def follow(self, state: int, token: int) -> int: ...
+    def candidates(self, state: int, limit: int) -> list[tuple[int, float, list[int]]]: ...
+    def seed_aware_candidates(
+        self, state: int, limit: int, seed: int, position: int, temperature: float
+    ) -> list[tuple[int, float, list[int]]]: ...
+
+class PythonSource(Source):
+    """The adapter of a `leapahead.planner.source.Source` for one `SequenceView`."""
+
+    def __init__(self, source: Any, sequence: Any) -> None: ...
+    def state(self, state: int) -> Any: ...
+
+class Suffix(Source):
+    """`leapahead.drafters.sources.suffix.Suffix`."""
+
+    def __init__(self, automaton: SuffixAutomaton) -> None: ...
+    def read(self, last: list[int], fresh: int, volumes: list[tuple[SuffixAutomaton, int]] | None) -> None:
+        """Reads the text's new tokens.
+
+        Args:
+            last: the last tokens of the text, 32 at least where there are so many.
+            fresh: how many of them are new.
+            volumes: the automata over past texts, each with the number of its texts, if anything has changed there.
+        """
+
+class Recycling(Source):
+    """`leapahead.drafters.sources.recycling.Recycling`. Rows are int64 and float64 [contexts, k or more]."""
+
+    def __init__(self, k: int, longest: int, shared: Adjacency | None) -> None: ...
+    def __len__(self) -> int: ...
+    def set_end(self, last: list[int]) -> None: ...
+    def read_rows(self, text: list[int], following: npt.NDArray[np.int64], logits: npt.NDArray[np.float64]) -> None:
+        """Enters the rows of the last tokens of `text`."""
+    def observe(
+        self,
+        last: list[int],
+        tokens: list[int],
+        parents: list[int],
+        path: Sequence[int],
+        following: npt.NDArray[np.int64],
+        logits: npt.NDArray[np.float64],
+    ) -> None:
+        """Enters the rows of a step's nodes; `last` are the last tokens of the text up to the root."""
+
+class Siblings(Source):
+    """`leapahead.drafters.sources.siblings.Siblings`."""
+
+    def __init__(self, k: int) -> None: ...
+    def __len__(self) -> int: ...
+    def set_end(self, length: int) -> None: ...
+    def age(self, length: int, position: int, depths: list[int]) -> bool:
+        """Called once a step; whether `observe` must be called."""
+    def observe(
+        self,
+        length: int,
+        position: int,
+        parents: list[int],
+        depths: list[int],
+        last: int,
+        following: npt.NDArray[np.int64],
+        logits: npt.NDArray[np.float64],
+    ) -> None: ...
+
+class TokenTable(Source):
+    """`leapahead.drafters.sources.token_table.TableSource`; float16 log-probabilities are given by their bits."""
+
+    def __init__(self, tokens: npt.NDArray[np.int32], logp: npt.NDArray[np.uint16]) -> None: ...
+    def set_end(self, token: int) -> None: ...
+
+class Search:
+    """`leapahead.planner.tree_search.TreeSearch`. Modes: 0 greedy, 1 sampled, 2 unaware."""
+
+    def __init__(
+        self,
+        sources: list[Source],
+        table: AcceptanceTable,
+        correction: float,
+        nodes: int,
+        depth: int,
+        leaves: int,
+        mode: int,
+        seed: int,
+        position: int,
+        temperature: float,
+        root: int,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def bound(self) -> float: ...
+    @property
+    def next(self) -> float: ...
+    def take(self) -> bool: ...
+    def take_all(self, nodes: int) -> int: ...
+    def learn(self, path: Sequence[int], tokens: Sequence[int]) -> list[tuple[float, bool]]:
+        """For each node of the path that has candidates: the sum of their p, and whether one was right."""
+    def states(self, source: int) -> list[tuple[int, float, float]]: ...
+    def tree(self, size: int) -> tuple[list[int], list[int], list[int], tuple[str, ...], list[float]]:
+        """Tokens, parents, depths, names of sources and P of the first `size` nodes."""

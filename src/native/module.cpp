@@ -1,9 +1,9 @@
 // The module leapahead._native. Its classes are those of the same names in Python; _native.pyi has their types.
-#include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings.h"
 #include "philox.h"
 #include "suffix_automaton.h"
 
@@ -14,12 +14,25 @@ using leapahead::SuffixAutomaton;
 namespace {
 
 // Raised whenever Python code and this module would not fit together; see leapahead/native.py.
-constexpr int kInterface = 1;
+constexpr int kInterface = 2;
 
 int64_t checked(const SuffixAutomaton &automaton, int64_t state) {
     if (state < 0 || state >= automaton.size()) throw nb::index_error("there is no such state");
     return state;
 }
+
+using Tokens = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>> words(uint64_t seed, uint64_t position, Tokens tokens) {
+    const size_t count = tokens.size();
+    auto *found = new uint32_t[count];
+    nb::capsule owner(found, [](void *data) noexcept { delete[] static_cast<uint32_t *>(data); });
+    for (size_t i = 0; i < count; ++i)
+        found[i] = leapahead::noise_word(seed, position, static_cast<uint32_t>(tokens.data()[i]));
+    return {found, {count}, owner};
+}
+
+}  // namespace
 
 void bind_suffix_automaton(nb::module_ &m) {
     nb::class_<SuffixAutomaton>(m, "SuffixAutomaton")
@@ -73,21 +86,11 @@ void bind_suffix_automaton(nb::module_ &m) {
             "state"_a, "length"_a, "token"_a, "max_links"_a = -1);
 }
 
-using Tokens = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>> words(uint64_t seed, uint64_t position, Tokens tokens) {
-    const size_t count = tokens.size();
-    auto *found = new uint32_t[count];
-    nb::capsule owner(found, [](void *data) noexcept { delete[] static_cast<uint32_t *>(data); });
-    for (size_t i = 0; i < count; ++i)
-        found[i] = leapahead::noise_word(seed, position, static_cast<uint32_t>(tokens.data()[i]));
-    return {found, {count}, owner};
-}
-
-}  // namespace
-
 NB_MODULE(_native, m) {
     m.attr("INTERFACE") = kInterface;
     bind_suffix_automaton(m);
+    bind_acceptance(m);
+    bind_sources(m);
+    bind_search(m);
     m.def("words", &words, "seed"_a, "position"_a, "tokens"_a);
 }

@@ -20,7 +20,7 @@ from leapahead.drafters.registry import DrafterClass
 from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
 from leapahead.models.base import KeepsPrefixes, Target
-from leapahead.planner.acceptance import AcceptanceTable
+from leapahead.planner.compiled import acceptance_table
 from leapahead.planner.profile import LatencyProfiles
 from leapahead.results import Writer
 
@@ -179,7 +179,7 @@ class Ours(Contender):
         self.drafter_cache = DrafterCache()
         self._drafter, self._options = drafter, options or {}
         self._latency = latency or LatencyProfiles(target.info)
-        self._acceptance = AcceptanceTable.with_priors()
+        self._acceptance = acceptance_table()
         self._engines: dict[int, Engine] = {}  # batch size -> engine
         self.same_text = self._engine(1).drafter(drafter, **self._options).same_text
 

@@ -24,10 +24,12 @@ from leapahead.core.parameters import whole
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.drafters.base import Drafter, Host, Probabilities
 from leapahead.drafters.draft_forwards import DraftForwards, StepForwards
+from leapahead.drafters.sources.compiled import counterpart
 from leapahead.models.base import TREE
 from leapahead.models.choices import PromptRows
 from leapahead.planner.acceptance import Correction
 from leapahead.planner.backoff import BackOff
+from leapahead.planner.compiled import CompiledTable, tree_search
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 from leapahead.planner.guard import Guard
 from leapahead.planner.profile import DraftingTime
@@ -136,6 +138,8 @@ class Planned(Drafter):
     def begin(self, sequence: SequenceView) -> None:
         sources = [source for source in self.make_sources(sequence) if source.name not in self.left_out]
         for source in sources:
+        if isinstance(self.host.acceptance, CompiledTable):
+            sources = [counterpart(source) for source in sources]
             source.begin(sequence)
         self._sequences[sequence] = Drafting(sequence, sources)
 
@@ -272,7 +276,7 @@ class Planned(Drafter):
         leaves = budget.leaves if TREE in self.host.info.capabilities and not self.chain else 1
         within = Budget(min(budget.nodes, self.max_nodes), budget.depth, leaves)
         table, correction = self.host.acceptance, drafting.correction
-        return TreeSearch(drafting.sequence, drafting.sources, table, within, self.seed_aware, correction)
+        return tree_search(drafting.sequence, drafting.sources, table, within, self.seed_aware, correction)
 
     def _sizes(
         self, searches: Mapping[int, TreeSearch], plan: StepPlan, probes: Sequence[int], spent: float

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from leapahead import native
 from leapahead.core.tree import TreeBuilder
 from leapahead.models.base import NOTHING, Capture
 from leapahead.models.choices import PromptRows
@@ -58,6 +59,7 @@ class Source(ABC):
         costs_forward: whether a candidate list costs a forward of another model. How often the first of its candidates
             is right is then counted under a key of its own, which tells what such a forward is worth.
         probe_name: who drafted its probe nodes, in reports; "" for a source that adds none.
+        compiled: the source of the compiled module that the compiled search asks in its place; None for most.
     """
 
     name: ClassVar[str]
@@ -65,6 +67,7 @@ class Source(ABC):
     capture: ClassVar[Capture] = NOTHING
     costs_forward: ClassVar[bool] = False
     probe_name: ClassVar[str] = ""
+    compiled: native.module.Source | None = None
 
     # ------------------------------------------------------------------------------- the life of a sequence
 

@@ -45,6 +45,7 @@ class PastTexts(Section):
 
     Attributes:
         volumes: old and young. The pair is replaced as a whole, so that a reader may keep using its own.
+        version: grows with every change.
     """
 
     token_arrays: ClassVar[tuple[str, ...]] = ("tokens",)
@@ -54,6 +55,7 @@ class PastTexts(Section):
             raise BadParameter(f"capacity={capacity} is not possible: past texts need room for at least 4 tokens")
         self.capacity = capacity
         self.volumes = (Volume(), Volume())
+        self.version = 0
         self._lock = Lock()
 
     @property
@@ -65,6 +67,7 @@ class PastTexts(Section):
         """Adds a text that has ended."""
         with self._lock:
             self.volumes = self._with(self.volumes, array("i", tokens[-self.max_length :]))
+            self.version += 1
 
     def _with(self, volumes: tuple[Volume, Volume], text: array[int]) -> tuple[Volume, Volume]:
         """The volumes with one more text. A young volume that has room for it is changed in place."""
@@ -105,6 +108,7 @@ class PastTexts(Section):
             for text in texts[first:]:
                 volumes = self._with(volumes, text)
             self.volumes = volumes
+            self.version += 1
 
     def figures(self) -> dict[str, Any]:
         volumes = self.volumes

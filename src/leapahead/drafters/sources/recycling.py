@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from leapahead import native
 from leapahead.core.errors import BadParameter
 from leapahead.drafters.cache import Arrays, Section
 from leapahead.models.base import CHAIN, TOP_K, Capture
@@ -27,6 +28,7 @@ from leapahead.planner.source import Candidate, Feature, Score, Source
 CAPACITY = 40_000  # contexts that are kept: with k = 128 at most 50 MB, with k = 8 about 15 MB
 GREEDY, SAMPLED = 8, 128  # k when greedy and when sampling, where the noise may choose an unlikely token
 AGES = (1, 4, 16, 64)  # bucket edges: steps since a context was seen last
+ARRAYS = ("before", "tokens", "counts", "following", "logp")  # of a saved adjacency
 
 Key = tuple[int, ...]  # the last tokens of a context, oldest first
 TopK = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]  # tokens, likeliest first; their log-probabilities
@@ -37,17 +39,23 @@ class Adjacency(Section):
 
     Args:
         capacity: greatest number of contexts; those written least recently are dropped.
+
+    Attributes:
+        compiled: what holds the contexts where the compiled module is installed.
     """
 
     token_arrays: ClassVar[tuple[str, ...]] = ("tokens", "following")
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.capacity = capacity
+        self.compiled = native.module.Adjacency(capacity) if native.available else None
         self._top_k: dict[Key, TopK] = {}
         self._lock = Lock()
 
     def get(self, key: Key) -> tuple[TopK, int] | None:
         """The top-k tokens after the last two tokens of a key, else after its last one, and how many matched."""
+        if self.compiled is not None:
+            return self.compiled.get(key)
         for length in (2, 1):
             if len(key) >= length and (found := self._top_k.get(key[-length:])) is not None:
                 return found, length
@@ -55,6 +63,10 @@ class Adjacency(Section):
 
     def put(self, entries: Iterable[tuple[Key, TopK]]) -> None:
         """Enters contexts; of equal keys the last one counts."""
+        if self.compiled is not None:
+            for key, (tokens, logp) in entries:
+                self.compiled.put(key, tokens, logp)
+            return
         with self._lock:
             _enter(self._top_k, entries, self.capacity)
 
@@ -65,6 +77,8 @@ class Adjacency(Section):
         context of one token; `counts`, int32 [contexts], is the number of top-k tokens of each. These tokens,
         `following`, int32, and their log-probabilities, `logp`, float32, are concatenated.
         """
+        if self.compiled is not None:
+            return dict(zip(ARRAYS, self.compiled.arrays(), strict=True))
         with self._lock:
             entries = list(self._top_k.items())
         top_k = [found for _, found in entries]
@@ -77,11 +91,10 @@ class Adjacency(Section):
         }
 
     def merge(self, arrays: Arrays) -> None:
-        names = ("before", "tokens", "counts", "following", "logp")
-        if missing := [name for name in names if name not in arrays]:
+        if missing := [name for name in ARRAYS if name not in arrays]:
             raise ValueError(f"an adjacency needs the array {missing[0]!r}")
-        before, tokens, counts, following, logp = (arrays[name] for name in names)
-        if any(arrays[name].ndim != 1 for name in names):
+        before, tokens, counts, following, logp = (arrays[name] for name in ARRAYS)
+        if any(arrays[name].ndim != 1 for name in ARRAYS):
             raise ValueError("the arrays of an adjacency must have one dimension")
         if any(each.dtype != np.int32 for each in (before, tokens, counts, following)) or logp.dtype != np.float32:
             raise ValueError("an adjacency has int32 tokens and counts and float32 log-probabilities")
@@ -89,6 +102,9 @@ class Adjacency(Section):
             raise ValueError("the counts of an adjacency do not match its tokens")
         if (counts < 1).any() or not np.isfinite(logp).all():
             raise ValueError("each context of an adjacency needs at least one token, and finite log-probabilities")
+        if self.compiled is not None:
+            self.compiled.merge(*(np.ascontiguousarray(arrays[name]) for name in ARRAYS))
+            return
         ends = np.cumsum(counts)[:-1]
         rows = zip(np.split(following, ends), np.split(logp, ends), strict=True) if len(tokens) else ()
         keys = [(one, two) if one >= 0 else (two,) for one, two in zip(before.tolist(), tokens.tolist(), strict=True)]
@@ -99,7 +115,7 @@ class Adjacency(Section):
             self._top_k = merged
 
     def figures(self) -> dict[str, Any]:
-        return {"contexts": len(self._top_k)}
+        return {"contexts": len(self._top_k if self.compiled is None else self.compiled)}
 
 
 def _enter(top_k: dict[Key, TopK], entries: Iterable[tuple[Key, TopK]], capacity: int) -> None:

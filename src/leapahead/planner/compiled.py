@@ -1,0 +1,170 @@
+"""The tree search, its acceptance estimates and its mixer, compiled, with the interfaces of those in Python.
+
+    AcceptanceTable  <──  CompiledTable         what an engine has decides how its drafters search
+    TreeSearch       <──  CompiledSearch        its sources: compiled ones, and Python ones behind an adapter
+
+Both give the same trees and the same numbers, which the tests compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from leapahead import native
+from leapahead.core.tree import Budget, TokenTree
+from leapahead.planner.acceptance import UNKNOWN, AcceptanceTable, Correction, Key
+from leapahead.planner.draft import Proposal, SequenceView, Step
+from leapahead.planner.mixer import Mixer, Row
+from leapahead.planner.source import Source
+from leapahead.planner.tree_search import TreeSearch
+
+MODES = {"greedy": 0, "sampled": 1, "unaware": 2}
+
+
+def acceptance_table() -> AcceptanceTable:
+    """A table that begins with the measured priors: a compiled one, where this installation has the module."""
+    return CompiledTable.with_priors() if native.available else AcceptanceTable.with_priors()
+
+
+class CompiledMixer(Mixer):
+    """The parameters of a compiled table, which the compiled search reads and changes."""
+
+    def __init__(self, table: native.module.AcceptanceTable) -> None:
+        super().__init__()
+        self._table = table
+
+    def rows(self) -> list[Row]:
+        return [
+            (mode, below, source, [[round(value, 4) for value in values] for values in found])
+            for mode, below, source, found in sorted(self._table.mixer_rows())
+        ]
+
+
+class CompiledTable(AcceptanceTable):
+    """See `AcceptanceTable`. After its source and its mode, a key has numbers from 0 to 31.
+
+    Attributes:
+        table: of the compiled module.
+    """
+
+    def __init__(self, priors: Mapping[Key, float] | None = None, mixer: Iterable[Row] = ()) -> None:
+        super().__init__(priors)
+        self.table = native.module.AcceptanceTable()
+        self.mixer = CompiledMixer(self.table)
+        for key, estimate in self.priors.items():
+            self.table.set_prior(key, estimate)
+        for row in mixer:
+            self.table.set_mixer(*row)
+
+    def probability(self, key: Key) -> float:
+        return self.table.probability(key)
+
+    def estimate(self, key: Key, unknown: float = UNKNOWN) -> float:
+        return self.table.estimate(key, unknown)
+
+    def learn(self, key: Key, hit: bool) -> None:
+        self.table.learn(key, hit)
+
+    def rows(self, longest: int = 99) -> list[dict[str, Any]]:
+        found = [row for row in self.table.rows() if len(row[0]) <= longest]
+        return [
+            {"key": list(key), "hits": round(hits, 2), "trials": round(trials, 2), "p": round(p, 4)}
+            for key, hits, trials, p in sorted(found, key=lambda row: repr(row[0]))
+        ]
+
+
+class CompiledSearch(TreeSearch):
+    """See `TreeSearch`.
+
+    Sources of which the compiled module has no counterpart take part through an adapter, which calls their methods.
+    """
+
+    def __init__(
+        self,
+        sequence: SequenceView,
+        sources: Sequence[Source],
+        acceptance: CompiledTable,
+        budget: Budget,
+        seed_aware: bool = True,
+        correction: Correction | None = None,
+    ) -> None:
+        self.sequence, self.sources, self.acceptance, self.budget = sequence, sources, acceptance, budget
+        self.correction = correction or Correction(1.0)
+        self.mode = ("sampled" if seed_aware else "unaware") if sequence.sampled else "greedy"
+        self._adapters = [_adapter(source, sequence) for source in sources]
+        params, tokens = sequence.params, sequence.tokens
+        self._search = native.module.Search(
+            self._adapters,
+            acceptance.table,
+            self.correction.factor,
+            budget.nodes,
+            budget.depth,
+            budget.leaves,
+            MODES[self.mode],
+            params.seed,
+            len(tokens),
+            params.temperature,
+            tokens[-1],
+        )
+
+    @property
+    def search(self) -> native.module.Search:
+        """The search of the compiled module."""
+        return self._search
+
+    def __len__(self) -> int:
+        return len(self._search)
+
+    @property
+    def bound(self) -> float:
+        return self._search.bound
+
+    @property
+    def next(self) -> float:
+        return self._search.next
+
+    @property
+    def expected(self) -> list[float]:  # type: ignore[override]
+        return self._search.tree(len(self._search))[4]
+
+    def take(self) -> bool:
+        return self._search.take()
+
+    def take_all(self, nodes: int) -> int:
+        return self._search.take_all(nodes)
+
+    def states(self, which: int) -> list[tuple[Any, float, float]]:
+        adapter = self._adapters[which]
+        found = self._search.states(which)
+        if isinstance(adapter, native.module.PythonSource):
+            return [(adapter.state(state), chance, known) for state, chance, known in found]
+        return list(found)
+
+    def proposal(self, nodes: int | None = None) -> Proposal:
+        tokens, parents, depths, sources, expected = self._search.tree(len(self._search) if nodes is None else nodes)
+        return Proposal(TokenTree.of_lists(tokens, parents, depths), sources, np.array(expected))
+
+    def learn(self, step: Step) -> None:
+        for expected, hit in self._search.learn(step.verdict.path, step.tokens):
+            self.correction.learn(expected, hit)
+
+
+def _adapter(source: Source, sequence: SequenceView) -> native.module.Source:
+    return native.module.PythonSource(source, sequence) if source.compiled is None else source.compiled
+
+
+def tree_search(
+    sequence: SequenceView,
+    sources: Sequence[Source],
+    acceptance: AcceptanceTable,
+    budget: Budget,
+    seed_aware: bool = True,
+    correction: Correction | None = None,
+) -> TreeSearch:
+    """A search that estimates with a table, compiled if the table is; see `TreeSearch`."""
+    if isinstance(acceptance, CompiledTable):
+        return CompiledSearch(sequence, sources, acceptance, budget, seed_aware, correction)
+    return TreeSearch(sequence, sources, acceptance, budget, seed_aware, correction)

@@ -1,0 +1,223 @@
+// Sources of the compiled search. What reads a text gets lists of its last tokens.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+#include "bindings.h"
+#include "python_source.h"
+#include "recycling.h"
+#include "siblings.h"
+#include "suffix.h"
+#include "token_table.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using leapahead::Adjacency;
+using leapahead::Context;
+using leapahead::Recycling;
+using leapahead::Row;
+using leapahead::Siblings;
+using leapahead::Source;
+using leapahead::Suffix;
+using leapahead::SuffixAutomaton;
+using leapahead::TokenTable;
+
+namespace {
+
+template <typename T>
+using Matrix = nb::ndarray<const T, nb::ndim<2>, nb::device::cpu>;  // of rows that are contiguous
+template <typename T>
+using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using NewVector = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+
+template <typename T>
+NewVector<T> to_numpy(std::vector<T> values) {
+    auto *kept = new std::vector<T>(std::move(values));
+    nb::capsule owner(kept, [](void *data) noexcept { delete static_cast<std::vector<T> *>(data); });
+    return NewVector<T>(kept->data(), {kept->size()}, owner);
+}
+
+using Entry = std::tuple<int32_t, double, std::vector<int>>;  // of a candidate: token, logp, feature
+
+std::vector<Entry> entries(const std::vector<leapahead::Candidate> &candidates) {
+    std::vector<Entry> found;
+    for (const auto &each : candidates) {
+        const auto *values = each.feature.values;
+        found.emplace_back(each.token, each.logp, std::vector<int>(values, values + each.feature.size));
+    }
+    return found;
+}
+
+// The columns that each row has in memory, of which k count.
+size_t width(const Matrix<int64_t> &following, const Matrix<double> &logits, size_t rows, int k) {
+    if (following.shape(0) != rows || logits.shape(0) != rows || following.shape(1) < static_cast<size_t>(k) ||
+        logits.shape(1) < static_cast<size_t>(k) || following.stride(1) != 1 || logits.stride(1) != 1 ||
+        (rows > 1 && following.stride(0) != logits.stride(0)))
+        throw nb::value_error("tokens and logits must be [contexts, k], of one layout in memory");
+    return rows > 1 ? static_cast<size_t>(following.stride(0)) : following.shape(1);
+}
+
+void bind_adjacency(nb::module_ &m) {
+    nb::class_<Adjacency>(m, "Adjacency")
+        .def(nb::init<size_t>(), "capacity"_a)
+        .def("__len__", [](const Adjacency &self) { return self.table().size(); })
+        .def(
+            "get",
+            [](const Adjacency &self, const std::vector<int32_t> &key) -> nb::object {
+                const int size = static_cast<int>(std::min<size_t>(key.size(), 2));
+                const auto *found = self.find(Context::of(key.data() + key.size() - size, size));
+                if (found == nullptr) return nb::none();
+                auto row = std::make_pair(to_numpy(found->row->tokens), to_numpy(found->row->logp));
+                return nb::cast(std::make_pair(std::move(row), found->context.size));
+            },
+            "key"_a)
+        .def(
+            "put",
+            [](Adjacency &self, const std::vector<int32_t> &key, Vector<int32_t> tokens, Vector<float> logp) {
+                if (key.empty() || key.size() > 2 || tokens.size() != logp.size())
+                    throw nb::value_error("a context has one or two tokens, and as many log-probabilities as tokens");
+                auto row = std::make_shared<leapahead::TopK>();
+                row->tokens.assign(tokens.data(), tokens.data() + tokens.size());
+                row->logp.assign(logp.data(), logp.data() + logp.size());
+                self.put(Context::of(key.data(), static_cast<int>(key.size())), row);
+                self.drop_oldest();
+            },
+            "key"_a, "tokens"_a, "logp"_a)
+        .def("arrays",
+             [](const Adjacency &self) {
+                 std::vector<int32_t> before, tokens, counts, following;
+                 std::vector<float> logp;
+                 self.table().each([&](const leapahead::ContextTable::Entry &entry) {
+                     const Context &context = entry.context;
+                     before.push_back(context.size == 2 ? context.tokens[0] : -1);
+                     tokens.push_back(context.tokens[context.size - 1]);
+                     counts.push_back(static_cast<int32_t>(entry.row->tokens.size()));
+                     following.insert(following.end(), entry.row->tokens.begin(), entry.row->tokens.end());
+                     logp.insert(logp.end(), entry.row->logp.begin(), entry.row->logp.end());
+                 });
+                 return std::make_tuple(to_numpy(before), to_numpy(tokens), to_numpy(counts), to_numpy(following),
+                                        to_numpy(logp));
+             })
+        .def(
+            "merge",
+            [](Adjacency &self, Vector<int32_t> before, Vector<int32_t> tokens, Vector<int32_t> counts,
+               Vector<int32_t> following, Vector<float> logp) {
+                std::vector<std::pair<Context, Row>> others;
+                size_t first = 0;
+                for (size_t i = 0; i < tokens.size(); ++i) {
+                    const size_t end = first + static_cast<size_t>(counts(i));
+                    if (end > following.size()) throw nb::value_error("the counts do not match the tokens");
+                    auto row = std::make_shared<leapahead::TopK>();
+                    row->tokens.assign(following.data() + first, following.data() + end);
+                    row->logp.assign(logp.data() + first, logp.data() + end);
+                    const int32_t both[] = {before(i), tokens(i)};
+                    others.emplace_back(before(i) < 0 ? Context::of(both + 1, 1) : Context::of(both, 2), row);
+                    first = end;
+                }
+                self.merge(others);
+            },
+            "before"_a, "tokens"_a, "counts"_a, "following"_a, "logp"_a);
+}
+
+}  // namespace
+
+void bind_sources(nb::module_ &m) {
+    bind_adjacency(m);
+    nb::class_<Source>(m, "Source")
+        .def_prop_ro("name", &Source::name)
+        .def("root", &Source::root)
+        .def("follow", &Source::follow, "state"_a, "token"_a)
+        .def(
+            "candidates",
+            [](Source &self, int state, int limit) {
+                std::vector<leapahead::Candidate> found;
+                self.candidates(state, limit, found);
+                return entries(found);
+            },
+            "state"_a, "limit"_a)
+        .def(
+            "seed_aware_candidates",
+            [](Source &self, int state, int limit, uint64_t seed, uint64_t position, double temperature) {
+                std::vector<leapahead::Candidate> found;
+                self.seed_aware_candidates(state, limit, {seed, position, temperature}, found);
+                return entries(found);
+            },
+            "state"_a, "limit"_a, "seed"_a, "position"_a, "temperature"_a);
+    nb::class_<leapahead::PythonSource, Source>(m, "PythonSource")
+        .def(nb::init<nb::object, nb::object>(), "source"_a, "sequence"_a)
+        .def("state", &leapahead::PythonSource::state, "state"_a);
+    nb::class_<Suffix, Source>(m, "Suffix")
+        .def(nb::init<std::shared_ptr<SuffixAutomaton>>(), "automaton"_a)
+        .def(
+            "read",
+            [](Suffix &self, const std::vector<int32_t> &last, size_t fresh,
+               const std::optional<Suffix::Volumes> &volumes) {
+                if (fresh > last.size()) throw nb::value_error("there are not so many tokens");
+                self.read(last, fresh, volumes ? &*volumes : nullptr);
+            },
+            "last"_a, "fresh"_a, "volumes"_a.none());
+    nb::class_<Recycling, Source>(m, "Recycling")
+        .def(nb::init<int, int, std::shared_ptr<Adjacency>>(), "k"_a, "longest"_a, "shared"_a.none())
+        .def("__len__", &Recycling::size)
+        .def("set_end", &Recycling::set_end, "last"_a)
+        .def(
+            "read_rows",
+            [](Recycling &self, const std::vector<int32_t> &text, Matrix<int64_t> following, Matrix<double> logits) {
+                const size_t rows = following.shape(0);
+                const size_t columns = width(following, logits, rows, self.k());
+                if (rows > text.size()) throw nb::value_error("there are more rows than tokens");
+                std::vector<Context> contexts;
+                std::vector<int> order;
+                for (size_t row = 0; row < rows; ++row) {
+                    const size_t end = text.size() - rows + row + 1;
+                    const size_t size = std::min(end, static_cast<size_t>(self.longest()));
+                    contexts.push_back(Context::of(text.data() + end - size, static_cast<int>(size)));
+                    order.push_back(static_cast<int>(row));
+                }
+                self.keep(contexts, following.data(), logits.data(), columns, order);
+            },
+            "text"_a, "following"_a, "logits"_a)
+        .def(
+            "observe",
+            [](Recycling &self, const std::vector<int32_t> &last, const std::vector<int32_t> &tokens,
+               const std::vector<int> &parents, const std::vector<int> &path, Matrix<int64_t> following,
+               Matrix<double> logits) {
+                const size_t columns = width(following, logits, tokens.size(), self.k());
+                self.observe(last, tokens, parents, path, following.data(), logits.data(), columns);
+            },
+            "last"_a, "tokens"_a, "parents"_a, "path"_a, "following"_a, "logits"_a);
+    nb::class_<Siblings, Source>(m, "Siblings")
+        .def(nb::init<int>(), "k"_a)
+        .def("__len__", &Siblings::size)
+        .def("set_end", &Siblings::set_end, "length"_a)
+        .def("age", &Siblings::age, "length"_a, "position"_a, "depths"_a)
+        .def(
+            "observe",
+            [](Siblings &self, int64_t length, int64_t position, const std::vector<int> &parents,
+               const std::vector<int> &depths, int last, Matrix<int64_t> following, Matrix<double> logits) {
+                const size_t columns = width(following, logits, depths.size(), self.k());
+                if (parents.size() != depths.size() || last < 0 || static_cast<size_t>(last) >= depths.size())
+                    throw nb::value_error("these are not the nodes of a tree");
+                self.observe(length, position, parents, depths, last, following.data(), logits.data(), columns);
+            },
+            "length"_a, "position"_a, "parents"_a, "depths"_a, "last"_a, "following"_a, "logits"_a);
+    nb::class_<TokenTable, Source>(m, "TokenTable")
+        .def(
+            "__init__",
+            [](TokenTable *self, nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> tokens,
+               nb::ndarray<const uint16_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> logp) {
+                if (tokens.shape(0) != logp.shape(0) || tokens.shape(1) != logp.shape(1))
+                    throw nb::value_error("tokens and log-probabilities must be [vocab, k]");
+                new (self) TokenTable(tokens.data(), logp.data(), tokens.shape(0), static_cast<int>(tokens.shape(1)));
+            },
+            // The arrays live as long as the table.
+            "tokens"_a.noconvert(), "logp"_a.noconvert(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+        .def("set_end", &TokenTable::set_end, "token"_a);
+}

@@ -1,0 +1,69 @@
+// What recycling keeps for contexts: the top-k tokens after the last one to four tokens of a text.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace leapahead {
+
+// The k likeliest tokens after a context, with their log-probabilities; the likeliest first.
+struct TopK {
+    std::vector<int32_t> tokens;
+    std::vector<float> logp;
+};
+using Row = std::shared_ptr<const TopK>;
+
+// The last tokens of a text, the oldest first.
+struct Context {
+    static constexpr int kMost = 4;
+
+    int32_t size = 0;
+    int32_t tokens[kMost] = {};
+
+    static Context of(const int32_t *tokens, int size);
+    // The last `wanted` of them.
+    Context last(int wanted) const { return of(tokens + size - wanted, wanted); }
+    // With one more token, and at most `longest`.
+    Context with(int32_t token, int longest) const;
+    bool operator==(const Context &other) const;
+    uint64_t hash() const;
+};
+
+// Context -> row, with a number. In the order of entry; an entry that is written again keeps its place in the order,
+// unless it is moved to the end. Open addressing over a list of entries, which may have gaps.
+class ContextTable {
+  public:
+    struct Entry {
+        Context context;
+        Row row;  // null in a gap
+        int64_t number;
+    };
+
+    ContextTable() : places_(64, kFree) {}
+
+    const Entry *find(const Context &context) const;
+    void put(const Context &context, Row row, int64_t number, bool move_to_end);
+    // Drops the entries that come first in the order.
+    void drop(size_t count);
+    size_t size() const { return used_; }
+
+    template <typename Visit>
+    void each(Visit visit) const {
+        for (const Entry &entry : entries_)
+            if (entry.row) visit(entry);
+    }
+
+  private:
+    static constexpr int32_t kFree = -1;
+
+    size_t place(const Context &context) const;  // of the entry, or the free one where it would be
+    void rebuild();
+
+    std::vector<Entry> entries_;   // in order
+    std::vector<int32_t> places_;  // index into entries_; gaps stay until `rebuild`
+    size_t first_ = 0;             // no entry before this one is left
+    size_t used_ = 0;
+};
+
+}  // namespace leapahead

@@ -1,0 +1,54 @@
+#include "python_source.h"
+
+#include <utility>
+
+namespace nb = nanobind;
+
+namespace leapahead {
+
+PythonSource::PythonSource(nb::object source, nb::object sequence)
+    : Source(nb::cast<std::string>(source.attr("name"))),
+      source_(std::move(source)),
+      sequence_(std::move(sequence)),
+      costs_forward_(nb::cast<bool>(source_.attr("costs_forward"))) {}
+
+int PythonSource::add(nb::object state) {
+    if (state.is_none()) return kNoState;
+    states_.push_back(std::move(state));
+    return static_cast<int>(states_.size()) - 1;
+}
+
+int PythonSource::root() {
+    states_.clear();
+    return add(source_.attr("root")(sequence_));
+}
+
+int PythonSource::follow(int state, int32_t token) { return add(source_.attr("follow")(states_[state], token)); }
+
+void PythonSource::candidates(int state, int limit, std::vector<Candidate> &found) {
+    read(source_.attr("candidates")(states_[state], limit), found);
+}
+
+void PythonSource::seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) {
+    const nb::object partial = nb::module_::import_("functools").attr("partial");
+    const nb::object scores = partial(sequence_.attr("scores"), score.position);
+    read(source_.attr("seed_aware_candidates")(states_[state], limit, scores), found);
+}
+
+void PythonSource::read(nb::handle candidates, std::vector<Candidate> &found) const {
+    for (nb::handle each : candidates) {
+        Candidate candidate{nb::cast<int32_t>(each[0]), nb::cast<double>(each[1]), {}, 0.0, false};
+        for (nb::handle value : each[2]) {
+            const int number = nb::cast<int>(value);
+            if (candidate.feature.size == 4 || number < 0 || number > 31) {
+                const std::string problem =
+                    "a feature of the source '" + name() + "' is not at most four integers from 0 to 31";
+                throw nb::value_error(problem.c_str());
+            }
+            candidate.feature.append(number);
+        }
+        found.push_back(candidate);
+    }
+}
+
+}  // namespace leapahead

@@ -1,0 +1,252 @@
+#include "search.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace leapahead {
+
+namespace {
+
+constexpr int kRootCandidates = 8, kCandidates = 4;  // of one source
+constexpr int kRanks = 5;
+constexpr double kMost = 0.97, kOnlyMargin = 9.0;
+constexpr double kMostLogit = 7.0, kRate = 0.01;  // of the mixer
+constexpr double kMargins[] = {-3.0, -1.5, -0.5, 0.0, 0.5, 1.5};
+constexpr double kScores[] = {-5.0, -3.0, -2.0, -1.0, 0.0, 1.0};
+// -log(0.999), -log(0.9), -log(0.75), -log(0.5), -log(0.25) and -log(0.1), as Python computes them.
+constexpr double kShares[] = {0x1.064670d979b73p-10, 0x1.af8e8210a415cp-4, 0x1.269621134db92p-2,
+                              0x1.62e42fefa39efp-1,  0x1.62e42fefa39efp+0, 0x1.26bb1bbb55515p+1};
+
+}  // namespace
+
+Search::Search(std::vector<std::shared_ptr<Source>> sources, std::shared_ptr<AcceptanceTable> table, double correction,
+               Limits limits, Mode mode, Scoring scoring, int32_t root)
+    : sources_(std::move(sources)),
+      table_(std::move(table)),
+      correction_(correction),
+      limits_(limits),
+      mode_(mode),
+      scoring_(scoring) {
+    nodes_.push_back({root, -1, 0, -1, 1.0, false, 0, 0, 0, 0});
+    for (const auto &source : sources_) {
+        ids_.push_back(table_->source(source->name()));
+        states_.push_back(source->root());
+    }
+    push(-1.0, 0, -1);
+}
+
+void Search::push(double chance, int node, int guess) {
+    heap_.push_back({chance, order_++, node, guess});
+    std::push_heap(heap_.begin(), heap_.end(), Later());
+}
+
+double Search::next() {
+    while (!heap_.empty() && heap_.front().guess < 0) {
+        const Entry entry = heap_.front();
+        std::pop_heap(heap_.begin(), heap_.end(), Later());
+        heap_.pop_back();
+        expand(entry.node, -entry.chance);
+    }
+    return bound();
+}
+
+bool Search::take() {
+    const Entry entry = heap_.front();
+    std::pop_heap(heap_.begin(), heap_.end(), Later());
+    heap_.pop_back();
+    const Guess guess = guesses_[entry.guess];
+    const bool second = nodes_[entry.node].inner;  // a second child adds a leaf
+    if (size() > limits_.nodes || nodes_[entry.node].depth >= limits_.depth || (second && leaves_ >= limits_.leaves))
+        return false;
+    leaves_ += second;
+    nodes_[entry.node].inner = true;
+    const int depth = nodes_[entry.node].depth + 1, node = size();
+    nodes_.push_back({guess.token, entry.node, depth, guess.source, -entry.chance, false, 0, 0, 0, 0});
+    for (size_t i = 0; i < sources_.size(); ++i) {
+        const int state = states_[static_cast<size_t>(entry.node) * sources_.size() + i];
+        states_.push_back(state == Source::kNoState ? state : sources_[i]->follow(state, guess.token));
+    }
+    if (depth < limits_.depth) push(entry.chance, node, -1);
+    return true;
+}
+
+int Search::take_all(int nodes) {
+    while (size() <= nodes && next() > 0.0) take();
+    return size();
+}
+
+double Search::total(int node) const {
+    double sum = 0.0;
+    for (int i = nodes_[node].first_guess; i < nodes_[node].end_guess; ++i) sum += guesses_[i].p;
+    return std::min(1.0, sum);
+}
+
+void Search::expand(int node, double chance) {
+    const int depth = nodes_[node].depth, limit = depth == 0 ? kRootCandidates : kCandidates;
+    const int first = static_cast<int>(guesses_.size()), first_asked = static_cast<int>(asked_.size());
+    Scoring score = scoring_;
+    score.position += static_cast<uint64_t>(depth);
+    proposed_.clear();
+    found_.clear();
+    parameters_.clear();
+    num_asked_ = 0;
+    for (int i = 0; i < static_cast<int>(sources_.size()); ++i) {
+        const int at = state(node, i);
+        if (at == Source::kNoState || !ask(i, at, limit, score)) continue;
+        asked_.push_back(i);
+        ++num_asked_;
+    }
+    for (int i = first_asked; i < static_cast<int>(asked_.size()); ++i)
+        table_->mixer.parameters(mode_, depth > 0, ids_[asked_[i]]);  // all are there before their places are kept
+    for (int i = first_asked; i < static_cast<int>(asked_.size()); ++i)
+        parameters_.push_back(&table_->mixer.parameters(mode_, depth > 0, ids_[asked_[i]]));
+    double sum = 0.0;
+    for (int place = 0; place < static_cast<int>(proposed_.size()); ++place) {
+        guesses_.push_back(joined(place));
+        sum += guesses_.back().p;
+    }
+    const double scale = std::min(correction_, kMost / std::max(sum, 1e-9));
+    Node &expanded = nodes_[node];
+    expanded.first_guess = first;
+    expanded.end_guess = static_cast<int>(guesses_.size());
+    expanded.first_asked = first_asked;
+    expanded.end_asked = static_cast<int>(asked_.size());
+    for (int i = first; i < expanded.end_guess; ++i) push(-chance * guesses_[i].p * scale, node, i);
+}
+
+bool Search::ask(int source, int state, int limit, const Scoring &score) {
+    candidates_.clear();
+    if (mode_ != Mode::sampled) {
+        sources_[source]->candidates(state, limit, candidates_);
+        for (int rank = 0; rank < static_cast<int>(candidates_.size()); ++rank) {
+            const Candidate &each = candidates_[rank];
+            Key key(ids_[source], static_cast<uint32_t>(mode_));
+            key.append(std::min(rank, kRanks));
+            if (each.feature.size > 0) key.append(each.feature.values[0]);
+            key.append(bisect_left(kShares, -each.logp));
+            for (int i = 1; i < each.feature.size; ++i) key.append(each.feature.values[i]);
+            add(each.token, key);
+        }
+        return !candidates_.empty();
+    }
+    sources_[source]->seed_aware_candidates(state, limit, score, candidates_);
+    rank(source, limit, score);
+    return !candidates_.empty();
+}
+
+void Search::rank(int source, int limit, const Scoring &score) {
+    order_of_.clear();
+    for (int i = 0; i < static_cast<int>(candidates_.size()); ++i) {
+        Candidate &each = candidates_[i];
+        if (!each.scored) each.score = score(each.token, each.logp);
+        order_of_.push_back(i);
+    }
+    const auto greater = [&](int a, int b) {
+        const double first = candidates_[a].score, second = candidates_[b].score;
+        return first != second ? first > second : a < b;
+    };
+    const int kept = std::min(limit, static_cast<int>(order_of_.size()));
+    std::partial_sort(order_of_.begin(), order_of_.begin() + kept, order_of_.end(), greater);
+    for (int rank = 0; rank < kept; ++rank) {
+        const Candidate &each = candidates_[order_of_[rank]];
+        const double other = kept > 1 ? candidates_[order_of_[rank == 0 ? 1 : 0]].score : 0.0;
+        const double margin = kept > 1 ? each.score - other : kOnlyMargin;
+        Key key(ids_[source], static_cast<uint32_t>(mode_));
+        key.append(std::min(rank, kRanks));
+        if (each.feature.size > 0) key.append(each.feature.values[0]);
+        key.append(bisect_left(kScores, -each.score));
+        key.append(bisect_left(kMargins, -margin));
+        for (int i = 1; i < each.feature.size; ++i) key.append(each.feature.values[i]);
+        add(each.token, key);
+    }
+}
+
+void Search::add(int32_t token, Key key) {
+    const int at = static_cast<int>(found_.size());
+    auto known = std::find_if(proposed_.begin(), proposed_.end(), [&](const Proposed &p) { return p.token == token; });
+    found_.push_back({{key, 0.0, 0.0, num_asked_}, -1});
+    Opinion &opinion = found_.back().opinion;
+    opinion.p = table_->probability(key, opinion.logit);
+    if (known == proposed_.end()) {
+        proposed_.push_back({token, at, at});
+    } else if (Found &last = found_[known->last]; last.opinion.asked == num_asked_) {
+        last.opinion = opinion;  // a source that names a token twice: the last one counts
+        found_.pop_back();
+    } else {
+        last.next = at;
+        known->last = at;
+    }
+}
+
+int Search::proposing(const Guess &guess) const {
+    return std::min(guess.end_opinion - guess.first_opinion, Mixer::kMostProposing) - 1;
+}
+
+Search::Guess Search::joined(int place) {
+    Guess guess{proposed_[place].token, 0.0, 0, static_cast<int>(opinions_.size()), 0};
+    for (int at = proposed_[place].first; at >= 0; at = found_[at].next) opinions_.push_back(found_[at].opinion);
+    guess.end_opinion = static_cast<int>(opinions_.size());
+    const int index = proposing(guess), first_asked = static_cast<int>(asked_.size()) - num_asked_;
+    double z = 0.0, greatest = -1.0;
+    int next = guess.first_opinion;
+    for (int i = 0; i < num_asked_; ++i) {
+        const Mixer::Weights &weights = (*parameters_[i])[index];
+        if (next == guess.end_opinion || opinions_[next].asked != i) {
+            z += weights.silent;
+            continue;
+        }
+        const Opinion &opinion = opinions_[next++];
+        z += weights.proposing * opinion.logit + weights.bias;
+        if (opinion.p > greatest) {
+            greatest = opinion.p;
+            guess.source = asked_[first_asked + i];
+        }
+    }
+    z = std::min(std::max(z, -kMostLogit), kMostLogit);
+    guess.p = 1.0 / (1.0 + std::exp(-z));
+    return guess;
+}
+
+std::vector<std::pair<double, bool>> Search::learn(const std::vector<int> &path, const std::vector<int32_t> &tokens) {
+    std::vector<std::pair<double, bool>> found;
+    for (size_t i = 0; i < path.size() && i < tokens.size(); ++i) {
+        if (path[i] < 0 || path[i] >= size()) continue;  // a node that the search has not made
+        const Node &node = nodes_[path[i]];
+        if (node.first_guess == node.end_guess) continue;
+        bool any = false;
+        double sum = 0.0;
+        for (int g = node.first_guess; g < node.end_guess; ++g) {
+            sum += guesses_[g].p;
+            any |= guesses_[g].token == tokens[i];
+        }
+        found.emplace_back(std::min(kMost, sum), any);
+        for (int g = node.first_guess; g < node.end_guess; ++g)
+            learn(node, guesses_[g], guesses_[g].token == tokens[i]);
+    }
+    return found;
+}
+
+void Search::learn(const Node &node, const Guess &guess, bool hit) {
+    const int index = proposing(guess);
+    const double change = kRate * (hit - guess.p);
+    int next = guess.first_opinion;
+    for (int i = 0; i < node.end_asked - node.first_asked; ++i) {
+        const uint32_t id = ids_[asked_[node.first_asked + i]];
+        Mixer::Weights &weights = table_->mixer.parameters(mode_, node.depth > 0, id)[index];
+        if (next == guess.end_opinion || opinions_[next].asked != i) {
+            weights.silent += change;
+        } else {
+            weights.proposing += change * opinions_[next++].logit;
+            weights.bias += change;
+        }
+    }
+    for (int o = guess.first_opinion; o < guess.end_opinion; ++o) {
+        const Key key = opinions_[o].key;
+        table_->learn(key, hit);
+        const Source &source = *sources_[asked_[node.first_asked + opinions_[o].asked]];
+        if (source.costs_forward() && key.value(2) == 0)
+            table_->learn(Key(table_->source(source.name() + ", first choice"), static_cast<uint32_t>(mode_)), hit);
+    }
+}
+
+}  // namespace leapahead

@@ -1,0 +1,122 @@
+// Best-first search for a token tree: src/leapahead/planner/tree_search.py, compiled.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "acceptance.h"
+#include "source.h"
+
+namespace leapahead {
+
+struct Limits {
+    int64_t nodes, depth, leaves;  // of the draft; the root is not counted
+};
+
+class Search {
+  public:
+    // Sources in the order in which a candidate of several names them; the correction is a factor on all estimates.
+    Search(std::vector<std::shared_ptr<Source>> sources, std::shared_ptr<AcceptanceTable> table, double correction,
+           Limits limits, Mode mode, Scoring scoring, int32_t root);
+
+    int size() const { return static_cast<int>(nodes_.size()); }
+    // An upper bound of P of all nodes that are not taken yet.
+    double bound() const { return heap_.empty() ? 0.0 : -heap_.front().chance; }
+    // P of the likeliest node that is not taken yet; 0 if there is none.
+    double next();
+    // Adds the node that `next` has found; false, and it is dropped, if the limits forbid it.
+    bool take();
+    int take_all(int nodes);
+    // Updates the estimates with the outcome along the committed path: the nodes, and the token after each. For the
+    // request's correction it gives, for each node with candidates, the sum of their p, and whether one was right.
+    std::vector<std::pair<double, bool>> learn(const std::vector<int> &path, const std::vector<int32_t> &tokens);
+
+    struct Node {
+        int32_t token;
+        int parent, depth, source;  // source: index, or -1 for the root
+        double expected;
+        bool inner;
+        int first_guess, end_guess;  // of its candidates, once they were asked for
+        int first_asked, end_asked;  // sources
+    };
+    const std::vector<Node> &nodes() const { return nodes_; }
+    int num_sources() const { return static_cast<int>(sources_.size()); }
+    const Source &source(int index) const { return *sources_[index]; }
+    int state(int node, int source) const { return states_[static_cast<size_t>(node) * sources_.size() + source]; }
+    // The sum of p over the candidates below a node, at most 1.
+    double total(int node) const;
+    const Limits &limits() const { return limits_; }
+
+  private:
+    struct Opinion {  // of one source on one token
+        Key key;
+        double p, logit;
+        int asked;  // index of the source among those that have candidates at the node
+    };
+    struct Guess {  // a token that may follow a node
+        int32_t token;
+        double p;
+        int source;  // of the greatest estimate
+        int first_opinion, end_opinion;
+    };
+    struct Entry {
+        double chance;           // -P
+        int order, node, guess;  // guess: -1 where the node's candidates were not asked for yet
+    };
+    struct Later {
+        bool operator()(const Entry &a, const Entry &b) const {
+            return a.chance != b.chance ? a.chance > b.chance : a.order > b.order;
+        }
+    };
+
+    void push(double chance, int node, int guess);
+    // Asks all sources for candidates below a node whose P is `chance`.
+    void expand(int node, double chance);
+    // Asks one source; false where it has no candidates.
+    bool ask(int source, int state, int limit, const Scoring &score);
+    // Adds those of `candidates_` that have the greatest scores.
+    void rank(int source, int limit, const Scoring &score);
+    void add(int32_t token, Key key);
+    // The guess on a token, from the opinions of all sources that propose it.
+    Guess joined(int place);
+    // The index of the mixer's parameters for so many sources that propose its token.
+    int proposing(const Guess &guess) const;
+    void learn(const Node &node, const Guess &guess, bool hit);
+
+    std::vector<std::shared_ptr<Source>> sources_;
+    std::vector<uint32_t> ids_;  // of the sources, in the table
+    std::shared_ptr<AcceptanceTable> table_;
+    double correction_;
+    Limits limits_;
+    Mode mode_;
+    Scoring scoring_;  // of the tokens after the root
+
+    std::vector<Node> nodes_;
+    std::vector<int> states_;  // [nodes, sources]
+    std::vector<Entry> heap_;
+    std::vector<Guess> guesses_;
+    std::vector<Opinion> opinions_;
+    int order_ = 0;
+    int64_t leaves_ = 1;
+    std::vector<int> asked_;  // of all nodes one after the other: sources that have candidates there
+    // Of one call of `expand`; members so that their memory is kept.
+    struct Proposed {
+        int32_t token;
+        int first, last;  // of its opinions in found_
+    };
+    struct Found {
+        Opinion opinion;
+        int next;  // of the same token, or -1
+    };
+    std::vector<Candidate> candidates_;
+    std::vector<int> order_of_;
+    std::vector<Proposed> proposed_;
+    std::vector<Found> found_;
+    std::vector<Mixer::Parameters *> parameters_;
+    int num_asked_ = 0;
+};
+
+}  // namespace leapahead

@@ -1,0 +1,23 @@
+// The tree sizes that pay: src/leapahead/planner/sizing.py, compiled.
+#pragma once
+
+#include <vector>
+
+#include "search.h"
+
+namespace leapahead {
+
+// What a step costs.
+struct Costs {
+    const std::vector<double> &seconds;  // of the forward, by its number of rows; larger forwards are not possible
+    const std::vector<int> &sizes;       // numbers of rows that are looked at ahead
+    int sequences;                       // of the forward, whether they draft or not
+    int extra;                           // rows of probe nodes
+    bool padded;                         // all sequences have as many rows as the longest
+    double spent, base, per_node;        // seconds outside the forward: so far, always, and for each drafted node
+};
+
+// How many nodes of each tree to keep, the root counted. Nothing has been taken from the searches.
+std::vector<int> best_sizes(const std::vector<Search *> &searches, const Costs &costs);
+
+}  // namespace leapahead

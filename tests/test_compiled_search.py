@@ -1,0 +1,187 @@
+"""The compiled search proposes what the search in Python proposes: the same nodes, and P bit for bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from leapahead import native
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stop import StopParams
+from leapahead.drafters.auto import SOURCES
+from leapahead.drafters.cache import DrafterCache
+from leapahead.drafters.planned import Planned
+from leapahead.drafters.sources.compiled import counterpart
+from leapahead.drafters.sources.recycling import Adjacency
+from leapahead.drafters.sources.token_table import TableSource
+from leapahead.drafters.token_table import TokenTable
+from leapahead.models.toy import ToyTarget
+from leapahead.planner.acceptance import AcceptanceTable, priors
+from leapahead.planner.compiled import CompiledTable
+from leapahead.planner.draft import SequenceView
+from leapahead.planner.source import Source
+
+pytestmark = pytest.mark.skipif(not native.available, reason="installed without the compiled module")
+
+VOCAB = 60
+Nodes = list[tuple[list[int], list[int], tuple[str, ...], list[float]]]
+
+
+class Mixed(Planned):
+    """A drafter with the given sources, and a table of the toy target's vocabulary."""
+
+    name = "mixed"
+
+    def __init__(self, names: tuple[str, ...], **options: Any) -> None:
+        super().__init__(**options)
+        rng = np.random.default_rng(3)
+        tokens = np.array([rng.permutation(VOCAB)[:12] for _ in range(VOCAB)], dtype=np.int32)
+        logp = -np.sort(rng.random((VOCAB, 12)) * 6, axis=1).astype(np.float16)
+        self.names, self.table = names, TokenTable(tokens, logp)
+
+    def make_sources(self, sequence: SequenceView | None) -> list[Source]:
+        return [TableSource(self.table) if name == "table" else SOURCES[name]() for name in self.names]
+
+
+def texts(drafter: Planned, compiled: bool, temperature: float, seed: int, length: int = 60) -> Nodes:
+    """The proposals of several texts that share a drafter cache and an acceptance table."""
+    table = (CompiledTable if compiled else AcceptanceTable)(*priors())
+    target, cache = ToyTarget(VOCAB, sharpness=6.0), DrafterCache()
+    found: Nodes = []
+    for text in range(3):
+        prompt = [random.Random(100 * seed + text).randrange(VOCAB) for _ in range(12)] * 2
+        done = run(
+            target,
+            drafter,
+            prompt,
+            SamplingParams(temperature=temperature, seed=seed + text),
+            StopParams(max_new_tokens=length),
+            drafter_cache=cache,
+            acceptance=table,
+        )
+        for step in done.steps:
+            tree, expected = step.tree, step.proposal.expected
+            numbers = [] if expected is None else expected.tolist()
+            found.append((tree.token_list, tree.parent_list, step.proposal.sources, numbers))
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("suffix",),
+        ("suffix", "recycling", "siblings", "table"),
+        ("ngram", "recycling", "lookahead"),  # sources in Python, behind the adapter
+    ],
+)
+def test_proposals_are_equal(names: tuple[str, ...], temperature: float) -> None:
+    reference, compiled = (texts(Mixed(names, nodes=12), kind, temperature, seed=4) for kind in (False, True))
+    assert len(reference) > 60
+    assert compiled == reference
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.integers(0, 1000),
+    st.sampled_from([0.0, 1.0]),
+    st.integers(1, 20),
+    st.booleans(),
+    st.booleans(),
+)
+def test_proposals_are_equal_with_any_options(
+    seed: int, temperature: float, nodes: int, seed_aware: bool, chain: bool
+) -> None:
+    def drafter() -> Mixed:
+        names = ("suffix", "recycling", "siblings", "table")
+        return Mixed(names, nodes=nodes, seed_aware=seed_aware, chain=chain)
+
+    reference, compiled = (texts(drafter(), kind, temperature, seed, length=24) for kind in (False, True))
+    assert compiled == reference
+
+
+keys = st.tuples(
+    st.sampled_from(["a", "b"]), st.sampled_from(["greedy", "sampled"]), st.integers(0, 2), st.integers(0, 31)
+)
+
+
+@given(st.dictionaries(keys, st.floats(0.01, 0.99), max_size=6), st.lists(st.tuples(keys, st.booleans()), max_size=200))
+def test_acceptance_tables_are_equal(
+    priors: dict[tuple[Any, ...], float], trials: list[tuple[tuple[Any, ...], bool]]
+) -> None:
+    tables = AcceptanceTable(priors), CompiledTable(priors)
+    for key, hit in trials * 3:
+        seen = [(table.probability(key), table.estimate(key[:3]), table.estimate(key, 0.4)) for table in tables]
+        assert seen[0] == seen[1]
+        for table in tables:
+            table.learn(key, hit)
+    assert tables[0].rows() == tables[1].rows()
+    assert tables[0].rows(longest=3) == tables[1].rows(longest=3)
+
+
+def test_the_compiled_table_refuses_keys_that_it_cannot_hold() -> None:
+    table = CompiledTable()
+    for key in (("a", "often"), ("a", "greedy", 32), ("a", "greedy", -1), ("a", "greedy", *range(10)), ()):
+        with pytest.raises(ValueError, match="key"):
+            table.estimate(key)
+
+
+def test_the_mixers_of_both_tables_report_the_same() -> None:
+    _, mixer = priors()
+    assert CompiledTable(*priors()).mixer.rows() == AcceptanceTable(*priors()).mixer.rows()
+    assert all(values for *_, values in mixer)
+
+
+contexts = st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=2), st.integers(1, 3)), max_size=40)
+
+
+@given(contexts, contexts)
+def test_adjacencies_are_equal(entries: list[tuple[list[int], int]], others: list[tuple[list[int], int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "available", False)
+        reference, merged = Adjacency(capacity=7), Adjacency(capacity=7)
+    compiled = Adjacency(capacity=7)
+    assert reference.compiled is None
+    assert compiled.compiled is not None
+    rows = [(tuple(key), (np.arange(k, dtype=np.int32), -np.arange(k, dtype=np.float32))) for key, k in entries]
+    merged.put((tuple(key), (np.arange(k, dtype=np.int32), -np.ones(k, dtype=np.float32))) for key, k in others)
+    for adjacency in (reference, compiled):
+        adjacency.put(rows)
+    for round in range(2):
+        for name, expected in reference.arrays().items():
+            assert compiled.arrays()[name].tolist() == expected.tolist()
+            assert compiled.arrays()[name].dtype == expected.dtype
+        for key, _ in rows:
+            assert repr(compiled.get((9, *key))) == repr(reference.get((9, *key)))
+        if round == 0:
+            for adjacency in (reference, compiled):
+                adjacency.merge(merged.arrays())
+    assert compiled.figures() == reference.figures()
+
+
+class Strange(SOURCES["ngram"]):  # type: ignore[misc]
+    """A source whose features do not fit into a key."""
+
+    def candidates(self, state: Any, limit: int) -> Any:
+        return [(1, -0.1, (77,))]
+
+
+def test_a_feature_that_does_not_fit_into_a_key_is_refused() -> None:
+    target = ToyTarget(VOCAB)
+    drafter = Mixed(())
+    drafter.make_sources = lambda sequence: [Strange()]  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="feature of the source 'ngram' is not at most four integers from 0 to 31"):
+        run(target, drafter, acceptance=CompiledTable())
+
+
+def test_only_the_package_s_own_sources_have_counterparts() -> None:
+    assert counterpart(SOURCES["suffix"]()).compiled is not None
+    assert isinstance(counterpart(Strange()), Strange)
+    longer = SOURCES["recycling"](longest=5)  # type: ignore[call-arg]
+    assert counterpart(longer) is longer
