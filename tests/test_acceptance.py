@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from math import log
 
 import pytest
 
 from leapahead.planner.acceptance import CORRECTION_START, MOST_TRIALS, PRIOR_TRIALS, AcceptanceTable, Correction
 from leapahead.planner.backoff import BackOff
+from leapahead.planner.mixer import Mixer, logit, mixed
 
 
 def test_an_estimate_begins_at_that_of_the_coarser_key_and_approaches_what_is_observed() -> None:
@@ -76,3 +78,50 @@ def test_back_off_doubles_up_to_its_limit_and_ends_with_a_draft_that_pays() -> N
     assert suspended(backoff) == 1
     backoff.update(paid=False, longest=0)
     assert suspended(backoff) == 0
+
+
+def test_the_estimate_of_a_single_source_is_kept_by_a_mixer_that_has_learned_nothing() -> None:
+    parameters = Mixer().parameters("greedy", 0, ["one", "two"])
+    for p in (0.01, 0.3, 0.9):
+        assert mixed(parameters, (logit(p), None)) == pytest.approx(p)
+        assert mixed(parameters, (logit(p), logit(p))) != pytest.approx(p)
+    assert 0 < mixed(parameters, (logit(0.0), logit(0.0))) < mixed(parameters, (logit(1.0), logit(1.0))) < 1
+
+
+def test_the_mixer_learns_whom_to_believe() -> None:
+    """One source knows the probability, another gives random numbers: the mixture is hardly worse than the first."""
+    rng, mixer = random.Random(0), Mixer()
+    losses = {"mixed": 0.0, "knows": 0.0}
+    for turn in range(6000):
+        parameters = mixer.parameters("sampled", turn % 3, ["knows", "noise"])
+        truth = rng.choice((0.05, 0.3, 0.8))
+        logits = logit(truth), logit(rng.uniform(0.02, 0.98))
+        p, hit = mixed(parameters, logits), rng.random() < truth
+        mixer.learn(parameters, logits, p, hit)
+        if turn >= 4000:
+            losses["mixed"] -= log(p if hit else 1.0 - p) / 2000
+            losses["knows"] -= log(truth if hit else 1.0 - truth) / 2000
+    assert losses["mixed"] < losses["knows"] + 0.02
+    (known, noise) = (each[1] for each in mixer.parameters("sampled", 1, ["knows", "noise"]))
+    assert abs(noise[0]) < 0.15 < 0.8 < known[0]
+
+
+def test_a_token_that_a_good_source_does_not_propose_becomes_unlikely() -> None:
+    mixer = Mixer()
+    parameters = mixer.parameters("greedy", 5, ["silent", "speaks"])
+    logits = None, logit(0.5)
+    before = mixed(parameters, logits)
+    for _ in range(500):
+        mixer.learn(parameters, logits, mixed(parameters, logits), hit=False)
+    assert mixed(parameters, logits) < 0.3 * before
+    assert parameters[0][0][2] < 0 == parameters[0][0][0] - 1.0, "its own weight is that of tokens that it proposes"
+    assert mixer.parameters("greedy", 1, ["silent"])[0] is parameters[0], "all depths below the root share parameters"
+    assert mixer.parameters("greedy", 0, ["silent"])[0][0] == [1.0, 0.0, 0.0]
+    again = Mixer(mixer.rows()).parameters("greedy", 1, ["silent", "speaks"])
+    assert mixed(again, logits) == pytest.approx(mixed(parameters, logits), abs=1e-3)
+
+
+def test_the_mixer_begins_with_measured_priors() -> None:
+    rows = AcceptanceTable.with_priors().mixer.rows()
+    assert {(mode, below) for mode, below, _, _ in rows} >= {(m, b) for m in ("greedy", "sampled") for b in (0, 1)}
+    assert {source for _, _, source, _ in rows} >= {"suffix", "recycling", "siblings", "table"}

@@ -23,14 +23,19 @@ from leapahead import Engine, Request
 from leapahead.core.errors import BadParameter
 from leapahead.core.sampling import Sampler
 from leapahead.core.stop import StopParams
+from leapahead.core.tree import TokenTree
+from leapahead.core.verify import Verdict
 from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.sources import ngram
 from leapahead.drafters.sources.ngram import LEVELS, MAX_WALKED, Ngrams
 from leapahead.drafters.sources.past_texts import PastTexts
+from leapahead.drafters.sources.siblings import ASIDE, OLDER, Siblings
 from leapahead.drafters.sources.suffix import DRAFT_LINKS, LOCATE_TOKENS, Suffix
 from leapahead.drafters.sources.suffix_automaton import SuffixAutomaton
+from leapahead.models.base import Cost
+from leapahead.models.choices import Choices
 from leapahead.models.toy import ToyTarget
-from leapahead.planner.draft import SequenceView
+from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 from research.curves.growth import growth
 
 VOCAB = 300
@@ -607,3 +612,55 @@ def test_growth_with_a_clock_of_its_own() -> None:
         assert linear["ratio"] == pytest.approx(0.1)  # the time of this clock does not grow with the text
     with pytest.raises(BadParameter, match="3 tokens"):
         growth([1, 2, 3], sizes=(10,))
+
+
+# --------------------------------------------------------------------------------------------------------- siblings
+
+
+def committed(sequence: SequenceView, tree: TokenTree, rows: dict[int, int], path: list[int], bonus: int) -> Step:
+    """A step over `tree`: after node i the token rows[i] is all but certain; the path and a bonus token are kept."""
+    logits = np.zeros((len(tree), VOCAB))
+    for node, token in rows.items():
+        logits[node, token] = 30.0
+    position = len(sequence.tokens) - 1
+    choices = Choices(logits, tree, Sampler(GREEDY, list(sequence.tokens), VOCAB))
+    tokens = (*(tree.token_list[node] for node in path[1:]), bonus)
+    sequence.tokens.extend(tokens)
+    verdict = Verdict(tuple(path), tokens, len(path) - 1)
+    return Step(Proposal(tree), choices, verdict, position, Forward(0.0, Cost(len(tree), 1, position)))
+
+
+def test_rows_of_rejected_nodes_are_candidates_at_their_positions() -> None:
+    r"""The text is 1 2 | 3 9; drafted were
+
+    2 ─ 3 ─ 4 ─ 5      after the last token of the path: their rows have the full weight
+      └ 6 ─ 7          beside the path
+    """
+    sequence, source = view_of([1, 2]), Siblings()
+    source.begin(sequence)
+    assert source.candidates(source.root(sequence), 8) == []
+    tree = TokenTree([2, 3, 4, 5, 6, 7], [-1, 0, 1, 2, 0, 4])
+    source.observe(sequence, committed(sequence, tree, {0: 3, 1: 9, 2: 50, 3: 51, 4: 60, 5: 61}, [0, 1], bonus=9))
+    state = source.root(sequence)
+    assert state == 4
+    found = source.candidates(state, 2)  # the rows of 4 and of 7, both for position 4
+    assert [each.token for each in found] == [50, 61]
+    assert np.exp([each.logp for each in found]) == pytest.approx([1 / (1 + ASIDE), ASIDE / (1 + ASIDE)], rel=1e-4)
+    below = source.follow(state, 77)  # whatever is drafted there
+    assert [each.token for each in source.candidates(below, 1)] == [51]
+    assert source.candidates(source.follow(below, 77), 1) == []
+
+
+def test_older_rows_count_less_and_rows_of_the_past_are_dropped() -> None:
+    sequence, source = view_of([1, 2]), Siblings()
+    source.begin(sequence)
+    chain = TokenTree.chain(2, [3, 4, 5, 6])
+    source.observe(sequence, committed(sequence, chain, {1: 20, 2: 21, 3: 22, 4: 23}, [0], bonus=9))
+    assert source.figures() == {"positions": 4}
+    source.observe(sequence, committed(sequence, TokenTree.chain(9, [8]), {1: 30}, [0], bonus=7))
+    assert source.figures() == {"positions": 3}
+    (new, old) = source.candidates(source.root(sequence), 2)
+    assert (new.token, old.token) == (30, 21)
+    assert new.logp - old.logp == pytest.approx(-np.log(OLDER), rel=1e-4)
+    source.observe(sequence, committed(sequence, TokenTree.root(7), {}, [0], bonus=7))
+    assert source.figures() == {"positions": 2}
