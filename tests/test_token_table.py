@@ -439,3 +439,12 @@ def test_the_text_is_plain_decodings_whatever_the_table_says(table: TokenTable, 
     wrong = TokenTable(rng.integers(0, VOCAB, (VOCAB, 6), dtype=np.int32), np.zeros((VOCAB, 6), np.float16))
     assert_same_text(toy(), OfTable(wrong), params=params)
     assert right.stats.accepted > 0
+
+
+@pytest.mark.parametrize("tables", [False, True])
+def test_auto_uses_a_stored_table_and_says_so(tables: bool) -> None:
+    target: Target = toy()
+    if tables:
+        token_table.make(target, k=6)
+    found = assert_same_text(target, "auto", params=GREEDY)
+    assert ("table" in found.stats.drafter) == tables
