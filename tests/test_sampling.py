@@ -639,6 +639,24 @@ def test_numpy_and_torch_choose_the_same(params: SamplingParams, dtype: str) -> 
         assert mine == theirs
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 5.0, 1e4, "huge"])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 30}, {"top_p": 0.9}, {"min_p": 0.02}], ids=str)
+def test_the_choice_is_that_with_the_noise_of_all_tokens(filters: dict[str, Any], spread: Any, dtype: Any) -> None:
+    """The noise is made of few tokens, yet none that could win is left out, whatever rounding does to the sums."""
+    rng = np.random.default_rng(0)
+    if spread == "huge":  # float32 has steps of 4 here, so that sums are rounded to equal numbers
+        logits = (5e7 + rng.integers(-6, 2, size=(60, 2000))).astype(dtype)
+    else:
+        logits = rng.normal(scale=spread, size=(60, 2000)).astype(dtype)
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=8, **filters), [0], 2000)
+    tree = TokenTree.chain(0, [1] * 59)
+    assert sampler.noise is not None
+    noise = np.stack([sampler.noise.at(1 + depth) for depth in range(60)])
+    expected = (sampler.scores(logits, tree, np.arange(60)) + noise).argmax(axis=1).tolist()
+    assert sampler.choose(logits, tree, np.arange(60)).tolist() == expected
+
+
 ON_A_DEVICE = {
     "plain": {},
     "top-k": {"top_k": 50},
