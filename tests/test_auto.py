@@ -16,7 +16,6 @@ from leapahead.core.stop import StopParams
 from leapahead.drafters.auto import Auto
 from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.recycling import TokenRecycling
-from leapahead.drafters.sources.lookahead import FIRST_PAUSE, SHAPES, TRIAL, WindowTuner
 from leapahead.drafters.sources.recycling import Adjacency
 from leapahead.models.base import PROMPT_ROWS, Capture, read_prompt
 from leapahead.models.choices import best
@@ -140,33 +139,6 @@ def accepted(target: ToyTarget, **options: Any) -> float:
 def test_seed_aware_drafting_makes_sampled_drafts_better() -> None:
     target = ToyTarget(vocab_size=60, order=1, sharpness=1.5)
     assert accepted(target) > 1.15 * accepted(target, seed_aware=False)
-
-
-def test_a_window_grows_where_it_pays_and_shrinks_where_it_does_not() -> None:
-    tuner = WindowTuner()
-    seen = set()
-    for _ in range(4000):
-        tuner.learn(3 if tuner.level else 2, 1.0 + 0.02 * tuner.level)
-        seen.add(tuner.level)
-    assert tuner.level >= 1
-    levels = []
-    for _ in range(40_000):
-        tuner.learn(2, 1.0 + 0.3 * tuner.level)
-        levels.append(tuner.level)
-    assert sum(level > 0 for level in levels[-20_000:]) < 0.05 * 20_000
-    assert max(seen) < len(SHAPES)
-
-
-def test_a_window_that_never_pays_is_tried_more_and_more_rarely() -> None:
-    tuner, trials = WindowTuner(), []
-    for step in range(20_000):
-        before = tuner.level
-        tuner.learn(2, 1.0 + tuner.level)
-        if tuner.level and not before:
-            trials.append(step)
-    assert trials[0] < 2 * FIRST_PAUSE
-    assert len(trials) < 12
-    assert trials[-1] - trials[-2] > 10 * TRIAL
 
 
 def test_shared_contexts_serve_the_next_text() -> None:

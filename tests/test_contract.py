@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from helpers import (
@@ -30,19 +30,16 @@ from helpers import (
     run,
 )
 
-from leapahead import Engine, Request, SamplingParams, SequenceDrafter, SequenceView, StopParams
+from leapahead import Engine, Request, SamplingParams, SequenceDrafter, StopParams
 from leapahead.core.text import fingerprint
 from leapahead.drafters import registry
-from leapahead.drafters.auto import Auto
 from leapahead.drafters.base import Drafter, PerSequence
 from leapahead.drafters.plain import Plain
 from leapahead.drafters.planned import Planned
 from leapahead.drafters.sources.corpus import write
 from leapahead.drafters.sources.datastore import Header
-from leapahead.drafters.sources.lookahead import LookaheadSource, WindowTuner
 from leapahead.models.base import CHAIN, HIDDEN, LOGITS, TOP_K, TREE, KeepsPrefixes, Target
 from leapahead.models.toy import ToyTarget
-from leapahead.planner.source import Source
 
 Text = Callable[[int], str]
 
@@ -178,19 +175,6 @@ REGISTERED = {
 }
 USUAL = [f"{name} {OPTIONS.get(name, [{}])[0] or ''}".strip() for name in NAMES]
 MADE_UP = list(drafters_for(()))
-WINDOWED = "windowed"
-
-
-class Windowed(Auto):
-    """`auto` with a window that is part of every tree from the first step, whether it pays or not."""
-
-    name: ClassVar[str] = WINDOWED
-
-    def make_sources(self, sequence: SequenceView | None) -> list[Source]:
-        tuner = WindowTuner()
-        tuner.level = 2
-        sources = super().make_sources(sequence)
-        return [LookaheadSource(tuner) if isinstance(source, LookaheadSource) else source for source in sources]
 
 
 @cache
@@ -248,8 +232,6 @@ class Maker:
         if self.name in REGISTERED:
             name, options = REGISTERED[self.name]
             return registry.make(name, **self.filled(options))
-        if self.name == WINDOWED:
-            return Windowed(nodes=5)
         drafter: SequenceDrafter = drafters_for(plain_text(self.case, params))[self.name]()
         return PerSequence(lambda: drafter)
 
@@ -282,10 +264,10 @@ class Maker:
         return {"prediction": [0 if at % 9 == 4 else token for at, token in enumerate(text) if at % 8 != 7]}
 
 
-EVERY = [*REGISTERED, WINDOWED, *MADE_UP]
+EVERY = [*REGISTERED, *MADE_UP]
 
 
-@pytest.fixture(params=[slow(name, [*USUAL, WINDOWED, *MADE_UP]) for name in EVERY])
+@pytest.fixture(params=[slow(name, [*USUAL, *MADE_UP]) for name in EVERY])
 def make(request: pytest.FixtureRequest, case: Case, folder: Path) -> Maker:
     return Maker(request.param, case, folder)
 
@@ -328,7 +310,7 @@ def test_twice_the_same(case: Case, make: Maker) -> None:
     assert [step.verdict for step in one.steps] == [step.verdict for step in two.steps]
 
 
-@pytest.mark.parametrize("name", [slow(name, [*USUAL, WINDOWED, *MADE_UP]) for name in EVERY])
+@pytest.mark.parametrize("name", [slow(name, [*USUAL, *MADE_UP]) for name in EVERY])
 @pytest.mark.parametrize("target", [slow(name, ["toy", "three leaves"]) for name in CASES])
 def test_every_draft_keeps_to_its_budget(target: str, name: str, folder: Path) -> None:
     """`Watched` checks nodes, depth and leaves; towards the end of the text less and less depth is left."""

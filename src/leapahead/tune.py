@@ -24,7 +24,6 @@ from leapahead.drafters import registry
 from leapahead.drafters.auto import Auto
 from leapahead.drafters.lookahead import PRESETS
 from leapahead.drafters.plain import Plain
-from leapahead.drafters.sources.lookahead import SHAPES
 from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
 from leapahead.models.base import Target, require
@@ -39,6 +38,7 @@ BUSY = 1.3  # ratio of the quartiles of a plain step from which the machine coun
 LEAST_TIMES = 5  # forwards of each size for a profile that is stored
 ATTEMPTS = 3  # measurements, each given twice the time of the one before
 WORTH = 1.1  # speed-up from which a window is recommended
+SMALL = ((3, 3, 3), (5, 4, 5), (7, 5, 7), (10, 5, 10))  # (W, N, G) that are considered beside the presets
 
 
 def tune(
@@ -167,7 +167,7 @@ def lookahead(profile: LatencyProfile, largest: int) -> list[Data]:
         rows of window, ngram, guesses, nodes, cost, compression, speedup, at_most; the fastest has best=True if its
         speed-up is at least `WORTH`.
     """
-    shapes = {*PRESETS.values(), *((w, n, w) for w, n in SHAPES if w)}
+    shapes = {*PRESETS.values(), *SMALL}
     rows: list[Data] = []
     for w, n, g in sorted(shapes, key=lambda shape: ((shape[0] + shape[2]) * (shape[1] - 1), shape)):
         nodes, s = (w + g) * (n - 1), compression_formula(ALPHA, F, n, w)

@@ -10,7 +10,6 @@ from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
 from leapahead.drafters.planned import Planned
 from leapahead.drafters.sources.datastore import Datastore, Store
-from leapahead.drafters.sources.lookahead import LookaheadSource, WindowTuner
 from leapahead.drafters.sources.ngram import Ngrams
 from leapahead.drafters.sources.prediction import Prediction
 from leapahead.drafters.sources.recycling import Recycling
@@ -28,9 +27,8 @@ SOURCES: dict[str, type[Source]] = {
     "recycling": Recycling,
     "siblings": Siblings,
     "table": TableSource,
-    "lookahead": LookaheadSource,
 }
-# N-grams find nothing that the suffix automaton does not; the rows of a lookahead window bring less than as many nodes.
+# N-grams find nothing that the suffix automaton does not. A lookahead window would bring less than as many nodes.
 DEFAULT = ("prediction", "suffix", "recycling", "siblings", "table")
 NO_TABLE = "no token table is stored for this model; `leapahead tune --table` makes one"
 
@@ -69,7 +67,6 @@ class Auto(Planned):
         self._table: TokenTable | None = None
         self._store = Store(datastore) if datastore else None
         self._drafts = draft_models.parsed(draft) if draft else []
-        self._tuners = {sampled: WindowTuner() for sampled in (False, True)}
 
     def attach(self, host: Host) -> None:
         if self._store is not None:
@@ -86,9 +83,7 @@ class Auto(Planned):
     def make_sources(self, sequence: SequenceView | None) -> list[Source]:
         found: list[Source] = []
         for name in self._names:
-            if name == "lookahead":
-                found.append(LookaheadSource(self._tuners[sequence is not None and sequence.sampled]))
-            elif name == "table":
+            if name == "table":
                 found += [TableSource(self._table)] if self._table is not None else []
             elif name != "prediction" or sequence is None or sequence.prediction:
                 found.append(SOURCES[name]())
