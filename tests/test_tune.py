@@ -195,6 +195,31 @@ def test_the_command_prints_the_numbers_that_it_gives_as_json(
     assert not any("nan" in line.lower().split() for line in shown.stdout.splitlines())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_token_table_is_computed_on_request(cache: Path, tiny_folder: Path) -> None:
+    model = ("-m", str(tiny_folder), "--text-seconds", "0", "--seconds", "0.2")
+    before = call(*model)
+    assert "No token table is stored for this model; --table computes one" in before.stdout
+    made = call(*model, "--table", "--table-k", "4", "--json")
+    assert made.exit_code == 0, made.output
+    table = json.loads(made.stdout)["table"]
+    (file,) = (cache / "tables").iterdir()
+    assert (table["k"], table["bytes"], table["stored"]) == (4, 24 * table["tokens"], str(file))
+    assert table["seconds"] > 0
+    assert f"token table: {table['tokens']} tokens, 0.0 MB, about 0 s" in made.stderr  # said before its end
+    after = call(*model)
+    assert f"the 4 likeliest tokens after each of {table['tokens']}" in after.stdout
+    file.write_bytes(b"nothing")
+    assert "No token table is stored" in call(*model).stdout
+    (cache / "tables" / file.name).unlink()
+    (cache / "tables").rmdir()
+    (cache / "tables").write_text("in the way")
+    refused = call(*model, "--table")
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("error: the token table cannot be written to")
+    assert refused.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
