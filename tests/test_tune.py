@@ -254,7 +254,7 @@ class Coin(ToyTarget):
     """Token 1 follows with a known probability, else 2: a coin for every prefix, as biased as its position says."""
 
     def __init__(self, seed: int = 0) -> None:
-        super().__init__(vocab_size=4, seed=seed)
+        super().__init__(vocab_size=4, seed=seed, order=1 << 20)  # its rows read the whole text
 
     def chance(self, position: int) -> float:
         return CHANCES[position % len(CHANCES)]
