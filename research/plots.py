@@ -14,6 +14,7 @@ from leapahead.bench.conditions import Data
 from leapahead.bench.formula import compression_formula
 from leapahead.bench.plots import COLOURS, MARKERS, latency, plain_numbers, sampling, subplots
 from research.curves.calibration import LEAST_NODES
+from research.plots_regret import regret
 from research.plots_tree import sequoia
 
 if TYPE_CHECKING:
@@ -299,5 +300,6 @@ FIGURES: dict[str, Callable[[Data], Figure]] = {
     "expected": expected,
     "calibration": calibration,
     "growth": growth,
+    "regret": regret,
     "sequoia": sequoia,
 }

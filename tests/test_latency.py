@@ -227,6 +227,87 @@ def test_what_a_size_needs_when_it_comes_first_is_no_measure_of_it() -> None:
     assert relative(profile)[16] == pytest.approx(1.75, rel=0.01)
 
 
+def test_the_trusted_region_doubles_with_the_sizes_that_steps_have_had() -> None:
+    profile, seen = sloping(0.01), []
+    profile.observe(1, 0.02)
+    for _ in range(5):
+        seen.append(profile.trusted)
+        assert profile.planned(profile.trusted) < float("inf") == profile.planned(profile.trusted + 1)
+        profile.observe(profile.trusted, line(0.01)(profile.trusted))
+    assert seen == [4, 8, 16, 32, 64]
+    assert LatencyProfile({1: 1.0, 64: 1.1}, fixed=True).planned(200) < 2.0
+
+
+def test_sizes_never_seen_are_planned_with_hope_and_seen_ones_with_what_they_took() -> None:
+    profile = LatencyProfile({1: 0.02, 2: 0.04, 4: 0.08, 8: 0.16})
+    profile.observe(1, 0.02)
+    assert profile(4) == pytest.approx(0.08)
+    assert profile.planned(4) == pytest.approx(0.02 * (1 + 3 * ASSUMED_SLOPE))
+    profile.observe(4, 0.08)
+    assert profile.planned(4) == profile(4) == pytest.approx(0.08)
+    assert profile.planned(3) == pytest.approx(0.06)  # between what was seen, the prior has the shape
+    assert profile.planned(8) < profile(8) == pytest.approx(0.16)
+
+
+def test_a_prior_that_steps_contradict_is_dropped() -> None:
+    profile = LatencyProfile({n: 0.25 for n in SIZES if n <= 16})
+    for rows in (1, 1, 4, 4):
+        profile.observe(rows, line(0.5, 0.05)(rows))
+    assert profile.contradicted
+    assert profile(1) == pytest.approx(0.05)
+    assert profile(4) == pytest.approx(0.125)
+    assert profile(16) > 0.15  # not the 0.05 of the prior
+    assert sorted(profile.to_store()) == [1, 4]  # no size that nobody has seen
+
+
+def test_a_dip_that_steps_have_shown_is_kept() -> None:
+    profile = LatencyProfile.guessed()
+    seconds = {1: 1.0, 2: 1.3, 3: 1.9, 4: 1.4}
+    for _ in range(5):
+        for rows, took in seconds.items():
+            profile.observe(rows, took)
+    assert {n: profile.planned(n) for n in seconds} == pytest.approx(seconds)
+
+
+def test_plain_steps_are_wanted_at_first_after_outliers_and_now_and_then() -> None:
+    profile, steps = sloping(0.1), []
+    for step in range(600):
+        wanted = profile.wants_plain
+        steps += [step] if wanted else []
+        profile.observe(1 if wanted else 8, line(0.1)(1 if wanted else 8))
+    assert steps[0] == 0
+    assert 10 < len(steps) < 20
+    profile.observe(8, 3 * line(0.1)(8))
+    assert profile.wants_plain  # has everything become slower, or this size?
+    profile.observe(1, 0.02)
+    assert not profile.wants_plain
+    assert profile(8) == pytest.approx(line(0.1)(8))
+    for rows in (8, 1):
+        profile.observe(rows, 3 * line(0.1)(rows))
+    assert profile.wants_plain  # the plain step may have been interrupted, too
+    profile.observe(1, 0.06)
+    assert profile(8) == pytest.approx(3 * line(0.1)(8))
+
+
+def test_a_size_that_has_become_dearer_is_told_from_a_slower_machine() -> None:
+    profile = sloping(0.1)
+    for rows in (1, 8, 8, 1, 8, 8):
+        profile.observe(rows, line(0.1)(rows))
+    for rows in (8, 1, 8, 1):
+        profile.observe(rows, line(0.1)(1) if rows == 1 else 0.1)
+    assert profile(1) == pytest.approx(0.02)
+    assert profile(8) == pytest.approx(0.1)
+
+
+def test_more_than_as_many_forwards_cannot_be_true_at_once() -> None:
+    profile = LatencyProfile.guessed()
+    profile.observe(1, 0.02)
+    profile.observe(1, 0.02)
+    profile.observe(4, 1.0)
+    assert profile(4) < 0.03
+    assert profile.wants_plain
+
+
 def test_a_long_life_of_one_size_forgets_nothing_and_stays_finite() -> None:
     profile = sloping(0.2)
     World(line(0.2), 0).live(profile, 5000, sizes=(1,))
@@ -420,8 +501,11 @@ def test_rounds_that_disagree_are_used_and_not_stored(cache: Path) -> None:
     assert not list(cache.rglob("*.json"))
     for _ in range(LEAST_STEPS):
         here.observe(Forward(0.02, Cost(1, 1, 9)))
+    assert not here.keep()  # of other sizes nothing is known
+    for _ in range(2):
+        here.observe(Forward(0.03, Cost(4, 1, 9)))
     assert here.keep()  # steps have corrected it
-    assert profiles(target).profile(1)(1) == pytest.approx(0.02, rel=0.05)
+    assert profiles(target).profile(1).as_dict() == pytest.approx({"1": 0.02, "4": 0.03}, rel=0.01)
 
 
 def test_a_measurement_on_demand_replaces_what_was_derived() -> None:

@@ -6,7 +6,7 @@
 Gains reduce the excess to 0 and no further, so that gains of long ago do not pay for a loss now. The verdict is that
 drafting loses when the excess is greater than chance explains:
 
-    excess  >  least + deviation of the loss x sqrt(steps since the excess was 0),      or than most
+    excess  >  least + 2 sqrt(steps since the excess was 0 x variance of the loss)
 
 Two plain steps are run before it, because the machine may have become slower: the steps since the last plain step are
 valued again with their time. If they still lose, drafting is suspended, for twice as many steps each time, and the next
@@ -60,7 +60,8 @@ class Guard:
         self._checks = 0  # plain steps to be run before the verdict
         self._suspended, self._length = 0, FIRST
         self._requests = 0
-        self._mean = self._variance = 0.0  # of the loss of recent drafted steps
+        self._mean: float | None = None  # of the loss of recent drafted steps
+        self._variance = 0.0
 
     @property
     def suspended(self) -> bool:
@@ -98,7 +99,7 @@ class Guard:
         self._recent.append((seconds, tokens))
         loss = seconds / plain - tokens
         self._losses = self._losses.add(loss)
-        self._mean += RATE * (loss - self._mean)
+        self._mean = loss if self._mean is None else self._mean + RATE * (loss - self._mean)
         self._variance += RATE * ((loss - self._mean) ** 2 - self._variance)
         if not self._checks and self._lost:
             self._checks = CHECKS

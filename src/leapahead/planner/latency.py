@@ -7,8 +7,8 @@
 
     plain       seconds of a plain step, the smallest forward; set by the first step and moved by every other one
     prior       T(n) relative to a plain step as it was stored or measured before, or an assumed straight line
-    correction  1 for a plain step; known at the sizes that were seen in this process, interpolated in log n between
-                them, constant beyond the largest
+    correction  1 for a plain step; known at the sizes that were seen in this process, interpolated between them,
+                constant beyond the largest
 
 So the prior gives a shape and nothing about the level, and it is overruled by every size that is seen. Where steps
 contradict it, it is dropped, and the assumed line is in its place.
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Mapping
+from itertools import pairwise
 from math import ceil, exp, log
 from operator import attrgetter
 from statistics import median
@@ -38,28 +39,21 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 ASSUMED_SLOPE = 0.05  # cost of an additional row relative to a plain step, where nothing is known
 LEAST_SLOPE = 0.01  # the same beyond the last size of a prior, at least
 
-TRUSTED_GROWTH, TRUSTED_ROWS = (
-    2,
-    3,
-)  # rows of a planned forward: at most so many times the largest seen, or more by so many
-FINE = (
-    8  # additional rows up to which every number of rows is a size of its own; beyond, sizes are about an eighth apart
-)
+# Rows of a planned forward, at most: so many times the largest that was seen, or so many more.
+TRUSTED_GROWTH, TRUSTED_ROWS = 2, 3
+FINE = 8  # up to so many additional rows each number of rows is a size of its own; larger sizes are intervals
 CONTRADICTED = log(1.4)  # log factor between prior and steps from which the prior is dropped
 LEAST_RATIO = log(0.7)  # of a forward to a plain step; less is an outlier
 BELIEVED = 2  # times that a size must have been seen before it is stored or contradicts the prior
 STALE = 128  # steps after which a size that was seen once is forgotten; twice as many if it was seen twice, ...
 MOST_SEEN = 12  # times that count: the newest has a weight of at least one such part
 
-LEVEL_GAIN, PLAIN_GAIN = (
-    0.1,
-    0.2,
-)  # weight of a drafted step, and least weight of a plain step, in the plain step's time
+LEVEL_GAIN, PLAIN_GAIN = 0.1, 0.2  # weight of a drafted step, and least weight of a plain step, in the level
 NOISE, LEAST_NOISE, MOST_NOISE = 0.1, 0.05, 0.25  # log seconds of one step: the first estimate and its bounds
 NOISE_RATE = 0.05  # weight of the newest step in the estimate of the noise
 OUTLIER = 3.5  # times the noise
 OUTLIERS_BELIEVED = 3  # without a plain step between them, a change of the level
-FIRST_PAUSE, LONGEST_PAUSE = 4, 48  # drafted steps between two plain steps: at first and after a change; doubled up to
+FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # drafted steps between two plain steps: at first and after a change; doubled up to
 
 
 class Size:
@@ -88,6 +82,7 @@ class LatencyProfile:
         seconds: rows -> seconds, for at least one size. The smallest is a plain step. If there is only one, the others
             are assumed, each additional row at `ASSUMED_SLOPE` of it.
         fixed: these are the times, whatever steps take: nothing is learned, nothing is distrusted.
+        assumed: the seconds were not measured, or not reliably, so only what steps have seen is stored.
 
     Attributes:
         steps: how many steps were observed.
@@ -97,11 +92,12 @@ class LatencyProfile:
         ValueError: no size, or sizes or seconds that are not positive and finite.
     """
 
-    def __init__(self, seconds: Mapping[int, float], fixed: bool = False) -> None:
+    def __init__(self, seconds: Mapping[int, float], fixed: bool = False, assumed: bool = False) -> None:
         sizes = sorted(seconds)
         if not sizes or sizes[0] < 1 or any(not 0 < seconds[n] < float("inf") for n in sizes):
             raise ValueError(f"a latency profile needs positive seconds of positive sizes, got {dict(seconds)}")
         self.fixed, self.steps, self.contradicted = fixed, 0, False
+        self._assumed = assumed
         self._first = sizes[0]
         self._prior = {n: seconds[n] / seconds[self._first] for n in sizes} if len(sizes) > 1 else {}
         self._level = log(seconds[self._first])
@@ -111,7 +107,8 @@ class LatencyProfile:
         self._outliers: list[tuple[int, float]] = []  # rows and log seconds of others
         self._in_doubt = False  # an outlier came since the last plain step
         self._since_plain, self._pause, self._plain_step = 0, FIRST_PAUSE, 0
-        self._known: dict[int, float] = {}  # T by rows, as far as it was asked for since the last step
+        self._shapes: list[float] = []  # the prior by rows, as far as it was needed
+        self._plans: list[float] = []  # `planned` by rows; empty where it must be computed anew
 
     @classmethod
     def guessed(cls) -> Self:
@@ -122,19 +119,19 @@ class LatencyProfile:
 
     def __call__(self, rows: int) -> float:
         """Seconds that a forward over so many rows is expected to take now."""
-        found = self._known.get(rows)
-        if found is None:
-            found = self._known[rows] = exp(self._level + self._relative(rows))
-        return found
+        return exp(self._level) * self._relative(rows)
 
     def planned(self, rows: int) -> float:
         """Seconds to plan with: infinite outside the trusted region, hopeful at sizes that no step has had yet."""
-        seconds = self(rows)
-        if self.fixed or rows <= (seen := self.largest):
-            return seconds
-        if rows > self.trusted:
-            return float("inf")
-        return min(seconds, self(seen) * self._line(rows) / self._line(seen))
+        if self.fixed:
+            return self(rows)
+        plans = self.plans
+        return plans[rows] if rows < len(plans) else float("inf")
+
+    @property
+    def plans(self) -> list[float]:
+        """`planned` of 0, 1, 2, ... rows, as far as the trusted region goes; of a profile that is not fixed."""
+        return self._plans or self._make_plans()
 
     @property
     def largest(self) -> int:
@@ -165,24 +162,45 @@ class LatencyProfile:
         return {str(n): self(n) for n in self.sizes}
 
     def to_store(self) -> dict[int, float]:
-        """Rows -> seconds at the sizes that were given and not contradicted since, and at those that steps have had."""
+        """Rows -> seconds at the sizes that were measured and not contradicted since, and at those steps have had."""
         seen = [size.rows for size in self._sizes if size.seen >= BELIEVED]
-        return {n: self(n) for n in sorted({self._first, *self._prior, *seen})}
+        given = [] if self._assumed else list(self._prior)
+        return {n: self(n) for n in sorted({self._first, *given, *seen})}
 
     def _relative(self, rows: int) -> float:
-        """log T(rows) / T(plain step)."""
+        """T(rows) / T(plain step)."""
         if rows <= self._first:
-            return 0.0
+            return 1.0
         at = bisect_right(self._sizes, rows, key=attrgetter("rows"))
         low = self._sizes[at - 1]
-        correction = low.correction
+        factor = exp(low.correction)
         if at < len(self._sizes):
             high = self._sizes[at]
-            correction += (high.correction - correction) * (log(rows) - low.log) / (high.log - low.log)
-        return log(self._shape(rows)) + correction
+            factor += (exp(high.correction) - factor) * (rows - low.rows) / (high.rows - low.rows)
+        return self._shape(rows) * factor
+
+    def _make_plans(self) -> list[float]:
+        """`planned` of all rows of the trusted region."""
+        plain, sizes, seen = exp(self._level), self._sizes, self.largest
+        while len(self._shapes) <= self.trusted:
+            self._shapes.append(self._shape(len(self._shapes)))
+        shapes, found = self._shapes, [plain] * (self._first + 1)
+        for low, high in pairwise(sizes):
+            start, factor = low.rows, plain * exp(low.correction)
+            slope = (plain * exp(high.correction) - factor) / (high.rows - start)
+            found += [shapes[n] * (factor + slope * (n - start)) for n in range(start + 1, high.rows + 1)]
+        factor = plain * exp(sizes[-1].correction)
+        found += [shape * factor for shape in shapes[len(found) : self.trusted + 1]]
+        hope = found[seen] / self._line(seen)
+        for n in range(seen + 1, len(found)):
+            found[n] = min(found[n], hope * self._line(n))
+        self._plans = found
+        return found
 
     def _shape(self, rows: int) -> float:
         """The prior: linear between its sizes, rising beyond the last."""
+        if rows <= self._first:
+            return 1.0
         if not self._prior:
             return self._line(rows)
         sizes = list(self._prior)
@@ -210,7 +228,7 @@ class LatencyProfile:
             self._observe_larger(rows, log(seconds))
         if self.steps % STALE == 0:
             self._sizes[1:] = [size for size in self._sizes[1:] if self.steps - size.last <= STALE * size.seen]
-        self._known = {}
+        self._plans = []
 
     def _observe_plain(self, value: float) -> None:
         plain, error = self._sizes[0], value - self._level
@@ -242,32 +260,32 @@ class LatencyProfile:
         for size in self._sizes[1:]:
             if size.first > self._plain_step:
                 size.correction -= change
-        self._known = {}
 
     def _believe_outliers(self) -> None:
         """Drops the outliers that the level explains, and learns from others that came twice for as many rows."""
-        self._known = {}
-        left = [
-            each for each in self._outliers if abs(each[1] - self._level - self._relative(each[0])) > self._threshold
-        ]
+        left = [each for each in self._outliers if abs(self._error(*each)) > self._threshold]
         again = [rows for rows, _ in left]
         again = [rows for rows in again if again.count(rows) > 1]
         for rows, value in left:
             if rows in again:
                 size = self._size(rows)
-                size.correction += value - self._level - self._relative(rows)
+                size.correction += self._error(rows, value)
                 size.seen, size.last, size.largest = 1, self.steps, max(size.largest, rows)
         self._outliers = [each for each in left if each[0] not in again][-OUTLIERS_BELIEVED:]
 
+    def _error(self, rows: int, value: float) -> float:
+        """By how much log seconds exceed what was expected."""
+        return value - self._level - log(self._relative(rows))
+
     def _observe_larger(self, rows: int, value: float) -> None:
-        error = value - self._level - self._relative(rows)
+        error = self._error(rows, value)
         if len(self._sizes) == 1 and not self._sizes[0].seen:
             self._level, error = self._level + error, 0.0  # the first step of all sets the level
         size = self._find(rows)
         if size is None:
             ratio = value - self._level
-            most = log(ceil(rows / self.largest)) + self._relative(self.largest)  # as so many forwards
-            if not LEAST_RATIO <= ratio <= max(most, self._relative(rows)) + self._threshold:
+            most = ceil(rows / self.largest) * self._relative(self.largest)  # as so many forwards
+            if not LEAST_RATIO <= ratio <= log(max(most, self._relative(rows))) + self._threshold:
                 self._doubt(rows, value)
                 return
             size = self._size(rows)
@@ -290,14 +308,14 @@ class LatencyProfile:
         self._outliers.append((rows, value))
         self._in_doubt = True
         if len(self._outliers) >= OUTLIERS_BELIEVED and self._since_plain >= OUTLIERS_BELIEVED:
-            self._move_level(median(value - self._level - self._relative(rows) for rows, value in self._outliers))
+            self._move_level(median(self._error(*each) for each in self._outliers))
             self._believe_outliers()
 
     def _drop_prior(self) -> None:
         """Puts the assumed line in the place of the prior, without a change of T at the sizes seen."""
         for size in self._sizes[1:]:
             size.correction += log(self._shape(size.rows) / self._line(size.rows))
-        self._prior, self.contradicted = {}, True
+        self._prior, self._shapes, self.contradicted = {}, [], True
 
     def _learn_noise(self, error: float) -> None:
         self._noise += NOISE_RATE * (1.25 * abs(error) - self._noise)  # of a normal distribution, sigma = 1.25 E|x|
@@ -325,6 +343,6 @@ class LatencyProfile:
         found = self._find(rows)
         if found is None:
             bucket = self._bucket(rows)
-            found = Size(bucket, self._relative(bucket) - log(self._shape(bucket)), self.steps)
+            found = Size(bucket, log(self._relative(bucket) / self._shape(bucket)), self.steps)
             insort(self._sizes, found, key=attrgetter("rows"))
         return found

@@ -5,10 +5,11 @@
 
 There is one file per target, by its fingerprint (model, precision, device, threads) and the processor; it has a profile
 for each number of sequences that are stepped together. The cache directory is `LEAPAHEAD_CACHE`, by default
-`leapahead` in the user's cache directory. The file is written after a measurement, and at most once a minute as steps
-correct it. Each writer writes a temporary file beside it and renames it, so processes may share the file; the last
-writer wins. A file that cannot be read, or is older than a week, is measured again. Without a writable cache directory
-nothing fails: every process then measures for itself.
+`leapahead` in the user's cache directory. The file is written after a measurement whose rounds agree, at most once a
+minute as steps correct it, and at once where they contradict it. Sizes that neither such a measurement nor a step has
+had are not written. Each writer writes a temporary file beside it and renames it, so processes may share the file; the
+last writer wins. A file that cannot be read, or is older than a week, is measured again. Without a writable cache
+directory nothing fails: every process then measures for itself.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class LatencyProfiles:
                 self._profiles.setdefault(1, LatencyProfile.guessed())
             return
         with self._lock:
-            self._profiles = {1: LatencyProfile(fitted(found))}
+            self._profiles = {1: LatencyProfile(fitted(found), assumed=not agree(found))}
             if agree(found):
                 self.store.write(self._profiles, measured=True)
 
@@ -141,7 +142,11 @@ class LatencyProfiles:
     def keep(self) -> bool:
         """Writes the profiles that enough steps have corrected; False if there are none or they cannot be written."""
         with self._lock:
-            corrected = {n: profile for n, profile in self._profiles.items() if profile.steps >= LEAST_STEPS}
+            corrected = {
+                n: profile
+                for n, profile in self._profiles.items()
+                if profile.steps >= LEAST_STEPS and len(profile.to_store()) > 1
+            }
             return bool(corrected) and self.store.write(corrected, measured=False)
 
     def _is_refuted(self) -> bool:
@@ -160,7 +165,7 @@ class LatencyProfiles:
 def _derived(one: LatencyProfile, sequences: int) -> LatencyProfile:
     """The profile of several sequences from that of one. A plain step has one row for each sequence, none has fewer."""
     rows = sorted({sequences, 2 * sequences, 4 * sequences, *(n for n in one.sizes if n > sequences)})
-    return LatencyProfile({n: one(n) for n in rows})
+    return LatencyProfile({n: one(n) for n in rows}, assumed=True)
 
 
 class DraftingTime:
@@ -175,6 +180,11 @@ class DraftingTime:
     def __call__(self, nodes: int) -> float:
         """Seconds for so many drafted nodes, all sequences together."""
         return self._base + self._per_node * nodes
+
+    @property
+    def parameters(self) -> tuple[float, float]:
+        """The constant, and the part of each drafted node."""
+        return self._base, self._per_node
 
     def observe(self, seconds: float, nodes: int) -> None:
         """Corrects the estimate: drafting so many nodes took so long."""

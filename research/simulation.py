@@ -1,0 +1,313 @@
+"""A simulated world for planning: a clock, a machine whose speed changes, and texts of which a source knows a part.
+
+The real engine and the real planner run in it. A forward takes the time of a true curve by its rows, with lognormal
+noise, stretched by the load. Nothing of it needs a model.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from threading import RLock
+from typing import Any, ClassVar
+
+import numpy as np
+
+from leapahead.core.sampling import Sampler, SamplingParams
+from leapahead.core.tree import UNLIMITED, TokenTree
+from leapahead.core.verify import Verdict
+from leapahead.drafters.planned import Planned
+from leapahead.models.base import CHAIN, NOTHING, TREE, Capture, Cost, TargetInfo
+from leapahead.models.choices import Choices, PromptRows
+from leapahead.planner.draft import SequenceView
+from leapahead.planner.latency import SIZES, LatencyProfile
+from leapahead.planner.profile import LatencyProfiles, ProfileStore
+from leapahead.planner.source import Candidate, Source
+
+PLAIN = 0.05  # seconds of a forward over one row
+DRAFTING = 0.01  # of that: what asking the source takes
+TOKENS = 240  # of a text, at least
+CHANGING = ((700, "good"), (150, "useless"), (700, "good"))  # tokens and acceptance of the parts of a text that changes
+MOST_NODES = 40  # drafted nodes of a sequence: beyond, there is little to gain, and the simulation is slow
+VOCABULARY = 64
+WRONG = 0  # a token that no text contains
+LONG = 4000 * PLAIN  # seconds for which load is made
+
+CURVES: dict[str, dict[int, float]] = {  # rows -> time relative to one row
+    "cheap": {1: 1.0, 16: 1.4, 64: 2.7, 256: 8.0},
+    "llama.cpp": {1: 1.0, 2: 1.7, 3: 2.3, 4: 2.8, 8: 3.8, 16: 5.9, 32: 11.0, 256: 85.0},
+    "sawtooth": dict(
+        zip(
+            (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 64, 256),
+            (1.0, 1.35, 1.9, 1.4, 1.6, 1.9, 2.1, 1.7, 2.1, 2.6, 2.9, 2.2, 2.9, 3.4, 3.9, 3.2, 6.0, 24.0),
+            strict=True,
+        )
+    ),
+    "flat": {1: 1.0, 64: 1.02, 65: 1.6, 128: 1.65, 129: 2.6, 256: 3.0},
+}
+ACCEPTANCE = {"good": (0.8, 0.4), "fair": (0.45, 0.2), "useless": (0.03, 0.01)}  # of the first and second candidate
+STARTS = ("right", "flat", "flat to 16", "steep", "times 3", "shuffled", "none", "measured busy")
+LOADS = ("stretches", "interruptions")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is simulated.
+
+    Attributes:
+        start: the latency profile at the first step, of `STARTS`.
+        curve: of `CURVES`.
+        acceptance: of `ACCEPTANCE`, or "changing".
+        load: of `LOADS`; "" for none.
+        sequences: decoded together.
+        padded: whether all of them take as many rows as the longest.
+    """
+
+    start: str = "right"
+    curve: str = "cheap"
+    acceptance: str = "good"
+    load: str = ""
+    sequences: int = 1
+    padded: bool = False
+
+    @property
+    def what(self) -> str:
+        """The start, the load and the batch."""
+        batch = f"batch of {self.sequences}{', padded' if self.padded else ''}" if self.sequences > 1 else ""
+        return ", ".join(each for each in (self.start, self.load, batch) if each)
+
+    @property
+    def name(self) -> str:
+        """All of it."""
+        return f"{self.what}, {self.curve}, {self.acceptance}"
+
+
+class World:
+    """The clock of one run, what slows the machine, and the texts.
+
+    Args:
+        case: of the table.
+        seed: of everything that is random.
+
+    Attributes:
+        now: seconds since the first step.
+        texts: for each sequence its tokens; the source's first and second candidate after each, right or `WRONG`.
+    """
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self.case, self.random = case, random.Random(f"{seed} of {replace(case, start='')}")
+        self.now, self.busy = 0.0, False
+        curve = CURVES[case.curve]
+        self.relative = np.interp(range(max(curve) + 1), list(curve), list(curve.values())).tolist()
+        self.noise = self.random.uniform(0.03, 0.08)
+        self.changes = sorted(self._changes())  # (second, factor) and
+        self.pauses = sorted(self._pauses())  # (second, length)
+        self.texts = [self._text() for _ in range(case.sequences)]
+
+    @property
+    def phases(self) -> list[tuple[int, str]]:
+        """Tokens and acceptance of each part of the text."""
+        return list(CHANGING) if self.case.acceptance == "changing" else [(TOKENS, self.case.acceptance)]
+
+    def _changes(self) -> Iterator[tuple[float, float]]:
+        at, loaded = 0.0, False
+        yield at, 1.0
+        while self.case.load == "stretches" and at < LONG:
+            at += self.random.uniform(20, 200) * PLAIN
+            loaded = not loaded
+            yield at, self.random.uniform(1.5, 4.0) if loaded else 1.0
+
+    def _pauses(self) -> Iterator[tuple[float, float]]:
+        at = 0.0
+        while self.case.load == "interruptions" and at < LONG:
+            at += self.random.expovariate(1 / 60) * PLAIN
+            yield at, self.random.uniform(5, 50) * PLAIN
+
+    def _text(self) -> tuple[list[int], list[int], list[int]]:
+        length = 8 * sum(length for length, _ in self.phases) + 400
+        kinds = [kind for tokens, kind in self.phases for _ in range(tokens)]
+        kinds += [kinds[-1]] * (length - len(kinds))
+        rng = np.random.default_rng(self.random.getrandbits(32))
+        tokens = rng.integers(2, VOCABULARY, length)
+        first, second = np.array([ACCEPTANCE[kind] for kind in kinds]).T
+        known, other = rng.random(length) < first, rng.random(length) < second
+        firsts, seconds = np.where(known, tokens, WRONG), np.where(~known & other, tokens, 1)
+        return tokens.tolist(), firsts.tolist(), seconds.tolist()
+
+    def seconds(self, rows: int) -> float:
+        """Of a forward on the idle machine."""
+        return PLAIN * self.relative[rows]
+
+    def after(self, start: float, seconds: float) -> float:
+        """When work that takes so long on the idle machine ends."""
+        while True:
+            factor = [factor for at, factor in self.changes if at <= start][-1]
+            change = min((at for at, _ in self.changes if at > start), default=float("inf"))
+            pause, length = min((each for each in self.pauses if each[0] > start), default=(float("inf"), 0.0))
+            until = min(change, pause)
+            if start + seconds * factor <= until:
+                return start + seconds * factor
+            seconds -= (until - start) / factor
+            start = until + (length if pause < change else 0.0)
+
+    def work(self, seconds: float, noise: bool = True) -> None:
+        """Lets time pass."""
+        factor = exp(self.random.gauss(0, self.noise)) if noise else 1.0
+        if self.busy:
+            factor *= self.random.choice((1.0, 2.0, 3.0, 4.0))
+        self.now = self.after(self.now, seconds * factor)
+
+    def plainly(self, start: float, steps: float) -> float:
+        """Seconds of so many plain steps from a moment on."""
+        return self.after(start, steps * self.seconds(self.case.sequences) * exp(self.noise**2 / 2)) - start
+
+
+class Target:
+    """Writes the texts of a world. The first token of a prompt is the number of the text."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.lock = world, RLock()
+        self.max_nodes = self.max_leaves = 200
+        capabilities = frozenset({CHAIN, TREE})
+        name = world.case.name
+        self.info = TargetInfo(name, VOCABULARY, UNLIMITED, 0.0, capabilities, name, padded=world.case.padded)
+
+    def open(self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0) -> Any:
+        return Session(list(tokens), params)
+
+    def prefill(self, session: Session, max_tokens: int) -> PromptRows | None:
+        raise AssertionError("prompts of one token are read")
+
+    def fork(self, session: Session, params: SamplingParams) -> Session:
+        raise AssertionError("there is one sample of each text")
+
+    def step(self, sessions: Any, trees: Sequence[TokenTree], num_computed: Any = None, capture: Any = None) -> Any:
+        self.world.work(self.world.seconds(self.cost(sessions, trees).rows))
+        return [self._choices(session, tree) for session, tree in zip(sessions, trees, strict=True)]
+
+    def _choices(self, session: Session, tree: TokenTree) -> Choices:
+        text, place = self.world.texts[session.tokens[0] % len(self.world.texts)][0], len(session.tokens) - 1
+        right, chosen = [True], [text[place]]
+        for node in range(1, len(tree)):
+            depth = tree.depth_list[node]
+            right.append(right[tree.parent_list[node]] and tree.token_list[node] == text[place + depth - 1])
+            chosen.append(text[place + depth] if right[node] else 2)
+        return Choices(None, tree, session.sampler, chosen=np.array(chosen))
+
+    def cost(self, sessions: Sequence[Any], trees: Sequence[TokenTree]) -> Cost:
+        rows = len(trees) * max(map(len, trees)) if self.info.padded else sum(map(len, trees))
+        return Cost(rows, len(trees), max(len(session.tokens) for session in sessions))
+
+
+class Session:
+    """A text in the making."""
+
+    unread = 0
+
+    def __init__(self, tokens: list[int], params: SamplingParams) -> None:
+        self.tokens, self.sampler = tokens, Sampler(params, tokens, VOCABULARY)
+
+    def commit(self, verdict: Verdict) -> None:
+        self.tokens += verdict.tokens
+        self.sampler.committed()
+
+    def close(self) -> None:
+        pass
+
+
+class Guesses(Source):
+    """Two candidates after every token, right as often as the world says. A state is a place, or -1 off the text."""
+
+    name: ClassVar[str] = "guesses"
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def root(self, sequence: SequenceView) -> tuple[int, int]:
+        self.world.work(DRAFTING * PLAIN, noise=False)
+        return sequence.tokens[0], len(sequence.tokens) - 1
+
+    def follow(self, state: tuple[int, int], token: int) -> tuple[int, int]:
+        which, place = state
+        return which, place + 1 if place >= 0 and self.world.texts[which][0][place] == token else -1
+
+    def candidates(self, state: tuple[int, int], limit: int) -> list[Candidate]:
+        which, place = state
+        _, first, second = self.world.texts[which]
+        tokens = (first[place], second[place]) if place >= 0 else (WRONG, 1)
+        return [Candidate(tokens[0], -0.3, ()), Candidate(tokens[1], -1.5, ())]
+
+
+class Guessing(Planned):
+    """Drafts as many of these guesses as pay."""
+
+    name: ClassVar[str] = "guessing"
+
+    def __init__(self, world: World) -> None:
+        super().__init__(max_nodes=MOST_NODES)
+        self.world = world
+
+    def make_sources(self, sequence: SequenceView | None) -> list[Source]:
+        return [Guesses(self.world)]
+
+
+# ------------------------------------------------------------------------------------------------------- the start
+
+
+class Stored(ProfileStore):
+    """Has one profile of one sequence, or none, and keeps what is written to itself."""
+
+    def __init__(self, seconds: Mapping[int, float] | None) -> None:
+        self.seconds = seconds
+
+    def read(self, sequences: int) -> LatencyProfile | None:
+        return LatencyProfile(self.seconds) if self.seconds is not None and sequences == 1 else None
+
+    def write(self, profiles: Mapping[int, LatencyProfile], measured: bool) -> bool:
+        for profile in profiles.values():
+            profile.contradicted = False
+        return True
+
+
+class Right(LatencyProfiles):
+    """Knows the true curve."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(Target(world).info, Stored(None), lambda: world.now)
+        first = world.case.sequences
+        self.right = LatencyProfile({n: world.seconds(n) for n in range(first, len(world.relative))}, fixed=True)
+
+    def prepare(self, target: Any) -> bool:
+        return False
+
+    def profile(self, sequences: int) -> LatencyProfile:
+        return self.right
+
+    def known(self, sequences: int) -> LatencyProfile:
+        return self.right
+
+
+def start(world: World, target: Target, kind: str) -> LatencyProfiles:
+    """The latency profiles of a process that begins with a profile of some kind."""
+    rng = random.Random(world.random.random())
+    true = {n: world.seconds(n) for n in SIZES}
+    values = list(true.values())
+    rng.shuffle(values)
+    stored: dict[str, dict[int, float]] = {
+        "right": true,
+        "flat": dict.fromkeys(SIZES, 5 * PLAIN),
+        "flat to 16": {n: 5 * PLAIN for n in SIZES if n <= 16},
+        "steep": {n: n * PLAIN for n in SIZES},
+        "times 3": {n: 3 * seconds for n, seconds in true.items()},
+        "shuffled": dict(zip(SIZES, values, strict=True)),
+    }
+    found = LatencyProfiles(target.info, Stored(stored.get(kind)), lambda: world.now)
+    if kind == "none":
+        found.put(1, LatencyProfile.guessed())
+    if kind == "measured busy":
+        world.busy = True
+        found.prepare(target)
+        world.busy, world.now = False, 0.0
+    return found
