@@ -144,7 +144,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"nodes": 8},
         {},
         {"nodes": 40, "sources": "prediction, recycling, lookahead", "datastore": STORE},
-        {"nodes": 9, "max_nodes": 3, "seed_aware": False},
+        {"max_nodes": 3, "seed_aware": False},
         {"nodes": 7, "draft": POOR},
     ],
     "plain": [{}],

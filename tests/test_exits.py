@@ -123,7 +123,7 @@ def test_a_model_that_takes_chains_only_keeps_a_cache_for_its_draft() -> None:
     assert exit.halves is None
     assert not exit.shares([1, 2])
     plain = run(target, prompt=range(20, 31), stop=LONG).tokens
-    drafter = DraftModelDrafter("self:first=1", nodes=4, depth=2, chain=True)
+    drafter = DraftModelDrafter("self:first=1", nodes=2, depth=2, chain=True)
     assert run(target, drafter, prompt=range(20, 31), stop=LONG).tokens == plain
 
 

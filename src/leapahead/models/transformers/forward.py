@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from leapahead.core.tree import IntArray, TokenTree
 from leapahead.models.base import CHAIN, LOGITS, TOP_K, TREE
+from leapahead.models.transformers import grouped
 from leapahead.models.transformers.families import Pattern
 from leapahead.models.transformers.kv_cache import KVCache, Row
 from leapahead.models.transformers.masks import Inputs
@@ -251,18 +253,21 @@ class MaskedExecutor(CachedExecutor):
     Args:
         patterns: the attention patterns of the model's layers.
         boolean: whether masks are boolean; else they are added to the scores.
+        config: of the language model, whose attention is computed by `grouped` then; None for the model's own.
     """
 
     capabilities = frozenset({CHAIN, TREE, LOGITS, TOP_K})
 
-    def __init__(self, model: Any, cache: KVCache, patterns: dict[str, Pattern], boolean: bool) -> None:
+    def __init__(
+        self, model: Any, cache: KVCache, patterns: dict[str, Pattern], boolean: bool, config: Any = None
+    ) -> None:
         super().__init__(model, cache)
-        self.patterns = patterns
+        self.patterns, self.config = patterns, config
         self.dtype = None if boolean else model.dtype
         self.exits: Exits | None = None
 
     def another(self, model: Any) -> MaskedExecutor:
-        return MaskedExecutor(model, KVCache(), self.patterns, self.dtype is None)
+        return MaskedExecutor(model, KVCache(), self.patterns, self.dtype is None, self.config)
 
     def run(
         self,
@@ -295,14 +300,15 @@ class MaskedExecutor(CachedExecutor):
         """[batch, n, ...] by this model, which is the executor's own or a part of it."""
         if layers:
             options["output_hidden_states"] = list(layers)
-        output = model(
-            input_ids=batch.inputs.tokens,
-            position_ids=batch.inputs.positions,
-            attention_mask=batch.inputs.masks(self.patterns, self.dtype),
-            past_key_values=self.cache,
-            use_cache=True,
-            **options,
-        )
+        with nullcontext() if self.config is None else grouped.attention(self.config):
+            output = model(
+                input_ids=batch.inputs.tokens,
+                position_ids=batch.inputs.positions,
+                attention_mask=batch.inputs.masks(self.patterns, self.dtype),
+                past_key_values=self.cache,
+                use_cache=True,
+                **options,
+            )
         self.cache.end()
         return Outputs(output.logits, side_by_side(output.hidden_states, layers) if layers else None)
 

@@ -35,7 +35,7 @@ from leapahead.models.base import (
 )
 from leapahead.models.captured import TopK, TopKRows
 from leapahead.models.choices import Choices, PromptRows, best
-from leapahead.models.transformers import families, require_version, selftest, weights
+from leapahead.models.transformers import families, grouped, require_version, selftest, weights
 from leapahead.models.transformers.forward import (
     CachedExecutor,
     CachedState,
@@ -351,8 +351,12 @@ class TransformersTarget:
         """What may fit the model, from the most able to the least."""
         model = self.model
         if patterns is not None and not model._is_stateful:
-            boolean = families.MASKS[families.attention_implementation(model)]
+            implementation = families.attention_implementation(model)
+            boolean, config = families.MASKS[implementation], self.config
             if accepts(model, "position_ids", "past_key_values") and not families.counts_slots(self.config):
+                if grouped.fits(config, implementation, self.device):
+                    name = "trees by a boolean mask, query heads grouped"
+                    yield name, lambda: MaskedExecutor(model, self._cache(), patterns, True, config)
                 if boolean:
                     yield "trees by a boolean mask", lambda: MaskedExecutor(model, self._cache(), patterns, True)
                 yield "trees by an additive mask", lambda: MaskedExecutor(model, self._cache(), patterns, False)

@@ -1,0 +1,103 @@
+"""Attention with grouped query heads: the same numbers without copies of the cache, and a model left as it was."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from architectures import BY_NAME
+from helpers import PROMPT, Scattered, run
+from transformers.integrations import sdpa_attention
+
+from leapahead.models.transformers import grouped
+from leapahead.models.transformers.forward import MaskedExecutor
+from leapahead.models.transformers.model import TransformersTarget
+
+
+def layer(batch: int, heads: int, shared: int, rows: int, cached: int) -> dict[str, torch.Tensor]:
+    """Query, keys, values and a random mask in which every row sees something."""
+    random = torch.Generator().manual_seed(rows)
+
+    def values(heads: int, length: int, dim: int = 8) -> torch.Tensor:
+        return torch.randn(batch, heads, length, dim, generator=random, dtype=torch.float64)
+
+    mask = torch.rand(batch, 1, rows, cached, generator=random) < 0.5
+    mask[..., 0] = True
+    return {
+        "query": values(heads, rows),
+        "key": values(shared, cached),
+        "value": values(shared, cached, 4),
+        "attention_mask": mask,
+    }
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, grouped.MOST_ROWS + 1])
+@pytest.mark.parametrize(("heads", "shared"), [(6, 2), (4, 1), (4, 4)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_numbers_are_those_of_sdpa(rows: int, heads: int, shared: int, batch: int) -> None:
+    given = layer(batch, heads, shared, rows, cached=rows + 5)
+    module: Any = SimpleNamespace(num_key_value_groups=heads // shared, is_causal=True)
+    mine, _ = grouped.forward(module, **given, scaling=0.3)
+    theirs, _ = sdpa_attention.sdpa_attention_forward(module, **given, scaling=0.3)
+    assert mine.shape == theirs.shape == (batch, rows, heads, 4)
+    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_keys_are_not_copied_for_every_query_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = TransformersTarget(BY_NAME["llama"].build())
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *_: pytest.fail("keys were repeated"))
+    assert isinstance(target.executor, MaskedExecutor)
+    assert target.executor.config is target.model.config
+    plain = run(target, prompt=PROMPT).tokens
+    assert run(target, Scattered([*PROMPT, *plain]), prompt=PROMPT).tokens == plain
+
+
+def test_a_model_that_computes_attention_in_another_way_keeps_it() -> None:
+    target = TransformersTarget(BY_NAME["llama"].build(attention="eager"))
+    assert isinstance(target.executor, MaskedExecutor)
+    assert target.executor.config is None
+    assert not target.refusals
+
+
+def test_query_heads_that_share_no_keys_need_no_grouping() -> None:
+    config: Any = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2)
+    assert grouped.fits(config, "sdpa", torch.device("cpu"))
+    assert not grouped.fits(config, "eager", torch.device("cpu"))
+    assert not grouped.fits(config, "sdpa", torch.device("mps"))
+    config.num_key_value_heads = 4
+    assert not grouped.fits(config, "sdpa", torch.device("cpu"))
+    assert not grouped.fits(SimpleNamespace(), "sdpa", torch.device("cpu"))
+
+
+def test_the_configuration_is_as_before_after_a_forward_and_after_an_error() -> None:
+    target = TransformersTarget(BY_NAME["llama"].build())
+    run(target, prompt=PROMPT)
+    assert target.model.config._attn_implementation == "sdpa"
+    names = []
+    with suppress(KeyboardInterrupt), grouped.attention(target.model.config):
+        names.append(target.model.config._attn_implementation)
+        raise KeyboardInterrupt
+    assert names == [grouped.NAME]
+    assert target.model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_depends_on_the_name_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some architectures compute something else unless the implementation is called "sdpa"."""
+    model = BY_NAME["llama"].build()
+    right = model.model.forward
+
+    def forward(**given: Any) -> Any:
+        if model.config._attn_implementation != "sdpa":
+            given["attention_mask"] = None
+        return right(**given)
+
+    monkeypatch.setattr(model.model, "forward", forward)
+    target = TransformersTarget(model)
+    assert list(target.refusals) == ["trees by a boolean mask, query heads grouped"]
+    assert isinstance(target.executor, MaskedExecutor)
+    assert target.executor.config is None
+    plain = run(target, prompt=PROMPT).tokens
+    assert run(target, Scattered([*PROMPT, *plain]), prompt=PROMPT).tokens == plain
