@@ -7,25 +7,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import run
+from helpers import GREEDY, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leapahead import native
-from leapahead.core.sampling import SamplingParams
+from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.stop import StopParams
+from leapahead.core.tree import Budget
 from leapahead.drafters.auto import SOURCES
 from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.planned import Planned
 from leapahead.drafters.sources.compiled import counterpart
 from leapahead.drafters.sources.recycling import Adjacency
+from leapahead.drafters.sources.suffix import Suffix
 from leapahead.drafters.sources.token_table import TableSource
 from leapahead.drafters.token_table import TokenTable
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.acceptance import AcceptanceTable, priors
-from leapahead.planner.compiled import CompiledTable
+from leapahead.planner.compiled import CompiledSearch, CompiledTable, tree_search
 from leapahead.planner.draft import SequenceView
+from leapahead.planner.sizing import best_sizes
 from leapahead.planner.source import Source
+from leapahead.planner.tree_search import TreeSearch
 
 pytestmark = pytest.mark.skipif(not native.available, reason="installed without the compiled module")
 
@@ -78,7 +82,7 @@ def texts(drafter: Planned, compiled: bool, temperature: float, seed: int, lengt
     [
         ("suffix",),
         ("suffix", "recycling", "siblings", "table"),
-        ("ngram", "recycling", "lookahead"),  # sources in Python, behind the adapter
+        ("ngram", "recycling"),  # the first is a source in Python, behind the adapter
     ],
 )
 def test_proposals_are_equal(names: tuple[str, ...], temperature: float) -> None:
@@ -104,6 +108,52 @@ def test_proposals_are_equal_with_any_options(
 
     reference, compiled = (texts(drafter(), kind, temperature, seed, length=24) for kind in (False, True))
     assert compiled == reference
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=5), min_size=1, max_size=4),
+    st.lists(st.floats(0.1, 3.0), min_size=1, max_size=40),
+    st.booleans(),
+    st.integers(0, 3),
+    st.integers(0, 4),
+    st.floats(0.0, 0.5),
+)
+def test_sizes_are_equal(
+    known: list[list[tuple[int, int]]],
+    times: list[float],
+    padded: bool,
+    others: int,
+    extra: int,
+    per_node: float,
+) -> None:
+    """Searches whose only source is a suffix automaton, planned with any times."""
+    searches: list[list[TreeSearch]] = [[], []]
+    for repeats in known:
+        text = [token for token, times_over in repeats for _ in range(times_over)] * 2
+        view = SequenceView(Sampler(GREEDY, text, VOCAB))
+        for kind, found in zip((AcceptanceTable, CompiledTable), searches, strict=True):
+            source = Suffix() if kind is AcceptanceTable else counterpart(Suffix())
+            source.begin(view)
+            found.append(tree_search(view, [source], kind(*priors()), Budget(6, 4, 3)))
+    roots = len(known)
+    sequences = roots + others
+    sizes = [1, 2, 3, 5, 8, 12, 16, 32]
+
+    def seconds(rows: int) -> float:
+        total = (sequences * (rows // roots) if padded else rows + others) + extra
+        return times[total] if total < len(times) else float("inf")
+
+    def drafting(nodes: int) -> float:
+        return 0.01 + (0.02 + per_node * nodes)
+
+    if seconds(roots) == float("inf"):
+        return
+    expected = best_sizes(searches[0], seconds, sizes, drafting, padded=padded)
+    compiled = [search.compiled for search in searches[1] if isinstance(search, CompiledSearch)]
+    found = native.module.best_sizes(compiled, times, sizes, sequences, extra, padded, 0.01, 0.02, per_node)
+    assert found == expected
+    assert [search.expected for search in searches[1]] == [search.expected for search in searches[0]]
 
 
 keys = st.tuples(

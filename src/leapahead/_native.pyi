@@ -156,6 +156,8 @@ class Search:
     def bound(self) -> float: ...
     @property
     def next(self) -> float: ...
+    @property
+    def expected(self) -> list[float]: ...
     def take(self) -> bool: ...
     def take_all(self, nodes: int) -> int: ...
     def learn(self, path: Sequence[int], tokens: Sequence[int]) -> list[tuple[float, bool]]:
@@ -163,3 +165,27 @@ class Search:
     def states(self, source: int) -> list[tuple[int, float, float]]: ...
     def tree(self, size: int) -> tuple[list[int], list[int], list[int], tuple[str, ...], list[float]]:
         """Tokens, parents, depths, names of sources and P of the first `size` nodes."""
+
+def take_all(searches: list[Search], nodes: int) -> list[int]: ...
+def best_sizes(
+    searches: list[Search],
+    seconds: list[float],
+    sizes: list[int],
+    sequences: int,
+    extra: int,
+    padded: bool,
+    spent: float,
+    base: float,
+    per_node: float,
+) -> list[int]:
+    """`leapahead.planner.sizing.best_sizes`.
+
+    Args:
+        searches: with nothing taken.
+        seconds: of a forward by its number of rows, all sequences together; larger ones are not possible.
+        sizes: numbers of rows that are looked at ahead.
+        sequences: of the forward.
+        extra: rows of probe nodes.
+        padded: whether all sequences have as many rows as the longest.
+        spent, base, per_node: seconds outside the forward: so far, always, and for each drafted node.
+    """

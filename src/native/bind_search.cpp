@@ -64,6 +64,12 @@ void bind_search(nb::module_ &m) {
         .def("__len__", &Search::size)
         .def_prop_ro("bound", &Search::bound)
         .def_prop_ro("next", &Search::next)
+        .def_prop_ro("expected",
+                     [](const Search &self) {
+                         std::vector<double> found;
+                         for (const auto &node : self.nodes()) found.push_back(node.expected);
+                         return found;
+                     })
         .def("take", &Search::take)
         .def("take_all", &Search::take_all, "nodes"_a)
         .def("learn", nb::overload_cast<const std::vector<int> &, const std::vector<int32_t> &>(&Search::learn),

@@ -8,15 +8,17 @@ namespace leapahead {
 namespace {
 
 constexpr double kAside = 0.2, kOlder = 0.3;
-constexpr double kWeights[] = {0.25, 0.9, 1.9, 3.9};
+constexpr double kWeights[] = {0.2537, 0.9137, 1.9137, 3.9137};
 
 size_t hashed(int32_t token) { return static_cast<uint32_t>(token) * 0x9E3779B1u >> 7; }
 
 }  // namespace
 
 void Siblings::Row::add(int32_t token, double weight) {
+    candidates_.clear();
+    best_.clear();
     if (places_.empty()) {
-        for (auto &[known, sum] : weights) {
+        for (auto &[known, sum] : weights_) {
             if (known == token) {
                 sum += weight;
                 return;
@@ -26,26 +28,61 @@ void Siblings::Row::add(int32_t token, double weight) {
         const size_t mask = places_.size() - 1;
         size_t place = hashed(token) & mask;
         for (; places_[place] >= 0; place = (place + 1) & mask) {
-            auto &[known, sum] = weights[places_[place]];
+            auto &[known, sum] = weights_[places_[place]];
             if (known == token) {
                 sum += weight;
                 return;
             }
         }
-        places_[place] = static_cast<int32_t>(weights.size());
+        places_[place] = static_cast<int32_t>(weights_.size());
     }
-    weights.emplace_back(token, 0.0 + weight);
-    if (weights.size() > kSearched && 2 * weights.size() > places_.size()) index();
+    weights_.emplace_back(token, 0.0 + weight);
+    if (weights_.size() > kSearched && 2 * weights_.size() > places_.size()) index();
 }
 
 void Siblings::Row::index() {
     places_.assign(std::max<size_t>(128, 2 * places_.size()), -1);
     const size_t mask = places_.size() - 1;
-    for (size_t i = 0; i < weights.size(); ++i) {
-        size_t place = hashed(weights[i].first) & mask;
+    for (size_t i = 0; i < weights_.size(); ++i) {
+        size_t place = hashed(weights_[i].first) & mask;
         while (places_[place] >= 0) place = (place + 1) & mask;
         places_[place] = static_cast<int32_t>(i);
     }
+}
+
+void Siblings::Row::age(double factor) {
+    candidates_.clear();
+    best_.clear();
+    for (auto &[token, weight] : weights_) weight *= factor;
+}
+
+const std::vector<Candidate> &Siblings::Row::candidates() {
+    if (!candidates_.empty()) return candidates_;
+    double total = 0.0;
+    for (const auto &[token, weight] : weights_) total += weight;
+    std::vector<std::pair<int32_t, double>> sorted = weights_;
+    std::stable_sort(sorted.begin(), sorted.end(), [](const auto &a, const auto &b) { return a.second > b.second; });
+    Feature feature;
+    feature.append(bisect_left(kWeights, total));
+    for (const auto &[token, weight] : sorted)
+        candidates_.push_back({token, std::log(weight / total), feature, 0.0, false});
+    return candidates_;
+}
+
+const std::vector<Candidate> &Siblings::Row::best(int most, int limit, const Scoring &score) {
+    if (!best_.empty() && limit_ == limit) return best_;
+    const std::vector<Candidate> &known = candidates();
+    TopScored top(score, limit, scored_);
+    for (int i = 0; i < std::min(most, static_cast<int>(known.size())); ++i)
+        top.offer(known[i].token, known[i].logp, i);
+    best_.clear();
+    for (const auto &[value, i] : scored_) {
+        best_.push_back(known[i]);
+        best_.back().score = value;
+        best_.back().scored = true;
+    }
+    limit_ = limit;
+    return best_;
 }
 
 Siblings::Row &Siblings::at(int64_t position) {
@@ -84,37 +121,24 @@ void Siblings::observe(int64_t length, int64_t position, const std::vector<int> 
     }
 }
 
-double Siblings::choose(int state, int limit, Feature &feature) {
-    const int64_t position = end_ + state;
-    chosen_.clear();
-    for (const Row &row : rows_) {
-        if (row.position != position) continue;
-        double total = 0.0;
-        for (const auto &[token, weight] : row.weights) total += weight;
-        chosen_ = row.weights;
-        std::stable_sort(chosen_.begin(), chosen_.end(),
-                         [](const auto &a, const auto &b) { return a.second > b.second; });
-        if (chosen_.size() > static_cast<size_t>(limit)) chosen_.resize(limit);
-        feature.append(bisect_left(kWeights, total));
-        return total;
-    }
-    return 0.0;
+Siblings::Row *Siblings::find(int state) {
+    for (Row &row : rows_)
+        if (row.position == end_ + state) return &row;
+    return nullptr;
 }
 
 void Siblings::candidates(int state, int limit, std::vector<Candidate> &found) {
-    Feature feature;
-    const double total = choose(state, limit, feature);
-    for (const auto &[token, weight] : chosen_) found.push_back({token, std::log(weight / total), feature, 0.0, false});
+    if (Row *row = find(state)) {
+        const auto &known = row->candidates();
+        found.insert(found.end(), known.begin(), known.begin() + std::min(static_cast<size_t>(limit), known.size()));
+    }
 }
 
 void Siblings::seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) {
-    Feature feature;
-    const double total = choose(state, 4 * kSampled, feature);
-    TopScored top(score, limit, scored_);
-    for (size_t i = 0; i < chosen_.size(); ++i)
-        top.offer(chosen_[i].first, std::log(chosen_[i].second / total), static_cast<int>(i));
-    for (const auto &[value, i] : scored_)
-        found.push_back({chosen_[i].first, std::log(chosen_[i].second / total), feature, value, true});
+    if (Row *row = find(state)) {
+        const auto &known = row->best(4 * kSampled, limit, score);
+        found.insert(found.end(), known.begin(), known.end());
+    }
 }
 
 }  // namespace leapahead

@@ -37,31 +37,33 @@ class Siblings : public Source {
         explicit Row(int64_t position) : position(position) {}
 
         void add(int32_t token, double weight);
-        void age(double factor) {
-            for (auto &[token, weight] : weights) weight *= factor;
-        }
+        void age(double factor);
+        // All tokens by falling weight, with their log-probabilities.
+        const std::vector<Candidate> &candidates();
+        // Those of the first `most` with the greatest scores; all nodes at the position share them.
+        const std::vector<Candidate> &best(int most, int limit, const Scoring &score);
 
         int64_t position;
-        std::vector<std::pair<int32_t, double>> weights;
 
       private:
         static constexpr size_t kSearched = 16;  // as many are searched one by one
 
         void index();
 
-        std::vector<int32_t> places_;  // open addressing: index into weights, or -1
+        std::vector<std::pair<int32_t, double>> weights_;
+        std::vector<int32_t> places_;               // open addressing: index into weights_, or -1
+        std::vector<Candidate> candidates_, best_;  // empty where they must be made anew
+        std::vector<Scored> scored_;
+        int limit_ = 0;  // of best_
     };
 
     Row &at(int64_t position);
-    // The first `limit` tokens of the state's row by falling weight, into `chosen_`; the sum of all weights, 0 for
-    // none.
-    double choose(int state, int limit, Feature &feature);
+    // Of a state; null where there is none.
+    Row *find(int state);
 
     int k_;
     int64_t end_ = 0;
     std::vector<Row> rows_;
-    std::vector<std::pair<int32_t, double>> chosen_;  // of one call; members so that their memory is kept
-    std::vector<Scored> scored_;
 };
 
 }  // namespace leapahead

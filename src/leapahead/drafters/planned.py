@@ -29,11 +29,11 @@ from leapahead.models.base import TREE
 from leapahead.models.choices import PromptRows
 from leapahead.planner.acceptance import Correction
 from leapahead.planner.backoff import BackOff
-from leapahead.planner.compiled import CompiledTable, tree_search
+from leapahead.planner.compiled import CompiledTable, sizes_that_pay, take_all, tree_search
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 from leapahead.planner.guard import Guard
 from leapahead.planner.profile import DraftingTime
-from leapahead.planner.sizing import StepPlan, best_sizes
+from leapahead.planner.sizing import StepPlan
 from leapahead.planner.source import Source
 from leapahead.planner.tree_search import TreeSearch
 
@@ -290,20 +290,9 @@ class Planned(Drafter):
             spent: seconds that draft forwards have taken in this step.
         """
         if self.nodes:
-            return {index: search.take_all(self.nodes) for index, search in searches.items()}
-        profile = plan.latency.profile(plan.sequences)
-        others = plan.sequences - len(searches)  # sequences that draft nothing have one row each
+            return take_all(searches, self.nodes)
         extra = plan.sequences * max(probes) if plan.padded else sum(probes)
-
-        def seconds(rows: int) -> float:
-            """Of the forward, if these trees have so many rows."""
-            return profile.planned((plan.sequences * (rows // len(searches)) if plan.padded else rows + others) + extra)
-
-        def drafting(nodes: int) -> float:
-            return spent + plan.drafting(nodes)
-
-        sizes = best_sizes(list(searches.values()), seconds, profile.sizes, drafting, padded=plan.padded)
-        return dict(zip(searches, sizes, strict=True))
+        return sizes_that_pay(searches, plan, extra, spent)
 
     def _probe_nodes(self, drafting: Drafting, plan: StepPlan) -> int:
         """The number of probe nodes of a sequence; a source whose probe nodes cost too much is told to skip them."""

@@ -18,6 +18,7 @@ from leapahead.core.tree import Budget, TokenTree
 from leapahead.planner.acceptance import UNKNOWN, AcceptanceTable, Correction, Key
 from leapahead.planner.draft import Proposal, SequenceView, Step
 from leapahead.planner.mixer import Mixer, Row
+from leapahead.planner.sizing import StepPlan, best_sizes
 from leapahead.planner.source import Source
 from leapahead.planner.tree_search import TreeSearch
 
@@ -80,6 +81,9 @@ class CompiledSearch(TreeSearch):
     """See `TreeSearch`.
 
     Sources of which the compiled module has no counterpart take part through an adapter, which calls their methods.
+
+    Attributes:
+        compiled: the search of the compiled module.
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class CompiledSearch(TreeSearch):
         self.mode = ("sampled" if seed_aware else "unaware") if sequence.sampled else "greedy"
         self._adapters = [_adapter(source, sequence) for source in sources]
         params, tokens = sequence.params, sequence.tokens
-        self._search = native.module.Search(
+        self.compiled = native.module.Search(
             self._adapters,
             acceptance.table,
             self.correction.factor,
@@ -110,45 +114,40 @@ class CompiledSearch(TreeSearch):
             tokens[-1],
         )
 
-    @property
-    def search(self) -> native.module.Search:
-        """The search of the compiled module."""
-        return self._search
-
     def __len__(self) -> int:
-        return len(self._search)
+        return len(self.compiled)
 
     @property
     def bound(self) -> float:
-        return self._search.bound
+        return self.compiled.bound
 
     @property
     def next(self) -> float:
-        return self._search.next
+        return self.compiled.next
 
     @property
     def expected(self) -> list[float]:  # type: ignore[override]
-        return self._search.tree(len(self._search))[4]
+        return self.compiled.expected
 
     def take(self) -> bool:
-        return self._search.take()
+        return self.compiled.take()
 
     def take_all(self, nodes: int) -> int:
-        return self._search.take_all(nodes)
+        return self.compiled.take_all(nodes)
 
     def states(self, which: int) -> list[tuple[Any, float, float]]:
         adapter = self._adapters[which]
-        found = self._search.states(which)
+        found = self.compiled.states(which)
         if isinstance(adapter, native.module.PythonSource):
             return [(adapter.state(state), chance, known) for state, chance, known in found]
         return list(found)
 
     def proposal(self, nodes: int | None = None) -> Proposal:
-        tokens, parents, depths, sources, expected = self._search.tree(len(self._search) if nodes is None else nodes)
+        tokens, parents, depths, sources, expected = self.compiled.tree(len(self.compiled) if nodes is None else nodes)
         return Proposal(TokenTree.of_lists(tokens, parents, depths), sources, np.array(expected))
 
     def learn(self, step: Step) -> None:
-        for expected, hit in self._search.learn(step.verdict.path, step.tokens):
+        for expected, hit in self.compiled.learn(step.verdict.path, step.tokens):
             self.correction.learn(expected, hit)
 
 
@@ -168,3 +167,44 @@ def tree_search(
     if isinstance(acceptance, CompiledTable):
         return CompiledSearch(sequence, sources, acceptance, budget, seed_aware, correction)
     return TreeSearch(sequence, sources, acceptance, budget, seed_aware, correction)
+
+
+def take_all(searches: Mapping[int, TreeSearch], nodes: int) -> dict[int, int]:
+    """`TreeSearch.take_all` of the searches of one step: key -> size of the tree, the root counted."""
+    if compiled := _compiled(searches):
+        return dict(zip(searches, native.module.take_all(compiled, nodes), strict=True))
+    return {index: search.take_all(nodes) for index, search in searches.items()}
+
+
+def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, extra: int, spent: float) -> dict[int, int]:
+    """How many nodes of each tree are drafted, the root counted, so that tokens come fastest; see `best_sizes`.
+
+    Args:
+        searches: of the sequences that draft, with nothing taken.
+        plan: of the step.
+        extra: rows of probe nodes.
+        spent: seconds that draft forwards have taken in this step.
+    """
+    profile, drafting = plan.latency.profile(plan.sequences), plan.drafting
+    compiled = _compiled(searches)
+    if compiled and not profile.fixed:
+        found = native.module.best_sizes(
+            compiled, profile.plans, profile.sizes, plan.sequences, extra, plan.padded, spent, *drafting.parameters
+        )
+        return dict(zip(searches, found, strict=True))
+    others = plan.sequences - len(searches)  # sequences that draft nothing have one row each
+
+    def seconds(rows: int) -> float:
+        """Of the forward, if these trees have so many rows."""
+        return profile.planned((plan.sequences * (rows // len(searches)) if plan.padded else rows + others) + extra)
+
+    found = best_sizes(
+        list(searches.values()), seconds, profile.sizes, lambda nodes: spent + drafting(nodes), padded=plan.padded
+    )
+    return dict(zip(searches, found, strict=True))
+
+
+def _compiled(searches: Mapping[int, TreeSearch]) -> list[native.module.Search]:
+    """The compiled searches; none if one of them is not compiled."""
+    found = [search.compiled for search in searches.values() if isinstance(search, CompiledSearch)]
+    return found if len(found) == len(searches) else []

@@ -28,7 +28,8 @@ from leapahead.planner.source import Candidate, Score, Source
 GREEDY, SAMPLED = 8, 32  # likeliest tokens of a row that count
 ASIDE = 0.2  # weight of the row of a node that is not below the end of the path
 OLDER = 0.3  # factor on the weights of rows at every further step
-WEIGHTS = (0.25, 0.9, 1.9, 3.9)  # bucket edges of the sum of weights at a position
+# Bucket edges of the sum of weights at a position. No sum of the weights above meets one, or rounding would decide.
+WEIGHTS = (0.2537, 0.9137, 1.9137, 3.9137)
 
 
 class Siblings(Source):
