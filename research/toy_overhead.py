@@ -49,14 +49,15 @@ class Scripted(Drafter):
         self._expected = np.full(len(PARENTS), 0.5)
 
     def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
-        return [
-            Proposal(
-                TokenTree.of_lists(self._tokens[len(sequence.tokens) - 1], PARENTS, DEPTHS),
-                self._sources,
-                self._expected,
-            )
-            for sequence in sequences
-        ]
+        found = []
+        for sequence, budget in zip(sequences, budgets, strict=True):
+            tokens = self._tokens[len(sequence.tokens) - 1]
+            if tokens[0] == sequence.root and budget.depth >= len(PATH):
+                tree = TokenTree.of_lists(tokens, PARENTS, DEPTHS)
+                found.append(Proposal(tree, self._sources, self._expected))
+            else:  # in half precision a forward of many rows may choose another token than one of a single row
+                found.append(Proposal(TokenTree.root(sequence.root)))
+        return found
 
 
 def _draft(text: Sequence[int], at: int, vocab_size: int) -> list[int]:
