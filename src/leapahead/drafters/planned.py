@@ -39,6 +39,7 @@ from leapahead.planner.tree_search import TreeSearch
 
 MOST_NODES = 128  # of one sequence, where no limit is given
 USUAL_NODES = 8  # drafted nodes per sequence that are assumed when the price of probe nodes is estimated
+WORTH = 1.02  # expected gain from which asking the sources in the next step is worth its time
 RECENT = 0.1  # weight of the newest step in the mean of accepted tokens
 
 
@@ -137,9 +138,9 @@ class Planned(Drafter):
 
     def begin(self, sequence: SequenceView) -> None:
         sources = [source for source in self.make_sources(sequence) if source.name not in self.left_out]
-        for source in sources:
         if isinstance(self.host.acceptance, CompiledTable):
             sources = [counterpart(source) for source in sources]
+        for source in sources:
             source.begin(sequence)
         self._sequences[sequence] = Drafting(sequence, sources)
 
@@ -244,12 +245,13 @@ class Planned(Drafter):
             kept = self._sizes(searches, plan, probes, forwards.seconds if forwards else 0.0)
             if forwards is None or not forwards.more(searches, kept):
                 break
+        pays = not self.nodes and self._pays(searches, kept, plan, forwards.seconds if forwards else 0.0)
         for index, drafting in active.items():
             drafting.search = searches[index]
             found[index] = searches[index].proposal(kept[index])
             if not self.nodes:
                 longest = plan.longest_back_off(self._drafting_time(0))
-                drafting.back_off.update(paid=kept[index] > 1, longest=longest)
+                drafting.back_off.update(paid=pays and kept[index] > 1, longest=longest)
             if drafting.probing and not guard.suspended:
                 found[index] = _with_probes(found[index], drafting, budgets[index])
         if forwards is not None:
@@ -293,6 +295,22 @@ class Planned(Drafter):
             return take_all(searches, self.nodes)
         extra = plan.sequences * max(probes) if plan.padded else sum(probes)
         return sizes_that_pay(searches, plan, extra, spent)
+
+    def _pays(
+        self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int], plan: StepPlan, spent: float
+    ) -> bool:
+        """Whether these trees are worth more than plain steps without any drafting, which is not yet sunk there.
+
+        Args:
+            spent: seconds that draft forwards have taken in this step.
+        """
+        drafted = sum(kept.values()) - len(kept)
+        if not drafted:
+            return False
+        profile = plan.latency.profile(plan.sequences)
+        tokens = plan.sequences - len(kept) + sum(sum(searches[index].expected[:size]) for index, size in kept.items())
+        seconds = profile.planned(plan.rows(kept)) + plan.drafting(drafted) + spent
+        return tokens / seconds > WORTH * plan.sequences / profile(plan.sequences)
 
     def _probe_nodes(self, drafting: Drafting, plan: StepPlan) -> int:
         """The number of probe nodes of a sequence; a source whose probe nodes cost too much is told to skip them."""
