@@ -27,33 +27,44 @@ Search::Search(std::vector<std::shared_ptr<Source>> sources, std::shared_ptr<Acc
       limits_(limits),
       mode_(mode),
       scoring_(scoring) {
+    constexpr size_t kNodes = 24, kGuesses = 8;  // that most searches come to: few allocations
+    nodes_.reserve(kNodes);
+    states_.reserve(kNodes * sources_.size());
+    heap_.reserve(2 * kNodes);
+    entries_.reserve(kNodes * kGuesses);
+    guesses_.reserve(kNodes * kGuesses);
+    opinions_.reserve(kNodes * kGuesses * 2);
     nodes_.push_back({root, -1, 0, -1, 1.0, false, 0, 0, 0, 0});
     for (const auto &source : sources_) {
         ids_.push_back(table_->source(source->name()));
         states_.push_back(source->root());
     }
-    push(-1.0, 0, -1);
+    push({-1.0, order_++, 0, -1, -1});
 }
 
-void Search::push(double chance, int node, int guess) {
-    heap_.push_back({chance, order_++, node, guess});
+void Search::push(const Entry &entry) {
+    heap_.push_back(entry);
     std::push_heap(heap_.begin(), heap_.end(), Later());
+}
+
+Search::Entry Search::pop() {
+    const Entry entry = heap_.front();
+    std::pop_heap(heap_.begin(), heap_.end(), Later());
+    heap_.pop_back();
+    if (entry.next >= 0) push(entries_[entry.next]);
+    return entry;
 }
 
 double Search::next() {
     while (!heap_.empty() && heap_.front().guess < 0) {
-        const Entry entry = heap_.front();
-        std::pop_heap(heap_.begin(), heap_.end(), Later());
-        heap_.pop_back();
+        const Entry entry = pop();
         expand(entry.node, -entry.chance);
     }
     return bound();
 }
 
 bool Search::take() {
-    const Entry entry = heap_.front();
-    std::pop_heap(heap_.begin(), heap_.end(), Later());
-    heap_.pop_back();
+    const Entry entry = pop();
     const Guess guess = guesses_[entry.guess];
     const bool second = nodes_[entry.node].inner;  // a second child adds a leaf
     if (size() > limits_.nodes || nodes_[entry.node].depth >= limits_.depth || (second && leaves_ >= limits_.leaves))
@@ -66,7 +77,7 @@ bool Search::take() {
         const int state = states_[static_cast<size_t>(entry.node) * sources_.size() + i];
         states_.push_back(state == Source::kNoState ? state : sources_[i]->follow(state, guess.token));
     }
-    if (depth < limits_.depth) push(entry.chance, node, -1);
+    if (depth < limits_.depth) push({entry.chance, order_++, node, -1, -1});
     return true;
 }
 
@@ -111,7 +122,12 @@ void Search::expand(int node, double chance) {
     expanded.end_guess = static_cast<int>(guesses_.size());
     expanded.first_asked = first_asked;
     expanded.end_asked = static_cast<int>(asked_.size());
-    for (int i = first; i < expanded.end_guess; ++i) push(-chance * guesses_[i].p * scale, node, i);
+    const int begin = static_cast<int>(entries_.size());
+    for (int i = first; i < expanded.end_guess; ++i)
+        entries_.push_back({-chance * guesses_[i].p * scale, order_++, node, i, -1});
+    std::sort(entries_.begin() + begin, entries_.end(), [](const Entry &a, const Entry &b) { return Later()(b, a); });
+    for (int i = begin; i + 1 < static_cast<int>(entries_.size()); ++i) entries_[i].next = i + 1;
+    if (expanded.end_guess > first) push(entries_[begin]);
 }
 
 bool Search::ask(int source, int state, int limit, const Scoring &score) {

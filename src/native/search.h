@@ -65,14 +65,16 @@ class Search {
     struct Entry {
         double chance;           // -P
         int order, node, guess;  // guess: -1 where the node's candidates were not asked for yet
+        int next;                // in entries_: the candidate that is taken after it; -1 for none
     };
-    struct Later {
+    struct Later {  // the entry that is taken first is at the front of a heap
         bool operator()(const Entry &a, const Entry &b) const {
             return a.chance != b.chance ? a.chance > b.chance : a.order > b.order;
         }
     };
 
-    void push(double chance, int node, int guess);
+    void push(const Entry &entry);
+    Entry pop();
     // Asks all sources for candidates below a node whose P is `chance`.
     void expand(int node, double chance);
     // Asks one source; false where it has no candidates.
@@ -95,8 +97,9 @@ class Search {
     Scoring scoring_;  // of the tokens after the root
 
     std::vector<Node> nodes_;
-    std::vector<int> states_;  // [nodes, sources]
-    std::vector<Entry> heap_;
+    std::vector<int> states_;     // [nodes, sources]
+    std::vector<Entry> heap_;     // of the candidates below a node only the first that is not taken
+    std::vector<Entry> entries_;  // of all candidates, in the order in which those below a node are taken
     std::vector<Guess> guesses_;
     std::vector<Opinion> opinions_;
     int order_ = 0;

@@ -9,11 +9,12 @@ A token that several sources propose is one candidate: the mixer makes one proba
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from functools import partial, reduce
 from heapq import heappop, heappush
 from itertools import count
 from math import log
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,11 @@ class Guess(NamedTuple):
     keys: tuple[Key, ...]
     logits: tuple[float | None, ...]
     source: str
+
+
+def total(guesses: Iterable[Guess]) -> float:
+    """The sum of p, added one by one: `sum` of later versions of Python rounds in another way."""
+    return reduce(add, (guess.p for guess in guesses), 0.0)
 
 
 class TreeSearch:
@@ -139,7 +145,7 @@ class TreeSearch:
     def states(self, which: int) -> list[tuple[Any, float, float]]:
         """For each node in which source number `which` has a state: state, P, and the sum of p over its guesses."""
         return [
-            (states[which], self.expected[node], min(1.0, sum(guess.p for guess in self.guesses.get(node, ()))))
+            (states[which], self.expected[node], min(1.0, total(self.guesses.get(node, ()))))
             for node, states in enumerate(self._states)
             if states[which] is not None and self._depths[node] < self.budget.depth
         ]
@@ -157,8 +163,7 @@ class TreeSearch:
         for node, token in zip(step.verdict.path, step.tokens, strict=False):
             guesses = self.guesses.get(node, ())
             if guesses:
-                total = min(MOST, sum(guess.p for guess in guesses))
-                self.correction.learn(total, any(guess.token == token for guess in guesses))
+                self.correction.learn(min(MOST, total(guesses)), any(guess.token == token for guess in guesses))
             for guess in guesses:
                 hit = guess.token == token
                 self.acceptance.mixer.learn(self._parameters[node], guess.logits, guess.p, hit)
@@ -189,7 +194,7 @@ class TreeSearch:
                 found.setdefault(token, [None] * len(asked))[index] = key, self.acceptance.probability(key)
         parameters = self.acceptance.mixer.parameters(self.mode, depth, [name for name, _ in asked])
         guesses = [_guess(token, some, parameters) for token, some in found.items()]
-        scale = min(self.correction.factor, MOST / max(sum(guess.p for guess in guesses), 1e-9))
+        scale = min(self.correction.factor, MOST / max(total(guesses), 1e-9))
         self.guesses[node], self._parameters[node] = guesses, parameters
         for guess in guesses:
             heappush(self._heap, (-chance * guess.p * scale, next(self._order), node, guess))

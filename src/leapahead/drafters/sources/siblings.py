@@ -16,7 +16,9 @@ Memory and time are bounded by the size of a tree: a row whose position is passe
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import reduce
 from math import exp, log
+from operator import add
 from typing import Any, ClassVar
 
 import numpy as np
@@ -55,7 +57,7 @@ class Siblings(Source):
     def candidates(self, state: int, limit: int) -> list[Candidate]:
         if not (row := self._rows.get(state)):
             return []
-        total = sum(row.values())
+        total = reduce(add, row.values(), 0.0)  # `sum` of later versions of Python rounds in another way
         feature = (bisect_left(WEIGHTS, total),)
         chosen = sorted(row, key=row.__getitem__, reverse=True)[:limit]
         return [Candidate(token, log(row[token] / total), feature) for token in chosen]

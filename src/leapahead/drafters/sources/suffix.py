@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import reduce
 from math import log
+from operator import add
 from typing import Any, ClassVar
 
 from leapahead.drafters.sources.past_texts import PastTexts, Volume
@@ -113,7 +115,7 @@ class Suffix(Source):
                         weights[token] = count * share
                         features[token] = (bucket, count if count < 3 else 3, int(token in own))
                 factor *= BACK_OFF
-        total = sum(weights.values())
+        total = reduce(add, weights.values(), 0.0)  # `sum` of later versions of Python rounds in another way
         chosen = sorted(weights, key=weights.__getitem__, reverse=True)[:limit]
         return [Candidate(token, log(weights[token] / total), features[token]) for token in chosen]
 
