@@ -9,7 +9,7 @@ T(n) is the latency profile. This module does not know the command line. What wa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -215,9 +215,8 @@ def practise(
 
     Returns:
         texts; sources: name, drafted, accepted, price (None if nothing was drafted), first (how often its first
-        candidate was right, drafted or not), probe (its nodes are there to find candidates for later steps), pays (None
-        for those, and if nothing was drafted); steps, plain_steps (without a draft), nodes_per_step (drafted),
-        acceptance_length, tokens_per_second of auto and of plain decoding.
+        candidate was right, drafted or not), pays (None if nothing was drafted); steps, plain_steps (without a draft),
+        nodes_per_step (drafted), acceptance_length, tokens_per_second of auto and of plain decoding.
     """
     began = clock()
     engine = Engine(target, max_batch=sequences, latency=latency)
@@ -274,13 +273,11 @@ class _Count:
 
     Attributes:
         price: source -> tokens that its nodes cost.
-        probes: sources with nodes that have no acceptance estimate.
         plain_steps: steps without a draft.
     """
 
     def __init__(self, profile: LatencyProfile, sequences: int) -> None:
         self.price: Counter[str] = Counter()
-        self.probes: set[str] = set()
         self.plain_steps = 0
         self._profile, self._sequences = profile, sequences
         self._together: list[Step] = []  # steps of one forward
@@ -289,7 +286,6 @@ class _Count:
         if self._together and self._together[0].forward is not step.forward:
             self.close()
         self._together.append(step)
-        self.probes |= set(_probes(step))
         self.plain_steps += len(step.tree) == 1
 
     def close(self) -> None:
@@ -304,13 +300,6 @@ def _prices(steps: Sequence[Step], profile: LatencyProfile, sequences: int) -> d
     drafted = Counter(source for step in steps for source in step.proposal.sources[1:])
     extra = max(profile(sequences + drafted.total()) / profile(sequences) - 1, 0.0) * len(steps)
     return {source: extra * count / drafted.total() for source, count in drafted.items()}
-
-
-def _probes(step: Step) -> Iterable[str]:
-    """The sources of nodes without an acceptance estimate."""
-    expected = step.proposal.expected
-    without = [] if expected is None else np.flatnonzero(np.isnan(expected)).tolist()
-    return [step.proposal.sources[node] for node in without]
 
 
 def _sources(total: Stats, count: _Count, cells: Sequence[Data]) -> list[Data]:
@@ -331,8 +320,7 @@ def _sources(total: Stats, count: _Count, cells: Sequence[Data]) -> list[Data]:
                 "drafted": drafted,
                 "accepted": accepted,
                 "price": round(count.price[name], 3) if drafted else None,
-                "probe": name in count.probes,
-                "pays": accepted > count.price[name] if drafted and name not in count.probes else None,
+                "pays": accepted > count.price[name] if drafted else None,
             }
         )
     return rows

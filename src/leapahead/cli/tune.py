@@ -303,7 +303,7 @@ def _auto(auto: Data) -> None:
             str(row["drafted"]),
             str(row["accepted"]) if row["drafted"] else "-",
             _number(row["price"], ".1f"),
-            "by later drafts" if row["probe"] else PAYS[row["pays"]],
+            PAYS[row["pays"]],
         )
     Console().print(table)
     click.echo(

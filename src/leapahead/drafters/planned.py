@@ -21,7 +21,7 @@ import numpy as np
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import whole
-from leapahead.core.tree import Budget, TokenTree, TreeBuilder
+from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import Drafter, Host, Probabilities
 from leapahead.drafters.draft_forwards import DraftForwards, StepForwards
 from leapahead.drafters.sources.compiled import counterpart
@@ -38,9 +38,7 @@ from leapahead.planner.source import Source
 from leapahead.planner.tree_search import TreeSearch
 
 MOST_NODES = 128  # of one sequence, where no limit is given
-USUAL_NODES = 8  # drafted nodes per sequence that are assumed when the price of probe nodes is estimated
 WORTH = 1.02  # expected gain from which asking the sources in the next step is worth its time
-RECENT = 0.1  # weight of the newest step in the mean of accepted tokens
 
 
 class Drafting:
@@ -52,16 +50,12 @@ class Drafting:
         correction: its factor on the acceptance estimates.
         back_off: of drafting.
         search: of the step that is under way; None where no source was asked.
-        probing: the sources that add probe nodes in this step.
-        accepted: drafted tokens that recent steps committed, on average.
     """
 
     def __init__(self, sequence: SequenceView, sources: list[Source]) -> None:
         self.sequence, self.sources = sequence, sources
         self.correction, self.back_off = Correction(), BackOff()
         self.search: TreeSearch | None = None
-        self.probing: list[Source] = []
-        self.accepted = 0.5
 
 
 class Planned(Drafter):
@@ -122,8 +116,7 @@ class Planned(Drafter):
             else:
                 usable.append(source)
                 self.capture |= source.capture
-        # With a fixed number of nodes, only probe nodes are planned.
-        self.plans = bool(usable) and (not self.nodes or any(source.probe_name for source in usable))
+        self.plans = bool(usable) and not self.nodes
         if not usable:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
             warnings.warn(
@@ -157,14 +150,9 @@ class Planned(Drafter):
                 self._judge(step)
             if drafting.search is None:
                 continue  # a plain step; its tokens are read when the sources are asked next
-            cost = step.forward.cost
-            profile = self.host.latency.profile(cost.sequences) if self.plans else None
             for source in drafting.sources:
                 source.observe(sequence, step)
-                if profile is not None:
-                    source.learn_yield(len(step.tokens), profile(cost.rows) / profile(cost.sequences))
             drafting.search.learn(step)
-            drafting.accepted += (step.verdict.accepted - drafting.accepted) * RECENT
         self._observing += self.host.latency.clock() - began
 
     def _judge(self, step: Step) -> None:
@@ -232,7 +220,6 @@ class Planned(Drafter):
         if not active:
             return found
         plan = StepPlan(total, self.host.info.padded, self.host.latency, self._drafting_time)
-        probes = [self._probe_nodes(drafting, plan) for drafting in active.values()]
         forwards = None
         if self.draft_forwards is not None:
             sources = [source for drafting in active.values() for source in drafting.sources]
@@ -242,7 +229,7 @@ class Planned(Drafter):
             if guard.suspended:  # the sources are asked all the same, and compared with what the target chooses
                 kept = {index: 1 for index, search in searches.items() if search.next >= 0.0}
                 break
-            kept = self._sizes(searches, plan, probes, forwards.seconds if forwards else 0.0)
+            kept = self._sizes(searches, plan, forwards.seconds if forwards else 0.0)
             if forwards is None or not forwards.more(searches, kept):
                 break
         pays = not self.nodes and self._pays(searches, kept, plan, forwards.seconds if forwards else 0.0)
@@ -252,8 +239,6 @@ class Planned(Drafter):
             if not self.nodes:
                 longest = plan.longest_back_off(self._drafting_time(0))
                 drafting.back_off.update(paid=pays and kept[index] > 1, longest=longest)
-            if drafting.probing and not guard.suspended:
-                found[index] = _with_probes(found[index], drafting, budgets[index])
         if forwards is not None:
             forwards.settle(searches, {index: len(found[index].tree) > 1 for index in active})
         spent = self.host.latency.clock() - began + self._observing - (forwards.seconds if forwards else 0.0)
@@ -280,25 +265,17 @@ class Planned(Drafter):
         table, correction = self.host.acceptance, drafting.correction
         return tree_search(drafting.sequence, drafting.sources, table, within, self.seed_aware, correction)
 
-    def _sizes(
-        self, searches: Mapping[int, TreeSearch], plan: StepPlan, probes: Sequence[int], spent: float
-    ) -> dict[int, int]:
+    def _sizes(self, searches: Mapping[int, TreeSearch], plan: StepPlan, spent: float) -> dict[int, int]:
         """How many nodes of each tree are drafted, the root counted.
 
         Args:
             searches: by index of the sequence.
             plan: of the step.
-            probes: probe nodes of each tree.
             spent: seconds that draft forwards have taken in this step.
         """
-        if self.nodes:
-            return take_all(searches, self.nodes)
-        extra = plan.sequences * max(probes) if plan.padded else sum(probes)
-        return sizes_that_pay(searches, plan, extra, spent)
+        return take_all(searches, self.nodes) if self.nodes else sizes_that_pay(searches, plan, spent)
 
-    def _pays(
-        self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int], plan: StepPlan, spent: float
-    ) -> bool:
+    def _pays(self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int], plan: StepPlan, spent: float) -> bool:
         """Whether these trees are worth more than plain steps without any drafting, which is not yet sunk there.
 
         Args:
@@ -311,34 +288,3 @@ class Planned(Drafter):
         tokens = plan.sequences - len(kept) + sum(sum(searches[index].expected[:size]) for index, size in kept.items())
         seconds = profile.planned(plan.rows(kept)) + plan.drafting(drafted) + spent
         return tokens / seconds > WORTH * plan.sequences / profile(plan.sequences)
-
-    def _probe_nodes(self, drafting: Drafting, plan: StepPlan) -> int:
-        """The number of probe nodes of a sequence; a source whose probe nodes cost too much is told to skip them."""
-        drafting.probing = []
-        found, usual = 0, plan.sequences * USUAL_NODES
-        for source in drafting.sources:
-            if not (size := source.probe_nodes):
-                continue
-            if not self.nodes:
-                profile = plan.latency.profile(plan.sequences)
-                if profile.planned(usual + plan.sequences * size) == float("inf"):
-                    continue  # so many rows were never seen: the drafts grow first
-                share = profile(usual + plan.sequences * size) / profile(usual) - 1  # of a step
-                if share * (1 + drafting.accepted) > source.probe_gain:
-                    source.skip_probe()
-                    continue
-            drafting.probing.append(source)
-            found += size
-        return found
-
-
-def _with_probes(proposal: Proposal, drafting: Drafting, budget: Budget) -> Proposal:
-    """The proposal with the probe nodes of a sequence's sources, which have no estimate."""
-    builder = TreeBuilder.of(proposal.tree, budget)
-    names = list(proposal.sources)
-    for source in drafting.probing:
-        source.probe(drafting.sequence, builder)
-        names += [source.probe_name] * (len(builder) - len(names))
-    assert proposal.expected is not None
-    expected = np.pad(proposal.expected, (0, len(builder) - len(proposal.tree)), constant_values=np.nan)
-    return Proposal(builder.build(), tuple(names), expected)

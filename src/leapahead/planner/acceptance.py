@@ -34,7 +34,7 @@ UNKNOWN = 0.25  # the estimate of a key of which nothing is known
 REFRESH, FIRST_REFRESH = 256, 8  # trials after which kept estimates are computed anew: later, and at first
 
 # Of a request's correction: weight of the prior in expected hits, its mean, and what every trial's weight decays by.
-CORRECTION_WEIGHT, CORRECTION_START, CORRECTION_DECAY = 6.0, 0.9, 0.98
+CORRECTION_WEIGHT, CORRECTION_START, CORRECTION_DECAY = 6.0, 1.0, 0.98
 
 
 class Correction:

@@ -176,27 +176,26 @@ def take_all(searches: Mapping[int, TreeSearch], nodes: int) -> dict[int, int]:
     return {index: search.take_all(nodes) for index, search in searches.items()}
 
 
-def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, extra: int, spent: float) -> dict[int, int]:
+def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, spent: float) -> dict[int, int]:
     """How many nodes of each tree are drafted, the root counted, so that tokens come fastest; see `best_sizes`.
 
     Args:
         searches: of the sequences that draft, with nothing taken.
         plan: of the step.
-        extra: rows of probe nodes.
         spent: seconds that draft forwards have taken in this step.
     """
     profile, drafting = plan.latency.profile(plan.sequences), plan.drafting
     compiled = _compiled(searches)
     if compiled and not profile.fixed:
         found = native.module.best_sizes(
-            compiled, profile.plans, profile.sizes, plan.sequences, extra, plan.padded, spent, *drafting.parameters
+            compiled, profile.plans, profile.sizes, plan.sequences, 0, plan.padded, spent, *drafting.parameters
         )
         return dict(zip(searches, found, strict=True))
     others = plan.sequences - len(searches)  # sequences that draft nothing have one row each
 
     def seconds(rows: int) -> float:
         """Of the forward, if these trees have so many rows."""
-        return profile.planned((plan.sequences * (rows // len(searches)) if plan.padded else rows + others) + extra)
+        return profile.planned(plan.sequences * (rows // len(searches)) if plan.padded else rows + others)
 
     found = best_sizes(
         list(searches.values()), seconds, profile.sizes, lambda nodes: spent + drafting(nodes), padded=plan.padded

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from leapahead import native
-from leapahead.core.tree import TreeBuilder
 from leapahead.models.base import NOTHING, Capture
 from leapahead.models.choices import PromptRows
 from leapahead.planner.draft import SequenceView, Step
@@ -58,7 +57,6 @@ class Source(ABC):
         capture: what the target's forwards are to give beside the choices.
         costs_forward: whether a candidate list costs a forward of another model. How often the first of its candidates
             is right is then counted under a key of its own, which tells what such a forward is worth.
-        probe_name: who drafted its probe nodes, in reports; "" for a source that adds none.
         compiled: the source of the compiled module that the compiled search asks in its place; None for most.
     """
 
@@ -66,7 +64,6 @@ class Source(ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     capture: ClassVar[Capture] = NOTHING
     costs_forward: ClassVar[bool] = False
-    probe_name: ClassVar[str] = ""
     compiled: native.module.Source | None = None
 
     # ------------------------------------------------------------------------------- the life of a sequence
@@ -115,29 +112,6 @@ class Source(ABC):
             score: see `SequenceView.scores`, for the position of the candidates.
         """
         return self.candidates(state, NOISE_CANDIDATES)
-
-    # ------------------------------------------------------------------------------------------ probe nodes
-    # Nodes that a source adds to the finished tree because it reads back the target's choices after them. They have
-    # no estimate and are paid for by what the source hopes to learn from them.
-
-    @property
-    def probe_nodes(self) -> int:
-        """How many probe nodes `probe` would add to the next tree; 0 for none."""
-        return 0
-
-    @property
-    def probe_gain(self) -> float:
-        """Further tokens a step that the probe nodes are hoped to bring. Dearer ones are not added."""
-        return 0.0
-
-    def skip_probe(self) -> None:  # noqa: B027
-        """Called instead of `probe` where the probe nodes cost more than `probe_gain` tokens."""
-
-    def probe(self, sequence: SequenceView, builder: TreeBuilder) -> None:  # noqa: B027
-        """Adds the probe nodes to the tree of the next step, inside the builder's budget."""
-
-    def learn_yield(self, tokens: int, cost: float) -> None:  # noqa: B027
-        """Called after a step with the number of committed tokens and the forward's expected time in plain steps."""
 
     # --------------------------------------------------------------------------------------------- reports
 
