@@ -83,6 +83,7 @@ def run(case: Case, seed: int, right: bool = False) -> Outcome:
     times, done = [0.0], [0.0]  # after each step: seconds; tokens per sequence
     while done[-1] < length or len(done) <= least:
         engine.step()
+        assert not any(handle.done for handle in handles), "a text has ended"
         times.append(world.now)
         done.append(sum(len(handle.tokens) for handle in handles) / case.sequences)
     unit = world.seconds(case.sequences)

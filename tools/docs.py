@@ -119,6 +119,31 @@ def cost_table(root: Path) -> str:
     return table(heads, rows) + _conditions(data, "cost_curve")
 
 
+def regret_table(root: Path) -> str:
+    """Regret and gain of planning, from docs/figures/regret.json: a row for each start, load or batch, by curve."""
+    data = json.loads((root / "docs/figures/regret.json").read_text(encoding="utf-8"))
+
+    def percent(value: float | None) -> str:
+        return "" if value is None else f"{100 * value:.1f}"
+
+    heads = (
+        "case | curve | acceptance | regret, % | in plain steps | mean - 10 steps, % | 95th percentile - 10 steps, %"
+    )
+    rows = [
+        [
+            *(row[name] for name in ("what", "curve", "acceptance")),
+            percent(row["regret"]),
+            f"{row['regret_steps']:.1f}",
+            percent(row["mean_excess"]),
+            percent(row["p95_excess"]),
+            percent(row["gain"]),
+            percent(row["right_gain"]),
+        ]
+        for row in data["rows"]
+    ]
+    return table(heads + " | time saved from step 60 on, % | with the right profile, %", rows)
+
+
 def _gguf(root: Path, part: str) -> tuple[dict[str, Any], str]:
     """File -> its figures of one part, and the conditions, from docs/llama-cpp.json."""
     data = json.loads((root / "docs/llama-cpp.json").read_text(encoding="utf-8"))
@@ -183,6 +208,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "check": check_table,
     "overhead": overhead_table,
     "cost-curve": cost_table,
+    "regret": regret_table,
     "gguf-check": gguf_check_table,
     "gguf-plain": gguf_plain_table,
     "gguf-curve": gguf_curve_table,

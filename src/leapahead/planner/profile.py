@@ -240,8 +240,8 @@ class ProfileStore:
         entries = self._entries()
         for sequences, profile in profiles.items():
             before = entries.get(str(sequences))
-            kept = isinstance(before, dict) and not measured and not profile.contradicted
-            age = before.get("measured") if kept else None
+            is_new = measured or profile.contradicted
+            age = before.get("measured") if isinstance(before, dict) and not is_new else None
             profile.contradicted = False
             entries[str(sequences)] = {
                 "measured": age if isinstance(age, (int, float)) else now,
