@@ -22,6 +22,7 @@ from leapahead.models.choices import best
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import Step
 from leapahead.planner.sizing import LONGEST_BACK_OFF
+from research.oracle import Oracle
 
 STEEP = {1: 1.0, 2: 1.9, 4: 3.7, 64: 60.0}
 CHEAP = {1: 1.0, 8: 1.05, 128: 2.0}
@@ -186,6 +187,36 @@ def test_figures_report_estimates_and_latency() -> None:
     assert {"suffix", "recycling", "siblings", "acceptance", "milliseconds"} <= set(found)
     assert found["acceptance"]
     assert all(0 <= p <= 1 for p in found["acceptance"].values())
+
+
+def test_a_fixed_number_of_nodes_is_kept_and_no_time_is_read() -> None:
+    target, stop = ToyTarget(vocab_size=20, order=2), StopParams(max_new_tokens=80)
+    twice = []
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, seed=5)
+        runs = [
+            run(target, Auto(nodes=7), [1, 2, 3], params, stop, latency=FixedLatency(target, seconds))
+            for seconds in (CHEAP, STEEP)
+        ]
+        twice.append([[(step.tree.token_list, step.tree.parent_list) for step in done.steps] for done in runs])
+        sizes = [len(step.tree) - 1 for step in runs[0].steps[10:-8]]  # the last trees end where the text must end
+        assert max(sizes) == 7
+        assert np.mean(sizes) > 5  # fewer only where there are no more candidates
+    assert all(first == second for first, second in twice)
+    engine = Engine(target)
+    assert not engine.drafter("auto", nodes=7).plans
+    assert engine.drafter("auto").plans
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_oracle_over_the_same_candidates_accepts_more(temperature: float) -> None:
+    target, stop = ToyTarget(vocab_size=40, order=2), StopParams(max_new_tokens=150)
+    params = SamplingParams(temperature=temperature, seed=5)
+    plain = run(target, None, [1, 2, 3], params, stop)
+    oracle = run(target, Oracle({(1, 2, 3): [1, 2, 3, *plain.tokens]}, nodes=5), [1, 2, 3], params, stop)
+    auto = run(target, Auto(nodes=5), [1, 2, 3], params, stop)
+    assert plain.tokens == oracle.tokens == auto.tokens
+    assert oracle.stats.acceptance_length > auto.stats.acceptance_length
 
 
 def test_sequences_of_a_batch_share_a_cache_and_leave_without_harm() -> None:
