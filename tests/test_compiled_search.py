@@ -116,7 +116,6 @@ def test_proposals_are_equal_with_any_options(
     st.lists(st.floats(0.1, 3.0), min_size=1, max_size=40),
     st.booleans(),
     st.integers(0, 3),
-    st.integers(0, 4),
     st.floats(0.0, 0.5),
 )
 def test_sizes_are_equal(
@@ -124,7 +123,6 @@ def test_sizes_are_equal(
     times: list[float],
     padded: bool,
     others: int,
-    extra: int,
     per_node: float,
 ) -> None:
     """Searches whose only source is a suffix automaton, planned with any times."""
@@ -141,7 +139,7 @@ def test_sizes_are_equal(
     sizes = [1, 2, 3, 5, 8, 12, 16, 32]
 
     def seconds(rows: int) -> float:
-        total = (sequences * (rows // roots) if padded else rows + others) + extra
+        total = sequences * (rows // roots) if padded else rows + others
         return times[total] if total < len(times) else float("inf")
 
     def drafting(nodes: int) -> float:
@@ -151,7 +149,7 @@ def test_sizes_are_equal(
         return
     expected = best_sizes(searches[0], seconds, sizes, drafting, padded=padded)
     compiled = [search.compiled for search in searches[1] if isinstance(search, CompiledSearch)]
-    found = native.module.best_sizes(compiled, times, sizes, sequences, extra, padded, 0.01, 0.02, per_node)
+    found = native.module.best_sizes(compiled, times, sizes, sequences, padded, 0.01, 0.02, per_node)
     assert found == expected
     assert [search.expected for search in searches[1]] == [search.expected for search in searches[0]]
 

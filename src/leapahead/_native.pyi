@@ -172,7 +172,6 @@ def best_sizes(
     seconds: list[float],
     sizes: list[int],
     sequences: int,
-    extra: int,
     padded: bool,
     spent: float,
     base: float,
@@ -185,7 +184,6 @@ def best_sizes(
         seconds: of a forward by its number of rows, all sequences together; larger ones are not possible.
         sizes: numbers of rows that are looked at ahead.
         sequences: of the forward.
-        extra: rows of probe nodes.
         padded: whether all sequences have as many rows as the longest.
         spent, base, per_node: seconds outside the forward: so far, always, and for each drafted node.
     """

@@ -64,6 +64,12 @@ size_t width(const Matrix<int64_t> &following, const Matrix<double> &logits, siz
     return rows > 1 ? static_cast<size_t>(following.stride(0)) : following.shape(1);
 }
 
+Row row_of(const Vector<int32_t> &tokens, const Vector<float> &logp, size_t first, size_t end) {
+    auto row = std::make_shared<leapahead::TopK>();
+    for (size_t i = first; i < end; ++i) row->push_back({tokens(i), logp(i)});
+    return row;
+}
+
 void bind_adjacency(nb::module_ &m) {
     nb::class_<Adjacency>(m, "Adjacency")
         .def(nb::init<size_t>(), "capacity"_a)
@@ -74,8 +80,13 @@ void bind_adjacency(nb::module_ &m) {
                 const int size = static_cast<int>(std::min<size_t>(key.size(), 2));
                 const auto *found = self.find(Context::of(key.data() + key.size() - size, size));
                 if (found == nullptr) return nb::none();
-                auto row = std::make_pair(to_numpy(found->row->tokens), to_numpy(found->row->logp));
-                return nb::cast(std::make_pair(std::move(row), found->context.size));
+                std::vector<int32_t> tokens;
+                std::vector<float> logp;
+                for (const leapahead::Likely &each : *found->row) {
+                    tokens.push_back(each.token);
+                    logp.push_back(each.logp);
+                }
+                return nb::cast(std::make_pair(std::make_pair(to_numpy(tokens), to_numpy(logp)), found->context.size));
             },
             "key"_a)
         .def(
@@ -83,10 +94,7 @@ void bind_adjacency(nb::module_ &m) {
             [](Adjacency &self, const std::vector<int32_t> &key, Vector<int32_t> tokens, Vector<float> logp) {
                 if (key.empty() || key.size() > 2 || tokens.size() != logp.size())
                     throw nb::value_error("a context has one or two tokens, and as many log-probabilities as tokens");
-                auto row = std::make_shared<leapahead::TopK>();
-                row->tokens.assign(tokens.data(), tokens.data() + tokens.size());
-                row->logp.assign(logp.data(), logp.data() + logp.size());
-                self.put(Context::of(key.data(), static_cast<int>(key.size())), row);
+                self.put(Context::of(key.data(), static_cast<int>(key.size())), row_of(tokens, logp, 0, tokens.size()));
                 self.drop_oldest();
             },
             "key"_a, "tokens"_a, "logp"_a)
@@ -98,9 +106,11 @@ void bind_adjacency(nb::module_ &m) {
                      const Context &context = entry.context;
                      before.push_back(context.size == 2 ? context.tokens[0] : -1);
                      tokens.push_back(context.tokens[context.size - 1]);
-                     counts.push_back(static_cast<int32_t>(entry.row->tokens.size()));
-                     following.insert(following.end(), entry.row->tokens.begin(), entry.row->tokens.end());
-                     logp.insert(logp.end(), entry.row->logp.begin(), entry.row->logp.end());
+                     counts.push_back(static_cast<int32_t>(entry.row->size()));
+                     for (const leapahead::Likely &each : *entry.row) {
+                         following.push_back(each.token);
+                         logp.push_back(each.logp);
+                     }
                  });
                  return std::make_tuple(to_numpy(before), to_numpy(tokens), to_numpy(counts), to_numpy(following),
                                         to_numpy(logp));
@@ -114,11 +124,9 @@ void bind_adjacency(nb::module_ &m) {
                 for (size_t i = 0; i < tokens.size(); ++i) {
                     const size_t end = first + static_cast<size_t>(counts(i));
                     if (end > following.size()) throw nb::value_error("the counts do not match the tokens");
-                    auto row = std::make_shared<leapahead::TopK>();
-                    row->tokens.assign(following.data() + first, following.data() + end);
-                    row->logp.assign(logp.data() + first, logp.data() + end);
                     const int32_t both[] = {before(i), tokens(i)};
-                    others.emplace_back(before(i) < 0 ? Context::of(both + 1, 1) : Context::of(both, 2), row);
+                    others.emplace_back(before(i) < 0 ? Context::of(both + 1, 1) : Context::of(both, 2),
+                                        row_of(following, logp, first, end));
                     first = end;
                 }
                 self.merge(others);

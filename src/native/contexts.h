@@ -7,11 +7,12 @@
 
 namespace leapahead {
 
-// The k likeliest tokens after a context, with their log-probabilities; the likeliest first.
-struct TopK {
-    std::vector<int32_t> tokens;
-    std::vector<float> logp;
+// The k likeliest tokens after a context, the likeliest first.
+struct Likely {
+    int32_t token;
+    float logp;
 };
+using TopK = std::vector<Likely>;
 using Row = std::shared_ptr<const TopK>;
 
 // The last tokens of a text, the oldest first.

@@ -45,10 +45,9 @@ void Recycling::keep(const std::vector<Context> &contexts, const int64_t *tokens
         double sum = 0.0;
         for (int i = 0; i < k_; ++i) sum += std::exp(values[i] - values[0]);
         const double log_sum = std::log(sum);
-        auto top_k = std::make_shared<TopK>();
-        top_k->tokens.assign(ids, ids + k_);
-        top_k->logp.reserve(k_);
-        for (int i = 0; i < k_; ++i) top_k->logp.push_back(static_cast<float>(values[i] - values[0] - log_sum));
+        auto top_k = std::make_shared<TopK>(static_cast<size_t>(k_));
+        for (int i = 0; i < k_; ++i)
+            (*top_k)[i] = {static_cast<int32_t>(ids[i]), static_cast<float>(values[i] - values[0] - log_sum)};
         const Context &context = contexts[row];
         const Row entered = std::move(top_k);
         for (int length = context.size; length > 0; --length)
@@ -112,8 +111,8 @@ void Recycling::candidates(int state, int limit, std::vector<Candidate> &found) 
     Feature feature;
     const TopK *row = find(states_[state], feature);
     if (row == nullptr) return;
-    const size_t count = std::min(row->tokens.size(), static_cast<size_t>(limit));
-    for (size_t i = 0; i < count; ++i) found.push_back({row->tokens[i], row->logp[i], feature, 0.0, false});
+    const size_t count = std::min(row->size(), static_cast<size_t>(limit));
+    for (size_t i = 0; i < count; ++i) found.push_back({(*row)[i].token, (*row)[i].logp, feature, 0.0, false});
 }
 
 void Recycling::seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) {
@@ -121,8 +120,8 @@ void Recycling::seed_aware_candidates(int state, int limit, const Scoring &score
     const TopK *row = find(states_[state], feature);
     if (row == nullptr) return;
     TopScored top(score, limit, scored_);
-    for (size_t i = 0; i < row->tokens.size(); ++i) top.offer(row->tokens[i], row->logp[i], static_cast<int>(i));
-    for (const auto &[value, i] : scored_) found.push_back({row->tokens[i], row->logp[i], feature, value, true});
+    for (size_t i = 0; i < row->size(); ++i) top.offer((*row)[i].token, (*row)[i].logp, static_cast<int>(i));
+    for (const auto &[value, i] : scored_) found.push_back({(*row)[i].token, (*row)[i].logp, feature, value, true});
 }
 
 }  // namespace leapahead

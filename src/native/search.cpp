@@ -97,6 +97,7 @@ void Search::expand(int node, double chance) {
     const int first = static_cast<int>(guesses_.size()), first_asked = static_cast<int>(asked_.size());
     Scoring score = scoring_;
     score.position += static_cast<uint64_t>(depth);
+    tokens_.clear();
     proposed_.clear();
     found_.clear();
     parameters_.clear();
@@ -179,18 +180,19 @@ void Search::rank(int source, int limit, const Scoring &score) {
 
 void Search::add(int32_t token, Key key) {
     const int at = static_cast<int>(found_.size());
-    auto known = std::find_if(proposed_.begin(), proposed_.end(), [&](const Proposed &p) { return p.token == token; });
+    const size_t place = std::find(tokens_.begin(), tokens_.end(), token) - tokens_.begin();
     found_.push_back({{key, 0.0, 0.0, num_asked_}, -1});
     Opinion &opinion = found_.back().opinion;
     opinion.p = table_->probability(key, opinion.logit);
-    if (known == proposed_.end()) {
-        proposed_.push_back({token, at, at});
-    } else if (Found &last = found_[known->last]; last.opinion.asked == num_asked_) {
+    if (place == tokens_.size()) {
+        tokens_.push_back(token);
+        proposed_.push_back({at, at});
+    } else if (Found &last = found_[proposed_[place].last]; last.opinion.asked == num_asked_) {
         last.opinion = opinion;  // a source that names a token twice: the last one counts
         found_.pop_back();
     } else {
         last.next = at;
-        known->last = at;
+        proposed_[place].last = at;
     }
 }
 
@@ -199,7 +201,7 @@ int Search::proposing(const Guess &guess) const {
 }
 
 Search::Guess Search::joined(int place) {
-    Guess guess{proposed_[place].token, 0.0, 0, static_cast<int>(opinions_.size()), 0};
+    Guess guess{tokens_[place], 0.0, 0, static_cast<int>(opinions_.size()), 0};
     for (int at = proposed_[place].first; at >= 0; at = found_[at].next) opinions_.push_back(found_[at].opinion);
     guess.end_opinion = static_cast<int>(opinions_.size());
     const int index = proposing(guess), first_asked = static_cast<int>(asked_.size()) - num_asked_;

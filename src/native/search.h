@@ -82,7 +82,7 @@ class Search {
     // Adds those of `candidates_` that have the greatest scores.
     void rank(int source, int limit, const Scoring &score);
     void add(int32_t token, Key key);
-    // The guess on a token, from the opinions of all sources that propose it.
+    // The guess on number `place` of `tokens_`, from the opinions of all sources that propose it.
     Guess joined(int place);
     // The index of the mixer's parameters for so many sources that propose its token.
     int proposing(const Guess &guess) const;
@@ -107,8 +107,7 @@ class Search {
     std::vector<int> asked_;  // of all nodes one after the other: sources that have candidates there
     // Of one call of `expand`; members so that their memory is kept.
     struct Proposed {
-        int32_t token;
-        int first, last;  // of its opinions in found_
+        int first, last;  // of a token's opinions in found_
     };
     struct Found {
         Opinion opinion;
@@ -116,7 +115,8 @@ class Search {
     };
     std::vector<Candidate> candidates_;
     std::vector<int> order_of_;
-    std::vector<Proposed> proposed_;
+    std::vector<int32_t> tokens_;
+    std::vector<Proposed> proposed_;  // of each of tokens_
     std::vector<Found> found_;
     std::vector<Mixer::Parameters *> parameters_;
     int num_asked_ = 0;

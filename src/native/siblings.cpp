@@ -114,10 +114,12 @@ void Siblings::observe(int64_t length, int64_t position, const std::vector<int> 
         const int64_t *tokens = following + node * width;
         const double *values = logits + node * width;
         double sum = 0.0;
-        for (int i = 0; i < k_; ++i) sum += std::exp(values[i] - values[0]);
-        const double log_sum = std::log(sum);
-        for (int i = 0; i < k_; ++i)
-            row.add(static_cast<int32_t>(tokens[i]), weight * std::exp(values[i] - values[0] - log_sum));
+        chances_.clear();
+        for (int i = 0; i < k_; ++i) {
+            chances_.push_back(std::exp(values[i] - values[0]));
+            sum += chances_.back();
+        }
+        for (int i = 0; i < k_; ++i) row.add(static_cast<int32_t>(tokens[i]), weight * (chances_[i] / sum));
     }
 }
 

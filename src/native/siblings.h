@@ -64,6 +64,7 @@ class Siblings : public Source {
     int k_;
     int64_t end_ = 0;
     std::vector<Row> rows_;
+    std::vector<double> chances_;  // of one call; a member so that its memory is kept
 };
 
 }  // namespace leapahead

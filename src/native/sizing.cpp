@@ -16,7 +16,7 @@ class Step {
     // Of the step, where the trees have so many rows and as many drafted nodes as `nodes`.
     double operator()(int rows, int nodes) const {
         const int size = costs_.padded ? costs_.sequences * (rows / searches_) : rows + costs_.sequences - searches_;
-        const size_t all = static_cast<size_t>(size + costs_.extra);
+        const size_t all = static_cast<size_t>(size);
         const double forward =
             all < costs_.seconds.size() ? costs_.seconds[all] : std::numeric_limits<double>::infinity();
         return forward + (costs_.spent + (costs_.base + costs_.per_node * nodes));

@@ -12,7 +12,6 @@ struct Costs {
     const std::vector<double> &seconds;  // of the forward, by its number of rows; larger forwards are not possible
     const std::vector<int> &sizes;       // numbers of rows that are looked at ahead
     int sequences;                       // of the forward, whether they draft or not
-    int extra;                           // rows of probe nodes
     bool padded;                         // all sequences have as many rows as the longest
     double spent, base, per_node;        // seconds outside the forward: so far, always, and for each drafted node
 };

@@ -188,7 +188,7 @@ def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, spent: fl
     compiled = _compiled(searches)
     if compiled and not profile.fixed:
         found = native.module.best_sizes(
-            compiled, profile.plans, profile.sizes, plan.sequences, 0, plan.padded, spent, *drafting.parameters
+            compiled, profile.plans, profile.sizes, plan.sequences, plan.padded, spent, *drafting.parameters
         )
         return dict(zip(searches, found, strict=True))
     others = plan.sequences - len(searches)  # sequences that draft nothing have one row each

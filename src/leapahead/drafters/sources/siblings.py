@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from functools import reduce
-from math import exp, log
+from math import log
 from operator import add
 from typing import Any, ClassVar
 
@@ -76,8 +76,8 @@ class Siblings(Source):
         if not nodes:
             return
         following, logits = step.choices.top_k(self._k)
-        logp = logits - logits[:, :1]
-        logp -= np.log(np.exp(logp).sum(axis=1, keepdims=True))
+        chances = np.exp(logits - logits[:, :1])
+        chances /= chances.sum(axis=1, keepdims=True)
         below = {step.verdict.path[-1]}  # the end of the committed path, and what is below it
         for node in range(1, len(tree)):
             if tree.parent_list[node] in below:
@@ -85,8 +85,8 @@ class Siblings(Source):
         for node in nodes:
             row = self._rows.setdefault(step.position + tree.depth_list[node] + 1, {})
             weight = 1.0 if node in below else ASIDE
-            for token, value in zip(following[node].tolist(), logp[node].tolist(), strict=True):
-                row[token] = row.get(token, 0.0) + weight * exp(value)
+            for token, chance in zip(following[node].tolist(), chances[node].tolist(), strict=True):
+                row[token] = row.get(token, 0.0) + weight * chance
 
     def figures(self) -> dict[str, Any]:
         return {"positions": len(self._rows)}
