@@ -62,12 +62,12 @@ def conditions(root: Path, name: str, cost: str, batch: str = ", batch 1") -> st
     given = ", ".join(f"{count} {family}" for family, count in prompts.items())
     threads = " and ".join(dict.fromkeys(str(each["threads"]) for each in told["targets"].values()))
     versions = ", ".join(f"{package} {number}" for package, number in told["versions"].items() if number)
-    others = ", ".join(dict.fromkeys(told["peers"].values()))
+    versions = "; ".join(filter(None, (versions, ", ".join(dict.fromkeys(told["peers"].values())))))
     return (
         f"Conditions: the bundled model at the cost of {cost} parameters{batch}; {given} prompts, "
         f"up to {told['max_new_tokens']} new tokens each (the table says how many prompts each target has had); "
         f"{told['rounds']} round after a warm-up, in which all take turns "
-        f"on each prompt; {threads} threads on {told['cpu']}; {versions}; {others}; commit {told['commit'][:10]}."
+        f"on each prompt; {threads} threads on {told['cpu']}; {versions}; commit {told['commit'][:10]}."
     )
 
 
