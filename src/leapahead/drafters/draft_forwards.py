@@ -19,7 +19,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, takewhile
-from time import perf_counter
 from typing import NamedTuple
 
 from leapahead.drafters.draft_models import DraftModel
@@ -283,18 +282,18 @@ class StepForwards:
             paths.setdefault(place.source, []).append(place.path)
         self._read_ahead([source for source in paths if not source.runner.opened])
         ready = [(source, some) for source, some in paths.items() if source.runner.opened and not source.runner.reading]
-        began = perf_counter()
+        began = self.plan.latency.clock()
         model = next(model for model in self.forwards.models if model.target is chosen[0].source.target)
         forward = DraftSource.draft(ready) if ready else None
         if forward is not None:
             model.latency.observe(forward)
         self._runs[model] += 1
-        self.seconds += perf_counter() - began
+        self.seconds += self.plan.latency.clock() - began
         return forward is not None
 
     def _read_ahead(self, sources: Sequence[DraftSource]) -> None:
         """Reads one chunk of each text for its draft model."""
-        began = perf_counter()
+        began = self.plan.latency.clock()
         for source in sources:
             source.runner.read_ahead()
-        self.seconds += perf_counter() - began if sources else 0.0
+        self.seconds += self.plan.latency.clock() - began if sources else 0.0
