@@ -164,8 +164,8 @@ docs: $(WITH_DOCS)
 	$(BIN)/python tools/docs.py
 	$(BIN)/zensical build --strict
 
-wheel: $(INSTALLED)
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+wheel: $(INSTALLED)  # in an environment of its own, which gets CMake where the machine has none
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

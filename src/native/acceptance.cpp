@@ -9,8 +9,6 @@ namespace {
 constexpr double kPriorTrials = 6.0, kMostTrials = 300.0;
 constexpr int64_t kRefresh = 256, kFirstRefresh = 8;
 
-size_t hashed(uint64_t key) { return static_cast<size_t>((key * 0x9E3779B97F4A7C15) >> 20); }
-
 }  // namespace
 
 AcceptanceTable::AcceptanceTable() : places_(1 << 12, Entry{0, -1.0, 0.0, 0.0, 0.0, 0.0, -1}) {}
@@ -69,13 +67,19 @@ double AcceptanceTable::probability(Key key, double &logit) {
 }
 
 double AcceptanceTable::estimate(Key key, double unknown) const {
+    const Entry *counted[Key::kMost];  // from fine to coarse, up to the first prefix that has a prior
+    int count = 0;
     double estimate = unknown;
-    for (int size = 1; size <= key.size(); ++size) {
+    for (int size = key.size(); size > 0; --size) {
         const Entry *found = find(key.prefix(size).bits());
         if (found == nullptr) continue;
-        if (found->prior >= 0.0) estimate = found->prior;
-        if (found->trials > 0.0) estimate = (found->hits + kPriorTrials * estimate) / (found->trials + kPriorTrials);
+        if (found->trials > 0.0) counted[count++] = found;
+        if (found->prior < 0.0) continue;
+        estimate = found->prior;
+        break;
     }
+    while (count-- > 0)
+        estimate = (counted[count]->hits + kPriorTrials * estimate) / (counted[count]->trials + kPriorTrials);
     return estimate;
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "mixer.h"
+#include "prefetch.h"
 
 namespace leapahead {
 
@@ -55,6 +56,8 @@ class AcceptanceTable {
     const std::string &name(uint32_t source) const { return names_[source]; }
 
     void set_prior(Key key, double estimate) { at(key).prior = estimate; }
+    // Tells the processor that the estimate of a key will be asked for.
+    void prefetch(Key key) const { leapahead::prefetch(&places_[hashed(key.bits()) & (places_.size() - 1)]); }
     // The estimate of a key, at most 256 trials old, and its logit.
     double probability(Key key, double &logit);
     double estimate(Key key, double unknown = 0.25) const;
@@ -69,14 +72,15 @@ class AcceptanceTable {
     Mixer mixer;
 
   private:
-    struct Entry {
-        uint64_t key;  // 0 where the place is free
-        double prior;  // negative where there is none
+    struct alignas(64) Entry {  // one line of the processor's cache
+        uint64_t key;           // 0 where the place is free
+        double prior;           // negative where there is none
         double hits, trials;
         double kept, logit;  // what `probability` gives until the next refreshment
         int64_t epoch;       // of these
     };
 
+    static size_t hashed(uint64_t key) { return static_cast<size_t>((key * 0x9E3779B97F4A7C15) >> 20); }
     const Entry *find(uint64_t key) const;
     Entry &at(Key key);
     void grow();

@@ -5,6 +5,8 @@
 #include <memory>
 #include <vector>
 
+#include "prefetch.h"
+
 namespace leapahead {
 
 // The k likeliest tokens after a context, the likeliest first.
@@ -44,6 +46,10 @@ class ContextTable {
     ContextTable() : places_(64, kFree) {}
 
     const Entry *find(const Context &context) const;
+    // Tells the processor that a context will be asked for.
+    void prefetch(const Context &context) const {
+        leapahead::prefetch(&places_[context.hash() & (places_.size() - 1)]);
+    }
     void put(const Context &context, Row row, int64_t number, bool move_to_end);
     // Drops the entries that come first in the order.
     void drop(size_t count);

@@ -81,6 +81,8 @@ int Recycling::root() {
 
 int Recycling::follow(int state, int32_t token) {
     states_.push_back(states_[state].with(token, longest_));
+    const Context &context = states_.back();
+    for (int length = 1; length <= context.size; ++length) own_.prefetch(context.last(length));
     return static_cast<int>(states_.size()) - 1;
 }
 

@@ -112,6 +112,7 @@ void Search::expand(int node, double chance) {
         table_->mixer.parameters(mode_, depth > 0, ids_[asked_[i]]);  // all are there before their places are kept
     for (int i = first_asked; i < static_cast<int>(asked_.size()); ++i)
         parameters_.push_back(&table_->mixer.parameters(mode_, depth > 0, ids_[asked_[i]]));
+    for (Found &each : found_) each.opinion.p = table_->probability(each.opinion.key, each.opinion.logit);
     double sum = 0.0;
     for (int place = 0; place < static_cast<int>(proposed_.size()); ++place) {
         guesses_.push_back(joined(place));
@@ -181,14 +182,13 @@ void Search::rank(int source, int limit, const Scoring &score) {
 void Search::add(int32_t token, Key key) {
     const int at = static_cast<int>(found_.size());
     const size_t place = std::find(tokens_.begin(), tokens_.end(), token) - tokens_.begin();
+    table_->prefetch(key);
     found_.push_back({{key, 0.0, 0.0, num_asked_}, -1});
-    Opinion &opinion = found_.back().opinion;
-    opinion.p = table_->probability(key, opinion.logit);
     if (place == tokens_.size()) {
         tokens_.push_back(token);
         proposed_.push_back({at, at});
     } else if (Found &last = found_[proposed_[place].last]; last.opinion.asked == num_asked_) {
-        last.opinion = opinion;  // a source that names a token twice: the last one counts
+        last.opinion = found_.back().opinion;  // a source that names a token twice: the last one counts
         found_.pop_back();
     } else {
         last.next = at;

@@ -56,6 +56,9 @@ class CompiledSuffix(Suffix):
         if fresh or volumes is not None:
             self.compiled.read(tokens[-max(fresh, LOCATE_TOKENS) :], fresh, volumes)
 
+    def observe(self, sequence: SequenceView, step: Step) -> None:
+        """The tokens are read before the next search."""
+
 
 class CompiledRecycling(Recycling):
     """See `Recycling`."""
@@ -118,3 +121,6 @@ class CompiledTableSource(TableSource):
 
     def read(self, sequence: SequenceView) -> None:
         self.compiled.set_end(sequence.root)
+
+    def observe(self, sequence: SequenceView, step: Step) -> None:
+        """The last token is read before the next search."""
