@@ -98,8 +98,8 @@ void Suffix::count(int limit) {
     for (const Place &match : level_) {
         followers_.clear();
         match.automaton->followers(match.state, limit, followers_);
-        for (const auto &[token, seen] : followers_) {
-            const int32_t count = seen ? seen : 1;
+        for (const Follower &each : followers_) {
+            const int32_t token = each.token, count = each.count ? each.count : 1;
             auto known =
                 std::find_if(counts_.begin(), counts_.end(), [&](const Counted &c) { return c.token == token; });
             if (known != counts_.end())
@@ -115,17 +115,18 @@ void Suffix::weigh(int length, double factor) {
     for (const Counted &each : counts_) counted += each.count;
     const int bucket = bisect_left(kLengthBuckets, length);
     const double share = factor / static_cast<double>(counted);
-    for (const auto &[token, count, own] : counts_) {
-        const double weight = static_cast<double>(count) * share;
-        auto known = std::find_if(weights_.begin(), weights_.end(), [&](const Weighed &w) { return w.token == token; });
+    for (const Counted &each : counts_) {
+        const double weight = static_cast<double>(each.count) * share;
+        auto known =
+            std::find_if(weights_.begin(), weights_.end(), [&](const Weighed &w) { return w.token == each.token; });
         if (known != weights_.end()) {
             known->weight += weight;
         } else {
             Feature feature;
             feature.append(bucket);
-            feature.append(static_cast<int>(std::min<int64_t>(count, 3)));
-            feature.append(own);
-            weights_.push_back({token, weight, feature});
+            feature.append(static_cast<int>(std::min<int64_t>(each.count, 3)));
+            feature.append(each.own);
+            weights_.push_back({each.token, weight, feature});
         }
     }
 }

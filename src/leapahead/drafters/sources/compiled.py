@@ -52,7 +52,11 @@ class CompiledSuffix(Suffix):
         fresh = len(tokens) - self.automaton.tokens
         if shared is not None and shared.version != self._version:
             self._version = shared.version
-            volumes = [(volume.automaton, len(volume.texts)) for volume in shared.volumes]
+            volumes = [
+                (volume.automaton, len(volume.texts))
+                for volume in shared.volumes
+                if isinstance(volume.automaton, native.module.SuffixAutomaton)  # all of them
+            ]
         if fresh or volumes is not None:
             self.compiled.read(tokens[-max(fresh, LOCATE_TOKENS) :], fresh, volumes)
 
