@@ -99,7 +99,7 @@ def test_stops(leapahead: Any, expected: Any) -> None:
         (["-d", "lookahead", "-W", "3", "-N", "3", "-G", "2"], {"window": 3, "ngram": 3, "guesses": 2}),
         (["-d", "lookahead", "--preset", "creative"], {"window": 5, "ngram": 4, "guesses": 8}),
         (["-d", "lookahead", "-o", "window=4", "-o", "start-from-pool=yes"], {"window": 4}),
-        (["-o", "sources=recycling", "-o", "nodes=3", "-o", "max-nodes=2"], {}),
+        (["-o", "sources=recycling", "-o", "nodes=2", "-o", "max-nodes=3"], {}),
         (["-d", "jacobi", "-o", "block=3"], {}),
     ],
 )

@@ -143,7 +143,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "auto": [
         {"nodes": 8},
         {},
-        {"nodes": 40, "sources": "prediction, recycling, lookahead", "datastore": STORE},
+        {"nodes": 40, "sources": "prediction, recycling, siblings", "datastore": STORE},
         {"max_nodes": 3, "seed_aware": False},
         {"nodes": 7, "draft": POOR},
     ],

@@ -516,7 +516,7 @@ def test_conversations_are_encoded_by_the_template(tiny_folder: Path) -> None:
         (["pool", "-t", "-1"], "error: --temperature=-1.0 is not possible"),
         (["match", "--task", "cod"], "error: there is no task 'cod' (did you mean 'code'?)"),
         (["pool", "-o", "widow=3"], "error: drafter 'lookahead' has no option 'widow'"),
-        (["match", "--min-ngram", "9"], "error: --min-ngram=9 must be at least 1 and at most --max-ngram=8"),
+        (["match", "--min-ngram", "9"], "error: --min-ngram=9 must be at most --max-ngram=8"),
     ],
 )
 def test_bad_input_is_one_sentence(lab: Any, tmp_path: Path, args: list[str], sentence: str) -> None:

@@ -47,7 +47,7 @@ def test_the_numbers_are_those_of_sdpa(rows: int, heads: int, shared: int, batch
 
 
 def test_keys_are_not_copied_for_every_query_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = TransformersTarget(BY_NAME["llama"].build())
+    target = TransformersTarget(BY_NAME["llama"].build(), exclusive=True)
     monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *_: pytest.fail("keys were repeated"))
     assert isinstance(target.executor, MaskedExecutor)
     assert target.executor.config is target.model.config
@@ -56,10 +56,17 @@ def test_keys_are_not_copied_for_every_query_head(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_that_computes_attention_in_another_way_keeps_it() -> None:
-    target = TransformersTarget(BY_NAME["llama"].build(attention="eager"))
+    target = TransformersTarget(BY_NAME["llama"].build(attention="eager"), exclusive=True)
     assert isinstance(target.executor, MaskedExecutor)
     assert target.executor.config is None
     assert not target.refusals
+
+
+def test_a_model_of_the_user_keeps_its_attention() -> None:
+    """Another thread may run it at the same time."""
+    target = TransformersTarget(BY_NAME["llama"].build())
+    assert isinstance(target.executor, MaskedExecutor)
+    assert target.executor.config is None
 
 
 def test_query_heads_that_share_no_keys_need_no_grouping() -> None:
@@ -73,7 +80,7 @@ def test_query_heads_that_share_no_keys_need_no_grouping() -> None:
 
 
 def test_the_configuration_is_as_before_after_a_forward_and_after_an_error() -> None:
-    target = TransformersTarget(BY_NAME["llama"].build())
+    target = TransformersTarget(BY_NAME["llama"].build(), exclusive=True)
     run(target, prompt=PROMPT)
     assert target.model.config._attn_implementation == "sdpa"
     names = []
@@ -95,7 +102,7 @@ def test_a_model_that_depends_on_the_name_keeps_its_own(monkeypatch: pytest.Monk
         return right(**given)
 
     monkeypatch.setattr(model.model, "forward", forward)
-    target = TransformersTarget(model)
+    target = TransformersTarget(model, exclusive=True)
     assert list(target.refusals) == ["trees by a boolean mask, query heads grouped"]
     assert isinstance(target.executor, MaskedExecutor)
     assert target.executor.config is None

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import UNLIMITED
+from leapahead.models.transformers import grouped
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ def attention_implementation(model: Any) -> str:
         Refused: one that cannot be given a tree mask.
     """
     name = str(text_config(model)._attn_implementation)
+    if name == grouped.NAME:  # a forward runs in another thread, of the target that this model is a draft of
+        return "sdpa"
     if name not in MASKS:
         raise Refused(
             f'attention implementation {name!r} takes no tree mask; load the model with attn_implementation="sdpa", '

@@ -85,14 +85,14 @@ class TransformersTarget:
     """A loaded model; see `leapahead.models.base.Target`.
 
     Args:
-        model: a causal language model of Transformers, or such a model with PEFT adapters. It is put in evaluation mode
-            and otherwise left as it is.
+        model: a causal language model of Transformers, also with PEFT adapters. It is only put in evaluation mode.
         name: for reports and messages; by default the model's name or class.
         cache_tokens: greatest number of tokens in the KV cache, all sequences together, each counted with the length of
             the longest; by default as many as fit in 70 % of the free memory of a GPU, or 50 % of the host's.
         eager_choice: choose after all nodes at once and fetch them in one transfer, instead of row by row when read;
             by default on accelerators.
         hidden_states: whether hidden states may be captured, which is tested.
+        exclusive: whether nobody else runs the model, whose attention may be replaced then (`grouped`).
 
     Attributes:
         executor: how the model is run.
@@ -111,6 +111,7 @@ class TransformersTarget:
         cache_tokens: int | None = None,
         eager_choice: bool | None = None,
         hidden_states: bool = True,
+        exclusive: bool = False,
     ) -> None:
         require_version(transformers.__version__)
         if cache_tokens is not None and (not is_whole(cache_tokens) or cache_tokens < 2):
@@ -120,7 +121,7 @@ class TransformersTarget:
         self.lock = RLock()
         self.max_leaves = self.max_nodes = UNLIMITED
         self.refusals: dict[str, str] = {}
-        self._name = name or model.config.name_or_path or type(model).__name__
+        self._exclusive, self._name = exclusive, name or model.config.name_or_path or type(model).__name__
         if model.config.is_encoder_decoder:
             raise Refused(f"{self._name} is an encoder-decoder model; leapahead decodes causal language models")
         if not model._is_stateful:
@@ -354,7 +355,7 @@ class TransformersTarget:
             implementation = families.attention_implementation(model)
             boolean, config = families.MASKS[implementation], self.config
             if accepts(model, "position_ids", "past_key_values") and not families.counts_slots(self.config):
-                if grouped.fits(config, implementation, self.device):
+                if self._exclusive and grouped.fits(config, implementation, self.device):
                     name = "trees by a boolean mask, query heads grouped"
                     yield name, lambda: MaskedExecutor(model, self._cache(), patterns, True, config)
                 if boolean:

@@ -66,7 +66,7 @@ def load(
             model = model.to(where)
         except torch.OutOfMemoryError as error:
             raise LeapaheadError(f"the model {source!r} does not fit on {where}; use dtype bfloat16") from error
-    return TransformersTarget(model, name=name or source, cache_tokens=cache_tokens), tokenizer
+    return TransformersTarget(model, name=name or source, cache_tokens=cache_tokens, exclusive=True), tokenizer
 
 
 def load_tokenizer(name_or_path: str, trust_remote_code: bool) -> Any:
