@@ -87,6 +87,7 @@ void bind_suffix_automaton(nb::module_ &m) {
 }
 
 NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // objects that live until the interpreter ends are no news to a user
     m.attr("INTERFACE") = kInterface;
     bind_suffix_automaton(m);
     bind_acceptance(m);
