@@ -8,7 +8,8 @@ Transformers' "sdpa" does this for a single row. For more rows it repeats keys a
 copies the whole cache in every layer and forward (grouped-query attention, 2305.13245).
 
 The function is registered with Transformers under a name of its own, and a model's configuration has this name only
-while a forward of ours runs. So this is for models that nobody else runs: another thread would find that name. Whether a model gives its own logits with it is tested like everything else (`selftest`).
+while a forward of ours runs. So this is for models that nobody else runs: another thread would find that name. Whether
+a model gives its own logits with it is tested like everything else (`selftest`).
 """
 
 from __future__ import annotations
