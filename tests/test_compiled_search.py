@@ -25,7 +25,7 @@ from leapahead.drafters.sources.token_table import TableSource
 from leapahead.drafters.token_table import TokenTable
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.acceptance import AcceptanceTable, priors
-from leapahead.planner.compiled import CompiledSearch, CompiledTable, tree_search
+from leapahead.planner.compiled import CompiledSearch, CompiledTable, search_class
 from leapahead.planner.draft import SequenceView
 from leapahead.planner.sizing import best_sizes
 from leapahead.planner.source import Source
@@ -133,7 +133,8 @@ def test_sizes_are_equal(
         for kind, found in zip((AcceptanceTable, CompiledTable), searches, strict=True):
             source = Suffix() if kind is AcceptanceTable else counterpart(Suffix())
             source.begin(view)
-            found.append(tree_search(view, [source], kind(*priors()), Budget(6, 4, 3)))
+            table = kind(*priors())
+            found.append(search_class(table)(view, [source], table, Budget(6, 4, 3)))
     roots = len(known)
     sequences = roots + others
     sizes = [1, 2, 3, 5, 8, 12, 16, 32]

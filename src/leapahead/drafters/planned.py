@@ -29,7 +29,7 @@ from leapahead.models.base import TREE
 from leapahead.models.choices import PromptRows
 from leapahead.planner.acceptance import Correction
 from leapahead.planner.backoff import BackOff
-from leapahead.planner.compiled import CompiledTable, sizes_that_pay, take_all, tree_search
+from leapahead.planner.compiled import CompiledTable, search_class, sizes_that_pay, take_all
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 from leapahead.planner.guard import Guard
 from leapahead.planner.profile import DraftingTime
@@ -262,8 +262,9 @@ class Planned(Drafter):
         """The search for the tree of a sequence, with nothing taken."""
         leaves = budget.leaves if TREE in self.host.info.capabilities and not self.chain else 1
         within = Budget(min(budget.nodes, self.max_nodes), budget.depth, leaves)
-        table, correction = self.host.acceptance, drafting.correction
-        return tree_search(drafting.sequence, drafting.sources, table, within, self.seed_aware, correction)
+        table = self.host.acceptance
+        search = search_class(table)
+        return search(drafting.sequence, drafting.sources, table, within, self.seed_aware, drafting.correction)
 
     def _sizes(self, searches: Mapping[int, TreeSearch], plan: StepPlan, spent: float) -> dict[int, int]:
         """How many nodes of each tree are drafted, the root counted.

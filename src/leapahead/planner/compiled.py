@@ -8,14 +8,14 @@ Both give the same trees and the same numbers, which the tests compare.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from leapahead import native
-from leapahead.core.tree import Budget, TokenTree
-from leapahead.planner.acceptance import UNKNOWN, AcceptanceTable, Correction, Key
+from leapahead.core.tree import TokenTree
+from leapahead.planner.acceptance import UNKNOWN, AcceptanceTable, Key
 from leapahead.planner.draft import Proposal, SequenceView, Step
 from leapahead.planner.mixer import Mixer, Row
 from leapahead.planner.sizing import StepPlan, best_sizes
@@ -86,23 +86,15 @@ class CompiledSearch(TreeSearch):
         compiled: the search of the compiled module.
     """
 
-    def __init__(
-        self,
-        sequence: SequenceView,
-        sources: Sequence[Source],
-        acceptance: CompiledTable,
-        budget: Budget,
-        seed_aware: bool = True,
-        correction: Correction | None = None,
-    ) -> None:
-        self.sequence, self.sources, self.acceptance, self.budget = sequence, sources, acceptance, budget
-        self.correction = correction or Correction(1.0)
-        self.mode = ("sampled" if seed_aware else "unaware") if sequence.sampled else "greedy"
-        self._adapters = [_adapter(source, sequence) for source in sources]
+    acceptance: CompiledTable
+
+    def _begin(self) -> None:
+        sequence, budget = self.sequence, self.budget
+        self._adapters = [_adapter(source, sequence) for source in self.sources]
         params, tokens = sequence.params, sequence.tokens
         self.compiled = native.module.Search(
             self._adapters,
-            acceptance.table,
+            self.acceptance.table,
             self.correction.factor,
             budget.nodes,
             budget.depth,
@@ -155,18 +147,9 @@ def _adapter(source: Source, sequence: SequenceView) -> native.module.Source:
     return native.module.PythonSource(source, sequence) if source.compiled is None else source.compiled
 
 
-def tree_search(
-    sequence: SequenceView,
-    sources: Sequence[Source],
-    acceptance: AcceptanceTable,
-    budget: Budget,
-    seed_aware: bool = True,
-    correction: Correction | None = None,
-) -> TreeSearch:
-    """A search that estimates with a table, compiled if the table is; see `TreeSearch`."""
-    if isinstance(acceptance, CompiledTable):
-        return CompiledSearch(sequence, sources, acceptance, budget, seed_aware, correction)
-    return TreeSearch(sequence, sources, acceptance, budget, seed_aware, correction)
+def search_class(acceptance: AcceptanceTable) -> type[TreeSearch]:
+    """The search that estimates with a table: compiled if the table is."""
+    return CompiledSearch if isinstance(acceptance, CompiledTable) else TreeSearch
 
 
 def take_all(searches: Mapping[int, TreeSearch], nodes: int) -> dict[int, int]:

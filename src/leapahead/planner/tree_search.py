@@ -92,13 +92,17 @@ class TreeSearch:
         self.sequence, self.sources, self.acceptance, self.budget = sequence, sources, acceptance, budget
         self.correction = correction or Correction(1.0)
         self.mode = ("sampled" if seed_aware else "unaware") if sequence.sampled else "greedy"
+        self._begin()
+
+    def _begin(self) -> None:
+        """Makes the search of the root alone."""
         self.expected = [1.0]
         self.guesses: dict[int, list[Guess]] = {}
         self._parameters: dict[int, list[Parameters]] = {}  # of the mixer, by node
-        self._builder = TreeBuilder(sequence.root, budget)
+        self._builder = TreeBuilder(self.sequence.root, self.budget)
         self._names = [""]
         self._depths = [0]
-        self._states: list[list[Any]] = [[source.root(sequence) for source in sources]]
+        self._states: list[list[Any]] = [[source.root(self.sequence) for source in self.sources]]
         self._order = count()
         # (-P, order, node, guess): a child of the node that may be taken. Without a guess, the node's candidates have
         # not been asked for yet, and P is an upper bound of theirs.
