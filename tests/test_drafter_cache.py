@@ -20,14 +20,12 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 
 from leapahead import LLM, BadParameter, SequenceDrafter
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters import cache_file, cache_sections
 from leapahead.drafters.cache import Arrays, DrafterCache, Section
-from leapahead.drafters.pool import NgramPool, SharedPool
+from leapahead.drafters.sources.past_texts import PastTexts
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import Proposal, SequenceView
 
@@ -120,10 +118,6 @@ def test_a_cache_belongs_to_one_vocabulary() -> None:
 
 def taught(name: str) -> Section:
     """A built-in section with entries."""
-    if name == "lookahead":
-        pool = SharedPool()
-        pool.put([(1, (2, 3, 4, 5)), (1, (9, 8, 7, 6)), (5, (6, 7, 8, 9))])
-        return pool
     llm = LLM(ToyTarget(), drafter="auto")
     llm.generate(PROMPT, max_new_tokens=40)
     assert llm.drafter_cache is not None
@@ -167,65 +161,12 @@ def test_a_token_outside_the_vocabulary_is_refused(name: str, token: int, file: 
             cache_sections.load(file)
 
 
-# --------------------------------------------------------------------------------------------------------- the pool
-
-ngrams = st.lists(st.tuples(st.integers(0, 4), st.tuples(st.integers(0, 4), st.integers(0, 4))), max_size=40)
-
-
-def pool_of(entered: list[Any], guesses: int = 3, capacity: int = 10) -> SharedPool:
-    pool = SharedPool(3, guesses, capacity)
-    pool.put(entered)
-    return pool
-
-
-@given(ngrams, ngrams)
-@pytest.mark.parametrize(("guesses", "capacity"), [(3, 10), (1000, 1000)])
-def test_a_merged_pool_is_that_of_both_texts(guesses: int, capacity: int, theirs: list[Any], ours: list[Any]) -> None:
-    """The merged arrays first, so that the pool's own n-grams are the most recent and the last to be dropped."""
-    own, other, merged = (pool_of(entered, guesses, capacity) for entered in (ours, theirs, ours))
-    merged.merge(other.arrays())
-    expected = NgramPool(3, guesses, capacity)
-    for arrays in (other.arrays(), own.arrays()):
-        for key, tail in zip(arrays["keys"].tolist(), arrays["tails"].tolist(), strict=True):
-            expected.add(key, tuple(tail))
-    assert len(merged) <= capacity
-    for key in range(5):
-        found, mine = merged.get(key), own.get(key)
-        assert found == expected.get(key)
-        assert len(found) <= guesses
-        assert found[: len(mine)] == mine[: len(found)]
-    once = content(merged)
-    merged.merge(merged.arrays())
-    assert content(merged) == once
-    empty = pool_of([], guesses, capacity)
-    empty.merge(merged.arrays())
-    assert content(empty) == once
-
-
-def pool_arrays(keys: Any, tails: Any, dtype: Any = np.int32) -> dict[str, Any]:
-    return {"keys": np.array(keys, dtype=dtype), "tails": np.array(tails, dtype=dtype)}
-
-
-def test_longer_ngrams_are_truncated_and_shorter_ones_refused() -> None:
-    pool = SharedPool(3, 8, 100)
-    pool.merge(pool_arrays([1, 1], [[2, 3, 4], [2, 3, 5]]))
-    pool.put([(7, (8, 9, 10))])
-    assert (pool.get(1), pool.get(7)) == ([(2, 3)], [(8, 9)])
-    with pytest.raises(ValueError, match="n-grams of 2 tokens do not fit a pool of 3-grams"):
-        pool.merge(pool_arrays([1], [[2]]))
-    with pytest.raises(ValueError, match="n-grams of 2 tokens do not fit a pool of 3-grams"):
-        pool.put([(1, (2,))])
-    for wrong in (pool_arrays([1, 2], [[2, 3]]), pool_arrays([[1]], [[2, 3]]), pool_arrays(1, [[2, 3]])):
-        with pytest.raises(ValueError, match="pool"):
-            pool.merge(wrong)
-
-
 def test_saves_and_requests_of_several_threads_share_one_cache(file: Path) -> None:
     """Sections grow while they are written to a file and merged from it."""
     cache, errors, done = DrafterCache(), list[BaseException](), threading.Event()
     llm = LLM(ToyTarget(), drafter="auto", drafter_cache=cache)
     plain = [LLM(ToyTarget(), drafter="plain").generate([n, 2, 3], max_new_tokens=16).tokens for n in range(4)]
-    pool = cache.section("lookahead", SharedPool)
+    past = cache.section("suffix", PastTexts)
 
     def save() -> None:
         try:
@@ -239,8 +180,8 @@ def test_saves_and_requests_of_several_threads_share_one_cache(file: Path) -> No
         try:
             rng = np.random.default_rng(0)
             while not done.is_set():
-                pool.put([(int(a), (1, 2, 3, int(b))) for a, b in rng.integers(0, 12, (5, 2))])
-                pool.merge(pool.arrays())
+                past.add([int(token) for token in rng.integers(0, 12, 6)])
+                past.merge(past.arrays())
         except BaseException as error:
             errors.append(error)
 
@@ -255,7 +196,7 @@ def test_saves_and_requests_of_several_threads_share_one_cache(file: Path) -> No
         for thread in threads:
             thread.join()
     assert errors == []
-    assert set(cache_sections.load(file).sections) == {"suffix", "recycling", "lookahead"}
+    assert set(cache_sections.load(file).sections) == {"suffix", "recycling"}
 
 
 # --------------------------------------------------------------------------------------------------------- the file
@@ -267,8 +208,7 @@ def test_a_file_saved_before_the_redesign_loads_teaches_and_merges(file: Path) -
     llm = LLM(ToyTarget(), drafter="suffix", drafter_cache=file)
     cache = llm.drafter_cache
     assert cache is not None
-    assert cache.section("lookahead", SharedPool).get(1) == [(2, 3, 4, 5)]
-    assert set(cache.sections) == {"suffix", "recycling", "lookahead"}
+    assert set(cache.sections) == {"suffix", "recycling"}
     drafted = llm.generate(PROMPT, max_new_tokens=40)
     fresh = LLM(ToyTarget(), drafter="suffix").generate(PROMPT, max_new_tokens=40)
     assert drafted.tokens == fresh.tokens
@@ -776,16 +716,16 @@ def command(*arguments: object) -> Any:
 def test_show(file: Path) -> None:
     cache = made([1, 2, 3])
     cache.section("theirs", lambda: Words([5]))
-    cache.section("lookahead", SharedPool).put([(1, (2, 3, 4, 5))])
+    cache.section("suffix", PastTexts).add([1, 2, 3, 4, 5])
     cache.save(file)
     shown = command("show", file)
     assert (shown.exit_code, shown.stderr) == (0, "")
     first, titles, *rows = shown.stdout.splitlines()
     assert first == f"{file}: {file.stat().st_size / 1e3:.1f} kB, tokenizer T, vocabulary of 100"
     assert titles.split() == ["section", "kB", "contents"]
-    assert [row.split()[0] for row in rows] == ["words", "lookahead", "theirs"]
+    assert [row.split()[0] for row in rows] == ["words", "suffix", "theirs"]
     assert rows[0].endswith("0.0  words 3")
-    assert "prefixes 1, continuations 1, " in rows[1]
+    assert "texts 1, tokens 5, " in rows[1]
     assert rows[2].endswith("0.0  tokens [1] (arrays of a package that is not installed)")
     found = json.loads(command("show", file, "--json").stdout)
     assert (found["tokenizer"], found["vocab_size"], found["bytes"]) == ("T", 100, file.stat().st_size)
@@ -808,14 +748,14 @@ def test_merge(tmp_path: Path) -> None:
     one, two, out = (tmp_path / name for name in ("one", "two", "out"))
     made([1, 2]).save(one)
     cache = made([2, 3])
-    cache.section("lookahead", SharedPool).put([(1, (2, 3, 4, 5))])
+    cache.section("suffix", PastTexts).add([1, 2, 3, 4, 5])
     cache.save(two)
     merged = command("merge", one, two, "-o", out)
     assert merged.exit_code == 0
     assert merged.stdout == f"{out}: {out.stat().st_size / 1e3:.1f} kB, from 2 files\n"
     found = cache_sections.load(out)
     assert words(found) == [1, 2, 3]
-    assert found.section("lookahead", SharedPool).get(1) == [(2, 3, 4, 5)]
+    assert content(found.section("suffix", PastTexts))["tokens"] == [1, 2, 3, 4, 5]
     again = command("merge", two, one, "-o", out)
     assert (again.exit_code, again.stderr) == (
         2,

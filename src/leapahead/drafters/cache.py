@@ -2,7 +2,6 @@
 
     DrafterCache ── "suffix"       past texts
                  ├─ "recycling"    top-k tokens by context
-                 ├─ "lookahead"    n-grams
                  └─ ...            sections of third parties; one that is not installed passes through load and save
 
 A save merges with what other processes saved meanwhile, under a lock, and replaces the file atomically. The text of a

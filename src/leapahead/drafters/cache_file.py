@@ -1,9 +1,8 @@
 """The file format of the drafter cache: reading, validating, writing and locking.
 
     cache.npz ── header            uint8, JSON: magic, format, tokenizer, vocabulary, id of this save, and the sections
-              ├─ suffix/...        the arrays of a section; numbers only, so nothing in a file is ever executed
-              ├─ lookahead/keys    [n]
-              └─ lookahead/tails   [n, N-1]
+              ├─ suffix/tokens     the arrays of a section; numbers only, so nothing in a file is ever executed
+              └─ suffix/lengths
 
 This module does not know what the arrays mean. The header keeps the names of format 1 ("leapahead memory", "parts"), so
 that older files still load.

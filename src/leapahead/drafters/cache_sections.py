@@ -18,7 +18,6 @@ GROUP = "leapahead.cache_sections"
 BUILT_IN = {
     "suffix": "leapahead.drafters.sources.past_texts:PastTexts",
     "recycling": "leapahead.drafters.sources.recycling:Adjacency",
-    "lookahead": "leapahead.drafters.pool:SharedPool",
 }
 
 

@@ -5,21 +5,14 @@ key token ──> at most G tails of N-1 tokens; the least recently used one is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import median
-from threading import Lock
-from typing import Any, ClassVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from leapahead.core.errors import BadParameter
-from leapahead.drafters.cache import Arrays, Section
 
 Tail = tuple[int, ...]
 Ngram = tuple[int, Tail]  # key, tail
-
-SHARED_NGRAM, SHARED_GUESSES, SHARED_CAPACITY = 5, 8, 50_000
 
 
 class NgramPool:
@@ -109,70 +102,3 @@ class NgramPool:
             "lookups": self.lookups,
             "hit_rate": round(self.hits / self.lookups, 4) if self.lookups else 0.0,
         }
-
-
-class SharedPool(Section):
-    """A cache section: the n-grams of all texts in one pool. May be used by several threads.
-
-    Args:
-        ngram, guesses, capacity: as of `NgramPool`. Longer n-grams are truncated, shorter ones refused.
-    """
-
-    token_arrays: ClassVar[tuple[str, ...]] = ("keys", "tails")
-
-    def __init__(
-        self, ngram: int = SHARED_NGRAM, guesses: int = SHARED_GUESSES, capacity: int = SHARED_CAPACITY
-    ) -> None:
-        self._pool = NgramPool(ngram, guesses, capacity)
-        self._lock = Lock()
-
-    def __len__(self) -> int:
-        return len(self._pool)
-
-    def put(self, ngrams: Iterable[Ngram]) -> None:
-        """Enters n-grams, the most recent last, under one lock."""
-        with self._lock:
-            for key, tail in ngrams:
-                self._pool.add(key, self._truncated(tail))
-
-    def get(self, key: int) -> list[Tail]:
-        """As `NgramPool.get`."""
-        with self._lock:
-            return self._pool.get(key)
-
-    def _truncated(self, tail: Tail) -> Tail:
-        if len(tail) < self._pool.ngram - 1:
-            raise ValueError(f"n-grams of {len(tail) + 1} tokens do not fit a pool of {self._pool.ngram}-grams")
-        return tail[: self._pool.ngram - 1]
-
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """`keys`, int32 [n], and `tails`, int32 [n, N-1], in the order of `NgramPool.ngrams`."""
-        with self._lock:
-            ngrams = self._pool.ngrams()
-        return {
-            "keys": np.array([key for key, _ in ngrams], dtype=np.int32),
-            "tails": np.array([tail for _, tail in ngrams], dtype=np.int32).reshape(len(ngrams), self._pool.ngram - 1),
-        }
-
-    def merge(self, arrays: Arrays) -> None:
-        if missing := sorted({"keys", "tails"} - arrays.keys()):
-            raise ValueError(f"an n-gram pool needs the array {missing[0]!r}")
-        keys, tails = arrays["keys"], arrays["tails"]
-        if keys.dtype.kind not in "iu" or tails.dtype.kind not in "iu" or keys.ndim != 1 or tails.ndim != 2:
-            raise ValueError("the keys of an n-gram pool must be integers [n] and its tails integers [n, N-1]")
-        if len(keys) != len(tails):
-            raise ValueError(f"an n-gram pool has one tail for each key, not {len(tails)} for {len(keys)}")
-        if tails.shape[1] < self._pool.ngram - 1:
-            raise ValueError(f"n-grams of {tails.shape[1] + 1} tokens do not fit a pool of {self._pool.ngram}-grams")
-        both = NgramPool(self._pool.ngram, self._pool.guesses, self._pool.capacity)
-        for key, tail in zip(keys.tolist(), tails[:, : both.ngram - 1].tolist(), strict=True):
-            both.add(key, tuple(tail))
-        with self._lock:
-            for key, tail in self._pool.ngrams():
-                both.add(key, tail)
-            both.lookups, both.hits = self._pool.lookups, self._pool.hits
-            self._pool = both
-
-    def figures(self) -> dict[str, Any]:
-        with self._lock:
-            return self._pool.figures()
