@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,6 @@ from leapahead.core.tree import IntArray, TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.base import Cost
 from leapahead.models.choices import Choices
-
-S = TypeVar("S")
 
 
 class SectionStore(Protocol):
