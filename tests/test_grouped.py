@@ -6,12 +6,16 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from architectures import BY_NAME
 from helpers import PROMPT, Scattered, run
 from transformers.integrations import sdpa_attention
 
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.tree import TokenTree
+from leapahead.core.verify import Verdict
 from leapahead.models.transformers import grouped
 from leapahead.models.transformers.forward import MaskedExecutor
 from leapahead.models.transformers.model import TransformersTarget
@@ -69,14 +73,56 @@ def test_a_model_of_the_user_keeps_its_attention() -> None:
     assert target.executor.config is None
 
 
-def test_query_heads_that_share_no_keys_need_no_grouping() -> None:
-    config: Any = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2)
-    assert grouped.fits(config, "sdpa", torch.device("cpu"))
-    assert not grouped.fits(config, "eager", torch.device("cpu"))
-    assert not grouped.fits(config, "sdpa", torch.device("mps"))
-    config.num_key_value_heads = 4
-    assert not grouped.fits(config, "sdpa", torch.device("cpu"))
-    assert not grouped.fits(SimpleNamespace(), "sdpa", torch.device("cpu"))
+def test_it_takes_the_place_of_sdpa_only() -> None:
+    assert grouped.fits("sdpa", torch.device("cpu"))
+    assert not grouped.fits("eager", torch.device("cpu"))
+    assert not grouped.fits("sdpa", torch.device("mps"))
+
+
+@pytest.mark.parametrize("sizes", [[1, 3], [4, 1, 2], [2, 2], [1, 1, grouped.MOST_ROWS + 1]])
+@pytest.mark.parametrize(("heads", "shared"), [(6, 2), (4, 4)])
+def test_packed_nodes_attend_as_padded_ones(sizes: list[int], heads: int, shared: int) -> None:
+    given = layer(len(sizes), heads, shared, max(sizes), cached=max(sizes) + 5)
+    module: Any = SimpleNamespace(num_key_value_groups=heads // shared, is_causal=True)
+    padded, _ = grouped.forward(module, **given, scaling=0.3)
+    expected = torch.cat([padded[tree, :size] for tree, size in enumerate(sizes)])[None]
+    nodes = torch.cat([given["query"][tree, :, :size] for tree, size in enumerate(sizes)], dim=1)[None]
+    config: Any = SimpleNamespace(_attn_implementation="sdpa")
+    with grouped.attention(config, grouped.Packing.of(sizes, torch.device("cpu"))):
+        packed, _ = grouped.forward(module, **{**given, "query": nodes}, scaling=0.3)
+    torch.testing.assert_close(packed, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "mistral"])
+def test_only_the_nodes_of_a_batch_go_through_the_model(name: str) -> None:
+    """Trees of different sizes, over sequences of different lengths, in an order that is not the cache's."""
+    padding, packing = (TransformersTarget(BY_NAME[name].build(), exclusive=each) for each in (False, True))
+    assert (padding.info.padded, packing.info.padded) == (True, False)
+    widths = []
+    packing.model.get_input_embeddings().register_forward_hook(lambda _, given, __: widths.append(given[0].shape))
+    found = []
+    for target in (padding, packing):
+        prompts = [PROMPT[:3], PROMPT, PROMPT[:5]]
+        sessions = [target.open(prompt, SamplingParams()) for prompt in prompts]
+        for session in sessions:
+            target.prefill(session, 99)
+        sessions = [sessions[at] for at in (2, 0, 1)]
+        rows = []
+        for parents in ([[-1], [-1, 0, 0, 1], [-1, 0]], [[-1, 0, 0], [-1], [-1]]):
+            trees = [
+                TokenTree(np.array([session.tokens[-1], *PROMPT[: len(each) - 1]]), np.array(each))
+                for session, each in zip(sessions, parents, strict=True)
+            ]
+            cost = target.cost(sessions, trees).rows
+            assert cost == (sum(map(len, parents)) if target is packing else 3 * max(map(len, parents)))
+            choices = target.step(sessions, trees)
+            rows += [torch.as_tensor(each.logits) for each in choices]
+            for session, tree in zip(sessions, trees, strict=True):
+                path = [0, 1, 3] if len(tree) > 3 else [0]
+                session.commit(Verdict(tuple(path), (*tree.path_tokens(path[-1]), 7), len(path) - 1))
+        found.append(torch.cat(rows))
+    assert widths[-2:] == [(1, 7), (1, 5)]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
 def test_the_configuration_is_as_before_after_a_forward_and_after_an_error() -> None:
@@ -103,7 +149,7 @@ def test_a_model_that_depends_on_the_name_keeps_its_own(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(model.model, "forward", forward)
     target = TransformersTarget(model, exclusive=True)
-    assert list(target.refusals) == ["trees by a boolean mask, query heads grouped"]
+    assert list(target.refusals) == ["trees by a boolean mask, attention grouped and packed"]
     assert isinstance(target.executor, MaskedExecutor)
     assert target.executor.config is None
     plain = run(target, prompt=PROMPT).tokens

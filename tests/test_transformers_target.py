@@ -200,9 +200,9 @@ def test_doubling_stops_where_the_context_ends() -> None:
     cache = KVCache(usual_length=300)
     row = cache.take([1, 2], 1)
     row.length = 290
-    cache.begin([row], 10)
+    cache.begin([row], [10])
     assert cache.capacity == 300
-    cache.begin([row], 30)
+    cache.begin([row], [30])
     assert cache.capacity == 320
 
 
@@ -222,7 +222,7 @@ def test_the_cache_grows_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = cache_of(target).groups
     assert [group.entries.shape[0] for group in groups] == [40] * 2
     before = [entries for group in groups for entries in [group.entries]]
-    cache_of(target).begin([session.state.row], 300)
+    cache_of(target).begin([session.state.row], [300])
     assert all(group.entries.shape[3] == 512 for group in groups)
     for group, old in zip(groups, before, strict=True):
         torch.testing.assert_close(group.entries[:, :, :, :19], old[:, :, :, :19], rtol=0, atol=0)

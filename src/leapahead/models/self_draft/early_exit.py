@@ -186,12 +186,12 @@ class Halves:
         return give
 
     def begin(self, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
-        """Logits [batch, n, vocab] behind the first layers, and hidden states [batch, n, hidden_size]."""
+        """Logits [batch, n, vocab], or packed, behind the first layers, and hidden states [batch, n, hidden_size]."""
         self._recording = True
         try:
             logits = self.executor.call(self.first, batch, **options).logits
             assert self._output is not None
-            return logits, self._output.reshape(*batch.inputs.tokens.shape, -1)
+            return logits, self._output.reshape(*batch.pack(batch.inputs.tokens).shape, -1)
         finally:
             self._recording, self._output = False, None
 

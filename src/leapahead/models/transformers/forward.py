@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from leapahead.core.tree import IntArray, TokenTree
 from leapahead.models.base import CHAIN, LOGITS, TOP_K, TREE
 from leapahead.models.transformers import grouped
 from leapahead.models.transformers.families import Pattern
+from leapahead.models.transformers.grouped import Packing
 from leapahead.models.transformers.kv_cache import KVCache, Row
 from leapahead.models.transformers.masks import Inputs
 
@@ -226,24 +228,35 @@ class Batch(NamedTuple):
     """The rows of one forward.
 
     Attributes:
-        inputs: of the model, in the order of the cache.
+        inputs: of the model, in the order of the cache, padded.
         order: which of the rows asked for lies where.
         new: nodes of each of the rows asked for.
+        packing: where all nodes go through the model as one sequence, [1, nodes] instead of [batch, n].
     """
 
     inputs: Inputs
     order: list[int]
     new: list[int]
+    packing: Packing | None = None
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """[batch, n] as the model is given it."""
+        return padded if self.packing is None else padded.flatten()[self.packing.padded][None]
 
     def apart(self, found: Tensor) -> list[Tensor]:
-        """[batch, n, ...] -> [nodes, ...] of each row, in the order asked for."""
-        place = {i: at for at, i in enumerate(self.order)}
-        return [found[place[i], :count] for i, count in enumerate(self.new)]
+        """[batch, n, ...] or [1, nodes, ...] -> [nodes, ...] of each row, in the order asked for."""
+        if self.packing is None:
+            parts: Sequence[Tensor] = [found[at, : self.new[i]] for at, i in enumerate(self.order)]
+        else:
+            parts = found[0].split([self.new[i] for i in self.order])
+        return [part for _, part in sorted(zip(self.order, parts, strict=True), key=itemgetter(0))]
 
     def together(self, parts: Sequence[Tensor]) -> Tensor:
         """The reverse; what is missing repeats a row's first node, as padding does."""
-        n = max(self.new)
         ordered = [parts[i] for i in self.order]
+        if self.packing is not None:
+            return torch.cat(ordered)[None]
+        n = max(self.new)
         return torch.stack([torch.cat((part, part[:1].expand(n - len(part), -1))) for part in ordered])
 
 
@@ -253,7 +266,8 @@ class MaskedExecutor(CachedExecutor):
     Args:
         patterns: the attention patterns of the model's layers.
         boolean: whether masks are boolean; else they are added to the scores.
-        config: of the language model, whose attention is computed by `grouped` then; None for the model's own.
+        config: of the language model, whose attention is computed by `grouped` then, without padding of trees of
+            different sizes; None for the model's own.
     """
 
     capabilities = frozenset({CHAIN, TREE, LOGITS, TOP_K})
@@ -290,20 +304,22 @@ class MaskedExecutor(CachedExecutor):
         """Prepares the cache and the inputs of a forward of the nodes behind the computed ones."""
         num_computed = num_computed or [0] * len(trees)
         new = [len(tree) - first for tree, first in zip(trees, num_computed, strict=True)]
-        order = self.cache.begin(rows, max(new), num_computed)
+        pack = self.config is not None and min(new) < max(new)
+        order = self.cache.begin(rows, new, num_computed, pack)
         inputs = Inputs.of(
             [trees[i] for i in order], [rows[i].length for i in order], self.device, [num_computed[i] for i in order]
         )
-        return Batch(inputs, order, new)
+        packing = Packing.of([new[i] for i in order], self.device) if pack else None
+        return Batch(inputs, order, new, packing)
 
     def call(self, model: Any, batch: Batch, layers: Layers = (), **options: Any) -> Outputs:
-        """[batch, n, ...] by this model, which is the executor's own or a part of it."""
+        """[batch, n, ...] or [1, nodes, ...] by this model, which is the executor's own or a part of it."""
         if layers:
             options["output_hidden_states"] = list(layers)
-        with nullcontext() if self.config is None else grouped.attention(self.config):
+        with nullcontext() if self.config is None else grouped.attention(self.config, batch.packing):
             output = model(
-                input_ids=batch.inputs.tokens,
-                position_ids=batch.inputs.positions,
+                input_ids=batch.pack(batch.inputs.tokens),
+                position_ids=batch.pack(batch.inputs.positions),
                 attention_mask=batch.inputs.masks(self.patterns, self.dtype),
                 past_key_values=self.cache,
                 use_cache=True,
@@ -313,7 +329,12 @@ class MaskedExecutor(CachedExecutor):
         return Outputs(output.logits, side_by_side(output.hidden_states, layers) if layers else None)
 
     def rows(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> int:
-        return len(trees) * max(map(len, trees))
+        return len(trees) * max(map(len, trees)) if self.pads else super().rows(states, trees)
+
+    @property
+    def pads(self) -> bool:
+        """Whether all sequences of a forward take as many rows as the longest."""
+        return self.config is None
 
     def forget(self) -> None:
         super().forget()
@@ -342,7 +363,7 @@ class ChainExecutor(CachedExecutor):
         found = []
         for row, tree, first in zip(rows, trees, num_computed or [0] * len(trees), strict=True):
             assert tree.is_chain, "this target takes chains only"
-            self.cache.begin([row], len(tree) - first, [first])
+            self.cache.begin([row], [len(tree) - first], [first])
             given = inputs(self.model, tree.tokens[None, first:], row.length + first, self.device)
             output = self.model(**given, past_key_values=self.cache, use_cache=True, **options)
             hidden = side_by_side(output.hidden_states, layers) if layers else None

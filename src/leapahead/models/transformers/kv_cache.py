@@ -80,7 +80,7 @@ class Views(NamedTuple):
     Attributes:
         written: of each plane, where the new entries go, [batch, heads, n, dim]; where `at` is given, all its
             entries, [rows * heads * capacity, dim].
-        at: int64 [batch * heads * n], which of those the new entries are, where rows are not equally long.
+        at: int64 [batch * n * heads], which of those the new entries are, where rows are not equally long or packed.
         read: of each plane, all entries of the batch, [batch, heads, kv, dim].
     """
 
@@ -108,15 +108,18 @@ class Planes:
             resized[:, :kept_rows, :, :kept] = self.entries[:, :kept_rows, :, :kept]
             self.entries = resized
 
-    def views(self, first: int, lengths: Sequence[int], n: int) -> Views:
-        """For a forward that writes `n` entries of each row behind its own `lengths`, the rows from `first` on."""
+    def views(self, first: int, lengths: Sequence[int], new: Sequence[int], packed: bool) -> Views:
+        """For a forward that writes `new` entries of each row behind its own `lengths`, the rows from `first` on."""
         heads, capacity = self.entries.shape[2:4]
-        longest, rows = max(lengths), slice(first, first + len(lengths))
+        longest, n, rows = max(lengths), max(new), slice(first, first + len(lengths))
         read = self.entries[:, rows, :, : longest + n].unbind()
-        if min(lengths) == longest:
+        if min(lengths) == longest and not packed:
             return Views(self.entries[:, rows, :, longest : longest + n].unbind(), None, read)
-        starts = torch.tensor([[(first + row) * heads * capacity + length] for row, length in enumerate(lengths)])
-        slots = (starts + torch.arange(heads) * capacity)[:, :, None] + torch.arange(n)  # [batch, heads, n]
+        counts = torch.tensor(new if packed else [n] * len(lengths))
+        ends = counts.cumsum(0)
+        starts = torch.tensor([(first + row) * heads * capacity + length for row, length in enumerate(lengths)])
+        slots = torch.arange(int(ends[-1])) + (starts - ends + counts).repeat_interleave(counts)
+        slots = slots[:, None] + torch.arange(heads) * capacity  # [nodes, heads]
         return Views(self.entries.flatten(1, 3).unbind(), slots.flatten().to(self.entries.device), read)
 
 
@@ -180,7 +183,8 @@ class KVCache(Cache):  # type: ignore[misc]
         self._stacked = 0  # planes
         self._first_row = 0  # of the current forward
         self._lengths: list[int] = [0]  # of its rows, computed nodes included
-        self._views: dict[tuple[Planes, int], Views] = {}  # by the number of new entries of a row
+        self._new, self._packed = [0], False  # nodes of its rows, and whether they come as one sequence
+        self._views: dict[Planes, Views] = {}
 
     @property
     def bytes_per_token(self) -> int:
@@ -319,11 +323,16 @@ class KVCache(Cache):  # type: ignore[misc]
 
     # The forward
 
-    def begin(self, rows: Sequence[Row], n: int, num_computed: Sequence[int] | None = None) -> list[int]:
-        """Prepares a forward that writes `n` entries behind each of `rows`.
+    def begin(
+        self, rows: Sequence[Row], new: Sequence[int], num_computed: Sequence[int] | None = None, packed: bool = False
+    ) -> list[int]:
+        """Prepares a forward that writes `new` entries behind each of `rows`.
 
         Args:
+            rows: of the sequences.
+            new: nodes of each.
             num_computed: pending entries of each row that stay; the new ones come behind them.
+            packed: whether the nodes of all rows come as one sequence. Otherwise they are padded to the longest.
 
         Returns:
             The order in which they lie in the cache, which is the batch's: indices into `rows`.
@@ -336,11 +345,12 @@ class KVCache(Cache):  # type: ignore[misc]
         longest = max(row.length for row in rows)
         if longest >= self.limit or (longest >= self.capacity and longest * self._open_rows > self.limit):
             raise self._full(self._open_rows, longest + 1)
-        ends = [row.length + kept for row, kept in zip(rows, num_computed, strict=True)]
+        ends, n = [row.length + kept for row, kept in zip(rows, num_computed, strict=True)], max(new)
         self._make_room(len(self.rows), max(ends) + n)
         self._first_row = self._side_by_side(rows)
         order = sorted(range(len(rows)), key=lambda i: rows[i].index)
         self._lengths, self._views = [ends[i] for i in order], {}
+        self._new, self._packed = [new[i] for i in order], packed
         self.longest = max(ends)
         for row, kept in zip(rows, num_computed, strict=True):
             row.pending, row.slots, row.extent = kept + n, None, max(row.extent, row.length + kept + n)
@@ -368,21 +378,20 @@ class KVCache(Cache):  # type: ignore[misc]
         self.groups, self._stacked = groups, len(self._place)
 
     def write(self, place: tuple[int, int], states: Tensor) -> Tensor:
-        """Puts [batch, heads, n, dim] in its slots; returns the view [batch, heads, kv, dim] of all entries."""
+        """Puts [batch, heads, n, dim] or [1, heads, nodes, dim] in its slots; returns the view [batch, heads, kv, dim] of all entries."""
         if place not in self._place:
             _, heads, _, dim = states.shape
             group = Planes(states.new_zeros(1, len(self.rows), heads, self.capacity, dim))
             self.groups.append(group)
             self._place[place] = group, 0
         group, plane = self._place[place]
-        key = group, states.shape[2]
-        views = self._views.get(key)
+        views = self._views.get(group)
         if views is None:
-            views = self._views[key] = group.views(self._first_row, self._lengths, states.shape[2])
+            views = self._views[group] = group.views(self._first_row, self._lengths, self._new, self._packed)
         if views.at is None:
             views.written[plane].copy_(states)
         else:
-            views.written[plane].index_copy_(0, views.at, states.reshape(-1, states.shape[3]))
+            views.written[plane].index_copy_(0, views.at, states.transpose(1, 2).reshape(-1, states.shape[3]))
         return views.read[plane]
 
     def update(

@@ -141,7 +141,7 @@ class TransformersTarget:
             precision=torch.finfo(model.dtype).eps,  # the logits may have been widened
             capabilities=self.executor.capabilities | ({HIDDEN} if layers else frozenset()),
             fingerprint=families.fingerprint(model, self.device),
-            padded=isinstance(self.executor, MaskedExecutor),
+            padded=isinstance(self.executor, MaskedExecutor) and self.executor.pads,
             layers=max(0, len(layers) - 1),
             hidden_size=hidden_size,
         )
@@ -355,8 +355,8 @@ class TransformersTarget:
             implementation = families.attention_implementation(model)
             boolean, config = families.MASKS[implementation], self.config
             if accepts(model, "position_ids", "past_key_values") and not families.counts_slots(self.config):
-                if self._exclusive and grouped.fits(config, implementation, self.device):
-                    name = "trees by a boolean mask, query heads grouped"
+                if self._exclusive and grouped.fits(implementation, self.device):
+                    name = "trees by a boolean mask, attention grouped and packed"
                     yield name, lambda: MaskedExecutor(model, self._cache(), patterns, True, config)
                 if boolean:
                     yield "trees by a boolean mask", lambda: MaskedExecutor(model, self._cache(), patterns, True)
