@@ -148,7 +148,7 @@ def test_sizes_are_equal(
 
     if seconds(roots) == float("inf"):
         return
-    expected = best_sizes(searches[0], seconds, sizes, drafting, padded=padded)
+    expected = best_sizes(searches[0], seconds, sizes, drafting, padded=padded, others=others)
     compiled = [search.compiled for search in searches[1] if isinstance(search, CompiledSearch)]
     found = native.module.best_sizes(compiled, times, sizes, sequences, padded, 0.01, 0.02, per_node)
     assert found == expected

@@ -108,6 +108,13 @@ def test_a_batch_gets_the_likeliest_nodes_whosever_they_are() -> None:
     assert padded[0] == padded[1] or padded == [1, 1]
 
 
+def test_sequences_that_draft_nothing_commit_a_token_each() -> None:
+    """A node of 0.6 tokens pays in a step of one token, not in a step of four, if it makes the step 1.3 times longer."""
+    kept = [best_sizes([search(CHANCES)], lambda n: 1.3 if n > 1 else 1.0, [], others=others) for others in (0, 3)]
+    assert kept[0][0] > 1
+    assert kept[1] == [1]
+
+
 def test_the_plan_for_every_small_case() -> None:
     for steps in product([1.0, 1.3, 2.0], repeat=3):
         curve = [1.0]

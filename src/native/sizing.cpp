@@ -72,7 +72,7 @@ std::vector<int> best_sizes(const std::vector<Search *> &searches, const Costs &
     const int roots = static_cast<int>(searches.size());
     const Step seconds(costs, roots);
     std::vector<int> taken, lengths(searches.size(), 1);  // taken: the search of each node
-    double total = roots, best = total / seconds(roots, 0);
+    double total = costs.sequences, best = total / seconds(roots, 0);
     size_t kept = 0;
     Order order(searches);
     const auto rows_of = [&] {

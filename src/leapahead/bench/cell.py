@@ -1,7 +1,11 @@
 """One cell of a bench: all contenders take turns on the same prompts, and every text is compared with plain decoding's.
 
-    warm-up        every contender once on the first group of prompts (a batch); its times are not kept
+    warm-up        every contender once on the first group of prompts; its times are not kept
     round 1 ..     for each group: every contender once, in a random order for this group and round
+
+A group is one prompt, or of a batch size of n, 4 n prompts: a text that ends is followed by the next one, as where
+requests wait. In a group of n, plain texts of equal length would all end in the same step, while those of a drafter end
+one by one, and the last ones are decoded in ever smaller batches.
 
 The speed of a machine drifts, so a ratio is formed within a round: tokens per second of the contender over all prompts,
 divided by those of plain decoding. The speed-up is the median over the rounds. Its interval is a percentile bootstrap
@@ -30,6 +34,7 @@ from leapahead.models.base import Target
 from leapahead.ties import measure
 
 PLAIN = "plain"
+BATCHES = 4  # of a group
 RESAMPLES = 2000
 LEVEL = 95  # percent
 
@@ -198,8 +203,9 @@ def passes(prompts: int, batch: int, rounds: int) -> int:
 
 
 def groups_of(prompts: Sequence[Any], batch: int) -> list[range]:
-    """Indices of the prompts that are decoded together."""
-    return [range(start, min(start + batch, len(prompts))) for start in range(0, len(prompts), batch)]
+    """Indices of the prompts of each group."""
+    size = 1 if batch == 1 else BATCHES * batch
+    return [range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size)]
 
 
 def tie_on(target: Target) -> Judge:

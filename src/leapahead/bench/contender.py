@@ -17,7 +17,7 @@ from leapahead.core.stop import StopParams
 from leapahead.core.text import REPLACEMENT, Tokenizer
 from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.registry import DrafterClass
-from leapahead.engine.request import Request
+from leapahead.engine.request import Handle, Request
 from leapahead.engine.scheduler import Engine
 from leapahead.models.base import KeepsPrefixes, Target
 from leapahead.planner.compiled import acceptance_table
@@ -54,7 +54,7 @@ class Text:
 
     Attributes:
         tokens: the new tokens.
-        first_token: seconds from the submission of its group, prefill included, to its first new token.
+        first_token: seconds from the beginning of its prefill to its first new token.
         stats: its counters; None from a contender that does not report any.
         timed: number of tokens that were made in `Pass.seconds`; None for all of them. The prefill of peers yields the
             first token, that of this package's drafters yields none; and some peers write more than they were asked
@@ -205,13 +205,18 @@ class Ours(Contender):
         owners = {
             handle: (text, Writer(self.tokenizer, (), False)) for handle, text in zip(handles, texts, strict=True)
         }
+        opened: dict[Handle, float] = {}  # when a request left the queue
         try:
             while not all(handle.done for handle in handles):
+                before = perf_counter()
                 outputs = engine.step()
                 now = perf_counter()
+                for handle in handles:
+                    if handle.stats.prompt_tokens:  # its session was opened
+                        opened.setdefault(handle, before)
                 for handle, output in outputs:
                     text, writer = owners[handle]
-                    text.first_token = text.first_token or now - began
+                    text.first_token = text.first_token or now - opened[handle]
                     writer.piece(handle, output)
                 detokenise += perf_counter() - now
         finally:

@@ -81,8 +81,8 @@ class Plan:
 
     def rounds_of(self, batch: int) -> int:
         """The rounds of cells of a batch size: of batches as many more as give `LEAST_PASSES` passes."""
-        batches = sum(len(groups_of(task.prompts, batch)) for task in self.tasks)
-        return self.rounds if batch == 1 else max(self.rounds, -(-LEAST_PASSES // batches))
+        groups = sum(len(groups_of(task.prompts, batch)) for task in self.tasks)
+        return self.rounds if batch == 1 else max(self.rounds, -(-LEAST_PASSES // groups))
 
     def conditions(self, date: str) -> dict[str, Any]:
         """The conditions of the bench; those of the targets are added when they are loaded."""

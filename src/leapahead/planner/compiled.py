@@ -181,7 +181,12 @@ def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, spent: fl
         return profile.planned(plan.sequences * (rows // len(searches)) if plan.padded else rows + others)
 
     found = best_sizes(
-        list(searches.values()), seconds, profile.sizes, lambda nodes: spent + drafting(nodes), padded=plan.padded
+        list(searches.values()),
+        seconds,
+        profile.sizes,
+        lambda nodes: spent + drafting(nodes),
+        padded=plan.padded,
+        others=others,
     )
     return dict(zip(searches, found, strict=True))
 

@@ -56,6 +56,7 @@ def best_sizes(
     sizes: Sequence[int],
     drafting: Callable[[int], float] = lambda nodes: 0.0,
     padded: bool = False,
+    others: int = 0,
 ) -> list[int]:
     """How many nodes of each tree to keep, the root counted.
 
@@ -65,11 +66,12 @@ def best_sizes(
         sizes: numbers of rows at which T is evaluated beyond the present one.
         drafting: seconds that a step takes outside the forward, by number of drafted nodes.
         padded: whether every sequence takes as many rows as the longest of them.
+        others: sequences of the step that draft nothing; each of them commits a token as well.
     """
     roots = len(searches)
     taken: list[int] = []  # the search of each node
     lengths = [1] * roots
-    total = float(roots)
+    total = float(roots + others)
     best, kept = total / (seconds(roots) + drafting(0)), 0
 
     def cost(rows: int) -> float:
