@@ -133,7 +133,7 @@ def test_the_interval_of_one_batch_of_several_prompts_is_over_the_rounds() -> No
 def test_few_batches_have_more_rounds() -> None:
     prompts = [tasks.Task("one", ["x"] * 12), tasks.Task("two", ["y"] * 4)]
     plan = runner.Plan(tasks=prompts, configurations=[Configuration("auto")], rounds=1)
-    assert [plan.rounds_of(batch) for batch in (1, 2, 4, 8, 16)] == [1, 1, 1, 2, 2]
+    assert [plan.rounds_of(batch) for batch in (1, 2, 4, 8, 16)] == [1, 2, 2, 2, 2]
     assert replace(plan, rounds=3).rounds_of(16) == 3
     assert replace(plan, tasks=prompts[1:]).rounds_of(4) == 4
     assert replace(plan, tasks=[tasks.Task("one", ["x"])]).rounds_of(1) == 1, "one prompt stays one prompt"
@@ -147,7 +147,7 @@ def test_texts_decoded_alone_are_known_to_the_next_batch_size() -> None:
         plain = Timed("plain", lambda turn: 1.0, ten)
         measured([plain], rounds=1, setting=Setting(batch=batch), expected=expected)
         counts.append(sum(len(each) == 1 for each in plain.passes))
-    assert counts == [4, 1, 0]  # the warm-up and each prompt; the prompt that is left over; none
+    assert counts == [4, 0, 0]  # the warm-up and each prompt, once
     assert expected == {index: ten(prompt) for index, prompt in enumerate(PROMPTS)}
 
 
@@ -212,24 +212,38 @@ def test_the_counters(batch: int, temperature: float) -> None:
     contenders = [Ours(name, target, None, name) for name in ("plain", "lookahead", "jacobi")]
     setting = Setting(temperature=temperature, batch=batch, max_new_tokens=24, seed=1)
     rows = measured(contenders, rounds=2, setting=setting, progress=seen.append)
-    groups = 3 if batch == 1 else 1
+    groups, total = 3 if batch == 1 else 1, sum(setting.limit(prompt) for prompt in PROMPTS)
     assert len(seen) == 3 * (1 + 2 * groups) == 3 * cell.passes(3, batch, 2)
     for row in rows:
-        assert (row["prompts"], row["groups"], row["tokens"], row["mismatches"], row["ties"]) == (3, groups, 72, 0, 0)
-        assert row["acceptance_length"] == pytest.approx(72 / row["steps"], abs=1e-4)
-        assert sum(row["accepted_by"].values()) == sum(row["accepted_at"].values()) == 72 - row["steps"]
+        assert (row["prompts"], row["groups"], row["tokens"]) == (3, groups, total)
+        assert (row["mismatches"], row["ties"]) == (0, 0)
+        assert row["acceptance_length"] == pytest.approx(total / row["steps"], abs=1e-4)
+        assert sum(row["accepted_by"].values()) == sum(row["accepted_at"].values()) == total - row["steps"]
         assert row["distinct_4"] == rows[0]["distinct_4"]
         wall = sum(map(sum, row["samples"]["seconds"])) / 2
         assert sum(row["seconds"].values()) - row["seconds"]["prefill"] == pytest.approx(wall, abs=1e-4)
         assert row["time_to_first_token"] > 0
-        # two rounds with a prefill for each text, the warm-up of one group, and plain decoding without company
-        alone = batch > 1 and row["drafter"] == "plain"
-        warm_up = row["forwards"] - (2 + alone) * (row["steps"] + 3)
+        # two rounds with a prefill for each text, the warm-up of one group, and plain decoding of whole texts alone
+        alone = 3 * 25 if batch > 1 and row["drafter"] == "plain" else 0
+        warm_up = row["forwards"] - 2 * (row["steps"] + 3) - alone
         texts = 3 // groups
-        assert warm_up == (texts * (24 + 1) if row["drafter"] == "plain" else warm_up)
-        assert texts * 2 < warm_up <= texts * (24 + 1)
+        tokens = 24 if batch == 1 else total
+        assert warm_up == (tokens + texts if row["drafter"] == "plain" else warm_up)
+        assert texts * 2 < warm_up <= tokens + texts
     assert rows[1]["acceptance_length"] > 1
     assert rows[1]["nodes_per_step"] > 2
+
+
+def test_texts_of_a_batch_differ_in_length() -> None:
+    prompts = [[index, 7] for index in range(50)]
+    alone, batch = Setting(max_new_tokens=64), Setting(batch=4, max_new_tokens=64)
+    assert {alone.limit(prompt) for prompt in prompts} == {64}
+    limits = [batch.limit(prompt) for prompt in prompts]
+    assert limits == [Setting(batch=8, max_new_tokens=64).limit(prompt) for prompt in prompts]
+    assert 32 <= min(limits) < 40 < 56 < max(limits) <= 64
+    text = Text([1, 2, 3, 4], timed=3)
+    text.cut(2)
+    assert (text.tokens, text.timed) == ([1, 2], 2)
 
 
 def test_a_round_begins_without_what_the_last_one_remembers() -> None:

@@ -144,13 +144,13 @@ def test_sizes_are_equal(
         return times[total] if total < len(times) else float("inf")
 
     def drafting(nodes: int) -> float:
-        return 0.01 + (0.02 + per_node * nodes)
+        return 0.01 + (0.03 if nodes else 0.0) + (0.02 + per_node * nodes)
 
     if seconds(roots) == float("inf"):
         return
     expected = best_sizes(searches[0], seconds, sizes, drafting, padded=padded, others=others)
     compiled = [search.compiled for search in searches[1] if isinstance(search, CompiledSearch)]
-    found = native.module.best_sizes(compiled, times, sizes, sequences, padded, 0.01, 0.02, per_node)
+    found = native.module.best_sizes(compiled, times, sizes, sequences, padded, 0.01, 0.03, 0.02, per_node)
     assert found == expected
     assert [search.expected for search in searches[1]] == [search.expected for search in searches[0]]
 

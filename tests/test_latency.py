@@ -289,6 +289,27 @@ def test_plain_steps_are_wanted_at_first_after_outliers_and_now_and_then() -> No
     assert profile(8) == pytest.approx(3 * line(0.1)(8))
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.08])
+def test_what_a_plain_step_takes_longer_after_a_drafted_one_is_not_part_of_it(factor: float) -> None:
+    """Else every comparison with plain decoding would favour drafting where an engine keeps the graph of a forward."""
+    noise, profile = random.Random(0), sloping(0.1)
+    for _ in range(60):
+        for rows, took, resized in ((4, line(0.1)(4), True), (1, factor * 0.02, True), (1, 0.02, False)):
+            profile.observe(rows, took * exp(noise.gauss(0, 0.02)), resized)
+    assert profile(1) == pytest.approx(0.02, rel=0.015)
+    assert profile.resizing == pytest.approx((factor - 1) * 0.02, abs=0.02 * 0.02)
+
+
+def test_a_step_of_another_size_than_the_last_is_known_as_such() -> None:
+    here = LatencyProfiles(ToyTarget().info)
+    here.profile(1)
+    for _ in range(30):
+        for rows, seconds in ((4, 0.03), (1, 0.022), (1, 0.02)):
+            here.observe(Forward(seconds, Cost(rows, 1, 9)))
+    assert here.profile(1)(1) == pytest.approx(0.02, rel=0.01)
+    assert here.profile(1).resizing == pytest.approx(0.002, rel=0.1)
+
+
 def test_a_size_that_has_become_dearer_is_told_from_a_slower_machine() -> None:
     profile = sloping(0.1)
     for rows in (1, 8, 8, 1, 8, 8):

@@ -17,8 +17,10 @@ from leapahead.core.tree import Budget
 from leapahead.models.base import CHAIN, TREE
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.acceptance import AcceptanceTable
+from leapahead.planner.compiled import sizes_that_pay
 from leapahead.planner.draft import SequenceView, Step
-from leapahead.planner.sizing import best_sizes
+from leapahead.planner.profile import DraftingTime
+from leapahead.planner.sizing import StepPlan, best_sizes
 from leapahead.planner.source import Candidate, Source
 from leapahead.planner.tree_search import TreeSearch
 
@@ -109,10 +111,16 @@ def test_a_batch_gets_the_likeliest_nodes_whosever_they_are() -> None:
 
 
 def test_sequences_that_draft_nothing_commit_a_token_each() -> None:
-    """A node of 0.6 tokens pays in a step of one token, not in a step of four, if it makes the step 1.3 times longer."""
+    """A node of 0.6 tokens that makes a step 1.3 times longer pays in a step of one token, not in one of four."""
     kept = [best_sizes([search(CHANCES)], lambda n: 1.3 if n > 1 else 1.0, [], others=others) for others in (0, 3)]
     assert kept[0][0] > 1
     assert kept[1] == [1]
+
+
+def test_the_first_drafted_step_after_a_plain_one_pays_for_the_change() -> None:
+    latency = FixedLatency(ToyTarget(), {1: 1.0, 2: 1.3, 3: 9.0})
+    plans = [StepPlan(1, False, latency, DraftingTime(), resizing) for resizing in (0.0, 0.4)]
+    assert [sizes_that_pay({0: search(CHANCES)}, plan, 0.0) for plan in plans] == [{0: 2}, {0: 1}]
 
 
 def test_the_plan_for_every_small_case() -> None:

@@ -174,6 +174,7 @@ def best_sizes(
     sequences: int,
     padded: bool,
     spent: float,
+    resizing: float,
     base: float,
     per_node: float,
 ) -> list[int]:
@@ -185,5 +186,6 @@ def best_sizes(
         sizes: numbers of rows that are looked at ahead.
         sequences: of the forward.
         padded: whether all sequences have as many rows as the longest.
-        spent, base, per_node: seconds outside the forward: so far, always, and for each drafted node.
+        spent, resizing, base, per_node: seconds outside the forward: so far, if there are drafted nodes, always, and
+            for each drafted node.
     """

@@ -36,22 +36,24 @@ uint64_t Context::hash() const {
     return found;
 }
 
-size_t ContextTable::place(const Context &context) const {
+size_t ContextTable::place(const Context &context, uint64_t hash) const {
     const size_t mask = places_.size() - 1;
-    size_t place = context.hash() & mask;
-    while (places_[place] != kFree && !(entries_[places_[place]].context == context)) place = (place + 1) & mask;
-    return place;
+    size_t at = hash & mask;
+    for (; places_[at].index != kFree; at = (at + 1) & mask)
+        if (places_[at].tag == tag(hash) && entries_[places_[at].index].context == context) break;
+    return at;
 }
 
 const ContextTable::Entry *ContextTable::find(const Context &context) const {
-    const int32_t index = places_[place(context)];
+    const int32_t index = places_[place(context, context.hash())].index;
     return index == kFree || !entries_[index].row ? nullptr : &entries_[index];
 }
 
 void ContextTable::put(const Context &context, Row row, int64_t number, bool move_to_end) {
-    const size_t at = place(context);
-    if (places_[at] != kFree) {
-        Entry &entry = entries_[places_[at]];
+    const uint64_t hash = context.hash();
+    const size_t at = place(context, hash);
+    if (places_[at].index != kFree) {
+        Entry &entry = entries_[places_[at].index];
         if (entry.row && !move_to_end) {
             entry.row = std::move(row);
             entry.number = number;
@@ -60,7 +62,7 @@ void ContextTable::put(const Context &context, Row row, int64_t number, bool mov
         used_ -= entry.row != nullptr;
         entry.row.reset();  // a gap, which the new entry's place no longer refers to
     }
-    places_[at] = static_cast<int32_t>(entries_.size());
+    places_[at] = {static_cast<int32_t>(entries_.size()), tag(hash)};
     entries_.push_back({context, std::move(row), number});
     ++used_;
     if (2 * entries_.size() > places_.size()) rebuild();
@@ -85,9 +87,11 @@ void ContextTable::rebuild() {
     first_ = 0;
     size_t size = 64;
     while (size < 4 * entries_.size()) size *= 2;
-    places_.assign(size, kFree);
-    for (size_t index = 0; index < entries_.size(); ++index)
-        places_[place(entries_[index].context)] = static_cast<int32_t>(index);
+    places_.assign(size, Place());
+    for (size_t index = 0; index < entries_.size(); ++index) {
+        const uint64_t hash = entries_[index].context.hash();
+        places_[place(entries_[index].context, hash)] = {static_cast<int32_t>(index), tag(hash)};
+    }
 }
 
 }  // namespace leapahead

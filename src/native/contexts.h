@@ -43,7 +43,7 @@ class ContextTable {
         int64_t number;
     };
 
-    ContextTable() : places_(64, kFree) {}
+    ContextTable() : places_(64) {}
 
     const Entry *find(const Context &context) const;
     // Tells the processor that a context will be asked for.
@@ -64,12 +64,18 @@ class ContextTable {
   private:
     static constexpr int32_t kFree = -1;
 
-    size_t place(const Context &context) const;  // of the entry, or the free one where it would be
+    struct Place {
+        int32_t index = kFree;  // into entries_; gaps stay until `rebuild`
+        uint32_t tag = 0;       // part of the hash, so that most other contexts are told apart without their entry
+    };
+    static uint32_t tag(uint64_t hash) { return static_cast<uint32_t>(hash >> 32); }
+
+    size_t place(const Context &context, uint64_t hash) const;  // of the entry, or the free one where it would be
     void rebuild();
 
-    std::vector<Entry> entries_;   // in order
-    std::vector<int32_t> places_;  // index into entries_; gaps stay until `rebuild`
-    size_t first_ = 0;             // no entry before this one is left
+    std::vector<Entry> entries_;  // in order
+    std::vector<Place> places_;
+    size_t first_ = 0;  // no entry before this one is left
     size_t used_ = 0;
 };
 

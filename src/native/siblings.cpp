@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace leapahead {
 
@@ -56,22 +57,30 @@ void Siblings::Row::age(double factor) {
     for (auto &[token, weight] : weights_) weight *= factor;
 }
 
-const std::vector<Candidate> &Siblings::Row::candidates() {
-    if (!candidates_.empty()) return candidates_;
+const std::vector<Candidate> &Siblings::Row::candidates(int most) {
+    const int kept = std::min(most, static_cast<int>(weights_.size()));
+    if (static_cast<int>(candidates_.size()) >= kept) return candidates_;
+    candidates_.clear();
     double total = 0.0;
     for (const auto &[token, weight] : weights_) total += weight;
-    std::vector<std::pair<int32_t, double>> sorted = weights_;
-    std::stable_sort(sorted.begin(), sorted.end(), [](const auto &a, const auto &b) { return a.second > b.second; });
+    order_.resize(weights_.size());
+    std::iota(order_.begin(), order_.end(), 0);
+    std::partial_sort(order_.begin(), order_.begin() + kept, order_.end(), [this](int a, int b) {
+        const double first = weights_[a].second, second = weights_[b].second;
+        return first != second ? first > second : a < b;
+    });
     Feature feature;
     feature.append(bisect_left(kWeights, total));
-    for (const auto &[token, weight] : sorted)
+    for (int i = 0; i < kept; ++i) {
+        const auto &[token, weight] = weights_[order_[i]];
         candidates_.push_back({token, std::log(weight / total), feature, 0.0, false});
+    }
     return candidates_;
 }
 
 const std::vector<Candidate> &Siblings::Row::best(int most, int limit, const Scoring &score) {
     if (!best_.empty() && limit_ == limit) return best_;
-    const std::vector<Candidate> &known = candidates();
+    const std::vector<Candidate> &known = candidates(most);
     TopScored top(score, limit, scored_);
     for (int i = 0; i < std::min(most, static_cast<int>(known.size())); ++i)
         top.offer(known[i].token, known[i].logp, i);
@@ -131,7 +140,7 @@ Siblings::Row *Siblings::find(int state) {
 
 void Siblings::candidates(int state, int limit, std::vector<Candidate> &found) {
     if (Row *row = find(state)) {
-        const auto &known = row->candidates();
+        const auto &known = row->candidates(limit);
         found.insert(found.end(), known.begin(), known.begin() + std::min(static_cast<size_t>(limit), known.size()));
     }
 }

@@ -38,8 +38,8 @@ class Siblings : public Source {
 
         void add(int32_t token, double weight);
         void age(double factor);
-        // All tokens by falling weight, with their log-probabilities.
-        const std::vector<Candidate> &candidates();
+        // The first `most` tokens by falling weight at least, with their log-probabilities.
+        const std::vector<Candidate> &candidates(int most);
         // Those of the first `most` with the greatest scores; all nodes at the position share them.
         const std::vector<Candidate> &best(int most, int limit, const Scoring &score);
 
@@ -53,6 +53,7 @@ class Siblings : public Source {
         std::vector<std::pair<int32_t, double>> weights_;
         std::vector<int32_t> places_;               // open addressing: index into weights_, or -1
         std::vector<Candidate> candidates_, best_;  // empty where they must be made anew
+        std::vector<int> order_;
         std::vector<Scored> scored_;
         int limit_ = 0;  // of best_
     };

@@ -19,7 +19,7 @@ class Step {
         const size_t all = static_cast<size_t>(size);
         const double forward =
             all < costs_.seconds.size() ? costs_.seconds[all] : std::numeric_limits<double>::infinity();
-        return forward + (costs_.spent + (costs_.base + costs_.per_node * nodes));
+        return forward + (costs_.spent + (nodes > 0 ? costs_.resizing : 0.0) + (costs_.base + costs_.per_node * nodes));
     }
     // Whether some number of further nodes, all as likely as `chance`, would beat the best rate.
     bool may_win(double best, double total, double chance, int rows) const {

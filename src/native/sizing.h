@@ -13,7 +13,9 @@ struct Costs {
     const std::vector<int> &sizes;       // numbers of rows that are looked at ahead
     int sequences;                       // of the forward, whether they draft or not
     bool padded;                         // all sequences have as many rows as the longest
-    double spent, base, per_node;        // seconds outside the forward: so far, always, and for each drafted node
+    double spent;                        // seconds outside the forward: so far,
+    double resizing;                     // if there are drafted nodes,
+    double base, per_node;               // always, and for each drafted node
 };
 
 // How many nodes of each tree to keep, the root counted. Nothing has been taken from the searches.

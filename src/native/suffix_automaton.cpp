@@ -2,10 +2,17 @@
 
 namespace leapahead {
 
+size_t Branches::place(int32_t token) const {
+    const size_t mask = places_.size() - 1;
+    size_t at = (static_cast<uint32_t>(token) * 0x9E3779B1u >> 7) & mask;
+    while (places_[at].token != token && places_[at].target >= 0) at = (at + 1) & mask;
+    return at;
+}
+
 int32_t Branches::find(int32_t token) const {
-    if (places_) {
-        auto place = places_->find(token);
-        return place == places_->end() ? -1 : targets_[place->second].second;
+    if (!places_.empty()) {
+        const int32_t target = places_[place(token)].target;
+        return target < 0 ? -1 : targets_[target].second;
     }
     for (const auto &[known, state] : targets_)
         if (known == token) return state;
@@ -13,12 +20,13 @@ int32_t Branches::find(int32_t token) const {
 }
 
 void Branches::set(int32_t token, int32_t state) {
-    if (places_) {
-        auto [place, added] = places_->try_emplace(token, static_cast<uint32_t>(targets_.size()));
-        if (!added) {
-            targets_[place->second].second = state;
+    if (!places_.empty()) {
+        Place &found = places_[place(token)];
+        if (found.target >= 0) {
+            targets_[found.target].second = state;
             return;
         }
+        found = {token, static_cast<int32_t>(targets_.size())};
     } else {
         for (auto &[known, target] : targets_) {
             if (known == token) {
@@ -28,13 +36,15 @@ void Branches::set(int32_t token, int32_t state) {
         }
     }
     targets_.emplace_back(token, state);
-    if (!places_) index();
+    if (targets_.size() > kSearched && 2 * targets_.size() > places_.size()) index();
 }
 
 void Branches::index() {
-    if (targets_.size() <= kSearched) return;
-    places_ = std::make_unique<std::unordered_map<int32_t, uint32_t>>();
-    for (uint32_t place = 0; place < targets_.size(); ++place) places_->emplace(targets_[place].first, place);
+    size_t size = 32;
+    while (size < 4 * targets_.size()) size *= 2;
+    places_.assign(size, Place());
+    for (size_t target = 0; target < targets_.size(); ++target)
+        places_[place(targets_[target].first)] = {targets_[target].first, static_cast<int32_t>(target)};
 }
 
 SuffixAutomaton::SuffixAutomaton() { states_.push_back({-1, 0, 0, kNone, 0}); }

@@ -3,9 +3,8 @@
 // State for state and follower for follower the same as the Python class, which says what it is.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -24,11 +23,6 @@ struct Follower {
 // The transitions of a state that has several, in the order in which their tokens were first seen.
 class Branches {
   public:
-    Branches() = default;
-    Branches(const Branches &other) : targets_(other.targets_) { index(); }
-    Branches(Branches &&) noexcept = default;
-    Branches &operator=(Branches &&) noexcept = default;
-
     int32_t find(int32_t token) const;  // -1 for none
     void set(int32_t token, int32_t state);
     size_t size() const { return targets_.size(); }
@@ -37,10 +31,14 @@ class Branches {
   private:
     static constexpr size_t kSearched = 8;  // as many are searched one by one; more have an index
 
+    struct Place {
+        int32_t token = -1, target = -1;  // of targets_; -1 where the place is free
+    };
+    size_t place(int32_t token) const;  // in places_, or the free one where it would be
     void index();
 
     std::vector<std::pair<int32_t, int32_t>> targets_;  // (token, state)
-    std::unique_ptr<std::unordered_map<int32_t, uint32_t>> places_;
+    std::vector<Place> places_;                         // open addressing; empty where there is no index
 };
 
 class SuffixAutomaton {

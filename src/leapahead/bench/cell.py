@@ -4,8 +4,7 @@
     round 1 ..     for each group: every contender once, in a random order for this group and round
 
 A group is one prompt, or of a batch size of n, 4 n prompts: a text that ends is followed by the next one, as where
-requests wait. In a group of n, plain texts of equal length would all end in the same step, while those of a drafter end
-one by one, and the last ones are decoded in ever smaller batches.
+requests wait. The texts of a batch differ in length, see `Setting.limit`.
 
 The speed of a machine drifts, so a ratio is formed within a round: tokens per second of the contender over all prompts,
 divided by those of plain decoding. The speed-up is the median over the rounds. Its interval is a percentile bootstrap
@@ -148,6 +147,8 @@ def measure_cell(
             for name in order(list(by_name), seed, turn, group):
                 mine, peak = found[name], Peak() if turn == 1 else None
                 done[name] = by_name[name].run(given, setting)
+                for prompt, text in zip(given, done[name].texts, strict=True):
+                    text.cut(setting.limit(prompt))
                 if peak is not None:
                     mine.memory = _larger(mine.memory, done[name].memory or peak.mib())
                     mine.gpu_memory = _larger(mine.gpu_memory, peak.gpu_mib())
@@ -185,10 +186,12 @@ class _Comparison:
 
     def compare(self, index: int, text: Text, contender: Contender, measured: Measured) -> None:
         """Records whether the text of a prompt differs; makes its tokens where the contender gave only text."""
-        expected, setting = self.expected[index], self._setting
+        setting = self._setting
+        limit = setting.limit(self._prompts[index])
+        expected = self.expected[index][:limit]
         if text.written is not None:
             assert self._tokenizer is not None  # it was loaded with the model that the text came from
-            text.tokens = aligned(text.written, expected, self._tokenizer, setting)
+            text.tokens = aligned(text.written, expected, self._tokenizer, setting)[:limit]
         if text.tokens == expected or (setting.temperature and not contender.same_text):
             return
         key = (index, tuple(text.tokens))

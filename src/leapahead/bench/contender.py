@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
+from zlib import crc32
 
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
@@ -32,7 +33,7 @@ class Setting:
     Attributes:
         temperature: 0 is greedy.
         batch: number of texts decoded together.
-        max_new_tokens: of each text.
+        max_new_tokens: of a text, at most; see `limit`.
         eos_token_ids: end a text.
         seed: of the sampling, the same for every text.
     """
@@ -46,6 +47,18 @@ class Setting:
     @property
     def params(self) -> SamplingParams:
         return SamplingParams(temperature=self.temperature, seed=self.seed)
+
+    def limit(self, prompt: Sequence[int]) -> int:
+        """New tokens of this prompt's text, at most.
+
+        In batches it is a number from half of `max_new_tokens` on, which depends on the prompt only. Texts of equal
+        length would all end in the same step of plain decoding, as they do nowhere else, and never leave a batch half
+        empty.
+        """
+        if self.batch == 1:
+            return self.max_new_tokens
+        least = (self.max_new_tokens + 1) // 2
+        return least + crc32(",".join(map(str, prompt)).encode()) % (self.max_new_tokens - least + 1)
 
 
 @dataclass
@@ -67,6 +80,12 @@ class Text:
     stats: Stats | None = None
     timed: int | None = None
     written: str | None = None
+
+    def cut(self, limit: int) -> None:
+        """Drops what a contender wrote beyond the limit, because it cannot be given one for each text of a batch."""
+        self.tokens = self.tokens[:limit]
+        if self.timed is not None:
+            self.timed = min(self.timed, limit)
 
 
 @dataclass
@@ -193,15 +212,13 @@ class Ours(Contender):
         if isinstance(self.target, KeepsPrefixes):
             with self.target.lock:
                 self.target.forget()
-        stop = StopParams(max_new_tokens=setting.max_new_tokens, eos_token_ids=setting.eos_token_ids)
         texts, detokenise = [Text() for _ in prompts], 0.0
         began = perf_counter()
-        handles = [
-            engine.submit(
-                Request(tokens, drafter, sampling=setting.params, stop=stop, drafter_cache=self.drafter_cache)
-            )
-            for tokens in prompts
-        ]
+        handles = []
+        for tokens in prompts:
+            stop = StopParams(max_new_tokens=setting.limit(tokens), eos_token_ids=setting.eos_token_ids)
+            request = Request(tokens, drafter, setting.params, stop, drafter_cache=self.drafter_cache)
+            handles.append(engine.submit(request))
         owners = {
             handle: (text, Writer(self.tokenizer, (), False)) for handle, text in zip(handles, texts, strict=True)
         }

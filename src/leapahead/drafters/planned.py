@@ -96,7 +96,7 @@ class Planned(Drafter):
         self.left_out: dict[str, str] = {}
         self._drafting_time = DraftingTime()
         self._observing = 0.0  # seconds spent in `observe` since the last proposal
-        self._spent = 0.0  # seconds that the last proposal took, that `observe` included
+        self._spent = 0.0  # seconds that the last proposal took, `observe` and `StepPlan.resizing` included
         self._guards: dict[int, Guard] = {}  # by number of sequences
         self._reported: tuple[Forward | None, int, int] = (None, 0, 0)  # the last forward, its steps seen, their tokens
         self._sequences: dict[SequenceView, Drafting] = {}
@@ -219,7 +219,7 @@ class Planned(Drafter):
                 active[index] = self._sequences[sequence]
         if not active:
             return found
-        plan = StepPlan(total, self.host.info.padded, self.host.latency, self._drafting_time)
+        plan = StepPlan(total, self.host.info.padded, self.host.latency, self._drafting_time, self._resizing(total))
         forwards = None
         if self.draft_forwards is not None:
             sources = [source for drafting in active.values() for source in drafting.sources]
@@ -243,9 +243,15 @@ class Planned(Drafter):
             forwards.settle(searches, {index: len(found[index].tree) > 1 for index in active})
         spent = self.host.latency.clock() - began + self._observing - (forwards.seconds if forwards else 0.0)
         self._observing = 0.0
-        self._spent = spent + (forwards.seconds if forwards else 0.0)
+        self._spent = spent + (forwards.seconds if forwards else 0.0) + plan.resizing
         self._drafting_time.observe(spent, sum(kept.values()) - len(kept))
         return found
+
+    def _resizing(self, sequences: int) -> float:
+        """See `StepPlan.resizing`."""
+        last = self._reported[0]
+        was_plain = last is None or last.cost.rows <= last.cost.sequences
+        return self.host.latency.profile(sequences).resizing if was_plain else 0.0
 
     def _asks(self, drafting: Drafting, budget: Budget) -> bool:
         """Whether the sources of a sequence are asked in this step; they have read the text then."""
@@ -287,5 +293,5 @@ class Planned(Drafter):
             return False
         profile = plan.latency.profile(plan.sequences)
         tokens = plan.sequences - len(kept) + sum(sum(searches[index].expected[:size]) for index, size in kept.items())
-        seconds = profile.planned(plan.rows(kept)) + plan.drafting(drafted) + spent
+        seconds = profile.planned(plan.rows(kept)) + plan.resizing + plan.drafting(drafted) + spent
         return tokens / seconds > WORTH * plan.sequences / profile(plan.sequences)

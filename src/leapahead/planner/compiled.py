@@ -171,7 +171,14 @@ def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, spent: fl
     compiled = _compiled(searches)
     if compiled and not profile.fixed:
         found = native.module.best_sizes(
-            compiled, profile.plans, profile.sizes, plan.sequences, plan.padded, spent, *drafting.parameters
+            compiled,
+            profile.plans,
+            profile.sizes,
+            plan.sequences,
+            plan.padded,
+            spent,
+            plan.resizing,
+            *drafting.parameters,
         )
         return dict(zip(searches, found, strict=True))
     others = plan.sequences - len(searches)  # sequences that draft nothing have one row each
@@ -184,7 +191,7 @@ def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, spent: fl
         list(searches.values()),
         seconds,
         profile.sizes,
-        lambda nodes: spent + drafting(nodes),
+        lambda nodes: spent + (plan.resizing if nodes else 0.0) + drafting(nodes),
         padded=plan.padded,
         others=others,
     )

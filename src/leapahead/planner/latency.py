@@ -52,6 +52,10 @@ LEVEL_GAIN, PLAIN_GAIN = 0.1, 0.2  # weight of a drafted step, and least weight 
 NOISE, LEAST_NOISE, MOST_NOISE = 0.1, 0.05, 0.25  # log seconds of one step: the first estimate and its bounds
 NOISE_RATE = 0.05  # weight of the newest step in the estimate of the noise
 OUTLIER = 3.5  # times the noise
+MOST_RESIZING, RESIZING_RATE = (
+    0.25,
+    0.1,
+)  # parts of a plain step that `resizing` may be; least weight of the newest pair
 OUTLIERS_BELIEVED = 3  # without a plain step between them, a change of the level
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # drafted steps between two plain steps: at first and after a change; doubled up to
 
@@ -106,6 +110,8 @@ class LatencyProfile:
         self._held: float | None = None  # log seconds of a plain step that was an outlier
         self._outliers: list[tuple[int, float]] = []  # rows and log seconds of others
         self._in_doubt = False  # an outlier came since the last plain step
+        self._resized: float | None = None  # log seconds of the last step, if it was a plain one after a drafted one
+        self._resizing, self._pairs = 0.0, 0  # log factor of such steps; pairs that it is the mean of
         self._since_plain, self._pause, self._plain_step = 0, FIRST_PAUSE, 0
         self._shapes: list[float] = []  # the prior by rows, as far as it was needed
         self._plans: list[float] = []  # `planned` by rows; empty where it must be computed anew
@@ -150,6 +156,11 @@ class LatencyProfile:
             return False
         unknown = not self._sizes[0].seen or self._held is not None
         return unknown or self._in_doubt or self._since_plain >= self._pause
+
+    @property
+    def resizing(self) -> float:
+        """Seconds that a plain step takes longer after a drafted one than after a plain one."""
+        return max(exp(self._resizing) - 1.0, 0.0) * exp(self._level)
 
     @property
     def sizes(self) -> list[int]:
@@ -216,13 +227,22 @@ class LatencyProfile:
 
     # ----------------------------------------------------------------------------------------------- learning
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """Corrects the profile by a forward over so many rows that took so long."""
+    def observe(self, rows: int, seconds: float, resized: bool = False) -> None:
+        """Corrects the profile by a forward over so many rows that took so long.
+
+        Args:
+            rows: of the forward.
+            seconds: that it took.
+            resized: whether the forward before had another size.
+        """
         if self.fixed or rows < 1 or not 0 < seconds < float("inf"):
             return
         self.steps += 1
+        before, self._resized = self._resized, log(seconds) if resized and rows <= self._first else None
         if rows <= self._first:
-            self._observe_plain(log(seconds))
+            if before is not None and not resized:
+                self._learn_resizing(before - log(seconds))
+            self._observe_plain(log(seconds) - (max(self._resizing, 0.0) if resized else 0.0))
         else:
             self._since_plain += 1
             self._observe_larger(rows, log(seconds))
@@ -316,6 +336,11 @@ class LatencyProfile:
         for size in self._sizes[1:]:
             size.correction += log(self._shape(size.rows) / self._line(size.rows))
         self._prior, self._shapes, self.contradicted = {}, [], True
+
+    def _learn_resizing(self, factor: float) -> None:
+        self._pairs += 1
+        factor = min(max(factor, -MOST_RESIZING), MOST_RESIZING)
+        self._resizing += max(1 / (self._pairs + 1), RESIZING_RATE) * (factor - self._resizing)  # it begins at 0
 
     def _learn_noise(self, error: float) -> None:
         self._noise += NOISE_RATE * (1.25 * abs(error) - self._noise)  # of a normal distribution, sigma = 1.25 E|x|

@@ -132,9 +132,11 @@ class LatencyProfiles:
         with self._lock:
             if forward is self._last:
                 return
-            self._last = forward
-            if (profile := self._profiles.get(forward.cost.sequences)) is not None:
-                profile.observe(forward.cost.rows, forward.seconds)
+            last, self._last = self._last, forward
+            cost = forward.cost
+            resized = last is None or (last.cost.rows, last.cost.sequences) != (cost.rows, cost.sequences)
+            if (profile := self._profiles.get(cost.sequences)) is not None:
+                profile.observe(cost.rows, forward.seconds, resized)
             if self.clock() - self._written >= WRITE_SECONDS or self._is_refuted():
                 self._written = self.clock()
                 self.keep()

@@ -31,12 +31,15 @@ class StepPlan(NamedTuple):
         padded: whether all of them take as many rows as the longest.
         latency: of the target.
         drafting: the time that a step takes outside its forward.
+        resizing: seconds that a step with drafted nodes costs in addition, since the last one was plain and the next
+            plain one will take longer.
     """
 
     sequences: int
     padded: bool
     latency: LatencyProfiles
     drafting: DraftingTime
+    resizing: float = 0.0
 
     def rows(self, kept: Mapping[int, int]) -> int:
         """Rows of the forward if so many nodes of each tree are kept, roots counted."""

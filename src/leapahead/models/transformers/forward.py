@@ -248,7 +248,7 @@ class Batch(NamedTuple):
         if self.packing is None:
             parts: Sequence[Tensor] = [found[at, : self.new[i]] for at, i in enumerate(self.order)]
         else:
-            parts = found[0].split([self.new[i] for i in self.order])
+            parts = torch.split(found[0], [self.new[i] for i in self.order])
         return [part for _, part in sorted(zip(self.order, parts, strict=True), key=itemgetter(0))]
 
     def together(self, parts: Sequence[Tensor]) -> Tensor:

@@ -140,7 +140,7 @@ def forward(
     packing = under_way.packing
     if packing is not None:
         nodes = query[0].transpose(0, 1).index_select(0, packing.packed)  # [batch * rows, heads, dim]
-        query = nodes.unflatten(0, (packing.batch, -1)).transpose(1, 2)
+        query = nodes.view(packing.batch, -1, *nodes.shape[1:]).transpose(1, 2)
     batch, heads, rows, dim = query.shape
     shared = key.shape[1]
     is_other = dropout > 0 or any(options.get(name) is not None for name in OTHER_OPTIONS)

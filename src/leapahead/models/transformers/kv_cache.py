@@ -378,7 +378,11 @@ class KVCache(Cache):  # type: ignore[misc]
         self.groups, self._stacked = groups, len(self._place)
 
     def write(self, place: tuple[int, int], states: Tensor) -> Tensor:
-        """Puts [batch, heads, n, dim] or [1, heads, nodes, dim] in its slots; returns the view [batch, heads, kv, dim] of all entries."""
+        """Puts [batch, heads, n, dim] or [1, heads, nodes, dim] in its slots.
+
+        Returns:
+            The view [batch, heads, kv, dim] of all entries.
+        """
         if place not in self._place:
             _, heads, _, dim = states.shape
             group = Planes(states.new_zeros(1, len(self.rows), heads, self.capacity, dim))
