@@ -79,7 +79,9 @@ def test_it_takes_the_place_of_sdpa_only() -> None:
     assert not grouped.fits("sdpa", torch.device("mps"))
 
 
-@pytest.mark.parametrize("sizes", [[1, 3], [4, 1, 2], [2, 2], [1, 1, grouped.MOST_ROWS + 1]])
+@pytest.mark.parametrize(
+    "sizes", [[1, 3], [4, 1, 2], [2, 2], [1, 1, grouped.MOST_ROWS + 1], [1, 17, 2, 20, 1, 2, 3, 2]]
+)
 @pytest.mark.parametrize(("heads", "shared"), [(6, 2), (4, 4)])
 def test_packed_nodes_attend_as_padded_ones(sizes: list[int], heads: int, shared: int) -> None:
     given = layer(len(sizes), heads, shared, max(sizes), cached=max(sizes) + 5)
@@ -91,6 +93,13 @@ def test_packed_nodes_attend_as_padded_ones(sizes: list[int], heads: int, shared
     with grouped.attention(config, grouped.Packing.of(sizes, torch.device("cpu"))):
         packed, _ = grouped.forward(module, **{**given, "query": nodes}, scaling=0.3)
     torch.testing.assert_close(packed, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_few_large_trees_have_blocks_of_their_own() -> None:
+    blocks = grouped.Packing.of([1, 30, 2, 1, 2, 40, 1, 2], torch.device("cpu")).blocks
+    found = [(each.trees.start, each.trees.stop, each.rows.start, each.rows.stop, len(each.to)) for each in blocks]
+    assert found == [(0, 8, 0, 2, 13), (1, 2, 2, 30, 28), (5, 6, 2, 40, 38)]
+    assert [len(grouped.Packing.of(sizes, torch.device("cpu")).blocks) for sizes in ([3, 4, 3], [2, 1])] == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "mistral"])

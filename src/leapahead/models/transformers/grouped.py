@@ -9,11 +9,11 @@ copies the whole cache in every layer and forward (grouped-query attention, 2305
 
 The trees of a batch differ in size. Padded to the largest, a batch of 16 sequences of which one has a drafted node
 takes 32 rows through every layer. So the nodes of all trees are given to the model as one sequence, and only their
-queries are padded, within the attention:
+queries are padded, within the attention, where each finds the keys of its own sequence in the cache:
 
-    nodes of all trees   [1, heads, nodes, dim]  ->  padded  [batch, heads, rows, dim]  ->  [1, nodes, heads, dim]
+    nodes of all trees   [1, heads, nodes, dim]  ->  blocks  [trees, heads, rows, dim]  ->  [1, nodes, heads, dim]
 
-Each node finds the keys of its own tree's sequence there, since keys and values are those of the cache.
+There is a block of the first rows of all trees, and one for the other rows of each larger tree.
 
 The function is registered with Transformers under a name of its own, and a model's configuration has this name only
 while a forward of ours runs. So this is for models that nobody else runs: another thread would find that name. Whether
@@ -35,30 +35,64 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 NAME = "leapahead_grouped_sdpa"
 MOST_ROWS = 64  # of a sequence; a copy of the cache costs little beside the attention of more rows
+BLOCK_ROWS = 10  # on a CPU another call of the attention takes as long as about so many rows of padding
 OTHER_OPTIONS = ("position_bias", "softcap", "cache")  # with which `sdpa` computes something else
 
 
-class Packing(NamedTuple):
-    """Where the nodes of trees of different sizes lie: one after the other, and padded to the rows of the largest.
+class Block(NamedTuple):
+    """Rows of some neighbouring trees whose attention is computed together, padded to a rectangle.
 
     Attributes:
-        batch: number of trees.
-        padded: int64 [nodes]; the place of each node in [batch * rows].
-        packed: int64 [batch * rows]; the node at each place, for padding the tree's first.
+        trees, rows: which.
+        nodes: int64 [trees * rows]; the packed node at each place, for padding the tree's first.
+        real: int64 [real]; the places that are no padding.
+        to: int64 [real]; the packed nodes there.
     """
 
-    batch: int
+    trees: slice
+    rows: slice
+    nodes: Tensor
+    real: Tensor
+    to: Tensor
+
+
+class Packing(NamedTuple):
+    """The nodes of all trees of a batch as one sequence, tree after tree.
+
+    Attributes:
+        padded: int64 [nodes]; the place of each node in [batch * rows of the largest tree].
+        blocks: of the attention.
+    """
+
     padded: Tensor
-    packed: Tensor
+    blocks: list[Block]
 
     @classmethod
     def of(cls, sizes: Sequence[int], device: torch.device) -> Packing:
         """Of trees with so many nodes."""
-        count = torch.tensor(sizes)
-        place = torch.arange(max(sizes)).repeat(len(sizes), 1)
-        real = place < count[:, None]
-        packed = torch.where(real, place, 0) + (count.cumsum(0) - count)[:, None]
-        return cls(len(sizes), real.flatten().nonzero()[:, 0].to(device), packed.flatten().to(device))
+        counts = torch.tensor(sizes)
+        first, place = counts.cumsum(0) - counts, torch.arange(max(sizes)).repeat(len(sizes), 1)
+        nodes = torch.where(place < counts[:, None], place, 0) + first[:, None]  # [batch, rows]
+
+        def block(trees: slice, rows: slice) -> Block:
+            real = (place < counts[:, None])[trees, rows].flatten().nonzero()[:, 0]
+            inside = nodes[trees, rows].flatten()
+            return Block(trees, rows, inside.to(device), real.to(device), inside[real].to(device))
+
+        padded = (place < counts[:, None]).flatten().nonzero()[:, 0].to(device)
+        common = _common_rows(sizes) if device.type == "cpu" else max(sizes)
+        own = [(at, size) for at, size in enumerate(sizes) if size > common]
+        blocks = [block(slice(0, len(sizes)), slice(0, common))]
+        return cls(padded, blocks + [block(slice(at, at + 1), slice(common, size)) for at, size in own])
+
+
+def _common_rows(sizes: Sequence[int]) -> int:
+    """How many rows of all trees are computed together; larger trees have a block of their own for the others."""
+
+    def rows(common: int) -> int:  # that cost as much
+        return len(sizes) * common + sum(BLOCK_ROWS + size - common for size in sizes if size > common)
+
+    return min({1, *sizes}, key=rows)
 
 
 class _Forward:
@@ -70,18 +104,24 @@ class _Forward:
 
     def __init__(self, packing: Packing | None) -> None:
         self.packing = packing
-        self._masks: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._masks: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
-    def mask(self, mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-        """A boolean mask [batch, 1, rows, cached] for the heads of a key head, to be added to scores.
+    def mask(self, mask: Tensor, block: Block | None, heads: int, dtype: torch.dtype) -> Tensor:
+        """A block of a boolean mask [batch, 1, rows, cached] for the heads of a key head, to be added to scores.
 
         There is one for all layers of a kind, and sdpa would make a mask to be added of a boolean one in each of them.
         """
-        key = id(mask), heads
+        key = id(mask), id(block), heads
         if key not in self._masks:
-            added = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+            part = _part(mask, block)
+            added = torch.zeros(part.shape, dtype=dtype, device=part.device).masked_fill_(~part, -torch.inf)
             self._masks[key] = mask, added.repeat(1, 1, heads, 1)  # the mask is kept, so that its id stays its own
         return self._masks[key][1]
+
+
+def _part(mask: Tensor, block: Block | None) -> Tensor:
+    """[trees, 1, rows, cached] of [batch, 1, rows, cached]."""
+    return mask if block is None else mask[block.trees, :, block.rows]
 
 
 _under_way: ContextVar[_Forward | None] = ContextVar("the forward that is under way", default=None)
@@ -137,24 +177,34 @@ def forward(
         float [batch, rows, heads, value dim], or [1, nodes, heads, value dim], and no weights.
     """
     under_way = _under_way.get() or _Forward(None)
-    packing = under_way.packing
-    if packing is not None:
-        nodes = query[0].transpose(0, 1).index_select(0, packing.packed)  # [batch * rows, heads, dim]
-        query = nodes.view(packing.batch, -1, *nodes.shape[1:]).transpose(1, 2)
-    batch, heads, rows, dim = query.shape
-    shared = key.shape[1]
-    is_other = dropout > 0 or any(options.get(name) is not None for name in OTHER_OPTIONS)
-    is_other |= attention_mask is None or attention_mask.shape[1] != 1
-    if attention_mask is None or is_other or heads == shared or not 1 < rows <= MOST_ROWS:
-        output: Tensor = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
-        )[0]
-    else:
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, block: Block | None) -> Tensor:
+        """[batch, rows, heads, value dim] of [batch, heads, rows, dim]."""
+        batch, heads, rows, dim = query.shape
+        shared = key.shape[1]
+        is_other = dropout > 0 or any(options.get(name) is not None for name in OTHER_OPTIONS)
+        is_other |= attention_mask is None or attention_mask.shape[1] != 1
+        if attention_mask is None or is_other or heads == shared or not 1 < rows <= MOST_ROWS:
+            mask = None if attention_mask is None else _part(attention_mask, block)
+            output: Tensor = sdpa_attention_forward(
+                module, query, key, value, mask, dropout=dropout, scaling=scaling, **options
+            )[0]
+            return output
         query = query.reshape(batch, shared, heads // shared * rows, dim)
-        mask = under_way.mask(attention_mask, heads // shared, query.dtype)
-        found = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-        output = found.reshape(batch, heads, rows, value.shape[-1]).transpose(1, 2).contiguous()
-    return output if packing is None else output.flatten(0, 1).index_select(0, packing.padded)[None], None
+        added = under_way.mask(attention_mask, block, heads // shared, query.dtype)
+        found = scaled_dot_product_attention(query, key, value, attn_mask=added, scale=scaling)
+        return found.reshape(batch, heads, rows, value.shape[-1]).transpose(1, 2).contiguous()
+
+    if under_way.packing is None:
+        return attend(query, key, value, None), None
+    nodes = query[0].transpose(0, 1)  # [nodes, heads, dim]
+    output = nodes.new_empty(*nodes.shape[:2], value.shape[-1])
+    for block in under_way.packing.blocks:
+        rows = block.rows.stop - block.rows.start
+        padded = nodes.index_select(0, block.nodes).view(-1, rows, *nodes.shape[1:]).transpose(1, 2)
+        found = attend(padded, key[block.trees], value[block.trees], block)
+        output.index_copy_(0, block.to, found.flatten(0, 1).index_select(0, block.real))
+    return output[None], None
 
 
 AttentionInterface.register(NAME, forward)
