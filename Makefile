@@ -100,11 +100,11 @@ bench-auto: $(WITH_LLAMA) $(foreach cost,135m 1b,$(STANDINS)/$(cost)-bf16.gguf $
 		--out docs/bench/auto/own $(RESUME)
 	$(BIN)/python tools/docs.py
 
-# What docs/research/auto.md shows of batches: a quarter of an hour.
+# What docs/research/auto.md shows of batches: half an hour.
 .PHONY: bench-batch
 bench-batch: $(WITH_LLAMA) $(foreach kind,bf16.gguf q8_0.gguf,$(STANDINS)/135m-$(kind))
 	$(PAIRS) --data $(DATA) $(call MODELS,135m) $(foreach batch,1 2 4 8 16,--batch $(batch)) --task gsm8k=16 \
-		--max-new-tokens 32 --out docs/bench/batch $(RESUME)
+		--max-new-tokens 64 --out docs/bench/batch $(RESUME)
 	$(BIN)/python tools/docs.py
 
 BOTH = --config auto:draft=$(1) --config draft_model:draft=$(1)

@@ -122,7 +122,10 @@ def batches(root: Path, table: Table) -> str:
         name = f"{_target(found['conditions'], target)}, {where}"
         lines.append([name, *(f"**{each['median']:.2f}**{_interval(each)}" for each in cells)])
         lines.append(["plain decoding, tokens a second", *plain])
-    passes = f"Of batches there are as many rounds as give {LEAST_PASSES} passes of each drafter."
+    passes = (
+        f"Of batches there are as many rounds as give {LEAST_PASSES} passes of each drafter, and a text of a batch has "
+        "between half and all of these new tokens."
+    )
     told = conditions(root, "batch", "135M", batch="")
     return table(" | ".join(["batch", *map(str, sizes)]), lines) + f"\n\n{told} {passes}"
 
