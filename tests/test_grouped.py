@@ -97,8 +97,9 @@ def test_packed_nodes_attend_as_padded_ones(sizes: list[int], heads: int, shared
 
 def test_a_few_large_trees_have_blocks_of_their_own() -> None:
     blocks = grouped.Packing.of([1, 30, 2, 1, 2, 40, 1, 2], torch.device("cpu")).blocks
-    found = [(each.trees.start, each.trees.stop, each.rows.start, each.rows.stop, len(each.to)) for each in blocks]
-    assert found == [(0, 8, 0, 2, 13), (1, 2, 2, 30, 28), (5, 6, 2, 40, 38)]
+    found = [(each.trees.start, each.trees.stop, each.rows.start, each.rows.stop) for each in blocks]
+    assert found == [(0, 8, 0, 2), (1, 2, 2, 30), (5, 6, 2, 40)]
+    assert [each.nodes for each in blocks[1:]] == [slice(3, 31), slice(38, 76)]
     assert [len(grouped.Packing.of(sizes, torch.device("cpu")).blocks) for sizes in ([3, 4, 3], [2, 1])] == [1, 1]
 
 

@@ -35,7 +35,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 NAME = "leapahead_grouped_sdpa"
 MOST_ROWS = 64  # of a sequence; a copy of the cache costs little beside the attention of more rows
-BLOCK_ROWS = 10  # on a CPU another call of the attention takes as long as about so many rows of padding
+BLOCK_ROWS = 24  # on a CPU another call of the attention takes as long as about so many rows of padding
 OTHER_OPTIONS = ("position_bias", "softcap", "cache")  # with which `sdpa` computes something else
 
 
@@ -55,6 +55,29 @@ class Block(NamedTuple):
     real: Tensor
     to: Tensor
 
+    def take(self, packed: Tensor) -> Tensor:
+        """[nodes, heads, dim] -> [trees, heads, rows, dim]."""
+        found = packed.index_select(0, self.nodes)
+        return found.view(-1, self.rows.stop - self.rows.start, *packed.shape[1:]).transpose(1, 2)
+
+    def put(self, found: Tensor, packed: Tensor) -> None:
+        """[trees, rows, heads, dim] -> into [nodes, heads, dim]."""
+        packed.index_copy_(0, self.to, found.flatten(0, 1).index_select(0, self.real))
+
+
+class OneTree(NamedTuple):
+    """Rows of one tree, which follow each other in the packed nodes."""
+
+    trees: slice
+    rows: slice
+    nodes: slice
+
+    def take(self, packed: Tensor) -> Tensor:
+        return packed[None, self.nodes].transpose(1, 2)
+
+    def put(self, found: Tensor, packed: Tensor) -> None:
+        packed[self.nodes] = found[0]
+
 
 class Packing(NamedTuple):
     """The nodes of all trees of a batch as one sequence, tree after tree.
@@ -65,7 +88,7 @@ class Packing(NamedTuple):
     """
 
     padded: Tensor
-    blocks: list[Block]
+    blocks: list[Block | OneTree]
 
     @classmethod
     def of(cls, sizes: Sequence[int], device: torch.device) -> Packing:
@@ -74,16 +97,16 @@ class Packing(NamedTuple):
         first, place = counts.cumsum(0) - counts, torch.arange(max(sizes)).repeat(len(sizes), 1)
         nodes = torch.where(place < counts[:, None], place, 0) + first[:, None]  # [batch, rows]
 
-        def block(trees: slice, rows: slice) -> Block:
-            real = (place < counts[:, None])[trees, rows].flatten().nonzero()[:, 0]
-            inside = nodes[trees, rows].flatten()
-            return Block(trees, rows, inside.to(device), real.to(device), inside[real].to(device))
-
-        padded = (place < counts[:, None]).flatten().nonzero()[:, 0].to(device)
+        is_real = place < counts[:, None]
         common = _common_rows(sizes) if device.type == "cpu" else max(sizes)
-        own = [(at, size) for at, size in enumerate(sizes) if size > common]
-        blocks = [block(slice(0, len(sizes)), slice(0, common))]
-        return cls(padded, blocks + [block(slice(at, at + 1), slice(common, size)) for at, size in own])
+        inside, real = nodes[:, :common].flatten(), is_real[:, :common].flatten().nonzero()[:, 0]
+        together = inside.to(device), real.to(device), inside[real].to(device)
+        blocks: list[Block | OneTree] = [Block(slice(0, len(sizes)), slice(0, common), *together)]
+        for at, size in enumerate(sizes):
+            if size > common:
+                begin = int(first[at])
+                blocks.append(OneTree(slice(at, at + 1), slice(common, size), slice(begin + common, begin + size)))
+        return cls(is_real.flatten().nonzero()[:, 0].to(device), blocks)
 
 
 def _common_rows(sizes: Sequence[int]) -> int:
@@ -106,7 +129,7 @@ class _Forward:
         self.packing = packing
         self._masks: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
-    def mask(self, mask: Tensor, block: Block | None, heads: int, dtype: torch.dtype) -> Tensor:
+    def mask(self, mask: Tensor, block: Block | OneTree | None, heads: int, dtype: torch.dtype) -> Tensor:
         """A block of a boolean mask [batch, 1, rows, cached] for the heads of a key head, to be added to scores.
 
         There is one for all layers of a kind, and sdpa would make a mask to be added of a boolean one in each of them.
@@ -119,7 +142,7 @@ class _Forward:
         return self._masks[key][1]
 
 
-def _part(mask: Tensor, block: Block | None) -> Tensor:
+def _part(mask: Tensor, block: Block | OneTree | None) -> Tensor:
     """[trees, 1, rows, cached] of [batch, 1, rows, cached]."""
     return mask if block is None else mask[block.trees, :, block.rows]
 
@@ -178,7 +201,7 @@ def forward(
     """
     under_way = _under_way.get() or _Forward(None)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, block: Block | None) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, block: Block | OneTree | None) -> Tensor:
         """[batch, rows, heads, value dim] of [batch, heads, rows, dim]."""
         batch, heads, rows, dim = query.shape
         shared = key.shape[1]
@@ -200,10 +223,7 @@ def forward(
     nodes = query[0].transpose(0, 1)  # [nodes, heads, dim]
     output = nodes.new_empty(*nodes.shape[:2], value.shape[-1])
     for block in under_way.packing.blocks:
-        rows = block.rows.stop - block.rows.start
-        padded = nodes.index_select(0, block.nodes).view(-1, rows, *nodes.shape[1:]).transpose(1, 2)
-        found = attend(padded, key[block.trees], value[block.trees], block)
-        output.index_copy_(0, block.to, found.flatten(0, 1).index_select(0, block.real))
+        block.put(attend(block.take(nodes), key[block.trees], value[block.trees], block), output)
     return output[None], None
 
 
