@@ -97,12 +97,12 @@ void AcceptanceTable::learn(Key key, bool hit) {
     }
 }
 
-std::vector<AcceptanceTable::Row> AcceptanceTable::rows() const {
+std::vector<AcceptanceTable::Row> AcceptanceTable::rows(int longest) const {
     std::vector<Row> found;
     for (const Entry &entry : places_) {
         if (entry.key == 0 || entry.trials == 0.0) continue;
         const Key key = Key::of_bits(entry.key);
-        found.push_back({key, entry.hits, entry.trials, estimate(key)});
+        if (key.size() <= longest) found.push_back({key, entry.hits, entry.trials, estimate(key)});
     }
     return found;
 }

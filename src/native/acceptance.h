@@ -67,7 +67,8 @@ class AcceptanceTable {
         Key key;
         double hits, trials, estimate;
     };
-    std::vector<Row> rows() const;  // of what was counted, in no particular order
+    // Of what was counted, keys of at most `longest` elements, in no particular order.
+    std::vector<Row> rows(int longest) const;
 
     Mixer mixer;
 

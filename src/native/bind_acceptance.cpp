@@ -97,9 +97,9 @@ void bind_acceptance(nb::module_ &m) {
             "key"_a, "hit"_a)
         .def("set_mixer", &set_mixer, "mode"_a, "below"_a, "source"_a, "parameters"_a)
         .def("mixer_rows", &mixer_rows)
-        .def("rows", [](const AcceptanceTable &self) {
+        .def("rows", [](const AcceptanceTable &self, int longest) {
             std::vector<std::tuple<nb::tuple, double, double, double>> found;
-            for (const auto &[key, hits, trials, estimate] : self.rows())
+            for (const auto &[key, hits, trials, estimate] : self.rows(longest))
                 found.emplace_back(to_tuple(self, key), hits, trials, estimate);
             return found;
         });

@@ -162,8 +162,10 @@ class Planned(Drafter):
         seen, tokens = (seen + 1, tokens + len(step.tokens)) if last is forward else (1, len(step.tokens))
         self._reported = forward, seen, tokens
         sequences, rows = forward.cost.sequences, forward.cost.rows
+        if seen < sequences or (guard := self._guards.get(sequences)) is None:
+            return
         profile = self.host.latency.profile(sequences)
-        if seen < sequences or profile.fixed or (guard := self._guards.get(sequences)) is None:
+        if profile.fixed:
             return
         plain = profile(sequences)
         if rows > sequences:
@@ -239,6 +241,8 @@ class Planned(Drafter):
             if not self.nodes:
                 longest = plan.longest_back_off(self._drafting_time(0))
                 drafting.back_off.update(paid=pays and kept[index] > 1, longest=longest)
+        if not pays and len(sequences) > 1:
+            self._suspend_together(sequences)
         if forwards is not None:
             forwards.settle(searches, {index: len(found[index].tree) > 1 for index in active})
         spent = self.host.latency.clock() - began + self._observing - (forwards.seconds if forwards else 0.0)
@@ -252,6 +256,13 @@ class Planned(Drafter):
         last = self._reported[0]
         was_plain = last is None or last.cost.rows <= last.cost.sequences
         return self.host.latency.profile(sequences).resizing if was_plain else 0.0
+
+    def _suspend_together(self, sequences: Sequence[SequenceView]) -> None:
+        """Makes all suspensions end in the same step, since asking for one sequence takes as long as for a few."""
+        back_offs = [self._sequences[sequence].back_off for sequence in sequences]
+        longest = max(back_off.remaining for back_off in back_offs)
+        for back_off in back_offs:
+            back_off.remaining = longest
 
     def _asks(self, drafting: Drafting, budget: Budget) -> bool:
         """Whether the sources of a sequence are asked in this step; they have read the text then."""

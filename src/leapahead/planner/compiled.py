@@ -70,10 +70,9 @@ class CompiledTable(AcceptanceTable):
         self.table.learn(key, hit)
 
     def rows(self, longest: int = 99) -> list[dict[str, Any]]:
-        found = [row for row in self.table.rows() if len(row[0]) <= longest]
         return [
             {"key": list(key), "hits": round(hits, 2), "trials": round(trials, 2), "p": round(p, 4)}
-            for key, hits, trials, p in sorted(found, key=lambda row: repr(row[0]))
+            for key, hits, trials, p in sorted(self.table.rows(longest), key=lambda row: repr(row[0]))
         ]
 
 
