@@ -119,17 +119,19 @@ def toy_table(target: ToyTarget) -> TokenTable:
 
 
 def steps_of(kind: str, batch: int, temperature: float, context: int, nodes: int, pieces: bool) -> Iterator[Timed]:
-    """A batch of texts in the making: the drafter, after each step."""
+    """A batch of texts in the making: the drafter, after each step of all of them."""
     target = ToyTarget(VOCAB, sharpness=5.0)
     engine = Engine(target, max_batch=batch, acceptance=KINDS[kind](*priors()))
     drafter = Timed(toy_table(target), nodes, pieces)
-    attached = engine.drafter(drafter)
+    attached, handles = engine.drafter(drafter), []
     for index in range(batch):
         rng = np.random.default_rng(index)
         phrases = [rng.integers(0, VOCAB, rng.integers(4, 40)).tolist() for _ in range(context // 80)]
         prompt = [token for _ in range(context // 10) for token in phrases[rng.integers(len(phrases))]][:context]
         params = SamplingParams(temperature=temperature, seed=index)
-        engine.submit(Request(prompt, attached, params, StopParams(max_new_tokens=1 << 20)))
+        handles.append(engine.submit(Request(prompt, attached, params, StopParams(max_new_tokens=1 << 20))))
+    while any(handle.stats.steps == 0 for handle in handles):  # their prompts are read one after the other
+        engine.step()
     while True:
         engine.step()
         if drafter.seconds:

@@ -310,6 +310,24 @@ def test_a_step_of_another_size_than_the_last_is_known_as_such() -> None:
     assert here.profile(1).resizing == pytest.approx(0.002, rel=0.1)
 
 
+def test_without_plain_steps_a_slower_machine_makes_every_size_slower() -> None:
+    """As with a fixed number of nodes, where no step is plain."""
+    profile = sloping(0.1)
+    for pace in (1.0, 3.0, 1.0, 9.0, 2.0):
+        for _ in range(8):
+            profile.observe(8, pace * line(0.1)(8))
+        assert profile(8) == pytest.approx(pace * line(0.1)(8), rel=0.05)
+        assert 0.5 < profile(1) / (pace * 0.02) < 2
+
+
+def test_an_absurd_prior_is_survived() -> None:
+    profile = LatencyProfile({1: 1e23, 7: 5e-6})
+    for rows in (7, 7, 1, 1, 7):
+        profile.observe(rows, line(0.1)(rows))
+    assert profile(7) == pytest.approx(line(0.1)(7), rel=0.05)
+    assert profile(1) == pytest.approx(0.02, rel=0.05)
+
+
 def test_a_size_that_has_become_dearer_is_told_from_a_slower_machine() -> None:
     profile = sloping(0.1)
     for rows in (1, 8, 8, 1, 8, 8):

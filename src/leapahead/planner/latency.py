@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 ASSUMED_SLOPE = 0.05  # cost of an additional row relative to a plain step, where nothing is known
 LEAST_SLOPE = 0.01  # the same beyond the last size of a prior, at least
+LEAST_SHAPE = 1e-3  # T relative to a plain step, at least: less is no measurement
 
 # Rows of a planned forward, at most: so many times the largest that was seen, or so many more.
 TRUSTED_GROWTH, TRUSTED_ROWS = 2, 3
@@ -220,7 +221,7 @@ class LatencyProfile:
         slope = (self._prior[high] - self._prior[low]) / (high - low)
         if rows > high:
             return self._prior[high] + max(slope, 0.0 if self.fixed else LEAST_SLOPE) * (rows - high)
-        return self._prior[low] + slope * (rows - low)
+        return max(self._prior[low] + slope * (rows - low), LEAST_SHAPE)
 
     def _line(self, rows: int) -> float:
         return 1.0 + ASSUMED_SLOPE * (rows - self._first)
@@ -328,7 +329,7 @@ class LatencyProfile:
         self._outliers.append((rows, value))
         self._in_doubt = True
         if len(self._outliers) >= OUTLIERS_BELIEVED and self._since_plain >= OUTLIERS_BELIEVED:
-            self._move_level(median(self._error(*each) for each in self._outliers))
+            self._level += median(self._error(*each) for each in self._outliers)
             self._believe_outliers()
 
     def _drop_prior(self) -> None:

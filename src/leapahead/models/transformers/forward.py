@@ -22,7 +22,7 @@ from torch import Tensor
 from leapahead.core.tree import IntArray, TokenTree
 from leapahead.models.base import CHAIN, LOGITS, TOP_K, TREE
 from leapahead.models.transformers import grouped
-from leapahead.models.transformers.families import Pattern
+from leapahead.models.transformers.families import Pattern, text_config
 from leapahead.models.transformers.grouped import Packing
 from leapahead.models.transformers.kv_cache import KVCache, Row
 from leapahead.models.transformers.masks import Inputs
@@ -316,7 +316,8 @@ class MaskedExecutor(CachedExecutor):
         """[batch, n, ...] or [1, nodes, ...] by this model, which is the executor's own or a part of it."""
         if layers:
             options["output_hidden_states"] = list(layers)
-        with nullcontext() if self.config is None else grouped.attention(self.config, batch.packing):
+        config = None if self.config is None else text_config(model)
+        with nullcontext() if config is None else grouped.attention(config, batch.packing):
             output = model(
                 input_ids=batch.pack(batch.inputs.tokens),
                 position_ids=batch.pack(batch.inputs.positions),

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from leapahead.core.errors import CacheFull
 from leapahead.core.tree import UNLIMITED
 from leapahead.models.captured import TopK
+from leapahead.models.transformers.planes import Planes, Views
 
 FIRST_CAPACITY = 256
 # Planes of one shape are stacked in so many tensors at most, of so many planes at least: moving entries takes one
@@ -72,55 +73,6 @@ class Row:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.tokens[low:middle] == prefix[low:middle] else (low, middle - 1)
         return low
-
-
-class Views(NamedTuple):
-    """What one forward writes and reads of stacked planes, made once for all of its layers.
-
-    Attributes:
-        written: of each plane, where the new entries go, [batch, heads, n, dim]; where `at` is given, all its
-            entries, [rows * heads * capacity, dim].
-        at: int64 [batch * n * heads], which of those the new entries are, where rows are not equally long or packed.
-        read: of each plane, all entries of the batch, [batch, heads, kv, dim].
-    """
-
-    written: tuple[Tensor, ...]
-    at: Tensor | None
-    read: tuple[Tensor, ...]
-
-
-@dataclass(eq=False)
-class Planes:
-    """Keys and values of equal shape, stacked so that moving a row's entries is one operation for all of them.
-
-    Attributes:
-        entries: [planes, rows, heads, capacity, dim].
-    """
-
-    entries: Tensor
-
-    def resize(self, rows: int, capacity: int) -> None:
-        """Keeps what fits. New entries are zero: a masked entry is multiplied by a weight of zero, so it is finite."""
-        planes, old_rows, heads, old_capacity, dim = self.entries.shape
-        if (rows, capacity) != (old_rows, old_capacity):
-            resized = self.entries.new_zeros(planes, rows, heads, capacity, dim)
-            kept_rows, kept = min(rows, old_rows), min(capacity, old_capacity)
-            resized[:, :kept_rows, :, :kept] = self.entries[:, :kept_rows, :, :kept]
-            self.entries = resized
-
-    def views(self, first: int, lengths: Sequence[int], new: Sequence[int], packed: bool) -> Views:
-        """For a forward that writes `new` entries of each row behind its own `lengths`, the rows from `first` on."""
-        heads, capacity = self.entries.shape[2:4]
-        longest, n, rows = max(lengths), max(new), slice(first, first + len(lengths))
-        read = self.entries[:, rows, :, : longest + n].unbind()
-        if min(lengths) == longest and not packed:
-            return Views(self.entries[:, rows, :, longest : longest + n].unbind(), None, read)
-        counts = torch.tensor(new if packed else [n] * len(lengths))
-        ends = counts.cumsum(0)
-        starts = torch.tensor([(first + row) * heads * capacity + length for row, length in enumerate(lengths)])
-        slots = torch.arange(int(ends[-1])) + (starts - ends + counts).repeat_interleave(counts)
-        slots = slots[:, None] + torch.arange(heads) * capacity  # [nodes, heads]
-        return Views(self.entries.flatten(1, 3).unbind(), slots.flatten().to(self.entries.device), read)
 
 
 class Layer(CacheLayerMixin):  # type: ignore[misc]
