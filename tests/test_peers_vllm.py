@@ -194,10 +194,12 @@ def test_tokens_times_and_steps_are_those_behind_the_first_token(
 def test_a_batch_is_timed_from_when_all_have_begun(python: str, entry: peers.Entry) -> None:
     peer = Plain(python).enter("peer:vllm", entry)
     try:
-        done = peer.run([[10], [1, 2, 20]], Setting(max_new_tokens=5, batch=2))
+        prompts, setting = [[10], [1, 2, 20]], Setting(max_new_tokens=9, batch=2)
+        done = peer.run(prompts, setting)
         # Steps: the first reads one prompt whole; two for the other, in which the first goes on.
-        assert [len(text.tokens) for text in done.texts] == [5, 5]
-        assert [text.timed for text in done.texts] == [2, 4]
+        limits = [setting.limit(prompt) for prompt in prompts]
+        assert [len(text.tokens) for text in done.texts] == limits
+        assert [text.timed for text in done.texts] == [limits[0] - 3, limits[1] - 1]
         assert [text.stats.prefill_forwards for text in done.texts if text.stats] == [3, 3]
         assert done.texts[0].first_token < done.texts[1].first_token <= done.prefill
     finally:

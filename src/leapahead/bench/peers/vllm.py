@@ -217,9 +217,10 @@ class Served(Contender):
     def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
         done = Pass([], 0.0)
         for start in range(0, len(prompts), setting.batch):
+            together = prompts[start : start + setting.batch]
             request = {
-                "prompts": prompts[start : start + setting.batch],
-                "max_new_tokens": setting.max_new_tokens,
+                "prompts": together,
+                "limits": [setting.limit(prompt) for prompt in together],
                 "ends": list(setting.eos_token_ids),
             }
             answer = self._ask(request, PASS_SECONDS)

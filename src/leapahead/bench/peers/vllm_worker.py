@@ -1,7 +1,7 @@
 """A program that runs in vLLM's own environment and serves its engine by lines of JSON. Imports nothing of leapahead.
 
     {"model", "dtype", "max_model_len", "speculative"}   ->  {"device", "max_model_len", "max_num_seqs"}
-    {"prompts", "max_new_tokens", "ends"}, many times    ->  {"texts", "steps", "seconds", "prefill", "memory"}
+    {"prompts", "limits", "ends"}, many times            ->  {"texts", "steps", "seconds", "prefill", "memory"}
     on an error                                          ->  {"error"}, and the program ends
 
 The prefill ends when every sequence has its first token; what follows is timed. A long prompt may take several steps
@@ -59,10 +59,10 @@ class Worker:
         ]
         engine, ids = self._engine, dict[str, int]()
         began = perf_counter()
-        for index, prompt in enumerate(request["prompts"]):
+        for index, (prompt, limit) in enumerate(zip(request["prompts"], request["limits"], strict=True)):
             params = self._vllm.SamplingParams(
                 temperature=0.0,
-                max_tokens=request["max_new_tokens"],
+                max_tokens=limit,
                 stop_token_ids=request["ends"],
                 ignore_eos=True,  # of the model's files; the ends are given instead
                 detokenize=False,

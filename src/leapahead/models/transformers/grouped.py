@@ -66,7 +66,7 @@ class Block(NamedTuple):
 
 
 class OneTree(NamedTuple):
-    """Rows of one tree, which follow each other in the packed nodes."""
+    """The same for one tree, whose rows follow each other in the packed nodes, without padding."""
 
     trees: slice
     rows: slice
@@ -95,9 +95,8 @@ class Packing(NamedTuple):
         """Of trees with so many nodes."""
         counts = torch.tensor(sizes)
         first, place = counts.cumsum(0) - counts, torch.arange(max(sizes)).repeat(len(sizes), 1)
-        nodes = torch.where(place < counts[:, None], place, 0) + first[:, None]  # [batch, rows]
-
-        is_real = place < counts[:, None]
+        is_real = place < counts[:, None]  # [batch, rows]
+        nodes = torch.where(is_real, place, 0) + first[:, None]
         common = _common_rows(sizes) if device.type == "cpu" else max(sizes)
         inside, real = nodes[:, :common].flatten(), is_real[:, :common].flatten().nonzero()[:, 0]
         together = inside.to(device), real.to(device), inside[real].to(device)
