@@ -146,6 +146,7 @@ class Running:
         logprobs = () if request.logprobs is None else self._logprobs(verdict, choices, request.logprobs)
         clock.charge("verify", self.stats, choose=choices.seconds_since())
         self.session.commit(verdict)
+        self.view.replay = self.session.replay
         clock.charge("commit", self.stats)
         step = Step(proposal, choices, verdict, position, forward)
         if not self.finished:

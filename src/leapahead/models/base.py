@@ -9,7 +9,8 @@
 This module imports no backend.
 
 Invariant, asserted by every target after a commit: the cache holds every committed token but the last; the last is the
-root of the next tree.
+root of the next tree. A recurrent state may lag behind: the tokens that it has not read yet ride at the head of the next
+forward.
 
 A target is used by one thread at a time: whoever calls `open`, `prefill`, `fork`, `step` or a method of a session holds
 `Target.lock`. The engine does.
@@ -84,6 +85,8 @@ class TargetInfo:
         capabilities: which of "chain", "tree", "logits", "top_k" and "hidden" it has. Without any, it decodes plainly.
         fingerprint: what the time of a forward depends on: model, precision, device, threads.
         padded: whether all sequences of a step take as many rows as the longest of them.
+        replays: whether it has a recurrent state, which cannot discard tokens: of a draft that was not accepted whole,
+            the committed tokens are read again at the head of the next forward (`Session.replay`).
         layers: number of layers; `Capture.hidden` names them up to this.
         hidden_size: width of one hidden state.
     """
@@ -95,6 +98,7 @@ class TargetInfo:
     capabilities: frozenset[str]
     fingerprint: str
     padded: bool = False
+    replays: bool = False
     layers: int = 0
     hidden_size: int = 0
 
@@ -125,6 +129,10 @@ class Session(Protocol):
     @property
     def unread(self) -> int:
         """Tokens of the prompt that are still to be read; its last token is the first root and never among them."""
+
+    @property
+    def replay(self) -> int:
+        """Committed tokens that ride at the head of the next forward, since the state lags behind them; usually 0."""
 
     def commit(self, verdict: Verdict) -> None:
         """Makes the verdict's path final and discards every other node of the last step's tree."""

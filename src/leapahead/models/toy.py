@@ -55,6 +55,10 @@ class ToySession:
     def unread(self) -> int:
         return max(0, self.sampler.prompt_length - 1 - len(self.cache))
 
+    @property
+    def replay(self) -> int:
+        return 0
+
     def forward(self, tree: TokenTree, mask: BoolArray, positions: IntArray, num_computed: int = 0) -> list[Entries]:
         """The entries that every node behind the computed ones attends to; the nodes' entries wait for the commit.
 

@@ -38,12 +38,14 @@ class SequenceView:
             kept for the position that it was drafted for.
         drafter_cache: what drafters keep from one text to the next; None where nothing is to be kept.
         prediction: the tokens that the user expects the text to consist of; empty where nothing is expected.
+        replay: committed tokens that take rows of the next forward once more; see `Session.replay`.
     """
 
     def __init__(
         self, sampler: Sampler, drafter_cache: SectionStore | None = None, prediction: Sequence[int] = ()
     ) -> None:
         self.drafter_cache, self.prediction = drafter_cache, tuple(prediction)
+        self.replay = 0
         self._sampler = sampler
         self.tokens = sampler.tokens
         self.prompt_length = sampler.prompt_length

@@ -41,6 +41,10 @@ class LlamaCppSession:
     def unread(self) -> int:
         return 0 if self.is_read else len(self.tokens) - 1 - self.track.length
 
+    @property
+    def replay(self) -> int:
+        return 0
+
     def commit(self, verdict: Verdict) -> None:
         self.track.commit(verdict.path)
         self.tokens += verdict.tokens

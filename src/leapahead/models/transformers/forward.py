@@ -53,7 +53,11 @@ class State(Protocol):
 
     @property
     def length(self) -> int:
-        """Committed tokens that it holds: all but the last, once the prompt is read."""
+        """Committed tokens that it holds or will replay: all but the last, once the prompt is read."""
+
+    @property
+    def replay(self) -> int:
+        """See `Session.replay`."""
 
     def commit(self, path: Sequence[int]) -> None:
         """Keeps the nodes `path` of the last tree and discards the others."""
@@ -132,6 +136,10 @@ class CachedState:
     @property
     def length(self) -> int:
         return self.row.length
+
+    @property
+    def replay(self) -> int:
+        return 0
 
     def commit(self, path: Sequence[int]) -> None:
         self.cache.keep(self.row, path)

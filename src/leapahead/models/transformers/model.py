@@ -69,6 +69,10 @@ class TransformersSession:
     def unread(self) -> int:
         return len(self.tokens) - 1 - self.state.length
 
+    @property
+    def replay(self) -> int:
+        return self.state.replay
+
     def commit(self, verdict: Verdict) -> None:
         # The tokens come first: should the rest be interrupted, they are unread and `prefill` reads them again.
         self.tokens += verdict.tokens

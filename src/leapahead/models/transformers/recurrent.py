@@ -39,6 +39,7 @@ class NativeState:
         self.memory: Any = None
         self.broken = True
         self.logits: Tensor | None = None
+        self.replay = 0
 
     def commit(self, path: Sequence[int]) -> None:
         assert list(path) == [0], "this target keeps the root alone"
