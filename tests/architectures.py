@@ -72,7 +72,7 @@ class Architecture:
 
     Attributes:
         config: name of the configuration class, without "Config".
-        expect: "tree", "chain" or "plain": what the target must be capable of.
+        expect: what the target must be capable of: "tree", "chain", "replay" (chains, by `replay`) or "plain".
         options: for the configuration, beyond `SIZES`.
     """
 
@@ -233,7 +233,7 @@ ARCHITECTURES = [
     _of("roberta", "Roberta", DECODER),
     _of("bart", "Bart", BART, expect="chain"),
     _of("mamba", "Mamba", expect="plain", state_size=8),
-    _of("mamba2", "Mamba2", expect="plain", state_size=8, num_heads=8, head_dim=8, n_groups=1, chunk_size=8),
+    _of("mamba2", "Mamba2", expect="replay", state_size=8, num_heads=8, head_dim=8, n_groups=1, chunk_size=8),
     _of("falcon_mamba", "FalconMamba", expect="plain", state_size=8),
     _of(
         "jamba",
@@ -252,7 +252,7 @@ ARCHITECTURES = [
         EXPERTS,
         HEAD,
         LINEAR_HEADS,
-        expect="plain",
+        expect="replay",
         shared_expert_intermediate_size=16,
     ),
     _of(
@@ -264,11 +264,11 @@ ARCHITECTURES = [
         attention_window_size=8,
         block_types=["recurrent", "recurrent", "attention"],
     ),
-    _of("rwkv", "Rwkv", expect="plain", attention_hidden_size=32, context_length=256),
+    _of("rwkv", "Rwkv", expect="replay", attention_hidden_size=32, context_length=256),
     _of(
         "falcon_h1",
         "FalconH1",
-        expect="plain",
+        expect="replay",
         mamba_d_ssm=64,
         mamba_n_heads=8,
         mamba_d_head=8,
@@ -276,14 +276,14 @@ ARCHITECTURES = [
         mamba_chunk_size=8,
         head_dim=8,
     ),
-    _of("bamba", "Bamba", MAMBA, expect="plain", attn_layer_indices=[1]),
-    _of("lfm2", "Lfm2", expect="plain", layer_types=["conv", "full_attention"]),
+    _of("bamba", "Bamba", MAMBA, expect="replay", attn_layer_indices=[1]),
+    _of("lfm2", "Lfm2", expect="replay", layer_types=["conv", "full_attention"]),
     _of(
         "granitemoehybrid",
         "GraniteMoeHybrid",
         MAMBA,
         LOCAL_EXPERTS,
-        expect="plain",
+        expect="replay",
         layer_types=["mamba", "attention"],
         shared_intermediate_size=16,
     ),
@@ -292,14 +292,14 @@ ARCHITECTURES = [
         "MiniMax",
         LOCAL_EXPERTS,
         HEAD,
-        expect="plain",
+        expect="replay",
         layer_types=["linear_attention", "full_attention"],
         block_size=8,
     ),
     _of(
         "zamba2",
         "Zamba2",
-        expect="plain",
+        expect="replay",
         mamba_d_state=8,
         n_mamba_heads=8,
         mamba_headdim=8,

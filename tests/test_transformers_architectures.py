@@ -28,7 +28,7 @@ from leapahead.planner.draft import Proposal, SequenceView
 
 NAMES = [each.name for each in ARCHITECTURES]
 SOME = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NAMES]
-CAPABILITIES = {"tree": {CHAIN, TREE, TOP_K}, "chain": {CHAIN, TOP_K}, "plain": set[str]()}
+CAPABILITIES = {"tree": {CHAIN, TREE, TOP_K}, "chain": {CHAIN, TOP_K}, "replay": {CHAIN, TOP_K}, "plain": set[str]()}
 PROMPTS = ((5, 6, 7), tuple(range(3, 23)), (9,), (5, 6, 7, 8))
 LENGTHS = (24, 9, 20, 16)  # so that sequences leave one by one
 PARAMS = {
@@ -96,6 +96,7 @@ def test_capabilities(name: str) -> None:
     """The target tests each model when it is made, and finds what it is able to do."""
     info = target_of(name).info
     assert info.capabilities - {"logits", "hidden"} == CAPABILITIES[BY_NAME[name].expect]
+    assert info.replays == (BY_NAME[name].expect == "replay")
     assert info.vocab_size == VOCABULARY
     has_hidden = BY_NAME[name].expect != "plain" and name not in ("gemma3n",)
     assert ("hidden" in info.capabilities) == has_hidden

@@ -9,8 +9,8 @@
 This module imports no backend.
 
 Invariant, asserted by every target after a commit: the cache holds every committed token but the last; the last is the
-root of the next tree. A recurrent state may lag behind: the tokens that it has not read yet ride at the head of the next
-forward.
+root of the next tree. A recurrent state may lag behind: the tokens that it has not read yet ride at the head of the
+next forward.
 
 A target is used by one thread at a time: whoever calls `open`, `prefill`, `fork`, `step` or a method of a session holds
 `Target.lock`. The engine does.

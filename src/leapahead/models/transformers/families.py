@@ -31,6 +31,14 @@ MASKS = {"sdpa": True, "eager": False}
 
 # Layers without attention: they need neither a mask nor a cache.
 STATELESS_LAYERS = {"moe", "mlp", "dummy"}
+# Layers with a state that cannot discard tokens, and the attention that they have beside it.
+RECURRENT_LAYERS = {
+    "linear_attention": None,
+    "conv": None,
+    "mamba": None,
+    "hybrid": "full_attention",
+    "hybrid_sliding": "sliding_attention",
+}
 
 
 def language_model(model: Any) -> PreTrainedModel:
@@ -98,10 +106,13 @@ def attention_implementation(model: Any) -> str:
     return name
 
 
-def patterns(config: Any) -> dict[str, Pattern] | None:
+def patterns(config: Any, recurrent: bool = False) -> dict[str, Pattern] | None:
     """The attention patterns of the layers by name, or None if some layer is not plain attention over a KV cache.
 
     The same rule as Transformers' `create_masks_for_generate`: by `layer_types` where there are some, else one for all.
+
+    Args:
+        recurrent: leave out what keeps a state instead of entries.
     """
     window, chunk = _get(config, "sliding_window"), _get(config, "attention_chunk_size")
     known = {
@@ -111,6 +122,8 @@ def patterns(config: Any) -> dict[str, Pattern] | None:
     }
     types = _get(config, "layer_types")
     if types is not None:
+        if recurrent:
+            types = [beside for kind in types if (beside := RECURRENT_LAYERS.get(kind, kind)) is not None]
         kinds = dict.fromkeys(kind for kind in types if kind not in STATELESS_LAYERS)
         return {kind: known[kind] for kind in kinds} if set(kinds) <= set(known) else None
     if window is not None:
@@ -118,6 +131,13 @@ def patterns(config: Any) -> dict[str, Pattern] | None:
     if chunk is not None:
         return {"chunked_attention": known["chunked_attention"]}
     return {"full_attention": known["full_attention"]}
+
+
+def is_recurrent(model: Any) -> bool:
+    """Whether some layer keeps a state that cannot discard tokens."""
+    return bool(model._is_stateful) or not RECURRENT_LAYERS.keys().isdisjoint(
+        _get(text_config(model), "layer_types") or ()
+    )
 
 
 def context_length(config: Any) -> int:

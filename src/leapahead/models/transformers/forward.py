@@ -1,7 +1,8 @@
-"""How a model computes the logits of trees. There are three executors, from the most able to the least:
+"""How a model computes the logits of trees. There are four executors, from the most able to the least:
 
     MaskedExecutor     our cache, our masks, our positions; all sessions in one forward          trees
     ChainExecutor      our cache, the model's own mask; one forward a session; slot = position   chains
+    ReplayExecutor     the same with recurrent states, which cannot discard tokens (`replay`)    chains
     NativeExecutor     the model's own state, one token at a time (`recurrent`)                  plain decoding
 
 Knows models and caches; knows neither sampling nor drafters. Which executor a model gets is decided by a test of the
@@ -164,12 +165,12 @@ class CachedExecutor:
         return CachedState(self.cache, self.cache.take(tokens, min(reuse, len(tokens) - 1), reserve), tokens)
 
     def prefill(self, state: CachedState, count: int, rows: int = 1, layers: Layers = ()) -> Outputs:
-        start = state.row.length
+        start = state.length
         chunk = state.tokens[start : start + count]
         keep = {name: max(1, min(rows, count)) for name in self.few_logits}
         try:
             (outputs,) = self.run([state.row], [TokenTree.chain(chunk[0], chunk[1:])], None, layers, **keep)
-            self.cache.keep(state.row, range(count))
+            state.commit(range(count))
         except BaseException:
             self.discard([state.row])
             raise

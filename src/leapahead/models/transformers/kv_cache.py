@@ -113,8 +113,10 @@ class KVCache(Cache):  # type: ignore[misc]
         limit: greatest number of rows times slots; the nodes of a step come on top.
     """
 
+    row_class: type[Row] = Row
+
     def __init__(self, usual_length: int = UNLIMITED) -> None:
-        super().__init__(layer_class_to_replicate=partial(Layer, self))
+        Cache.__init__(self, layer_class_to_replicate=partial(Layer, self))
         self.limit = UNLIMITED
         self.usual_length = usual_length
         self.rows: list[Row] = []
@@ -127,7 +129,7 @@ class KVCache(Cache):  # type: ignore[misc]
                 if not row.busy:
                     row.tokens, row.length, row.top_k = [], 0, None
             return
-        self.rows = [Row(0)]
+        self.rows = [self.row_class(0)]
         self.capacity = min(FIRST_CAPACITY, self.limit)
         self.longest = 0  # entries, of the longest row of the current forward, that were there before it
         self.groups: list[Planes] = []
@@ -168,16 +170,19 @@ class KVCache(Cache):  # type: ignore[misc]
         # Of rows that have equally much in common, the one that keeps the fewest entries.
         row = max(free, key=lambda each: (common.get(each, 0), -each.length))
         source = max(common, key=lambda each: common[each])
-        shared, row.length = common[source], common.get(row, 0)
-        if shared > row.length:
-            for group in self.groups:
-                group.entries[:, row.index, :, :shared] = group.entries[:, source.index, :, :shared]
-        else:
-            source = row
+        shared, own = common[source], common.get(row, 0)
+        self.share(row, source if shared > own else row, shared)
         row.tokens, row.pending, row.slots, row.reserved = tokens, 0, None, reserve
-        row.top_k = source.top_k.between(0, shared) if source.top_k is not None else None
         row.length, row.extent, row.busy = shared, max(row.extent, shared), True
         return row
+
+    def share(self, row: Row, source: Row, shared: int) -> None:
+        """Gives a free row what another one, or itself, has of its first `shared` tokens."""
+        row.length = 0
+        if source is not row:
+            for group in self.groups:
+                group.entries[:, row.index, :, :shared] = group.entries[:, source.index, :, :shared]
+        row.top_k = source.top_k.between(0, shared) if source.top_k is not None else None
 
     def release(self, row: Row) -> None:
         """Called when the sequence is closed; its entries are kept for a sequence that begins with the same tokens."""
@@ -249,7 +254,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._views = {}
         for group in self.groups:
             group.resize(count, capacity)  # the old tensor is released before the next one is made
-        self.rows += [Row(index) for index in range(len(self.rows), count)]
+        self.rows += [self.row_class(index) for index in range(len(self.rows), count)]
         self.capacity = capacity
 
     def _side_by_side(self, rows: Sequence[Row]) -> int:

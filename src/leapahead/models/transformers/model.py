@@ -50,6 +50,8 @@ from leapahead.models.transformers.forward import (
 from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
 from leapahead.models.transformers.memory import free_bytes, out_of_memory_in
 from leapahead.models.transformers.recurrent import NativeExecutor
+from leapahead.models.transformers.replay import ReplayExecutor
+from leapahead.models.transformers.states import stateful_cache
 from leapahead.models.transformers.twin import twin
 
 ONE_TOKEN = np.zeros((1, 1), dtype=np.int64)
@@ -146,6 +148,7 @@ class TransformersTarget:
             capabilities=self.executor.capabilities | ({HIDDEN} if layers else frozenset()),
             fingerprint=families.fingerprint(model, self.device),
             padded=isinstance(self.executor, MaskedExecutor) and self.executor.pads,
+            replays=isinstance(self.executor, ReplayExecutor),
             layers=max(0, len(layers) - 1),
             hidden_size=hidden_size,
         )
@@ -247,9 +250,11 @@ class TransformersTarget:
         return self._ids
 
     def test_prompts(self) -> tuple[int, int]:
-        """The lengths of the prompts of the self-test; a small attention window is left behind."""
-        reaches = [each.window or each.chunk or UNLIMITED for each in (families.patterns(self.config) or {}).values()]
-        return max((reach for reach in reaches if reach <= 24), default=1) + 3, 1
+        """The lengths of the prompts of the self-test; small attention windows and convolutions are left behind."""
+        recurrent = families.is_recurrent(self.model)
+        patterns = families.patterns(self.config, recurrent) or {}
+        reaches = [each.window or each.chunk or UNLIMITED for each in patterns.values()]
+        return max((reach for reach in reaches if reach <= 24), default=13 if recurrent else 1) + 3, 1
 
     def _layers(self, capture: Capture) -> Layers:
         """The captured layers, counted from the embedding."""
@@ -339,7 +344,8 @@ class TransformersTarget:
         for name, build in self._executors(patterns):
             try:
                 executor = build()
-                cached = NativeExecutor(self.model, self.config, shared=True) if plain else None
+                native = isinstance(executor, NativeExecutor)
+                cached = NativeExecutor(self.model, self.config, shared=True) if plain and native else None
                 result = selftest.run(executor, self.model, self._ids, prompts, cached)
             except torch.OutOfMemoryError:
                 raise
@@ -367,11 +373,32 @@ class TransformersTarget:
                 yield "trees by an additive mask", lambda: MaskedExecutor(model, self._cache(), patterns, False)
             if accepts(model, "past_key_values"):
                 yield "chains", lambda: ChainExecutor(model, self._cache())
+        if families.is_recurrent(model) and (beside := families.patterns(self.config, recurrent=True)) is not None:
+            yield from self._replaying(beside)
         yield "token by token", lambda: NativeExecutor(model, self.config, shared=False)
         yield "token by token, one session at a time", lambda: NativeExecutor(model, self.config, shared=True)
 
+    def _replaying(self, patterns: dict[str, families.Pattern]) -> Iterator[tuple[str, Callable[[], Executor]]]:
+        """For models with recurrent layers; these are the patterns of the others."""
+        model = self.model
+
+        def build(boolean: bool, config: Any, masked: bool) -> Executor:
+            return ReplayExecutor(model, stateful_cache(model, self._usual_length), patterns, boolean, config, masked)
+
+        implementation = families.attention_implementation(model)
+        boolean = families.MASKS[implementation]
+        if self._exclusive and grouped.fits(implementation, self.device):
+            yield "chains with replay, attention grouped", lambda: build(True, self.config, True)
+        if accepts(model, "attention_mask"):
+            yield "chains with replay", lambda: build(boolean, None, True)
+        yield "chains with replay, one session at a time", lambda: build(boolean, None, False)
+
     def _cache(self) -> KVCache:
-        return KVCache(usual_length=min(self.context_length + NODES, UNLIMITED))
+        return KVCache(self._usual_length)
+
+    @property
+    def _usual_length(self) -> int:
+        return min(self.context_length + NODES, UNLIMITED)
 
     def _usual_tokens(self, cache: KVCache) -> int:
         """How many tokens fit in the cache's part of the free memory."""

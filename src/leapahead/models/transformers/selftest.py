@@ -52,9 +52,11 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
         (([-1, 0, 0, 1, 1, 2], [0, 2, 5]), ([-1, 0, 1, 0], [0])),
         (([-1, 0, 1, 0], [0, 3]), ([-1, 0, 0, 2], [0])),
     ),
+    # Two plain steps at the end: where tokens are replayed, the first catches up with them, and the last one is a
+    # forward of one token of each sequence.
     CHAIN: (
-        (([-1, 0, 1, 2], [0, 1]), ([-1, 0, 1], [0])),
-        (([-1, 0, 1], [0]), ([-1, 0], [0])),
+        (([-1, 0, 1, 2], [0, 1]), ([-1, 0, 1], [0]), ([-1], [0]), ([-1], [0])),
+        (([-1, 0, 1], [0]), ([-1, 0], [0]), ([-1], [0]), ([-1], [0])),
     ),
     "": (
         (([-1], [0]), ([-1], [0])),
@@ -116,7 +118,7 @@ def run(
     prompts: tuple[int, int],
     cached: Executor | None = None,
     layers: Layers = (),
-    steps: int = 2,
+    steps: int | None = None,
 ) -> Result:
     """Tests `executor` on `model`.
 
@@ -126,7 +128,7 @@ def run(
         cached: compare with this executor, one sequence after the other, instead of with plain forwards. For models
             whose own logits depend on what follows: then their own state, one token at a time, is what is preserved.
         layers: whose hidden states are tested too.
-        steps: of the picture.
+        steps: so many of the picture; None for all.
     """
     kind = next((name for name in (TREE, CHAIN) if name in executor.capabilities), "")
     dtype = model.dtype if model.dtype in FLOOR else torch.float16
@@ -190,8 +192,8 @@ def _nodes(
     paths: list[list[int]] = []
     try:
         for state, text in zip(states, texts, strict=True):
-            if len(text) > 1:
-                executor.prefill(state, len(text) - 1)
+            while state.length < len(text) - 1:  # in two chunks
+                executor.prefill(state, min(len(text) // 2, len(text) - 1 - state.length))
         for plan in zip(*shapes, strict=True):
             trees = [
                 TokenTree(np.array([text[-1], *drawn(len(parents) - 1)]), np.array(parents))

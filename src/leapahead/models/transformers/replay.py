@@ -1,0 +1,209 @@
+"""Chains for models with recurrent layers: a draft that is not accepted whole is read again with the next one.
+
+    step 1    a b | c d e f         a, b are committed and read; c is the root, d e f the draft
+              accepted: d           the states after f are dropped, those after b are kept; `replay` is now 2
+    step 2    a b | c d e' x y z    c and d ride at the head of the next forward; e', the bonus token, is the new root
+              accepted: x y z       all of it: the states after z are the ones to go on from, and `replay` is 0
+
+So a rejection costs rows of the next forward, and never a forward of its own.
+
+Sequences that go through the model together must have equally many rows, since a padding token behind a row's own
+tokens would enter its states. While some of them draft, shorter rows are filled up with tokens that cannot be accepted,
+so that all are one forward; their states are dropped, and their tokens are replayed. While none of them drafts, rows of
+one length are one forward, after which nothing is left to replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from leapahead.core.tree import TokenTree
+from leapahead.models.base import CHAIN, LOGITS, TOP_K
+from leapahead.models.transformers.families import Pattern
+from leapahead.models.transformers.forward import (
+    Batch,
+    CachedState,
+    Layers,
+    MaskedExecutor,
+    Outputs,
+    accepts,
+    inputs,
+    side_by_side,
+)
+from leapahead.models.transformers.kv_cache import Row
+from leapahead.models.transformers.states import StatefulCache, StatefulRow, stateful_cache
+
+
+class ReplayState(CachedState):
+    """A sequence whose states may lag behind its committed tokens."""
+
+    cache: StatefulCache
+    row: StatefulRow
+
+    @property
+    def length(self) -> int:
+        return self.row.length + self.row.replay
+
+    @property
+    def replay(self) -> int:
+        return self.row.replay
+
+    def commit(self, path: Sequence[int]) -> None:
+        count = self.row.replay + len(path)
+        if count == self.row.pending:
+            self.cache.settle(self.row, count)
+        else:
+            self.cache.lag(self.row, len(path))
+
+
+class ReplayExecutor(MaskedExecutor):
+    """See the module.
+
+    Args:
+        model: the model.
+        cache: made for it.
+        patterns: the attention patterns of its attention layers.
+        boolean: whether masks are boolean; else they are added to the scores.
+        config: of the language model, whose attention is computed by `grouped` then; None for the model's own.
+        masked: whether the model is given masks, so that several sequences of different lengths share a forward.
+            Otherwise it makes its own mask, and there is one forward a session.
+    """
+
+    capabilities = frozenset({CHAIN, LOGITS, TOP_K})
+    cache: StatefulCache
+
+    def __init__(
+        self,
+        model: Any,
+        cache: StatefulCache,
+        patterns: dict[str, Pattern],
+        boolean: bool = True,
+        config: Any = None,
+        masked: bool = True,
+    ) -> None:
+        super().__init__(model, cache, patterns, boolean, config)
+        self.masked = masked
+        names = ("past_key_values", "cache_params", "state")
+        self.name = next((name for name in names if accepts(model, name)), "past_key_values")
+
+    def another(self, model: Any) -> ReplayExecutor:
+        boolean = self.dtype is None
+        return ReplayExecutor(model, stateful_cache(model), self.patterns, boolean, self.config, self.masked)
+
+    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0) -> ReplayState:
+        row = self.cache.take(tokens, min(reuse, len(tokens) - 1), reserve)
+        assert isinstance(row, StatefulRow)
+        return ReplayState(self.cache, row, tokens)
+
+    def fork(self, state: CachedState, tokens: list[int]) -> ReplayState:
+        assert isinstance(state, ReplayState)
+        fork = self.open(tokens, state.row.length, state.row.reserved)
+        fork.row.replay = state.length - fork.row.length
+        return fork
+
+    def prefill(self, state: CachedState, count: int, rows: int = 1, layers: Layers = ()) -> Outputs:
+        outputs = super().prefill(state, count, rows, layers)
+        if isinstance(state, ReplayState) and state.length == len(state.tokens) - 1:
+            state.row.keep_states()  # for a prompt that continues this one in another way
+        return outputs
+
+    def run(
+        self,
+        rows: Sequence[Row],
+        trees: Sequence[TokenTree],
+        num_computed: Sequence[int] | None = None,
+        layers: Layers = (),
+        **options: Any,
+    ) -> list[Outputs]:
+        num_computed = num_computed or [0] * len(rows)
+        chains = [_Chain(*each) for each in zip(rows, trees, num_computed, strict=True)]
+        found: dict[int, Outputs] = {}
+        for group in self._groups(chains):
+            some = [chains[at] for at in group]
+            n = max(chain.new for chain in some)
+            batch = self.ready(
+                [each.row for each in some], [each.filled(n) for each in some], [c.computed for c in some]
+            )
+            unread = min(chain.ahead for chain in some)  # rows before the first whose logits are wanted
+            given = options or {name: n - unread for name in self.few_logits}
+            logits, hidden = self.call(self.model, batch, layers, **given)
+            skipped = n - logits.shape[1]
+            states = [None] * len(some) if hidden is None else batch.apart(hidden)
+            for at, chain, mine, state in zip(group, some, batch.apart(logits), states, strict=True):
+                own = slice(max(0, chain.ahead - skipped), chain.ahead + chain.size - skipped)
+                wanted = slice(chain.ahead, chain.ahead + chain.size)
+                found[at] = Outputs(mine[own], None if state is None else state[wanted])
+        return [found[at] for at in range(len(rows))]
+
+    def call(self, model: Any, batch: Batch, layers: Layers = (), **options: Any) -> Outputs:
+        if self.masked and self.name == "past_key_values":
+            return super().call(model, batch, layers, **options)
+        if layers:
+            options["output_hidden_states"] = list(layers)
+        given = inputs(model, batch.inputs.tokens.numpy(force=True), int(batch.inputs.lengths[0]), self.device)
+        if "position_ids" in given:
+            given["position_ids"] = batch.inputs.positions
+        kept = self.cache if self.name != "state" else self._list_of_states()
+        output = model(**given, **{self.name: kept}, use_cache=True, **options)
+        if self.name == "state":
+            for number, state in enumerate(output.state):
+                self.cache.put(("recurrent", number, 0), state)
+        self.cache.end()
+        return Outputs(output.logits, side_by_side(output.hidden_states, layers) if layers else None)
+
+    def _list_of_states(self) -> list[Tensor] | None:
+        """Of all layers together, as RWKV has them; None at the beginning of a text."""
+        found: list[Tensor] = []
+        while (state := self.cache.get(("recurrent", len(found), 0))) is not None:
+            found.append(state)
+        return found or None
+
+    def rows(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> int:
+        chains = [_Chain(state.row, tree, 0) for state, tree in zip(states, trees, strict=True)]
+        return sum(len(group) * max(chains[at].new for at in group) for group in self._groups(chains))
+
+    @property
+    def pads(self) -> bool:
+        return self.masked
+
+    def _groups(self, chains: Sequence[_Chain]) -> list[list[int]]:
+        """The forwards of a step: which sequences go through the model together."""
+        if not self.masked:
+            return [[at] for at in range(len(chains))]
+        drafting = any(len(chain.tree) > 1 for chain in chains)
+        groups: dict[object, list[int]] = {}
+        for at, chain in enumerate(chains):
+            began = bool(chain.computed or chain.row.length)
+            groups.setdefault((began, chain.computed > 0, 0 if drafting else chain.new), []).append(at)
+        return list(groups.values())
+
+
+class _Chain:
+    """What goes through the model for one sequence: the tokens that are replayed, then those of a chain.
+
+    Attributes:
+        computed: pending nodes that are continued.
+        size: rows whose logits are wanted.
+        ahead: rows before them.
+        new: rows.
+    """
+
+    def __init__(self, row: Row, tree: TokenTree, first: int) -> None:
+        assert isinstance(row, StatefulRow)
+        assert tree.is_chain, "this target takes chains only"
+        self.row, self.tree = row, tree
+        self._replayed = row.tokens[row.length : row.length + row.replay]
+        pending = row.replay + first if first else 0
+        self.computed = pending if pending == row.pending else 0  # there are no states before tokens that fill a row up
+        self.size = len(tree) - first
+        self.ahead = row.replay + first - self.computed
+        self.new = self.size + self.ahead
+
+    def filled(self, rows: int) -> TokenTree:
+        """All of it as a chain, with so many rows behind the computed ones."""
+        tokens = self._replayed + self.tree.token_list
+        tokens += tokens[-1:] * (rows - self.new)
+        return TokenTree.chain(tokens[0], tokens[1:])
