@@ -11,11 +11,16 @@ Sequences that go through the model together must have equally many rows, since 
 tokens would enter its states. While some of them draft, shorter rows are filled up with tokens that cannot be accepted,
 so that all are one forward; their states are dropped, and their tokens are replayed. While none of them drafts, rows of
 one length are one forward, after which nothing is left to replay.
+
+Without compiled kernels Transformers pads a forward to whole chunks of the recurrence, of 64 or 256 tokens, whose
+attention-like part then costs as much as a prompt. So drafts are given to the model in chunks of 8, which changes
+nothing but rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +40,9 @@ from leapahead.models.transformers.forward import (
 )
 from leapahead.models.transformers.kv_cache import Row
 from leapahead.models.transformers.states import StatefulCache, StatefulRow, stateful_cache
+
+CHUNK = 8  # tokens of a short chunk
+MOST_SHORT = 32  # rows of a forward in short chunks
 
 
 class ReplayState(CachedState):
@@ -70,6 +78,8 @@ class ReplayExecutor(MaskedExecutor):
         config: of the language model, whose attention is computed by `grouped` then; None for the model's own.
         masked: whether the model is given masks, so that several sequences of different lengths share a forward.
             Otherwise it makes its own mask, and there is one forward a session.
+        short_chunks: whether drafts are given to the model in chunks of `CHUNK` tokens. The sizes of its modules are
+            others while a forward runs, so this is for models that nobody else runs.
     """
 
     capabilities = frozenset({CHAIN, LOGITS, TOP_K})
@@ -83,15 +93,19 @@ class ReplayExecutor(MaskedExecutor):
         boolean: bool = True,
         config: Any = None,
         masked: bool = True,
+        short_chunks: bool = False,
     ) -> None:
         super().__init__(model, cache, patterns, boolean, config)
-        self.masked = masked
+        self.masked, self.short_chunks = masked, short_chunks
+        self._sized = [
+            (each, size) for each in model.modules() if isinstance(size := vars(each).get("chunk_size"), int)
+        ]
         names = ("past_key_values", "cache_params", "state")
         self.name = next((name for name in names if accepts(model, name)), "past_key_values")
 
     def another(self, model: Any) -> ReplayExecutor:
-        boolean = self.dtype is None
-        return ReplayExecutor(model, stateful_cache(model), self.patterns, boolean, self.config, self.masked)
+        boolean, cache = self.dtype is None, stateful_cache(model)
+        return ReplayExecutor(model, cache, self.patterns, boolean, self.config, self.masked, self.short_chunks)
 
     def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0) -> ReplayState:
         row = self.cache.take(tokens, min(reuse, len(tokens) - 1), reserve)
@@ -139,6 +153,13 @@ class ReplayExecutor(MaskedExecutor):
         return [found[at] for at in range(len(rows))]
 
     def call(self, model: Any, batch: Batch, layers: Layers = (), **options: Any) -> Outputs:
+        is_short = self.short_chunks and 1 < batch.inputs.tokens.shape[1] <= MOST_SHORT
+        if is_short and not self._sized:
+            options["chunk_size"] = CHUNK  # which the model hands down to the function that computes the recurrence
+        with self._in_short_chunks() if is_short else nullcontext():
+            return self._call(model, batch, layers, **options)
+
+    def _call(self, model: Any, batch: Batch, layers: Layers = (), **options: Any) -> Outputs:
         if self.masked and self.name == "past_key_values":
             return super().call(model, batch, layers, **options)
         if layers:
@@ -153,6 +174,16 @@ class ReplayExecutor(MaskedExecutor):
                 self.cache.put(("recurrent", number, 0), state)
         self.cache.end()
         return Outputs(output.logits, side_by_side(output.hidden_states, layers) if layers else None)
+
+    @contextmanager
+    def _in_short_chunks(self) -> Iterator[None]:
+        for module, _ in self._sized:
+            module.chunk_size = CHUNK
+        try:
+            yield
+        finally:
+            for module, size in self._sized:
+                module.chunk_size = size
 
     def _list_of_states(self) -> list[Tensor] | None:
         """Of all layers together, as RWKV has them; None at the beginning of a text."""
