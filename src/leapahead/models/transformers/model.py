@@ -35,7 +35,7 @@ from leapahead.models.base import (
 )
 from leapahead.models.captured import TopK, TopKRows
 from leapahead.models.choices import Choices, PromptRows, best
-from leapahead.models.transformers import families, grouped, require_version, selftest, weights
+from leapahead.models.transformers import families, grouped, require_version, selftest, statetest, weights
 from leapahead.models.transformers.forward import (
     CachedExecutor,
     CachedState,
@@ -347,10 +347,13 @@ class TransformersTarget:
                 native = isinstance(executor, NativeExecutor)
                 cached = NativeExecutor(self.model, self.config, shared=True) if plain and native else None
                 result = selftest.run(executor, self.model, self._ids, prompts, cached)
+                if result.passed and isinstance(executor, ReplayExecutor):
+                    statetest.check(executor, self.model, self._ids, result.tolerance)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                self.refusals[name] = f"{type(error).__name__}: {first_line(error)}"
+                kind = "" if isinstance(error, LeapaheadError) else f"{type(error).__name__}: "
+                self.refusals[name] = kind + first_line(error)
                 continue
             if result.passed:
                 return executor
@@ -361,6 +364,8 @@ class TransformersTarget:
     def _executors(self, patterns: dict[str, families.Pattern] | None) -> Iterator[tuple[str, Callable[[], Executor]]]:
         """What may fit the model, from the most able to the least."""
         model = self.model
+        if others := families.other_layers(self.config):
+            self.refusals["drafts"] = f"layers of the kind {', '.join(others)} select or compress what they attend to"
         if patterns is not None and not model._is_stateful:
             implementation = families.attention_implementation(model)
             boolean, config = families.MASKS[implementation], self.config
