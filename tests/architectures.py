@@ -64,6 +64,21 @@ LINEAR_HEADS = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+KDA = {"linear_head_dim": 8, "linear_num_heads": 4}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 16}
+NOPE = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+BOTH_WINDOWS = {"layer_types": ["hybrid_sliding", "hybrid"]}
+RELATIVE = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": 8,
+    "d_rel": 4,
+    "rel_extent": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -81,9 +96,9 @@ class Architecture:
     expect: str = "tree"
     options: dict[str, Any] = field(default_factory=dict)
 
-    def build(self, dtype: torch.dtype = torch.float32, attention: str | None = None) -> Any:
+    def build(self, dtype: torch.dtype = torch.float32, attention: str | None = None, seed: int = 0) -> Any:
         config = getattr(transformers, f"{self.config}Config")(**{**SIZES, **self.options})
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -252,8 +267,8 @@ ARCHITECTURES = [
         EXPERTS,
         HEAD,
         LINEAR_HEADS,
+        SHARED_EXPERT,
         expect="replay",
-        shared_expert_intermediate_size=16,
     ),
     _of(
         "recurrent_gemma",
@@ -299,7 +314,7 @@ ARCHITECTURES = [
     _of(
         "zamba2",
         "Zamba2",
-        expect="replay",
+        expect="plain",  # bounds its time steps, but not in a forward of one token
         mamba_d_state=8,
         n_mamba_heads=8,
         mamba_headdim=8,
@@ -310,6 +325,137 @@ ARCHITECTURES = [
         attention_head_dim=16,
         chunk_size=8,
         use_shared_attention_adapter=False,
+    ),
+    _of("qwen3_5", "Qwen3_5Text", HYBRID, HEAD, LINEAR_HEADS, expect="replay"),
+    _of("qwen3_5_moe", "Qwen3_5MoeText", HYBRID, HEAD, LINEAR_HEADS, EXPERTS, SHARED_EXPERT, expect="replay"),
+    _of(
+        "olmo_hybrid",
+        "OlmoHybrid",
+        HYBRID,
+        LINEAR_HEADS,
+        expect="replay",
+        linear_num_key_heads=4,
+        linear_value_head_dim=16,
+    ),
+    _of("lfm2_moe", "Lfm2Moe", EXPERTS, expect="replay", layer_types=["conv", "full_attention"], num_dense_layers=1),
+    _of(
+        "lfm3",
+        "Lfm3",
+        HEAD,
+        SLIDING,
+        expect="replay",
+        num_hidden_layers=3,
+        layer_types=["conv", "sliding_attention", "full_attention"],
+    ),
+    _of("kimi_linear", "KimiLinear", HYBRID, ALL_HEADS, KDA, LOCAL_EXPERTS, NOPE, expect="replay", n_group=1),
+    _of(
+        "bailing_hybrid",
+        "BailingHybrid",
+        HYBRID,
+        HEAD,
+        ALL_HEADS,
+        LOCAL_EXPERTS,
+        NOPE,
+        expect="replay",
+        moe_intermediate_size=16,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        num_mtp_layers=0,
+    ),
+    _of(
+        "zaya",
+        "Zaya",
+        HEAD,
+        SLIDING,
+        BOTH_WINDOWS,
+        expect="replay",
+        num_experts=4,
+        moe_intermediate_size=16,
+        router_hidden_size=16,
+    ),
+    _of("xlstm", "xLSTM", expect="replay", hidden_size=128, num_heads=4, chunk_size=8),
+    _of(
+        "inkling",
+        "InklingText",
+        HEAD,
+        RELATIVE,
+        BOTH_WINDOWS,
+        expect="replay",
+        mlp_layer_types=["dense", "sparse"],
+        n_shared_experts=1,
+        logits_mup_width_multiplier=1.0,
+    ),
+    _of("inkling2", "Inkling2Text", HEAD, RELATIVE, BOTH_WINDOWS, expect="replay", unpadded_vocab_size=VOCABULARY),
+    _of(
+        "nemotron_h",
+        "NemotronH",
+        HEAD,
+        expect="plain",  # as Zamba2
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+        ssm_state_size=8,
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        n_groups=1,
+        chunk_size=8,
+        n_routed_experts=4,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16,
+    ),
+    _of(
+        "zamba",
+        "Zamba",
+        ALL_HEADS,
+        expect="plain",  # its forward of several tokens begins with an empty state, as that of all of Mamba-1
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        mamba_d_state=8,
+    ),
+    _of(
+        "qwen4_exp",
+        "Qwen4ExpText",
+        HEAD,
+        LINEAR_HEADS,
+        EXPERTS,
+        SHARED_EXPERT,
+        expect="plain",
+        layer_types=["linear_attention", "indexed_attention"],
+        hc_count=2,
+        hc_lowrank=8,
+        ple_layer_ids=[1],
+        heads_per_ngram=2,
+        ngram_vocab_size_base=50,
+        make_ngram_vocab_size_divisible_by=8,
+        split_ngram_parts=1,
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=8,
+        indexer_budget=8,
+        indexer_compress_ratio=2,
+    ),
+    _of(
+        "deepseek_v4",
+        "DeepseekV4",
+        expect="plain",
+        num_hidden_layers=3,
+        num_key_value_heads=1,
+        head_dim=16,
+        q_lora_rank=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        mlp_layer_types=["hash_moe", "moe", "moe"],
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        hc_mult=2,
+        sliding_window=8,
+        o_groups=2,
+        o_lora_rank=8,
+        index_n_heads=4,
+        index_head_dim=16,
+        index_topk=4,
+        partial_rotary_factor=0.5,
     ),
     _of(
         "deepseek_v32",

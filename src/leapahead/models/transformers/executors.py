@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from leapahead.core.errors import Refused, first_line
+from leapahead.core.errors import LeapaheadError, Refused, first_line
 from leapahead.core.tree import UNLIMITED, IntArray
-from leapahead.models.transformers import families, grouped, selftest
+from leapahead.models.transformers import families, grouped, selftest, statetest
 from leapahead.models.transformers.forward import (
     CachedExecutor,
     ChainExecutor,
@@ -96,6 +96,8 @@ def tested(model: Any, name: str, ids: IntArray, every: Iterable[Named]) -> tupl
         Refused: none of them does.
     """
     config, refusals = families.text_config(model), dict[str, str]()
+    if others := families.other_layers(config):
+        refusals["drafts"] = f"layers of the kind {', '.join(others)} select or compress what they attend to"
     # Only a cached token is final where attention is sparse by ranks, or where the model has a state.
     plain = families.patterns(config) is None or model._is_stateful
     for kind, build in every:
@@ -104,10 +106,13 @@ def tested(model: Any, name: str, ids: IntArray, every: Iterable[Named]) -> tupl
             is_native = isinstance(executor, NativeExecutor)
             cached = NativeExecutor(model, config, shared=True) if plain and is_native else None
             result = selftest.run(executor, model, ids, test_prompts(model), cached, _native(executor))
+            if result.passed and isinstance(executor, ReplayExecutor):
+                statetest.check(executor, model, ids, result.tolerance)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            refusals[kind] = f"{type(error).__name__}: {first_line(error)}"
+            name_of_error = "" if isinstance(error, LeapaheadError) else f"{type(error).__name__}: "
+            refusals[kind] = name_of_error + first_line(error)
             continue
         if result.passed:
             return executor, refusals

@@ -133,6 +133,12 @@ def patterns(config: Any, recurrent: bool = False) -> dict[str, Pattern] | None:
     return {"full_attention": known["full_attention"]}
 
 
+def other_layers(config: Any) -> list[str]:
+    """The kinds of layers that are neither plain attention over a KV cache nor recurrent, nor without a cache."""
+    known = {"full_attention", "sliding_attention", "chunked_attention", *RECURRENT_LAYERS, *STATELESS_LAYERS}
+    return sorted(set(_get(config, "layer_types") or ()) - known)
+
+
 def is_recurrent(model: Any) -> bool:
     """Whether some layer keeps a state that cannot discard tokens."""
     return bool(model._is_stateful) or not RECURRENT_LAYERS.keys().isdisjoint(

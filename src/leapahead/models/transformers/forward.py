@@ -330,13 +330,17 @@ class MaskedExecutor(CachedExecutor):
             output = model(
                 input_ids=batch.pack(batch.inputs.tokens),
                 position_ids=batch.pack(batch.inputs.positions),
-                attention_mask=batch.inputs.masks(self.patterns, self.dtype),
+                attention_mask=self.masks(batch),
                 past_key_values=self.cache,
                 use_cache=True,
                 **options,
             )
         self.cache.end()
         return Outputs(output.logits, side_by_side(output.hidden_states, layers) if layers else None)
+
+    def masks(self, batch: Batch) -> Any:
+        """As the model takes them: one tensor, or one for each kind of layers."""
+        return batch.inputs.masks(self.patterns, self.dtype)
 
     def rows(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> int:
         return len(trees) * max(map(len, trees)) if self.pads else super().rows(states, trees)

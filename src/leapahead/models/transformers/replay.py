@@ -19,15 +19,17 @@ nothing but rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
 from leapahead.core.tree import TokenTree
 from leapahead.models.base import CHAIN, LOGITS, TOP_K
-from leapahead.models.transformers.families import Pattern
+from leapahead.models.transformers.families import RECURRENT_LAYERS, Pattern
 from leapahead.models.transformers.forward import (
     Batch,
     CachedState,
@@ -39,7 +41,7 @@ from leapahead.models.transformers.forward import (
     side_by_side,
 )
 from leapahead.models.transformers.kv_cache import Row
-from leapahead.models.transformers.states import StatefulCache, StatefulRow, stateful_cache
+from leapahead.models.transformers.states import Place, StatefulCache, StatefulRow, stateful_cache
 
 CHUNK = 8  # tokens of a short chunk
 MOST_SHORT = 32  # rows of a forward in short chunks
@@ -138,9 +140,8 @@ class ReplayExecutor(MaskedExecutor):
         for group in self._groups(chains):
             some = [chains[at] for at in group]
             n = max(chain.new for chain in some)
-            batch = self.ready(
-                [each.row for each in some], [each.filled(n) for each in some], [c.computed for c in some]
-            )
+            filled, computed = [chain.filled(n) for chain in some], [chain.computed for chain in some]
+            batch = self.ready([chain.row for chain in some], filled, computed)
             unread = min(chain.ahead for chain in some)  # rows before the first whose logits are wanted
             given = options or {name: n - unread for name in self.few_logits}
             logits, hidden = self.call(self.model, batch, layers, **given)
@@ -167,11 +168,7 @@ class ReplayExecutor(MaskedExecutor):
         given = inputs(model, batch.inputs.tokens.numpy(force=True), int(batch.inputs.lengths[0]), self.device)
         if "position_ids" in given:
             given["position_ids"] = batch.inputs.positions
-        kept = self.cache if self.name != "state" else self._list_of_states()
-        output = model(**given, **{self.name: kept}, use_cache=True, **options)
-        if self.name == "state":
-            for number, state in enumerate(output.state):
-                self.cache.put(("recurrent", number, 0), state)
+        output = self.model_output(model, given, **options)
         self.cache.end()
         return Outputs(output.logits, side_by_side(output.hidden_states, layers) if layers else None)
 
@@ -185,12 +182,51 @@ class ReplayExecutor(MaskedExecutor):
             for module, size in self._sized:
                 module.chunk_size = size
 
-    def _list_of_states(self) -> list[Tensor] | None:
-        """Of all layers together, as RWKV has them; None at the beginning of a text."""
-        found: list[Tensor] = []
-        while (state := self.cache.get(("recurrent", len(found), 0))) is not None:
+    def model_output(self, model: Any, given: dict[str, Tensor], **options: Any) -> Any:
+        """Of a model that makes its mask itself, which may take states in a form of its own instead of a `Cache`."""
+        if self.name == "state":  # RWKV: a list of tensors of all layers
+            states = self._states(("recurrent", number, 0) for number in count())
+            output = model(**given, state=states or None, use_cache=True, **options)
+            for number, state in enumerate(output.state):
+                self.cache.put(("recurrent", number, 0), state)
+        elif self.name == "cache_params" and not model._supports_default_dynamic_cache():
+            # xLSTM: an object with some tensors for each layer, which are written in place
+            layers = range(model.config.num_hidden_layers)
+            of_layers = {layer: self._states(("recurrent", layer, number) for number in count()) for layer in layers}
+            kept = SimpleNamespace(rnn_state=of_layers, seqlen_offset=0) if of_layers[0] else None
+            output = model(**given, cache_params=kept, use_cache=True, **options)
+            for layer, states in output.cache_params.rnn_state.items():
+                for number, state in enumerate(states):
+                    self.cache.put(("recurrent", layer, number), state)
+        else:
+            output = model(**given, **{self.name: self.cache}, use_cache=True, **options)
+        return output
+
+    def _states(self, places: Iterable[Place]) -> list[Tensor]:
+        """As many of them as there are; none at the beginning of a text."""
+        found = []
+        for place in places:
+            if (state := self.cache.get(place)) is None:
+                break
             found.append(state)
-        return found or None
+        return found
+
+    def masks(self, batch: Batch) -> Any:
+        """Layers that keep a state need none, since what fills a row up enters no state that is kept."""
+        masks = super().masks(batch)
+        if not isinstance(masks, dict):
+            return masks
+        return {**{kind: masks.get(beside) for kind, beside in RECURRENT_LAYERS.items()}, **masks}
+
+    def states_after(self, tokens: Sequence[int], forwards: Sequence[int]) -> dict[Place, Tensor]:
+        """The recurrent states after tokens that are read in forwards of these sizes, for tests; one token is over."""
+        state = self.open(list(tokens))
+        try:
+            for count in forwards:
+                self.prefill(state, count)
+            return self.cache.before(state.row)
+        finally:
+            state.close()
 
     def rows(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> int:
         chains = [_Chain(state.row, tree, 0) for state, tree in zip(states, trees, strict=True)]

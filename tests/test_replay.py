@@ -1,0 +1,347 @@
+"""Models with recurrent layers that take chains: whatever is drafted, reused or interrupted, the text stays the same.
+
+Every family whose drafts are read again after a rejection; three of them are fast: one with a gated delta rule, one
+with Mamba-2, and RWKV, which takes its states as a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from architectures import ARCHITECTURES, BY_NAME, VOCABULARY
+from helpers import attached
+
+from leapahead import Engine, Request
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.stop import StopParams
+from leapahead.core.tree import Budget, TokenTree
+from leapahead.core.verify import Verdict, verify
+from leapahead.drafters.base import SequenceDrafter
+from leapahead.models.base import Capture, read_prompt
+from leapahead.models.transformers import selftest
+from leapahead.models.transformers.model import TransformersTarget
+from leapahead.planner.draft import Proposal, SequenceView
+
+FAST = ("qwen3_next", "granitemoehybrid", "rwkv")
+NAMES = [each.name for each in ARCHITECTURES if each.expect == "replay"]
+FAMILIES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NAMES]
+PROMPTS = ([5, 6, 7], [*range(3, 23)], [9], [5, 6, 7, 8])
+LENGTH = 200
+GREEDY = SamplingParams()
+MODES = {
+    "greedy": [GREEDY] * len(PROMPTS),
+    "sampled": [SamplingParams(temperature=1.0, top_k=40, seed=11 + i) for i in range(len(PROMPTS))],
+}
+
+
+@cache
+def target_of(name: str) -> TransformersTarget:
+    return TransformersTarget(BY_NAME[name].build())
+
+
+class NoisyChain(SequenceDrafter):
+    """The right text as a chain, a token in three wrong."""
+
+    name: ClassVar[str] = "noisy_chain"
+
+    def __init__(self, text: Sequence[int], seed: int = 0) -> None:
+        self.text, self.rng = text, np.random.default_rng(seed)
+
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        at = len(sequence.tokens)
+        right = self.text[at : at + min(int(self.rng.integers(1, 6)), budget.depth)]
+        drafted = [t if self.rng.random() < 2 / 3 else int(self.rng.integers(VOCABULARY)) for t in right]
+        return Proposal(TokenTree.chain(sequence.root, drafted))
+
+
+def request(
+    engine: Engine,
+    prompt: Sequence[int],
+    drafter: Any = None,
+    params: SamplingParams = GREEDY,
+    length: int = LENGTH,
+    **options: Any,
+) -> Request:
+    """`drafter` is one of the test's own, or a name and options; None decodes plainly."""
+    made = engine.drafter(drafter[0], **drafter[1]) if isinstance(drafter, tuple) else attached(engine, drafter)
+    return Request(list(prompt), made, params, StopParams(max_new_tokens=length), **options)
+
+
+@cache
+def plain(name: str, prompt: tuple[int, ...], params: SamplingParams = GREEDY, length: int = LENGTH) -> list[int]:
+    """The prompt and its text, decoded by itself with nothing kept from before."""
+    target = target_of(name)
+    target.forget()
+    engine = Engine(target)
+    handle = engine.submit(request(engine, prompt, None, params, length))
+    engine.run([handle])
+    return [*prompt, *handle.tokens]
+
+
+def drafted(
+    target: TransformersTarget, made: Sequence[Any], params: Sequence[SamplingParams], first: int
+) -> tuple[list[list[int]], list[Any]]:
+    """`PROMPTS` decoded together, `first` of them at once, each of the others some steps later; prompts in chunks."""
+    engine = Engine(target, max_batch=4, prefill_chunk=8)
+    requests = [request(engine, *each) for each in zip(PROMPTS, made, params, strict=False)]
+    handles = [engine.submit(each) for each in requests[:first]]
+    for each in requests[first:]:
+        for _ in range(5):
+            engine.step()
+        handles.append(engine.submit(each))
+    engine.run(handles)
+    texts = [[*prompt, *handle.tokens] for prompt, handle in zip(PROMPTS, handles, strict=False)]
+    return texts, [handle.stats for handle in handles]
+
+
+DRAFTERS: dict[str, Callable[[list[int], int], Any]] = {
+    "noisy": NoisyChain,
+    "prompt_lookup": lambda text, seed: ("prompt_lookup", {}),
+    "auto": lambda text, seed: ("auto", {"nodes": 4}),
+    "recycling": lambda text, seed: ("recycling", {"nodes": 4}),
+}
+CASES = [
+    pytest.param(
+        name,
+        mode,
+        drafter,
+        batch,
+        marks=() if name in FAST and drafter == "noisy" and (mode == "greedy") == (batch == 4) else pytest.mark.slow,
+    )
+    for name in NAMES
+    for mode in MODES
+    for drafter in DRAFTERS
+    for batch in (1, 4)
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "drafter", "batch"), CASES)
+def test_texts_are_those_of_plain_decoding(name: str, mode: str, drafter: str, batch: int) -> None:
+    target, params = target_of(name), MODES[mode]
+    texts = [plain(name, tuple(prompt), each) for prompt, each in zip(PROMPTS[:batch], params, strict=False)]
+    found, stats = drafted(target, [DRAFTERS[drafter](text, i) for i, text in enumerate(texts)], params, min(batch, 2))
+    assert found == texts
+    accepted, tried = sum(each.accepted for each in stats), sum(each.drafted for each in stats)
+    assert tried > 0
+    if drafter == "noisy":
+        assert 0.3 < accepted / tried < 0.9, "drafts are right and wrong"
+
+
+# ------------------------------------------------------------------------------------------------------------ prefixes
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_that_begin_like_earlier_ones(name: str) -> None:
+    """One is the same again, one continues its text, one parts in its middle; also while a session is open."""
+    prompt = tuple(range(3, 23))
+    text = plain(name, prompt, GREEDY, 40)
+    others = {"again": prompt, "continued": (*text[:50], 7, 8, 9), "parted": (*prompt[:11], 30, 31, 32, 33)}
+    texts = {what: plain(name, other, GREEDY, 40) for what, other in others.items()}
+    target = target_of(name)
+    for is_open in (False, True):
+        target.forget()
+        engine = Engine(target, prefill_chunk=8)
+        running = engine.submit(request(engine, PROMPTS[0], None)) if is_open else None
+        for _ in range(6):
+            engine.step()
+        first = engine.submit(request(engine, prompt, NoisyChain(text), length=40))
+        engine.run([first])
+        assert [*prompt, *first.tokens] == text
+        for what, other in others.items():
+            handle = engine.submit(request(engine, other, NoisyChain(texts[what]), length=40))
+            engine.run([handle])
+            assert [*other, *handle.tokens] == texts[what], what
+            assert (handle.stats.reused_tokens >= len(prompt) - 1) == (what != "parted"), what
+        if running is not None:
+            engine.run([running])
+            assert [*PROMPTS[0], *running.tokens] == plain(name, tuple(PROMPTS[0]))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_samples_of_a_prompt(name: str) -> None:
+    """They are forks of one session, which may be made where a rejected draft left tokens to be read again."""
+    target, prompt = target_of(name), tuple(range(3, 23))
+    params = [SamplingParams(temperature=1.0, top_k=40, seed=seed) for seed in range(3)]
+    texts = [plain(name, prompt, each, 40) for each in params]
+    target.forget()
+    engine = Engine(target)
+    handles = engine.submit_samples(request(engine, prompt, ("recycling", {"nodes": 4}), length=40), params)
+    engine.run(handles)
+    assert [[*prompt, *handle.tokens] for handle in handles] == texts
+
+    session = target.open(prompt, GREEDY)
+    read_prompt(target, session)
+    advance(target, session, plain(name, prompt, GREEDY, 60), seed=2, steps=5, wrong=True)
+    assert session.replay > 0
+    fork = target.fork(session, GREEDY)
+    text = plain(name, prompt, GREEDY, 60)
+    advance(target, fork, text, seed=3, steps=6)
+    advance(target, session, text, seed=4, steps=6)
+    for each in (fork, session):
+        assert each.tokens == text[: len(each.tokens)]
+        each.close()
+
+
+def advance(
+    target: TransformersTarget, session: Any, text: Sequence[int], seed: int, steps: int, wrong: bool = False
+) -> None:
+    """Some steps with noisy chains; the last one is rejected whole if `wrong`."""
+    rng = np.random.default_rng(seed)
+    for step in range(steps):
+        at = len(session.tokens)
+        chain = [t if rng.random() < 2 / 3 else int(rng.integers(VOCABULARY)) for t in text[at : at + 4]]
+        if wrong and step == steps - 1:
+            chain = [(text[at] + 1) % VOCABULARY, *chain]
+        tree = TokenTree.chain(session.tokens[-1], chain)
+        (choices,) = target.step([session], [tree])
+        session.commit(verify(tree, choices))
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+
+@contextmanager
+def raising(module: torch.nn.Module) -> Iterator[None]:
+    """The module's next output is an interrupt."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = module.register_forward_hook(interrupt)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_interrupted_forward_leaves_states_as_they_were(name: str) -> None:
+    """At the beginning of a forward, behind all of its layers, and while a prompt is read."""
+    prompts = (tuple(range(3, 23)), (9, 4))
+    texts = [plain(name, prompt, GREEDY, 60) for prompt in prompts]
+    target = target_of(name)
+    target.forget()
+    places = [target.model.get_input_embeddings(), target.model.get_output_embeddings()]
+    sessions = [target.open(prompt, GREEDY) for prompt in prompts]
+    for session in sessions:
+        while session.unread:
+            with pytest.raises(KeyboardInterrupt), raising(places[1]):
+                target.prefill(session, 8)
+            target.prefill(session, 8)
+    rng, interrupted = np.random.default_rng(0), 0
+    while all(len(session.tokens) < 60 for session in sessions):
+        trees = []
+        for session, text in zip(sessions, texts, strict=True):
+            at, depth = len(session.tokens), int(rng.integers(0, 5))
+            chain = [t if rng.random() < 2 / 3 else int(rng.integers(VOCABULARY)) for t in text[at : at + depth]]
+            trees.append(TokenTree.chain(session.tokens[-1], chain))
+        before = [kept_of(session) for session in sessions]
+        with pytest.raises(KeyboardInterrupt), raising(places[int(rng.integers(2))]):
+            target.step(sessions, trees)
+        for session, (length, replay, states) in zip(sessions, before, strict=True):
+            now = kept_of(session)
+            assert now[:2] == (length, replay)
+            assert all(torch.equal(now[2][place], state) for place, state in states.items())
+        interrupted += any(session.replay for session in sessions)
+        for session, tree, choices in zip(sessions, trees, target.step(sessions, trees), strict=True):
+            session.commit(verify(tree, choices))
+    assert interrupted > 3, "some with tokens to be read again"
+    for session, text in zip(sessions, texts, strict=True):
+        assert session.tokens == text[: len(session.tokens)]
+        session.close()
+
+
+def kept_of(session: Any) -> tuple[int, int, dict[Any, torch.Tensor]]:
+    row = session.state.row
+    states = {} if row.states is None else {place: each.clone() for place, each in row.states.tensors.items()}
+    return row.length, row.replay, states
+
+
+# ------------------------------------------------------------------------------------ draft models and what is captured
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_as_a_draft_model_and_with_one(name: str) -> None:
+    """Drafts that grow by a forward for each token: the hybrid drafts for a llama, for itself, and a llama for it."""
+    llama, hybrid = target_of("llama"), target_of(name)
+    itself = TransformersTarget(BY_NAME[name].build())
+    for target, draft, whose in ((llama, hybrid, "llama"), (hybrid, llama, name), (hybrid, itself, name)):
+        engine = Engine(target)
+        drafter = engine.drafter("draft_model", draft=draft, nodes=4, depth=4, chain=True)
+        params = [GREEDY, MODES["sampled"][1]]
+        handles = [
+            engine.submit(Request(prompt, drafter, each, StopParams(max_new_tokens=40)))
+            for prompt, each in zip(PROMPTS, params, strict=False)
+        ]
+        engine.run(handles)
+        for prompt, each, handle in zip(PROMPTS, params, handles, strict=False):
+            assert [*prompt, *handle.tokens] == plain(whose, tuple(prompt), each, 40)
+            assert handle.stats.drafted > 0
+        if draft is itself:
+            assert handles[0].stats.acceptance_length > 4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_captures_are_those_of_the_model(name: str) -> None:
+    """Hidden states of all layers, logits, top-k tokens; of prompts in chunks, and of chains behind replayed tokens."""
+    target, rng = target_of(name), np.random.default_rng(1)
+    target.forget()
+    layers = tuple(range(target.info.layers + 1))
+    capture = Capture(top_k=3, logits=True, hidden=layers)
+    prompt = rng.integers(3, VOCABULARY, size=20).tolist()
+    session = target.open(prompt, GREEDY, capture)
+    rows = read_prompt(target, session, 7)
+    logits, hidden = own(target, prompt[:-1], layers)
+    assert near(torch.cat([torch.as_tensor(each.hidden) for each in rows]), hidden)
+    top = np.concatenate([each.top_k(3)[0] for each in rows])
+    assert (top == logits.topk(3).indices[-len(top) :].numpy()).all()
+    replayed = 0
+    for _ in range(5):
+        replayed += session.replay
+        drawn = rng.integers(3, VOCABULARY, size=int(rng.integers(1, 6))).tolist()
+        tree = TokenTree.chain(session.tokens[-1], drawn)
+        (choices,) = target.step([session], [tree], capture=capture)
+        logits, hidden = own(target, [*session.tokens, *drawn], layers)
+        size = len(tree)
+        assert near(torch.as_tensor(choices.hidden), hidden[-size:])
+        assert near(torch.as_tensor(choices.logits), logits[-size:])
+        assert (choices.top_k(3)[0] == logits[-size:].topk(3).indices.numpy()).all()
+        path = tree.path(int(rng.integers(size)))
+        tokens = [int(tree.tokens[node]) for node in path[1:]]
+        session.commit(Verdict(tuple(path), (*tokens, int(rng.integers(3, VOCABULARY))), len(tokens)))
+    session.close()
+    assert replayed > 0
+
+
+def own(target: TransformersTarget, tokens: list[int], layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        outputs = selftest.own_outputs(target.model, np.array([tokens]), layers)
+    assert outputs.hidden is not None
+    return outputs.logits[0], outputs.hidden[0]
+
+
+def near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((one - other).abs().max() < 1e-4 * other.std())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_log_probabilities(name: str) -> None:
+    target, prompt = target_of(name), PROMPTS[1]
+    found = []
+    for drafter in (None, NoisyChain(plain(name, tuple(prompt), GREEDY, 60))):
+        engine = Engine(target)
+        handle = engine.submit(request(engine, prompt, drafter, length=60, logprobs=3))
+        engine.run([handle])
+        found.append(handle)
+    assert found[0].tokens == found[1].tokens
+    assert found[1].stats.accepted > 0
+    for one, other in zip(found[0].logprobs, found[1].logprobs, strict=True):
+        assert one.token == other.token
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
