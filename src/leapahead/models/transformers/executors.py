@@ -67,9 +67,9 @@ def _with_states(
 ) -> Iterator[Named]:
     """For models with recurrent layers; these are the patterns of their attention layers."""
 
-    def build(boolean: bool, config: Any, masked: bool, short_chunks: bool = False) -> Executor:
+    def build(boolean: bool, config: Any, masked: bool, exclusive: bool = False) -> Executor:
         cache = stateful_cache(model, usual_length)
-        return ReplayExecutor(model, cache, patterns, boolean, config, masked, short_chunks)
+        return ReplayExecutor(model, cache, patterns, boolean, config, masked, exclusive)
 
     own = families.text_config(model)
     implementation, device = own._attn_implementation, model.get_input_embeddings().weight.device
@@ -77,8 +77,8 @@ def _with_states(
     config = own if exclusive and grouped.fits(implementation, device) else None
     what = "chains with replay" + ("" if config is None else ", attention grouped")
     if boolean is not None and accepts(model, "attention_mask"):
-        if exclusive and device.type == "cpu":
-            yield f"{what}, in short chunks", lambda: build(bool(boolean), config, True, True)
+        if exclusive:
+            yield f"{what}, with settings for drafts", lambda: build(bool(boolean), config, True, True)
         if config is not None:
             yield what, lambda: build(True, config, True)
         yield "chains with replay", lambda: build(bool(boolean), None, True)
