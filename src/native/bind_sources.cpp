@@ -21,8 +21,8 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using leapahead::Adjacency;
 using leapahead::Context;
+using leapahead::HashedContext;
 using leapahead::Recycling;
-using leapahead::Row;
 using leapahead::Siblings;
 using leapahead::Source;
 using leapahead::Suffix;
@@ -65,10 +65,12 @@ size_t width(const Matrix<int64_t> &following, const Matrix<double> &logits, siz
     return rows > 1 ? static_cast<size_t>(following.stride(0)) : following.shape(1);
 }
 
-Row row_of(const Vector<int32_t> &tokens, const Vector<float> &logp, size_t first, size_t end) {
-    auto row = std::make_shared<leapahead::TopK>();
-    for (size_t i = first; i < end; ++i) row->push_back({tokens(i), logp(i)});
-    return row;
+// Enters a row for a context of one or two tokens.
+void put(Adjacency &adjacency, const Context &context, const Vector<int32_t> &tokens, const Vector<float> &logp,
+         size_t first, size_t end) {
+    std::vector<leapahead::Likely> row;
+    for (size_t i = first; i < end; ++i) row.push_back({tokens(i), logp(i)});
+    adjacency.put(HashedContext(context), context.size, {row.data(), static_cast<int>(row.size())});
 }
 
 void bind_adjacency(nb::module_ &m) {
@@ -79,11 +81,11 @@ void bind_adjacency(nb::module_ &m) {
             "get",
             [](const Adjacency &self, const std::vector<int32_t> &key) -> nb::object {
                 const int size = static_cast<int>(std::min<size_t>(key.size(), 2));
-                const auto *found = self.find(Context::of(key.data() + key.size() - size, size));
+                const auto *found = self.find(HashedContext(Context::of(key.data() + key.size() - size, size)));
                 if (found == nullptr) return nb::none();
                 std::vector<int32_t> tokens;
                 std::vector<float> logp;
-                for (const leapahead::Likely &each : *found->row) {
+                for (const leapahead::Likely &each : self.table().top_k(*found)) {
                     tokens.push_back(each.token);
                     logp.push_back(each.logp);
                 }
@@ -95,7 +97,7 @@ void bind_adjacency(nb::module_ &m) {
             [](Adjacency &self, const std::vector<int32_t> &key, Vector<int32_t> tokens, Vector<float> logp) {
                 if (key.empty() || key.size() > 2 || tokens.size() != logp.size())
                     throw nb::value_error("a context has one or two tokens, and as many log-probabilities as tokens");
-                self.put(Context::of(key.data(), static_cast<int>(key.size())), row_of(tokens, logp, 0, tokens.size()));
+                put(self, Context::of(key.data(), static_cast<int>(key.size())), tokens, logp, 0, tokens.size());
                 self.drop_oldest();
             },
             "key"_a, "tokens"_a, "logp"_a)
@@ -103,12 +105,11 @@ void bind_adjacency(nb::module_ &m) {
              [](const Adjacency &self) {
                  std::vector<int32_t> before, tokens, counts, following;
                  std::vector<float> logp;
-                 self.table().each([&](const leapahead::ContextTable::Entry &entry) {
-                     const Context &context = entry.context;
+                 self.table().each([&](const Context &context, leapahead::TopK row) {
                      before.push_back(context.size == 2 ? context.tokens[0] : -1);
                      tokens.push_back(context.tokens[context.size - 1]);
-                     counts.push_back(static_cast<int32_t>(entry.row->size()));
-                     for (const leapahead::Likely &each : *entry.row) {
+                     counts.push_back(static_cast<int32_t>(row.count));
+                     for (const leapahead::Likely &each : row) {
                          following.push_back(each.token);
                          logp.push_back(each.logp);
                      }
@@ -120,17 +121,17 @@ void bind_adjacency(nb::module_ &m) {
             "merge",
             [](Adjacency &self, Vector<int32_t> before, Vector<int32_t> tokens, Vector<int32_t> counts,
                Vector<int32_t> following, Vector<float> logp) {
-                std::vector<std::pair<Context, Row>> others;
+                Adjacency others(self.capacity());
                 size_t first = 0;
                 for (size_t i = 0; i < tokens.size(); ++i) {
                     const size_t end = first + static_cast<size_t>(counts(i));
                     if (end > following.size()) throw nb::value_error("the counts do not match the tokens");
                     const int32_t both[] = {before(i), tokens(i)};
-                    others.emplace_back(before(i) < 0 ? Context::of(both + 1, 1) : Context::of(both, 2),
-                                        row_of(following, logp, first, end));
+                    put(others, before(i) < 0 ? Context::of(both + 1, 1) : Context::of(both, 2), following, logp, first,
+                        end);
                     first = end;
                 }
-                self.merge(others);
+                self.merge(std::move(others));
             },
             "before"_a, "tokens"_a, "counts"_a, "following"_a, "logp"_a);
 }

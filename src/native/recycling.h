@@ -1,6 +1,7 @@
 // Token Recycling: src/leapahead/drafters/sources/recycling.py, compiled.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -15,14 +16,24 @@ class Adjacency {
     explicit Adjacency(size_t capacity) : capacity_(capacity) {}
 
     // That of the last two tokens, else of the last one; null where there is neither.
-    const ContextTable::Entry *find(const Context &context) const;
-    void put(const Context &context, const Row &row) { table_.put(context, row, 0, true); }
+    const ContextTable::Entry *find(const HashedContext &context) const;
+    // Enters a copy of a row for the last tokens of a context, from `least` of them to two.
+    void put(const HashedContext &context, int least, TopK top_k);
+    // As of ContextTable, for the last token and the last two.
+    void prefetch(const HashedContext &context) const {
+        for (int length = 1; length <= std::min(context.context.size, 2); ++length) table_.prefetch(context, length);
+    }
+    void prefetch_entry(const HashedContext &context) const {
+        for (int length = 1; length <= std::min(context.context.size, 2); ++length)
+            table_.prefetch_entry(context, length);
+    }
     void drop_oldest() {
         if (table_.size() > capacity_) table_.drop(table_.size() - capacity_);
     }
-    // Enters other contexts as if they had been written before its own.
-    void merge(const std::vector<std::pair<Context, Row>> &others);
+    // Enters its own contexts after those of another one, as if they had been written later.
+    void merge(Adjacency &&others);
     const ContextTable &table() const { return table_; }
+    size_t capacity() const { return capacity_; }
 
   private:
     size_t capacity_;
@@ -57,16 +68,20 @@ class Recycling : public Source {
   private:
     static constexpr size_t kCapacity = 40000;
 
-    // The top-k tokens of the longest context that is known; of equally long ones the text's own. Null for none.
-    const TopK *find(const Context &context, Feature &feature) const;
+    // The top-k tokens of the longest context that is known; of equally long ones the text's own.
+    TopK find(const HashedContext &context, Feature &feature) const;
+    // Enters the log-probabilities of a row.
+    int32_t add(const int64_t *tokens, const double *logits);
 
     int k_, longest_;
     std::shared_ptr<Adjacency> shared_;
     ContextTable own_;
     int64_t num_steps_ = 0;
     Context end_;
-    std::vector<Context> states_;
-    std::vector<Scored> scored_;  // of one call; a member so that its memory is kept
+    std::vector<HashedContext> states_;
+    std::vector<HashedContext> contexts_;  // of one call, as the next: members so that their memory is kept
+    std::vector<int32_t> rows_;
+    std::vector<Scored> scored_;
 };
 
 }  // namespace leapahead

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
+#include <cstring>
 
 namespace leapahead {
 
@@ -10,6 +10,15 @@ namespace {
 
 constexpr double kAside = 0.2, kOlder = 0.3;
 constexpr double kWeights[] = {0.2537, 0.9137, 1.9137, 3.9137};
+
+// An upper bound of log(x), by 0.06 at most: the bits of a number, read as an integer, are about linear in its
+// logarithm.
+double log_bound(double x) {
+    constexpr double kLog2 = 0.6931471805599454;
+    int64_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return (static_cast<double>(bits) * 0x1p-52 - (1023.0 - 0.0861)) * kLog2;
+}
 
 size_t hashed(int32_t token) { return static_cast<uint32_t>(token) * 0x9E3779B1u >> 7; }
 
@@ -57,36 +66,47 @@ void Siblings::Row::age(double factor) {
     for (auto &[token, weight] : weights_) weight *= factor;
 }
 
-const std::vector<Candidate> &Siblings::Row::candidates(int most) {
-    const int kept = std::min(most, static_cast<int>(weights_.size()));
-    if (static_cast<int>(candidates_.size()) >= kept) return candidates_;
-    candidates_.clear();
+double Siblings::Row::choose(int most) {
     double total = 0.0;
-    for (const auto &[token, weight] : weights_) total += weight;
-    order_.resize(weights_.size());
-    std::iota(order_.begin(), order_.end(), 0);
-    std::partial_sort(order_.begin(), order_.begin() + kept, order_.end(), [this](int a, int b) {
-        const double first = weights_[a].second, second = weights_[b].second;
-        return first != second ? first > second : a < b;
-    });
+    chosen_.clear();
+    for (const auto &[token, weight] : weights_) {
+        total += weight;
+        chosen_.push_back({weight, static_cast<int>(chosen_.size())});
+    }
+    if (const auto kept = static_cast<size_t>(most); kept < chosen_.size()) {
+        std::nth_element(chosen_.begin(), chosen_.begin() + most, chosen_.end());
+        chosen_.resize(kept);
+    }
+    return total;
+}
+
+Candidate Siblings::Row::candidate(const Chosen &chosen, double total) const {
     Feature feature;
     feature.append(bisect_left(kWeights, total));
-    for (int i = 0; i < kept; ++i) {
-        const auto &[token, weight] = weights_[order_[i]];
-        candidates_.push_back({token, std::log(weight / total), feature, 0.0, false});
-    }
+    return {weights_[chosen.index].first, std::log(chosen.weight / total), feature, 0.0, false};
+}
+
+const std::vector<Candidate> &Siblings::Row::candidates(int most) {
+    if (!candidates_.empty() && most <= most_) return candidates_;
+    const double total = choose(most);
+    std::sort(chosen_.begin(), chosen_.end());
+    candidates_.clear();
+    for (const Chosen &each : chosen_) candidates_.push_back(candidate(each, total));
+    most_ = most;
     return candidates_;
 }
 
 const std::vector<Candidate> &Siblings::Row::best(int most, int limit, const Scoring &score) {
     if (!best_.empty() && limit_ == limit) return best_;
-    const std::vector<Candidate> &known = candidates(most);
+    const double total = choose(most);
     TopScored top(score, limit, scored_);
-    for (int i = 0; i < std::min(most, static_cast<int>(known.size())); ++i)
-        top.offer(known[i].token, known[i].logp, i);
+    top.offer(
+        static_cast<int>(chosen_.size()), [&](int i) { return weights_[chosen_[i].index].first; },
+        [&](int i) { return std::log(chosen_[i].weight / total); },
+        [&](int i) { return log_bound(chosen_[i].weight / total); });
     best_.clear();
     for (const auto &[value, i] : scored_) {
-        best_.push_back(known[i]);
+        best_.push_back(candidate(chosen_[i], total));
         best_.back().score = value;
         best_.back().scored = true;
     }

@@ -38,7 +38,7 @@ class Siblings : public Source {
 
         void add(int32_t token, double weight);
         void age(double factor);
-        // The first `most` tokens by falling weight at least, with their log-probabilities.
+        // The first `most` tokens by falling weight, with their log-probabilities.
         const std::vector<Candidate> &candidates(int most);
         // Those of the first `most` with the greatest scores; all nodes at the position share them.
         const std::vector<Candidate> &best(int most, int limit, const Scoring &score);
@@ -48,14 +48,26 @@ class Siblings : public Source {
       private:
         static constexpr size_t kSearched = 16;  // as many are searched one by one
 
+        struct Chosen {
+            double weight;
+            int index;  // in weights_
+
+            bool operator<(const Chosen &other) const {
+                return weight != other.weight ? weight > other.weight : index < other.index;
+            }
+        };
+
         void index();
+        // Fills chosen_ with the first `most` tokens by falling weight, in any order; returns the sum of all weights.
+        double choose(int most);
+        Candidate candidate(const Chosen &chosen, double total) const;
 
         std::vector<std::pair<int32_t, double>> weights_;
         std::vector<int32_t> places_;               // open addressing: index into weights_, or -1
         std::vector<Candidate> candidates_, best_;  // empty where they must be made anew
-        std::vector<int> order_;
+        std::vector<Chosen> chosen_;
         std::vector<Scored> scored_;
-        int limit_ = 0;  // of best_
+        int most_ = 0, limit_ = 0;  // of candidates_ and best_
     };
 
     Row &at(int64_t position);
