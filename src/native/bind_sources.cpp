@@ -1,5 +1,4 @@
 // Sources of the compiled search. What reads a text gets lists of its last tokens.
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -32,8 +31,6 @@ using leapahead::TokenTable;
 namespace {
 
 template <typename T>
-using Matrix = nb::ndarray<const T, nb::ndim<2>, nb::device::cpu>;  // of rows that are contiguous
-template <typename T>
 using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using NewVector = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
@@ -43,26 +40,6 @@ NewVector<T> to_numpy(std::vector<T> values) {
     auto *kept = new std::vector<T>(std::move(values));
     nb::capsule owner(kept, [](void *data) noexcept { delete static_cast<std::vector<T> *>(data); });
     return NewVector<T>(kept->data(), {kept->size()}, owner);
-}
-
-using Entry = std::tuple<int32_t, double, std::vector<int>>;  // of a candidate: token, logp, feature
-
-std::vector<Entry> entries(const std::vector<leapahead::Candidate> &candidates) {
-    std::vector<Entry> found;
-    for (const auto &each : candidates) {
-        const auto *values = each.feature.values;
-        found.emplace_back(each.token, each.logp, std::vector<int>(values, values + each.feature.size));
-    }
-    return found;
-}
-
-// The columns that each row has in memory, of which k count.
-size_t width(const Matrix<int64_t> &following, const Matrix<double> &logits, size_t rows, int k) {
-    if (following.shape(0) != rows || logits.shape(0) != rows || following.shape(1) < static_cast<size_t>(k) ||
-        logits.shape(1) < static_cast<size_t>(k) || following.stride(1) != 1 || logits.stride(1) != 1 ||
-        (rows > 1 && following.stride(0) != logits.stride(0)))
-        throw nb::value_error("tokens and logits must be [contexts, k], of one layout in memory");
-    return rows > 1 ? static_cast<size_t>(following.stride(0)) : following.shape(1);
 }
 
 // Enters a row for a context of one or two tokens.
@@ -140,26 +117,7 @@ void bind_adjacency(nb::module_ &m) {
 
 void bind_sources(nb::module_ &m) {
     bind_adjacency(m);
-    nb::class_<Source>(m, "Source")
-        .def_prop_ro("name", &Source::name)
-        .def("root", &Source::root)
-        .def("follow", &Source::follow, "state"_a, "token"_a)
-        .def(
-            "candidates",
-            [](Source &self, int state, int limit) {
-                std::vector<leapahead::Candidate> found;
-                self.candidates(state, limit, found);
-                return entries(found);
-            },
-            "state"_a, "limit"_a)
-        .def(
-            "seed_aware_candidates",
-            [](Source &self, int state, int limit, uint64_t seed, uint64_t position, double temperature) {
-                std::vector<leapahead::Candidate> found;
-                self.seed_aware_candidates(state, limit, {seed, position, temperature}, found);
-                return entries(found);
-            },
-            "state"_a, "limit"_a, "seed"_a, "position"_a, "temperature"_a);
+    nb::class_<Source>(m, "Source").def_prop_ro("name", &Source::name);
     nb::class_<leapahead::PythonSource, Source>(m, "PythonSource")
         .def(nb::init<nb::object, nb::object>(), "source"_a, "sequence"_a)
         .def("state", &leapahead::PythonSource::state, "state"_a);
@@ -176,7 +134,6 @@ void bind_sources(nb::module_ &m) {
     nb::class_<Recycling, Source>(m, "Recycling")
         .def(nb::init<int, int, std::shared_ptr<Adjacency>>(), "k"_a, "longest"_a, "shared"_a.none())
         .def("__len__", &Recycling::size)
-        .def("set_end", &Recycling::set_end, "last"_a)
         .def(
             "read_rows",
             [](Recycling &self, const std::vector<int32_t> &text, Matrix<int64_t> following, Matrix<double> logits) {
@@ -193,31 +150,8 @@ void bind_sources(nb::module_ &m) {
                 }
                 self.keep(contexts, following.data(), logits.data(), columns, order);
             },
-            "text"_a, "following"_a, "logits"_a)
-        .def(
-            "observe",
-            [](Recycling &self, const std::vector<int32_t> &last, const std::vector<int32_t> &tokens,
-               const std::vector<int> &parents, const std::vector<int> &path, Matrix<int64_t> following,
-               Matrix<double> logits) {
-                const size_t columns = width(following, logits, tokens.size(), self.k());
-                self.observe(last, tokens, parents, path, following.data(), logits.data(), columns);
-            },
-            "last"_a, "tokens"_a, "parents"_a, "path"_a, "following"_a, "logits"_a);
-    nb::class_<Siblings, Source>(m, "Siblings")
-        .def(nb::init<int>(), "k"_a)
-        .def("__len__", &Siblings::size)
-        .def("set_end", &Siblings::set_end, "length"_a)
-        .def("age", &Siblings::age, "length"_a, "position"_a, "depths"_a)
-        .def(
-            "observe",
-            [](Siblings &self, int64_t length, int64_t position, const std::vector<int> &parents,
-               const std::vector<int> &depths, int last, Matrix<int64_t> following, Matrix<double> logits) {
-                const size_t columns = width(following, logits, depths.size(), self.k());
-                if (parents.size() != depths.size() || last < 0 || static_cast<size_t>(last) >= depths.size())
-                    throw nb::value_error("these are not the nodes of a tree");
-                self.observe(length, position, parents, depths, last, following.data(), logits.data(), columns);
-            },
-            "length"_a, "position"_a, "parents"_a, "depths"_a, "last"_a, "following"_a, "logits"_a);
+            "text"_a, "following"_a, "logits"_a);
+    nb::class_<Siblings, Source>(m, "Siblings").def(nb::init<int>(), "k"_a).def("__len__", &Siblings::size);
     nb::class_<TokenTable, Source>(m, "TokenTable")
         .def(
             "__init__",
@@ -228,6 +162,5 @@ void bind_sources(nb::module_ &m) {
                 new (self) TokenTable(tokens.data(), logp.data(), tokens.shape(0), static_cast<int>(tokens.shape(1)));
             },
             // The arrays live as long as the table.
-            "tokens"_a.noconvert(), "logp"_a.noconvert(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
-        .def("set_end", &TokenTable::set_end, "token"_a);
+            "tokens"_a.noconvert(), "logp"_a.noconvert(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
 }

@@ -81,18 +81,17 @@ void Recycling::keep(const std::vector<Context> &contexts, const int64_t *tokens
     if (shared_) shared_->drop_oldest();
 }
 
-void Recycling::observe(const std::vector<int32_t> &last, const std::vector<int32_t> &tokens,
-                        const std::vector<int> &parents, const std::vector<int> &path, const int64_t *following,
-                        const double *logits, size_t width) {
+void Recycling::observe(const Outcome &outcome) {
     ++num_steps_;
-    std::vector<Context> contexts{context(last)};
-    for (size_t node = 1; node < tokens.size(); ++node)
-        contexts.push_back(contexts[parents[node]].with(tokens[node], longest_));
+    const int nodes = static_cast<int>(outcome.tokens.size());
+    std::vector<Context> contexts{context(outcome.last)};
+    for (int node = 1; node < nodes; ++node)
+        contexts.push_back(contexts[outcome.parents[node]].with(outcome.tokens[node], longest_));
     std::vector<int> order;
-    for (int node = 0; node < static_cast<int>(tokens.size()); ++node)
-        if (std::find(path.begin(), path.end(), node) == path.end()) order.push_back(node);
-    order.insert(order.end(), path.begin(), path.end());
-    keep(contexts, following, logits, width, order);
+    for (int node = 0; node < nodes; ++node)
+        if (std::find(outcome.path.begin(), outcome.path.end(), node) == outcome.path.end()) order.push_back(node);
+    order.insert(order.end(), outcome.path.begin(), outcome.path.end());
+    keep(contexts, outcome.following, outcome.logits, outcome.width, order);
 }
 
 int Recycling::root() {

@@ -45,21 +45,19 @@ class Recycling : public Source {
     // Throws std::invalid_argument unless 1 <= longest <= Context::kMost.
     Recycling(int k, int longest, std::shared_ptr<Adjacency> shared);
 
-    // A text's last tokens before the next search.
-    void set_end(const std::vector<int32_t> &last) { end_ = context(last); }
     // Enters the rows of contexts, in this order: int64 [contexts, width] tokens and float64 [contexts, width] logits,
     // falling, of which k count.
     void keep(const std::vector<Context> &contexts, const int64_t *tokens, const double *logits, size_t width,
               const std::vector<int> &order);
-    // Enters the rows of a step's nodes, those of the committed path last. `last` are the tokens up to the root.
-    void observe(const std::vector<int32_t> &last, const std::vector<int32_t> &tokens, const std::vector<int> &parents,
-                 const std::vector<int> &path, const int64_t *following, const double *logits, size_t width);
-
-    Context context(const std::vector<int32_t> &last) const;
     int k() const { return k_; }
     int longest() const { return longest_; }
     size_t size() const { return own_.size(); }
 
+    size_t unread(size_t) const override { return static_cast<size_t>(longest_); }
+    void read(const Text &text) override { end_ = context(text.last); }
+    int wanted(const Outcome &) const override { return k_; }
+    // Enters the rows of a step's nodes, those of the committed path last.
+    void observe(const Outcome &outcome) override;
     int root() override;
     int follow(int state, int32_t token) override;
     void candidates(int state, int limit, std::vector<Candidate> &found) override;
@@ -68,6 +66,7 @@ class Recycling : public Source {
   private:
     static constexpr size_t kCapacity = 40000;
 
+    Context context(const std::vector<int32_t> &last) const;
     // The top-k tokens of the longest context that is known; of equally long ones the text's own.
     TopK find(const HashedContext &context, Feature &feature) const;
     // Enters the log-probabilities of a row.

@@ -19,27 +19,46 @@ constexpr double kShares[] = {0x1.064670d979b73p-10, 0x1.af8e8210a415cp-4, 0x1.2
 
 }  // namespace
 
-Search::Search(std::vector<std::shared_ptr<Source>> sources, std::shared_ptr<AcceptanceTable> table, double correction,
-               Limits limits, Mode mode, Scoring scoring, int32_t root)
-    : sources_(std::move(sources)),
-      table_(std::move(table)),
-      correction_(correction),
-      limits_(limits),
-      mode_(mode),
-      scoring_(scoring) {
-    constexpr size_t kNodes = 24, kGuesses = 8;  // that most searches come to: few allocations
-    nodes_.reserve(kNodes);
-    states_.reserve(kNodes * sources_.size());
-    heap_.reserve(2 * kNodes);
-    entries_.reserve(kNodes * kGuesses);
-    guesses_.reserve(kNodes * kGuesses);
-    opinions_.reserve(kNodes * kGuesses * 2);
-    nodes_.push_back({root, -1, 0, -1, 1.0, false, 0, 0, 0, 0});
+Search::Search(std::vector<std::shared_ptr<Source>> sources, std::shared_ptr<AcceptanceTable> table, Mode mode,
+               uint64_t seed, double temperature)
+    : sources_(std::move(sources)), table_(std::move(table)), mode_(mode), scoring_{seed, 0, temperature} {
+    for (const auto &source : sources_) ids_.push_back(table_->source(source->name()));
+}
+
+size_t Search::unread(size_t length) const {
+    size_t most = 1;
+    for (const auto &source : sources_) most = std::max(most, source->unread(length));
+    return std::min(most, length);
+}
+
+void Search::begin(const Text &text, double correction, Limits limits) {
+    correction_ = correction;
+    limits_ = limits;
+    scoring_.position = text.length;
+    order_ = 0;
+    leaves_ = 1;
+    states_.clear();
+    heap_.clear();
+    entries_.clear();
+    guesses_.clear();
+    opinions_.clear();
+    asked_.clear();
+    nodes_.assign(1, {text.last.back(), -1, 0, -1, 1.0, false, 0, 0, 0, 0});
     for (const auto &source : sources_) {
-        ids_.push_back(table_->source(source->name()));
+        source->read(text);
         states_.push_back(source->root());
     }
     push({-1.0, order_++, 0, -1, -1});
+}
+
+int Search::wanted(const Outcome &outcome) const {
+    int most = 0;
+    for (const auto &source : sources_) most = std::max(most, source->wanted(outcome));
+    return most;
+}
+
+void Search::observe(const Outcome &outcome) {
+    for (const auto &source : sources_) source->observe(outcome);
 }
 
 void Search::push(const Entry &entry) {

@@ -18,9 +18,17 @@ struct Limits {
 
 class Search {
   public:
-    // Sources in the order in which a candidate of several names them; the correction is a factor on all estimates.
-    Search(std::vector<std::shared_ptr<Source>> sources, std::shared_ptr<AcceptanceTable> table, double correction,
-           Limits limits, Mode mode, Scoring scoring, int32_t root);
+    // Sources in the order in which a candidate of several names them.
+    Search(std::vector<std::shared_ptr<Source>> sources, std::shared_ptr<AcceptanceTable> table, Mode mode,
+           uint64_t seed, double temperature);
+    // How many of the last tokens of a text the sources are to read.
+    size_t unread(size_t length) const;
+    // Makes it the search for the next tree. The correction is a factor on all estimates.
+    void begin(const Text &text, double correction, Limits limits);
+    // How many of the likeliest tokens after the nodes of a draft `observe` needs.
+    int wanted(const Outcome &outcome) const;
+    // The sources learn from a draft.
+    void observe(const Outcome &outcome);
 
     int size() const { return static_cast<int>(nodes_.size()); }
     // An upper bound of P of all nodes that are not taken yet.
@@ -91,10 +99,10 @@ class Search {
     std::vector<std::shared_ptr<Source>> sources_;
     std::vector<uint32_t> ids_;  // of the sources, in the table
     std::shared_ptr<AcceptanceTable> table_;
-    double correction_;
-    Limits limits_;
     Mode mode_;
     Scoring scoring_;  // of the tokens after the root
+    double correction_ = 1.0;
+    Limits limits_{};
 
     std::vector<Node> nodes_;
     std::vector<int> states_;     // [nodes, sources]

@@ -121,31 +121,32 @@ Siblings::Row &Siblings::at(int64_t position) {
     return rows_.back();
 }
 
-bool Siblings::age(int64_t length, int64_t position, const std::vector<int> &depths) {
+int Siblings::wanted(const Outcome &outcome) const {
+    const auto first = static_cast<int64_t>(outcome.length) - outcome.position - 1;  // the least depth
+    const bool any = std::any_of(outcome.depths.begin() + 1, outcome.depths.end(), [&](int d) { return d >= first; });
+    return any ? k_ : 0;
+}
+
+void Siblings::observe(const Outcome &outcome) {
+    const auto length = static_cast<int64_t>(outcome.length);
     rows_.erase(std::remove_if(rows_.begin(), rows_.end(), [&](const Row &row) { return row.position < length; }),
                 rows_.end());
     for (Row &row : rows_) row.age(kOlder);
-    return std::any_of(depths.begin() + 1, depths.end(), [&](int depth) { return position + depth + 1 >= length; });
-}
-
-void Siblings::observe(int64_t length, int64_t position, const std::vector<int> &parents,
-                       const std::vector<int> &depths, int last, const int64_t *following, const double *logits,
-                       size_t width) {
-    const int nodes = static_cast<int>(depths.size());
+    const int nodes = static_cast<int>(outcome.depths.size());
     std::vector<bool> below(nodes);  // the end of the committed path, and what is below it
-    below[last] = true;
-    for (int node = 1; node < nodes; ++node)
-        if (below[parents[node]]) below[node] = true;
+    below[outcome.path.back()] = true;
     for (int node = 1; node < nodes; ++node) {
-        if (position + depths[node] + 1 < length) continue;
-        Row &row = at(position + depths[node] + 1);
+        if (below[outcome.parents[node]]) below[node] = true;
+        const int64_t position = outcome.position + outcome.depths[node] + 1;
+        if (position < length) continue;
+        Row &row = at(position);
         const double weight = below[node] ? 1.0 : kAside;
-        const int64_t *tokens = following + node * width;
-        const double *values = logits + node * width;
+        const int64_t *tokens = outcome.following + node * outcome.width;
+        const double *logits = outcome.logits + node * outcome.width;
         double sum = 0.0;
         chances_.clear();
         for (int i = 0; i < k_; ++i) {
-            chances_.push_back(std::exp(values[i] - values[0]));
+            chances_.push_back(std::exp(logits[i] - logits[0]));
             sum += chances_.back();
         }
         for (int i = 0; i < k_; ++i) row.add(static_cast<int32_t>(tokens[i]), weight * (chances_[i] / sum));

@@ -15,14 +15,10 @@ class Siblings : public Source {
 
     int k() const { return k_; }
     size_t size() const { return rows_.size(); }
-    // The number of tokens of the text before the next search.
-    void set_end(int64_t length) { end_ = length; }
-    // Whether the rows of a step's nodes are wanted; first, those of passed positions are dropped, the others age.
-    bool age(int64_t length, int64_t position, const std::vector<int> &depths);
-    // Enters these: int64 [nodes, width] tokens and float64 [nodes, width] logits, falling, of which k count.
-    void observe(int64_t length, int64_t position, const std::vector<int> &parents, const std::vector<int> &depths,
-                 int last, const int64_t *following, const double *logits, size_t width);
-
+    void read(const Text &text) override { end_ = static_cast<int64_t>(text.length); }
+    // Only nodes whose rows are about positions that are still to come.
+    int wanted(const Outcome &outcome) const override;
+    void observe(const Outcome &outcome) override;
     int root() override { return 0; }
     int follow(int state, int32_t) override { return state + 1; }
     void candidates(int state, int limit, std::vector<Candidate> &found) override;
