@@ -113,8 +113,10 @@ class Search:
         mode: int,
         seed: int,
         temperature: float,
-    ) -> None: ...
-    def begin(self, tokens: list[int], correction: float, nodes: int, depth: int, leaves: int) -> None:
+        correction: float,
+    ) -> None:
+        """The correction's factor at the beginning; the search keeps it up to date itself."""
+    def begin(self, tokens: list[int], nodes: int, depth: int, leaves: int) -> None:
         """Begins the search for the next tree of a text. Its sources read what is new in it."""
     def __len__(self) -> int: ...
     @property
@@ -134,8 +136,8 @@ class Search:
         path: tuple[int, ...],
         committed: tuple[int, ...],
         top_k: Callable[[int], tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]],
-    ) -> list[tuple[float, bool]]:
-        """The sources and the estimates learn from a step.
+    ) -> None:
+        """The sources, the estimates and the correction learn from a step.
 
         Args:
             text: with the committed tokens.
@@ -143,9 +145,6 @@ class Search:
             tokens, parents: of the tree.
             path, committed: see `Verdict`.
             top_k: gives the likeliest tokens after every node and their logits.
-
-        Returns:
-            For each node of the path that has candidates: the sum of their p, and whether one was right.
         """
     def states(self, source: int) -> list[tuple[int, float, float]]: ...
     def tree(self, size: int) -> tuple[list[int], list[int], list[int], tuple[str, ...], bytes]:

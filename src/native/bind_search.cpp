@@ -1,5 +1,4 @@
 // The search, and what is made of it: trees as lists.
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -40,10 +39,10 @@ nb::object listed(int size, New make) {
     return list;
 }
 
-void begin(Search &self, nb::list tokens, double correction, int64_t nodes, int64_t depth, int64_t leaves) {
+void begin(Search &self, nb::list tokens, int64_t nodes, int64_t depth, int64_t leaves) {
     const size_t length = tokens.size();
     if (length == 0) throw nb::value_error("the text is empty");
-    self.begin({length, integers(tokens, length - self.unread(length))}, correction, {nodes, depth, leaves});
+    self.begin({length, integers(tokens, length - self.unread(length))}, {nodes, depth, leaves});
 }
 
 // Tokens, parents, depths and sources of the first `size` nodes, each as a list, and P of them as doubles in memory.
@@ -66,8 +65,8 @@ nb::tuple tree(const Search &search, int size) {
 }
 
 // What the target chose after the nodes of a draft; `top_k` gives the likeliest tokens after each and their logits.
-std::vector<std::pair<double, bool>> observe(Search &self, nb::list text, int64_t position, nb::list tokens,
-                                             nb::list parents, nb::tuple path, nb::tuple committed, nb::object top_k) {
+void observe(Search &self, nb::list text, int64_t position, nb::list tokens, nb::list parents, nb::tuple path,
+             nb::tuple committed, nb::object top_k) {
     const size_t length = text.size(), end = static_cast<size_t>(position) + 1;
     leapahead::Outcome outcome;
     outcome.length = length;
@@ -100,7 +99,7 @@ std::vector<std::pair<double, bool>> observe(Search &self, nb::list text, int64_
         outcome.logits = logits->data();
     }
     self.observe(outcome);
-    return self.learn(outcome.path, integers(committed));
+    self.learn(outcome.path, integers(committed));
 }
 
 // State, P, and the sum of p over the candidates, of each node in which a source has a state.
@@ -122,12 +121,13 @@ void bind_search(nb::module_ &m) {
         .def(
             "__init__",
             [](Search *self, std::vector<std::shared_ptr<leapahead::Source>> sources,
-               std::shared_ptr<leapahead::AcceptanceTable> table, int mode, uint64_t seed, double temperature) {
-                new (self)
-                    Search(std::move(sources), std::move(table), static_cast<leapahead::Mode>(mode), seed, temperature);
+               std::shared_ptr<leapahead::AcceptanceTable> table, int mode, uint64_t seed, double temperature,
+               double correction) {
+                new (self) Search(std::move(sources), std::move(table), static_cast<leapahead::Mode>(mode), seed,
+                                  temperature, leapahead::Correction(correction));
             },
-            "sources"_a, "table"_a, "mode"_a, "seed"_a, "temperature"_a)
-        .def("begin", &begin, "tokens"_a, "correction"_a, "nodes"_a, "depth"_a, "leaves"_a)
+            "sources"_a, "table"_a, "mode"_a, "seed"_a, "temperature"_a, "correction"_a)
+        .def("begin", &begin, "tokens"_a, "nodes"_a, "depth"_a, "leaves"_a)
         .def("__len__", &Search::size)
         .def_prop_ro("bound", &Search::bound)
         .def_prop_ro("next", &Search::next)

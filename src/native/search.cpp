@@ -20,8 +20,12 @@ constexpr double kShares[] = {0x1.064670d979b73p-10, 0x1.af8e8210a415cp-4, 0x1.2
 }  // namespace
 
 Search::Search(std::vector<std::shared_ptr<Source>> sources, std::shared_ptr<AcceptanceTable> table, Mode mode,
-               uint64_t seed, double temperature)
-    : sources_(std::move(sources)), table_(std::move(table)), mode_(mode), scoring_{seed, 0, temperature} {
+               uint64_t seed, double temperature, Correction correction)
+    : sources_(std::move(sources)),
+      table_(std::move(table)),
+      mode_(mode),
+      scoring_{seed, 0, temperature},
+      correction_(correction) {
     for (const auto &source : sources_) ids_.push_back(table_->source(source->name()));
 }
 
@@ -31,8 +35,7 @@ size_t Search::unread(size_t length) const {
     return std::min(most, length);
 }
 
-void Search::begin(const Text &text, double correction, Limits limits) {
-    correction_ = correction;
+void Search::begin(const Text &text, Limits limits) {
     limits_ = limits;
     scoring_.position = text.length;
     order_ = 0;
@@ -137,7 +140,7 @@ void Search::expand(int node, double chance) {
         guesses_.push_back(joined(place));
         sum += guesses_.back().p;
     }
-    const double scale = std::min(correction_, kMost / std::max(sum, 1e-9));
+    const double scale = std::min(correction_.factor(), kMost / std::max(sum, 1e-9));
     Node &expanded = nodes_[node];
     expanded.first_guess = first;
     expanded.end_guess = static_cast<int>(guesses_.size());
@@ -244,10 +247,17 @@ Search::Guess Search::joined(int place) {
     return guess;
 }
 
-std::vector<std::pair<double, bool>> Search::learn(const std::vector<int> &path, const std::vector<int32_t> &tokens) {
-    std::vector<std::pair<double, bool>> found;
-    for (size_t i = 0; i < path.size() && i < tokens.size(); ++i) {
+void Search::learn(const std::vector<int> &path, const std::vector<int32_t> &tokens) {
+    const size_t count = std::min(path.size(), tokens.size());
+    for (size_t i = 0; i < count; ++i) {
         if (path[i] < 0 || path[i] >= size()) continue;  // a node that the search has not made
+        const Node &node = nodes_[path[i]];
+        for (int g = node.first_guess; g < node.end_guess; ++g)
+            for (int o = guesses_[g].first_opinion; o < guesses_[g].end_opinion; ++o)
+                table_->prefetch_prefixes(opinions_[o].key);
+    }
+    for (size_t i = 0; i < count; ++i) {
+        if (path[i] < 0 || path[i] >= size()) continue;
         const Node &node = nodes_[path[i]];
         if (node.first_guess == node.end_guess) continue;
         bool any = false;
@@ -256,11 +266,10 @@ std::vector<std::pair<double, bool>> Search::learn(const std::vector<int> &path,
             sum += guesses_[g].p;
             any |= guesses_[g].token == tokens[i];
         }
-        found.emplace_back(std::min(kMost, sum), any);
+        correction_.learn(std::min(kMost, sum), any);
         for (int g = node.first_guess; g < node.end_guess; ++g)
             learn(node, guesses_[g], guesses_[g].token == tokens[i]);
     }
-    return found;
 }
 
 void Search::learn(const Node &node, const Guess &guess, bool hit) {

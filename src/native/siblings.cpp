@@ -24,34 +24,36 @@ size_t hashed(int32_t token) { return static_cast<uint32_t>(token) * 0x9E3779B1u
 
 }  // namespace
 
-void Siblings::Row::add(int32_t token, double weight) {
+void Siblings::Row::begin(int64_t at) {
+    constexpr size_t kFirstPlaces = 128;
+    position = at;
+    weights_.clear();
     candidates_.clear();
     best_.clear();
-    if (places_.empty()) {
-        for (auto &[known, sum] : weights_) {
-            if (known == token) {
-                sum += weight;
-                return;
-            }
-        }
-    } else {
-        const size_t mask = places_.size() - 1;
-        size_t place = hashed(token) & mask;
-        for (; places_[place] >= 0; place = (place + 1) & mask) {
-            auto &[known, sum] = weights_[places_[place]];
-            if (known == token) {
-                sum += weight;
-                return;
-            }
-        }
-        places_[place] = static_cast<int32_t>(weights_.size());
-    }
-    weights_.emplace_back(token, 0.0 + weight);
-    if (weights_.size() > kSearched && 2 * weights_.size() > places_.size()) index();
+    places_.assign(std::max(kFirstPlaces, places_.size()), -1);
 }
 
-void Siblings::Row::index() {
-    places_.assign(std::max<size_t>(128, 2 * places_.size()), -1);
+void Siblings::Row::add(const int64_t *tokens, const double *chances, int count, double sum, double weight) {
+    candidates_.clear();
+    best_.clear();
+    while (2 * (weights_.size() + static_cast<size_t>(count)) > places_.size()) grow();
+    const size_t mask = places_.size() - 1;
+    for (int i = 0; i < count; ++i) {
+        const auto token = static_cast<int32_t>(tokens[i]);
+        const double added = weight * (chances[i] / sum);
+        size_t place = hashed(token) & mask;
+        while (places_[place] >= 0 && weights_[places_[place]].first != token) place = (place + 1) & mask;
+        if (places_[place] >= 0) {
+            weights_[places_[place]].second += added;
+        } else {
+            places_[place] = static_cast<int32_t>(weights_.size());
+            weights_.emplace_back(token, 0.0 + added);
+        }
+    }
+}
+
+void Siblings::Row::grow() {
+    places_.assign(2 * places_.size(), -1);
     const size_t mask = places_.size() - 1;
     for (size_t i = 0; i < weights_.size(); ++i) {
         size_t place = hashed(weights_[i].first) & mask;
@@ -115,10 +117,11 @@ const std::vector<Candidate> &Siblings::Row::best(int most, int limit, const Sco
 }
 
 Siblings::Row &Siblings::at(int64_t position) {
-    for (Row &row : rows_)
-        if (row.position == position) return row;
-    rows_.emplace_back(position);
-    return rows_.back();
+    for (size_t i = 0; i < size_; ++i)
+        if (rows_[i].position == position) return rows_[i];
+    if (size_ == rows_.size()) rows_.emplace_back();
+    rows_[size_].begin(position);
+    return rows_[size_++];
 }
 
 int Siblings::wanted(const Outcome &outcome) const {
@@ -129,9 +132,9 @@ int Siblings::wanted(const Outcome &outcome) const {
 
 void Siblings::observe(const Outcome &outcome) {
     const auto length = static_cast<int64_t>(outcome.length);
-    rows_.erase(std::remove_if(rows_.begin(), rows_.end(), [&](const Row &row) { return row.position < length; }),
-                rows_.end());
-    for (Row &row : rows_) row.age(kOlder);
+    const auto end = rows_.begin() + static_cast<std::ptrdiff_t>(size_);
+    size_ = std::partition(rows_.begin(), end, [&](const Row &row) { return row.position >= length; }) - rows_.begin();
+    for (size_t i = 0; i < size_; ++i) rows_[i].age(kOlder);
     const int nodes = static_cast<int>(outcome.depths.size());
     std::vector<bool> below(nodes);  // the end of the committed path, and what is below it
     below[outcome.path.back()] = true;
@@ -149,13 +152,13 @@ void Siblings::observe(const Outcome &outcome) {
             chances_.push_back(std::exp(logits[i] - logits[0]));
             sum += chances_.back();
         }
-        for (int i = 0; i < k_; ++i) row.add(static_cast<int32_t>(tokens[i]), weight * (chances_[i] / sum));
+        row.add(tokens, chances_.data(), k_, sum, weight);
     }
 }
 
 Siblings::Row *Siblings::find(int state) {
-    for (Row &row : rows_)
-        if (row.position == end_ + state) return &row;
+    for (size_t i = 0; i < size_; ++i)
+        if (rows_[i].position == end_ + state) return &rows_[i];
     return nullptr;
 }
 

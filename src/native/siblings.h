@@ -14,7 +14,7 @@ class Siblings : public Source {
     explicit Siblings(int k) : Source("siblings"), k_(k) {}
 
     int k() const { return k_; }
-    size_t size() const { return rows_.size(); }
+    size_t size() const { return size_; }
     void read(const Text &text) override { end_ = static_cast<int64_t>(text.length); }
     // Only nodes whose rows are about positions that are still to come.
     int wanted(const Outcome &outcome) const override;
@@ -30,20 +30,19 @@ class Siblings : public Source {
     // Token -> weight, in the order in which the tokens came.
     class Row {
       public:
-        explicit Row(int64_t position) : position(position) {}
-
-        void add(int32_t token, double weight);
+        // Begins a position, in the memory of a former one.
+        void begin(int64_t at);
+        // Adds `weight` times `chances` / `sum` to the weights of `count` tokens.
+        void add(const int64_t *tokens, const double *chances, int count, double sum, double weight);
         void age(double factor);
         // The first `most` tokens by falling weight, with their log-probabilities.
         const std::vector<Candidate> &candidates(int most);
         // Those of the first `most` with the greatest scores; all nodes at the position share them.
         const std::vector<Candidate> &best(int most, int limit, const Scoring &score);
 
-        int64_t position;
+        int64_t position = 0;
 
       private:
-        static constexpr size_t kSearched = 16;  // as many are searched one by one
-
         struct Chosen {
             double weight;
             int index;  // in weights_
@@ -53,7 +52,7 @@ class Siblings : public Source {
             }
         };
 
-        void index();
+        void grow();
         // Fills chosen_ with the first `most` tokens by falling weight, in any order; returns the sum of all weights.
         double choose(int most);
         Candidate candidate(const Chosen &chosen, double total) const;
@@ -72,7 +71,8 @@ class Siblings : public Source {
 
     int k_;
     int64_t end_ = 0;
-    std::vector<Row> rows_;
+    std::vector<Row> rows_;  // the first size_ are in use
+    size_t size_ = 0;
     std::vector<double> chances_;  // of one call; a member so that its memory is kept
 };
 

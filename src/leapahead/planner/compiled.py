@@ -79,7 +79,8 @@ class CompiledTable(AcceptanceTable):
 class CompiledSearch(TreeSearch):
     """See `TreeSearch`.
 
-    Sources of which the compiled module has no counterpart take part through an adapter, which calls their methods.
+    Sources of which the compiled module has no counterpart take part through an adapter, which calls their methods. The
+    correction that it is given is where its own begins.
 
     Attributes:
         compiled: the search of the compiled module.
@@ -94,9 +95,14 @@ class CompiledSearch(TreeSearch):
             self._adapters = [_adapter(source, sequence) for source in self.sources]
             self._uncompiled = [source for source in self.sources if source.compiled is None]
             self.compiled = native.module.Search(
-                self._adapters, self.acceptance.table, MODES[self.mode], params.seed, params.temperature
+                self._adapters,
+                self.acceptance.table,
+                MODES[self.mode],
+                params.seed,
+                params.temperature,
+                self.correction.factor,
             )
-        self.compiled.begin(sequence.tokens, self.correction.factor, budget.nodes, budget.depth, budget.leaves)
+        self.compiled.begin(sequence.tokens, budget.nodes, budget.depth, budget.leaves)
 
     def __len__(self) -> int:
         return len(self.compiled)
@@ -134,7 +140,7 @@ class CompiledSearch(TreeSearch):
         sequence, tree, verdict = self.sequence, step.proposal.tree, step.verdict
         for source in self._uncompiled:
             source.observe(sequence, step)
-        for expected, hit in self.compiled.observe(
+        self.compiled.observe(
             sequence.tokens,
             step.position,
             tree.token_list,
@@ -142,8 +148,7 @@ class CompiledSearch(TreeSearch):
             verdict.path,
             verdict.tokens,
             step.choices.top_k,
-        ):
-            self.correction.learn(expected, hit)
+        )
 
 
 def _adapter(source: Source, sequence: SequenceView) -> native.module.Source:
