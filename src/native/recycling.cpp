@@ -5,6 +5,8 @@
 #include <iterator>
 #include <stdexcept>
 
+#include "wide.h"
+
 namespace leapahead {
 
 namespace {
@@ -45,9 +47,8 @@ Context Recycling::context(const std::vector<int32_t> &last) const {
 }
 
 int32_t Recycling::add(const int64_t *tokens, const double *logits) {
-    double sum = 0.0;
-    for (int i = 0; i < k_; ++i) sum += std::exp(logits[i] - logits[0]);
-    const double log_sum = std::log(sum);
+    chances_.resize(static_cast<size_t>(k_));
+    const double log_sum = std::log(exponentials(logits, k_, chances_.data()));
     const int32_t row = own_.rows.add(k_);
     Likely *likely = own_.rows.at(row);
     for (int i = 0; i < k_; ++i)

@@ -80,6 +80,7 @@ class Recycling : public Source {
     std::vector<HashedContext> states_;
     std::vector<HashedContext> contexts_;  // of one call, as the next: members so that their memory is kept
     std::vector<int32_t> rows_;
+    std::vector<double> chances_;
     std::vector<Scored> scored_;
 };
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "philox.h"
+#include "wide.h"
 
 namespace leapahead {
 
@@ -38,12 +39,12 @@ class TopScored {
     // `most(i)` is an upper bound that is faster to compute.
     template <typename Token, typename Logp, typename Most>
     void offer(int count, Token token, Logp logp, Most most) {
-        constexpr int kTogether = 16;  // words that are computed before the first branch, so that they overlap
-        uint32_t words[kTogether];
+        constexpr int kTogether = 32;  // words that are computed before the first of them is looked at
+        uint32_t tokens[kTogether], words[kTogether];
         for (int first = 0; first < count; first += kTogether) {
             const int size = count - first < kTogether ? count - first : kTogether;
-            for (int i = 0; i < size; ++i)
-                words[i] = noise_word(score_.seed, score_.position, static_cast<uint32_t>(token(first + i)));
+            for (int i = 0; i < size; ++i) tokens[i] = static_cast<uint32_t>(token(first + i));
+            noise_words(score_.seed, score_.position, tokens, size, words);
             for (int i = 0; i < size; ++i)
                 if (!refused(words[i], most(first + i))) enter(words[i], logp(first + i), first + i);
         }
