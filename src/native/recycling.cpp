@@ -46,6 +46,16 @@ Context Recycling::context(const std::vector<int32_t> &last) const {
     return Context::of(last.data() + last.size() - size, size);
 }
 
+void Recycling::prefetch(const HashedContext &context) const {
+    for (int length = 1; length <= context.context.size; ++length) own_.prefetch(context, length);
+    if (shared_) shared_->prefetch(context);
+}
+
+void Recycling::prefetch_entries(const HashedContext &context) const {
+    for (int length = 1; length <= context.context.size; ++length) own_.prefetch_entry(context, length);
+    if (shared_) shared_->prefetch_entry(context);
+}
+
 int32_t Recycling::add(const int64_t *tokens, const double *logits) {
     chances_.resize(static_cast<size_t>(k_));
     const double log_sum = std::log(exponentials(logits, k_, chances_.data()));
@@ -62,15 +72,9 @@ void Recycling::keep(const std::vector<Context> &contexts, const int64_t *tokens
     contexts_.clear();
     for (const Context &each : contexts) contexts_.emplace_back(each);
     rows_.clear();
-    for (const HashedContext &each : contexts_) {
-        for (int length = 1; length <= each.context.size; ++length) own_.prefetch(each, length);
-        if (shared_) shared_->prefetch(each);
-    }
+    for (const HashedContext &each : contexts_) prefetch(each);
     for (size_t row = 0; row < contexts.size(); ++row) rows_.push_back(add(tokens + row * width, logits + row * width));
-    for (const HashedContext &each : contexts_) {
-        for (int length = 1; length <= each.context.size; ++length) own_.prefetch_entry(each, length);
-        if (shared_) shared_->prefetch_entry(each);
-    }
+    for (const HashedContext &each : contexts_) prefetch_entries(each);
     for (const int row : order) {
         const HashedContext &context = contexts_[row];
         for (int length = context.context.size; length > 0; --length)
@@ -103,9 +107,7 @@ int Recycling::root() {
 
 int Recycling::follow(int state, int32_t token) {
     states_.emplace_back(states_[state].context.with(token, longest_));
-    const HashedContext &context = states_.back();
-    for (int length = 1; length <= context.context.size; ++length) own_.prefetch(context, length);
-    if (shared_) shared_->prefetch(context);
+    prefetch(states_.back());
     return static_cast<int>(states_.size()) - 1;
 }
 

@@ -60,6 +60,7 @@ class Recycling : public Source {
     void observe(const Outcome &outcome) override;
     int root() override;
     int follow(int state, int32_t token) override;
+    void prepare(int state) override { prefetch_entries(states_[state]); }
     void candidates(int state, int limit, std::vector<Candidate> &found) override;
     void seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) override;
 
@@ -69,6 +70,9 @@ class Recycling : public Source {
     Context context(const std::vector<int32_t> &last) const;
     // The top-k tokens of the longest context that is known; of equally long ones the text's own.
     TopK find(const HashedContext &context, Feature &feature) const;
+    // The two stages of reading ahead, see ContextTable.
+    void prefetch(const HashedContext &context) const;
+    void prefetch_entries(const HashedContext &context) const;
     // Enters the log-probabilities of a row.
     int32_t add(const int64_t *tokens, const double *logits);
 

@@ -124,6 +124,8 @@ void Search::expand(int node, double chance) {
     found_.clear();
     parameters_.clear();
     num_asked_ = 0;
+    for (int i = 0; i < static_cast<int>(sources_.size()); ++i)
+        if (const int at = state(node, i); at != Source::kNoState) sources_[i]->prepare(at);
     for (int i = 0; i < static_cast<int>(sources_.size()); ++i) {
         const int at = state(node, i);
         if (at == Source::kNoState || !ask(i, at, limit, score)) continue;

@@ -70,47 +70,50 @@ void Siblings::Row::age(double factor) {
     for (auto &[token, weight] : weights_) weight *= factor;
 }
 
-double Siblings::Row::choose(int most) {
+double Siblings::Row::total() const {
     double total = 0.0;
-    chosen_.clear();
-    for (const auto &[token, weight] : weights_) {
-        total += weight;
-        chosen_.push_back({weight, static_cast<int>(chosen_.size())});
-    }
-    if (const auto kept = static_cast<size_t>(most); kept < chosen_.size()) {
-        std::nth_element(chosen_.begin(), chosen_.begin() + most, chosen_.end());
-        chosen_.resize(kept);
-    }
+    for (const auto &[token, weight] : weights_) total += weight;
     return total;
 }
 
-Candidate Siblings::Row::candidate(const Chosen &chosen, double total) const {
+Candidate Siblings::Row::candidate(int index, double total) const {
     Feature feature;
     feature.append(bisect_left(kWeights, total));
-    return {weights_[chosen.index].first, std::log(chosen.weight / total), feature, 0.0, false};
+    const auto &[token, weight] = weights_[index];
+    return {token, std::log(weight / total), feature, 0.0, false};
 }
 
 const std::vector<Candidate> &Siblings::Row::candidates(int most) {
     if (!candidates_.empty() && most <= most_) return candidates_;
-    const double total = choose(most);
-    std::sort(chosen_.begin(), chosen_.end());
+    chosen_.clear();
+    for (int i = 0; i < static_cast<int>(weights_.size()); ++i) {  // of equal weights the token that came first
+        const double weight = weights_[i].second;
+        if (chosen_.size() == static_cast<size_t>(most)) {
+            if (most == 0 || weight <= weights_[chosen_.back()].second) continue;
+            chosen_.pop_back();
+        }
+        auto place = chosen_.end();
+        while (place != chosen_.begin() && weights_[*(place - 1)].second < weight) --place;
+        chosen_.insert(place, i);
+    }
     candidates_.clear();
-    for (const Chosen &each : chosen_) candidates_.push_back(candidate(each, total));
+    const double sum = total();
+    for (const int each : chosen_) candidates_.push_back(candidate(each, sum));
     most_ = most;
     return candidates_;
 }
 
-const std::vector<Candidate> &Siblings::Row::best(int most, int limit, const Scoring &score) {
+const std::vector<Candidate> &Siblings::Row::best(int limit, const Scoring &score) {
     if (!best_.empty() && limit_ == limit) return best_;
-    const double total = choose(most);
+    const double sum = total();
     TopScored top(score, limit, scored_);
     top.offer(
-        static_cast<int>(chosen_.size()), [&](int i) { return weights_[chosen_[i].index].first; },
-        [&](int i) { return std::log(chosen_[i].weight / total); },
-        [&](int i) { return log_bound(chosen_[i].weight / total); });
+        static_cast<int>(weights_.size()), [&](int i) { return weights_[i].first; },
+        [&](int i) { return std::log(weights_[i].second / sum); },
+        [&](int i) { return log_bound(weights_[i].second / sum); });
     best_.clear();
     for (const auto &[value, i] : scored_) {
-        best_.push_back(candidate(chosen_[i], total));
+        best_.push_back(candidate(i, sum));
         best_.back().score = value;
         best_.back().scored = true;
     }
@@ -168,7 +171,7 @@ void Siblings::candidates(int state, int limit, std::vector<Candidate> &found) {
 
 void Siblings::seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) {
     if (Row *row = find(state)) {
-        const auto &known = row->best(4 * kSampled, limit, score);
+        const auto &known = row->best(limit, score);
         found.insert(found.end(), known.begin(), known.end());
     }
 }

@@ -25,8 +25,6 @@ class Siblings : public Source {
     void seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) override;
 
   private:
-    static constexpr int kSampled = 32;
-
     // Token -> weight, in the order in which the tokens came.
     class Row {
       public:
@@ -37,30 +35,21 @@ class Siblings : public Source {
         void age(double factor);
         // The first `most` tokens by falling weight, with their log-probabilities.
         const std::vector<Candidate> &candidates(int most);
-        // Those of the first `most` with the greatest scores; all nodes at the position share them.
-        const std::vector<Candidate> &best(int most, int limit, const Scoring &score);
+        // Those with the greatest scores; all nodes at the position share them.
+        const std::vector<Candidate> &best(int limit, const Scoring &score);
 
         int64_t position = 0;
 
       private:
-        struct Chosen {
-            double weight;
-            int index;  // in weights_
-
-            bool operator<(const Chosen &other) const {
-                return weight != other.weight ? weight > other.weight : index < other.index;
-            }
-        };
-
         void grow();
-        // Fills chosen_ with the first `most` tokens by falling weight, in any order; returns the sum of all weights.
-        double choose(int most);
-        Candidate candidate(const Chosen &chosen, double total) const;
+        double total() const;
+        // Of weights_[index].
+        Candidate candidate(int index, double total) const;
 
         std::vector<std::pair<int32_t, double>> weights_;
         std::vector<int32_t> places_;               // open addressing: index into weights_, or -1
         std::vector<Candidate> candidates_, best_;  // empty where they must be made anew
-        std::vector<Chosen> chosen_;
+        std::vector<int> chosen_;
         std::vector<Scored> scored_;
         int most_ = 0, limit_ = 0;  // of candidates_ and best_
     };

@@ -68,6 +68,8 @@ class Source {
     // Drops all states and gives the one after the last committed token, or kNoState.
     virtual int root() = 0;
     virtual int follow(int state, int32_t token) = 0;
+    // Tells that the candidates of a state will be asked for next.
+    virtual void prepare(int) {}
     // Adds at most `limit` candidates to `found`, likeliest first.
     virtual void candidates(int state, int limit, std::vector<Candidate> &found) = 0;
     // Adds those for seed-aware drafting, in any order; the caller ranks them and keeps `limit`.

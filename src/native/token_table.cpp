@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "prefetch.h"
+
 namespace leapahead {
 
 namespace {
@@ -22,6 +24,14 @@ double half(uint16_t bits) {
 }
 
 }  // namespace
+
+int TokenTable::state(int32_t token) const {
+    if (static_cast<uint32_t>(token) >= vocab_) return kNoState;
+    const size_t first = static_cast<size_t>(token) * k_;
+    prefetch(tokens_ + first);
+    prefetch(logp_ + first);
+    return token;
+}
 
 void TokenTable::candidates(int state, int limit, std::vector<Candidate> &found) {
     const size_t first = static_cast<size_t>(state) * k_;

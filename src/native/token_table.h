@@ -22,7 +22,7 @@ class TokenTable : public Source {
 
   private:
     // A state is the last token.
-    int state(int32_t token) const { return static_cast<uint32_t>(token) < vocab_ ? token : kNoState; }
+    int state(int32_t token) const;
 
     const int32_t *tokens_;
     const uint16_t *logp_;

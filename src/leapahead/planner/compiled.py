@@ -89,7 +89,7 @@ class CompiledSearch(TreeSearch):
     acceptance: CompiledTable
 
     def begin(self, budget: Budget) -> None:
-        sequence = self.sequence
+        self.budget, sequence = budget, self.sequence
         if not hasattr(self, "compiled"):
             params = sequence.params
             self._adapters = [_adapter(source, sequence) for source in self.sources]

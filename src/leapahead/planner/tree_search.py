@@ -64,7 +64,9 @@ def total(guesses: Iterable[Guess]) -> float:
 
 
 class TreeSearch:
-    """The search for the tree of a sequence's next step, and then for those of further steps. Nodes are taken in the order of falling P.
+    """The search for the tree of a sequence's next step, and then for those of further steps.
+
+    Nodes are taken in the order of falling P.
 
     Args:
         sequence: that it is for.
