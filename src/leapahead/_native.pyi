@@ -155,7 +155,11 @@ def best_sizes(
     searches: list[Search],
     seconds: list[float],
     sizes: list[int],
+    replay: Sequence[int],
     sequences: int,
+    others: int,
+    longest: int,
+    replays: bool,
     padded: bool,
     spent: float,
     resizing: float,
@@ -168,7 +172,10 @@ def best_sizes(
         searches: with nothing taken.
         seconds: of a forward by its number of rows, all sequences together; larger ones are not possible.
         sizes: numbers of rows that are looked at ahead.
+        replay: of each tree the tokens that are replayed before its root.
         sequences: of the forward.
+        others, longest: rows of the sequences that draft nothing; the most of one of them.
+        replays: whether a draft that is not accepted whole is read again.
         padded: whether all sequences have as many rows as the longest.
         spent, resizing, base, per_node: seconds outside the forward: so far, if there are drafted nodes, always, and
             for each drafted node.

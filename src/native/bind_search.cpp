@@ -145,13 +145,15 @@ void bind_search(nb::module_ &m) {
     m.def(
         "best_sizes",
         [](const std::vector<Search *> &searches, const std::vector<double> &seconds, const std::vector<int> &sizes,
-           int sequences, bool padded, double spent, double resizing, double base, double per_node) {
+           const std::vector<int> &replay, int sequences, int others, int longest, bool replays, bool padded,
+           double spent, double resizing, double base, double per_node) {
             if (searches.empty()) throw nb::value_error("there is no search");
-            return leapahead::best_sizes(searches,
-                                         {seconds, sizes, sequences, padded, spent, resizing, base, per_node});
+            if (replay.size() != searches.size()) throw nb::value_error("there must be a number for each search");
+            return leapahead::best_sizes(searches, {seconds, sizes, replay, sequences, others, longest, replays, padded,
+                                                    spent, resizing, base, per_node});
         },
-        "searches"_a, "seconds"_a, "sizes"_a, "sequences"_a, "padded"_a, "spent"_a, "resizing"_a, "base"_a,
-        "per_node"_a);
+        "searches"_a, "seconds"_a, "sizes"_a, "replay"_a, "sequences"_a, "others"_a, "longest"_a, "replays"_a,
+        "padded"_a, "spent"_a, "resizing"_a, "base"_a, "per_node"_a);
     m.def(
         "take_all",
         [](const std::vector<Search *> &searches, int nodes) {

@@ -221,7 +221,15 @@ class Planned(Drafter):
                 active[index] = self._sequences[sequence]
         if not active:
             return found
-        plan = StepPlan(total, self.host.info.padded, self.host.latency, self._drafting_time, self._resizing(total))
+        plan = StepPlan(
+            total,
+            self.host.info.padded,
+            self.host.latency,
+            self._drafting_time,
+            self._resizing(total),
+            self.host.info.replays,
+            [sequence.replay for sequence in sequences],
+        )
         forwards = None
         if self.draft_forwards is not None:
             sources = [source for drafting in active.values() for source in drafting.sources]

@@ -175,33 +175,32 @@ def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, spent: fl
         plan: of the step.
         spent: seconds that draft forwards have taken in this step.
     """
-    profile, drafting = plan.latency.profile(plan.sequences), plan.drafting
+    profile, drafting, ahead = plan.latency.profile(plan.sequences), plan.drafting, plan.ahead(searches)
     compiled = _compiled(searches)
     if compiled and not profile.fixed:
         found = native.module.best_sizes(
             compiled,
             profile.plans,
             profile.sizes,
+            ahead.replay,
             plan.sequences,
+            ahead.others,
+            ahead.longest,
+            ahead.replays,
             plan.padded,
             spent,
             plan.resizing,
             *drafting.parameters,
         )
         return dict(zip(searches, found, strict=True))
-    others = plan.sequences - len(searches)  # sequences that draft nothing have one row each
-
-    def seconds(rows: int) -> float:
-        """Of the forward, if these trees have so many rows."""
-        return profile.planned(plan.sequences * (rows // len(searches)) if plan.padded else rows + others)
-
     found = best_sizes(
         list(searches.values()),
-        seconds,
+        profile.planned,
         profile.sizes,
         lambda nodes: spent + (plan.resizing if nodes else 0.0) + drafting(nodes),
         padded=plan.padded,
-        others=others,
+        sequences=plan.sequences,
+        ahead=ahead,
     )
     return dict(zip(searches, found, strict=True))
 
