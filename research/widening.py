@@ -57,8 +57,7 @@ class Recurrent:
         attention: number of layers with attention; all others are recurrent.
         heads, head_dim, state: a recurrent layer's state has heads x head_dim x state numbers.
         kernel: width of the convolution.
-        chunk: tokens that Transformers computes at a time. It pads to whole chunks, so that with the 256 of published
-            configs two tokens cost as much as 256, many times a token's; it changes the result by rounding only.
+        chunk: tokens of a prompt that are computed at a time.
     """
 
     attention: int
@@ -66,7 +65,7 @@ class Recurrent:
     head_dim: int
     state: int
     kernel: int = 4
-    chunk: int = 16
+    chunk: int = 256
 
     @property
     def inner(self) -> int:

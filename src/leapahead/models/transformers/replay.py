@@ -5,7 +5,8 @@
     step 2    a b | c d e' x y z    c and d ride at the head of the next forward; e', the bonus token, is the new root
               accepted: x y z       all of it: the states after z are the ones to go on from, and `replay` is 0
 
-So a rejection costs rows of the next forward, and never a forward of its own.
+So a rejection costs rows of the next forward, and no forward of its own. Only when rejections in a row have left more
+than `MOST_REPLAYED` tokens are these read by themselves.
 
 Sequences that go through the model together must have equally many rows, since a padding token behind a row's own
 tokens would enter its states. While some of them draft, shorter rows are filled up with tokens that cannot be accepted,
@@ -46,7 +47,7 @@ from leapahead.models.transformers.kv_cache import Row
 from leapahead.models.transformers.states import Place, StatefulCache, StatefulRow, stateful_cache
 
 CHUNK = 8  # tokens of a short chunk
-MOST_SHORT = 32  # rows of a forward in short chunks
+MOST_REPLAYED = 16  # tokens; another forward on a CPU takes about as long as so many more rows in each of two
 NO_BOUNDS = (0.0, math.inf)  # of the time step of a recurrence
 
 
@@ -142,6 +143,9 @@ class ReplayExecutor(MaskedExecutor):
         **options: Any,
     ) -> list[Outputs]:
         num_computed = num_computed or [0] * len(rows)
+        for row, first in zip(rows, num_computed, strict=True):
+            if first == 0 and isinstance(row, StatefulRow) and row.replay > MOST_REPLAYED:
+                self._catch_up(row)
         chains = [_Chain(*each) for each in zip(rows, trees, num_computed, strict=True)]
         found: dict[int, Outputs] = {}
         for group in self._groups(chains):
@@ -160,11 +164,18 @@ class ReplayExecutor(MaskedExecutor):
                 found[at] = Outputs(mine[own], None if state is None else state[wanted])
         return [found[at] for at in range(len(rows))]
 
+    def _catch_up(self, row: StatefulRow) -> None:
+        """Reads the tokens that would be replayed, and nothing else."""
+        tokens = row.tokens[row.length : row.length + row.replay]
+        batch = self.ready([row], [TokenTree.chain(tokens[0], tokens[1:])])
+        self.call(self.model, batch, **dict.fromkeys(self.few_logits, 1))
+        self.cache.settle(row, len(tokens))
+
     def call(self, model: Any, batch: Batch, layers: Layers = (), **options: Any) -> Outputs:
         rows = batch.inputs.tokens.shape[1]
         if not self.exclusive or self._reads_prompt or rows == 1:
             return self._call(model, batch, layers, **options)
-        is_short = self.device.type == "cpu" and rows <= MOST_SHORT
+        is_short = self.device.type == "cpu"
         if is_short and not self._chunked:
             options["chunk_size"] = CHUNK  # which the model hands down to the function that computes the recurrence
         chunked = [(module, "chunk_size", CHUNK) for module in self._chunked] if is_short else []
