@@ -97,9 +97,13 @@ class Cells:
         if known is not None:
             self._idle.append(self._idle.pop(known))
         elif self._free or self._idle:
-            twin = self._twin(track)
-            self.context.copy(track.main, twin.main)
-            self._idle.append((twin, tokens))
+            self._idle.append((self._copy(track), tokens))
+
+    def _copy(self, track: Track) -> Track:
+        """A track that owns the same cells."""
+        twin = self._twin(track)
+        self.context.copy(track.main, twin.main)
+        return twin
 
     def _twin(self, track: Track) -> Track:
         """A track for the same tokens, which owns no cells yet."""
@@ -211,8 +215,12 @@ class Cells:
                 best, most = index, common
         if best < 0:
             return None
-        track, _ = self._idle.pop(best)
-        self._hand_over(track)
+        track, theirs = self._idle.pop(best)
+        if stateful and (self._free or self._idle):  # it stays for others
+            self._idle.append((track, theirs))
+            track = self._copy(track)
+        else:
+            self._hand_over(track)
         self._lead(track)
         if not stateful:
             self.context.remove(track.main, most)

@@ -30,6 +30,9 @@ State = npt.NDArray[np.uint8]  # a copy of a recurrent state
 USUAL_CONTEXT = 4096  # tokens, where none are asked for: the cache of a long context can outgrow the model
 USUAL_SEQUENCES, USUAL_STATES = 64, 8  # sequence ids, where none are asked for
 ID_BYTES = ctypes.sizeof(c.llama_seq_id)
+# llama.cpp writes the states of several sequences of PLaMo-2 to wrong places, and ends the process where there is none
+# (`kv_head * n_seqs` in plamo2.cpp). A sequence of DeepSeek-V4 does not share its cache, so that a copy copies all of it.
+ALONE, COPIES_ALL = frozenset({"plamo2"}), frozenset({"deepseek4"})
 STEPS = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7, "q8_0": 2.0**-7}  # relative steps of these types
 
 
@@ -43,6 +46,8 @@ class Model:
         hidden_size: width of a hidden state.
         learned_positions: it has an embedding for each of its first `n_ctx_train` positions and none for others.
         stateful: it has a recurrent state, which cannot discard tokens.
+        alone: llama.cpp computes one sequence of it at a time.
+        keeps: its state may be kept, if the test of the model finds it right.
         cells: a token takes a cell of the cache; false where there is a state only.
 
     Raises:
@@ -89,6 +94,8 @@ class Model:
         )
         self.cells = not c.llama_model_is_recurrent(self.pointer) or bool(c.llama_model_is_hybrid(self.pointer))
         self.stateful = bool(c.llama_model_is_recurrent(self.pointer) or c.llama_model_is_hybrid(self.pointer))
+        architecture = self.meta("general.architecture")
+        self.alone, self.keeps = architecture in ALONE, architecture not in COPIES_ALL
         self._refuse_other_kinds()
         rotary = c.llama_model_rope_type(self.pointer) != c.LLAMA_ROPE_TYPE_NONE
         self.learned_positions = not (rotary or self.stateful) and has_tensor(file, "position_embd.weight")
@@ -294,7 +301,13 @@ def _context_params(model: Model, options: LlamaCppOptions, types: tuple[str, st
     params.n_ctx = max(wanted, SMALLEST_CONTEXT)
     params.n_batch = min(options.n_batch, params.n_ctx)
     params.n_ubatch = min(options.n_ubatch, params.n_batch)
-    usual_sequences = min(USUAL_STATES if model.stateful else USUAL_SEQUENCES, params.n_ubatch)
+    if model.alone and (options.n_seq_max or 1) > 1:
+        raise BadParameter(
+            f"n_seq_max={options.n_seq_max} is not possible: llama.cpp computes one sequence of {model.path!r} at "
+            "a time; leave it out"
+        )
+    usual = 1 if model.alone else USUAL_STATES if model.stateful else USUAL_SEQUENCES
+    usual_sequences = min(usual, params.n_ubatch)
     params.n_seq_max = options.n_seq_max or usual_sequences
     if params.n_seq_max > params.n_ubatch:
         raise BadParameter(

@@ -6,7 +6,8 @@ How a tree is encoded is in `track`, how the cache is divided in `cells`. This m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from threading import RLock
 
@@ -27,7 +28,6 @@ from leapahead.models.llama_cpp.options import LlamaCppOptions
 from leapahead.models.llama_cpp.state_track import CHAINS_ONLY
 from leapahead.models.llama_cpp.tokenizer import GgufTokenizer
 from leapahead.models.llama_cpp.track import Track
-
 
 LONGEST_REPLAY = 8  # tokens before a draft; more are read by themselves, since the next rejection would repeat them
 
@@ -72,6 +72,33 @@ class LlamaCppSession:
 
     def close(self) -> None:
         self._target.release(self)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One session of a step.
+
+    Attributes:
+        index: of the caller's sessions.
+        num_computed: nodes of the tree that the last step has computed.
+        placed: the tree, behind what is replayed.
+        begin: nodes of `placed` that the last step has computed.
+        wanted: of its other nodes, whether outputs are wanted.
+    """
+
+    index: int
+    session: LlamaCppSession
+    tree: TokenTree
+    num_computed: int
+    placed: TokenTree
+
+    @cached_property
+    def begin(self) -> int:
+        return self.num_computed and self.session.replayed + self.num_computed
+
+    @cached_property
+    def wanted(self) -> list[bool]:
+        return [node >= self.session.replayed for node in range(self.begin, len(self.placed))]
 
 
 class LlamaCppTarget:
@@ -201,49 +228,49 @@ class LlamaCppTarget:
         capture: Capture = NOTHING,
     ) -> list[Choices]:
         self._check(capture)
-        computed = num_computed or [0] * len(trees)
-        for session, tree, first in zip(sessions, trees, computed, strict=True):
+        parts = []
+        for index, (session, tree) in enumerate(zip(sessions, trees, strict=True)):
+            first = num_computed[index] if num_computed else 0
             if first == 0:
                 self._discard_tree(session.track)
                 self._catch_up(session, LONGEST_REPLAY if len(tree) > 1 else self._chunk // 2)
                 session.replayed = session.replay
-        placed = [session.with_replayed(tree) for session, tree in zip(sessions, trees, strict=True)]
-        begins = [first and session.replayed + first for session, first in zip(sessions, computed, strict=True)]
-        total = sum(len(tree) - begin for tree, begin in zip(placed, begins, strict=True))
+            parts.append(_Part(index, session, tree, first, session.with_replayed(tree)))
+        if not self.model.cells:  # llama.cpp computes them side by side where the ids follow one another
+            parts.sort(key=lambda part: part.session.track.main)
+        total = sum(len(part.wanted) for part in parts)
         if total > max(self.context.n_step, len(trees)):
             raise BadParameter(
                 f"trees of {total} nodes are more than the {self.context.n_step} that a step may have; use smaller "
                 "trees, or load the model with a larger n_batch and n_ubatch"
             )
         self._cells.make_room(total, f"a step of {total} nodes")
-        for session, tree, first in zip(sessions, trees, computed, strict=True):
-            if len(tree) > 1:
-                session.track.keep(first and session.replayed + first)
-        skipped = [0 if first else session.replayed for session, first in zip(sessions, computed, strict=True)]
-        wanted = [
-            node >= begin + skip
-            for tree, begin, skip in zip(placed, begins, skipped, strict=True)
-            for node in range(begin, len(tree))
-        ]
-        outputs = self._forward(sessions, placed, wanted, begins, capture)
+        for part in parts:
+            if len(part.tree) > 1:
+                part.session.track.keep(part.begin)
+        outputs = self._forward(
+            [part.session for part in parts],
+            [part.placed for part in parts],
+            [each for part in parts for each in part.wanted],
+            [part.begin for part in parts],
+            capture,
+        )
         assert outputs.logits is not None
-        hidden, found, at = _copy(outputs), list[Choices](), 0
-        for session, tree, first, skip in zip(sessions, trees, computed, skipped, strict=True):
-            at += skip if capture.hidden else 0  # with hidden states, replayed tokens have outputs too
-            rows = slice(at, at + len(tree) - first)
-            found.append(
-                Choices(
-                    outputs.logits[rows],
-                    tree,
-                    session.sampler,
-                    borrowed=True,
-                    num_computed=first,
-                    hidden=None if hidden is None else hidden[rows],
-                )
+        hidden, found, at = _copy(outputs), dict[int, Choices](), 0
+        for part in parts:
+            at += 0 if hidden is None else part.wanted.count(False)  # with hidden states, all tokens have outputs
+            rows = slice(at, at + len(part.tree) - part.num_computed)
+            found[part.index] = Choices(
+                outputs.logits[rows],
+                part.tree,
+                part.session.sampler,
+                borrowed=True,
+                num_computed=part.num_computed,
+                hidden=None if hidden is None else hidden[rows],
             )
             at = rows.stop
-        self._given = found
-        return found
+        self._given = [found[index] for index in range(len(parts))]
+        return self._given
 
     def cost(self, sessions: Sequence[LlamaCppSession], trees: Sequence[TokenTree]) -> Cost:
         rows = sum(map(len, trees)) + sum(session.replay for session in sessions)

@@ -63,6 +63,8 @@ STEPS = (((1, 3), (0, 0), (0, 2)), ((2, 2), (3, 0), (1, 1)), ((1, 0), (0, 3), (2
 
 def _with_state(target: TestedTarget) -> frozenset[str]:
     """Finds out how states can be kept: shared by two sequence ids, copied out and back, or not at all."""
+    if not target.model.keeps:
+        return frozenset()
     context, text = target.context, _ordinary_tokens(target, 16)
     own = _own_logits(target, text)
     context.shares_states = True

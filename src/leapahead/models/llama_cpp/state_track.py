@@ -108,7 +108,7 @@ class StateTrack(Track):
         return new
 
     def _restore(self, read: int, state: Kept) -> None:
-        """Takes the sequence back to a kept state. Copies of later states, of tokens that were rejected, are dropped."""
+        """Takes the sequence back to a kept state. Later states, of tokens that were rejected, are dropped."""
         if isinstance(state, int):
             self.context.remove(self.main)
             self.context.copy(state, self.main)
