@@ -31,7 +31,7 @@ USUAL_CONTEXT = 4096  # tokens, where none are asked for: the cache of a long co
 USUAL_SEQUENCES, USUAL_STATES = 64, 8  # sequence ids, where none are asked for
 ID_BYTES = ctypes.sizeof(c.llama_seq_id)
 # llama.cpp writes the states of several sequences of PLaMo-2 to wrong places, and ends the process where there is none
-# (`kv_head * n_seqs` in plamo2.cpp). A sequence of DeepSeek-V4 does not share its cache, so that a copy copies all of it.
+# (`kv_head * n_seqs` in plamo2.cpp). Sequences of DeepSeek-V4 share no cells: a copy copies all of it.
 ALONE, COPIES_ALL = frozenset({"plamo2"}), frozenset({"deepseek4"})
 STEPS = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7, "q8_0": 2.0**-7}  # relative steps of these types
 

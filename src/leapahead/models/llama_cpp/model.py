@@ -17,7 +17,17 @@ from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refus
 from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.models.base import CHAIN, NOTHING, PROMPT_ROWS, Capture, Cost, TargetInfo, checked_prompt, require
+from leapahead.models.base import (
+    CHAIN,
+    HIDDEN,
+    NOTHING,
+    PROMPT_ROWS,
+    Capture,
+    Cost,
+    TargetInfo,
+    checked_prompt,
+    require,
+)
 from leapahead.models.captured import TopK, TopKRows
 from leapahead.models.choices import Choices, PromptRows, best
 from leapahead.models.llama_cpp import selftest
@@ -136,6 +146,8 @@ class LlamaCppTarget:
         )
         able = selftest.capabilities(self)
         self.info = replace(self.info, capabilities=able, replays=model.stateful and CHAIN in able)
+        if HIDDEN in able and not selftest.gives_logits_with_hidden_states(self):
+            self.info = replace(self.info, capabilities=able - {HIDDEN})
         if CHAIN not in self.info.capabilities and not selftest.reads_in_chunks(self):
             self._chunk = 1
 

@@ -17,7 +17,7 @@ from leapahead.core.errors import LeapaheadError, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.models.base import CHAIN, HIDDEN, LOGITS, TOP_K, TREE, Session, Target, read_prompt
+from leapahead.models.base import CHAIN, HIDDEN, LOGITS, TOP_K, TREE, Capture, Session, Target, read_prompt
 from leapahead.models.llama_cpp.context import Context, FloatArray, Model
 
 TOLERANCE = 0.1  # of the standard deviation of logits; a wrong mask moves them by about one, 4-bit rounding by 0.03
@@ -128,6 +128,15 @@ def reads_in_chunks(target: TestedTarget) -> bool:
     row = target.step([session], [TokenTree.root(tokens[-1])])[0].logits
     session.close()
     return not differ(row, _own_logits(target, tokens)[-1:])
+
+
+def gives_logits_with_hidden_states(target: TestedTarget) -> bool:
+    """Whether a forward that gives hidden states gives the logits too; LFM2's leaves them out."""
+    tokens = _ordinary_tokens(target, 2)
+    session = target.open(tokens[:1], SamplingParams())
+    row = target.step([session], [TokenTree.root(tokens[0])], capture=Capture(hidden=(-1,)))[0].logits
+    session.close()
+    return not differ(row, _own_logits(target, tokens[:1]))
 
 
 def differ(here: npt.NDArray[Any], there: npt.NDArray[Any]) -> bool:
