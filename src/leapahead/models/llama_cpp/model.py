@@ -39,7 +39,7 @@ from leapahead.models.llama_cpp.state_track import CHAINS_ONLY
 from leapahead.models.llama_cpp.tokenizer import GgufTokenizer
 from leapahead.models.llama_cpp.track import Track
 
-LONGEST_REPLAY = 8  # tokens before a draft; more are read by themselves, since the next rejection would repeat them
+LONGEST_REPLAY = 8  # tokens; more are read by themselves, since the next rejection would repeat all of them
 
 
 class LlamaCppSession:
@@ -153,8 +153,8 @@ class LlamaCppTarget:
 
     @property
     def max_leaves(self) -> int:
-        """A tree's fair share of the sequence ids."""
-        return self.context.n_seq_max // max(1, len(self._sessions))
+        """A tree's fair share of the sequence ids; trees over a recurrent state are chains."""
+        return 1 if self.model.stateful else self.context.n_seq_max // max(1, len(self._sessions))
 
     @property
     def max_nodes(self) -> int:
@@ -240,12 +240,12 @@ class LlamaCppTarget:
         capture: Capture = NOTHING,
     ) -> list[Choices]:
         self._check(capture)
-        parts = []
+        parts, longest = [], min(LONGEST_REPLAY, self.context.n_step // (2 * len(trees)))
         for index, (session, tree) in enumerate(zip(sessions, trees, strict=True)):
             first = num_computed[index] if num_computed else 0
             if first == 0:
                 self._discard_tree(session.track)
-                self._catch_up(session, LONGEST_REPLAY if len(tree) > 1 else self._chunk // 2)
+                self._catch_up(session, longest)
                 session.replayed = session.replay
             parts.append(_Part(index, session, tree, first, session.with_replayed(tree)))
         if not self.model.cells:  # llama.cpp computes them side by side where the ids follow one another
