@@ -120,7 +120,7 @@ class Cells:
             keep: whether the cells stay for prompts to come.
         """
         self.open.remove(track)
-        if track.tree is not None and not track.discard_tree():
+        if (track.tree is not None or track.copies) and not track.discard_tree():  # a step may not have got to its tree
             keep = False
         self._free += track.release_ids()
         track.prompt = track.reserve = 0
