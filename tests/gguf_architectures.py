@@ -52,8 +52,8 @@ class Maker:
         else:
             self.writer.add_tokenizer_model("no_vocab")
             self.writer.add_vocab_size(VOCABULARY)
-        self.keys(context_length=CONTEXT, embedding_length=width, feed_forward_length=INNER, block_count=layers)
-        self.keys(**{"attention__head_count": HEADS, **keys})
+        self.keys(context_length=CONTEXT, embedding_length=width, block_count=layers)
+        self.keys(**{"feed_forward_length": INNER, "attention__head_count": HEADS, **keys})
 
     def _add_vocabulary(self) -> None:
         self.writer.add_tokenizer_model("gpt2")
@@ -651,6 +651,104 @@ def qwen35(file: Path) -> Maker:
     return m
 
 
+def qwen3next(file: Path) -> Maker:
+    """Gated delta rule; gated attention; experts."""
+    m = Maker("qwen3next", file, **RMS, **GROUPED, **ROTARY, **SIZED, **ROUTED, **MAMBA2)
+    m.keys(full_attention_interval=2, expert_feed_forward_length=16, expert_shared_feed_forward_length=24)
+    groups, heads = 2, 4
+    wide = 2 * groups * STATE + heads * STATE
+    m.ends()
+    for index, at in enumerate(m.blocks()):
+        m.norm(f"{at}attn_norm")
+        m.norm(f"{at}post_attention_norm")
+        if index % 2:
+            m.weight(f"{at}attn_q", WIDTH, 2 * HEADS * HEAD)
+            m.weight(f"{at}attn_k", WIDTH, KV_HEADS * HEAD)
+            m.weight(f"{at}attn_v", WIDTH, KV_HEADS * HEAD)
+            m.weight(f"{at}attn_output", HEADS * HEAD, WIDTH)
+            m.norm(f"{at}attn_q_norm", HEAD)
+            m.norm(f"{at}attn_k_norm", HEAD)
+        else:
+            m.weight(f"{at}attn_qkv", WIDTH, wide)
+            m.weight(f"{at}attn_gate", WIDTH, heads * STATE)
+            m.weight(f"{at}ssm_conv1d", KERNEL, wide)
+            m.vector(f"{at}ssm_dt.bias", heads)
+            m.put(f"{at}ssm_a", -np.exp(m.rng.normal(-1, 1, heads)))
+            m.weight(f"{at}ssm_ba", WIDTH, 2 * heads)
+            m.norm(f"{at}ssm_norm", STATE)
+            m.weight(f"{at}ssm_out", heads * STATE, WIDTH)
+        m.experts(at, 16)
+        m.vector(f"{at}ffn_gate_inp_shexp.weight", WIDTH)
+        m.feed_forward(at, suffix="_shexp", inner=24)
+    return m
+
+
+def nemotron_h(file: Path) -> Maker:
+    """Each layer is one of a state, attention and a feed-forward block."""
+    counts = {"attention__head_count_kv": [0, KV_HEADS, 0, 0], "feed_forward_length": [0, 0, INNER, 0]}
+    m = Maker("nemotron_h", file, 4, **LAYER, **RMS, **MAMBA2, **SIZED, **ROTARY, **counts)
+    m.ends()
+    for index, at in enumerate(m.blocks()):
+        m.norm(f"{at}attn_norm")
+        if index == 1:
+            m.attention(at)
+        elif index == 2:
+            m.feed_forward(at, gate=False)
+        else:
+            m.mamba2(at, 4, 2)
+    return m
+
+
+def plamo2(file: Path) -> Maker:
+    m = Maker("plamo2", file, **RMS, **ROTARY, **SIZED, attention__head_count_kv=[0, KV_HEADS])
+    rank, heads, wide = 64, 4, 2 * WIDTH
+    m.keys(**{**MAMBA2, "ssm__group_count": 0})
+    m.ends()
+    for index, at in enumerate(m.blocks()):
+        m.norm(f"{at}attn_norm")
+        if index % 2:
+            m.weight(f"{at}attn_qkv", WIDTH, (HEADS + 2 * KV_HEADS) * HEAD)
+            m.weight(f"{at}attn_output", HEADS * HEAD, WIDTH)
+            m.vector(f"{at}attn_q_norm.weight", HEAD, HEADS, around=1.0)
+            m.vector(f"{at}attn_k_norm.weight", HEAD, KV_HEADS, around=1.0)
+        else:
+            m.weight(f"{at}ssm_in", WIDTH, 2 * wide)
+            m.weight(f"{at}ssm_conv1d", KERNEL, wide)
+            m.weight(f"{at}ssm_x", wide, rank + 2 * STATE)
+            m.weight(f"{at}ssm_dt", rank, heads)
+            m.vector(f"{at}ssm_dt.bias", heads)
+            m.put(f"{at}ssm_a", -np.exp(m.rng.normal(-1, 1, heads)))
+            m.vector(f"{at}ssm_d", heads, around=1.0)
+            m.weight(f"{at}ssm_out", wide, WIDTH)
+            for name, size in (("dt", rank), ("b", STATE), ("c", STATE)):
+                m.vector(f"{at}ssm_{name}_norm", size, around=1.0)
+        m.vector(f"{at}post_attention_norm", WIDTH, around=1.0)
+        m.norm(f"{at}ffn_norm")
+        m.weight(f"{at}ffn_up", WIDTH, 2 * INNER)
+        m.weight(f"{at}ffn_down", INNER, WIDTH)
+        m.vector(f"{at}post_ffw_norm", WIDTH, around=1.0)
+    return m
+
+
+def minimax_01(file: Path) -> Maker:
+    """Lightning attention, which is linear; experts."""
+    m = Maker("minimax-01", file, **RMS, **GROUPED, **ROTARY, **SIZED, **ROUTED, full_attention_interval=2)
+    m.keys(residual_scale=1.0)
+    m.ends()
+    for index, at in enumerate(m.blocks()):
+        m.norm(f"{at}attn_norm")
+        if index % 2:
+            m.attention(at)
+        else:
+            m.norm(f"{at}attn_norm_2", HEADS * HEAD)
+            m.weight(f"{at}attn_qkv", WIDTH, 3 * HEADS * HEAD)
+            m.weight(f"{at}attn_gate", WIDTH, HEADS * HEAD)
+            m.weight(f"{at}attn_output", HEADS * HEAD, WIDTH)
+        m.norm(f"{at}ffn_norm")
+        m.experts(at)
+    return m
+
+
 # ---------------------------------------------------------------------------------------------------- not causal models
 
 
@@ -686,10 +784,12 @@ class Architecture:
 
     Attributes:
         stateful: it has a recurrent state, which cannot discard tokens.
+        alone: llama.cpp computes one sequence at a time.
     """
 
     make: Callable[[Path], Maker]
     stateful: bool = False
+    alone: bool = False
 
     @property
     def name(self) -> str:
@@ -715,5 +815,7 @@ ARCHITECTURES = [
     *map(Architecture, (mpt, bloom, gpt2, gptneox, falcon, deepseek2, deepseek32)),
     *(Architecture(make, stateful=True) for make in (mamba, mamba2, rwkv6, rwkv7)),
     *(Architecture(make, stateful=True) for make in (lfm2, lfm2_sliding, jamba, granitehybrid, falcon_h1, qwen35)),
+    *(Architecture(make, stateful=True) for make in (qwen3next, nemotron_h, minimax_01)),
+    Architecture(plamo2, stateful=True, alone=True),
 ]
 BY_NAME = {each.name: each for each in ARCHITECTURES}

@@ -1,7 +1,7 @@
 """llama.cpp's architectures: plain text is llama.cpp's own, and every drafter's text is plain decoding's.
 
-Or the drafter is refused by name: a recurrent state cannot discard rejected tokens. The fast tests cover one
-architecture of each kind, and the slow ones all; drafters do not depend on the architecture, so they run on a few.
+The fast tests cover one architecture of each kind, and the slow ones all; drafters do not depend on the architecture,
+so they run on a few. Drafts over recurrent states are in `test_llama_cpp_states`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.models.base import ALL, read_prompt
+from leapahead.models.base import ALL, HIDDEN, TREE, read_prompt
 
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
@@ -49,7 +49,6 @@ def marked(names: Sequence[str], fast: Sequence[str] = FAST) -> list[Any]:
 
 NAMES = marked([each.name for each in ARCHITECTURES])
 ATTENTION = marked([each.name for each in ARCHITECTURES if not each.stateful])
-STATEFUL = marked([each.name for each in ARCHITECTURES if each.stateful])
 DRAFTERS = [name for name in drafters.ready() if name != "plain"]
 OPTIONS = {"auto": {"nodes": 8}}  # whatever they cost
 
@@ -125,7 +124,10 @@ def own_text(path: Path, prompt: Sequence[int], length: int) -> list[int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_plain_text_is_llama_cpps_own(name: str) -> None:
     target, found = target_of(name), plain_texts(name, "greedy")
-    assert target.info.capabilities == (set() if BY_NAME[name].stateful else ALL)
+    stateful = BY_NAME[name].stateful
+    without = {TREE, HIDDEN} if name.startswith("lfm2") else {TREE} if stateful else set()
+    assert target.info.capabilities == ALL - without
+    assert target.info.replays == stateful
     assert target.info.vocab_size == VOCABULARY
     for prompt, text in zip(PROMPTS[:2], found[:2], strict=True):
         assert text == own_text(BY_NAME[name].path(), prompt, LENGTH)
@@ -144,16 +146,18 @@ def test_plain_text_in_a_batch(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prefix_is_reused(name: str) -> None:
-    """More behind the same prompt, and another end of it; a state begins anew."""
-    target, drafter = target_of(name), None if BY_NAME[name].stateful else RandomTrees
-    for prompt in ([*PROMPTS[0], 5, 6, 7], [*PROMPTS[0][:-4], 9, 8]):
+    """More behind the same prompt, and another end of it; a state goes back to the end of a prompt only."""
+    target, stateful = target_of(name), BY_NAME[name].stateful
+    drafter = "prompt_lookup" if stateful else RandomTrees
+    prompts = ([*PROMPTS[0], 5, 6, 7], [*PROMPTS[0][:-4], 9, 8])
+    for prompt, of_a_state in zip(prompts, (0 if BY_NAME[name].alone else len(PROMPTS[0]) - 1, 0), strict=True):
         target.forget()
         expected = run(target, None, prompt, stop=STOP).tokens
         target.forget()
         run(target, drafter, PROMPTS[0], stop=STOP)
         found = run(target, drafter, prompt, stop=STOP)
         assert found.tokens == expected
-        assert found.stats.reused_tokens == (0 if BY_NAME[name].stateful else common(PROMPTS[0], prompt[:-1]))
+        assert found.stats.reused_tokens == (of_a_state if stateful else common(PROMPTS[0], prompt[:-1]))
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -164,7 +168,7 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 def test_a_step_may_be_taken_again(name: str) -> None:
     """A forward that is not committed leaves nothing behind, not even in a state."""
     target = target_of(name)
-    sessions = [target.open(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    sessions = [target.open(prompt, GREEDY) for prompt in PROMPTS[: min(2, target.context.n_seq_max)]]
     for session in sessions:
         read_prompt(target, session)
     trees = [TokenTree.root(session.tokens[-1]) for session in sessions]
@@ -176,7 +180,7 @@ def test_a_step_may_be_taken_again(name: str) -> None:
         np.testing.assert_allclose(one, other, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", marked([each.name for each in ARCHITECTURES if not each.alone]))
 def test_forks_have_the_text_of_their_own(name: str) -> None:
     """Two samples of a prompt that has grown by a few tokens, beside the session that they come from."""
     target = target_of(name)
@@ -252,25 +256,7 @@ def test_learned_positions_bound_the_context() -> None:
     assert model.load(path, LlamaCppOptions(n_ctx=0, n_threads=1))[0].info.context_length == 256
 
 
-# ---------------------------------------------------------------------------------------------------- state
-
-
-@pytest.mark.parametrize("name", STATEFUL)
-def test_a_state_is_decoded_plainly(name: str) -> None:
-    """By the default drafter; eight texts of different lengths, two at a time. Other drafters are refused by name."""
-    target = target_of(name)
-    prompts = [PROMPTS[i % 3][: 3 + 2 * i] for i in range(8)]
-    with pytest.warns(UserWarning, match="decodes plainly"):
-        llm = LLM(target, max_batch=2)
-    together = llm.generate(prompts, max_new_tokens=12, ignore_eos=True)
-    assert sum(result.stats.drafted for result in together) == 0
-    alone = [llm.generate(each, max_new_tokens=12, ignore_eos=True, drafter="plain").tokens for each in prompts]
-    assert [result.tokens for result in together] == alone
-    for drafter in [drafter for drafter in DRAFTERS if drafter != "auto"]:
-        with pytest.raises(Refused, match=f"'{drafter}'.*{name}.gguf.*drafter='plain'"):
-            llm.generate([1, 2, 3], drafter=drafter)
-    with pytest.raises(Refused, match=f"'lookahead'.*{name}.gguf.*drafter='plain'"):
-        LLM(target, drafter="lookahead")
+# ---------------------------------------------------------------------------------------------------- faults
 
 
 @pytest.mark.parametrize("name", ["mamba", "jamba", "llama"])

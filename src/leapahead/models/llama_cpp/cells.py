@@ -5,17 +5,21 @@ or its id are needed. A forked track owns the same cells as the one that it was 
 once, every track may have a parent, with which its first `shared` cells are counted:
 
     cells taken  =  sum over tracks of (cells - shared)         an open track's parent is open
+
+A recurrent state cannot be cut to a shorter beginning: an idle track of one serves prompts that begin with all of its
+tokens. So the state behind a prompt is kept beside the one at the end of its text, while there is an id for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from leapahead.core.errors import CacheFull
 from leapahead.models.llama_cpp.context import Context
 from leapahead.models.llama_cpp.options import MOST_SEQUENCES
+from leapahead.models.llama_cpp.state_track import StateTrack
 from leapahead.models.llama_cpp.track import Track
 
 
@@ -30,7 +34,8 @@ class Cells:
         self.context = context
         self.open: list[Track] = []
         self._idle: list[tuple[Track, list[int]]] = []  # with their tokens, least recently used first
-        self._free = list(range(context.n_seq_max))[::-1]
+        self._free = list(range(context.n_seq_max))
+        self._track = StateTrack if context.model.stateful else Track
 
     @property
     def taken(self) -> int:
@@ -58,7 +63,7 @@ class Cells:
         Raises:
             CacheFull: no id, or not enough cells.
         """
-        track = self._with_prefix(tokens[:reuse]) or Track(self.context, self._new_id, self._new_id())
+        track = self._with_prefix(tokens[:reuse]) or self._track(self.context, self._spare_id, self._new_id())
         track.prompt, track.reserve = len(tokens), max(reserve, len(tokens) + 1)
         try:
             self._reserve(track, f"a prompt of {len(tokens) + 1} tokens")
@@ -75,17 +80,36 @@ class Cells:
         Raises:
             CacheFull: no id, or not enough cells for what may follow.
         """
-        twin = Track(self.context, self._new_id, self._new_id(track))
+        twin = self._twin(track)
         twin.reserve = max(track.reserve, track.length + 1)
-        twin.length = twin.shared = track.length
-        twin.parent, twin.top_k = track, track.top_k
         try:
             self._reserve(twin, f"another sample of {track.length + 1} tokens")
         except CacheFull:
             self._free.append(twin.main)
             raise
-        self.context.copy(track.main, twin.main, 0, track.length)
+        self.context.copy(track.main, twin.main)
         self.open.append(twin)
+        return twin
+
+    def keep(self, track: Track, tokens: list[int]) -> None:
+        """Keeps the state of an open track, which has read just these tokens, for prompts that begin with them."""
+        known = next((index for index, (_, theirs) in enumerate(self._idle) if theirs == tokens), None)
+        if known is not None:
+            self._idle.append(self._idle.pop(known))
+        elif self._free or self._idle:
+            self._idle.append((self._copy(track), tokens))
+
+    def _copy(self, track: Track) -> Track:
+        """A track that owns the same cells."""
+        twin = self._twin(track)
+        self.context.copy(track.main, twin.main)
+        return twin
+
+    def _twin(self, track: Track) -> Track:
+        """A track for the same tokens, which owns no cells yet."""
+        twin = self._track(self.context, self._spare_id, self._new_id(track))
+        twin.length = twin.shared = track.length
+        twin.parent, twin.top_k = track, track.top_k
         return twin
 
     def release(self, track: Track, tokens: Sequence[int], keep: bool) -> None:
@@ -96,20 +120,25 @@ class Cells:
             keep: whether the cells stay for prompts to come.
         """
         self.open.remove(track)
-        if track.tree is not None and not track.discard_tree():
+        if (track.tree is not None or track.copies) and not track.discard_tree():  # a step may not have got to its tree
             keep = False
         self._free += track.release_ids()
         track.prompt = track.reserve = 0
-        if keep:
+        if keep and track.length <= len(tokens):  # else a commit was interrupted
             self._put_back(track, list(tokens[: track.length]))
         else:
             self._discard(track)
 
     def reset(self, track: Track) -> None:
-        """Empties an open track whose state cannot be cut."""
+        """Empties an open track whose state is lost."""
         self._hand_over(track)
-        track.parent, track.shared, track.length, track.top_k = None, 0, 0, None
-        self.context.remove(track.main)
+        track.empty()
+
+    def lose(self) -> None:
+        """Empties all tracks: no state can be relied on."""
+        self.forget()
+        for track in self.open:
+            self.reset(track)
 
     def forget(self) -> None:
         """Discards all idle tracks."""
@@ -139,11 +168,28 @@ class Cells:
 
     def _reserve(self, track: Track, what: str) -> None:
         """Makes room for a track that is to be opened, beside what is reserved for the open ones."""
+        context = self.context
+        drafting = max(1, context.n_seq_max // 2)  # sequences that can have a second id
+        if context.shares_states and not context.saves_states and len(self.open) >= drafting:
+            raise CacheFull(
+                f"{len(self.open)} sequences are open, and {context.n_seq_max} sequence ids are for no more, since the "
+                "state before a draft takes one too; close a sequence, or load the model with a larger n_seq_max"
+            )
         reserved = sum(max(each.reserve - each.cells, 0) for each in self.open)
         self.make_room(min(track.reserve, self.context.n_ctx) - track.shared, what, reserved)
 
     def _new_id(self, wanting: Track | None = None) -> int:
-        """A sequence id that is not in use, if need be one that a track other than the wanting holds for no tree."""
+        """A sequence id that is not in use, if need be one that a track other than the wanting holds for no tree.
+
+        It is the lowest: llama.cpp computes recurrent states side by side where main ids follow one another.
+        """
+        return self._take(wanting, min)
+
+    def _spare_id(self, wanting: Track) -> int:
+        """The same for another id of a track."""
+        return self._take(wanting, max)
+
+    def _take(self, wanting: Track | None, choice: Callable[[list[int]], int]) -> int:
         if not self._free and self._idle:
             self._discard(self._idle.pop(0)[0])
         if not self._free:
@@ -155,23 +201,41 @@ class Cells:
                 f"{len(self.open)} sequences are open and all {self.context.n_seq_max} sequence ids are in use; "
                 f"close a sequence, or load the model with a larger n_seq_max (at most {MOST_SEQUENCES})"
             )
-        return self._free.pop()
+        self._free.remove(found := choice(self._free))
+        return found
 
     def _with_prefix(self, tokens: Sequence[int]) -> Track | None:
-        """The idle track that has most in common with `tokens`, cut to that."""
-        best, most = -1, 0
+        """The idle track that has most in common with `tokens`, cut to that. A state cannot be cut."""
+        best, most, stateful = -1, 0, self.context.model.stateful
         for index, (track, theirs) in enumerate(self._idle):
             common = _common(theirs, tokens)
-            if common > most and self.context.first_position(track.main) == 0:  # else a window has moved on
+            if common <= most or (stateful and common < len(theirs)):
+                continue
+            if stateful or self.context.first_position(track.main) == 0:  # else a window has moved on
                 best, most = index, common
         if best < 0:
             return None
-        track, _ = self._idle.pop(best)
-        self._hand_over(track)
-        self.context.remove(track.main, most)
+        track, theirs = self._idle.pop(best)
+        if stateful and (self._free or self._idle):  # it stays for others
+            self._idle.append((track, theirs))
+            track = self._copy(track)
+        else:
+            self._hand_over(track)
+        self._lead(track)
+        if not stateful:
+            self.context.remove(track.main, most)
         track.length, track.shared = most, min(track.shared, most)
         track.top_k = track.top_k and track.top_k.between(0, most)
         return track
+
+    def _lead(self, track: Track) -> None:
+        """Lets idle tracks be counted with this one, which is to be opened, instead of the other way round."""
+        while (parent := track.parent) in [idle for idle, _ in self._idle]:
+            assert parent is not None
+            track.parent = parent.parent
+            if parent.shared <= track.shared:
+                parent.parent = track
+                track.shared, parent.shared = parent.shared, track.shared
 
     def _put_back(self, track: Track, tokens: list[int]) -> None:
         """Makes a track idle."""

@@ -25,10 +25,14 @@ from leapahead.models.llama_cpp.file import check_file, has_tensor
 from leapahead.models.llama_cpp.options import CACHE_TYPES, SMALLEST_CONTEXT, LlamaCppOptions
 
 FloatArray = npt.NDArray[np.float32]
+State = npt.NDArray[np.uint8]  # a copy of a recurrent state
 
 USUAL_CONTEXT = 4096  # tokens, where none are asked for: the cache of a long context can outgrow the model
 USUAL_SEQUENCES, USUAL_STATES = 64, 8  # sequence ids, where none are asked for
 ID_BYTES = ctypes.sizeof(c.llama_seq_id)
+# llama.cpp writes the states of several sequences of PLaMo-2 to wrong places, and ends the process where there is none
+# (`kv_head * n_seqs` in plamo2.cpp). Sequences of DeepSeek-V4 share no cells: a copy copies all of it.
+ALONE, COPIES_ALL = frozenset({"plamo2"}), frozenset({"deepseek4"})
 STEPS = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7, "q8_0": 2.0**-7}  # relative steps of these types
 
 
@@ -41,7 +45,9 @@ class Model:
         layers: number of layers.
         hidden_size: width of a hidden state.
         learned_positions: it has an embedding for each of its first `n_ctx_train` positions and none for others.
-        stateful: it has a recurrent state, which cannot forget its last tokens.
+        stateful: it has a recurrent state, which cannot discard tokens.
+        alone: llama.cpp computes one sequence of it at a time.
+        keeps: its state may be kept, if the test of the model finds it right.
         cells: a token takes a cell of the cache; false where there is a state only.
 
     Raises:
@@ -88,6 +94,8 @@ class Model:
         )
         self.cells = not c.llama_model_is_recurrent(self.pointer) or bool(c.llama_model_is_hybrid(self.pointer))
         self.stateful = bool(c.llama_model_is_recurrent(self.pointer) or c.llama_model_is_hybrid(self.pointer))
+        architecture = self.meta("general.architecture")
+        self.alone, self.keeps = architecture in ALONE, architecture not in COPIES_ALL
         self._refuse_other_kinds()
         rotary = c.llama_model_rope_type(self.pointer) != c.LLAMA_ROPE_TYPE_NONE
         self.learned_positions = not (rotary or self.stateful) and has_tensor(file, "position_embd.weight")
@@ -134,6 +142,8 @@ class Context:
         n_step: greatest number of nodes in a step.
         n_seq_max: number of sequence ids.
         windowed: some layers have a sliding window.
+        shares_states: two sequence ids may share a recurrent state until one of them goes on; set after a test.
+        saves_states: a recurrent state may be copied out and back; set after a test.
         precision: of the coarser of model and cache, see `Model`.
         seconds: spent inside llama.cpp for forwards whose logits were asked for.
 
@@ -165,6 +175,7 @@ class Context:
         # Computed in parts, a step would move a sliding window on with its first part, and llama.cpp would write the
         # next part over what has left the window, which is lost even if the draft is rejected.
         self.windowed = c.llama_model_n_swa(model.pointer) > 0
+        self.shares_states = self.saves_states = False
         self.n_step: int = c.llama_n_ubatch(self.pointer) if self.windowed else self.n_batch
         # A context that is longer than what the model was trained with is the user's to choose, as in llama.cpp.
         limited = model.learned_positions or not options.n_ctx
@@ -200,7 +211,7 @@ class Context:
         tokens: Sequence[int],
         positions: Sequence[int],
         ids: Sequence[Sequence[int]],
-        rows: int,
+        wanted: Sequence[bool],
         hidden: bool = False,
     ) -> Outputs:
         """One forward.
@@ -208,14 +219,13 @@ class Context:
         Args:
             tokens, positions: of n <= n_batch tokens.
             ids: the sequences that each token belongs to.
-            rows: the number of tokens, the last ones, of which outputs are wanted.
-            hidden: whether hidden states are wanted beside the logits; `rows` must be n then.
+            wanted: of which tokens outputs are wanted.
+            hidden: whether hidden states are wanted beside the logits; outputs are those of all tokens then.
 
         Raises:
             LeapaheadError: it failed; the cache may hold some of the tokens.
         """
         n = len(tokens)
-        assert rows == n or not hidden, "llama.cpp gives hidden states of all rows or none"
         counts = list(map(len, ids))
         total = sum(counts)
         if total > len(self._ids):
@@ -224,7 +234,7 @@ class Context:
         self._tokens[:n], self._positions[:n], self._counts[:n] = list(tokens), list(positions), list(counts)
         self._ids[:total] = list(chain.from_iterable(ids))
         self._rows[:n] = [self._ids_at + ID_BYTES * start for start in starts]
-        self._wanted[:n] = [index >= n - rows for index in range(n)]
+        self._wanted[:n] = list(wanted)
         self._batch.n_tokens = n
         if hidden != self._gives_hidden:
             c.llama_set_embeddings(self.pointer, hidden)
@@ -234,6 +244,7 @@ class Context:
         if code != 0:
             kind = CacheFull if code == 1 else LeapaheadError
             raise kind(f"llama.cpp could not decode a batch of {n} tokens (code {code}): {log.reason()}")
+        rows = n if hidden else sum(wanted)
         if not rows:
             return Outputs(None, None)
         logits = _borrowed(c.llama_get_logits(self.pointer), rows, self.model.vocab_size)  # waits for the result
@@ -246,13 +257,35 @@ class Context:
         """Takes the sequence out of its cells from position `start` on; False where the model cannot forget."""
         return bool(c.llama_memory_seq_rm(self.memory, sequence, start, -1))
 
-    def copy(self, source: int, goal: int, start: int, end: int) -> None:
-        """Lets the cells of `source` at positions [start, end) belong to `goal` as well; nothing is moved."""
+    def copy(self, source: int, goal: int, start: int = 0, end: int = -1) -> None:
+        """Lets the cells of `source` at positions [start, end), by default all, belong to `goal` as well.
+
+        So does its recurrent state, in place of the one of `goal`. Nothing is moved.
+        """
         c.llama_memory_seq_cp(self.memory, source, goal, start, end)
 
     def first_position(self, sequence: int) -> int:
         """The lowest position of the sequence that is still in the cache, -1 for none."""
         return int(c.llama_memory_seq_pos_min(self.memory, sequence))
+
+    def last_position(self, sequence: int) -> int:
+        """The highest position of the sequence, -1 for none."""
+        return int(c.llama_memory_seq_pos_max(self.memory, sequence))
+
+    def save_state(self, sequence: int) -> State:
+        """A copy of the recurrent state of a sequence."""
+        kind = c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        state = np.empty(c.llama_state_seq_get_size_ext(self.pointer, sequence, kind), np.uint8)
+        data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        if c.llama_state_seq_get_data_ext(self.pointer, data, len(state), sequence, kind) != len(state):
+            raise LeapaheadError(f"llama.cpp could not save the state of a sequence: {log.reason()}")
+        return state
+
+    def load_state(self, sequence: int, state: State) -> None:
+        """Puts a copy back. Attention cells stay as they are."""
+        kind, data = c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY, state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        if c.llama_state_seq_set_data_ext(self.pointer, data, len(state), sequence, kind) == 0:
+            raise LeapaheadError(f"llama.cpp could not restore the state of a sequence: {log.reason()}")
 
 
 def _context_params(model: Model, options: LlamaCppOptions, types: tuple[str, str]) -> Any:
@@ -268,7 +301,13 @@ def _context_params(model: Model, options: LlamaCppOptions, types: tuple[str, st
     params.n_ctx = max(wanted, SMALLEST_CONTEXT)
     params.n_batch = min(options.n_batch, params.n_ctx)
     params.n_ubatch = min(options.n_ubatch, params.n_batch)
-    usual_sequences = min(USUAL_STATES if model.stateful else USUAL_SEQUENCES, params.n_ubatch)
+    if model.alone and (options.n_seq_max or 1) > 1:
+        raise BadParameter(
+            f"n_seq_max={options.n_seq_max} is not possible: llama.cpp computes one sequence of {model.path!r} at "
+            "a time; leave it out"
+        )
+    usual = 1 if model.alone else USUAL_STATES if model.stateful else USUAL_SEQUENCES
+    usual_sequences = min(usual, params.n_ubatch)
     params.n_seq_max = options.n_seq_max or usual_sequences
     if params.n_seq_max > params.n_ubatch:
         raise BadParameter(

@@ -6,17 +6,28 @@ How a tree is encoded is in `track`, how the cache is divided in `cells`. This m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from threading import RLock
 
 import numpy as np
 
-from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refused
 from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.models.base import CHAIN, NOTHING, PROMPT_ROWS, Capture, Cost, TargetInfo, checked_prompt, require
+from leapahead.models.base import (
+    CHAIN,
+    HIDDEN,
+    NOTHING,
+    PROMPT_ROWS,
+    Capture,
+    Cost,
+    TargetInfo,
+    checked_prompt,
+    require,
+)
 from leapahead.models.captured import TopK, TopKRows
 from leapahead.models.choices import Choices, PromptRows, best
 from leapahead.models.llama_cpp import selftest
@@ -24,16 +35,23 @@ from leapahead.models.llama_cpp.cells import Cells
 from leapahead.models.llama_cpp.context import Context, FloatArray, Model, Outputs
 from leapahead.models.llama_cpp.file import weights_digest
 from leapahead.models.llama_cpp.options import LlamaCppOptions
+from leapahead.models.llama_cpp.state_track import CHAINS_ONLY
 from leapahead.models.llama_cpp.tokenizer import GgufTokenizer
 from leapahead.models.llama_cpp.track import Track
 
+LONGEST_REPLAY = 8  # tokens; more are read by themselves, since the next rejection would repeat all of them
+
 
 class LlamaCppSession:
-    """One sequence. Once its prompt is read, its track holds every committed token but the last, the next root."""
+    """One sequence. Once its prompt is read, its track holds every committed token but the last, the next root.
+
+    A recurrent state may lag behind: the tokens that it has not read are replayed.
+    """
 
     def __init__(self, target: LlamaCppTarget, track: Track, sampler: Sampler, capture: Capture) -> None:
         self.tokens, self.track, self.sampler, self.capture = sampler.tokens, track, sampler, capture
         self.is_read = track.length == len(self.tokens) - 1
+        self.replayed = 0  # tokens in front of the last step's tree
         self.rows_given = 0  # positions of the prompt up to which captured rows were returned
         self._target = target
 
@@ -43,16 +61,54 @@ class LlamaCppSession:
 
     @property
     def replay(self) -> int:
-        return 0
+        return len(self.tokens) - 1 - self.track.length if self.is_read else 0
 
     def commit(self, verdict: Verdict) -> None:
-        self.track.commit(verdict.path)
+        ahead = self.replayed
+        self.track.commit([*range(ahead), *(ahead + node for node in verdict.path)] if ahead else verdict.path)
         self.tokens += verdict.tokens
         self.sampler.committed()
-        assert self.track.length == len(self.tokens) - 1  # every committed token but the last
+        assert 0 <= self.replay <= ahead + len(verdict.path)
+        assert self.replay == 0 or self._target.model.stateful  # else it holds every committed token but the last
+
+    def with_replayed(self, tree: TokenTree) -> TokenTree:
+        """The chain of what is replayed and the tree."""
+        if not self.replayed:
+            return tree
+        if not tree.is_chain:
+            raise BadParameter(CHAINS_ONLY)
+        first, *others = self.tokens[self.track.length : self.track.length + self.replayed]
+        return TokenTree.chain(first, [*others, *tree.token_list])
 
     def close(self) -> None:
         self._target.release(self)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One session of a step.
+
+    Attributes:
+        index: of the caller's sessions.
+        num_computed: nodes of the tree that the last step has computed.
+        placed: the tree, behind what is replayed.
+        begin: nodes of `placed` that the last step has computed.
+        wanted: of its other nodes, whether outputs are wanted.
+    """
+
+    index: int
+    session: LlamaCppSession
+    tree: TokenTree
+    num_computed: int
+    placed: TokenTree
+
+    @cached_property
+    def begin(self) -> int:
+        return self.num_computed and self.session.replayed + self.num_computed
+
+    @cached_property
+    def wanted(self) -> list[bool]:
+        return [node >= self.session.replayed for node in range(self.begin, len(self.placed))]
 
 
 class LlamaCppTarget:
@@ -88,19 +144,23 @@ class LlamaCppTarget:
             layers=model.layers,
             hidden_size=model.hidden_size,
         )
-        self.info = replace(self.info, capabilities=selftest.capabilities(self))
+        able = selftest.capabilities(self)
+        self.info = replace(self.info, capabilities=able, replays=model.stateful and CHAIN in able)
+        if HIDDEN in able and not selftest.gives_logits_with_hidden_states(self):
+            self.info = replace(self.info, capabilities=able - {HIDDEN})
         if CHAIN not in self.info.capabilities and not selftest.reads_in_chunks(self):
             self._chunk = 1
 
     @property
     def max_leaves(self) -> int:
-        """A tree's fair share of the sequence ids."""
-        return self.context.n_seq_max // max(1, len(self._sessions))
+        """A tree's fair share of the sequence ids; trees over a recurrent state are chains."""
+        return 1 if self.model.stateful else self.context.n_seq_max // max(1, len(self._sessions))
 
     @property
     def max_nodes(self) -> int:
         """A tree's fair share of a batch, and of the cells that are left."""
-        return max(1, min(self._cells.room, self.context.n_step) // max(1, len(self._sessions)))
+        room = min(self._cells.room, self.context.n_step) - sum(session.replay for session in self._sessions)
+        return max(1, room // max(1, len(self._sessions)))
 
     def open(
         self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
@@ -108,15 +168,18 @@ class LlamaCppTarget:
         """See `Target.open`. Cells of a closed session whose tokens begin like the prompt are taken over.
 
         Hidden states are not kept with the cells, so that a prompt whose hidden states are captured is read whole.
-        Top-k tokens are; at least one row of a prompt is read where they are captured.
+        Top-k tokens are; at least one row of a prompt is read where they are captured, but for a recurrent state, which
+        cannot go back by one token.
         """
         self._check(capture)
         tokens = checked_prompt(tokens, self.info)
         sampler = Sampler(params, tokens, self.info.vocab_size)
-        reuse = 0 if capture.hidden else max(0, len(tokens) - 1 - (capture.top_k > 0))
-        track = self._cells.acquire(tokens[:-1], reserve, reuse)
-        self._sessions.append(LlamaCppSession(self, track, sampler, capture))
-        return self._sessions[-1]
+        again = capture.top_k > 0 and not self.model.stateful
+        reuse = 0 if capture.hidden else max(0, len(tokens) - 1 - again)
+        session = LlamaCppSession(self, self._cells.acquire(tokens[:-1], reserve, reuse), sampler, capture)
+        self._sessions.append(session)
+        self._keep_state(session)
+        return session
 
     def prefill(self, session: LlamaCppSession, max_tokens: int) -> PromptRows | None:
         """See `Target.prefill`. The forward is the same whatever is captured, but for the rows of the output layer."""
@@ -130,9 +193,11 @@ class LlamaCppTarget:
         rows = end - start if capture.hidden else max(end - first, 0)
         self._cells.make_room(0, f"a prompt of {last + 1} tokens")
         tree = TokenTree.chain(session.tokens[start], session.tokens[start + 1 : end])
-        outputs = self._forward([session], [tree], rows, [0], capture)
+        wanted = [index >= end - start - rows for index in range(end - start)]
+        outputs = self._forward([session], [tree], wanted, [0], capture)
         track.commit(range(end - start))
         session.is_read = end == last
+        self._keep_state(session)
         fresh = None
         if first < end:
             assert outputs.logits is not None
@@ -161,10 +226,11 @@ class LlamaCppTarget:
         if session.unread:
             raise BadParameter(f"a session with {session.unread} unread tokens cannot be forked; read its prompt first")
         self._discard_tree(session.track)
-        self._reread(session)
         sampler = Sampler(params, list(session.tokens), self.info.vocab_size)
-        self._sessions.append(LlamaCppSession(self, self._cells.fork(session.track), sampler, session.capture))
-        return self._sessions[-1]
+        twin = LlamaCppSession(self, self._cells.fork(session.track), sampler, session.capture)
+        twin.is_read = True
+        self._sessions.append(twin)
+        return twin
 
     def step(
         self,
@@ -174,39 +240,53 @@ class LlamaCppTarget:
         capture: Capture = NOTHING,
     ) -> list[Choices]:
         self._check(capture)
-        computed = num_computed or [0] * len(trees)
-        for session, first in zip(sessions, computed, strict=True):
+        parts, longest = [], min(LONGEST_REPLAY, self.context.n_step // (2 * len(trees)))
+        for index, (session, tree) in enumerate(zip(sessions, trees, strict=True)):
+            first = num_computed[index] if num_computed else 0
             if first == 0:
                 self._discard_tree(session.track)
-                self._reread(session)
-        total = sum(len(tree) - first for tree, first in zip(trees, computed, strict=True))
+                self._catch_up(session, longest)
+                session.replayed = session.replay
+            parts.append(_Part(index, session, tree, first, session.with_replayed(tree)))
+        if not self.model.cells:  # llama.cpp computes them side by side where the ids follow one another
+            parts.sort(key=lambda part: part.session.track.main)
+        total = sum(len(part.wanted) for part in parts)
         if total > max(self.context.n_step, len(trees)):
             raise BadParameter(
                 f"trees of {total} nodes are more than the {self.context.n_step} that a step may have; use smaller "
                 "trees, or load the model with a larger n_batch and n_ubatch"
             )
         self._cells.make_room(total, f"a step of {total} nodes")
-        outputs = self._forward(sessions, trees, total, computed, capture)
+        for part in parts:
+            if len(part.tree) > 1:
+                part.session.track.keep(part.begin)
+        outputs = self._forward(
+            [part.session for part in parts],
+            [part.placed for part in parts],
+            [each for part in parts for each in part.wanted],
+            [part.begin for part in parts],
+            capture,
+        )
         assert outputs.logits is not None
-        hidden, found, at = _copy(outputs), list[Choices](), 0
-        for session, tree, first in zip(sessions, trees, computed, strict=True):
-            rows = slice(at, at + len(tree) - first)
-            found.append(
-                Choices(
-                    outputs.logits[rows],
-                    tree,
-                    session.sampler,
-                    borrowed=True,
-                    num_computed=first,
-                    hidden=None if hidden is None else hidden[rows],
-                )
+        hidden, found, at = _copy(outputs), dict[int, Choices](), 0
+        for part in parts:
+            at += 0 if hidden is None else part.wanted.count(False)  # with hidden states, all tokens have outputs
+            rows = slice(at, at + len(part.tree) - part.num_computed)
+            found[part.index] = Choices(
+                outputs.logits[rows],
+                part.tree,
+                part.session.sampler,
+                borrowed=True,
+                num_computed=part.num_computed,
+                hidden=None if hidden is None else hidden[rows],
             )
             at = rows.stop
-        self._given = found
-        return found
+        self._given = [found[index] for index in range(len(parts))]
+        return self._given
 
     def cost(self, sessions: Sequence[LlamaCppSession], trees: Sequence[TokenTree]) -> Cost:
-        return Cost(sum(map(len, trees)), len(trees), max(len(session.tokens) for session in sessions))
+        rows = sum(map(len, trees)) + sum(session.replay for session in sessions)
+        return Cost(rows, len(trees), max(len(session.tokens) for session in sessions))
 
     def release(self, session: LlamaCppSession) -> None:
         """Ends a session; its cells stay for a prompt that begins with its tokens, while there is room."""
@@ -237,23 +317,30 @@ class LlamaCppTarget:
         if track.tree is not None and not track.discard_tree():
             self._cells.reset(track)
 
-    def _reread(self, session: LlamaCppSession) -> None:
-        """Reads the committed tokens again that a state has lost with a tree which was not committed."""
+    def _catch_up(self, session: LlamaCppSession, most: int) -> None:
+        """Reads committed tokens that a state has not read, unless no more than `most` are to be replayed."""
         track, last = session.track, len(session.tokens) - 1
+        if last - track.length <= most:
+            return
         while track.length < last:
             tokens = session.tokens[track.length : min(track.length + self._chunk, last)]
-            self._forward([session], [TokenTree.chain(tokens[0], tokens[1:])], 0, [0], NOTHING)
+            self._forward([session], [TokenTree.chain(tokens[0], tokens[1:])], [False] * len(tokens), [0], NOTHING)
             track.commit(range(len(tokens)))
+
+    def _keep_state(self, session: LlamaCppSession) -> None:
+        """Keeps the state behind a prompt that is read, for other prompts that begin with it."""
+        if self.info.replays and session.is_read and session.track.length:
+            self._cells.keep(session.track, session.tokens[: session.track.length])
 
     def _forward(
         self,
         sessions: Sequence[LlamaCppSession],
         trees: Sequence[TokenTree],
-        rows: int,
+        wanted: Sequence[bool],
         num_computed: Sequence[int],
         capture: Capture,
     ) -> Outputs:
-        """ONE forward; `rows` as of `Context.decode`. If it fails, the cells that it touched are freed."""
+        """ONE forward; `wanted` as of `Context.decode`. If it fails, the cells that it touched are freed."""
         for given in self._given:
             given.expire()
         self._given = []
@@ -263,8 +350,10 @@ class LlamaCppTarget:
                 ids += session.track.place(tree, first)
                 tokens += tree.token_list[first:]
                 positions += [session.track.length + depth for depth in tree.depth_list[first:]]
-            return self.context.decode(tokens, positions, ids, rows, bool(capture.hidden))
-        except BaseException:
+            return self.context.decode(tokens, positions, ids, wanted, bool(capture.hidden))
+        except BaseException as error:
+            if self.model.stateful and isinstance(error, LeapaheadError) and not isinstance(error, CacheFull):
+                self._cells.lose()  # llama.cpp moves states of other sequences in its forwards
             for session in sessions:
                 if not session.track.discard_tree():  # a state that may have read any of the tokens
                     self._cells.reset(session.track)

@@ -32,7 +32,8 @@ class LlamaCppOptions:
         type_k, type_v: types of the cached keys and values: f32, f16, bf16 or q8_0; by default f16, and f32 where the
             weights are f32.
         n_seq_max: sequence ids, of which every leaf of every tree of a step takes one; at most 256; by default 64, and
-            8 for recurrent and hybrid models, which keep a state for each.
+            8 for recurrent and hybrid models, which have a state for each; a draft takes a second one for the state
+            before it.
 
     Raises:
         BadParameter: a value is not possible.

@@ -13,11 +13,11 @@ import llama_cpp as c
 import numpy as np
 import numpy.typing as npt
 
-from leapahead.core.errors import Refused
+from leapahead.core.errors import LeapaheadError, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.models.base import CHAIN, HIDDEN, LOGITS, TOP_K, TREE, Target, read_prompt
+from leapahead.models.base import CHAIN, HIDDEN, LOGITS, TOP_K, TREE, Capture, Session, Target, read_prompt
 from leapahead.models.llama_cpp.context import Context, FloatArray, Model
 
 TOLERANCE = 0.1  # of the standard deviation of logits; a wrong mask moves them by about one, 4-bit rounding by 0.03
@@ -31,16 +31,18 @@ class TestedTarget(Target, Protocol):
 
 
 def capabilities(target: TestedTarget) -> frozenset[str]:
-    """What the model can do. None of it for a recurrent state, which cannot discard tokens.
+    """What the model can do. A recurrent state, which cannot discard tokens, has chains where it can be kept.
 
     Raises:
         Refused: the model's logits of several tokens at once are not those of one token at a time.
     """
+    if target.model.stateful:
+        return _with_state(target)
     a, b, d, e, f, g = _ordinary_tokens(target, 6)
     tree = TokenTree(np.array([d, e, f, g, a]), np.array([-1, 0, 0, 1, 2]))
     paths = [[a, b, d, e, g], [a, b, d, f, a]]
     own = [_own_logits(target, path) for path in paths]
-    if target.model.stateful or not _can_discard(target, [a, b, d]):
+    if not _can_discard(target, [a, b, d]):
         return frozenset()
     able = {LOGITS, TOP_K, HIDDEN}
     chained, _ = _tree_logits(target, [a, b, d], TokenTree.chain(d, [e, g]), (0,), (f,))
@@ -55,6 +57,69 @@ def capabilities(target: TestedTarget) -> frozenset[str]:
     return frozenset(able)
 
 
+# The drafts of each step, for three texts: (drafted tokens that are right, that are wrong). One text grows its second.
+STEPS = (((1, 3), (0, 0), (0, 2)), ((2, 2), (3, 0), (1, 1)), ((1, 0), (0, 3), (2, 0)), ((0, 1), (2, 1), (1, 0)))
+
+
+def _with_state(target: TestedTarget) -> frozenset[str]:
+    """Finds out how states can be kept: shared by two sequence ids, copied out and back, or not at all."""
+    if not target.model.keeps:
+        return frozenset()
+    context, text = target.context, _ordinary_tokens(target, 16)
+    own = _own_logits(target, text)
+    context.shares_states = True
+    shares = _drafts_are_right(target, text, own)
+    # Not beside a sliding window: llama.cpp uses cells again that have left it, which a copy that comes back may need.
+    context.shares_states, context.saves_states = False, not context.windowed
+    context.saves_states = context.saves_states and _drafts_are_right(target, text, own)
+    context.shares_states = shares
+    return frozenset({CHAIN, LOGITS, TOP_K, HIDDEN}) if shares or context.saves_states else frozenset()
+
+
+def _drafts_are_right(target: TestedTarget, text: Sequence[int], own: FloatArray) -> bool:
+    """Whether three sessions of different lengths, in the same forwards, give `own`, the logits of the text."""
+    sessions: list[Session] = []
+    try:
+        for size in (1, 2, 4)[: max(1, target.context.n_seq_max // 2)]:
+            sessions.append(target.open(text[:size], SamplingParams()))
+            read_prompt(target, sessions[-1])
+        right = all([_step_is_right(target, sessions, step, text, own) for step in STEPS])
+        first, begin = sessions[0], len(sessions[0].tokens)
+        for size in (1, 2, 4):  # a draft that grows, of which less is accepted than was computed
+            tree = TokenTree.chain(text[begin - 1], [text[begin], *text[:2]][: size - 1])
+            target.step([first], [tree], [size // 2])
+        first.commit(Verdict((0, 1), tuple(text[begin : begin + 2]), 1))
+        rows = target.step([first], [TokenTree.root(first.tokens[-1])])[0].logits
+        return right and not differ(rows, own[begin + 1 : begin + 2])
+    except LeapaheadError:  # llama.cpp has noticed a state that is not where it should be
+        return False
+    finally:
+        for session in sessions:
+            session.close()
+
+
+def _step_is_right(
+    target: TestedTarget,
+    sessions: Sequence[Session],
+    step: Sequence[tuple[int, int]],
+    text: Sequence[int],
+    own: FloatArray,
+) -> bool:
+    """Drafts tokens of the text and then wrong ones, commits the former, and compares their logits."""
+    begins = [len(session.tokens) for session in sessions]
+    trees = [
+        TokenTree.chain(text[begin - 1], [*text[begin : begin + right], *text[:wrong]])
+        for begin, (right, wrong) in zip(begins, step, strict=False)
+    ]
+    rows = [choices.logits for choices in target.step(sessions, trees)]
+    for session, begin, (right, _) in zip(sessions, begins, step, strict=False):
+        session.commit(Verdict(tuple(range(right + 1)), tuple(text[begin : begin + right + 1]), right))
+    return not any(
+        differ(each[: right + 1], own[begin - 1 : begin + right])
+        for each, begin, (right, _) in zip(rows, begins, step, strict=False)
+    )
+
+
 def reads_in_chunks(target: TestedTarget) -> bool:
     """Whether a prompt that is read at once leaves the same state as one that is read token by token."""
     tokens = _ordinary_tokens(target, 4)
@@ -63,6 +128,15 @@ def reads_in_chunks(target: TestedTarget) -> bool:
     row = target.step([session], [TokenTree.root(tokens[-1])])[0].logits
     session.close()
     return not differ(row, _own_logits(target, tokens)[-1:])
+
+
+def gives_logits_with_hidden_states(target: TestedTarget) -> bool:
+    """Whether a forward that gives hidden states gives the logits too; LFM2's leaves them out."""
+    tokens = _ordinary_tokens(target, 2)
+    session = target.open(tokens[:1], SamplingParams())
+    row = target.step([session], [TokenTree.root(tokens[0])], capture=Capture(hidden=(-1,)))[0].logits
+    session.close()
+    return not differ(row, _own_logits(target, tokens[:1]))
 
 
 def differ(here: npt.NDArray[Any], there: npt.NDArray[Any]) -> bool:

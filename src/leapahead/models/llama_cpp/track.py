@@ -43,20 +43,33 @@ class Track:
     """
 
     def __init__(self, context: Context, new_id: NewId, main: int) -> None:
-        self.context, self._new_id = context, new_id
-        self.main, self.length = main, 0
+        self.context, self._new_id, self.main = context, new_id, main
         self.copies: dict[int, int] = {}
+        self.prompt, self.reserve = 0, 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.length = 0
         self.tree: TokenTree | None = None
         self.leaf_ids: list[tuple[int, int]] = []
-        self.prompt, self.reserve = 0, 0
         self.top_k: TopK | None = None
         self.parent: Track | None = None
         self.shared = 0
+
+    def empty(self) -> None:
+        """Frees all cells; what was shared must have been handed over. The ids stay."""
+        self._reset()
+        for each in (self.main, *self.copies):
+            self.context.remove(each)
+        self.copies = dict.fromkeys(self.copies, 0)
 
     @property
     def cells(self) -> int:
         """Cells that it takes now, with those of a tree that waits for its commit and of a prompt still to be read."""
         return max(self.length + (len(self.tree) if self.tree is not None else 0), self.prompt)
+
+    def keep(self, num_computed: int) -> None:
+        """Makes ready for discarding nodes of the next forward, where that needs anything. Called before `place`."""
 
     def place(self, tree: TokenTree, num_computed: int = 0) -> list[list[int]]:
         """The ids of every node behind the first `num_computed`, those of its first leaf first."""
