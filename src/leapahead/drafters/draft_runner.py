@@ -170,7 +170,7 @@ class DraftRunner:
         elif len(self.tokens) + 1 >= info.context_length:
             self.fail(f"the context of {info.context_length} tokens of {info.name} is full")
         else:
-            self._catch_up(session, min(LONGEST_CHAIN, self.target.max_nodes // 2))
+            self._catch_up(session, max(1, min(LONGEST_CHAIN, self.target.max_nodes // 2)))
         if self.failed:
             return False
         known = len(session.tokens)

@@ -168,7 +168,7 @@ class ReplayExecutor(MaskedExecutor):
         """Reads the tokens that would be replayed, and nothing else."""
         tokens = row.tokens[row.length : row.length + row.replay]
         batch = self.ready([row], [TokenTree.chain(tokens[0], tokens[1:])])
-        self.call(self.model, batch, **dict.fromkeys(self.few_logits, 1))
+        self.call(self.model, batch, (), **dict.fromkeys(self.few_logits, 1))
         self.cache.settle(row, len(tokens))
 
     def call(self, model: Any, batch: Batch, layers: Layers = (), **options: Any) -> Outputs:
