@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, BY_NAME, FAST, VOCABULARY
-from helpers import RandomTrees, Scattered, attached
+from helpers import NoisyChain, RandomTrees, Scattered, attached
 
 from leapahead import Engine, Request, drafters
 from leapahead.core.errors import BadParameter, Refused
@@ -35,20 +35,6 @@ PARAMS = {
     "greedy": SamplingParams(),
     "sampled": SamplingParams(temperature=1.0, top_k=40, seed=11),
 }
-
-
-class NoisyChain(SequenceDrafter):
-    """The right text as a chain, a token in three wrong."""
-
-    name: ClassVar[str] = "noisy_chain"
-
-    def __init__(self, text: Sequence[int], seed: int = 0) -> None:
-        self.text, self.rng = list(text), np.random.default_rng(seed)
-
-    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
-        right = self.text[len(sequence.tokens) :][: min(4, budget.depth)]
-        drafted = [t if self.rng.random() < 2 / 3 else int(self.rng.integers(sequence.vocab_size)) for t in right]
-        return Proposal(TokenTree.chain(sequence.root, drafted))
 
 
 @cache
