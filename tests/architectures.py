@@ -102,6 +102,7 @@ class Architecture:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
         return sharpen(model).to(dtype)
 
+
 def sharpen(model: Any) -> Any:
     """The model with matrices whose logits are not flat."""
     with torch.no_grad():

@@ -38,9 +38,7 @@ def texts(target: TransformersTarget, kind: Callable[[Sequence[int], int], Any],
     target.forget()
     engine, found = Engine(target), []
     for some in ((0, 1), (1,)):
-        handles = [
-            engine.submit(Request(PROMPTS[i], attached(engine, kind(known[i], i)), stop=STOP)) for i in some
-        ]
+        handles = [engine.submit(Request(PROMPTS[i], attached(engine, kind(known[i], i)), stop=STOP)) for i in some]
         engine.run(handles)
         found += [[*PROMPTS[i], *handle.tokens] for i, handle in zip(some, handles, strict=True)]
     return found
@@ -78,7 +76,10 @@ def not_restored(self: StatefulCache, row: StatefulRow, count: int) -> None:
 
 def fill_kept(self: StatefulCache, row: StatefulRow, count: int) -> None:
     """Whatever follows the committed tokens in the forward, rejected or filled up, stays in the states."""
-    row.length, row.states = row.length + row.replay + count, States(row.length + row.replay + count, row.pending_states)
+    row.length, row.states = (
+        row.length + row.replay + count,
+        States(row.length + row.replay + count, row.pending_states),
+    )
     row.replay = 0
     self.discard(row)
 
@@ -187,7 +188,7 @@ def test_right_states_are_far_from_the_limit(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])
 def test_time_steps_that_are_bounded_in_forwards_of_several_tokens_only(name: str, dtype: str) -> None:
-    """Such models decode plainly, in half precision too, where rounding hides it; without the bound they take chains."""
+    """Such models decode plainly, even where rounding hides the difference; without the bound they take chains."""
     model = BY_NAME[name].build(DTYPES[dtype])
     target = TransformersTarget(model)
     assert CHAIN not in target.info.capabilities

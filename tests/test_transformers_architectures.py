@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +19,10 @@ from leapahead import Engine, Request, drafters
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
-from leapahead.core.tree import Budget, TokenTree
+from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.drafters.base import SequenceDrafter
 from leapahead.models.base import CHAIN, TOP_K, TREE, read_prompt
 from leapahead.models.transformers.model import TransformersTarget
-from leapahead.planner.draft import Proposal, SequenceView
 
 NAMES = [each.name for each in ARCHITECTURES]
 SOME = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NAMES]

@@ -162,7 +162,7 @@ def _model(source: str, dtype: str | torch.dtype, device: torch.device, options:
 
 
 def _auto_class(config: Any) -> Any:
-    """What loads a model of this configuration: a multimodal one that has no class for its text part is loaded whole."""
+    """What loads a model of this configuration: a multimodal one without a class for its text part is loaded whole."""
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM
     if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
