@@ -76,11 +76,8 @@ def not_restored(self: StatefulCache, row: StatefulRow, count: int) -> None:
 
 def fill_kept(self: StatefulCache, row: StatefulRow, count: int) -> None:
     """Whatever follows the committed tokens in the forward, rejected or filled up, stays in the states."""
-    row.length, row.states = (
-        row.length + row.replay + count,
-        States(row.length + row.replay + count, row.pending_states),
-    )
-    row.replay = 0
+    row.length += row.replay + count
+    row.states, row.replay = States(row.length, row.pending_states), 0
     self.discard(row)
 
 
@@ -153,6 +150,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 EMPTY_START = ("zamba", "mamba", "falcon_mamba", "jamba")  # Mamba-1: they ignore the state in a forward of several
 REPLAYING = [each.name for each in ARCHITECTURES if each.expect == "replay"]
 SEEDS = range(5)
+FLOAT32 = ("xlstm", "inkling2")  # their own code, or what is left of it without kept float32 modules, needs it
 
 
 def state_distance(name: str, dtype: torch.dtype, seed: int) -> float:
@@ -181,6 +179,8 @@ def test_a_forward_that_begins_with_an_empty_state_is_found_with_margin(name: st
     "name", [pytest.param(name, marks=() if name in FAMILIES[:3] else pytest.mark.slow) for name in REPLAYING]
 )
 def test_right_states_are_far_from_the_limit(name: str, dtype: str) -> None:
+    if name in FLOAT32 and dtype != "float32":
+        pytest.skip("the tiny model does not run in half precision")
     for seed in SEEDS:
         assert state_distance(name, DTYPES[dtype], seed) < (1e-5 if dtype == "float32" else statetest.CEILING / 5)
 

@@ -16,7 +16,7 @@ one length are one forward, after which nothing is left to replay.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import count, takewhile
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,7 +174,12 @@ class ReplayExecutor(MaskedExecutor):
 
     def _states(self, places: Iterable[Place]) -> list[Tensor]:
         """As many of them as there are; none at the beginning of a text."""
-        return list(takewhile(lambda state: state is not None, map(self.cache.get, places)))
+        found: list[Tensor] = []
+        for place in places:
+            if (state := self.cache.get(place)) is None:
+                break
+            found.append(state)
+        return found
 
     def masks(self, batch: Batch) -> Any:
         """Layers that keep a state need none, since what fills a row up enters no state that is kept."""
