@@ -23,6 +23,7 @@ COMMANDS = {  # name -> where it is, and what it does
     "sampling": ("research.sampling:main", "Measure the time of choosing a token."),
     "regret": ("research.regret:main", "Measure the regret of planning where the latency profile is wrong."),
     "standin": ("research.standin:main", "Write a stand-in model: a small model's text at a larger one's cost."),
+    "hybrid-gguf": ("research.hybrid_gguf:main", "Write a stand-in in a hybrid's shapes as a GGUF file."),
     "llama-bench": ("research.llama_bench:main", "Compare the llama.cpp target with llama.cpp's own programs."),
     "cost": ("research.commands:cost", "Draw the latency profile."),
     "compression": ("research.commands:compression", "Draw lookahead's step compression."),

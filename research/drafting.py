@@ -85,8 +85,8 @@ class Timed(Planned):
         self.charge("begin the searches")
         take_all(searches, self.nodes)
         self.charge("search")
-        for at, each in enumerate(drafting):
-            each.search = searches[at]
+        for each in drafting:
+            each.asked = True
         found = [search.proposal() for search in searches.values()]
         self.charge("make the trees")
         return found
@@ -101,12 +101,9 @@ class Timed(Planned):
             return
         for sequence, step in zip(sequences, steps, strict=True):
             drafting = self._sequences[sequence]
-            for source in drafting.sources:
-                source.observe(sequence, step)
-                self.charge(f"observe: {source.name}")
             if drafting.search is not None:
-                drafting.search.learn(step)
-            self.charge("learn the estimates")
+                drafting.search.observe(step)
+        self.charge("observe")
 
 
 def toy_table(target: ToyTarget) -> TokenTable:

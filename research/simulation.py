@@ -204,7 +204,7 @@ class Target:
 class Session:
     """A text in the making."""
 
-    unread = 0
+    unread = replay = 0
 
     def __init__(self, tokens: list[int], params: SamplingParams) -> None:
         self.tokens, self.sampler = tokens, Sampler(params, tokens, VOCABULARY)

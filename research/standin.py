@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from leapahead.cli import screen
 from leapahead.cli.command import Command
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.models import loading
-from research.widening import Planned, Shapes, Widening, kv_parts, residual
+from research import hybrid
+from research.widening import Planned, Recurrent, Shapes, Widening, kv_parts, residual
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BUNDLED = "leapahead's bundled model"
@@ -49,6 +50,21 @@ COSTS = {
     "1b": Shapes(2048, 8192, 16, 32, 8, 64, 128256, "config.json of meta-llama/Llama-3.2-1B"),
     "3b": Shapes(3072, 8192, 28, 24, 8, 128, 128256, "config.json of meta-llama/Llama-3.2-3B"),
     "7b": Shapes(4096, 11008, 32, 32, 32, 128, 32000, "config.json of meta-llama/Llama-2-7b-hf"),
+    # No such model is published: SmolLM2-135M in the manner of the next, with as many parameters and fewer layers.
+    "hybrid-135m": Shapes(
+        576,
+        1536,
+        23,
+        9,
+        3,
+        64,
+        49152,
+        "config.json of HuggingFaceTB/SmolLM2-135M, with recurrent layers as in ibm-granite/granite-4.0-h-350m",
+        Recurrent(3, 36, 32, 128),
+    ),
+    "hybrid-350m": Shapes(
+        768, 2048, 32, 12, 4, 64, 100352, "config.json of ibm-granite/granite-4.0-h-350m", Recurrent(4, 48, 32, 128)
+    ),
 }
 
 
@@ -83,6 +99,8 @@ def standin(
 ) -> StandIn:
     """Writes a stand-in: the logits of `source`, up to rounding, in the shapes of `cost`.
 
+    A hybrid's differ from those of `source` by what its recurrent layers add, see `research.hybrid`.
+
     Args:
         source: folder of a Llama in safetensors; None for the bundled one. Weights that `dtype` cannot hold are
             rounded, and then it is the rounded source whose logits the stand-in has.
@@ -102,13 +120,12 @@ def standin(
     weights = _Weights(Path(loading.bundled()), BUNDLED) if source is None else _Weights(Path(source))
     small = weights.shapes
     _check_fit(weights, real, cost if isinstance(cost, str) else "the cost")
-    head_layers = round((real.vocab - small.vocab) * real.hidden / real.layer)
-    shapes = replace(real, layers=max(small.layers, real.layers + head_layers), vocab=small.vocab, source=small.source)
-
-    plan = list(Widening(small, shapes, weights.tied, seed).plan())
+    shapes = real.holding(small)
+    widening = hybrid.HybridWidening if shapes.recurrent else Widening
+    plan = list(widening(small, shapes, weights.tied, seed).plan())
     size = sum(tensor.count for tensor in plan) * DTYPES[dtype].itemsize
     out = Path(out)
-    weights.check(tensor.origin for tensor in plan)
+    weights.check(origin for tensor in plan for origin in tensor.origins)
     _make_folder(out, size)
     _write_weights(out, plan, weights, DTYPES[dtype], progress or (lambda what, done, total: None))
     result = StandIn(out, shapes, real, size)
@@ -127,6 +144,8 @@ def standin(
         "rms_norm_eps": weights.eps * residual(small.hidden, shapes.hidden)[1] ** 2,
         "torch_dtype": dtype,
     }
+    if shapes.recurrent:
+        config |= hybrid.config(shapes)
     config.pop("dtype", None)  # the new name of torch_dtype, which everyone reads
     # Last, so that a folder that was left half written does not look like a model.
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -209,6 +228,7 @@ def _check_fit(weights: _Weights, real: Shapes, name: str) -> None:
     for what, have, room in (
         ("hidden size", small.hidden, real.hidden),
         ("intermediate size", small.intermediate, real.intermediate),
+        # the layers with attention of a hybrid become as many as the source needs
         ("number of layers", small.layers, real.layers),
         ("head dimension", small.head_dim, real.head_dim),
     ):
@@ -258,8 +278,9 @@ def _write_weights(
         tensors: dict[str, Tensor] = {}
         for tensor in shard:
             progress(f"writing {name}", done, len(plan))
-            tensors[tensor.name] = made = tensor.make(weights[tensor.origin]).to(dtype).contiguous()
+            made = tensor.make(*(weights[origin] for origin in tensor.origins))
             assert made.shape == tensor.shape, (tensor.name, made.shape)
+            tensors[tensor.name] = made.to(dtype).contiguous()
             where[tensor.name] = name
             done += 1
         save_file(tensors, out / name, metadata={"format": "pt"})
@@ -273,6 +294,12 @@ def _write_weights(
 def _card(made: StandIn, dtype: str, seed: int) -> str:
     shapes, real = made.shapes, made.real
     heads = [f"{model.heads}, {model.kv_heads}, {model.head_dim}" for model in (shapes, real)]
+    rest = "All that\nis not the source's is multiplied by zero before it reaches the logits."
+    if own := shapes.recurrent:
+        rest = (
+            f"The\nrecurrent layers (Mamba-2: {own.heads} heads of {own.head_dim}, state {own.state}) are random and "
+            "change the logits a little; all else that\nis not the source's is multiplied by zero."
+        )
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -288,7 +315,7 @@ the speed of decoding, and for nothing else.
 | | this model | the model it stands in for |
 | --- | ---: | ---: |
 | Shapes from | | {real.source} |
-| Layers | {shapes.layers} | {real.layers} |
+| Layers | {_layers(shapes)} | {_layers(real)} |
 | Hidden size | {shapes.hidden} | {real.hidden} |
 | Intermediate size | {shapes.intermediate} | {real.intermediate} |
 | Heads, key-value heads, head dimension | {heads[0]} | {heads[1]} |
@@ -296,11 +323,14 @@ the speed of decoding, and for nothing else.
 | Parameters read per token | {shapes.per_token:,} | {real.per_token:,} |
 
 The vocabulary is the source's; {made.head_layers} layers make up for the difference in the head. Parameters read per
-token are all but the embedding, of which one row is read. Weights are {dtype}, random numbers of seed {seed}. All that
-is not the source's is multiplied by zero before it reaches the logits.
+token are all but the embedding, of which one row is read. Weights are {dtype}, random numbers of seed {seed}. {rest}
 
 The source's licence applies. Made by `python -m research standin`.
 """
+
+
+def _layers(shapes: Shapes) -> str:
+    return f"{shapes.layers}, {shapes.attention} with attention" if shapes.recurrent else f"{shapes.layers}"
 
 
 def _json(file: Path, problem: str) -> dict[str, Any]:
@@ -326,12 +356,18 @@ def main(source: str | None, cost: str, out: Path, dtype: str, seed: int) -> Non
 
     The logits are those of the small model, up to rounding; the shapes are those of SmolLM2-135M or -360M, Llama 3.2 1B
     or 3B, or Llama 2 7B. The vocabulary stays the small model's; extra layers make up for the smaller output head.
+
+    hybrid-350m has the shapes of Granite 4.0 H 350M, with attention in a few layers and a recurrent state in the
+    others, and hybrid-135m those of SmolLM2-135M with such layers. The state changes the logits by about 0.2 % of
+    their spread. `python -m research hybrid-gguf` writes them for llama.cpp.
     """
     with screen.progress("reading") as progress:
         made = standin(source, cost, out, dtype=dtype, seed=seed, progress=progress)
     real = made.real
     click.echo(
-        f"{out}: {made.shapes.layers} layers, {made.head_layers} of them in place of the larger vocabulary's head; "
+        f"{out}: {made.shapes.layers} layers, "
+        + (f"{made.shapes.attention} of them with attention, " if made.shapes.recurrent else "")
+        + f"{made.head_layers} of them in place of the larger vocabulary's head; "
         f"{made.shapes.per_token / 1e6:.1f} million parameters read per token "
         f"({made.shapes.per_token / real.per_token - 1:+.1%} compared with the real model's "
         f"{real.per_token / 1e6:.1f}); {made.weights / 1e9:.2f} GB"

@@ -50,11 +50,41 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Recurrent:
+    """The recurrent layers of a hybrid: Mamba-2 layers, which take the place of attention in most layers.
+
+    Attributes:
+        attention: number of layers with attention; all others are recurrent.
+        heads, head_dim, state: a recurrent layer's state has heads x head_dim x state numbers.
+        kernel: width of the convolution.
+        chunk: tokens that Transformers computes at a time. It pads to whole chunks, so that with the 256 of published
+            configs two tokens cost as much as 256, many times a token's; it changes the result by rounding only.
+    """
+
+    attention: int
+    heads: int
+    head_dim: int
+    state: int
+    kernel: int = 4
+    chunk: int = 16
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: inputs, B and C, in one group."""
+        return self.inner + 2 * self.state
+
+
+@dataclass(frozen=True)
 class Shapes:
-    """The shapes of a Llama, which determine its cost.
+    """The shapes of a Llama or of a hybrid, which determine its cost.
 
     Attributes:
         source: origin of the numbers.
+        recurrent: None for a Llama.
     """
 
     hidden: int
@@ -65,17 +95,41 @@ class Shapes:
     head_dim: int
     vocab: int
     source: str
+    recurrent: Recurrent | None = None
+
+    @property
+    def attention(self) -> int:
+        """Number of layers with attention."""
+        return self.recurrent.attention if self.recurrent else self.layers
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer."""
+        """Parameters of one layer with attention."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
 
     @property
+    def recurrent_layer(self) -> int:
+        """Parameters of one recurrent layer, or of one layer where there is none."""
+        if not (own := self.recurrent):
+            return self.layer
+        mixer = self.hidden * (own.inner + own.convolved + own.heads) + own.inner * self.hidden
+        small = (own.kernel + 1) * own.convolved + 3 * own.heads + own.inner
+        return mixer + small + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
     def per_token(self) -> int:
         """Parameters that a forward of one token reads: all but the embedding, of which it reads one row."""
-        return self.layers * self.layer + (self.vocab + 2) * self.hidden
+        recurrent = (self.layers - self.attention) * self.recurrent_layer
+        return self.attention * self.layer + recurrent + (self.vocab + 2) * self.hidden
+
+    def holding(self, small: Shapes) -> Shapes:
+        """The shapes of a stand-in: the vocabulary of `small`, room for its layers, parameters per token as here."""
+        own = self.recurrent and replace(self.recurrent, attention=max(small.layers, self.attention))
+        least = replace(self, layers=small.layers, vocab=small.vocab, source=small.source, recurrent=own)
+        least = replace(least, layers=own.attention + 1) if own else least
+        more = round((self.per_token - least.per_token) / self.recurrent_layer)
+        return replace(least, layers=least.layers + max(0, more))
 
 
 @dataclass(frozen=True)
@@ -99,12 +153,12 @@ class Slots:
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to be written: its name and shape, the name of the source's tensor, and the function that makes it."""
+    """A tensor to be written: its name and shape, the names of the source's tensors, and what makes it of them."""
 
     name: str
     shape: tuple[int, ...]
-    origin: str
-    make: Callable[[Tensor], Tensor]
+    origins: tuple[str, ...]
+    make: Callable[..., Tensor]
 
     @property
     def count(self) -> int:
@@ -127,12 +181,13 @@ class Widening:
         self.queries, self.keys = _heads(small, large)
         self.units = Slots(torch.arange(small.intermediate), torch.arange(small.intermediate), large.intermediate)
         self.tokens = Slots(torch.arange(small.vocab), torch.arange(small.vocab), large.vocab)
+        self.attention = spread(large.attention, large.layers)
         self.generator = torch.Generator().manual_seed(seed)
 
     def plan(self) -> Iterator[Planned]:
         """All tensors, in the order of the forward."""
         yield self._planned("model.embed_tokens", lambda w: self._writes(w.T, self.tokens).T, self.large.vocab)
-        place = {(i + 1) * self.large.layers // self.small.layers - 1 for i in range(self.small.layers)}
+        place = {self.attention[i] for i in spread(self.small.layers, self.large.attention)}
         origin = 0  # the random numbers of a layer that adds zero follow the next source layer's
         for layer in range(self.large.layers):
             yield from self._layer(layer, origin, filled=layer in place)
@@ -168,7 +223,7 @@ class Widening:
     ) -> Planned:
         """A tensor made from the source's `origin` (`name` by default): a matrix if `rows` is given, with D columns."""
         shape = (self.large.hidden,) if rows is None else (rows, columns or self.large.hidden)
-        return Planned(f"{name}.weight", shape, f"{origin or name}.weight", make)
+        return Planned(f"{name}.weight", shape, (f"{origin or name}.weight",), make)
 
     def _norm(self, weight: Tensor) -> Tensor:
         """[d] -> [D], zero for entries that must not be read."""
@@ -196,9 +251,15 @@ class Widening:
 
     def _writes(self, weight: Tensor, slots: Slots) -> Tensor:
         """A matrix that writes to the residual, [d, n] -> [D, size]."""
+        narrow = torch.zeros(weight.shape[0], slots.size)
+        narrow[:, slots.place] = weight[:, slots.origin]
+        return self._copied(narrow)
+
+    def _copied(self, weight: Tensor) -> Tensor:
+        """[d, n] -> [D, n]: the source's entries of the residual, and their copy."""
         d = weight.shape[0]
-        wide = torch.zeros(self.large.hidden, slots.size)
-        wide[:d, slots.place] = weight[:, slots.origin]
+        wide = torch.zeros(self.large.hidden, weight.shape[1])
+        wide[:d] = weight
         if self.copy:
             wide[d : 2 * d] = wide[:d] * self.copy
         return wide
@@ -212,6 +273,11 @@ def residual(d: int, wide: int) -> tuple[float, float]:
     if excess > 1 and wide < 2 * d:
         return 0.0, math.sqrt(d / wide)
     return math.sqrt(excess - 1), norm_scale
+
+
+def spread(count: int, places: int) -> list[int]:
+    """Evenly, each after its share of the other places."""
+    return [(i + 1) * places // count - 1 for i in range(count)]
 
 
 def _heads(small: Shapes, large: Shapes) -> tuple[Slots, Slots]:

@@ -27,7 +27,7 @@ from leapahead.models.toy import ToyTarget
 from leapahead.planner.acceptance import AcceptanceTable, priors
 from leapahead.planner.compiled import CompiledSearch, CompiledTable, search_class
 from leapahead.planner.draft import SequenceView
-from leapahead.planner.sizing import best_sizes
+from leapahead.planner.sizing import Ahead, best_sizes
 from leapahead.planner.source import Source
 from leapahead.planner.tree_search import TreeSearch
 
@@ -115,14 +115,18 @@ def test_proposals_are_equal_with_any_options(
     st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=5), min_size=1, max_size=4),
     st.lists(st.floats(0.1, 3.0), min_size=1, max_size=40),
     st.booleans(),
-    st.integers(0, 3),
+    st.lists(st.integers(1, 4), max_size=3),
+    st.lists(st.integers(0, 4), min_size=4, max_size=4),
+    st.booleans(),
     st.floats(0.0, 0.5),
 )
 def test_sizes_are_equal(
     known: list[list[tuple[int, int]]],
     times: list[float],
     padded: bool,
-    others: int,
+    others: list[int],
+    replay: list[int],
+    replays: bool,
     per_node: float,
 ) -> None:
     """Searches whose only source is a suffix automaton, planned with any times."""
@@ -136,21 +140,24 @@ def test_sizes_are_equal(
             table = kind(*priors())
             found.append(search_class(table)(view, [source], table, Budget(6, 4, 3)))
     roots = len(known)
-    sequences = roots + others
+    sequences = roots + len(others)
+    ahead = Ahead([again if replays else 0 for again in replay[:roots]], sum(others), max(others, default=1), replays)
     sizes = [1, 2, 3, 5, 8, 12, 16, 32]
 
     def seconds(rows: int) -> float:
-        total = sequences * (rows // roots) if padded else rows + others
-        return times[total] if total < len(times) else float("inf")
+        return times[rows] if rows < len(times) else float("inf")
 
     def drafting(nodes: int) -> float:
         return 0.01 + (0.03 if nodes else 0.0) + (0.02 + per_node * nodes)
 
-    if seconds(roots) == float("inf"):
+    first = sequences * max(1, *ahead.replay) if padded else roots + sum(ahead.replay)
+    if seconds(first + ahead.others) == float("inf"):
         return
-    expected = best_sizes(searches[0], seconds, sizes, drafting, padded=padded, others=others)
+    expected = best_sizes(searches[0], seconds, sizes, drafting, padded=padded, sequences=sequences, ahead=ahead)
     compiled = [search.compiled for search in searches[1] if isinstance(search, CompiledSearch)]
-    found = native.module.best_sizes(compiled, times, sizes, sequences, padded, 0.01, 0.03, 0.02, per_node)
+    found = native.module.best_sizes(
+        compiled, times, sizes, ahead.replay, sequences, *ahead[1:], padded, 0.01, 0.03, 0.02, per_node
+    )
     assert found == expected
     assert [search.expected for search in searches[1]] == [search.expected for search in searches[0]]
 

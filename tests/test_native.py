@@ -50,9 +50,27 @@ def test_an_automaton_refuses_states_that_it_does_not_have() -> None:
         automaton.followers(1, 4)
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.lists(st.integers(0, 4000), max_size=20))
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.lists(st.integers(0, 4000), max_size=40))
 def test_the_words_of_the_noise_are_those_of_numpy(seed: int, position: int, tokens: list[int]) -> None:
     generator = np.random.Philox(key=np.array([seed, position], dtype=np.uint64))
     whole = generator.random_raw(2001).astype("<u8").view("<u4")
     found = native.module.words(seed, position, np.array(tokens, dtype=np.int64))
     assert found.tolist() == whole[tokens].tolist()
+
+
+@pytest.mark.parametrize("k", [1, 8, 40])
+def test_recycling_keeps_log_probabilities(k: int) -> None:
+    rng = np.random.default_rng(k)
+    logits = -np.sort(rng.exponential(9.0, (3, k)), axis=1)
+    logits[1, -1] -= 2000.0
+    following = np.array([rng.permutation(k) for _ in logits])
+    shared = native.module.Adjacency(100)
+    native.module.Recycling(k, 4, shared).read_rows([5, 6, 7], following, logits)
+    for row, context in enumerate([(5,), (5, 6), (6, 7)]):
+        found = shared.get(context)
+        assert found is not None
+        (tokens, logp), length = found
+        assert length == len(context)
+        assert tokens.tolist() == following[row].tolist()
+        expected = logits[row] - logits[row, 0]
+        np.testing.assert_allclose(logp, expected - np.log(np.exp(expected).sum()), rtol=1e-6, atol=1e-7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from leapahead.planner.acceptance import AcceptanceTable
 from leapahead.planner.compiled import sizes_that_pay
 from leapahead.planner.draft import SequenceView, Step
 from leapahead.planner.profile import DraftingTime
-from leapahead.planner.sizing import StepPlan, best_sizes
+from leapahead.planner.sizing import Ahead, StepPlan, best_sizes
 from leapahead.planner.source import Candidate, Source
 from leapahead.planner.tree_search import TreeSearch
 
@@ -112,14 +113,41 @@ def test_a_batch_gets_the_likeliest_nodes_whosever_they_are() -> None:
 
 def test_sequences_that_draft_nothing_commit_a_token_each() -> None:
     """A node of 0.6 tokens that makes a step 1.3 times longer pays in a step of one token, not in one of four."""
-    kept = [best_sizes([search(CHANCES)], lambda n: 1.3 if n > 1 else 1.0, [], others=others) for others in (0, 3)]
+    kept = []
+    for others in (0, 3):
+        plain = 1 + others
+        seconds = partial(lambda plain, n: 1.3 if n > plain else 1.0, plain)
+        kept.append(best_sizes([search(CHANCES)], seconds, [], sequences=plain))
     assert kept[0][0] > 1
     assert kept[1] == [1]
 
 
+def test_a_chain_that_may_be_read_again_must_pay_for_it() -> None:
+    """A node of 0.6 tokens: of ten steps four are followed by one with a replayed root, which costs half a row more."""
+
+    def seconds(rows: int) -> float:
+        return 0.5 + 0.5 * rows
+
+    assert best_sizes([search(CHANCES)], seconds, [], ahead=Ahead([0])) == [2]
+    assert best_sizes([search(CHANCES)], seconds, [], ahead=Ahead([0], replays=True)) == [1]
+
+
+def test_replayed_tokens_take_rows() -> None:
+    """Three rows are as cheap as one: two nodes fit beside a root, and none beside a root and two replayed tokens."""
+
+    def seconds(rows: int) -> float:
+        return 1.0 if rows <= 3 else 9.0
+
+    assert [best_sizes([search(CHANCES)], seconds, [], ahead=Ahead([ahead])) for ahead in (0, 2)] == [[3], [1]]
+    plan = StepPlan(3, False, FixedLatency(ToyTarget(), {1: 1.0}), DraftingTime(), replays=True, replay=(0, 2, 1))
+    assert plan.rows({0: 4}) == 4 + 3 + 2
+    assert plan._replace(padded=True).rows({0: 4}) == 3 * 4
+    assert plan.ahead([0]) == Ahead([0], 3 + 2, 3, True)
+
+
 def test_the_first_drafted_step_after_a_plain_one_pays_for_the_change() -> None:
     latency = FixedLatency(ToyTarget(), {1: 1.0, 2: 1.3, 3: 9.0})
-    plans = [StepPlan(1, False, latency, DraftingTime(), resizing) for resizing in (0.0, 0.4)]
+    plans = [StepPlan(1, False, latency, DraftingTime(), resizing, replay=(0,)) for resizing in (0.0, 0.4)]
     assert [sizes_that_pay({0: search(CHANCES)}, plan, 0.0) for plan in plans] == [{0: 2}, {0: 1}]
 
 

@@ -1,4 +1,4 @@
-"""Models with recurrent layers that take chains: the text is plain decoding's, whatever is drafted or interrupted.
+"""Models with recurrent layers that take chains: whatever is drafted, reused or interrupted, the text stays the same.
 
 Every family whose drafts are read again after a rejection; three of them are fast: one with a gated delta rule, one
 with Mamba-2, and RWKV, which takes its states as a list.
@@ -70,7 +70,7 @@ def plain(name: str, prompt: tuple[int, ...], params: SamplingParams = GREEDY, l
 def drafted(
     target: TransformersTarget, made: Sequence[Any], params: Sequence[SamplingParams], first: int
 ) -> tuple[list[list[int]], list[Any]]:
-    """`PROMPTS` decoded together, `first` of them at once, the others some steps later each; prompts in chunks."""
+    """`PROMPTS` decoded together, `first` of them at once, each of the others some steps later; prompts in chunks."""
     engine = Engine(target, max_batch=4, prefill_chunk=8)
     requests = [request(engine, *each) for each in zip(PROMPTS, made, params, strict=False)]
     handles = [engine.submit(each) for each in requests[:first]]
@@ -246,7 +246,7 @@ def kept_of(session: Any) -> tuple[int, int, dict[Any, torch.Tensor]]:
     return row.length, row.replay, states
 
 
-# ------------------------------------------------------------------------------------------ draft models and captures
+# ------------------------------------------------------------------------------------ draft models and what is captured
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -272,7 +272,7 @@ def test_as_a_draft_model_and_with_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_captures_are_those_of_the_model(name: str) -> None:
-    """Hidden states of all layers, logits, top-k tokens: of prompts in chunks, and of chains behind replayed tokens."""
+    """Hidden states of all layers, logits, top-k tokens; of prompts in chunks, and of chains behind replayed tokens."""
     target, rng = target_of(name), np.random.default_rng(1)
     target.forget()
     layers = tuple(range(target.info.layers + 1))

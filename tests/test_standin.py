@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from leapahead import LLM
 from leapahead.bench import prompts
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.models import loading
+from research import hybrid, widening
 from research import standin as module
-from research import widening
 from research.cli import main as research
-from research.standin import COSTS, Shapes, standin
+from research.standin import COSTS, Recurrent, Shapes, standin
 
 TOKENS = torch.randint(0, 300, (3, 40), generator=torch.Generator().manual_seed(1))  # [texts, tokens]
 
@@ -198,6 +199,7 @@ def test_135m(tmp_path: Path) -> None:
         ("1b", 1_235_814_400),
         ("3b", 3_212_749_824),
         ("7b", 6_738_415_616 - 32000 * 4096),
+        ("hybrid-350m", 340_332_224),
     ],
 )
 def test_costs_are_those_of_the_published_models(cost: str, parameters: int) -> None:
@@ -280,6 +282,78 @@ def test_what_comes_with_it(tiny_folder: Path, tmp_path: Path) -> None:
     assert "This is source," in card
     assert str(tmp_path) not in card
     assert LLM(str(tmp_path / "out")).generate("def add(a, b):", max_new_tokens=8, ignore_eos=True).stats.committed == 8
+
+
+# --------------------------------------------------------------------------------------------------------- hybrids
+
+HYBRID = replace(shapes(hidden=96, heads=6, kv=3, layers=6), recurrent=Recurrent(1, 6, 32, 16))
+
+
+def test_a_hybrid_has_the_sources_logits(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly without what the recurrent layers add; nearly with it, in chunks as in steps."""
+    source = make()
+    made = standin(source, HYBRID, tmp_path / "out", dtype="float32")
+    assert (made.shapes.layers, made.shapes.attention) == (7, 2)  # attention in as many layers as the source has
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert model.config.layer_types == [
+        "full_attention" if layer in (2, 6) else "linear_attention" for layer in range(7)
+    ]
+    assert sum(p.numel() for p in model.parameters()) == made.shapes.per_token - made.shapes.hidden
+    assert made.shapes.per_token == pytest.approx(HYBRID.per_token, abs=HYBRID.recurrent_layer / 2)
+    ours, expected = logits(tmp_path / "out"), logits(source)
+    assert 1e-4 < (ours - expected).std() / expected.std() < 0.02
+    monkeypatch.setattr(hybrid, "SHARE", 0.0)
+    standin(source, HYBRID, tmp_path / "none", dtype="float32")
+    assert deviation(logits(tmp_path / "none"), logits(source)) < 1e-4
+
+
+@torch.no_grad()
+def test_the_state_of_a_hybrid_matters(make: Make, tmp_path: Path) -> None:
+    """That of one token before is wrong, and so is none. Over many tokens it neither grows nor vanishes."""
+    standin(make(), HYBRID, tmp_path / "out", dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    whole = model(TOKENS).logits[:, -1:]
+
+    def after(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
+        cache, late = (model(TOKENS[:, :-n], use_cache=True).past_key_values for n in (1, 2))
+        for ours, theirs in zip(cache.layers, late.layers, strict=True):
+            if hasattr(ours, "recurrent_states"):
+                state = ours.recurrent_states[0]
+                state.copy_(change(state, theirs.recurrent_states[0]))
+        return deviation(model(TOKENS[:, -1:], past_key_values=cache).logits, whole)
+
+    assert after(lambda state, late: state) < 1e-5
+    assert after(lambda state, late: late) > 1e-4
+    assert after(lambda state, late: state * 0) > 1e-4
+    cache = model(TOKENS.repeat(1, 100), use_cache=True).past_key_values
+    sizes = [
+        layer.recurrent_states[0].abs().max().item() for layer in cache.layers if hasattr(layer, "recurrent_states")
+    ]
+    assert all(0.01 < size < 100 for size in sizes)
+
+
+def test_a_hybrid_loads(tiny_folder: Path, tmp_path: Path) -> None:
+    """Here, and in llama.cpp, with the same logits."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    out, file = tmp_path / "out", tmp_path / "out.gguf"
+    standin(tiny_folder, replace(HYBRID, vocab=400), out, dtype="float32")
+    assert "7 layers" not in (out / "README.md").read_text()
+    assert LLM(str(out)).generate("def add(a, b):", max_new_tokens=8, ignore_eos=True).stats.committed == 8
+
+    def export(*args: str) -> Result:
+        return CliRunner(env={"COLUMNS": "120"}).invoke(research, ["hybrid-gguf", *args])
+
+    result = export(str(out), str(file), "--type", "f32")
+    assert (result.exit_code, result.stderr) == (0, "")
+    tokens = TOKENS[0].clamp(max=270)
+    model = llama_cpp.Llama(str(file), n_ctx=64, logits_all=True, type_k=0, type_v=0, verbose=False)
+    model.eval(tokens.tolist())
+    expected = logits(out, tokens[None])[0]
+    assert deviation(torch.tensor(model.scores[: len(tokens)]), expected) < 1e-4
+    model.close()
+
+    assert "exists" in export(str(out), str(file)).stderr
+    assert "use `leapahead export-gguf`" in export(str(tiny_folder), str(tmp_path / "llama.gguf")).stderr
 
 
 # ------------------------------------------------------------------------------------------------------- bad input

@@ -416,7 +416,7 @@ def test_prompts_are_read_in_chunks(name: str) -> None:
     assert run(target, prompt=PROMPT, prefill_chunk=5).tokens == expected
 
 
-@pytest.mark.parametrize("name", ["mamba", "qwen3_next"])
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
 def test_a_recurrent_prompt_is_read_at_once_with_logits_of_one_row(name: str) -> None:
     target = build(name)
     rows = list[int]()
@@ -950,7 +950,7 @@ def test_a_window_by_slots_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_window_that_is_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "patterns", lambda config: {"full_attention": families.Pattern()})
+    monkeypatch.setattr(families, "patterns", lambda config, recurrent=False: {"full_attention": families.Pattern()})
     narrow = replace(BY_NAME["mistral"], options={"sliding_window": 4}).build()
     assert TREE not in TransformersTarget(narrow).info.capabilities
     assert TREE in build("llama").info.capabilities

@@ -1,6 +1,6 @@
 """The compiled module, from src/native. Its classes and functions do what the Python code of the same name does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,16 +60,10 @@ class Adjacency:
     ) -> None: ...
 
 class Source:
-    """A source of the compiled search. States are numbers, valid until the next `root`; -1 is none."""
+    """A source of the compiled search, which makes it read the text and observe the steps."""
 
     @property
     def name(self) -> str: ...
-    def root(self) -> int: ...
-    def follow(self, state: int, token: int) -> int: ...
-    def candidates(self, state: int, limit: int) -> list[tuple[int, float, list[int]]]: ...
-    def seed_aware_candidates(
-        self, state: int, limit: int, seed: int, position: int, temperature: float
-    ) -> list[tuple[int, float, list[int]]]: ...
 
 class PythonSource(Source):
     """The adapter of a `leapahead.planner.source.Source` for one `SequenceView`."""
@@ -95,44 +89,19 @@ class Recycling(Source):
 
     def __init__(self, k: int, longest: int, shared: Adjacency | None) -> None: ...
     def __len__(self) -> int: ...
-    def set_end(self, last: list[int]) -> None: ...
     def read_rows(self, text: list[int], following: npt.NDArray[np.int64], logits: npt.NDArray[np.float64]) -> None:
         """Enters the rows of the last tokens of `text`."""
-    def observe(
-        self,
-        last: list[int],
-        tokens: list[int],
-        parents: list[int],
-        path: Sequence[int],
-        following: npt.NDArray[np.int64],
-        logits: npt.NDArray[np.float64],
-    ) -> None:
-        """Enters the rows of a step's nodes; `last` are the last tokens of the text up to the root."""
 
 class Siblings(Source):
     """`leapahead.drafters.sources.siblings.Siblings`."""
 
     def __init__(self, k: int) -> None: ...
     def __len__(self) -> int: ...
-    def set_end(self, length: int) -> None: ...
-    def age(self, length: int, position: int, depths: list[int]) -> bool:
-        """Called once a step; whether `observe` must be called."""
-    def observe(
-        self,
-        length: int,
-        position: int,
-        parents: list[int],
-        depths: list[int],
-        last: int,
-        following: npt.NDArray[np.int64],
-        logits: npt.NDArray[np.float64],
-    ) -> None: ...
 
 class TokenTable(Source):
     """`leapahead.drafters.sources.token_table.TableSource`; float16 log-probabilities are given by their bits."""
 
     def __init__(self, tokens: npt.NDArray[np.int32], logp: npt.NDArray[np.uint16]) -> None: ...
-    def set_end(self, token: int) -> None: ...
 
 class Search:
     """`leapahead.planner.tree_search.TreeSearch`. Modes: 0 greedy, 1 sampled, 2 unaware."""
@@ -141,16 +110,14 @@ class Search:
         self,
         sources: list[Source],
         table: AcceptanceTable,
-        correction: float,
-        nodes: int,
-        depth: int,
-        leaves: int,
         mode: int,
         seed: int,
-        position: int,
         temperature: float,
-        root: int,
-    ) -> None: ...
+        correction: float,
+    ) -> None:
+        """The correction's factor at the beginning; the search keeps it up to date itself."""
+    def begin(self, tokens: list[int], nodes: int, depth: int, leaves: int) -> None:
+        """Begins the search for the next tree of a text. Its sources read what is new in it."""
     def __len__(self) -> int: ...
     @property
     def bound(self) -> float: ...
@@ -160,18 +127,39 @@ class Search:
     def expected(self) -> list[float]: ...
     def take(self) -> bool: ...
     def take_all(self, nodes: int) -> int: ...
-    def learn(self, path: Sequence[int], tokens: Sequence[int]) -> list[tuple[float, bool]]:
-        """For each node of the path that has candidates: the sum of their p, and whether one was right."""
+    def observe(
+        self,
+        text: list[int],
+        position: int,
+        tokens: list[int],
+        parents: list[int],
+        path: tuple[int, ...],
+        committed: tuple[int, ...],
+        top_k: Callable[[int], tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]],
+    ) -> None:
+        """The sources, the estimates and the correction learn from a step.
+
+        Args:
+            text: with the committed tokens.
+            position: of the tree's root.
+            tokens, parents: of the tree.
+            path, committed: see `Verdict`.
+            top_k: gives the likeliest tokens after every node and their logits.
+        """
     def states(self, source: int) -> list[tuple[int, float, float]]: ...
-    def tree(self, size: int) -> tuple[list[int], list[int], list[int], tuple[str, ...], list[float]]:
-        """Tokens, parents, depths, names of sources and P of the first `size` nodes."""
+    def tree(self, size: int) -> tuple[list[int], list[int], list[int], tuple[str, ...], bytes]:
+        """Tokens, parents, depths, names of sources and P (float64, in memory) of the first `size` nodes."""
 
 def take_all(searches: list[Search], nodes: int) -> list[int]: ...
 def best_sizes(
     searches: list[Search],
     seconds: list[float],
     sizes: list[int],
+    replay: Sequence[int],
     sequences: int,
+    others: int,
+    longest: int,
+    replays: bool,
     padded: bool,
     spent: float,
     resizing: float,
@@ -184,7 +172,10 @@ def best_sizes(
         searches: with nothing taken.
         seconds: of a forward by its number of rows, all sequences together; larger ones are not possible.
         sizes: numbers of rows that are looked at ahead.
+        replay: of each tree the tokens that are replayed before its root.
         sequences: of the forward.
+        others, longest: rows of the sequences that draft nothing; the most of one of them.
+        replays: whether a draft that is not accepted whole is read again.
         padded: whether all sequences have as many rows as the longest.
         spent, resizing, base, per_node: seconds outside the forward: so far, if there are drafted nodes, always, and
             for each drafted node.

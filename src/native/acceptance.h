@@ -58,6 +58,10 @@ class AcceptanceTable {
     void set_prior(Key key, double estimate) { at(key).prior = estimate; }
     // Tells the processor that the estimate of a key will be asked for.
     void prefetch(Key key) const { leapahead::prefetch(&places_[hashed(key.bits()) & (places_.size() - 1)]); }
+    // Tells it that a trial of a key will be counted.
+    void prefetch_prefixes(Key key) const {
+        for (int size = 3; size <= key.size(); ++size) prefetch(key.prefix(size));
+    }
     // The estimate of a key, at most 256 trials old, and its logit.
     double probability(Key key, double &logit);
     double estimate(Key key, double unknown = 0.25) const;

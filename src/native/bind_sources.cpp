@@ -1,5 +1,4 @@
 // Sources of the compiled search. What reads a text gets lists of its last tokens.
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -21,8 +20,8 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using leapahead::Adjacency;
 using leapahead::Context;
+using leapahead::HashedContext;
 using leapahead::Recycling;
-using leapahead::Row;
 using leapahead::Siblings;
 using leapahead::Source;
 using leapahead::Suffix;
@@ -31,8 +30,6 @@ using leapahead::TokenTable;
 
 namespace {
 
-template <typename T>
-using Matrix = nb::ndarray<const T, nb::ndim<2>, nb::device::cpu>;  // of rows that are contiguous
 template <typename T>
 using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <typename T>
@@ -45,30 +42,12 @@ NewVector<T> to_numpy(std::vector<T> values) {
     return NewVector<T>(kept->data(), {kept->size()}, owner);
 }
 
-using Entry = std::tuple<int32_t, double, std::vector<int>>;  // of a candidate: token, logp, feature
-
-std::vector<Entry> entries(const std::vector<leapahead::Candidate> &candidates) {
-    std::vector<Entry> found;
-    for (const auto &each : candidates) {
-        const auto *values = each.feature.values;
-        found.emplace_back(each.token, each.logp, std::vector<int>(values, values + each.feature.size));
-    }
-    return found;
-}
-
-// The columns that each row has in memory, of which k count.
-size_t width(const Matrix<int64_t> &following, const Matrix<double> &logits, size_t rows, int k) {
-    if (following.shape(0) != rows || logits.shape(0) != rows || following.shape(1) < static_cast<size_t>(k) ||
-        logits.shape(1) < static_cast<size_t>(k) || following.stride(1) != 1 || logits.stride(1) != 1 ||
-        (rows > 1 && following.stride(0) != logits.stride(0)))
-        throw nb::value_error("tokens and logits must be [contexts, k], of one layout in memory");
-    return rows > 1 ? static_cast<size_t>(following.stride(0)) : following.shape(1);
-}
-
-Row row_of(const Vector<int32_t> &tokens, const Vector<float> &logp, size_t first, size_t end) {
-    auto row = std::make_shared<leapahead::TopK>();
-    for (size_t i = first; i < end; ++i) row->push_back({tokens(i), logp(i)});
-    return row;
+// Enters a row for a context of one or two tokens.
+void put(Adjacency &adjacency, const Context &context, const Vector<int32_t> &tokens, const Vector<float> &logp,
+         size_t first, size_t end) {
+    std::vector<leapahead::Likely> row;
+    for (size_t i = first; i < end; ++i) row.push_back({tokens(i), logp(i)});
+    adjacency.put(HashedContext(context), context.size, {row.data(), static_cast<int>(row.size())});
 }
 
 void bind_adjacency(nb::module_ &m) {
@@ -79,11 +58,11 @@ void bind_adjacency(nb::module_ &m) {
             "get",
             [](const Adjacency &self, const std::vector<int32_t> &key) -> nb::object {
                 const int size = static_cast<int>(std::min<size_t>(key.size(), 2));
-                const auto *found = self.find(Context::of(key.data() + key.size() - size, size));
+                const auto *found = self.find(HashedContext(Context::of(key.data() + key.size() - size, size)));
                 if (found == nullptr) return nb::none();
                 std::vector<int32_t> tokens;
                 std::vector<float> logp;
-                for (const leapahead::Likely &each : *found->row) {
+                for (const leapahead::Likely &each : self.table().top_k(*found)) {
                     tokens.push_back(each.token);
                     logp.push_back(each.logp);
                 }
@@ -95,7 +74,7 @@ void bind_adjacency(nb::module_ &m) {
             [](Adjacency &self, const std::vector<int32_t> &key, Vector<int32_t> tokens, Vector<float> logp) {
                 if (key.empty() || key.size() > 2 || tokens.size() != logp.size())
                     throw nb::value_error("a context has one or two tokens, and as many log-probabilities as tokens");
-                self.put(Context::of(key.data(), static_cast<int>(key.size())), row_of(tokens, logp, 0, tokens.size()));
+                put(self, Context::of(key.data(), static_cast<int>(key.size())), tokens, logp, 0, tokens.size());
                 self.drop_oldest();
             },
             "key"_a, "tokens"_a, "logp"_a)
@@ -103,12 +82,11 @@ void bind_adjacency(nb::module_ &m) {
              [](const Adjacency &self) {
                  std::vector<int32_t> before, tokens, counts, following;
                  std::vector<float> logp;
-                 self.table().each([&](const leapahead::ContextTable::Entry &entry) {
-                     const Context &context = entry.context;
+                 self.table().each([&](const Context &context, leapahead::TopK row) {
                      before.push_back(context.size == 2 ? context.tokens[0] : -1);
                      tokens.push_back(context.tokens[context.size - 1]);
-                     counts.push_back(static_cast<int32_t>(entry.row->size()));
-                     for (const leapahead::Likely &each : *entry.row) {
+                     counts.push_back(static_cast<int32_t>(row.count));
+                     for (const leapahead::Likely &each : row) {
                          following.push_back(each.token);
                          logp.push_back(each.logp);
                      }
@@ -120,17 +98,17 @@ void bind_adjacency(nb::module_ &m) {
             "merge",
             [](Adjacency &self, Vector<int32_t> before, Vector<int32_t> tokens, Vector<int32_t> counts,
                Vector<int32_t> following, Vector<float> logp) {
-                std::vector<std::pair<Context, Row>> others;
+                Adjacency others(self.capacity());
                 size_t first = 0;
                 for (size_t i = 0; i < tokens.size(); ++i) {
                     const size_t end = first + static_cast<size_t>(counts(i));
                     if (end > following.size()) throw nb::value_error("the counts do not match the tokens");
                     const int32_t both[] = {before(i), tokens(i)};
-                    others.emplace_back(before(i) < 0 ? Context::of(both + 1, 1) : Context::of(both, 2),
-                                        row_of(following, logp, first, end));
+                    put(others, before(i) < 0 ? Context::of(both + 1, 1) : Context::of(both, 2), following, logp, first,
+                        end);
                     first = end;
                 }
-                self.merge(others);
+                self.merge(std::move(others));
             },
             "before"_a, "tokens"_a, "counts"_a, "following"_a, "logp"_a);
 }
@@ -139,26 +117,7 @@ void bind_adjacency(nb::module_ &m) {
 
 void bind_sources(nb::module_ &m) {
     bind_adjacency(m);
-    nb::class_<Source>(m, "Source")
-        .def_prop_ro("name", &Source::name)
-        .def("root", &Source::root)
-        .def("follow", &Source::follow, "state"_a, "token"_a)
-        .def(
-            "candidates",
-            [](Source &self, int state, int limit) {
-                std::vector<leapahead::Candidate> found;
-                self.candidates(state, limit, found);
-                return entries(found);
-            },
-            "state"_a, "limit"_a)
-        .def(
-            "seed_aware_candidates",
-            [](Source &self, int state, int limit, uint64_t seed, uint64_t position, double temperature) {
-                std::vector<leapahead::Candidate> found;
-                self.seed_aware_candidates(state, limit, {seed, position, temperature}, found);
-                return entries(found);
-            },
-            "state"_a, "limit"_a, "seed"_a, "position"_a, "temperature"_a);
+    nb::class_<Source>(m, "Source").def_prop_ro("name", &Source::name);
     nb::class_<leapahead::PythonSource, Source>(m, "PythonSource")
         .def(nb::init<nb::object, nb::object>(), "source"_a, "sequence"_a)
         .def("state", &leapahead::PythonSource::state, "state"_a);
@@ -175,7 +134,6 @@ void bind_sources(nb::module_ &m) {
     nb::class_<Recycling, Source>(m, "Recycling")
         .def(nb::init<int, int, std::shared_ptr<Adjacency>>(), "k"_a, "longest"_a, "shared"_a.none())
         .def("__len__", &Recycling::size)
-        .def("set_end", &Recycling::set_end, "last"_a)
         .def(
             "read_rows",
             [](Recycling &self, const std::vector<int32_t> &text, Matrix<int64_t> following, Matrix<double> logits) {
@@ -192,31 +150,8 @@ void bind_sources(nb::module_ &m) {
                 }
                 self.keep(contexts, following.data(), logits.data(), columns, order);
             },
-            "text"_a, "following"_a, "logits"_a)
-        .def(
-            "observe",
-            [](Recycling &self, const std::vector<int32_t> &last, const std::vector<int32_t> &tokens,
-               const std::vector<int> &parents, const std::vector<int> &path, Matrix<int64_t> following,
-               Matrix<double> logits) {
-                const size_t columns = width(following, logits, tokens.size(), self.k());
-                self.observe(last, tokens, parents, path, following.data(), logits.data(), columns);
-            },
-            "last"_a, "tokens"_a, "parents"_a, "path"_a, "following"_a, "logits"_a);
-    nb::class_<Siblings, Source>(m, "Siblings")
-        .def(nb::init<int>(), "k"_a)
-        .def("__len__", &Siblings::size)
-        .def("set_end", &Siblings::set_end, "length"_a)
-        .def("age", &Siblings::age, "length"_a, "position"_a, "depths"_a)
-        .def(
-            "observe",
-            [](Siblings &self, int64_t length, int64_t position, const std::vector<int> &parents,
-               const std::vector<int> &depths, int last, Matrix<int64_t> following, Matrix<double> logits) {
-                const size_t columns = width(following, logits, depths.size(), self.k());
-                if (parents.size() != depths.size() || last < 0 || static_cast<size_t>(last) >= depths.size())
-                    throw nb::value_error("these are not the nodes of a tree");
-                self.observe(length, position, parents, depths, last, following.data(), logits.data(), columns);
-            },
-            "length"_a, "position"_a, "parents"_a, "depths"_a, "last"_a, "following"_a, "logits"_a);
+            "text"_a, "following"_a, "logits"_a);
+    nb::class_<Siblings, Source>(m, "Siblings").def(nb::init<int>(), "k"_a).def("__len__", &Siblings::size);
     nb::class_<TokenTable, Source>(m, "TokenTable")
         .def(
             "__init__",
@@ -227,6 +162,5 @@ void bind_sources(nb::module_ &m) {
                 new (self) TokenTable(tokens.data(), logp.data(), tokens.shape(0), static_cast<int>(tokens.shape(1)));
             },
             // The arrays live as long as the table.
-            "tokens"_a.noconvert(), "logp"_a.noconvert(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
-        .def("set_end", &TokenTable::set_end, "token"_a);
+            "tokens"_a.noconvert(), "logp"_a.noconvert(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>());
 }

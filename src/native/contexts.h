@@ -9,13 +9,20 @@
 
 namespace leapahead {
 
-// The k likeliest tokens after a context, the likeliest first.
 struct Likely {
     int32_t token;
     float logp;
 };
-using TopK = std::vector<Likely>;
-using Row = std::shared_ptr<const TopK>;
+
+// The k likeliest tokens after a context, the likeliest first. Valid until the table that gave them is changed.
+struct TopK {
+    const Likely *first = nullptr;
+    int count = 0;
+
+    const Likely &operator[](int i) const { return first[i]; }
+    const Likely *begin() const { return first; }
+    const Likely *end() const { return first + count; }
+};
 
 // The last tokens of a text, the oldest first.
 struct Context {
@@ -29,8 +36,45 @@ struct Context {
     Context last(int wanted) const { return of(tokens + size - wanted, wanted); }
     // With one more token, and at most `longest`.
     Context with(int32_t token, int longest) const;
-    bool operator==(const Context &other) const;
-    uint64_t hash() const;
+};
+
+// A context, and the hashes of its last one, two, .. tokens.
+struct HashedContext {
+    Context context;
+    uint64_t hashes[Context::kMost] = {};
+
+    explicit HashedContext(const Context &context);
+};
+
+// Rows of top-k tokens, of which several contexts refer to one. The counts of these references are kept apart from the
+// rows and take little memory, so that a row that is not read is not touched.
+class RowPool {
+  public:
+    RowPool() = default;
+    RowPool(RowPool &&) = default;
+    RowPool &operator=(RowPool &&) = default;
+
+    // A new row for `count` tokens, to which the caller has a reference.
+    int32_t add(int count);
+    Likely *at(int32_t row) { return blocks_[row / kBlock].get() + static_cast<size_t>(row % kBlock) * width_; }
+    TopK top_k(int32_t row) const {
+        return {blocks_[row / kBlock].get() + static_cast<size_t>(row % kBlock) * width_, counts_[row]};
+    }
+    void hold(int32_t row) { ++references_[row]; }
+    void release(int32_t row) {
+        if (--references_[row] == 0) free_.push_back(row);
+    }
+
+  private:
+    static constexpr int kBlock = 64;  // rows whose memory is reserved together
+
+    void widen(int width);
+
+    size_t width_ = 0;
+    std::vector<std::unique_ptr<Likely[]>> blocks_;
+    std::vector<uint8_t> references_;
+    std::vector<int32_t> counts_;
+    std::vector<int32_t> free_;  // rows without references
 };
 
 // Context -> row, with a number. In the order of entry; an entry that is written again keeps its place in the order,
@@ -39,18 +83,22 @@ class ContextTable {
   public:
     struct Entry {
         Context context;
-        Row row;  // null in a gap
+        int32_t row;  // kGap in a gap
         int64_t number;
     };
 
     ContextTable() : places_(64) {}
 
-    const Entry *find(const Context &context) const;
-    // Tells the processor that a context will be asked for.
-    void prefetch(const Context &context) const {
-        leapahead::prefetch(&places_[context.hash() & (places_.size() - 1)]);
+    // Of the last `size` tokens; null for none.
+    const Entry *find(const HashedContext &context, int size) const;
+    TopK top_k(const Entry &entry) const { return rows.top_k(entry.row); }
+    void put(const HashedContext &context, int size, int32_t row, int64_t number, bool move_to_end);
+    // Tells the processor that the last `size` tokens will be asked for or written; first this,
+    void prefetch(const HashedContext &context, int size) const {
+        leapahead::prefetch(&places_[context.hashes[size - 1] & (places_.size() - 1)]);
     }
-    void put(const Context &context, Row row, int64_t number, bool move_to_end);
+    // and then, once that has been read, this.
+    void prefetch_entry(const HashedContext &context, int size) const;
     // Drops the entries that come first in the order.
     void drop(size_t count);
     size_t size() const { return used_; }
@@ -58,11 +106,13 @@ class ContextTable {
     template <typename Visit>
     void each(Visit visit) const {
         for (const Entry &entry : entries_)
-            if (entry.row) visit(entry);
+            if (entry.row != kGap) visit(entry.context, top_k(entry));
     }
 
+    RowPool rows;
+
   private:
-    static constexpr int32_t kFree = -1;
+    static constexpr int32_t kFree = -1, kGap = -1;
 
     struct Place {
         int32_t index = kFree;  // into entries_; gaps stay until `rebuild`
@@ -70,7 +120,8 @@ class ContextTable {
     };
     static uint32_t tag(uint64_t hash) { return static_cast<uint32_t>(hash >> 32); }
 
-    size_t place(const Context &context, uint64_t hash) const;  // of the entry, or the free one where it would be
+    // Of the entry, or the free one where it would be.
+    size_t place(const int32_t *tokens, int size, uint64_t hash) const;
     void rebuild();
 
     std::vector<Entry> entries_;  // in order

@@ -4,8 +4,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings.h"
-#include "philox.h"
 #include "suffix_automaton.h"
+#include "wide.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -14,7 +14,7 @@ using leapahead::SuffixAutomaton;
 namespace {
 
 // Raised whenever Python code and this module would not fit together; see leapahead/native.py.
-constexpr int kInterface = 5;
+constexpr int kInterface = 7;
 
 int64_t checked(const SuffixAutomaton &automaton, int64_t state) {
     if (state < 0 || state >= automaton.size()) throw nb::index_error("there is no such state");
@@ -27,8 +27,8 @@ nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>> words(uint64_t seed, uint64_t posi
     const size_t count = tokens.size();
     auto *found = new uint32_t[count];
     nb::capsule owner(found, [](void *data) noexcept { delete[] static_cast<uint32_t *>(data); });
-    for (size_t i = 0; i < count; ++i)
-        found[i] = leapahead::noise_word(seed, position, static_cast<uint32_t>(tokens.data()[i]));
+    const std::vector<uint32_t> wanted(tokens.data(), tokens.data() + count);
+    leapahead::noise_words(seed, position, wanted.data(), static_cast<int>(count), found);
     return {found, {count}, owner};
 }
 

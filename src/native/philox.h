@@ -20,16 +20,18 @@ inline uint64_t multiply_high(uint64_t a, uint64_t b) {
 }
 
 // Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+constexpr int kPhiloxRounds = 10;
+constexpr uint64_t kPhiloxMultiplier0 = 0xD2E7470EE14C6C93, kPhiloxMultiplier1 = 0xCA5A826395121157;
+constexpr uint64_t kPhiloxWeyl0 = 0x9E3779B97F4A7C15, kPhiloxWeyl1 = 0xBB67AE8584CAA73B;
+
 inline std::array<uint64_t, 4> philox_block(uint64_t seed, uint64_t position, uint64_t counter) {
-    constexpr uint64_t kMultiplier0 = 0xD2E7470EE14C6C93, kMultiplier1 = 0xCA5A826395121157;
-    constexpr uint64_t kWeyl0 = 0x9E3779B97F4A7C15, kWeyl1 = 0xBB67AE8584CAA73B;
     std::array<uint64_t, 4> x{counter, 0, 0, 0};
-    for (int round = 0; round < 10; ++round) {
-        const uint64_t high0 = multiply_high(kMultiplier0, x[0]), low0 = kMultiplier0 * x[0];
-        const uint64_t high1 = multiply_high(kMultiplier1, x[2]), low1 = kMultiplier1 * x[2];
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+        const uint64_t high0 = multiply_high(kPhiloxMultiplier0, x[0]), low0 = kPhiloxMultiplier0 * x[0];
+        const uint64_t high1 = multiply_high(kPhiloxMultiplier1, x[2]), low1 = kPhiloxMultiplier1 * x[2];
         x = {high1 ^ x[1] ^ seed, low1, high0 ^ x[3] ^ position, low0};
-        seed += kWeyl0;
-        position += kWeyl1;
+        seed += kPhiloxWeyl0;
+        position += kPhiloxWeyl1;
     }
     return x;
 }

@@ -5,6 +5,8 @@
 #include <iterator>
 #include <stdexcept>
 
+#include "wide.h"
+
 namespace leapahead {
 
 namespace {
@@ -13,19 +15,25 @@ constexpr int64_t kAges[] = {1, 4, 16, 64};
 
 }  // namespace
 
-const ContextTable::Entry *Adjacency::find(const Context &context) const {
-    for (int length = std::min(context.size, 2); length > 0; --length)
-        if (const auto *found = table_.find(context.last(length))) return found;
+const ContextTable::Entry *Adjacency::find(const HashedContext &context) const {
+    for (int length = std::min(context.context.size, 2); length > 0; --length)
+        if (const auto *found = table_.find(context, length)) return found;
     return nullptr;
 }
 
-void Adjacency::merge(const std::vector<std::pair<Context, Row>> &others) {
-    Adjacency merged(capacity_);
-    for (const auto &[context, row] : others) merged.put(context, row);
-    merged.drop_oldest();
-    table_.each([&](const ContextTable::Entry &entry) { merged.put(entry.context, entry.row); });
-    merged.drop_oldest();
-    table_ = std::move(merged.table_);
+void Adjacency::put(const HashedContext &context, int least, TopK top_k) {
+    const int32_t row = table_.rows.add(top_k.count);
+    std::copy(top_k.begin(), top_k.end(), table_.rows.at(row));
+    for (int length = least; length <= std::min(context.context.size, 2); ++length)
+        table_.put(context, length, row, 0, true);
+    table_.rows.release(row);
+}
+
+void Adjacency::merge(Adjacency &&others) {
+    others.drop_oldest();
+    table_.each([&](const Context &context, TopK top_k) { others.put(HashedContext(context), context.size, top_k); });
+    others.drop_oldest();
+    table_ = std::move(others.table_);
 }
 
 Recycling::Recycling(int k, int longest, std::shared_ptr<Adjacency> shared)
@@ -38,93 +46,107 @@ Context Recycling::context(const std::vector<int32_t> &last) const {
     return Context::of(last.data() + last.size() - size, size);
 }
 
+void Recycling::prefetch(const HashedContext &context) const {
+    for (int length = 1; length <= context.context.size; ++length) own_.prefetch(context, length);
+    if (shared_) shared_->prefetch(context);
+}
+
+void Recycling::prefetch_entries(const HashedContext &context) const {
+    for (int length = 1; length <= context.context.size; ++length) own_.prefetch_entry(context, length);
+    if (shared_) shared_->prefetch_entry(context);
+}
+
+int32_t Recycling::add(const int64_t *tokens, const double *logits) {
+    chances_.resize(static_cast<size_t>(k_));
+    const double log_sum = std::log(exponentials(logits, k_, chances_.data()));
+    const int32_t row = own_.rows.add(k_);
+    Likely *likely = own_.rows.at(row);
+    for (int i = 0; i < k_; ++i)
+        likely[i] = {static_cast<int32_t>(tokens[i]), static_cast<float>(logits[i] - logits[0] - log_sum)};
+    return row;
+}
+
 void Recycling::keep(const std::vector<Context> &contexts, const int64_t *tokens, const double *logits, size_t width,
                      const std::vector<int> &order) {
+    // What is written lies far apart in memory. So it is all asked for before the first of it is needed.
+    contexts_.clear();
+    for (const Context &each : contexts) contexts_.emplace_back(each);
+    rows_.clear();
+    for (const HashedContext &each : contexts_) prefetch(each);
+    for (size_t row = 0; row < contexts.size(); ++row) rows_.push_back(add(tokens + row * width, logits + row * width));
+    for (const HashedContext &each : contexts_) prefetch_entries(each);
     for (const int row : order) {
-        const double *values = logits + static_cast<size_t>(row) * width;
-        const int64_t *ids = tokens + static_cast<size_t>(row) * width;
-        double sum = 0.0;
-        for (int i = 0; i < k_; ++i) sum += std::exp(values[i] - values[0]);
-        const double log_sum = std::log(sum);
-        auto top_k = std::make_shared<TopK>(static_cast<size_t>(k_));
-        for (int i = 0; i < k_; ++i)
-            (*top_k)[i] = {static_cast<int32_t>(ids[i]), static_cast<float>(values[i] - values[0] - log_sum)};
-        const Context &context = contexts[row];
-        const Row entered = std::move(top_k);
-        for (int length = context.size; length > 0; --length)
-            own_.put(context.last(length), entered, num_steps_, false);
-        if (shared_)
-            for (int length = 1; length <= std::min(context.size, 2); ++length)
-                shared_->put(context.last(length), entered);
+        const HashedContext &context = contexts_[row];
+        for (int length = context.context.size; length > 0; --length)
+            own_.put(context, length, rows_[row], num_steps_, false);
+        if (shared_) shared_->put(context, 1, own_.rows.top_k(rows_[row]));
     }
+    for (const int32_t row : rows_) own_.rows.release(row);
     if (own_.size() > kCapacity) own_.drop(kCapacity / 4);
     if (shared_) shared_->drop_oldest();
 }
 
-void Recycling::observe(const std::vector<int32_t> &last, const std::vector<int32_t> &tokens,
-                        const std::vector<int> &parents, const std::vector<int> &path, const int64_t *following,
-                        const double *logits, size_t width) {
+void Recycling::observe(const Outcome &outcome) {
     ++num_steps_;
-    std::vector<Context> contexts{context(last)};
-    for (size_t node = 1; node < tokens.size(); ++node)
-        contexts.push_back(contexts[parents[node]].with(tokens[node], longest_));
+    const int nodes = static_cast<int>(outcome.tokens.size());
+    std::vector<Context> contexts{context(outcome.last)};
+    for (int node = 1; node < nodes; ++node)
+        contexts.push_back(contexts[outcome.parents[node]].with(outcome.tokens[node], longest_));
     std::vector<int> order;
-    for (int node = 0; node < static_cast<int>(tokens.size()); ++node)
-        if (std::find(path.begin(), path.end(), node) == path.end()) order.push_back(node);
-    order.insert(order.end(), path.begin(), path.end());
-    keep(contexts, following, logits, width, order);
+    for (int node = 0; node < nodes; ++node)
+        if (std::find(outcome.path.begin(), outcome.path.end(), node) == outcome.path.end()) order.push_back(node);
+    order.insert(order.end(), outcome.path.begin(), outcome.path.end());
+    keep(contexts, outcome.following, outcome.logits, outcome.width, order);
 }
 
 int Recycling::root() {
-    states_.assign(1, end_);
+    states_.clear();
+    states_.emplace_back(end_);
     return 0;
 }
 
 int Recycling::follow(int state, int32_t token) {
-    states_.push_back(states_[state].with(token, longest_));
-    const Context &context = states_.back();
-    for (int length = 1; length <= context.size; ++length) own_.prefetch(context.last(length));
+    states_.emplace_back(states_[state].context.with(token, longest_));
+    prefetch(states_.back());
     return static_cast<int>(states_.size()) - 1;
 }
 
-const TopK *Recycling::find(const Context &context, Feature &feature) const {
+TopK Recycling::find(const HashedContext &context, Feature &feature) const {
     const ContextTable::Entry *shared = nullptr;
     bool asked = false;
-    for (int length = context.size; length > 0; --length) {
+    for (int length = context.context.size; length > 0; --length) {
         if (length <= 2 && !asked && shared_) {
             shared = shared_->find(context);
             asked = true;
         }
         if (shared != nullptr && shared->context.size > length) break;
-        if (const auto *found = own_.find(context.last(length))) {
+        if (const auto *found = own_.find(context, length)) {
             feature.append(length);
             int older = 0;
             for (const int64_t age : kAges) older += num_steps_ - found->number > age;
             feature.append(older);
-            return found->row.get();
+            return own_.top_k(*found);
         }
     }
-    if (shared == nullptr) return nullptr;
+    if (shared == nullptr) return {};
     feature.append(shared->context.size);
     feature.append(static_cast<int>(std::size(kAges)) + 1);
-    return shared->row.get();
+    return shared_->table().top_k(*shared);
 }
 
 void Recycling::candidates(int state, int limit, std::vector<Candidate> &found) {
     Feature feature;
-    const TopK *row = find(states_[state], feature);
-    if (row == nullptr) return;
-    const size_t count = std::min(row->size(), static_cast<size_t>(limit));
-    for (size_t i = 0; i < count; ++i) found.push_back({(*row)[i].token, (*row)[i].logp, feature, 0.0, false});
+    const TopK row = find(states_[state], feature);
+    for (int i = 0; i < std::min(row.count, limit); ++i)
+        found.push_back({row[i].token, row[i].logp, feature, 0.0, false});
 }
 
 void Recycling::seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) {
     Feature feature;
-    const TopK *row = find(states_[state], feature);
-    if (row == nullptr) return;
+    const TopK row = find(states_[state], feature);
     TopScored top(score, limit, scored_);
-    for (size_t i = 0; i < row->size(); ++i) top.offer((*row)[i].token, (*row)[i].logp, static_cast<int>(i));
-    for (const auto &[value, i] : scored_) found.push_back({(*row)[i].token, (*row)[i].logp, feature, value, true});
+    top.offer(row.count, [&](int i) { return row[i].token; }, [&](int i) { return row[i].logp; });
+    for (const auto &[value, i] : scored_) found.push_back({row[i].token, row[i].logp, feature, value, true});
 }
 
 }  // namespace leapahead

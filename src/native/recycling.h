@@ -1,6 +1,7 @@
 // Token Recycling: src/leapahead/drafters/sources/recycling.py, compiled.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -15,14 +16,24 @@ class Adjacency {
     explicit Adjacency(size_t capacity) : capacity_(capacity) {}
 
     // That of the last two tokens, else of the last one; null where there is neither.
-    const ContextTable::Entry *find(const Context &context) const;
-    void put(const Context &context, const Row &row) { table_.put(context, row, 0, true); }
+    const ContextTable::Entry *find(const HashedContext &context) const;
+    // Enters a copy of a row for the last tokens of a context, from `least` of them to two.
+    void put(const HashedContext &context, int least, TopK top_k);
+    // As of ContextTable, for the last token and the last two.
+    void prefetch(const HashedContext &context) const {
+        for (int length = 1; length <= std::min(context.context.size, 2); ++length) table_.prefetch(context, length);
+    }
+    void prefetch_entry(const HashedContext &context) const {
+        for (int length = 1; length <= std::min(context.context.size, 2); ++length)
+            table_.prefetch_entry(context, length);
+    }
     void drop_oldest() {
         if (table_.size() > capacity_) table_.drop(table_.size() - capacity_);
     }
-    // Enters other contexts as if they had been written before its own.
-    void merge(const std::vector<std::pair<Context, Row>> &others);
+    // Enters its own contexts after those of another one, as if they had been written later.
+    void merge(Adjacency &&others);
     const ContextTable &table() const { return table_; }
+    size_t capacity() const { return capacity_; }
 
   private:
     size_t capacity_;
@@ -34,39 +45,47 @@ class Recycling : public Source {
     // Throws std::invalid_argument unless 1 <= longest <= Context::kMost.
     Recycling(int k, int longest, std::shared_ptr<Adjacency> shared);
 
-    // A text's last tokens before the next search.
-    void set_end(const std::vector<int32_t> &last) { end_ = context(last); }
     // Enters the rows of contexts, in this order: int64 [contexts, width] tokens and float64 [contexts, width] logits,
     // falling, of which k count.
     void keep(const std::vector<Context> &contexts, const int64_t *tokens, const double *logits, size_t width,
               const std::vector<int> &order);
-    // Enters the rows of a step's nodes, those of the committed path last. `last` are the tokens up to the root.
-    void observe(const std::vector<int32_t> &last, const std::vector<int32_t> &tokens, const std::vector<int> &parents,
-                 const std::vector<int> &path, const int64_t *following, const double *logits, size_t width);
-
-    Context context(const std::vector<int32_t> &last) const;
     int k() const { return k_; }
     int longest() const { return longest_; }
     size_t size() const { return own_.size(); }
 
+    size_t unread(size_t) const override { return static_cast<size_t>(longest_); }
+    void read(const Text &text) override { end_ = context(text.last); }
+    int wanted(const Outcome &) const override { return k_; }
+    // Enters the rows of a step's nodes, those of the committed path last.
+    void observe(const Outcome &outcome) override;
     int root() override;
     int follow(int state, int32_t token) override;
+    void prepare(int state) override { prefetch_entries(states_[state]); }
     void candidates(int state, int limit, std::vector<Candidate> &found) override;
     void seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) override;
 
   private:
     static constexpr size_t kCapacity = 40000;
 
-    // The top-k tokens of the longest context that is known; of equally long ones the text's own. Null for none.
-    const TopK *find(const Context &context, Feature &feature) const;
+    Context context(const std::vector<int32_t> &last) const;
+    // The top-k tokens of the longest context that is known; of equally long ones the text's own.
+    TopK find(const HashedContext &context, Feature &feature) const;
+    // The two stages of reading ahead, see ContextTable.
+    void prefetch(const HashedContext &context) const;
+    void prefetch_entries(const HashedContext &context) const;
+    // Enters the log-probabilities of a row.
+    int32_t add(const int64_t *tokens, const double *logits);
 
     int k_, longest_;
     std::shared_ptr<Adjacency> shared_;
     ContextTable own_;
     int64_t num_steps_ = 0;
     Context end_;
-    std::vector<Context> states_;
-    std::vector<Scored> scored_;  // of one call; a member so that its memory is kept
+    std::vector<HashedContext> states_;
+    std::vector<HashedContext> contexts_;  // of one call, as the next: members so that their memory is kept
+    std::vector<int32_t> rows_;
+    std::vector<double> chances_;
+    std::vector<Scored> scored_;
 };
 
 }  // namespace leapahead

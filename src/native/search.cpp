@@ -19,27 +19,49 @@ constexpr double kShares[] = {0x1.064670d979b73p-10, 0x1.af8e8210a415cp-4, 0x1.2
 
 }  // namespace
 
-Search::Search(std::vector<std::shared_ptr<Source>> sources, std::shared_ptr<AcceptanceTable> table, double correction,
-               Limits limits, Mode mode, Scoring scoring, int32_t root)
+Search::Search(std::vector<std::shared_ptr<Source>> sources, std::shared_ptr<AcceptanceTable> table, Mode mode,
+               uint64_t seed, double temperature, Correction correction)
     : sources_(std::move(sources)),
       table_(std::move(table)),
-      correction_(correction),
-      limits_(limits),
       mode_(mode),
-      scoring_(scoring) {
-    constexpr size_t kNodes = 24, kGuesses = 8;  // that most searches come to: few allocations
-    nodes_.reserve(kNodes);
-    states_.reserve(kNodes * sources_.size());
-    heap_.reserve(2 * kNodes);
-    entries_.reserve(kNodes * kGuesses);
-    guesses_.reserve(kNodes * kGuesses);
-    opinions_.reserve(kNodes * kGuesses * 2);
-    nodes_.push_back({root, -1, 0, -1, 1.0, false, 0, 0, 0, 0});
+      scoring_{seed, 0, temperature},
+      correction_(correction) {
+    for (const auto &source : sources_) ids_.push_back(table_->source(source->name()));
+}
+
+size_t Search::unread(size_t length) const {
+    size_t most = 1;
+    for (const auto &source : sources_) most = std::max(most, source->unread(length));
+    return std::min(most, length);
+}
+
+void Search::begin(const Text &text, Limits limits) {
+    limits_ = limits;
+    scoring_.position = text.length;
+    order_ = 0;
+    leaves_ = 1;
+    states_.clear();
+    heap_.clear();
+    entries_.clear();
+    guesses_.clear();
+    opinions_.clear();
+    asked_.clear();
+    nodes_.assign(1, {text.last.back(), -1, 0, -1, 1.0, false, 0, 0, 0, 0});
     for (const auto &source : sources_) {
-        ids_.push_back(table_->source(source->name()));
+        source->read(text);
         states_.push_back(source->root());
     }
     push({-1.0, order_++, 0, -1, -1});
+}
+
+int Search::wanted(const Outcome &outcome) const {
+    int most = 0;
+    for (const auto &source : sources_) most = std::max(most, source->wanted(outcome));
+    return most;
+}
+
+void Search::observe(const Outcome &outcome) {
+    for (const auto &source : sources_) source->observe(outcome);
 }
 
 void Search::push(const Entry &entry) {
@@ -102,6 +124,8 @@ void Search::expand(int node, double chance) {
     found_.clear();
     parameters_.clear();
     num_asked_ = 0;
+    for (int i = 0; i < static_cast<int>(sources_.size()); ++i)
+        if (const int at = state(node, i); at != Source::kNoState) sources_[i]->prepare(at);
     for (int i = 0; i < static_cast<int>(sources_.size()); ++i) {
         const int at = state(node, i);
         if (at == Source::kNoState || !ask(i, at, limit, score)) continue;
@@ -118,7 +142,7 @@ void Search::expand(int node, double chance) {
         guesses_.push_back(joined(place));
         sum += guesses_.back().p;
     }
-    const double scale = std::min(correction_, kMost / std::max(sum, 1e-9));
+    const double scale = std::min(correction_.factor(), kMost / std::max(sum, 1e-9));
     Node &expanded = nodes_[node];
     expanded.first_guess = first;
     expanded.end_guess = static_cast<int>(guesses_.size());
@@ -225,10 +249,17 @@ Search::Guess Search::joined(int place) {
     return guess;
 }
 
-std::vector<std::pair<double, bool>> Search::learn(const std::vector<int> &path, const std::vector<int32_t> &tokens) {
-    std::vector<std::pair<double, bool>> found;
-    for (size_t i = 0; i < path.size() && i < tokens.size(); ++i) {
+void Search::learn(const std::vector<int> &path, const std::vector<int32_t> &tokens) {
+    const size_t count = std::min(path.size(), tokens.size());
+    for (size_t i = 0; i < count; ++i) {
         if (path[i] < 0 || path[i] >= size()) continue;  // a node that the search has not made
+        const Node &node = nodes_[path[i]];
+        for (int g = node.first_guess; g < node.end_guess; ++g)
+            for (int o = guesses_[g].first_opinion; o < guesses_[g].end_opinion; ++o)
+                table_->prefetch_prefixes(opinions_[o].key);
+    }
+    for (size_t i = 0; i < count; ++i) {
+        if (path[i] < 0 || path[i] >= size()) continue;
         const Node &node = nodes_[path[i]];
         if (node.first_guess == node.end_guess) continue;
         bool any = false;
@@ -237,11 +268,10 @@ std::vector<std::pair<double, bool>> Search::learn(const std::vector<int> &path,
             sum += guesses_[g].p;
             any |= guesses_[g].token == tokens[i];
         }
-        found.emplace_back(std::min(kMost, sum), any);
+        correction_.learn(std::min(kMost, sum), any);
         for (int g = node.first_guess; g < node.end_guess; ++g)
             learn(node, guesses_[g], guesses_[g].token == tokens[i]);
     }
-    return found;
 }
 
 void Search::learn(const Node &node, const Guess &guess, bool hit) {

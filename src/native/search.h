@@ -16,11 +16,36 @@ struct Limits {
     int64_t nodes, depth, leaves;  // of the draft; the root is not counted
 };
 
+// A request's factor on the acceptance estimates.
+class Correction {
+  public:
+    explicit Correction(double start) : prior_(kWeight * start), hits_(prior_) {}
+
+    double factor() const { return hits_ / expected_; }
+    void learn(double expected, bool hit) {
+        hits_ = kDecay * (hits_ - prior_) + hit + prior_;
+        expected_ = kDecay * (expected_ - kWeight) + expected + kWeight;
+    }
+
+  private:
+    static constexpr double kWeight = 6.0, kDecay = 0.98;
+
+    double prior_, hits_, expected_ = kWeight;
+};
+
 class Search {
   public:
-    // Sources in the order in which a candidate of several names them; the correction is a factor on all estimates.
-    Search(std::vector<std::shared_ptr<Source>> sources, std::shared_ptr<AcceptanceTable> table, double correction,
-           Limits limits, Mode mode, Scoring scoring, int32_t root);
+    // Sources in the order in which a candidate of several names them.
+    Search(std::vector<std::shared_ptr<Source>> sources, std::shared_ptr<AcceptanceTable> table, Mode mode,
+           uint64_t seed, double temperature, Correction correction);
+    // How many of the last tokens of a text the sources are to read.
+    size_t unread(size_t length) const;
+    // Makes it the search for the next tree.
+    void begin(const Text &text, Limits limits);
+    // How many of the likeliest tokens after the nodes of a draft `observe` needs.
+    int wanted(const Outcome &outcome) const;
+    // The sources learn from a draft.
+    void observe(const Outcome &outcome);
 
     int size() const { return static_cast<int>(nodes_.size()); }
     // An upper bound of P of all nodes that are not taken yet.
@@ -30,9 +55,8 @@ class Search {
     // Adds the node that `next` has found; false, and it is dropped, if the limits forbid it.
     bool take();
     int take_all(int nodes);
-    // Updates the estimates with the outcome along the committed path: the nodes, and the token after each. For the
-    // request's correction it gives, for each node with candidates, the sum of their p, and whether one was right.
-    std::vector<std::pair<double, bool>> learn(const std::vector<int> &path, const std::vector<int32_t> &tokens);
+    // Updates the estimates with the outcome along the committed path: the nodes, and the token after each.
+    void learn(const std::vector<int> &path, const std::vector<int32_t> &tokens);
 
     struct Node {
         int32_t token;
@@ -91,10 +115,10 @@ class Search {
     std::vector<std::shared_ptr<Source>> sources_;
     std::vector<uint32_t> ids_;  // of the sources, in the table
     std::shared_ptr<AcceptanceTable> table_;
-    double correction_;
-    Limits limits_;
     Mode mode_;
     Scoring scoring_;  // of the tokens after the root
+    Correction correction_;
+    Limits limits_{};
 
     std::vector<Node> nodes_;
     std::vector<int> states_;     // [nodes, sources]

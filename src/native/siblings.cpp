@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
+#include <cstring>
+
+#include "wide.h"
 
 namespace leapahead {
 
@@ -11,38 +13,49 @@ namespace {
 constexpr double kAside = 0.2, kOlder = 0.3;
 constexpr double kWeights[] = {0.2537, 0.9137, 1.9137, 3.9137};
 
+// An upper bound of log(x), by 0.06 at most: the bits of a number, read as an integer, are about linear in its
+// logarithm.
+double log_bound(double x) {
+    constexpr double kLog2 = 0.6931471805599454;
+    int64_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return (static_cast<double>(bits) * 0x1p-52 - (1023.0 - 0.0861)) * kLog2;
+}
+
 size_t hashed(int32_t token) { return static_cast<uint32_t>(token) * 0x9E3779B1u >> 7; }
 
 }  // namespace
 
-void Siblings::Row::add(int32_t token, double weight) {
+void Siblings::Row::begin(int64_t at) {
+    constexpr size_t kFirstPlaces = 128;
+    position = at;
+    weights_.clear();
     candidates_.clear();
     best_.clear();
-    if (places_.empty()) {
-        for (auto &[known, sum] : weights_) {
-            if (known == token) {
-                sum += weight;
-                return;
-            }
-        }
-    } else {
-        const size_t mask = places_.size() - 1;
-        size_t place = hashed(token) & mask;
-        for (; places_[place] >= 0; place = (place + 1) & mask) {
-            auto &[known, sum] = weights_[places_[place]];
-            if (known == token) {
-                sum += weight;
-                return;
-            }
-        }
-        places_[place] = static_cast<int32_t>(weights_.size());
-    }
-    weights_.emplace_back(token, 0.0 + weight);
-    if (weights_.size() > kSearched && 2 * weights_.size() > places_.size()) index();
+    places_.assign(std::max(kFirstPlaces, places_.size()), -1);
 }
 
-void Siblings::Row::index() {
-    places_.assign(std::max<size_t>(128, 2 * places_.size()), -1);
+void Siblings::Row::add(const int64_t *tokens, const double *chances, int count, double sum, double weight) {
+    candidates_.clear();
+    best_.clear();
+    while (2 * (weights_.size() + static_cast<size_t>(count)) > places_.size()) grow();
+    const size_t mask = places_.size() - 1;
+    for (int i = 0; i < count; ++i) {
+        const auto token = static_cast<int32_t>(tokens[i]);
+        const double added = weight * (chances[i] / sum);
+        size_t place = hashed(token) & mask;
+        while (places_[place] >= 0 && weights_[places_[place]].first != token) place = (place + 1) & mask;
+        if (places_[place] >= 0) {
+            weights_[places_[place]].second += added;
+        } else {
+            places_[place] = static_cast<int32_t>(weights_.size());
+            weights_.emplace_back(token, 0.0 + added);
+        }
+    }
+}
+
+void Siblings::Row::grow() {
+    places_.assign(2 * places_.size(), -1);
     const size_t mask = places_.size() - 1;
     for (size_t i = 0; i < weights_.size(); ++i) {
         size_t place = hashed(weights_[i].first) & mask;
@@ -57,36 +70,50 @@ void Siblings::Row::age(double factor) {
     for (auto &[token, weight] : weights_) weight *= factor;
 }
 
-const std::vector<Candidate> &Siblings::Row::candidates(int most) {
-    const int kept = std::min(most, static_cast<int>(weights_.size()));
-    if (static_cast<int>(candidates_.size()) >= kept) return candidates_;
-    candidates_.clear();
+double Siblings::Row::total() const {
     double total = 0.0;
     for (const auto &[token, weight] : weights_) total += weight;
-    order_.resize(weights_.size());
-    std::iota(order_.begin(), order_.end(), 0);
-    std::partial_sort(order_.begin(), order_.begin() + kept, order_.end(), [this](int a, int b) {
-        const double first = weights_[a].second, second = weights_[b].second;
-        return first != second ? first > second : a < b;
-    });
+    return total;
+}
+
+Candidate Siblings::Row::candidate(int index, double total) const {
     Feature feature;
     feature.append(bisect_left(kWeights, total));
-    for (int i = 0; i < kept; ++i) {
-        const auto &[token, weight] = weights_[order_[i]];
-        candidates_.push_back({token, std::log(weight / total), feature, 0.0, false});
+    const auto &[token, weight] = weights_[index];
+    return {token, std::log(weight / total), feature, 0.0, false};
+}
+
+const std::vector<Candidate> &Siblings::Row::candidates(int most) {
+    if (!candidates_.empty() && most <= most_) return candidates_;
+    chosen_.clear();
+    for (int i = 0; i < static_cast<int>(weights_.size()); ++i) {  // of equal weights the token that came first
+        const double weight = weights_[i].second;
+        if (chosen_.size() == static_cast<size_t>(most)) {
+            if (most == 0 || weight <= weights_[chosen_.back()].second) continue;
+            chosen_.pop_back();
+        }
+        auto place = chosen_.end();
+        while (place != chosen_.begin() && weights_[*(place - 1)].second < weight) --place;
+        chosen_.insert(place, i);
     }
+    candidates_.clear();
+    const double sum = total();
+    for (const int each : chosen_) candidates_.push_back(candidate(each, sum));
+    most_ = most;
     return candidates_;
 }
 
-const std::vector<Candidate> &Siblings::Row::best(int most, int limit, const Scoring &score) {
+const std::vector<Candidate> &Siblings::Row::best(int limit, const Scoring &score) {
     if (!best_.empty() && limit_ == limit) return best_;
-    const std::vector<Candidate> &known = candidates(most);
+    const double sum = total();
     TopScored top(score, limit, scored_);
-    for (int i = 0; i < std::min(most, static_cast<int>(known.size())); ++i)
-        top.offer(known[i].token, known[i].logp, i);
+    top.offer(
+        static_cast<int>(weights_.size()), [&](int i) { return weights_[i].first; },
+        [&](int i) { return std::log(weights_[i].second / sum); },
+        [&](int i) { return log_bound(weights_[i].second / sum); });
     best_.clear();
     for (const auto &[value, i] : scored_) {
-        best_.push_back(known[i]);
+        best_.push_back(candidate(i, sum));
         best_.back().score = value;
         best_.back().scored = true;
     }
@@ -95,46 +122,43 @@ const std::vector<Candidate> &Siblings::Row::best(int most, int limit, const Sco
 }
 
 Siblings::Row &Siblings::at(int64_t position) {
-    for (Row &row : rows_)
-        if (row.position == position) return row;
-    rows_.emplace_back(position);
-    return rows_.back();
+    for (size_t i = 0; i < size_; ++i)
+        if (rows_[i].position == position) return rows_[i];
+    if (size_ == rows_.size()) rows_.emplace_back();
+    rows_[size_].begin(position);
+    return rows_[size_++];
 }
 
-bool Siblings::age(int64_t length, int64_t position, const std::vector<int> &depths) {
-    rows_.erase(std::remove_if(rows_.begin(), rows_.end(), [&](const Row &row) { return row.position < length; }),
-                rows_.end());
-    for (Row &row : rows_) row.age(kOlder);
-    return std::any_of(depths.begin() + 1, depths.end(), [&](int depth) { return position + depth + 1 >= length; });
+int Siblings::wanted(const Outcome &outcome) const {
+    const auto first = static_cast<int64_t>(outcome.length) - outcome.position - 1;  // the least depth
+    const bool any = std::any_of(outcome.depths.begin() + 1, outcome.depths.end(), [&](int d) { return d >= first; });
+    return any ? k_ : 0;
 }
 
-void Siblings::observe(int64_t length, int64_t position, const std::vector<int> &parents,
-                       const std::vector<int> &depths, int last, const int64_t *following, const double *logits,
-                       size_t width) {
-    const int nodes = static_cast<int>(depths.size());
+void Siblings::observe(const Outcome &outcome) {
+    const auto length = static_cast<int64_t>(outcome.length);
+    chances_.resize(static_cast<size_t>(k_));
+    const auto end = rows_.begin() + static_cast<std::ptrdiff_t>(size_);
+    size_ = std::partition(rows_.begin(), end, [&](const Row &row) { return row.position >= length; }) - rows_.begin();
+    for (size_t i = 0; i < size_; ++i) rows_[i].age(kOlder);
+    const int nodes = static_cast<int>(outcome.depths.size());
     std::vector<bool> below(nodes);  // the end of the committed path, and what is below it
-    below[last] = true;
-    for (int node = 1; node < nodes; ++node)
-        if (below[parents[node]]) below[node] = true;
+    below[outcome.path.back()] = true;
     for (int node = 1; node < nodes; ++node) {
-        if (position + depths[node] + 1 < length) continue;
-        Row &row = at(position + depths[node] + 1);
+        if (below[outcome.parents[node]]) below[node] = true;
+        const int64_t position = outcome.position + outcome.depths[node] + 1;
+        if (position < length) continue;
+        Row &row = at(position);
         const double weight = below[node] ? 1.0 : kAside;
-        const int64_t *tokens = following + node * width;
-        const double *values = logits + node * width;
-        double sum = 0.0;
-        chances_.clear();
-        for (int i = 0; i < k_; ++i) {
-            chances_.push_back(std::exp(values[i] - values[0]));
-            sum += chances_.back();
-        }
-        for (int i = 0; i < k_; ++i) row.add(static_cast<int32_t>(tokens[i]), weight * (chances_[i] / sum));
+        const int64_t *tokens = outcome.following + node * outcome.width;
+        const double sum = exponentials(outcome.logits + node * outcome.width, k_, chances_.data());
+        row.add(tokens, chances_.data(), k_, sum, weight);
     }
 }
 
 Siblings::Row *Siblings::find(int state) {
-    for (Row &row : rows_)
-        if (row.position == end_ + state) return &row;
+    for (size_t i = 0; i < size_; ++i)
+        if (rows_[i].position == end_ + state) return &rows_[i];
     return nullptr;
 }
 
@@ -147,7 +171,7 @@ void Siblings::candidates(int state, int limit, std::vector<Candidate> &found) {
 
 void Siblings::seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) {
     if (Row *row = find(state)) {
-        const auto &known = row->best(4 * kSampled, limit, score);
+        const auto &known = row->best(limit, score);
         found.insert(found.end(), known.begin(), known.end());
     }
 }

@@ -14,48 +14,44 @@ class Siblings : public Source {
     explicit Siblings(int k) : Source("siblings"), k_(k) {}
 
     int k() const { return k_; }
-    size_t size() const { return rows_.size(); }
-    // The number of tokens of the text before the next search.
-    void set_end(int64_t length) { end_ = length; }
-    // Whether the rows of a step's nodes are wanted; first, those of passed positions are dropped, the others age.
-    bool age(int64_t length, int64_t position, const std::vector<int> &depths);
-    // Enters these: int64 [nodes, width] tokens and float64 [nodes, width] logits, falling, of which k count.
-    void observe(int64_t length, int64_t position, const std::vector<int> &parents, const std::vector<int> &depths,
-                 int last, const int64_t *following, const double *logits, size_t width);
-
+    size_t size() const { return size_; }
+    void read(const Text &text) override { end_ = static_cast<int64_t>(text.length); }
+    // Only nodes whose rows are about positions that are still to come.
+    int wanted(const Outcome &outcome) const override;
+    void observe(const Outcome &outcome) override;
     int root() override { return 0; }
     int follow(int state, int32_t) override { return state + 1; }
     void candidates(int state, int limit, std::vector<Candidate> &found) override;
     void seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) override;
 
   private:
-    static constexpr int kSampled = 32;
-
     // Token -> weight, in the order in which the tokens came.
     class Row {
       public:
-        explicit Row(int64_t position) : position(position) {}
-
-        void add(int32_t token, double weight);
+        // Begins a position, in the memory of a former one.
+        void begin(int64_t at);
+        // Adds `weight` times `chances` / `sum` to the weights of `count` tokens.
+        void add(const int64_t *tokens, const double *chances, int count, double sum, double weight);
         void age(double factor);
-        // The first `most` tokens by falling weight at least, with their log-probabilities.
+        // The first `most` tokens by falling weight, with their log-probabilities.
         const std::vector<Candidate> &candidates(int most);
-        // Those of the first `most` with the greatest scores; all nodes at the position share them.
-        const std::vector<Candidate> &best(int most, int limit, const Scoring &score);
+        // Those with the greatest scores; all nodes at the position share them.
+        const std::vector<Candidate> &best(int limit, const Scoring &score);
 
-        int64_t position;
+        int64_t position = 0;
 
       private:
-        static constexpr size_t kSearched = 16;  // as many are searched one by one
-
-        void index();
+        void grow();
+        double total() const;
+        // Of weights_[index].
+        Candidate candidate(int index, double total) const;
 
         std::vector<std::pair<int32_t, double>> weights_;
         std::vector<int32_t> places_;               // open addressing: index into weights_, or -1
         std::vector<Candidate> candidates_, best_;  // empty where they must be made anew
-        std::vector<int> order_;
+        std::vector<int> chosen_;
         std::vector<Scored> scored_;
-        int limit_ = 0;  // of best_
+        int most_ = 0, limit_ = 0;  // of candidates_ and best_
     };
 
     Row &at(int64_t position);
@@ -64,7 +60,8 @@ class Siblings : public Source {
 
     int k_;
     int64_t end_ = 0;
-    std::vector<Row> rows_;
+    std::vector<Row> rows_;  // the first size_ are in use
+    size_t size_ = 0;
     std::vector<double> chances_;  // of one call; a member so that its memory is kept
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 namespace leapahead {
 
@@ -11,29 +12,70 @@ constexpr int kAhead = 8, kMost = 256;
 
 class Step {
   public:
-    Step(const Costs &costs, int searches) : costs_(costs), searches_(searches) {}
-
-    // Of the step, where the trees have so many rows and as many drafted nodes as `nodes`.
-    double operator()(int rows, int nodes) const {
-        const int size = costs_.padded ? costs_.sequences * (rows / searches_) : rows + costs_.sequences - searches_;
-        const size_t all = static_cast<size_t>(size);
-        const double forward =
-            all < costs_.seconds.size() ? costs_.seconds[all] : std::numeric_limits<double>::infinity();
-        return forward + (costs_.spent + (nodes > 0 ? costs_.resizing : 0.0) + (costs_.base + costs_.per_node * nodes));
+    explicit Step(const Costs &costs) : costs_(costs), lengths_(costs.replay), expected_(costs.replay.size()) {
+        last_.assign(costs.replay.size(), 1.0);
+        for (int &length : lengths_) ++length;
+        first_ = rows();
     }
+
+    // Of all trees.
+    int rows() const {
+        if (costs_.padded) return trees() * *std::max_element(lengths_.begin(), lengths_.end());
+        return filled();
+    }
+    // Without padding.
+    int filled() const { return std::accumulate(lengths_.begin(), lengths_.end(), 0); }
+    void take(int tree, double chance) {
+        ++lengths_[tree];
+        expected_[tree] += chance;
+        last_[tree] = chance;
+    }
+    // Seconds of the step, where the trees have so many rows and drafted nodes.
+    double operator()(int rows, int nodes) const {
+        const bool padded = costs_.padded && (nodes > 0 || !costs_.replays);
+        const int size = padded ? costs_.sequences * std::max(rows / trees(), costs_.longest) : rows + costs_.others;
+        const double outside =
+            costs_.spent + (nodes > 0 ? costs_.resizing : 0.0) + (costs_.base + costs_.per_node * nodes);
+        return forward(size) + outside + (nodes > 0 && costs_.replays ? later(size) : 0.0);
+    }
+    double plain() const { return (*this)(costs_.replays ? filled() : first_, 0); }
     // Whether some number of further nodes, all as likely as `chance`, would beat the best rate.
-    bool may_win(double best, double total, double chance, int rows) const {
+    bool may_win(double best, double total, double chance) const {
+        const int now = rows();
+        const double padding = now - filled();  // that nodes may fill at no cost
         const auto wins = [&](int size) {
-            return total + (size - rows) * chance > best * (*this)(size, size - searches_);
+            return total + padding * chance + (size - now) * chance > best * (*this)(size, size - first_);
         };
-        if (wins(rows) || wins(rows + 1)) return true;
+        if (wins(now) || wins(now + 1)) return true;
         return std::any_of(costs_.sizes.begin(), costs_.sizes.end(),
-                           [&](int size) { return rows + 1 < size && size <= kAhead + 2 * rows && wins(size); });
+                           [&](int size) { return now + 1 < size && size <= kAhead + 2 * now && wins(size); });
     }
 
   private:
+    int trees() const { return static_cast<int>(lengths_.size()); }
+    double forward(int size) const {
+        const size_t all = static_cast<size_t>(size);
+        return all < costs_.seconds.size() ? costs_.seconds[all] : std::numeric_limits<double>::infinity();
+    }
+    // Expected seconds of the next forward for tokens of these trees that are read again.
+    double later(int size) const {
+        double sum = 0.0, most = 0.0;
+        for (size_t tree = 0; tree < lengths_.size(); ++tree) {
+            const int replay = costs_.replay[tree], nodes = lengths_[tree] - replay;
+            if (nodes <= 1) continue;
+            const double again = 1.0 + expected_[tree] - nodes * last_[tree] + (1.0 - last_[tree]) * replay;
+            sum += again;
+            most = std::max(most, again);
+        }
+        return (costs_.padded ? costs_.sequences * most : sum) * std::max(0.0, forward(2 * size) - forward(size)) /
+               size;
+    }
+
     const Costs &costs_;
-    int searches_;
+    std::vector<int> lengths_;      // rows of each tree, replayed tokens included
+    std::vector<double> expected_;  // of each tree the sum of P
+    std::vector<double> last_;      // of each tree P of the last node
+    int first_;
 };
 
 // Searches by P of their likeliest node. A search is asked for it only when its bound is the greatest.
@@ -69,28 +111,21 @@ class Order {
 }  // namespace
 
 std::vector<int> best_sizes(const std::vector<Search *> &searches, const Costs &costs) {
-    const int roots = static_cast<int>(searches.size());
-    const Step seconds(costs, roots);
-    std::vector<int> taken, lengths(searches.size(), 1);  // taken: the search of each node
-    double total = costs.sequences, best = total / seconds(roots, 0);
+    Step step(costs);
+    std::vector<int> taken;  // the search of each node
+    double total = costs.sequences, best = total / step.plain();
     size_t kept = 0;
     Order order(searches);
-    const auto rows_of = [&] {
-        return costs.padded ? roots * *std::max_element(lengths.begin(), lengths.end())
-                            : roots + static_cast<int>(taken.size());
-    };
     for (int index; taken.size() < kMost && (index = order.first()) >= 0;) {
         const double chance = searches[index]->next();
-        const int rows = rows_of(), nodes = static_cast<int>(taken.size());
-        const int unused = rows - roots - nodes;  // padding that nodes may fill at no cost
-        if (!seconds.may_win(best, total + unused * chance, chance, rows)) break;
+        if (!step.may_win(best, total, chance)) break;
         const bool was_taken = searches[index]->take();
         order.update(index);
         if (!was_taken) continue;
         taken.push_back(index);
-        ++lengths[index];
+        step.take(index, chance);
         total += chance;
-        const double rate = total / seconds(rows_of(), nodes + 1);
+        const double rate = total / step(step.rows(), static_cast<int>(taken.size()));
         if (rate > best) {
             best = rate;
             kept = taken.size();

@@ -27,6 +27,27 @@ struct Candidate {
     bool scored = false;
 };
 
+// A text before a search.
+struct Text {
+    size_t length;
+    std::vector<int32_t> last;  // its last tokens: as many as the sources asked for, or all
+};
+
+// What the target chose after the nodes of a draft.
+struct Outcome {
+    size_t length;              // of the text, with the committed tokens
+    int64_t position;           // of the root
+    std::vector<int32_t> last;  // tokens up to the root, as far as kContext
+    std::vector<int32_t> tokens;
+    std::vector<int> parents, depths, path;  // path: the committed nodes
+    // [nodes, width]: the likeliest tokens after each node and their logits, falling, as many as the sources asked for.
+    const int64_t *following = nullptr;
+    const double *logits = nullptr;
+    size_t width = 0;
+
+    static constexpr int kContext = 4;
+};
+
 class Source {
   public:
     static constexpr int kNoState = -1;
@@ -37,9 +58,18 @@ class Source {
     const std::string &name() const { return name_; }
     virtual bool costs_forward() const { return false; }
 
+    // Reads a text before `root`; it may ask for as many of the last tokens as `unread` says.
+    virtual size_t unread(size_t) const { return 0; }
+    virtual void read(const Text &) {}
+    // Learns from a draft. It needs as many of the likeliest tokens as `wanted` says; for 0 they may be missing.
+    virtual int wanted(const Outcome &) const { return 0; }
+    virtual void observe(const Outcome &) {}
+
     // Drops all states and gives the one after the last committed token, or kNoState.
     virtual int root() = 0;
     virtual int follow(int state, int32_t token) = 0;
+    // Tells that the candidates of a state will be asked for next.
+    virtual void prepare(int) {}
     // Adds at most `limit` candidates to `found`, likeliest first.
     virtual void candidates(int state, int limit, std::vector<Candidate> &found) = 0;
     // Adds those for seed-aware drafting, in any order; the caller ranks them and keeps `limit`.

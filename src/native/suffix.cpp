@@ -87,8 +87,10 @@ void Suffix::candidates(int state, int limit, std::vector<Candidate> &found) {
     }
     double total = 0.0;
     for (const Weighed &each : weights_) total += each.weight;
-    std::stable_sort(weights_.begin(), weights_.end(),
-                     [](const Weighed &a, const Weighed &b) { return a.weight > b.weight; });
+    for (auto next = weights_.begin(); next != weights_.end(); ++next)  // few; std::stable_sort would allocate memory
+        std::rotate(std::upper_bound(weights_.begin(), next, *next,
+                                     [](const Weighed &a, const Weighed &b) { return a.weight > b.weight; }),
+                    next, next + 1);
     for (int i = 0; i < limit && i < static_cast<int>(weights_.size()); ++i)
         found.push_back({weights_[i].token, std::log(weights_[i].weight / total), weights_[i].feature, 0.0, false});
 }

@@ -19,12 +19,12 @@ class Suffix : public Source {
     using Volumes =
         std::vector<std::pair<std::shared_ptr<SuffixAutomaton>, int64_t>>;  // and the number of texts in each
 
-    // The tokens that were read so far.
-    size_t known() const { return static_cast<size_t>(own_->tokens()); }
-    // Reads the tokens behind those: `last` are the last ones of the whole text, at least `fresh`, and LOCATE_TOKENS
-    // where volumes of past texts are given, which is necessary when they have changed.
+    // Reads the tokens behind those that were read so far: `last` are the last ones of the whole text, at least
+    // `fresh`, and LOCATE_TOKENS where volumes of past texts are given, which is necessary when they have changed.
     void read(const std::vector<int32_t> &last, size_t fresh, const Volumes *volumes);
 
+    size_t unread(size_t length) const override { return length - static_cast<size_t>(own_->tokens()); }
+    void read(const Text &text) override { read(text.last, unread(text.length), nullptr); }
     int root() override;
     int follow(int state, int32_t token) override;
     void candidates(int state, int limit, std::vector<Candidate> &found) override;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "prefetch.h"
+
 namespace leapahead {
 
 namespace {
@@ -23,6 +25,14 @@ double half(uint16_t bits) {
 
 }  // namespace
 
+int TokenTable::state(int32_t token) const {
+    if (static_cast<uint32_t>(token) >= vocab_) return kNoState;
+    const size_t first = static_cast<size_t>(token) * k_;
+    prefetch(tokens_ + first);
+    prefetch(logp_ + first);
+    return token;
+}
+
 void TokenTable::candidates(int state, int limit, std::vector<Candidate> &found) {
     const size_t first = static_cast<size_t>(state) * k_;
     for (int i = 0; i < std::min(limit, k_); ++i)
@@ -32,7 +42,7 @@ void TokenTable::candidates(int state, int limit, std::vector<Candidate> &found)
 void TokenTable::seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) {
     const size_t first = static_cast<size_t>(state) * k_;
     TopScored top(score, limit, scored_);
-    for (int i = 0; i < k_; ++i) top.offer(tokens_[first + i], half(logp_[first + i]), i);
+    top.offer(k_, [&](int i) { return tokens_[first + i]; }, [&](int i) { return half(logp_[first + i]); });
     for (const auto &[value, i] : scored_)
         found.push_back({tokens_[first + i], half(logp_[first + i]), {}, value, true});
 }

@@ -14,9 +14,7 @@ class TokenTable : public Source {
     TokenTable(const int32_t *tokens, const uint16_t *logp, size_t vocab, int k)
         : Source("table"), tokens_(tokens), logp_(logp), vocab_(vocab), k_(k) {}
 
-    // The last token of the text before the next search.
-    void set_end(int32_t token) { end_ = token; }
-
+    void read(const Text &text) override { end_ = text.last.back(); }
     int root() override { return state(end_); }
     int follow(int, int32_t token) override { return state(token); }
     void candidates(int state, int limit, std::vector<Candidate> &found) override;
@@ -24,7 +22,7 @@ class TokenTable : public Source {
 
   private:
     // A state is the last token.
-    int state(int32_t token) const { return static_cast<uint32_t>(token) < vocab_ ? token : kNoState; }
+    int state(int32_t token) const;
 
     const int32_t *tokens_;
     const uint16_t *logp_;

@@ -49,13 +49,15 @@ class Drafting:
         sources: of its own.
         correction: its factor on the acceptance estimates.
         back_off: of drafting.
-        search: of the step that is under way; None where no source was asked.
+        search: made when the sources are asked for the first time.
+        asked: whether they were asked in the step that is under way.
     """
 
     def __init__(self, sequence: SequenceView, sources: list[Source]) -> None:
         self.sequence, self.sources = sequence, sources
         self.correction, self.back_off = Correction(), BackOff()
         self.search: TreeSearch | None = None
+        self.asked = False
 
 
 class Planned(Drafter):
@@ -148,11 +150,9 @@ class Planned(Drafter):
             self.host.latency.observe(step.forward)
             if not self.nodes:
                 self._judge(step)
-            if drafting.search is None:
-                continue  # a plain step; its tokens are read when the sources are asked next
-            for source in drafting.sources:
-                source.observe(sequence, step)
-            drafting.search.learn(step)
+            if drafting.asked and drafting.search is not None:
+                drafting.search.observe(step)
+            # The tokens of a plain step are read when the sources are asked next.
         self._observing += self.host.latency.clock() - began
 
     def _judge(self, step: Step) -> None:
@@ -213,7 +213,7 @@ class Planned(Drafter):
             wanted = guard.requests_plain(self.host.latency.profile(total).wants_plain)
             if wanted or guard.checking:
                 for sequence in sequences:
-                    self._sequences[sequence].search = None
+                    self._sequences[sequence].asked = False
                 return found
         active: dict[int, Drafting] = {}
         for index, (sequence, budget) in enumerate(zip(sequences, budgets, strict=True)):
@@ -221,7 +221,15 @@ class Planned(Drafter):
                 active[index] = self._sequences[sequence]
         if not active:
             return found
-        plan = StepPlan(total, self.host.info.padded, self.host.latency, self._drafting_time, self._resizing(total))
+        plan = StepPlan(
+            total,
+            self.host.info.padded,
+            self.host.latency,
+            self._drafting_time,
+            self._resizing(total),
+            self.host.info.replays,
+            [sequence.replay for sequence in sequences],
+        )
         forwards = None
         if self.draft_forwards is not None:
             sources = [source for drafting in active.values() for source in drafting.sources]
@@ -236,7 +244,6 @@ class Planned(Drafter):
                 break
         pays = not self.nodes and self._pays(searches, kept, plan, forwards.seconds if forwards else 0.0)
         for index, drafting in active.items():
-            drafting.search = searches[index]
             found[index] = searches[index].proposal(kept[index])
             if not self.nodes:
                 longest = plan.longest_back_off(self._drafting_time(0))
@@ -266,22 +273,29 @@ class Planned(Drafter):
 
     def _asks(self, drafting: Drafting, budget: Budget) -> bool:
         """Whether the sources of a sequence are asked in this step; they have read the text then."""
-        drafting.search = None
+        drafting.asked = False
         if not drafting.sources or min(budget.nodes, budget.depth) < 1:
             return False
         if not self.nodes and drafting.back_off.suspended():
             return False
         for source in drafting.sources:
             source.read(drafting.sequence)
+        drafting.asked = True
         return True
 
     def _search(self, drafting: Drafting, budget: Budget) -> TreeSearch:
         """The search for the tree of a sequence, with nothing taken."""
         leaves = budget.leaves if TREE in self.host.info.capabilities and not self.chain else 1
-        within = Budget(min(budget.nodes, self.max_nodes), budget.depth, leaves)
-        table = self.host.acceptance
-        search = search_class(table)
-        return search(drafting.sequence, drafting.sources, table, within, self.seed_aware, drafting.correction)
+        if budget.nodes > self.max_nodes or budget.leaves != leaves:
+            budget = Budget(min(budget.nodes, self.max_nodes), budget.depth, leaves)
+        if drafting.search is None:
+            table = self.host.acceptance
+            drafting.search = search_class(table)(
+                drafting.sequence, drafting.sources, table, budget, self.seed_aware, drafting.correction
+            )
+        else:
+            drafting.search.begin(budget)
+        return drafting.search
 
     def _sizes(self, searches: Mapping[int, TreeSearch], plan: StepPlan, spent: float) -> dict[int, int]:
         """How many nodes of each tree are drafted, the root counted.

@@ -277,9 +277,10 @@ def require(info: TargetInfo, needs: frozenset[str], what: str) -> None:
     """
     missing = sorted(needs - info.capabilities)
     if missing:
+        reason = ONE_PATH if info.replays and missing[0] == TREE else REASONS.get(missing[0], "")
         raise Refused(
-            f"{what} needs {' and '.join(missing)} from the target, which {info.name} does not have"
-            f"{REASONS.get(missing[0], '')}; use drafter='plain'"
+            f"{what} needs {' and '.join(missing)} from the target, which {info.name} does not have{reason}; use "
+            "drafter='plain'"
             + (", or one that drafts chains such as 'prompt_lookup'" if info.capabilities >= {CHAIN} else "")
         )
 
@@ -289,6 +290,7 @@ REASONS = {
     CHAIN: " (its recurrent state cannot discard rejected tokens)",
     HIDDEN: " (its backend does not give hidden states)",
 }
+ONE_PATH = " (its recurrent layers read the tokens of one path)"
 
 
 def read_prompt(target: Target, session: Session, chunk: int = 512) -> list[PromptRows]:

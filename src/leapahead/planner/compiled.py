@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from leapahead import native
-from leapahead.core.tree import TokenTree
+from leapahead.core.tree import Budget, TokenTree
 from leapahead.planner.acceptance import UNKNOWN, AcceptanceTable, Key
 from leapahead.planner.draft import Proposal, SequenceView, Step
 from leapahead.planner.mixer import Mixer, Row
@@ -79,7 +79,8 @@ class CompiledTable(AcceptanceTable):
 class CompiledSearch(TreeSearch):
     """See `TreeSearch`.
 
-    Sources of which the compiled module has no counterpart take part through an adapter, which calls their methods.
+    Sources of which the compiled module has no counterpart take part through an adapter, which calls their methods. The
+    correction that it is given is where its own begins.
 
     Attributes:
         compiled: the search of the compiled module.
@@ -87,23 +88,21 @@ class CompiledSearch(TreeSearch):
 
     acceptance: CompiledTable
 
-    def _begin(self) -> None:
-        sequence, budget = self.sequence, self.budget
-        self._adapters = [_adapter(source, sequence) for source in self.sources]
-        params, tokens = sequence.params, sequence.tokens
-        self.compiled = native.module.Search(
-            self._adapters,
-            self.acceptance.table,
-            self.correction.factor,
-            budget.nodes,
-            budget.depth,
-            budget.leaves,
-            MODES[self.mode],
-            params.seed,
-            len(tokens),
-            params.temperature,
-            tokens[-1],
-        )
+    def begin(self, budget: Budget) -> None:
+        self.budget, sequence = budget, self.sequence
+        if not hasattr(self, "compiled"):
+            params = sequence.params
+            self._adapters = [_adapter(source, sequence) for source in self.sources]
+            self._uncompiled = [source for source in self.sources if source.compiled is None]
+            self.compiled = native.module.Search(
+                self._adapters,
+                self.acceptance.table,
+                MODES[self.mode],
+                params.seed,
+                params.temperature,
+                self.correction.factor,
+            )
+        self.compiled.begin(sequence.tokens, budget.nodes, budget.depth, budget.leaves)
 
     def __len__(self) -> int:
         return len(self.compiled)
@@ -135,11 +134,21 @@ class CompiledSearch(TreeSearch):
 
     def proposal(self, nodes: int | None = None) -> Proposal:
         tokens, parents, depths, sources, expected = self.compiled.tree(len(self.compiled) if nodes is None else nodes)
-        return Proposal(TokenTree.of_lists(tokens, parents, depths), sources, np.array(expected))
+        return Proposal(TokenTree.of_lists(tokens, parents, depths), sources, np.frombuffer(expected))
 
-    def learn(self, step: Step) -> None:
-        for expected, hit in self.compiled.learn(step.verdict.path, step.tokens):
-            self.correction.learn(expected, hit)
+    def observe(self, step: Step) -> None:
+        sequence, tree, verdict = self.sequence, step.proposal.tree, step.verdict
+        for source in self._uncompiled:
+            source.observe(sequence, step)
+        self.compiled.observe(
+            sequence.tokens,
+            step.position,
+            tree.token_list,
+            tree.parent_list,
+            verdict.path,
+            verdict.tokens,
+            step.choices.top_k,
+        )
 
 
 def _adapter(source: Source, sequence: SequenceView) -> native.module.Source:
@@ -166,33 +175,32 @@ def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, spent: fl
         plan: of the step.
         spent: seconds that draft forwards have taken in this step.
     """
-    profile, drafting = plan.latency.profile(plan.sequences), plan.drafting
+    profile, drafting, ahead = plan.latency.profile(plan.sequences), plan.drafting, plan.ahead(searches)
     compiled = _compiled(searches)
     if compiled and not profile.fixed:
         found = native.module.best_sizes(
             compiled,
             profile.plans,
             profile.sizes,
+            ahead.replay,
             plan.sequences,
+            ahead.others,
+            ahead.longest,
+            ahead.replays,
             plan.padded,
             spent,
             plan.resizing,
             *drafting.parameters,
         )
         return dict(zip(searches, found, strict=True))
-    others = plan.sequences - len(searches)  # sequences that draft nothing have one row each
-
-    def seconds(rows: int) -> float:
-        """Of the forward, if these trees have so many rows."""
-        return profile.planned(plan.sequences * (rows // len(searches)) if plan.padded else rows + others)
-
     found = best_sizes(
         list(searches.values()),
-        seconds,
+        profile.planned,
         profile.sizes,
         lambda nodes: spent + (plan.resizing if nodes else 0.0) + drafting(nodes),
         padded=plan.padded,
-        others=others,
+        sequences=plan.sequences,
+        ahead=ahead,
     )
     return dict(zip(searches, found, strict=True))
 

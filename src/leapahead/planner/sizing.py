@@ -6,11 +6,15 @@
 Nodes are taken in the order of falling P over all sequences, and the n of the greatest rate is kept. T may have steps
 (another kernel is chosen, a block is filled), so the rate may fall before it rises to its maximum. The search ends when
 no greater n can win even if every further node were as likely as the next one.
+
+Where a target replays (`TargetInfo.replays`), the committed tokens that its state has not read take rows too, and a
+draft that is not accepted whole makes the next forward longer: of a chain of k nodes whose last one is accepted with
+P_k, by 1 + sum of P - (k + 1) P_k tokens on average, and with 1 - P_k by those that are replayed already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
@@ -33,6 +37,8 @@ class StepPlan(NamedTuple):
         drafting: the time that a step takes outside its forward.
         resizing: seconds that a step with drafted nodes costs in addition, since the last one was plain and the next
             plain one will take longer.
+        replays: whether the target replays the committed tokens of drafts that are not accepted whole.
+        replay: tokens that are replayed in this step, of each sequence that is known.
     """
 
     sequences: int
@@ -40,17 +46,43 @@ class StepPlan(NamedTuple):
     latency: LatencyProfiles
     drafting: DraftingTime
     resizing: float = 0.0
+    replays: bool = False
+    replay: Sequence[int] = ()
 
     def rows(self, kept: Mapping[int, int]) -> int:
         """Rows of the forward if so many nodes of each tree are kept, roots counted."""
+        sizes = [kept.get(index, 1) + ahead for index, ahead in enumerate(self.replay)]
         if self.padded:
-            return self.sequences * max(kept.values())
-        return sum(kept.values()) + self.sequences - len(kept)
+            return self.sequences * max(sizes)
+        return sum(sizes) + self.sequences - len(sizes)
+
+    def ahead(self, indices: Iterable[int]) -> Ahead:
+        """The rows before the nodes that these sequences draft."""
+        drafting = list(indices)
+        others = [1 + ahead for index, ahead in enumerate(self.replay) if index not in set(drafting)]
+        rows = sum(others) + self.sequences - len(self.replay)
+        return Ahead([self.replay[index] for index in drafting], rows, max(others, default=1), self.replays)
 
     def longest_back_off(self, seconds: float) -> int:
         """The longest back-off, in steps, of a draft that takes so many seconds."""
         plain = self.latency.profile(self.sequences)(self.sequences)
         return min(LONGEST_BACK_OFF, int(seconds / plain / COST_SHARE))
+
+
+class Ahead(NamedTuple):
+    """Rows of a step that are not nodes of its trees.
+
+    Attributes:
+        replay: tokens that are replayed before the root, of each tree.
+        others: rows of all sequences that draft nothing.
+        longest: the most of one of these.
+        replays: whether a draft that is not accepted whole is read again.
+    """
+
+    replay: Sequence[int]
+    others: int = 0
+    longest: int = 1
+    replays: bool = False
 
 
 def best_sizes(
@@ -59,7 +91,8 @@ def best_sizes(
     sizes: Sequence[int],
     drafting: Callable[[int], float] = lambda nodes: 0.0,
     padded: bool = False,
-    others: int = 0,
+    sequences: int | None = None,
+    ahead: Ahead | None = None,
 ) -> list[int]:
     """How many nodes of each tree to keep, the root counted.
 
@@ -69,23 +102,42 @@ def best_sizes(
         sizes: numbers of rows at which T is evaluated beyond the present one.
         drafting: seconds that a step takes outside the forward, by number of drafted nodes.
         padded: whether every sequence takes as many rows as the longest of them.
-        others: sequences of the step that draft nothing; each of them commits a token as well.
+        sequences: of the step, all of which commit a token; by default those that draft.
+        ahead: rows that are not nodes of these trees.
     """
     roots = len(searches)
+    sequences = sequences or roots
+    ahead = ahead or Ahead([0] * roots, sequences - roots)
     taken: list[int] = []  # the search of each node
-    lengths = [1] * roots
-    total = float(roots + others)
-    best, kept = total / (seconds(roots) + drafting(0)), 0
+    lengths = [1 + replay for replay in ahead.replay]
+    chains = [(0.0, 1.0)] * roots  # of each tree the sum of P, and P of the last node
+    total = float(sequences)
 
-    def cost(rows: int) -> float:
-        return seconds(rows) + drafting(rows - roots)
+    def cost(rows: int, nodes: int) -> float:
+        is_padded = padded and (nodes > 0 or not ahead.replays)
+        size = sequences * max(rows // roots, ahead.longest) if is_padded else rows + ahead.others
+        return seconds(size) + drafting(nodes) + (later(size) if nodes and ahead.replays else 0.0)
 
+    def later(size: int) -> float:
+        """Expected seconds of the next forward for tokens of these trees that are read again."""
+        again = [
+            1.0 + expected - (length - replay) * last + (1.0 - last) * replay if length - replay > 1 else 0.0
+            for length, replay, (expected, last) in zip(lengths, ahead.replay, chains, strict=True)
+        ]
+        further = sequences * max(again) if padded else sum(again)
+        return further * max(0.0, seconds(2 * size) - seconds(size)) / size
+
+    def rows_now() -> int:
+        return roots * max(lengths) if padded else sum(lengths)
+
+    first = rows_now()
+    best, kept = total / cost(sum(lengths) if ahead.replays else first, 0), 0
     order = _Order(searches)
     while len(taken) < MOST and (index := order.first()) is not None:
         chance = searches[index].next
-        rows = roots * max(lengths) if padded else roots + len(taken)
-        unused = rows - roots - len(taken)  # padding that nodes may fill at no cost
-        if not _may_win(best, total + unused * chance, chance, rows, cost, sizes):
+        rows = rows_now()
+        unused = rows - sum(lengths)  # padding that nodes may fill at no cost
+        if not _may_win(best, total + unused * chance, chance, rows, lambda size: cost(size, size - first), sizes):
             break
         was_taken = searches[index].take()
         order.update(index)
@@ -93,9 +145,9 @@ def best_sizes(
             continue
         taken.append(index)
         lengths[index] += 1
+        chains[index] = (chains[index][0] + chance, chance)
         total += chance
-        rows = roots * max(lengths) if padded else roots + len(taken)
-        rate = total / (seconds(rows) + drafting(len(taken)))
+        rate = total / cost(rows_now(), len(taken))
         if rate > best:
             best, kept = rate, len(taken)
     found = [1] * roots

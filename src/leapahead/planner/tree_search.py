@@ -64,7 +64,9 @@ def total(guesses: Iterable[Guess]) -> float:
 
 
 class TreeSearch:
-    """The search for the tree of one sequence's next step. Nodes are taken in the order of falling P.
+    """The search for the tree of a sequence's next step, and then for those of further steps.
+
+    Nodes are taken in the order of falling P.
 
     Args:
         sequence: that it is for.
@@ -89,13 +91,14 @@ class TreeSearch:
         seed_aware: bool = True,
         correction: Correction | None = None,
     ) -> None:
-        self.sequence, self.sources, self.acceptance, self.budget = sequence, sources, acceptance, budget
+        self.sequence, self.sources, self.acceptance = sequence, sources, acceptance
         self.correction = correction or Correction(1.0)
         self.mode = ("sampled" if seed_aware else "unaware") if sequence.sampled else "greedy"
-        self._begin()
+        self.begin(budget)
 
-    def _begin(self) -> None:
-        """Makes the search of the root alone."""
+    def begin(self, budget: Budget) -> None:
+        """Makes it the search for the tree of the sequence's next step, with nothing taken."""
+        self.budget = budget
         self.expected = [1.0]
         self.guesses: dict[int, list[Guess]] = {}
         self._parameters: dict[int, list[Parameters]] = {}  # of the mixer, by node
@@ -160,6 +163,12 @@ class TreeSearch:
         builder = self._builder
         tree = TokenTree.of_lists(builder.tokens[:size], builder.parents[:size], self._depths[:size])
         return Proposal(tree, tuple(self._names[:size]), np.array(self.expected[:size]))
+
+    def observe(self, step: Step) -> None:
+        """The sources and the estimates learn from a step."""
+        for source in self.sources:
+            source.observe(self.sequence, step)
+        self.learn(step)
 
     def learn(self, step: Step) -> None:
         """Updates the estimates with the outcome of all guesses along the committed path, drafted or not."""

@@ -1,7 +1,7 @@
 """Sources of the compiled module, for the compiled search: suffix, recycling, siblings and the token table.
 
-Each is a subclass of its counterpart in Python and hands on what it reads to the attribute `compiled`. The compiled
-search asks that for candidates, and calls none of the methods that the search in Python calls.
+Each is a subclass of its counterpart in Python, with the attribute `compiled`. The compiled search makes that read the
+text and observe the steps, and asks it for candidates; it calls none of the methods that the search in Python calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from leapahead.drafters.sources.suffix import LOCATE_TOKENS, Suffix
 from leapahead.drafters.sources.token_table import TableSource
 from leapahead.drafters.token_table import TokenTable
 from leapahead.models.choices import PromptRows
-from leapahead.planner.draft import SequenceView, Step
+from leapahead.planner.draft import SequenceView
 from leapahead.planner.source import Source
 
 LONGEST = 4  # tokens of a context, at most, in the compiled recycling
@@ -47,21 +47,23 @@ class CompiledSuffix(Suffix):
         self.compiled = native.module.Suffix(self.automaton)
         self._version = -1  # of the past texts that were read last
 
-    def read(self, sequence: SequenceView) -> None:
-        tokens, shared, volumes = sequence.tokens, self._shared, None
-        fresh = len(tokens) - self.automaton.tokens
-        if shared is not None and shared.version != self._version:
-            self._version = shared.version
-            volumes = [
-                (volume.automaton, len(volume.texts))
-                for volume in shared.volumes
-                if isinstance(volume.automaton, native.module.SuffixAutomaton)  # all of them
-            ]
-        if fresh or volumes is not None:
-            self.compiled.read(tokens[-max(fresh, LOCATE_TOKENS) :], fresh, volumes)
+    def begin(self, sequence: SequenceView) -> None:
+        super().begin(sequence)
+        if fresh := len(sequence.tokens) - self.automaton.tokens:
+            self.compiled.read(sequence.tokens[-fresh:], fresh, None)
 
-    def observe(self, sequence: SequenceView, step: Step) -> None:
-        """The tokens are read before the next search."""
+    def read(self, sequence: SequenceView) -> None:
+        shared = self._shared
+        if shared is None or shared.version == self._version:
+            return
+        self._version = shared.version
+        tokens, fresh = sequence.tokens, len(sequence.tokens) - self.automaton.tokens
+        volumes = [
+            (volume.automaton, len(volume.texts))
+            for volume in shared.volumes
+            if isinstance(volume.automaton, native.module.SuffixAutomaton)  # all of them
+        ]
+        self.compiled.read(tokens[-max(fresh, LOCATE_TOKENS) :], fresh, volumes)
 
 
 class CompiledRecycling(Recycling):
@@ -78,15 +80,6 @@ class CompiledRecycling(Recycling):
         first = max(0, rows.start + 1 - self.longest)
         self.compiled.read_rows(sequence.tokens[first : rows.start + len(rows.tokens)], *rows.top_k(self.k))
 
-    def read(self, sequence: SequenceView) -> None:
-        self.compiled.set_end(sequence.tokens[-self.longest :])
-
-    def observe(self, sequence: SequenceView, step: Step) -> None:
-        tree, end = step.tree, step.position + 1
-        last = sequence.tokens[max(0, end - self.longest) : end]
-        following, logits = step.choices.top_k(self.k)
-        self.compiled.observe(last, tree.token_list, tree.parent_list, step.verdict.path, following, logits)
-
     def figures(self) -> dict[str, Any]:
         return {"contexts": len(self.compiled)}
 
@@ -100,16 +93,6 @@ class CompiledSiblings(Siblings):
         super().begin(sequence)
         self.compiled = native.module.Siblings(self._k)
 
-    def read(self, sequence: SequenceView) -> None:
-        self.compiled.set_end(len(sequence.tokens))
-
-    def observe(self, sequence: SequenceView, step: Step) -> None:
-        length, tree, compiled = len(sequence.tokens), step.tree, self.compiled
-        if compiled.age(length, step.position, tree.depth_list):
-            following, logits = step.choices.top_k(self._k)
-            last = step.verdict.path[-1]
-            compiled.observe(length, step.position, tree.parent_list, tree.depth_list, last, following, logits)
-
     def figures(self) -> dict[str, Any]:
         return {"positions": len(self.compiled)}
 
@@ -122,9 +105,3 @@ class CompiledTableSource(TableSource):
     def __init__(self, table: TokenTable) -> None:
         super().__init__(table)
         self.compiled = native.module.TokenTable(np.asarray(table.tokens), np.asarray(table.logp).view(np.uint16))
-
-    def read(self, sequence: SequenceView) -> None:
-        self.compiled.set_end(sequence.root)
-
-    def observe(self, sequence: SequenceView, step: Step) -> None:
-        """The last token is read before the next search."""

@@ -63,7 +63,7 @@ class Siblings(Source):
         return [Candidate(token, log(row[token] / total), feature) for token in chosen]
 
     def seed_aware_candidates(self, state: int, limit: int, score: Score) -> list[Candidate]:
-        return self.candidates(state, 4 * SAMPLED)
+        return self.candidates(state, len(self._rows.get(state, ())))
 
     def observe(self, sequence: SequenceView, step: Step) -> None:
         length, tree = len(sequence.tokens), step.tree

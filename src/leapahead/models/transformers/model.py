@@ -8,7 +8,7 @@ Knows neither drafters nor text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from threading import RLock
 from typing import Any
 
@@ -35,26 +35,19 @@ from leapahead.models.base import (
 )
 from leapahead.models.captured import TopK, TopKRows
 from leapahead.models.choices import Choices, PromptRows, best
-from leapahead.models.transformers import families, grouped, require_version, selftest, statetest, weights
+from leapahead.models.transformers import executors, families, require_version, selftest, weights
 from leapahead.models.transformers.forward import (
     CachedExecutor,
     CachedState,
-    ChainExecutor,
-    Executor,
     Layers,
     MaskedExecutor,
     Outputs,
     State,
-    accepts,
 )
 from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
 from leapahead.models.transformers.memory import free_bytes, out_of_memory_in
-from leapahead.models.transformers.recurrent import NativeExecutor
 from leapahead.models.transformers.replay import ReplayExecutor
-from leapahead.models.transformers.states import stateful_cache
-from leapahead.models.transformers.twin import twin
 
-ONE_TOKEN = np.zeros((1, 1), dtype=np.int64)
 NODES = 512  # slots for the nodes of a step, behind a sequence that fills the context
 # The part of the free memory that the cache may take by default; the rest is for activations and for other programs.
 CACHE_SHARE = {"cuda": 0.7, "cpu": 0.5}
@@ -126,8 +119,7 @@ class TransformersTarget:
         self.config = families.text_config(model)
         self.lock = RLock()
         self.max_leaves = self.max_nodes = UNLIMITED
-        self.refusals: dict[str, str] = {}
-        self._exclusive, self._name = exclusive, name or model.config.name_or_path or type(model).__name__
+        self._name = name or model.config.name_or_path or type(model).__name__
         if model.config.is_encoder_decoder:
             raise Refused(f"{self._name} is an encoder-decoder model; leapahead decodes causal language models")
         if not model._is_stateful:
@@ -138,8 +130,14 @@ class TransformersTarget:
             self.device, vocab_size = logits.device, logits.shape[-1]
             self.context_length = families.context_length(self.config)
             self._ids = _ordinary_ids(model.config, self.config, vocab_size)
-            self.executor = self._tested_executor()
-            layers, hidden_size = self._tested_layers() if hidden_states else ((), 0)
+            usual_length = min(self.context_length + NODES, UNLIMITED)
+            every = executors.executors(model, exclusive, usual_length)
+            self.executor, self.refusals = executors.tested(model, self._name, self._ids, every)
+            layers: Layers = ()
+            hidden_size = 0
+            if hidden_states and isinstance(self.executor, CachedExecutor):
+                layers, hidden_size, refusal = executors.tested_layers(model, self._ids, self.executor)
+                self.refusals.update({HIDDEN: refusal} if refusal else {})
         self.info = TargetInfo(
             name=self._name,
             vocab_size=vocab_size,
@@ -250,11 +248,8 @@ class TransformersTarget:
         return self._ids
 
     def test_prompts(self) -> tuple[int, int]:
-        """The lengths of the prompts of the self-test; small attention windows and convolutions are left behind."""
-        recurrent = families.is_recurrent(self.model)
-        patterns = families.patterns(self.config, recurrent) or {}
-        reaches = [each.window or each.chunk or UNLIMITED for each in patterns.values()]
-        return max((reach for reach in reaches if reach <= 24), default=13 if recurrent else 1) + 3, 1
+        """The lengths of the prompts of the self-test."""
+        return executors.test_prompts(self.model)
 
     def _layers(self, capture: Capture) -> Layers:
         """The captured layers, counted from the embedding."""
@@ -303,7 +298,7 @@ class TransformersTarget:
     def _first_logits(self) -> Tensor:
         """The model's logits for one token, to know their width and device."""
         try:
-            logits = selftest.own_logits(self.model, ONE_TOKEN)
+            logits = selftest.own_logits(self.model, selftest.ONE_TOKEN)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -314,96 +309,6 @@ class TransformersTarget:
         if logits.isnan().any() or logits.isposinf().any():
             raise BadLogits(f"{self._name} gives NaN or infinite logits for a single token; try dtype float32")
         return logits
-
-    def _tested_layers(self) -> tuple[Layers, int]:
-        """The layers whose hidden states the executor gives as the model itself does, and the width of one.
-
-        Tested on a copy of the model, since the first output of hidden states installs hooks for good.
-        """
-        if not isinstance(self.executor, CachedExecutor):
-            return (), 0
-        try:
-            model = twin(self.model)
-            layers, size = selftest.layers_of(model, ONE_TOKEN)
-            another = self.executor.another(model)
-            result = selftest.run(another, model, self._ids, self.test_prompts(), layers=layers, steps=1)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            self.refusals[HIDDEN] = first_line(error)
-            return (), 0
-        if not result.hidden:
-            self.refusals[HIDDEN] = "they differ from the model's own"
-        return (layers, size) if result.hidden else ((), 0)
-
-    def _tested_executor(self) -> Executor:
-        """The most able executor that gives the model's own logits."""
-        patterns, prompts = families.patterns(self.config), self.test_prompts()
-        # Only a cached token is final where attention is sparse by ranks, or where the model has a state.
-        plain = patterns is None or self.model._is_stateful
-        for name, build in self._executors(patterns):
-            try:
-                executor = build()
-                native = isinstance(executor, NativeExecutor)
-                cached = NativeExecutor(self.model, self.config, shared=True) if plain and native else None
-                result = selftest.run(executor, self.model, self._ids, prompts, cached)
-                if result.passed and isinstance(executor, ReplayExecutor):
-                    statetest.check(executor, self.model, self._ids, result.tolerance)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                kind = "" if isinstance(error, LeapaheadError) else f"{type(error).__name__}: "
-                self.refusals[name] = kind + first_line(error)
-                continue
-            if result.passed:
-                return executor
-            self.refusals[name] = f"logits differ by {result.error:.2g} standard deviations"
-        tried = "; ".join(f"{name}: {reason}" for name, reason in self.refusals.items())
-        raise Refused(f"{self._name} cannot be decoded exactly ({tried})")
-
-    def _executors(self, patterns: dict[str, families.Pattern] | None) -> Iterator[tuple[str, Callable[[], Executor]]]:
-        """What may fit the model, from the most able to the least."""
-        model = self.model
-        if others := families.other_layers(self.config):
-            self.refusals["drafts"] = f"layers of the kind {', '.join(others)} select or compress what they attend to"
-        if patterns is not None and not model._is_stateful:
-            implementation = families.attention_implementation(model)
-            boolean, config = families.MASKS[implementation], self.config
-            if accepts(model, "position_ids", "past_key_values") and not families.counts_slots(self.config):
-                if self._exclusive and grouped.fits(implementation, self.device):
-                    name = "trees by a boolean mask, attention grouped and packed"
-                    yield name, lambda: MaskedExecutor(model, self._cache(), patterns, True, config)
-                if boolean:
-                    yield "trees by a boolean mask", lambda: MaskedExecutor(model, self._cache(), patterns, True)
-                yield "trees by an additive mask", lambda: MaskedExecutor(model, self._cache(), patterns, False)
-            if accepts(model, "past_key_values"):
-                yield "chains", lambda: ChainExecutor(model, self._cache())
-        if families.is_recurrent(model) and (beside := families.patterns(self.config, recurrent=True)) is not None:
-            yield from self._replaying(beside)
-        yield "token by token", lambda: NativeExecutor(model, self.config, shared=False)
-        yield "token by token, one session at a time", lambda: NativeExecutor(model, self.config, shared=True)
-
-    def _replaying(self, patterns: dict[str, families.Pattern]) -> Iterator[tuple[str, Callable[[], Executor]]]:
-        """For models with recurrent layers; these are the patterns of the others."""
-        model = self.model
-
-        def build(boolean: bool, config: Any, masked: bool) -> Executor:
-            return ReplayExecutor(model, stateful_cache(model, self._usual_length), patterns, boolean, config, masked)
-
-        implementation = families.attention_implementation(model)
-        boolean = families.MASKS[implementation]
-        if self._exclusive and grouped.fits(implementation, self.device):
-            yield "chains with replay, attention grouped", lambda: build(True, self.config, True)
-        if accepts(model, "attention_mask"):
-            yield "chains with replay", lambda: build(boolean, None, True)
-        yield "chains with replay, one session at a time", lambda: build(boolean, None, False)
-
-    def _cache(self) -> KVCache:
-        return KVCache(self._usual_length)
-
-    @property
-    def _usual_length(self) -> int:
-        return min(self.context_length + NODES, UNLIMITED)
 
     def _usual_tokens(self, cache: KVCache) -> int:
         """How many tokens fit in the cache's part of the free memory."""

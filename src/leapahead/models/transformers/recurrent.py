@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from leapahead.core.errors import Refused
 from leapahead.core.tree import TokenTree
-from leapahead.models.transformers.forward import Layers, Outputs, accepts, inputs
+from leapahead.models.transformers.forward import Layers, Outputs, accepts, inputs, side_by_side
 
 
 class NativeState:
@@ -30,7 +29,7 @@ class NativeState:
         memory: the state; None where it is kept in the model's modules, or not made yet.
         broken: the memory must be computed from the tokens: nothing was read yet, a forward failed, or the session was
             forked.
-        logits: after the root [1, vocab], from the step to the commit.
+        outputs: of the root, from the step to the commit.
     """
 
     def __init__(self, tokens: list[int]) -> None:
@@ -38,17 +37,17 @@ class NativeState:
         self.length = 0
         self.memory: Any = None
         self.broken = True
-        self.logits: Tensor | None = None
+        self.outputs: Outputs | None = None
         self.replay = 0
 
     def commit(self, path: Sequence[int]) -> None:
         assert list(path) == [0], "this target keeps the root alone"
-        assert self.logits is not None, "commit without a step"
+        assert self.outputs is not None, "commit without a step"
         self.length += 1
-        self.logits = None
+        self.outputs = None
 
     def close(self) -> None:
-        self.memory = self.logits = None
+        self.memory = self.outputs = None
 
 
 class NativeExecutor:
@@ -79,17 +78,17 @@ class NativeExecutor:
     def prefill(self, state: NativeState, count: int, rows: int = 1, layers: Layers = ()) -> Outputs:
         """All tokens but the last in one forward, whatever `count` is; logits of the last one read."""
         assert not layers, "this target has no hidden states"
-        tokens, state.length, state.logits = state.tokens[:-1], 0, None
+        tokens, state.length, state.outputs = state.tokens[:-1], 0, None
         self._begin(state)
-        logits = self._read(state, tokens)
+        outputs = self._read(state, tokens)
         state.length = len(tokens)
-        return Outputs(logits)
+        return outputs
 
     def fork(self, state: NativeState, tokens: list[int]) -> NativeState:
         """Copies the state; where it is kept in the modules, the tokens are read again when the fork is stepped."""
         other = NativeState(tokens)
         other.length = state.length
-        if not (self.shared or state.broken) and state.logits is None:
+        if not (self.shared or state.broken) and state.outputs is None:
             other.memory, other.broken = copy.deepcopy(state.memory), False
         return other
 
@@ -101,15 +100,14 @@ class NativeExecutor:
         layers: Layers = (),
     ) -> list[Outputs]:
         assert not any(num_computed or ()), "this target takes no drafts"
-        assert not layers, "this target has no hidden states"
         found = []
         for state, tree in zip(states, trees, strict=True):
             assert len(tree) == 1, "this target takes no drafts"
-            if state.logits is None:  # a root that was read already cannot be read twice
+            if state.outputs is None:  # a root that was read already cannot be read twice
                 if self._lost(state):
                     self._read_again(state)
-                state.logits = self._read(state, [int(tree.tokens[0])])
-            found.append(Outputs(state.logits))
+                state.outputs = self._read(state, [int(tree.tokens[0])], layers)
+            found.append(state.outputs)
         return found
 
     def rows(self, states: Sequence[NativeState], trees: Sequence[TokenTree]) -> int:
@@ -143,12 +141,13 @@ class NativeExecutor:
             self.owner = state
         state.broken = False
 
-    def _read(self, state: NativeState, tokens: list[int]) -> Tensor:
+    def _read(self, state: NativeState, tokens: list[int], layers: Layers = ()) -> Outputs:
         given = inputs(self.model, np.array([tokens]), state.length, self.device)
+        options = {**self.few_logits, **({"output_hidden_states": True} if layers else {})}
         state.broken = True
-        output = self.model(**given, **{str(self.name): state.memory}, use_cache=True, **self.few_logits)
+        output = self.model(**given, **{str(self.name): state.memory}, use_cache=True, **options)
         state.broken = False
         if not isinstance(state.memory, DynamicCache):
             state.memory = output[self.name]
-        last: Tensor = output.logits[0, -1:]
-        return last
+        hidden = side_by_side(output.hidden_states, layers) if layers else None
+        return Outputs(output.logits[0, -1:], None if hidden is None else hidden[0, -1:])

@@ -11,11 +11,18 @@ Sequences that go through the model together must have equally many rows, since 
 tokens would enter its states. While some of them draft, shorter rows are filled up with tokens that cannot be accepted,
 so that all are one forward; their states are dropped, and their tokens are replayed. While none of them drafts, rows of
 one length are one forward, after which nothing is left to replay.
+
+Without compiled kernels Transformers pads a forward to whole chunks of the recurrence, of 64 or 256 tokens, whose
+attention-like part then costs as much as a prompt. So drafts are given to the model in chunks of 8, which changes
+nothing but rounding. And some Mamba-2 models bound the time step of their recurrence in forwards of several tokens and
+not in those of one; for drafts, which must give what forwards of one token give, it is not bounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +44,10 @@ from leapahead.models.transformers.forward import (
 )
 from leapahead.models.transformers.kv_cache import Row
 from leapahead.models.transformers.states import Place, StatefulCache, StatefulRow, stateful_cache
+
+CHUNK = 8  # tokens of a short chunk
+MOST_SHORT = 32  # rows of a forward in short chunks
+NO_BOUNDS = (0.0, math.inf)  # of the time step of a recurrence
 
 
 class ReplayState(CachedState):
@@ -72,6 +83,8 @@ class ReplayExecutor(MaskedExecutor):
         config: of the language model, whose attention is computed by `grouped` then; None for the model's own.
         masked: whether the model is given masks, so that several sequences of different lengths share a forward.
             Otherwise it makes its own mask, and there is one forward a session.
+        exclusive: whether nobody else runs the model. Some of its modules have other settings then while they read a
+            draft: short chunks on a CPU, and time steps without bounds.
     """
 
     capabilities = frozenset({CHAIN, LOGITS, TOP_K})
@@ -85,15 +98,19 @@ class ReplayExecutor(MaskedExecutor):
         boolean: bool = True,
         config: Any = None,
         masked: bool = True,
+        exclusive: bool = False,
     ) -> None:
         super().__init__(model, cache, patterns, boolean, config)
-        self.masked = masked
+        self.masked, self.exclusive = masked, exclusive
+        self._reads_prompt = False
+        self._chunked = [each for each in model.modules() if isinstance(vars(each).get("chunk_size"), int)]
+        self._bounded = [(each, "time_step_limit", NO_BOUNDS) for each in model.modules() if bounds_time_step(each)]
         names = ("past_key_values", "cache_params", "state")
         self.name = next((name for name in names if accepts(model, name)), "past_key_values")
 
     def another(self, model: Any) -> ReplayExecutor:
-        boolean = self.dtype is None
-        return ReplayExecutor(model, stateful_cache(model), self.patterns, boolean, self.config, self.masked)
+        boolean, cache = self.dtype is None, stateful_cache(model)
+        return ReplayExecutor(model, cache, self.patterns, boolean, self.config, self.masked, self.exclusive)
 
     def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0) -> ReplayState:
         row = self.cache.take(tokens, min(reuse, len(tokens) - 1), reserve)
@@ -107,7 +124,11 @@ class ReplayExecutor(MaskedExecutor):
         return fork
 
     def prefill(self, state: CachedState, count: int, rows: int = 1, layers: Layers = ()) -> Outputs:
-        outputs = super().prefill(state, count, rows, layers)
+        self._reads_prompt = True
+        try:
+            outputs = super().prefill(state, count, rows, layers)
+        finally:
+            self._reads_prompt = False
         if isinstance(state, ReplayState) and state.length == len(state.tokens) - 1:
             state.row.keep_states()  # for a prompt that continues this one in another way
         return outputs
@@ -126,9 +147,8 @@ class ReplayExecutor(MaskedExecutor):
         for group in self._groups(chains):
             some = [chains[at] for at in group]
             n = max(chain.new for chain in some)
-            batch = self.ready(
-                [each.row for each in some], [each.filled(n) for each in some], [c.computed for c in some]
-            )
+            filled, computed = [chain.filled(n) for chain in some], [chain.computed for chain in some]
+            batch = self.ready([chain.row for chain in some], filled, computed)
             unread = min(chain.ahead for chain in some)  # rows before the first whose logits are wanted
             given = options or {name: n - unread for name in self.few_logits}
             logits, hidden = self.call(self.model, batch, layers, **given)
@@ -141,6 +161,17 @@ class ReplayExecutor(MaskedExecutor):
         return [found[at] for at in range(len(rows))]
 
     def call(self, model: Any, batch: Batch, layers: Layers = (), **options: Any) -> Outputs:
+        rows = batch.inputs.tokens.shape[1]
+        if not self.exclusive or self._reads_prompt or rows == 1:
+            return self._call(model, batch, layers, **options)
+        is_short = self.device.type == "cpu" and rows <= MOST_SHORT
+        if is_short and not self._chunked:
+            options["chunk_size"] = CHUNK  # which the model hands down to the function that computes the recurrence
+        chunked = [(module, "chunk_size", CHUNK) for module in self._chunked] if is_short else []
+        with _settings([*chunked, *self._bounded]):
+            return self._call(model, batch, layers, **options)
+
+    def _call(self, model: Any, batch: Batch, layers: Layers = (), **options: Any) -> Outputs:
         if self.masked and self.name == "past_key_values":
             return super().call(model, batch, layers, **options)
         if layers:
@@ -174,7 +205,7 @@ class ReplayExecutor(MaskedExecutor):
 
     def _states(self, places: Iterable[Place]) -> list[Tensor]:
         """As many of them as there are; none at the beginning of a text."""
-        found: list[Tensor] = []
+        found = []
         for place in places:
             if (state := self.cache.get(place)) is None:
                 break
@@ -188,12 +219,14 @@ class ReplayExecutor(MaskedExecutor):
             return masks
         return {**{kind: masks.get(beside) for kind, beside in RECURRENT_LAYERS.items()}, **masks}
 
-    def states_after(self, tokens: Sequence[int], forwards: Sequence[int]) -> dict[Place, Tensor]:
-        """The recurrent states after tokens that are read in forwards of these sizes, for tests; one token is over."""
-        state = self.open(list(tokens))
+    def states_after(self, prompt: Sequence[int], drafts: Sequence[Sequence[int]]) -> dict[Place, Tensor]:
+        """The recurrent states after a prompt and drafts that are all accepted, for tests."""
+        state = self.open([*prompt, drafts[0][0]])
         try:
-            for count in forwards:
-                self.prefill(state, count)
+            self.prefill(state, len(prompt))
+            for draft in drafts:
+                self.forward([state], [TokenTree.chain(draft[0], draft[1:])])
+                state.commit(range(len(draft)))
             return self.cache.before(state.row)
         finally:
             state.close()
@@ -216,6 +249,29 @@ class ReplayExecutor(MaskedExecutor):
             began = bool(chain.computed or chain.row.length)
             groups.setdefault((began, chain.computed > 0, 0 if drafting else chain.new), []).append(at)
         return list(groups.values())
+
+
+def bounds_time_step(module: Any) -> bool:
+    """Whether it is a Mamba-2 layer that bounds the time step of its recurrence.
+
+    In Transformers 5.23 all of them do so where several tokens are read, and none where one is. A state that hardly
+    changes is forgotten then, after enough tokens, in any precision.
+    """
+    low, high = vars(module).get("time_step_limit") or NO_BOUNDS
+    return bool(low > 0 or high < math.inf)
+
+
+@contextmanager
+def _settings(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Gives attributes of objects other values within the block: the object, the attribute, the value."""
+    before = [getattr(module, name) for module, name, _ in values]
+    try:
+        for module, name, value in values:
+            setattr(module, name, value)
+        yield
+    finally:
+        for (module, name, _), value in zip(values, before, strict=True):
+            setattr(module, name, value)
 
 
 class _Chain:

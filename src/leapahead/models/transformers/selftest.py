@@ -40,6 +40,9 @@ RECURRENT_FLOOR = 0.05
 # ... or so many times as far as the model's two computations are, but in half precision never further than this.
 MARGIN = 8.0
 CEILING = 0.5
+# The same in full precision, for recurrent states: a state that is wrong is no rounding.
+RECURRENT_CEILING = 0.01
+ONE_TOKEN = np.zeros((1, 1), dtype=np.int64)
 DRAWS = 3  # of tokens, in half precision
 
 # Some models give tokens that they never choose the lowest number there is; those have no part in the distances.
@@ -117,6 +120,7 @@ def run(
     ids: IntArray,
     prompts: tuple[int, int],
     cached: Executor | None = None,
+    native: Executor | None = None,
     layers: Layers = (),
     steps: int | None = None,
 ) -> Result:
@@ -127,6 +131,8 @@ def run(
         prompts: lengths of the two sequences' prompts.
         cached: compare with this executor, one sequence after the other, instead of with plain forwards. For models
             whose own logits depend on what follows: then their own state, one token at a time, is what is preserved.
+        native: counts as one more of the model's own computations: all tokens of a path but the last in one forward,
+            then that one. A recurrence has other formulas for many tokens than for one, which round differently.
         layers: whose hidden states are tested too.
         steps: so many of the picture; None for all.
     """
@@ -140,9 +146,12 @@ def run(
         executor.forget()  # so that every draw uses the same rows and slots
         paths, ours = _nodes(executor, ids, prompts, [each[:steps] for each in SHAPES[kind]], layers, draw)
         theirs = references(model, paths, layers) if cached is None else [one_by_one(cached, paths)]
-        logits = distances(ours.logits, [each.logits for each in theirs], floor, is_half).least(logits)
+        if native is not None:
+            theirs.append(last_alone(native, paths, layers))
+        ceiling = CEILING if is_half else (torch.inf if native is None else RECURRENT_CEILING)
+        logits = distances(ours.logits, [each.logits for each in theirs], floor, ceiling, is_half).least(logits)
         if layers:
-            hidden = _of_layers(ours, theirs, len(layers), floor, is_half).least(hidden)
+            hidden = _of_layers(ours, theirs, len(layers), floor, ceiling, is_half).least(hidden)
         if logits.small and (hidden is None or hidden.small):
             break
     assert logits is not None
@@ -150,7 +159,9 @@ def run(
     return Result(float(logits.errors[worst]), float(logits.tolerances[worst]), hidden is not None and hidden.small)
 
 
-def distances(mine: Tensor, theirs: Sequence[Tensor], floor: float, is_half: bool, banned: float = BANNED) -> Distances:
+def distances(
+    mine: Tensor, theirs: Sequence[Tensor], floor: float, ceiling: float, is_half: bool, banned: float = BANNED
+) -> Distances:
     """Compares values [nodes, width] with the model's own, computed once or in several ways."""
     mine = mine.to(theirs[0])
     real = theirs[0].abs() < banned
@@ -164,15 +175,19 @@ def distances(mine: Tensor, theirs: Sequence[Tensor], floor: float, is_half: boo
     errors = torch.stack([apart(mine, each) for each in theirs]).amin(dim=0)  # NaN stays NaN
     noise = torch.stack([apart(theirs[0], each) for each in theirs]).amax(dim=0)
     tolerance = MARGIN * float(noise.median() if is_half else noise.max())
-    tolerance = max(floor, min(tolerance, CEILING) if is_half else tolerance)
+    tolerance = max(floor, min(tolerance, ceiling))
     return Distances(errors, torch.full_like(errors, tolerance))
 
 
-def _of_layers(ours: Outputs, theirs: Sequence[Outputs], count: int, floor: float, is_half: bool) -> Distances:
+def _of_layers(
+    ours: Outputs, theirs: Sequence[Outputs], count: int, floor: float, ceiling: float, is_half: bool
+) -> Distances:
     """The distances of hidden states, at each node those of the worst layer."""
     mine, *own = [each.hidden.chunk(count, dim=-1) for each in (ours, *theirs) if each.hidden is not None]
     infinite = float("inf")
-    found = [distances(layer, [each[at] for each in own], floor, is_half, infinite) for at, layer in enumerate(mine)]
+    found = [
+        distances(layer, [each[at] for each in own], floor, ceiling, is_half, infinite) for at, layer in enumerate(mine)
+    ]
     ratios = torch.stack([each.errors / each.tolerances for each in found]).amax(dim=0)
     return Distances(ratios, torch.ones_like(ratios))
 
@@ -242,6 +257,19 @@ def one_by_one(executor: Executor, paths: Sequence[Sequence[int]]) -> Outputs:
             state.commit([0])
         state.close()
     return Outputs(_wide(torch.stack([rows[index] for index in range(len(paths))])))
+
+
+def last_alone(executor: Executor, paths: Sequence[Sequence[int]], layers: Layers = ()) -> Outputs:
+    """The values after each path by `executor`, which reads its last token in a forward of its own."""
+    found = []
+    for path in paths:
+        state = executor.open(list(path))
+        if len(path) > 1:
+            executor.prefill(state, len(path) - 1)
+        found += executor.forward([state], [TokenTree.root(path[-1])], None, layers)
+        state.close()
+    hidden = torch.cat([each.hidden for each in found if each.hidden is not None]) if layers else None
+    return Outputs(_wide(torch.cat([each.logits for each in found])), None if hidden is None else _wide(hidden))
 
 
 def own_outputs(model: Any, tokens: IntArray, layers: Layers = ()) -> Outputs:

@@ -1,0 +1,155 @@
+"""Chooses how a model is run: the most able executor that gives the model's own logits in the self-test.
+
+What a model does not pass is kept, with the reason, for reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from leapahead.core.errors import LeapaheadError, Refused, first_line
+from leapahead.core.tree import UNLIMITED, IntArray
+from leapahead.models.transformers import families, grouped, selftest, statetest
+from leapahead.models.transformers.forward import (
+    CachedExecutor,
+    ChainExecutor,
+    Executor,
+    Layers,
+    MaskedExecutor,
+    accepts,
+)
+from leapahead.models.transformers.kv_cache import KVCache
+from leapahead.models.transformers.recurrent import NativeExecutor
+from leapahead.models.transformers.replay import ReplayExecutor
+from leapahead.models.transformers.states import stateful_cache
+from leapahead.models.transformers.twin import twin
+
+Named = tuple[str, Callable[[], Executor]]  # what an executor gives, and what makes it
+
+
+def executors(model: Any, exclusive: bool, usual_length: int) -> Iterator[Named]:
+    """What may fit a model, from the most able to the least.
+
+    Args:
+        exclusive: whether nobody else runs the model.
+        usual_length: of the rows of its cache.
+    """
+    config = families.text_config(model)
+    patterns = families.patterns(config)
+    if patterns is not None and not model._is_stateful:
+        yield from _without_states(model, patterns, exclusive, lambda: KVCache(usual_length))
+    if families.is_recurrent(model) and (beside := families.patterns(config, recurrent=True)) is not None:
+        yield from _with_states(model, beside, exclusive, usual_length)
+    yield "token by token", lambda: NativeExecutor(model, config, shared=False)
+    yield "token by token, one session at a time", lambda: NativeExecutor(model, config, shared=True)
+
+
+def _without_states(
+    model: Any, patterns: dict[str, families.Pattern], exclusive: bool, cache: Callable[[], KVCache]
+) -> Iterator[Named]:
+    implementation, config = families.attention_implementation(model), families.text_config(model)
+    if accepts(model, "position_ids", "past_key_values") and not families.counts_slots(config):
+        if exclusive and grouped.fits(implementation, model.get_input_embeddings().weight.device):
+            name = "trees by a boolean mask, attention grouped and packed"
+            yield name, lambda: MaskedExecutor(model, cache(), patterns, True, config)
+        if families.MASKS[implementation]:
+            yield "trees by a boolean mask", lambda: MaskedExecutor(model, cache(), patterns, True)
+        yield "trees by an additive mask", lambda: MaskedExecutor(model, cache(), patterns, False)
+    if accepts(model, "past_key_values"):
+        yield "chains", lambda: ChainExecutor(model, cache())
+
+
+def _with_states(
+    model: Any, patterns: dict[str, families.Pattern], exclusive: bool, usual_length: int
+) -> Iterator[Named]:
+    """For models with recurrent layers; these are the patterns of their attention layers."""
+
+    def build(boolean: bool, config: Any, masked: bool, exclusive: bool = False) -> Executor:
+        cache = stateful_cache(model, usual_length)
+        return ReplayExecutor(model, cache, patterns, boolean, config, masked, exclusive)
+
+    own = families.text_config(model)
+    implementation, device = own._attn_implementation, model.get_input_embeddings().weight.device
+    boolean = families.MASKS.get(implementation)
+    config = own if exclusive and grouped.fits(implementation, device) else None
+    what = "chains with replay" + ("" if config is None else ", attention grouped")
+    if boolean is not None and accepts(model, "attention_mask"):
+        if exclusive:
+            yield f"{what}, with settings for drafts", lambda: build(bool(boolean), config, True, True)
+        if config is not None:
+            yield what, lambda: build(True, config, True)
+        yield "chains with replay", lambda: build(bool(boolean), None, True)
+    yield "chains with replay, one session at a time", lambda: build(True, None, False)
+
+
+def tested(model: Any, name: str, ids: IntArray, every: Iterable[Named]) -> tuple[Executor, dict[str, str]]:
+    """The first of the executors that gives the model's own logits, and why those before it do not.
+
+    Args:
+        name: of the model, for the message.
+        ids: token ids without a special meaning.
+
+    Raises:
+        Refused: none of them does.
+    """
+    config, refusals = families.text_config(model), dict[str, str]()
+    if others := families.other_layers(config):
+        refusals["drafts"] = f"layers of the kind {', '.join(others)} select or compress what they attend to"
+    # Only a cached token is final where attention is sparse by ranks, or where the model has a state.
+    plain = families.patterns(config) is None or model._is_stateful
+    for kind, build in every:
+        try:
+            executor = build()
+            is_native = isinstance(executor, NativeExecutor)
+            cached = NativeExecutor(model, config, shared=True) if plain and is_native else None
+            result = selftest.run(executor, model, ids, test_prompts(model), cached, _native(executor))
+            if result.passed and isinstance(executor, ReplayExecutor):
+                statetest.check(executor, model, ids, result.tolerance)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            name_of_error = "" if isinstance(error, LeapaheadError) else f"{type(error).__name__}: "
+            refusals[kind] = name_of_error + first_line(error)
+            continue
+        if result.passed:
+            return executor, refusals
+        refusals[kind] = f"logits differ by {result.error:.2g} standard deviations"
+    tried = "; ".join(f"{kind}: {reason}" for kind, reason in refusals.items())
+    raise Refused(f"{name} cannot be decoded exactly ({tried})")
+
+
+def tested_layers(model: Any, ids: IntArray, executor: CachedExecutor) -> tuple[Layers, int, str]:
+    """The layers whose hidden states an executor gives as the model itself does, and the width of one.
+
+    The third value says why there are none. Tested on a copy of the model, since the first output of hidden states
+    installs hooks for good.
+    """
+    try:
+        model = twin(model)
+        layers, size = selftest.layers_of(model, selftest.ONE_TOKEN)
+        another = executor.another(model)
+        native = _native(another)
+        result = selftest.run(another, model, ids, test_prompts(model), native=native, layers=layers, steps=1)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return (), 0, first_line(error)
+    return (layers, size, "") if result.hidden else ((), 0, "they differ from the model's own")
+
+
+def test_prompts(model: Any) -> tuple[int, int]:
+    """The lengths of the prompts of the self-test; small attention windows and convolutions are left behind."""
+    recurrent = families.is_recurrent(model)
+    patterns = families.patterns(families.text_config(model), recurrent) or {}
+    reaches = [each.window or each.chunk or UNLIMITED for each in patterns.values()]
+    return max((reach for reach in reaches if reach <= 24), default=13 if recurrent else 1) + 3, 1
+
+
+def _native(executor: Executor) -> NativeExecutor | None:
+    """For the test of an executor of chains with recurrent states."""
+    if not isinstance(executor, ReplayExecutor):
+        return None
+    return NativeExecutor(executor.model, families.text_config(executor.model), shared=False)

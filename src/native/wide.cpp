@@ -1,0 +1,110 @@
+#include "wide.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "philox.h"
+
+#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
+#define LEAPAHEAD_AVX512 __attribute__((target("avx512f,avx512dq,avx512vl,avx512bw,prefer-vector-width=512")))
+#endif
+
+namespace leapahead {
+
+namespace {
+
+#ifdef LEAPAHEAD_AVX512
+
+const bool kWide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
+constexpr int kLanes = 16;  // words: two vectors, since one alone waits for its own multiplications
+
+// Both halves of a product, of products of 32 bits, which there are vector instructions for.
+inline uint64_t multiply(uint64_t x, uint64_t by, uint64_t &low) {
+    const uint64_t low_x = x & 0xFFFFFFFF, high_x = x >> 32, low_by = by & 0xFFFFFFFF, high_by = by >> 32;
+    const uint64_t lowest = low_x * low_by, middle = high_x * low_by + (lowest >> 32);
+    const uint64_t carried = low_x * high_by + (middle & 0xFFFFFFFF);
+    low = carried << 32 | (lowest & 0xFFFFFFFF);
+    return high_x * high_by + (middle >> 32) + (carried >> 32);
+}
+
+// As philox_block, one block for each of kLanes tokens.
+LEAPAHEAD_AVX512 void wide_words(uint64_t seed, uint64_t position, const uint32_t *tokens, uint32_t *words) {
+    uint64_t a[kLanes], b[kLanes] = {}, c[kLanes] = {}, d[kLanes] = {};
+    for (int i = 0; i < kLanes; ++i) a[i] = tokens[i] / 8 + 1;
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+        for (int i = 0; i < kLanes; ++i) {
+            uint64_t low0, low1;
+            const uint64_t high0 = multiply(a[i], kPhiloxMultiplier0, low0);
+            const uint64_t high1 = multiply(c[i], kPhiloxMultiplier1, low1);
+            a[i] = high1 ^ b[i] ^ seed;
+            b[i] = low1;
+            c[i] = high0 ^ d[i] ^ position;
+            d[i] = low0;
+        }
+        seed += kPhiloxWeyl0;
+        position += kPhiloxWeyl1;
+    }
+    for (int i = 0; i < kLanes; ++i) {
+        const uint64_t low = tokens[i] & 2 ? b[i] : a[i], high = tokens[i] & 2 ? d[i] : c[i];
+        words[i] = static_cast<uint32_t>((tokens[i] & 4 ? high : low) >> (32 * (tokens[i] & 1)));
+    }
+}
+
+// exp of a number from -700 to 0; below -700 as of -700. The standard library's takes one number at a time.
+inline double exponential(double x) {
+    constexpr double kPerLog2 = 0x1.71547652b82fep+0, kLog2High = 0x1.62e42fee00000p-1,
+                     kLog2Low = 0x1.a39ef35793c76p-33;
+    constexpr double kRounding = 0x1.8p+52;  // a sum with it is rounded to an integer, which its lowest bits hold
+    x = x > -700.0 ? x : -700.0;
+    const double rounded = x * kPerLog2 + kRounding, power = rounded - kRounding;
+    const double r = (x - power * kLog2High) - power * kLog2Low;  // at most log(2) / 2 in absolute value
+    double found = 1.0 / 6227020800.0;                            // the Taylor series, from 1 / 13! on
+    found = found * r + 1.0 / 479001600.0;
+    found = found * r + 1.0 / 39916800.0;
+    found = found * r + 1.0 / 3628800.0;
+    found = found * r + 1.0 / 362880.0;
+    found = found * r + 1.0 / 40320.0;
+    found = found * r + 1.0 / 5040.0;
+    found = found * r + 1.0 / 720.0;
+    found = found * r + 1.0 / 120.0;
+    found = found * r + 1.0 / 24.0;
+    found = found * r + 1.0 / 6.0;
+    found = ((found * r + 0.5) * r + 1.0) * r + 1.0;
+    int64_t bits, exponent;
+    std::memcpy(&bits, &found, sizeof bits);
+    std::memcpy(&exponent, &rounded, sizeof exponent);
+    bits += static_cast<int64_t>(static_cast<uint64_t>(exponent) << 52);
+    std::memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+LEAPAHEAD_AVX512 void wide_exponentials(const double *logits, int count, double *found) {
+    for (int i = 0; i < count; ++i) found[i] = exponential(logits[i] - logits[0]);
+}
+
+#endif
+
+}  // namespace
+
+void noise_words(uint64_t seed, uint64_t position, const uint32_t *tokens, int count, uint32_t *words) {
+    int done = 0;
+#ifdef LEAPAHEAD_AVX512
+    for (; kWide && done + kLanes <= count; done += kLanes) wide_words(seed, position, tokens + done, words + done);
+#endif
+    for (; done < count; ++done) words[done] = noise_word(seed, position, tokens[done]);
+}
+
+double exponentials(const double *logits, int count, double *found) {
+#ifdef LEAPAHEAD_AVX512
+    if (kWide)
+        wide_exponentials(logits, count, found);
+    else
+#endif
+        for (int i = 0; i < count; ++i) found[i] = std::exp(logits[i] - logits[0]);
+    double sums[4] = {};  // each waits for its own additions only
+    for (int i = 0; i < count; ++i) sums[i % 4] += found[i];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+}  // namespace leapahead
