@@ -51,7 +51,10 @@ def transformers_rows() -> Iterator[dict[str, str]]:
     for each in import_module("architectures").ARCHITECTURES:
         target = TransformersTarget(each.build())
         mode = mode_of(target)
-        yield {"engine": "Transformers", "family": each.name, "mode": mode, "why": _why(target, mode)}
+        why = _why(target, mode)
+        if mode == "plain" and (alone := mode_of(TransformersTarget(each.build(), exclusive=True))) != mode:
+            why += f"; {alone} where leapahead loads the model itself"
+        yield {"engine": "Transformers", "family": each.name, "mode": mode, "why": why}
 
 
 def _why(target: Any, mode: str) -> str:
