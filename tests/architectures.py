@@ -100,12 +100,17 @@ class Architecture:
         config = getattr(transformers, f"{self.config}Config")(**{**SIZES, **self.options})
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.ndim >= 2 and not name.endswith(("A_log", "conv1d.weight")):
-                    fan = 1 if "embed" in name or "wte" in name or "wpe" in name else parameter.shape[-1]
-                    parameter.normal_(std=(0.1 if fan == 1 else 1.5) * fan**-0.5)
-        return model.to(dtype)
+        return sharpen(model).to(dtype)
+
+
+def sharpen(model: Any) -> Any:
+    """The model with matrices whose logits are not flat."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and not name.endswith(("A_log", "conv1d.weight")):
+                fan = 1 if "embed" in name or "wte" in name or "wpe" in name else parameter.shape[-1]
+                parameter.normal_(std=(0.1 if fan == 1 else 1.5) * fan**-0.5)
+    return model
 
 
 def _of(name: str, config: str, *options: dict[str, Any], expect: str = "tree", **more: Any) -> Architecture:

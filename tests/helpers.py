@@ -253,6 +253,21 @@ class Scattered(SequenceDrafter):
         return Proposal(fit(builder.build(), budget))
 
 
+class NoisyChain(SequenceDrafter):
+    """The right text as a chain of 1 to 5 tokens, a token in three wrong."""
+
+    name: ClassVar[str] = "noisy_chain"
+
+    def __init__(self, text: Sequence[int], seed: int = 0) -> None:
+        self.text, self.rng = list(text), np.random.default_rng(seed)
+
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        at = len(sequence.tokens)
+        right = self.text[at : at + min(int(self.rng.integers(1, 6)), budget.depth)]
+        drafted = [t if self.rng.random() < 2 / 3 else int(self.rng.integers(sequence.vocab_size)) for t in right]
+        return Proposal(TokenTree.chain(sequence.root, drafted))
+
+
 def _graph(root: int, *nodes: tuple[int, int]) -> TokenTree:
     """A tree of (parent, token) pairs, duplicates allowed."""
     return TokenTree(np.array([root, *(token for _, token in nodes)]), np.array([-1, *(parent for parent, _ in nodes)]))

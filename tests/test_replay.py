@@ -9,24 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, BY_NAME, VOCABULARY
-from helpers import attached
+from helpers import NoisyChain, attached
 
 from leapahead import Engine, Request
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
-from leapahead.core.tree import Budget, TokenTree
+from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict, verify
-from leapahead.drafters.base import SequenceDrafter
 from leapahead.models.base import Capture, read_prompt
 from leapahead.models.transformers import selftest
 from leapahead.models.transformers.model import TransformersTarget
-from leapahead.planner.draft import Proposal, SequenceView
 
 FAST = ("qwen3_next", "granitemoehybrid", "rwkv")
 NAMES = [each.name for each in ARCHITECTURES if each.expect == "replay"]
@@ -43,21 +41,6 @@ MODES = {
 @cache
 def target_of(name: str) -> TransformersTarget:
     return TransformersTarget(BY_NAME[name].build())
-
-
-class NoisyChain(SequenceDrafter):
-    """The right text as a chain, a token in three wrong."""
-
-    name: ClassVar[str] = "noisy_chain"
-
-    def __init__(self, text: Sequence[int], seed: int = 0) -> None:
-        self.text, self.rng = text, np.random.default_rng(seed)
-
-    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
-        at = len(sequence.tokens)
-        right = self.text[at : at + min(int(self.rng.integers(1, 6)), budget.depth)]
-        drafted = [t if self.rng.random() < 2 / 3 else int(self.rng.integers(VOCABULARY)) for t in right]
-        return Proposal(TokenTree.chain(sequence.root, drafted))
 
 
 def request(

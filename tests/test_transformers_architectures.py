@@ -7,24 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, BY_NAME, FAST, VOCABULARY
-from helpers import RandomTrees, Scattered, attached
+from helpers import NoisyChain, RandomTrees, Scattered, attached
 
 from leapahead import Engine, Request, drafters
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
-from leapahead.core.tree import Budget, TokenTree
+from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.drafters.base import SequenceDrafter
 from leapahead.models.base import CHAIN, TOP_K, TREE, read_prompt
 from leapahead.models.transformers.model import TransformersTarget
-from leapahead.planner.draft import Proposal, SequenceView
 
 NAMES = [each.name for each in ARCHITECTURES]
 SOME = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NAMES]
@@ -35,20 +33,6 @@ PARAMS = {
     "greedy": SamplingParams(),
     "sampled": SamplingParams(temperature=1.0, top_k=40, seed=11),
 }
-
-
-class NoisyChain(SequenceDrafter):
-    """The right text as a chain, a token in three wrong."""
-
-    name: ClassVar[str] = "noisy_chain"
-
-    def __init__(self, text: Sequence[int], seed: int = 0) -> None:
-        self.text, self.rng = list(text), np.random.default_rng(seed)
-
-    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
-        right = self.text[len(sequence.tokens) :][: min(4, budget.depth)]
-        drafted = [t if self.rng.random() < 2 / 3 else int(self.rng.integers(sequence.vocab_size)) for t in right]
-        return Proposal(TokenTree.chain(sequence.root, drafted))
 
 
 @cache

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 import torch
 import transformers
-from architectures import SIZES, VOCABULARY
+from architectures import BY_NAME, SIZES, VOCABULARY, sharpen
 from helpers import Scattered, run
 from huggingface_hub import HfApi
 from transformers.utils import logging
@@ -19,6 +19,7 @@ from transformers.utils import logging
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.models import loading
 from leapahead.models.transformers import pretrained
+from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.pretrained import load
 
 
@@ -89,6 +90,41 @@ def test_checkpoints_that_cannot_be(tiny_folder: Path, tmp_path: Path) -> None:
     transformers.T5ForConditionalGeneration(t5).save_pretrained(seq2seq)
     with pytest.raises(Refused, match="encoder-decoder"):
         load(seq2seq)
+
+
+VISION: dict[str, dict[str, Any]] = {
+    "Qwen3_5": {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16},
+    "Lfm2Vl": {"num_hidden_layers": 1, "num_attention_heads": 2, "num_patches": 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "loaded"),
+    [
+        ("Qwen3_5", "qwen3_5", "Qwen3_5ForCausalLM"),  # the text part has a class of its own
+        ("Lfm2Vl", "lfm2", "Lfm2VlForConditionalGeneration"),
+    ],
+)
+def test_the_text_part_of_a_multimodal_model(config: str, text: str, loaded: str, tmp_path: Path) -> None:
+    """In memory and from a folder as the hub has it; its text is that of `generate`, with chains as drafts."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4, **VISION[config]}
+    made = getattr(transformers, f"{config}Config")(
+        text_config={**SIZES, **BY_NAME[text].options}, vision_config=vision, image_token_id=110
+    )
+    torch.manual_seed(0)
+    model = sharpen(transformers.AutoModelForImageTextToText.from_config(made).eval())
+    model.save_pretrained(tmp_path)
+    prompt = [5, 6, 7, 8]
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    theirs = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 4), **options)[0].tolist()
+    for target in (TransformersTarget(model), load(tmp_path, device="cpu")[0]):
+        assert target.info.replays
+        assert run(target, prompt=prompt).tokens == theirs[4:]
+        drafted = run(target, "prompt_lookup", prompt=prompt)
+        assert drafted.tokens == theirs[4:]
+        assert drafted.stats.drafted > 0
+    assert type(target.model).__name__ == loaded
+    assert target.context_length == SIZES["max_position_embeddings"]
 
 
 def test_modules_that_cannot_be() -> None:

@@ -200,6 +200,22 @@ def gguf_curve_table(root: Path) -> str:
     return table("file | step | " + " | ".join(f"n = {n}" for n in sizes) + " | T(1), ms", rows) + conditions
 
 
+MODES = ("trees", "chains", "chains with replay", "plain")
+
+
+def families_table(root: Path) -> str:
+    """What each family of models gets, from docs/families.json; families that get the same for one reason together."""
+    data = json.loads((root / "docs/families.json").read_text(encoding="utf-8"))
+    together: dict[tuple[str, int, str], list[str]] = {}
+    for row in data["rows"]:
+        key = (row["engine"], MODES.index(row["mode"]), row["why"])
+        together.setdefault(key, []).append(f"`{row['family']}`")
+    order = sorted(together, key=lambda key: (key[0] != "Transformers", *key))
+    rows = [[engine, MODES[mode], ", ".join(together[engine, mode, why]), why] for engine, mode, why in order]
+    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    return table("engine | drafts | families | why not more", rows) + f"\n\nVersions: {versions}."
+
+
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "headline": lambda root: headline.headline(root, table),
     **reference.blocks(table),
@@ -209,6 +225,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "overhead": overhead_table,
     "cost-curve": cost_table,
     "regret": regret_table,
+    "families": families_table,
     "gguf-check": gguf_check_table,
     "gguf-plain": gguf_plain_table,
     "gguf-curve": gguf_curve_table,

@@ -148,7 +148,7 @@ def _model(source: str, dtype: str | torch.dtype, device: torch.device, options:
         if config.is_encoder_decoder:
             raise Refused(f"{source} is an encoder-decoder model ({config.model_type}); leapahead decodes causal ones")
         placed = {"device_map": device} if getattr(config, "quantization_config", None) is not None else {}
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = _auto_class(config).from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, **placed, **options
         )
     except LeapaheadError:
@@ -159,6 +159,15 @@ def _model(source: str, dtype: str | torch.dtype, device: torch.device, options:
         some = ", ".join(sorted(report["missing_keys"])[:3])
         raise Refused(f"the checkpoint {source!r} lacks weights ({some}, ...), so it is not a whole causal model")
     return model, bool(placed)
+
+
+def _auto_class(config: Any) -> Any:
+    """What loads a model of this configuration: a multimodal one without a class for its text part is loaded whole."""
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM  # the repository's own code, or none
 
 
 def checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:

@@ -25,7 +25,7 @@ PROMPT = 16  # tokens before
 DRAWS = 3  # of tokens; one must agree, since in half precision another expert may be chosen before the first such layer
 # States may be as far apart as logits may, relative to their size, but never further than this. In bfloat16 right ones
 # are up to 0.002 apart, and those after a wrong beginning 0.04 to 0.7.
-CEILING = 0.02
+CEILING = 0.015
 
 
 def check(executor: ReplayExecutor, model: Any, ids: IntArray, tolerance: float) -> None:
@@ -40,9 +40,10 @@ def check(executor: ReplayExecutor, model: Any, ids: IntArray, tolerance: float)
     """
     if not executor.exclusive and any(map(bounds_time_step, model.modules())):
         raise Refused("the model bounds its time steps in forwards of several tokens, and not in those of one")
-    error = min(distance(executor, ids, draw) for draw in range(DRAWS))
-    if not error <= min(tolerance, CEILING):
-        raise Refused(f"states after several tokens in one forward are {error:.2g} of their size off")
+    for draw in range(DRAWS):
+        if (error := distance(executor, ids, draw)) <= min(tolerance, CEILING):
+            return
+    raise Refused(f"states after several tokens in one forward are {error:.2g} of their size off")
 
 
 def distance(executor: ReplayExecutor, ids: IntArray, draw: int) -> float:
