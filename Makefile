@@ -107,6 +107,20 @@ bench-batch: $(WITH_LLAMA) $(foreach kind,bf16.gguf q8_0.gguf,$(STANDINS)/135m-$
 		--max-new-tokens 64 --out docs/bench/batch $(RESUME)
 	$(BIN)/python tools/docs.py
 
+# What docs/research/auto.md shows of models with recurrent layers: a quarter of an hour.
+.PHONY: bench-hybrid
+bench-hybrid: $(WITH_LLAMA) $(foreach kind,bf16.gguf q8_0.gguf,$(STANDINS)/hybrid-135m-$(kind))
+	$(PAIRS) --data $(DATA) $(call MODELS,hybrid-135m) --config prompt_lookup:num_tokens=3 --task humaneval=10 \
+		--task gsm8k=5 --max-new-tokens 96 --out docs/bench/hybrid $(RESUME)
+	$(BIN)/python tools/docs.py
+
+$(STANDINS)/hybrid-%-bf16: | $(INSTALLED)
+	$(BIN)/python -m research standin --cost hybrid-$* --out $@
+$(STANDINS)/hybrid-%-bf16.gguf: | $(STANDINS)/hybrid-%-bf16
+	$(BIN)/python -m research hybrid-gguf $(STANDINS)/hybrid-$*-bf16 $@
+$(STANDINS)/hybrid-%-q8_0.gguf: | $(STANDINS)/hybrid-%-bf16
+	$(BIN)/python -m research hybrid-gguf $(STANDINS)/hybrid-$*-bf16 $@ --type q8_0
+
 BOTH = --config auto:draft=$(1) --config draft_model:draft=$(1)
 CHAIN = --config draft_model:draft=$(1),nodes=4,depth=4,chain=true
 SOME := --task humaneval=8 --task gsm8k=8 --max-new-tokens 48

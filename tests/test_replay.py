@@ -6,8 +6,10 @@ with Mamba-2, and RWKV, which takes its states as a list.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,6 +27,7 @@ from leapahead.core.verify import Verdict, verify
 from leapahead.models.base import Capture, read_prompt
 from leapahead.models.transformers import selftest
 from leapahead.models.transformers.model import TransformersTarget
+from leapahead.models.transformers.replay import MOST_REPLAYED
 
 FAST = ("qwen3_next", "granitemoehybrid", "rwkv")
 NAMES = [each.name for each in ARCHITECTURES if each.expect == "replay"]
@@ -114,6 +117,66 @@ def test_texts_are_those_of_plain_decoding(name: str, mode: str, drafter: str, b
     assert tried > 0
     if drafter == "noisy":
         assert 0.3 < accepted / tried < 0.9, "drafts are right and wrong"
+
+
+SETTINGS = ("granitemoehybrid", "nemotron_h", "zamba2", "falcon_h1", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == SETTINGS[0] else pytest.mark.slow) for n in SETTINGS]
+)
+def test_modules_have_other_settings_while_they_read_drafts(name: str) -> None:
+    """On models that nobody else runs: short chunks and time steps without bounds, and none of it for prompts."""
+    model = replace(BY_NAME[name], options={**BY_NAME[name].options, **LONG_CHUNKS.get(name, {})}).build()
+    target, seen = TransformersTarget(model, exclusive=True), set[tuple[bool, Any, Any]]()
+    assert target.info.replays
+    layers = [module for module in model.modules() if hasattr(module, "chunk_size")]
+    before = [(layer.chunk_size, layer.time_step_limit) for layer in layers]
+
+    def hook(module: Any, inputs: Any, output: Any) -> None:
+        seen.add((output.shape[1] > 8, module.chunk_size, module.time_step_limit))
+
+    hooks = [layer.register_forward_hook(hook) for layer in layers]
+    prompt, engine = list(range(3, 23)), Engine(target)
+    text: list[int] = []
+    for drafter in (None, NoisyChain):
+        handle = engine.submit(request(engine, prompt, drafter and drafter([*prompt, *text]), length=60))
+        engine.run([handle])
+        assert not text or handle.tokens == text
+        text = handle.tokens
+    for each in hooks:
+        each.remove()
+    assert [(layer.chunk_size, layer.time_step_limit) for layer in layers] == before
+    if layers:
+        (chunk, limit), *_ = before
+        assert (True, chunk, limit) in seen
+        assert (False, 8, (0.0, math.inf)) in seen
+        assert chunk == 32
+
+
+LONG_CHUNKS = {
+    "granitemoehybrid": {"mamba_chunk_size": 32},
+    "falcon_h1": {"mamba_chunk_size": 32},
+    "nemotron_h": {"chunk_size": 32},
+    "zamba2": {"chunk_size": 32},
+}
+
+
+def test_rejections_in_a_row_do_not_add_up() -> None:
+    """Every draft is wrong: ever more tokens are replayed, until they are read by themselves."""
+    target, prompt = target_of("qwen3_next"), PROMPTS[0]
+    text = plain("qwen3_next", tuple(prompt), GREEDY, 60)
+    replayed: list[int] = []
+    engine = Engine(target)
+    wrong = NoisyChain([(token + 1) % VOCABULARY for token in text])
+    handle = engine.submit(
+        request(engine, prompt, wrong, length=60, on_step=lambda step: replayed.append(handle.stats.replayed))
+    )
+    engine.run([handle])
+    assert [*prompt, *handle.tokens] == text
+    steps = np.diff([0, *replayed])
+    assert steps.max() == MOST_REPLAYED + 1
+    assert (steps == 1).sum() >= 2
 
 
 # ------------------------------------------------------------------------------------------------------------ prefixes

@@ -321,13 +321,14 @@ def overall(rows: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], see
 def _counted(stats: Stats | None) -> dict[str, Any]:
     """The counters of one pass; None where a contender reports none."""
     if stats is None:
-        names = ("acceptance_length", "nodes_per_step", "steps", "nodes", "drafted_by", "accepted_by", "accepted_at")
-        return dict.fromkeys(names)
+        counters = ("steps", "nodes", "replayed", "drafted_by", "accepted_by", "accepted_at")
+        return dict.fromkeys(("acceptance_length", "nodes_per_step", *counters))
     return {
         "acceptance_length": round(stats.acceptance_length, 4),
         "nodes_per_step": round(stats.nodes_per_step, 3),
         "steps": stats.steps,
         "nodes": stats.nodes,
+        "replayed": stats.replayed,
         "drafted_by": dict(stats.drafted_by),
         "accepted_by": dict(stats.accepted_by),
         "accepted_at": {str(depth): count for depth, count in sorted(stats.accepted_at.items())},
@@ -339,6 +340,7 @@ def _stats(rows: Sequence[dict[str, Any]]) -> Stats:
     for each in rows:
         total.steps += each["steps"]
         total.nodes += each["nodes"]
+        total.replayed += each["replayed"]
         total.committed += each["tokens"]
         total.drafted_by.update(each["drafted_by"])
         total.accepted_by.update(each["accepted_by"])

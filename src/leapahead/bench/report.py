@@ -239,6 +239,8 @@ def _details(rows: Sequence[Row]) -> list[str]:
         if row["accepted_at"]:
             depths = ", ".join(f"{depth}: {count / row['steps']:.0%}" for depth, count in row["accepted_at"].items())
             line += f"; steps that accepted to a depth: {depths}"
+        if row.get("replayed"):
+            line += f"; {row['replayed'] / row['steps']:.2f} replayed tokens a step"
         if row["drafted_by"]:
             shares = ", ".join(
                 f"{source} {row['accepted_by'].get(source, 0)} of {count}"

@@ -25,6 +25,7 @@ class Stats:
         nodes: tree nodes that went through the target, roots included.
         drafted: the same without the roots.
         accepted: committed tokens that had been drafted.
+        replayed: committed tokens that steps read once more, since a recurrent state could not discard a draft.
         drafted_by: source -> nodes drafted.
         accepted_by: source -> nodes accepted.
         accepted_at: depth -> nodes accepted at that depth (1 is the first token after the root).
@@ -41,6 +42,7 @@ class Stats:
     nodes: int = 0
     drafted: int = 0
     accepted: int = 0
+    replayed: int = 0
     drafted_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
@@ -97,6 +99,7 @@ class Stats:
             "acceptance_length": round(self.acceptance_length, 4),
             "drafted": self.drafted,
             "accepted": self.accepted,
+            "replayed": self.replayed,
             "acceptance_rate": round(self.acceptance_rate, 4),
             "nodes_per_step": round(self.nodes_per_step, 3),
             "tokens_per_second": round(self.tokens_per_second, 2),

@@ -145,6 +145,7 @@ class Running:
             checked(verdict.tokens, f"position {position + len(verdict.tokens)}")
         logprobs = () if request.logprobs is None else self._logprobs(verdict, choices, request.logprobs)
         clock.charge("verify", self.stats, choose=choices.seconds_since())
+        self.stats.replayed += self.view.replay
         self.session.commit(verdict)
         self.view.replay = self.session.replay
         clock.charge("commit", self.stats)
