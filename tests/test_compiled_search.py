@@ -118,6 +118,7 @@ def test_proposals_are_equal_with_any_options(
     st.lists(st.integers(1, 4), max_size=3),
     st.lists(st.integers(0, 4), min_size=4, max_size=4),
     st.booleans(),
+    st.booleans(),
     st.floats(0.0, 0.5),
 )
 def test_sizes_are_equal(
@@ -127,6 +128,7 @@ def test_sizes_are_equal(
     others: list[int],
     replay: list[int],
     replays: bool,
+    branches: bool,
     per_node: float,
 ) -> None:
     """Searches whose only source is a suffix automaton, planned with any times."""
@@ -141,7 +143,9 @@ def test_sizes_are_equal(
             found.append(search_class(table)(view, [source], table, Budget(6, 4, 3)))
     roots = len(known)
     sequences = roots + len(others)
-    ahead = Ahead([again if replays else 0 for again in replay[:roots]], sum(others), max(others, default=1), replays)
+    ahead = Ahead(
+        [again if replays else 0 for again in replay[:roots]], sum(others), max(others, default=1), replays, branches
+    )
     sizes = [1, 2, 3, 5, 8, 12, 16, 32]
 
     def seconds(rows: int) -> float:
@@ -150,7 +154,7 @@ def test_sizes_are_equal(
     def drafting(nodes: int) -> float:
         return 0.01 + (0.03 if nodes else 0.0) + (0.02 + per_node * nodes)
 
-    first = sequences * max(1, *ahead.replay) if padded else roots + sum(ahead.replay)
+    first = sequences * max(1, *ahead.replay) if padded and not branches else roots + sum(ahead.replay)
     if seconds(first + ahead.others) == float("inf"):
         return
     expected = best_sizes(searches[0], seconds, sizes, drafting, padded=padded, sequences=sequences, ahead=ahead)

@@ -14,7 +14,7 @@ from helpers import PROMPT, FixedLatency, run
 from leapahead import Engine, Request
 from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.stop import StopParams
-from leapahead.core.tree import Budget
+from leapahead.core.tree import Budget, TokenTree
 from leapahead.models.base import CHAIN, TREE
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.acceptance import AcceptanceTable
@@ -143,6 +143,19 @@ def test_replayed_tokens_take_rows() -> None:
     assert plan.rows({0: 4}) == 4 + 3 + 2
     assert plan._replace(padded=True).rows({0: 4}) == 3 * 4
     assert plan.ahead([0]) == Ahead([0], 3 + 2, 3, True)
+
+
+def test_each_branch_takes_as_many_rows_as_the_longest() -> None:
+    """The second child of the root is worth a row of its own, but not one of its own and three more."""
+
+    def seconds(rows: int) -> float:
+        return 1.0 + 0.1 * rows
+
+    assert best_sizes([search(CHANCES)], seconds, range(1, 20)) == [5]
+    assert best_sizes([search(CHANCES)], seconds, range(1, 20), ahead=Ahead([0], branches=True))[0] < 5
+    plan = StepPlan(1, True, FixedLatency(ToyTarget(), {1: 1.0}), DraftingTime(), replay=(2,), branches=True)
+    tree = TokenTree.from_paths(1, [[2, 3, 4], [5]])
+    assert plan.rows({0: 5}, [tree]) == 2 * (2 + 4)
 
 
 def test_the_first_drafted_step_after_a_plain_one_pays_for_the_change() -> None:

@@ -22,12 +22,13 @@ from helpers import NoisyChain, attached
 from leapahead import Engine, Request
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
-from leapahead.core.tree import TokenTree
+from leapahead.core.tree import Budget, TokenTree
 from leapahead.core.verify import Verdict, verify
-from leapahead.models.base import Capture, read_prompt
+from leapahead.models.base import BRANCHES, Capture, read_prompt
 from leapahead.models.transformers import selftest
 from leapahead.models.transformers.model import TransformersTarget
-from leapahead.models.transformers.replay import MOST_REPLAYED
+from leapahead.models.transformers.replay import MOST_REPLAYED, ReplayExecutor
+from leapahead.planner.draft import Proposal, SequenceView
 
 FAST = ("qwen3_next", "granitemoehybrid", "rwkv")
 NAMES = [each.name for each in ARCHITECTURES if each.expect == "replay"]
@@ -117,6 +118,38 @@ def test_texts_are_those_of_plain_decoding(name: str, mode: str, drafter: str, b
     assert tried > 0
     if drafter == "noisy":
         assert 0.3 < accepted / tried < 0.9, "drafts are right and wrong"
+
+
+class Forked(NoisyChain):
+    """A noisy chain, before or behind two branches of random tokens."""
+
+    def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+        tree = super().propose(sequence, budget).tree
+        right = tree.token_list[1:]
+        forks = [
+            [*right[: self.rng.integers(len(right) + 1)], *self.rng.integers(3, VOCABULARY, 2).tolist()]
+            for _ in range(2)
+        ]
+        paths = [right, *forks] if self.rng.random() < 0.5 else [*forks, right]
+        return Proposal(TokenTree.from_paths(sequence.root, paths, budget))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drafts_with_branches(name: str, mode: str) -> None:
+    """While one session runs: the right path is one of several, and often cut off before its end."""
+    target, params = target_of(name), MODES[mode]
+    if BRANCHES not in target.info.capabilities:
+        assert not isinstance(target.executor, ReplayExecutor) or not target.executor.masked
+        return
+    for prompt, each in zip(PROMPTS[:2], params, strict=False):
+        text = plain(name, tuple(prompt), each, 80)
+        engine = Engine(target, prefill_chunk=8)
+        handle = engine.submit(request(engine, prompt, Forked(text, 3), each, 80))
+        engine.run([handle])
+        assert [*prompt, *handle.tokens] == text
+        assert handle.stats.accepted > 20
+        assert handle.stats.replayed > 0
 
 
 SETTINGS = ("granitemoehybrid", "nemotron_h", "zamba2", "falcon_h1", "qwen3_next")

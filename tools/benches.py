@@ -130,6 +130,24 @@ def batches(root: Path, table: Table) -> str:
     return table(" | ".join(["batch", *map(str, sizes)]), lines) + f"\n\n{told} {passes}"
 
 
+def hybrids(root: Path, table: Table) -> str:
+    """`auto` on models with recurrent layers, a row for each target, temperature and task."""
+    found, lines = read(root / "docs/bench/hybrid"), []
+    rows = {(row["target"], row["temperature"], row["task"], row["drafter"]): row for row in found["results"]}
+    for target, temperature, task in dict.fromkeys(key[:3] for key in rows):
+        if task == OVERALL:
+            continue
+        auto, plain = (rows[target, temperature, task, drafter] for drafter in ("auto", PLAIN))
+        where = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+        each, replayed = auto["speedup"], auto["replayed"] / auto["steps"]
+        speeds = [f"{row['tokens_per_second']:.1f}" for row in (plain, auto)]
+        times = f"**{each['median']:.2f}**{_interval(each)}"
+        name = f"{_target(found['conditions'], target)}, {where}"
+        lines.append([name, task, times, *speeds, f"{auto['acceptance_length']:.2f}", f"{replayed:.2f}"])
+    columns = "target | task | `auto` / plain | plain, tokens/s | `auto`, tokens/s | acceptance length | replayed / step"
+    return table(columns, lines) + "\n\n" + conditions(root, "hybrid", "hybrid-135m")
+
+
 def _samples(rows: Sequence[Row]) -> dict[str, Any]:
     """Of several tasks, as of one: [rounds, prompts]."""
     parts = [row["samples"] for row in rows]
@@ -161,5 +179,6 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
         "bench-135m-sampled": lambda root: overall(root, "135m", 1.0, table),
         "bench-1b": whole("1b", "1B"),
         "auto-batches": lambda root: batches(root, table),
+        "auto-hybrids": lambda root: hybrids(root, table),
         "bench-again": lambda root: agreement(root, "135m", "again", table),
     }

@@ -125,6 +125,10 @@ class Search:
     def next(self) -> float: ...
     @property
     def expected(self) -> list[float]: ...
+    @property
+    def leaves(self) -> int: ...
+    @property
+    def deepest(self) -> int: ...
     def take(self) -> bool: ...
     def take_all(self, nodes: int) -> int: ...
     def observe(
@@ -160,6 +164,7 @@ def best_sizes(
     others: int,
     longest: int,
     replays: bool,
+    branches: bool,
     padded: bool,
     spent: float,
     resizing: float,
@@ -176,6 +181,7 @@ def best_sizes(
         sequences: of the forward.
         others, longest: rows of the sequences that draft nothing; the most of one of them.
         replays: whether a draft that is not accepted whole is read again.
+        branches: whether every path of a tree takes as many rows as the longest.
         padded: whether all sequences have as many rows as the longest.
         spent, resizing, base, per_node: seconds outside the forward: so far, if there are drafted nodes, always, and
             for each drafted node.

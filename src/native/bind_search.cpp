@@ -137,6 +137,8 @@ void bind_search(nb::module_ &m) {
                          for (const auto &node : self.nodes()) found.push_back(node.expected);
                          return found;
                      })
+        .def_prop_ro("leaves", &Search::leaves)
+        .def_prop_ro("deepest", &Search::deepest)
         .def("take", &Search::take)
         .def("take_all", &Search::take_all, "nodes"_a)
         .def("observe", &observe, "text"_a, "position"_a, "tokens"_a, "parents"_a, "path"_a, "committed"_a, "top_k"_a)
@@ -145,15 +147,15 @@ void bind_search(nb::module_ &m) {
     m.def(
         "best_sizes",
         [](const std::vector<Search *> &searches, const std::vector<double> &seconds, const std::vector<int> &sizes,
-           const std::vector<int> &replay, int sequences, int others, int longest, bool replays, bool padded,
-           double spent, double resizing, double base, double per_node) {
+           const std::vector<int> &replay, int sequences, int others, int longest, bool replays, bool branches,
+           bool padded, double spent, double resizing, double base, double per_node) {
             if (searches.empty()) throw nb::value_error("there is no search");
             if (replay.size() != searches.size()) throw nb::value_error("there must be a number for each search");
-            return leapahead::best_sizes(searches, {seconds, sizes, replay, sequences, others, longest, replays, padded,
-                                                    spent, resizing, base, per_node});
+            return leapahead::best_sizes(searches, {seconds, sizes, replay, sequences, others, longest, replays,
+                                                    branches, padded, spent, resizing, base, per_node});
         },
         "searches"_a, "seconds"_a, "sizes"_a, "replay"_a, "sequences"_a, "others"_a, "longest"_a, "replays"_a,
-        "padded"_a, "spent"_a, "resizing"_a, "base"_a, "per_node"_a);
+        "branches"_a, "padded"_a, "spent"_a, "resizing"_a, "base"_a, "per_node"_a);
     m.def(
         "take_all",
         [](const std::vector<Search *> &searches, int nodes) {

@@ -40,6 +40,7 @@ void Search::begin(const Text &text, Limits limits) {
     scoring_.position = text.length;
     order_ = 0;
     leaves_ = 1;
+    deepest_ = 0;
     states_.clear();
     heap_.clear();
     entries_.clear();
@@ -94,6 +95,7 @@ bool Search::take() {
     leaves_ += second;
     nodes_[entry.node].inner = true;
     const int depth = nodes_[entry.node].depth + 1, node = size();
+    deepest_ = std::max(deepest_, depth);
     nodes_.push_back({guess.token, entry.node, depth, guess.source, -entry.chance, false, 0, 0, 0, 0});
     for (size_t i = 0; i < sources_.size(); ++i) {
         const int state = states_[static_cast<size_t>(entry.node) * sources_.size() + i];

@@ -47,6 +47,9 @@ class Search {
     // The sources learn from a draft.
     void observe(const Outcome &outcome);
 
+    // Of the tree: its leaves, and the greatest depth.
+    int leaves() const { return static_cast<int>(leaves_); }
+    int deepest() const { return deepest_; }
     int size() const { return static_cast<int>(nodes_.size()); }
     // An upper bound of P of all nodes that are not taken yet.
     double bound() const { return heap_.empty() ? 0.0 : -heap_.front().chance; }
@@ -128,6 +131,7 @@ class Search {
     std::vector<Opinion> opinions_;
     int order_ = 0;
     int64_t leaves_ = 1;
+    int deepest_ = 0;
     std::vector<int> asked_;  // of all nodes one after the other: sources that have candidates there
     // Of one call of `expand`; members so that their memory is kept.
     struct Proposed {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 
 namespace leapahead {
 
@@ -12,28 +11,37 @@ constexpr int kAhead = 8, kMost = 256;
 
 class Step {
   public:
-    explicit Step(const Costs &costs) : costs_(costs), lengths_(costs.replay), expected_(costs.replay.size()) {
-        last_.assign(costs.replay.size(), 1.0);
-        for (int &length : lengths_) ++length;
+    explicit Step(const Costs &costs) : costs_(costs) {
+        for (const int replay : costs.replay) trees_.push_back({1 + replay});
         first_ = rows();
     }
 
     // Of all trees.
     int rows() const {
-        if (costs_.padded) return trees() * *std::max_element(lengths_.begin(), lengths_.end());
-        return filled();
+        if (!costs_.padded || costs_.branches) return filled();
+        int most = 0;
+        for (const Tree &tree : trees_) most = std::max(most, tree.rows);
+        return count() * most;
     }
     // Without padding.
-    int filled() const { return std::accumulate(lengths_.begin(), lengths_.end(), 0); }
-    void take(int tree, double chance) {
-        ++lengths_[tree];
-        expected_[tree] += chance;
-        last_[tree] = chance;
+    int filled() const {
+        int sum = 0;
+        for (const Tree &tree : trees_) sum += tree.rows;
+        return sum;
+    }
+    // A search has taken a node.
+    void take(int index, const Search &search, double chance) {
+        Tree &tree = trees_[index];
+        const int replay = costs_.replay[index], longest = 1 + replay + search.deepest();
+        tree.rows = costs_.branches ? search.leaves() * longest : tree.rows + 1;
+        tree.expected += chance;
+        tree.whole = search.deepest() > tree.deepest ? chance : tree.whole + chance;
+        tree.deepest = search.deepest();
     }
     // Seconds of the step, where the trees have so many rows and drafted nodes.
     double operator()(int rows, int nodes) const {
-        const bool padded = costs_.padded && (nodes > 0 || !costs_.replays);
-        const int size = padded ? costs_.sequences * std::max(rows / trees(), costs_.longest) : rows + costs_.others;
+        const bool padded = costs_.padded && !costs_.branches && (nodes > 0 || !costs_.replays);
+        const int size = padded ? costs_.sequences * std::max(rows / count(), costs_.longest) : rows + costs_.others;
         const double outside =
             costs_.spent + (nodes > 0 ? costs_.resizing : 0.0) + (costs_.base + costs_.per_node * nodes);
         return forward(size) + outside + (nodes > 0 && costs_.replays ? later(size) : 0.0);
@@ -52,7 +60,14 @@ class Step {
     }
 
   private:
-    int trees() const { return static_cast<int>(lengths_.size()); }
+    struct Tree {
+        int rows;               // replayed tokens included
+        int deepest = 0;        // depth of its deepest nodes
+        double expected = 0.0;  // the sum of P
+        double whole = 1.0;     // the sum of P of its deepest nodes
+    };
+
+    int count() const { return static_cast<int>(trees_.size()); }
     double forward(int size) const {
         const size_t all = static_cast<size_t>(size);
         return all < costs_.seconds.size() ? costs_.seconds[all] : std::numeric_limits<double>::infinity();
@@ -60,21 +75,21 @@ class Step {
     // Expected seconds of the next forward for tokens of these trees that are read again.
     double later(int size) const {
         double sum = 0.0, most = 0.0;
-        for (size_t tree = 0; tree < lengths_.size(); ++tree) {
-            const int replay = costs_.replay[tree], nodes = lengths_[tree] - replay;
-            if (nodes <= 1) continue;
-            const double again = 1.0 + expected_[tree] - nodes * last_[tree] + (1.0 - last_[tree]) * replay;
+        for (size_t index = 0; index < trees_.size(); ++index) {
+            const Tree &tree = trees_[index];
+            if (tree.deepest == 0) continue;
+            const double again =
+                1.0 + tree.expected - (tree.deepest + 1) * tree.whole + (1.0 - tree.whole) * costs_.replay[index];
             sum += again;
             most = std::max(most, again);
         }
-        return (costs_.padded ? costs_.sequences * most : sum) * std::max(0.0, forward(2 * size) - forward(size)) /
-               size;
+        const int half = (size + 1) / 2;
+        const double row = std::max(0.0, forward(size) - forward(half)) / (size - half);
+        return (costs_.padded && !costs_.branches ? costs_.sequences * most : sum) * row;
     }
 
     const Costs &costs_;
-    std::vector<int> lengths_;      // rows of each tree, replayed tokens included
-    std::vector<double> expected_;  // of each tree the sum of P
-    std::vector<double> last_;      // of each tree P of the last node
+    std::vector<Tree> trees_;
     int first_;
 };
 
@@ -123,7 +138,7 @@ std::vector<int> best_sizes(const std::vector<Search *> &searches, const Costs &
         order.update(index);
         if (!was_taken) continue;
         taken.push_back(index);
-        step.take(index, chance);
+        step.take(index, *searches[index], chance);
         total += chance;
         const double rate = total / step(step.rows(), static_cast<int>(taken.size()));
         if (rate > best) {

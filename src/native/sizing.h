@@ -15,6 +15,7 @@ struct Costs {
     int sequences;                       // of the forward, whether they draft or not
     int others, longest;                 // rows of those that draft nothing; the most of one of them
     bool replays;                        // a draft that is not accepted whole is read again
+    bool branches;                       // every path of a tree takes as many rows as the longest
     bool padded;                         // all sequences have as many rows as the longest
     double spent;                        // seconds outside the forward: so far,
     double resizing;                     // if there are drafted nodes,

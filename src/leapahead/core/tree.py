@@ -239,7 +239,7 @@ class TreeBuilder:
         budget = self.budget
         if len(self.tokens) > budget.nodes or self._depths[parent] >= budget.depth:
             return None
-        if parent in self._inner and len(self.tokens) - len(self._inner) >= budget.leaves:
+        if parent in self._inner and self.leaves >= budget.leaves:
             return None  # a second child adds a leaf
         node = len(self.tokens)
         self.tokens.append(token)
@@ -248,6 +248,11 @@ class TreeBuilder:
         self._children[key] = node
         self._inner.add(parent)
         return node
+
+    @property
+    def leaves(self) -> int:
+        """The number of nodes without children."""
+        return len(self.tokens) - len(self._inner)
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` with the token, if there is one."""

@@ -25,7 +25,7 @@ from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import Drafter, Host, Probabilities
 from leapahead.drafters.draft_forwards import DraftForwards, StepForwards
 from leapahead.drafters.sources.compiled import counterpart
-from leapahead.models.base import TREE
+from leapahead.models.base import BRANCHES, TREE
 from leapahead.models.choices import PromptRows
 from leapahead.planner.acceptance import Correction
 from leapahead.planner.backoff import BackOff
@@ -37,6 +37,7 @@ from leapahead.planner.sizing import StepPlan
 from leapahead.planner.source import Source
 from leapahead.planner.tree_search import TreeSearch
 
+MOST_BRANCHES = 4  # where each takes as many rows as the longest
 MOST_NODES = 128  # of one sequence, where no limit is given
 WORTH = 1.02  # expected gain from which asking the sources in the next step is worth its time
 
@@ -229,6 +230,7 @@ class Planned(Drafter):
             self._resizing(total),
             self.host.info.replays,
             [sequence.replay for sequence in sequences],
+            self._has_branches(total),
         )
         forwards = None
         if self.draft_forwards is not None:
@@ -242,9 +244,10 @@ class Planned(Drafter):
             kept = self._sizes(searches, plan, forwards.seconds if forwards else 0.0)
             if forwards is None or not forwards.more(searches, kept):
                 break
-        pays = not self.nodes and self._pays(searches, kept, plan, forwards.seconds if forwards else 0.0)
-        for index, drafting in active.items():
+        for index in active:
             found[index] = searches[index].proposal(kept[index])
+        pays = not self.nodes and self._pays(searches, kept, plan, found, forwards.seconds if forwards else 0.0)
+        for index, drafting in active.items():
             if not self.nodes:
                 longest = plan.longest_back_off(self._drafting_time(0))
                 drafting.back_off.update(paid=pays and kept[index] > 1, longest=longest)
@@ -286,6 +289,8 @@ class Planned(Drafter):
     def _search(self, drafting: Drafting, budget: Budget) -> TreeSearch:
         """The search for the tree of a sequence, with nothing taken."""
         leaves = budget.leaves if TREE in self.host.info.capabilities and not self.chain else 1
+        if self._has_branches(max(len(self._sequences), self.host.running())):
+            leaves = min(budget.leaves, MOST_BRANCHES)
         if budget.nodes > self.max_nodes or budget.leaves != leaves:
             budget = Budget(min(budget.nodes, self.max_nodes), budget.depth, leaves)
         if drafting.search is None:
@@ -307,10 +312,22 @@ class Planned(Drafter):
         """
         return take_all(searches, self.nodes) if self.nodes else sizes_that_pay(searches, plan, spent)
 
-    def _pays(self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int], plan: StepPlan, spent: float) -> bool:
+    def _has_branches(self, sequences: int) -> bool:
+        """Whether trees may have a few branches, although the target does not take trees of all shapes."""
+        return BRANCHES in self.host.info.capabilities and sequences == 1 and not (self.nodes or self.chain)
+
+    def _pays(
+        self,
+        searches: Mapping[int, TreeSearch],
+        kept: Mapping[int, int],
+        plan: StepPlan,
+        proposals: Sequence[Proposal],
+        spent: float,
+    ) -> bool:
         """Whether these trees are worth more than plain steps without any drafting, which is not yet sunk there.
 
         Args:
+            proposals: of all sequences.
             spent: seconds that draft forwards have taken in this step.
         """
         drafted = sum(kept.values()) - len(kept)
@@ -318,5 +335,6 @@ class Planned(Drafter):
             return False
         profile = plan.latency.profile(plan.sequences)
         tokens = plan.sequences - len(kept) + sum(sum(searches[index].expected[:size]) for index, size in kept.items())
-        seconds = profile.planned(plan.rows(kept)) + plan.resizing + plan.drafting(drafted) + spent
+        rows = plan.rows(kept, [each.tree for each in proposals])
+        seconds = profile.planned(rows) + plan.resizing + plan.drafting(drafted) + spent
         return tokens / seconds > WORTH * plan.sequences / profile(plan.sequences)

@@ -32,6 +32,7 @@ from leapahead.models.choices import Choices, PromptRows
 # Capabilities of a target.
 CHAIN = "chain"  # several tokens of one path in one forward
 TREE = "tree"  # branches too
+BRANCHES = "branches"  # a few branches while one session runs, each at the price of a path of its own
 LOGITS = "logits"  # logits of every node, given to drafters
 TOP_K = "top_k"  # the k likeliest tokens after every node
 HIDDEN = "hidden"  # hidden states of named layers

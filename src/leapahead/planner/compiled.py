@@ -116,6 +116,14 @@ class CompiledSearch(TreeSearch):
         return self.compiled.next
 
     @property
+    def leaves(self) -> int:
+        return self.compiled.leaves
+
+    @property
+    def deepest(self) -> int:
+        return self.compiled.deepest
+
+    @property
     def expected(self) -> list[float]:  # type: ignore[override]
         return self.compiled.expected
 
@@ -187,6 +195,7 @@ def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, spent: fl
             ahead.others,
             ahead.longest,
             ahead.replays,
+            ahead.branches,
             plan.padded,
             spent,
             plan.resizing,

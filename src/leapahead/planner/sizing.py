@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
+from leapahead.core.tree import TokenTree
 from leapahead.planner.profile import DraftingTime, LatencyProfiles
 from leapahead.planner.tree_search import TreeSearch
 
@@ -39,6 +40,7 @@ class StepPlan(NamedTuple):
             plain one will take longer.
         replays: whether the target replays the committed tokens of drafts that are not accepted whole.
         replay: tokens that are replayed in this step, of each sequence that is known.
+        branches: whether trees may have branches, and every path of one takes as many rows as the longest.
     """
 
     sequences: int
@@ -48,9 +50,18 @@ class StepPlan(NamedTuple):
     resizing: float = 0.0
     replays: bool = False
     replay: Sequence[int] = ()
+    branches: bool = False
 
-    def rows(self, kept: Mapping[int, int]) -> int:
-        """Rows of the forward if so many nodes of each tree are kept, roots counted."""
+    def rows(self, kept: Mapping[int, int], trees: Sequence[TokenTree] = ()) -> int:
+        """Rows of the forward if so many nodes of each tree are kept, roots counted.
+
+        Args:
+            kept: by index of the sequence.
+            trees: of all sequences, which count where branches take rows of their own.
+        """
+        if self.branches and trees:
+            (tree,), (ahead,) = trees, self.replay
+            return tree.num_leaves * (1 + ahead + max(tree.depth_list))
         sizes = [kept.get(index, 1) + ahead for index, ahead in enumerate(self.replay)]
         if self.padded:
             return self.sequences * max(sizes)
@@ -61,7 +72,9 @@ class StepPlan(NamedTuple):
         drafting = list(indices)
         others = [1 + ahead for index, ahead in enumerate(self.replay) if index not in set(drafting)]
         rows = sum(others) + self.sequences - len(self.replay)
-        return Ahead([self.replay[index] for index in drafting], rows, max(others, default=1), self.replays)
+        return Ahead(
+            [self.replay[index] for index in drafting], rows, max(others, default=1), self.replays, self.branches
+        )
 
     def longest_back_off(self, seconds: float) -> int:
         """The longest back-off, in steps, of a draft that takes so many seconds."""
@@ -77,12 +90,14 @@ class Ahead(NamedTuple):
         others: rows of all sequences that draft nothing.
         longest: the most of one of these.
         replays: whether a draft that is not accepted whole is read again.
+        branches: whether every path of a tree takes as many rows as the longest.
     """
 
     replay: Sequence[int]
     others: int = 0
     longest: int = 1
     replays: bool = False
+    branches: bool = False
 
 
 def best_sizes(
@@ -110,7 +125,8 @@ def best_sizes(
     ahead = ahead or Ahead([0] * roots, sequences - roots)
     taken: list[int] = []  # the search of each node
     lengths = [1 + replay for replay in ahead.replay]
-    chains = [(0.0, 1.0)] * roots  # of each tree the sum of P, and P of the last node
+    trees = [(0, 0.0, 1.0)] * roots  # of each the greatest depth, the sum of P, and that of its deepest nodes
+    padded = padded and not ahead.branches
     total = float(sequences)
 
     def cost(rows: int, nodes: int) -> float:
@@ -121,11 +137,12 @@ def best_sizes(
     def later(size: int) -> float:
         """Expected seconds of the next forward for tokens of these trees that are read again."""
         again = [
-            1.0 + expected - (length - replay) * last + (1.0 - last) * replay if length - replay > 1 else 0.0
-            for length, replay, (expected, last) in zip(lengths, ahead.replay, chains, strict=True)
+            1.0 + expected - (deepest + 1) * whole + (1.0 - whole) * replay if deepest else 0.0
+            for replay, (deepest, expected, whole) in zip(ahead.replay, trees, strict=True)
         ]
-        further = sequences * max(again) if padded else sum(again)
-        return further * max(0.0, seconds(2 * size) - seconds(size)) / size
+        half = (size + 1) // 2
+        row = max(0.0, seconds(size) - seconds(half)) / (size - half)
+        return (sequences * max(again) if padded else sum(again)) * row
 
     def rows_now() -> int:
         return roots * max(lengths) if padded else sum(lengths)
@@ -144,9 +161,12 @@ def best_sizes(
         if not was_taken:
             continue
         taken.append(index)
-        lengths[index] += 1
-        chains[index] = (chains[index][0] + chance, chance)
         total += chance
+        deepest, expected, whole = trees[index]
+        now = searches[index].deepest
+        trees[index] = (now, expected + chance, chance if now > deepest else whole + chance)
+        longest = 1 + ahead.replay[index] + now
+        lengths[index] = searches[index].leaves * longest if ahead.branches else lengths[index] + 1
         rate = total / cost(rows_now(), len(taken))
         if rate > best:
             best, kept = rate, len(taken)

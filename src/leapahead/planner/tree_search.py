@@ -116,6 +116,16 @@ class TreeSearch:
         return len(self._builder)
 
     @property
+    def leaves(self) -> int:
+        """The leaves of the tree of these nodes."""
+        return self._builder.leaves
+
+    @property
+    def deepest(self) -> int:
+        """The greatest depth of a node; 0 for the root alone."""
+        return max(self._depths)
+
+    @property
     def bound(self) -> float:
         """An upper bound of P of all nodes that are not taken yet, without asking any source."""
         return -self._heap[0][0] if self._heap else 0.0

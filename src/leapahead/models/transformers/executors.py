@@ -12,6 +12,7 @@ import torch
 
 from leapahead.core.errors import LeapaheadError, Refused, first_line
 from leapahead.core.tree import UNLIMITED, IntArray
+from leapahead.models.base import BRANCHES
 from leapahead.models.transformers import families, grouped, selftest, statetest
 from leapahead.models.transformers.forward import (
     CachedExecutor,
@@ -23,7 +24,7 @@ from leapahead.models.transformers.forward import (
 )
 from leapahead.models.transformers.kv_cache import KVCache
 from leapahead.models.transformers.recurrent import NativeExecutor
-from leapahead.models.transformers.replay import ReplayExecutor
+from leapahead.models.transformers.replay import ReplayExecutor, own_settings
 from leapahead.models.transformers.states import stateful_cache
 from leapahead.models.transformers.twin import twin
 
@@ -67,9 +68,9 @@ def _with_states(
 ) -> Iterator[Named]:
     """For models with recurrent layers; these are the patterns of their attention layers."""
 
-    def build(boolean: bool, config: Any, masked: bool, exclusive: bool = False) -> Executor:
+    def build(boolean: bool, config: Any, masked: bool, settings: bool = False) -> Executor:
         cache = stateful_cache(model, usual_length)
-        return ReplayExecutor(model, cache, patterns, boolean, config, masked, exclusive)
+        return ReplayExecutor(model, cache, patterns, boolean, config, masked, settings)
 
     own = families.text_config(model)
     implementation, device = own._attn_implementation, model.get_input_embeddings().weight.device
@@ -77,7 +78,7 @@ def _with_states(
     config = own if exclusive and grouped.fits(implementation, device) else None
     what = "chains with replay" + ("" if config is None else ", attention grouped")
     if boolean is not None and accepts(model, "attention_mask"):
-        if exclusive:
+        if exclusive or not own_settings(model):
             yield f"{what}, with settings for drafts", lambda: build(bool(boolean), config, True, True)
         if config is not None:
             yield what, lambda: build(True, config, True)
@@ -115,10 +116,25 @@ def tested(model: Any, name: str, ids: IntArray, every: Iterable[Named]) -> tupl
             refusals[kind] = name_of_error + first_line(error)
             continue
         if result.passed:
+            if BRANCHES in executor.capabilities and (reason := _refusal_of_branches(model, ids, executor)):
+                executor.capabilities -= {BRANCHES}
+                refusals[BRANCHES] = reason
             return executor, refusals
         refusals[kind] = f"logits differ by {result.error:.2g} standard deviations"
     tried = "; ".join(f"{kind}: {reason}" for kind, reason in refusals.items())
     raise Refused(f"{name} cannot be decoded exactly ({tried})")
+
+
+def _refusal_of_branches(model: Any, ids: IntArray, executor: Executor) -> str:
+    """Why an executor does not give the model's own logits for drafts with branches; "" if it does."""
+    try:
+        prompts = test_prompts(model)[:1]
+        result = selftest.run(executor, model, ids, prompts, native=_native(executor), branches=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    return "" if result.passed else f"logits differ by {result.error:.2g} standard deviations"
 
 
 def tested_layers(model: Any, ids: IntArray, executor: CachedExecutor) -> tuple[Layers, int, str]:

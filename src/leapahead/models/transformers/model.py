@@ -162,11 +162,13 @@ class TransformersTarget:
         """See `Target.open`. The entries of a prompt that begins like an earlier one are taken from the cache.
 
         Hidden states are not kept with the entries, so that a prompt whose hidden states are captured is read whole.
-        Top-k tokens are; at least one row of a prompt is read where they are captured.
+        Top-k tokens are; at least one row of a prompt is read where they are captured, but for a recurrent state, which
+        cannot go back by one token.
         """
         require(self.info, capture.needs, "this capture")
         prompt = checked_prompt(tokens, self.info)
-        reuse = 0 if self._layers(capture) else max(0, len(prompt) - 1 - (capture.top_k > 0))
+        again = capture.top_k > 0 and not self.info.replays
+        reuse = 0 if self._layers(capture) else max(0, len(prompt) - 1 - again)
         with torch.no_grad(), out_of_memory_in(f"a prompt of {len(prompt)} tokens", 1, self.device):
             state = self.executor.open(prompt, reuse, min(reserve, self.info.context_length))
         return TransformersSession(prompt, state, self._sampler(params, prompt), capture)

@@ -13,6 +13,12 @@ tokens would enter its states. While some of them draft, shorter rows are filled
 so that all are one forward; their states are dropped, and their tokens are replayed. While none of them drafts, rows of
 one length are one forward, after which nothing is left to replay.
 
+While one session runs alone, its draft may have a few branches. Each path from the root to a leaf is a row of the batch
+then, over copies of the states, and all of them share the entries of the committed tokens:
+
+    c ┬ d ── e        rows   c d e        nothing is shared between branches but what is committed, so that a branch
+      └ f                    c f .        costs as many rows as the longest one
+
 Without compiled kernels Transformers pads a forward to whole chunks of the recurrence, of 64 or 256 tokens, whose
 attention-like part then costs as much as a prompt. So drafts are given to the model in chunks of 8, which changes
 nothing but rounding. And some Mamba-2 models bound the time step of their recurrence in forwards of several tokens and
@@ -28,10 +34,11 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from leapahead.core.tree import TokenTree
-from leapahead.models.base import CHAIN, LOGITS, TOP_K
+from leapahead.models.base import BRANCHES, CHAIN, LOGITS, TOP_K
 from leapahead.models.transformers.families import RECURRENT_LAYERS, Pattern
 from leapahead.models.transformers.forward import (
     Batch,
@@ -44,6 +51,7 @@ from leapahead.models.transformers.forward import (
     side_by_side,
 )
 from leapahead.models.transformers.kv_cache import Row
+from leapahead.models.transformers.masks import Inputs
 from leapahead.models.transformers.states import Place, StatefulCache, StatefulRow, stateful_cache
 
 CHUNK = 8  # tokens of a short chunk
@@ -66,11 +74,16 @@ class ReplayState(CachedState):
         return self.row.replay
 
     def commit(self, path: Sequence[int]) -> None:
-        count = self.row.replay + len(path)
-        if count == self.row.pending:
-            self.cache.settle(self.row, count)
+        row, count = self.row, self.row.replay + len(path)
+        if row.branches:
+            branch = next((at for at, each in enumerate(row.paths) if each == list(path)), None)
+            is_whole = branch is not None and count * len(row.branches) == row.pending
         else:
-            self.cache.lag(self.row, len(path))
+            branch, is_whole = None, count == row.pending
+        if is_whole:
+            self.cache.settle(row, count, branch)
+        else:
+            self.cache.lag(row, len(path))
 
 
 class ReplayExecutor(MaskedExecutor):
@@ -84,11 +97,10 @@ class ReplayExecutor(MaskedExecutor):
         config: of the language model, whose attention is computed by `grouped` then; None for the model's own.
         masked: whether the model is given masks, so that several sequences of different lengths share a forward.
             Otherwise it makes its own mask, and there is one forward a session.
-        exclusive: whether nobody else runs the model. Some of its modules have other settings then while they read a
-            draft: short chunks on a CPU, and time steps without bounds.
+        settings: whether a draft is read with other settings than a prompt: short chunks on a CPU, and time steps
+            without bounds. Where these are attributes of modules (`own_settings`), nobody else may run the model.
     """
 
-    capabilities = frozenset({CHAIN, LOGITS, TOP_K})
     cache: StatefulCache
 
     def __init__(
@@ -99,19 +111,20 @@ class ReplayExecutor(MaskedExecutor):
         boolean: bool = True,
         config: Any = None,
         masked: bool = True,
-        exclusive: bool = False,
+        settings: bool = False,
     ) -> None:
         super().__init__(model, cache, patterns, boolean, config)
-        self.masked, self.exclusive = masked, exclusive
+        self.masked, self.settings = masked, settings
+        self.capabilities = frozenset({CHAIN, LOGITS, TOP_K, *([BRANCHES] if masked else [])})
         self._reads_prompt = False
-        self._chunked = [each for each in model.modules() if isinstance(vars(each).get("chunk_size"), int)]
+        self._chunked = own_settings(model)
         self._bounded = [(each, "time_step_limit", NO_BOUNDS) for each in model.modules() if bounds_time_step(each)]
         names = ("past_key_values", "cache_params", "state")
         self.name = next((name for name in names if accepts(model, name)), "past_key_values")
 
     def another(self, model: Any) -> ReplayExecutor:
         boolean, cache = self.dtype is None, stateful_cache(model)
-        return ReplayExecutor(model, cache, self.patterns, boolean, self.config, self.masked, self.exclusive)
+        return ReplayExecutor(model, cache, self.patterns, boolean, self.config, self.masked, self.settings)
 
     def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0) -> ReplayState:
         row = self.cache.take(tokens, min(reuse, len(tokens) - 1), reserve)
@@ -142,6 +155,9 @@ class ReplayExecutor(MaskedExecutor):
         layers: Layers = (),
         **options: Any,
     ) -> list[Outputs]:
+        if not all(tree.is_chain for tree in trees):
+            assert not any(num_computed or ()), "a draft with branches does not grow"
+            return [self._branched(row, tree, layers, **options) for row, tree in zip(rows, trees, strict=True)]
         num_computed = num_computed or [0] * len(rows)
         for row, first in zip(rows, num_computed, strict=True):
             if first == 0 and isinstance(row, StatefulRow) and row.replay > MOST_REPLAYED:
@@ -164,6 +180,35 @@ class ReplayExecutor(MaskedExecutor):
                 found[at] = Outputs(mine[own], None if state is None else state[wanted])
         return [found[at] for at in range(len(rows))]
 
+    def _branched(self, row: Row, tree: TokenTree, layers: Layers, **options: Any) -> Outputs:
+        """One forward over the paths of a tree, each of which is a row of the batch."""
+        assert isinstance(row, StatefulRow)
+        if row.replay > MOST_REPLAYED:
+            self._catch_up(row)
+        ahead, paths = row.replay, [tree.path(leaf) for leaf in tree.leaf_list]
+        n, branches = ahead + max(map(len, paths)), len(paths)
+        replayed = row.tokens[row.length : row.length + ahead]
+        tokens = [replayed + [tree.token_list[node] for node in path] for path in paths]
+        self.cache.begin_branches(row, branches, n)
+        padded = torch.tensor([each + each[-1:] * (n - len(each)) for each in tokens], device=self.device)
+        positions = (row.length + torch.arange(n, device=self.device)).repeat(branches, 1)
+        slots = row.length + torch.arange(branches * n, device=self.device).view(branches, n)
+        lengths = torch.full((branches,), row.length, device=self.device)
+        earlier = torch.ones(n, n, dtype=torch.bool, device=self.device).tril().repeat(branches, 1, 1)
+        end = row.length + branches * n
+        batch = Batch(
+            Inputs(padded, positions, lengths, slots, positions, earlier, end), [*range(branches)], [n] * branches
+        )
+        given = options or dict.fromkeys(self.few_logits, n - ahead)
+        logits, hidden = self.call(self.model, batch, layers, **given)
+        row.paths = paths
+        place = {
+            node: (at, ahead + depth) for at, path in reversed([*enumerate(paths)]) for depth, node in enumerate(path)
+        }
+        at, depth = torch.tensor([place[node] for node in range(len(tree))], device=self.device).T
+        states = None if hidden is None else hidden[at, depth]
+        return Outputs(logits[at, depth - (n - logits.shape[1])], states)
+
     def _catch_up(self, row: StatefulRow) -> None:
         """Reads the tokens that would be replayed, and nothing else."""
         tokens = row.tokens[row.length : row.length + row.replay]
@@ -173,7 +218,7 @@ class ReplayExecutor(MaskedExecutor):
 
     def call(self, model: Any, batch: Batch, layers: Layers = (), **options: Any) -> Outputs:
         rows = batch.inputs.tokens.shape[1]
-        if not self.exclusive or self._reads_prompt or rows == 1:
+        if not self.settings or self._reads_prompt or rows == 1:
             return self._call(model, batch, layers, **options)
         is_short = self.device.type == "cpu"
         if is_short and not self._chunked:
@@ -243,6 +288,9 @@ class ReplayExecutor(MaskedExecutor):
             state.close()
 
     def rows(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> int:
+        if not all(tree.is_chain for tree in trees):
+            (state,), (tree,) = states, trees
+            return int(len(tree.leaf_list) * (state.replay + 1 + max(tree.depth_list)))
         chains = [_Chain(state.row, tree, 0) for state, tree in zip(states, trees, strict=True)]
         return sum(len(group) * max(chains[at].new for at in group) for group in self._groups(chains))
 
@@ -260,6 +308,11 @@ class ReplayExecutor(MaskedExecutor):
             began = bool(chain.computed or chain.row.length)
             groups.setdefault((began, chain.computed > 0, 0 if drafting else chain.new), []).append(at)
         return list(groups.values())
+
+
+def own_settings(model: Any) -> list[Any]:
+    """The modules that have the size of their chunks as an attribute. Others are told it in each forward."""
+    return [each for each in model.modules() if isinstance(vars(each).get("chunk_size"), int)]
 
 
 def bounds_time_step(module: Any) -> bool:

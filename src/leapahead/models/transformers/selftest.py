@@ -30,7 +30,7 @@ from torch import Tensor
 
 from leapahead.core.errors import Refused
 from leapahead.core.tree import IntArray, TokenTree
-from leapahead.models.base import CHAIN, TREE
+from leapahead.models.base import BRANCHES, CHAIN, TREE
 from leapahead.models.transformers.forward import Executor, Layers, Outputs, inputs, side_by_side
 
 # Values may always be this far apart, in standard deviations, ...
@@ -60,6 +60,16 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
     CHAIN: (
         (([-1, 0, 1, 2], [0, 1]), ([-1, 0, 1], [0]), ([-1], [0]), ([-1], [0])),
         (([-1, 0, 1], [0]), ([-1, 0], [0]), ([-1], [0]), ([-1], [0])),
+    ),
+    # One sequence: a branch that is accepted whole, one that is not, and a chain behind replayed tokens.
+    BRANCHES: (
+        (
+            ([-1, 0, 0, 1, 1, 2], [0, 2, 5]),
+            ([-1, 0, 0, 2], [0, 1]),
+            ([-1, 0, 1, 0], [0, 1, 2]),
+            ([-1, 0], [0, 1]),
+            ([-1], [0]),
+        ),
     ),
     "": (
         (([-1], [0]), ([-1], [0])),
@@ -118,11 +128,12 @@ def run(
     executor: Executor,
     model: Any,
     ids: IntArray,
-    prompts: tuple[int, int],
+    prompts: Sequence[int],
     cached: Executor | None = None,
     native: Executor | None = None,
     layers: Layers = (),
     steps: int | None = None,
+    branches: bool = False,
 ) -> Result:
     """Tests `executor` on `model`.
 
@@ -135,8 +146,9 @@ def run(
             then that one. A recurrence has other formulas for many tokens than for one, which round differently.
         layers: whose hidden states are tested too.
         steps: so many of the picture; None for all.
+        branches: test those of a single sequence, and nothing else.
     """
-    kind = next((name for name in (TREE, CHAIN) if name in executor.capabilities), "")
+    kind = BRANCHES if branches else next((name for name in (TREE, CHAIN) if name in executor.capabilities), "")
     dtype = model.dtype if model.dtype in FLOOR else torch.float16
     floor = FLOOR[dtype] if kind else max(FLOOR[dtype], RECURRENT_FLOOR)
     is_half = dtype in (torch.float16, torch.bfloat16)
@@ -193,7 +205,7 @@ def _of_layers(
 
 
 def _nodes(
-    executor: Executor, ids: IntArray, prompts: tuple[int, int], shapes: Sequence[Shape], layers: Layers, draw: int
+    executor: Executor, ids: IntArray, prompts: Sequence[int], shapes: Sequence[Shape], layers: Layers, draw: int
 ) -> tuple[list[list[int]], Outputs]:
     """Runs the steps of the module's picture; returns the path of every node and the executor's values after it."""
     rng = np.random.default_rng(draw)

@@ -52,6 +52,8 @@ class StatefulRow(Row):
         pending_states: after all pending nodes.
         kept: states of earlier moments, the latest last, for sequences that begin with the same tokens.
         replay: committed tokens behind the first `length`.
+        branches: after each path of a tree with branches, which went through as a row of the batch; empty otherwise.
+        paths: the nodes of these.
     """
 
     def __init__(self, index: int) -> None:
@@ -60,6 +62,8 @@ class StatefulRow(Row):
         self.pending_states: dict[Place, Tensor] = {}
         self.kept: list[States] = []
         self.replay = 0
+        self.branches: list[dict[Place, Tensor]] = []
+        self.paths: list[list[int]] = []
 
     def common(self, prefix: Sequence[int]) -> int:
         """As many of the first tokens of `prefix` as the row has both their entries and the states after them."""
@@ -86,6 +90,7 @@ class StatefulCache(KVCache):
         self._stepping: list[StatefulRow] = []  # the rows of the current forward, in its order
         self._given: list[dict[Place, Tensor]] = []  # the states that they begin with
         self._working: dict[Place, Tensor] = {}  # [batch, ...]; what the model has made of them
+        self._branches = 0  # rows of the batch that one row of the cache stands for; 0 where each has its own
         super().__init__(usual_length)
 
     def forget(self) -> None:
@@ -112,12 +117,23 @@ class StatefulCache(KVCache):
         row.pending_states, row.replay = {}, 0
         super().release(row)
 
-    def settle(self, row: StatefulRow, count: int) -> None:
-        """Commits all `count` pending nodes, replayed ones included, with the states after them."""
-        assert count == row.pending, "states after other nodes than the committed ones"
-        length, states = row.length, row.pending_states
+    def settle(self, row: StatefulRow, count: int, branch: int | None = None) -> None:
+        """Commits all `count` pending nodes, replayed ones included, with the states after them.
+
+        Args:
+            branch: those of this branch.
+        """
+        if branch is None:
+            assert count == row.pending, "states after other nodes than the committed ones"
+            states = row.pending_states
+        else:
+            rows = row.pending // len(row.branches)
+            assert count == rows, "states after other nodes than the committed ones"
+            self.gather(row, range(branch * rows, branch * rows + rows))
+            states = row.branches[branch]
+        length = row.length
         # An interrupt between these leaves a row of length 0, whose tokens are read again.
-        row.length, row.replay, row.pending, row.slots, row.pending_states = 0, 0, 0, None, {}
+        row.length, row.replay, row.pending, row.slots, row.pending_states, row.branches = 0, 0, 0, None, {}, []
         row.states = States(length + count, states)
         row.length = length + count
 
@@ -128,7 +144,7 @@ class StatefulCache(KVCache):
 
     def discard(self, row: Row) -> None:
         assert isinstance(row, StatefulRow)
-        row.pending_states = {}
+        row.pending_states, row.branches = {}, []
         super().discard(row)
 
     # The forward
@@ -137,13 +153,28 @@ class StatefulCache(KVCache):
         self, rows: Sequence[Row], new: Sequence[int], num_computed: Sequence[int] | None = None, packed: bool = False
     ) -> list[int]:
         order = super().begin(rows, new, num_computed, packed)
-        self._stepping, self._given, self._working = [], [], {}
+        self._stepping, self._given, self._working, self._branches = [], [], {}, 0
         for at in order:
             row = rows[at]
             assert isinstance(row, StatefulRow)
             self._stepping.append(row)
             self._given.append(row.pending_states if num_computed and num_computed[at] else self.before(row))
         return order
+
+    def begin_branches(self, row: StatefulRow, branches: int, new: int) -> None:
+        """Prepares a forward of several rows of `new` tokens, all of which continue one row of the cache.
+
+        Their entries lie one branch after the other behind those of the row.
+        """
+        self.begin([row], [branches * new])
+        self._branches, self._given = branches, self._given * branches
+
+    def write(self, place: tuple[int, int], states: Tensor) -> Tensor:
+        if not self._branches:
+            return super().write(place, states)
+        branches, heads, new, dim = states.shape
+        together = states.transpose(0, 1).reshape(1, heads, branches * new, dim)
+        return super().write(place, together).expand(branches, -1, -1, -1)
 
     @staticmethod
     def before(row: StatefulRow) -> dict[Place, Tensor]:
@@ -156,9 +187,11 @@ class StatefulCache(KVCache):
 
     def end(self) -> None:
         super().end()
+        batch = max(self._branches, len(self._stepping))
+        states = [{place: each[at : at + 1] for place, each in self._working.items()} for at in range(batch)]
         for at, row in enumerate(self._stepping):
-            row.pending_states = {place: each[at : at + 1] for place, each in self._working.items()}
-        self._stepping, self._given, self._working = [], [], {}
+            row.pending_states, row.branches = ({}, states) if self._branches else (states[at], [])
+        self._stepping, self._given, self._working, self._branches = [], [], {}, 0
 
     def get(self, place: Place) -> Tensor | None:
         """[batch, ...], which the model may write into; None at the beginning of the texts."""

@@ -38,7 +38,7 @@ def check(executor: ReplayExecutor, model: Any, ids: IntArray, tolerance: float)
     Raises:
         Refused: chains would not give the text of plain decoding.
     """
-    if not executor.exclusive and any(map(bounds_time_step, model.modules())):
+    if not executor.settings and any(map(bounds_time_step, model.modules())):
         raise Refused("the model bounds its time steps in forwards of several tokens, and not in those of one")
     for draw in range(DRAWS):
         if (error := distance(executor, ids, draw)) <= min(tolerance, CEILING):
