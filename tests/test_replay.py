@@ -27,6 +27,7 @@ from leapahead.core.verify import Verdict, verify
 from leapahead.models.base import BRANCHES, Capture, read_prompt
 from leapahead.models.transformers import selftest
 from leapahead.models.transformers.model import TransformersTarget
+from leapahead.models.transformers.recurrent import NativeExecutor
 from leapahead.models.transformers.replay import MOST_REPLAYED, ReplayExecutor
 from leapahead.planner.draft import Proposal, SequenceView
 
@@ -139,9 +140,16 @@ class Forked(NoisyChain):
 def test_drafts_with_branches(name: str, mode: str) -> None:
     """While one session runs: the right path is one of several, and often cut off before its end."""
     target, params = target_of(name), MODES[mode]
-    if BRANCHES not in target.info.capabilities:
-        assert not isinstance(target.executor, ReplayExecutor) or not target.executor.masked
+    executor = target.executor
+    assert isinstance(executor, ReplayExecutor)
+    assert BRANCHES not in target.info.capabilities, "they are for accelerators"
+    if not executor.masked:
         return
+    assert "on a CPU" in target.refusals[BRANCHES]
+    if mode == "greedy":
+        native = NativeExecutor(target.model, target.config, shared=False)
+        found = selftest.run(executor, target.model, target.ordinary_ids(), (16,), native=native, branches=True)
+        assert found.passed
     for prompt, each in zip(PROMPTS[:2], params, strict=False):
         text = plain(name, tuple(prompt), each, 80)
         engine = Engine(target, prefill_chunk=8)
