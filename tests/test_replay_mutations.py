@@ -17,8 +17,9 @@ from helpers import NoisyChain, Oracle, attached
 from leapahead import Engine, Request
 from leapahead.core.stop import StopParams
 from leapahead.models.base import CHAIN
-from leapahead.models.transformers import families, statetest
+from leapahead.models.transformers import families, selftest, statetest
 from leapahead.models.transformers.model import TransformersTarget
+from leapahead.models.transformers.recurrent import NativeExecutor
 from leapahead.models.transformers.replay import ReplayExecutor
 from leapahead.models.transformers.states import StatefulCache, StatefulRow, States, stateful_cache
 
@@ -118,6 +119,39 @@ def test_a_broken_state_is_caught_by_texts_and_by_the_test_of_the_model(
     if kind is not uneven or target_of(name).info.padded:  # one sequence a forward is never filled up
         assert differs(name, kind)
     assert CHAIN not in TransformersTarget(model).info.capabilities
+
+
+def first_branch(self: StatefulCache, row: StatefulRow, count: int, branch: int | None = None) -> None:
+    """The states after one branch are taken for those after another."""
+    settle(self, row, count, None if branch is None else 0)
+
+
+def without_branches(self: StatefulCache) -> None:
+    """The states after all branches are those after the first."""
+    end(self)
+    for row in self.rows:
+        row.branches = [row.branches[0]] * len(row.branches)
+
+
+settle, end = StatefulCache.settle, StatefulCache.end
+
+
+@pytest.mark.parametrize(("method", "broken"), [("settle", first_branch), ("end", without_branches)])
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("granitemoehybrid", marks=pytest.mark.slow)])
+def test_a_state_of_another_branch_is_caught_by_the_test_of_branches(
+    name: str, method: str, broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of(name)
+    native = NativeExecutor(target.model, target.config, shared=False)
+
+    @torch.no_grad()
+    def passes() -> bool:
+        ids = target.ordinary_ids()
+        return selftest.run(target.executor, target.model, ids, (16,), native=native, branches=True).passed
+
+    assert passes()
+    monkeypatch.setattr(StatefulCache, method, broken)
+    assert not passes()
 
 
 @pytest.mark.parametrize("name", [*FAMILIES[:2], pytest.param("mamba2", marks=pytest.mark.slow)])

@@ -145,7 +145,7 @@ def hybrids(root: Path, table: Table) -> str:
         name = f"{_target(found['conditions'], target)}, {where}"
         lines.append([name, task, times, *speeds, f"{auto['acceptance_length']:.2f}", f"{replayed:.2f}"])
     columns = "target | task | `auto` / plain | plain, tokens/s | `auto`, tokens/s | acceptance length | replayed / step"
-    return table(columns, lines) + "\n\n" + conditions(root, "hybrid", "hybrid-135m")
+    return table(columns, lines) + "\n\n" + conditions(root, "hybrid", "135M")
 
 
 def _samples(rows: Sequence[Row]) -> dict[str, Any]:

@@ -83,7 +83,8 @@ class TargetInfo:
         context_length: greatest number of tokens of a sequence.
         precision: relative step of the coarsest numbers that it computes with, as 2**-7 for bfloat16: how far two
             computations that are equal in exact arithmetic may part.
-        capabilities: which of "chain", "tree", "logits", "top_k" and "hidden" it has. Without any, it decodes plainly.
+        capabilities: which of "chain", "tree", "branches", "logits", "top_k" and "hidden" it has. Without any, it
+            decodes plainly.
         fingerprint: what the time of a forward depends on: model, precision, device, threads.
         padded: whether all sequences of a step take as many rows as the longest of them.
         replays: whether it has a recurrent state, which cannot discard tokens: of a draft that was not accepted whole,

@@ -1,4 +1,4 @@
-"""Models whose state cannot discard tokens: the root alone goes through, by the state that the model itself makes.
+"""Models that decode plainly: the root alone goes through, by the state that the model itself makes.
 
 Their prompt is read in one forward, whatever the size of a chunk: the formulas of a recurrence over a chunk that begins
 in the middle of a text need not be exact, and some of these models ignore the state that they are given with it. Of
