@@ -31,7 +31,13 @@ IN_MODULES = "it keeps its state inside the model, where it cannot be exchanged"
 
 @click.command(cls=Command)
 @click.argument("tests", default="tests", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--out", default=OUT, show_default=True, type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--out",
+    default=OUT,
+    show_default=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file that is written.",
+)
 def main(tests: Path, out: Path) -> None:
     """Write what each family of models gets: trees, chains, chains with replay, or plain decoding.
 

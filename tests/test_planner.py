@@ -149,10 +149,10 @@ def test_each_branch_takes_as_many_rows_as_the_longest() -> None:
     """The second child of the root is worth a row of its own, but not one of its own and three more."""
 
     def seconds(rows: int) -> float:
-        return 1.0 + 0.1 * rows
+        return 1.0 + 0.25 * rows
 
-    assert best_sizes([search(CHANCES)], seconds, range(1, 20)) == [5]
-    assert best_sizes([search(CHANCES)], seconds, range(1, 20), ahead=Ahead([0], branches=True))[0] < 5
+    assert best_sizes([search(CHANCES)], seconds, range(1, 20)) == [4]
+    assert best_sizes([search(CHANCES)], seconds, range(1, 20), ahead=Ahead([0], branches=True)) == [2]
     plan = StepPlan(1, True, FixedLatency(ToyTarget(), {1: 1.0}), DraftingTime(), replay=(2,), branches=True)
     tree = TokenTree.from_paths(1, [[2, 3, 4], [5]])
     assert plan.rows({0: 5}, [tree]) == 2 * (2 + 4)

@@ -130,7 +130,7 @@ def without_branches(self: StatefulCache) -> None:
     """The states after all branches are those after the first."""
     end(self)
     for row in self.rows:
-        row.branches = [row.branches[0]] * len(row.branches)
+        row.branches = row.branches and [row.branches[0]] * len(row.branches)
 
 
 settle, end = StatefulCache.settle, StatefulCache.end

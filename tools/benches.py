@@ -144,7 +144,7 @@ def hybrids(root: Path, table: Table) -> str:
         times = f"**{each['median']:.2f}**{_interval(each)}"
         name = f"{_target(found['conditions'], target)}, {where}"
         lines.append([name, task, times, *speeds, f"{auto['acceptance_length']:.2f}", f"{replayed:.2f}"])
-    columns = "target | task | `auto` / plain | plain, tokens/s | `auto`, tokens/s | acceptance length | replayed / step"
+    columns = "target | task | `auto` / plain | plain, tokens/s | `auto`, tokens/s | accept. length | replayed / step"
     return table(columns, lines) + "\n\n" + conditions(root, "hybrid", "135M")
 
 

@@ -122,58 +122,97 @@ def best_sizes(
     """
     roots = len(searches)
     sequences = sequences or roots
-    ahead = ahead or Ahead([0] * roots, sequences - roots)
+    step = _Step(seconds, drafting, padded, sequences, ahead or Ahead([0] * roots, sequences - roots))
     taken: list[int] = []  # the search of each node
-    lengths = [1 + replay for replay in ahead.replay]
-    trees = [(0, 0.0, 1.0)] * roots  # of each the greatest depth, the sum of P, and that of its deepest nodes
-    padded = padded and not ahead.branches
     total = float(sequences)
-
-    def cost(rows: int, nodes: int) -> float:
-        is_padded = padded and (nodes > 0 or not ahead.replays)
-        size = sequences * max(rows // roots, ahead.longest) if is_padded else rows + ahead.others
-        return seconds(size) + drafting(nodes) + (later(size) if nodes and ahead.replays else 0.0)
-
-    def later(size: int) -> float:
-        """Expected seconds of the next forward for tokens of these trees that are read again."""
-        again = [
-            1.0 + expected - (deepest + 1) * whole + (1.0 - whole) * replay if deepest else 0.0
-            for replay, (deepest, expected, whole) in zip(ahead.replay, trees, strict=True)
-        ]
-        half = (size + 1) // 2
-        row = max(0.0, seconds(size) - seconds(half)) / (size - half)
-        return (sequences * max(again) if padded else sum(again)) * row
-
-    def rows_now() -> int:
-        return roots * max(lengths) if padded else sum(lengths)
-
-    first = rows_now()
-    best, kept = total / cost(sum(lengths) if ahead.replays else first, 0), 0
+    best, kept = total / step.plain, 0
     order = _Order(searches)
     while len(taken) < MOST and (index := order.first()) is not None:
         chance = searches[index].next
-        rows = rows_now()
-        unused = rows - sum(lengths)  # padding that nodes may fill at no cost
-        if not _may_win(best, total + unused * chance, chance, rows, lambda size: cost(size, size - first), sizes):
+        if not step.may_win(best, total, chance, sizes):
             break
         was_taken = searches[index].take()
         order.update(index)
         if not was_taken:
             continue
         taken.append(index)
+        step.take(index, searches[index], chance)
         total += chance
-        deepest, expected, whole = trees[index]
-        now = searches[index].deepest
-        trees[index] = (now, expected + chance, chance if now > deepest else whole + chance)
-        longest = 1 + ahead.replay[index] + now
-        lengths[index] = searches[index].leaves * longest if ahead.branches else lengths[index] + 1
-        rate = total / cost(rows_now(), len(taken))
+        rate = total / step.cost(step.rows, len(taken))
         if rate > best:
             best, kept = rate, len(taken)
     found = [1] * roots
     for index in taken[:kept]:
         found[index] += 1
     return found
+
+
+class _Step:
+    """What a step costs with the nodes that were taken so far.
+
+    Args:
+        seconds, drafting, padded, sequences, ahead: see `best_sizes`.
+    """
+
+    def __init__(
+        self,
+        seconds: Callable[[int], float],
+        drafting: Callable[[int], float],
+        padded: bool,
+        sequences: int,
+        ahead: Ahead,
+    ) -> None:
+        self._seconds, self._drafting, self._sequences, self._ahead = seconds, drafting, sequences, ahead
+        self._padded = padded and not ahead.branches
+        self._lengths = [1 + replay for replay in ahead.replay]  # rows of each tree, replayed tokens included
+        # Of each tree: the greatest depth, the sum of P, and that of its deepest nodes.
+        self._trees = [(0, 0.0, 1.0)] * len(self._lengths)
+        self._first = self.rows
+
+    @property
+    def rows(self) -> int:
+        """Of all trees."""
+        return len(self._lengths) * max(self._lengths) if self._padded else sum(self._lengths)
+
+    @property
+    def plain(self) -> float:
+        """The seconds of a step without drafted nodes."""
+        return self.cost(sum(self._lengths) if self._ahead.replays else self._first, 0)
+
+    def take(self, index: int, search: TreeSearch, chance: float) -> None:
+        """A search has taken a node."""
+        (deepest, expected, whole), now = self._trees[index], search.deepest
+        self._trees[index] = (now, expected + chance, chance if now > deepest else whole + chance)
+        longest = 1 + self._ahead.replay[index] + now
+        self._lengths[index] = search.leaves * longest if self._ahead.branches else self._lengths[index] + 1
+
+    def cost(self, rows: int, nodes: int) -> float:
+        """The seconds of the step, where the trees have so many rows and drafted nodes."""
+        ahead = self._ahead
+        is_padded = self._padded and (nodes > 0 or not ahead.replays)
+        longest = max(rows // len(self._lengths), ahead.longest)
+        size = self._sequences * longest if is_padded else rows + ahead.others
+        return self._seconds(size) + self._drafting(nodes) + (self._later(size) if nodes and ahead.replays else 0.0)
+
+    def may_win(self, best: float, total: float, chance: float, sizes: Sequence[int]) -> bool:
+        """Whether some number of further nodes, all as likely as `chance`, would beat the best rate.
+
+        Only up to about twice the present rows are considered: P falls, and every node that is searched takes time.
+        """
+        rows = self.rows
+        total += (rows - sum(self._lengths)) * chance  # padding that nodes may fill at no cost
+        further = (rows, rows + 1, *(n for n in sizes if rows + 1 < n <= AHEAD + 2 * rows))
+        return any(total + (size - rows) * chance > best * self.cost(size, size - self._first) for size in further)
+
+    def _later(self, size: int) -> float:
+        """Expected seconds of the next forward for tokens of these trees that are read again."""
+        again = [
+            1.0 + expected - (deepest + 1) * whole + (1.0 - whole) * replay if deepest else 0.0
+            for replay, (deepest, expected, whole) in zip(self._ahead.replay, self._trees, strict=True)
+        ]
+        half = (size + 1) // 2
+        row = max(0.0, self._seconds(size) - self._seconds(half)) / (size - half)
+        return (self._sequences * max(again) if self._padded else sum(again)) * row
 
 
 class _Order:
@@ -200,14 +239,3 @@ class _Order:
     def update(self, index: int) -> None:
         """To be called when a node was taken from the search that `first` gave."""
         heapreplace(self._heap, (-self._searches[index].bound, index))
-
-
-def _may_win(
-    best: float, total: float, chance: float, rows: int, seconds: Callable[[int], float], sizes: Sequence[int]
-) -> bool:
-    """Whether some number of further nodes, all as likely as `chance`, would beat the best rate.
-
-    Only up to about twice the present rows are considered: P falls, and every node that is searched takes time.
-    """
-    further = (rows, rows + 1, *(n for n in sizes if rows + 1 < n <= AHEAD + 2 * rows))
-    return any(total + (size - rows) * chance > best * seconds(size) for size in further)

@@ -298,6 +298,11 @@ def sub_layers(target: TransformersTarget) -> SubLayers:
     """
     if CHAIN not in target.info.capabilities:
         raise Refused(f"{target.info.name} decodes token by token, so that it cannot draft for itself")
+    if target.info.replays:
+        raise Refused(
+            f"the recurrent layers of {target.info.name} cannot be left out; draft with another model, or with "
+            "draft='self:int8'"
+        )
     return SubLayers(target.model, target.info.name, target.ordinary_ids())
 
 
