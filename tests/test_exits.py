@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, BY_NAME, FAST, Architecture
 from helpers import GREEDY, run
-from test_layers import REFUSED, TOKEN_BY_TOKEN
+from test_layers import REFUSED, WITHOUT_PARTS
 
 from leapahead import Engine, Request
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
@@ -33,7 +33,7 @@ LONG = StopParams(max_new_tokens=40)
 TREES = [
     pytest.param(each, id=each.name, marks=() if each.name in FAST else pytest.mark.slow)
     for each in ARCHITECTURES
-    if each.expect == "tree" and each.name not in {*REFUSED, *TOKEN_BY_TOKEN}
+    if each.expect == "tree" and each.name not in {*REFUSED, *WITHOUT_PARTS}
 ]
 
 
