@@ -155,9 +155,9 @@ class ReplayExecutor(MaskedExecutor):
         layers: Layers = (),
         **options: Any,
     ) -> list[Outputs]:
-        if not all(tree.is_chain for tree in trees):
+        if self._has_branches(trees):
             assert not any(num_computed or ()), "a draft with branches does not grow"
-            return [self._branched(row, tree, layers, **options) for row, tree in zip(rows, trees, strict=True)]
+            return [self._branched(rows[0], trees[0], layers, **options)]
         num_computed = num_computed or [0] * len(rows)
         for row, first in zip(rows, num_computed, strict=True):
             if first == 0 and isinstance(row, StatefulRow) and row.replay > MOST_REPLAYED:
@@ -179,6 +179,10 @@ class ReplayExecutor(MaskedExecutor):
                 wanted = slice(chain.ahead, chain.ahead + chain.size)
                 found[at] = Outputs(mine[own], None if state is None else state[wanted])
         return [found[at] for at in range(len(rows))]
+
+    def _has_branches(self, trees: Sequence[TokenTree]) -> bool:
+        """Whether it is the draft of one sequence, with branches that this model can be given."""
+        return self.masked and len(trees) == 1 and not trees[0].is_chain
 
     def _branched(self, row: Row, tree: TokenTree, layers: Layers, **options: Any) -> Outputs:
         """One forward over the paths of a tree, each of which is a row of the batch."""
@@ -288,7 +292,7 @@ class ReplayExecutor(MaskedExecutor):
             state.close()
 
     def rows(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> int:
-        if not all(tree.is_chain for tree in trees):
+        if self._has_branches(trees):
             (state,), (tree,) = states, trees
             return int(len(tree.leaf_list) * (state.replay + 1 + max(tree.depth_list)))
         chains = [_Chain(state.row, tree, 0) for state, tree in zip(states, trees, strict=True)]
