@@ -18,7 +18,6 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.text import Tokenizer
-from leapahead.core.tree import UNLIMITED
 from leapahead.models.memory import free_host_bytes
 from leapahead.models.openvino.model import OpenVinoTarget
 from leapahead.models.openvino.options import MODEL, OpenVinoOptions, is_openvino
@@ -119,11 +118,11 @@ def describe(folder: Path) -> Description:
         for token in claim if isinstance(claim, Iterable) else [claim]:
             if isinstance(token, int):
                 ends[token] = None
-    return Description(length, _windows(folder, text), tuple(ends))
+    return Description(length, _windows(folder, text, length), tuple(ends))
 
 
-def _windows(folder: Path, text: dict[str, Any]) -> tuple[int, ...] | None:
-    """The windows of the layers."""
+def _windows(folder: Path, text: dict[str, Any], length: int) -> tuple[int, ...] | None:
+    """The windows of the layers; None where none is shorter than the context."""
     window, layers = text.get("sliding_window"), text.get("num_hidden_layers")
     kinds = text.get("layer_types")
     if kinds is None and window and text.get("use_sliding_window", True) and isinstance(layers, int):
@@ -134,9 +133,9 @@ def _windows(folder: Path, text: dict[str, Any]) -> tuple[int, ...] | None:
             f"the model {str(folder)!r} has layers of the kind {unknown[0]}, which paged attention does not compute; "
             "load it with Transformers, or as a GGUF file with llama.cpp"
         )
-    if not kinds or not window or "sliding_attention" not in kinds:
+    if not kinds or not isinstance(window, int) or window >= length or "sliding_attention" not in kinds:
         return None
-    return tuple(min(int(window), UNLIMITED) if kind == "sliding_attention" else 0 for kind in kinds)
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from leapahead.models.base import (
     ALL,
     NOTHING,
     PROMPT_ROWS,
+    TREE,
     Capture,
     Cost,
     TargetInfo,
@@ -33,6 +34,7 @@ from leapahead.models.openvino.blocks import Pool, Track
 from leapahead.models.openvino.paged import PagedModel, Part
 
 CHUNK = 512  # greatest number of tokens of a prompt in one forward
+TREE_ROOM = 256  # nodes of all trees that are possible while no sequence has filled a sliding window
 
 
 class OpenVinoSession:
@@ -88,7 +90,7 @@ class OpenVinoTarget:
     ) -> None:
         self.model, self.lock = model, RLock()
         self.pool = Pool(model.planes, cache_tokens)
-        self.max_leaves = self.max_nodes = UNLIMITED
+        self._window = UNLIMITED
         self._sessions: list[OpenVinoSession] = []
         self._given: list[Choices] = []  # of the last step: their logits are OpenVINO's memory
         self.info = TargetInfo(
@@ -103,6 +105,23 @@ class OpenVinoTarget:
         )
         self.info = replace(self.info, capabilities=selftest.capabilities(self, window))
         self.pool.forget()
+        # OpenVINO counts a sliding window by the row of a node and not by its depth, which differ in a tree.
+        self._window = window if window and TREE in self.info.capabilities else UNLIMITED
+
+    @property
+    def _within_window(self) -> bool:
+        """Whether every sequence may have a tree without reaching beyond the smallest window."""
+        longest = max((len(session.tokens) for session in self._sessions), default=0)
+        return longest + TREE_ROOM <= self._window
+
+    @property
+    def max_leaves(self) -> int:
+        """One beyond a sliding window."""
+        return UNLIMITED if self._within_window else 1
+
+    @property
+    def max_nodes(self) -> int:
+        return TREE_ROOM if self._window < UNLIMITED and self._within_window else UNLIMITED
 
     def open(
         self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
@@ -173,6 +192,11 @@ class OpenVinoTarget:
         parts, rows, at = list[Part](), list[int](), 0
         for session, tree, computed in zip(sessions, trees, known, strict=True):
             part = _part(session, tree, computed)
+            if part.mask is not None and part.past + len(part.tokens) > self._window:
+                raise BadParameter(
+                    f"a tree of {len(tree)} nodes after {part.past} tokens reaches beyond the sliding window of "
+                    f"{self._window} tokens, where OpenVINO computes chains only; draft a chain"
+                )
             parts.append(part)
             skipped = computed - (part.past - session.track.length)  # computed again
             rows += range(at + skipped, at + len(part.tokens))

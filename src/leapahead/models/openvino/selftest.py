@@ -7,6 +7,7 @@ target only.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from leapahead.core.errors import Refused
 from leapahead.core.sampling import SamplingParams
@@ -14,6 +15,8 @@ from leapahead.core.tree import TokenTree
 from leapahead.models.base import CHAIN, TREE, Target, read_prompt
 from leapahead.models.selftest import differ, own_logits, spread, tree_logits
 
+LONGEST_WINDOW = 1024  # that the test reaches beyond
+LEAST_WINDOW = 512  # before which there is room for trees
 BLOCK = 32  # tokens of a block of the cache on CPUs; the drafts of the test begin in one and end in the next
 
 
@@ -21,43 +24,56 @@ def capabilities(target: Target, window: int = 0) -> frozenset[str]:
     """What the model can do.
 
     Args:
-        window: the smallest sliding window that the test can reach; 0 for none.
+        window: the smallest sliding window of the layers; 0 for none. Chains are tested beyond it, where that takes a
+            short time; trees before it, and not at all for a narrow one.
 
     Raises:
         Refused: the model's logits of several tokens at once are not those of one token at a time.
     """
-    ids = spread(target.info.vocab_size)
-    size = -(-max(window, 1) // BLOCK) * BLOCK - 3
-    prompt = [ids[(7 * index + 3) % len(ids)] for index in range(size)]
-    a, b, c, d, e, f = (ids[(5 * index + 1) % len(ids)] for index in range(6))
-    text = [*prompt[:-1], a, b, c, d, e, f]
-    own = own_logits(target, text, len(prompt))  # after a, b, c, d, e, f
-    chained, after = tree_logits(target, text[:size], TokenTree.chain(a, [b, c, f, f]), (0, 1, 2), (b, c, d))
-    if differ(chained[:3], own[:3]) or differ(after, own[3:4]):
+    size = min(BLOCK - 3, target.info.context_length // 2)
+    text, own = _own_text(target, size + (window if window <= LONGEST_WINDOW else 0))
+    begin = len(text) - len(own)
+    chain = TokenTree.chain(text[begin], [*text[begin + 1 : begin + 3], text[0], text[0]])
+    rows, after = tree_logits(target, text[: begin + 1], chain, (0, 1, 2), tuple(text[begin + 1 : begin + 4]))
+    if differ(rows[:3], own[:3]) or differ(after, own[3:4]):
         raise Refused(
             f"{target.info.name} does not give its own logits when it reads several tokens at once; load the model "
             "with Transformers, or as a GGUF file with llama.cpp"
         )
     able = target.info.capabilities | {CHAIN}
-    # a ─┬─ e
-    #    ├─ b ─┬─ f ── e
-    #    │     └─ c ── d      the path a b c d is what the text goes on with
-    tree = TokenTree(np.array([a, e, b, f, c, e, d]), np.array([-1, 0, 0, 2, 2, 3, 4]))
-    rows, after = tree_logits(target, text[:size], tree, (0, 2, 4, 6), (b, c, d, e))
-    right = not differ(rows[[0, 2, 4, 6]], own[:4]) and not differ(after, own[4:5])
-    return able if right and _beside_a_chain(target, text, size, tree, own) else able - {TREE}
+    if 0 < window < LEAST_WINDOW:
+        return able - {TREE}
+    if window:
+        text, own = _own_text(target, size)
+    return able if _trees_are_right(target, text, own) else able - {TREE}
 
 
-def _beside_a_chain(
-    target: Target, text: list[int], size: int, tree: TokenTree, own: np.typing.NDArray[np.float32]
-) -> bool:
-    """Whether the tree gives the same in a forward with sequences of other lengths."""
-    sessions = [target.open(text[:length], SamplingParams()) for length in (size, size + 2)]
+def _own_text(target: Target, size: int) -> tuple[list[int], npt.NDArray[np.float32]]:
+    """A text of a prompt of `size` tokens and five more, and the logits after the last six, one token at a time."""
+    ids = spread(target.info.vocab_size)
+    text = [ids[(7 * index + index // 3 + 3) % len(ids)] for index in range(size + 5)]
+    return text, own_logits(target, text, size)
+
+
+def _trees_are_right(target: Target, text: list[int], own: npt.NDArray[np.float32]) -> bool:
+    """Whether a tree gives the logits of its paths, alone and beside a sequence of another length.
+
+    root ─┬─ w                the path root b c d is what the text goes on with
+          ├─ b ─┬─ w ── w
+          │     └─ c ── d
+    """
+    begin = len(text) - len(own)
+    root, b, c, d, e, wrong = *text[begin : begin + 5], text[0]
+    tree = TokenTree([root, wrong, b, wrong, c, wrong, d], [-1, 0, 0, 2, 2, 3, 4])
+    path = (0, 2, 4, 6)
+    rows, after = tree_logits(target, text[: begin + 1], tree, path, (b, c, d, e))
+    if differ(rows[list(path)], own[:4]) or differ(after, own[4:5]):
+        return False
+    sessions = [target.open(text[:length], SamplingParams()) for length in (begin + 1, begin + 3)]
     for session in sessions:
         read_prompt(target, session)
-    tree_rows, chain_rows = (
-        choices.logits for choices in target.step(sessions, [tree, TokenTree.chain(text[size + 1], [text[size + 2]])])
-    )
+    both = target.step(sessions, [tree, TokenTree.chain(c, [d])])
+    beside, chained = (choices.logits for choices in both)
     for session in sessions:
         session.close()
-    return not differ(tree_rows[[0, 2, 4, 6]], own[:4]) and not differ(chain_rows, own[2:4])
+    return not differ(beside[list(path)], own[:4]) and not differ(chained, own[2:4])
