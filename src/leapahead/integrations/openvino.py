@@ -12,6 +12,7 @@ This module does not decode. The graph is made by `leapahead.integrations.openvi
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -95,7 +96,7 @@ def export(
     _check_arguments(model, weights)
     _need(weights)
     with openvino_folder.written(out, force) as folder:
-        size, no_tokenizer = _write(model, folder, out, weights, report, trust_remote_code)
+        size, no_tokenizer = _write(model, folder, weights, report, trust_remote_code)
     return Exported(out, weights, size, no_tokenizer)
 
 
@@ -122,7 +123,7 @@ def cached_export(
 
     def make(made: Path) -> None:
         _need(weights)
-        _write(source, made, made, weights, report, trust_remote_code)
+        _write(source, made, weights, report, trust_remote_code)
 
     files = {file for pattern in (*FILES, "*.safetensors", "*.bin", "*.py") for file in source.glob(pattern)}
     return openvino_folder.kept(source, filter(Path.is_file, files), weights, make)
@@ -156,7 +157,6 @@ def _need(weights: str) -> None:
 def _write(
     model: str | os.PathLike[str],
     folder: Path,
-    out: Path,
     weights: str,
     report: Progress,
     trust_remote_code: bool,
@@ -182,10 +182,10 @@ def _write(
     graph.set_rt_info(str(families.context_length(families.text_config(module))), ["leapahead", "context_length"])
     graph.set_rt_info(weights, ["leapahead", "weights"])
     stage("writing")
-    save(graph, folder / openvino_folder.MODEL, out)
+    _save(graph, folder / openvino_folder.MODEL)
     for file in {file for pattern in FILES for file in source.glob(pattern)}:
         shutil.copyfile(file, folder / file.name)
-    no_tokenizer = _save_tokenizer(tokenizer, folder, out)
+    no_tokenizer = _save_tokenizer(tokenizer, folder)
     return (folder / openvino_folder.MODEL).with_suffix(".bin").stat().st_size, no_tokenizer
 
 
@@ -216,11 +216,11 @@ def _quiet_nncf() -> Iterator[None]:
         log.setLevel(level)
 
 
-def save(graph: Any, file: Path, out: Path) -> None:
+def _save(graph: Any, file: Path) -> None:
     """Writes a graph with the types that its weights have.
 
     Raises:
-        BadParameter: it cannot be written. OpenVINO does not tell why.
+        OSError: it cannot be written. OpenVINO does not tell why.
     """
     import openvino
 
@@ -230,10 +230,10 @@ def save(graph: Any, file: Path, out: Path) -> None:
         openvino_folder.check_space(file.parent, sum(sizes.values()))
         openvino.save_model(graph, file, compress_to_fp16=False)
     except RuntimeError as error:
-        raise openvino_folder.unwritable(out, first_line(error)) from error
+        raise OSError(errno.EIO, first_line(error)) from error
 
 
-def _save_tokenizer(tokenizer: Any, folder: Path, out: Path) -> str:
+def _save_tokenizer(tokenizer: Any, folder: Path) -> str:
     """Writes the tokenizer as two graphs; returns why it was not, or ""."""
     import openvino
     from openvino_tokenizers import convert_tokenizer
@@ -253,5 +253,5 @@ def _save_tokenizer(tokenizer: Any, folder: Path, out: Path) -> str:
             raise
         return f"OpenVINO cannot convert it ({first_line(error)})"
     for graph, name in zip(graphs, ("openvino_tokenizer.xml", "openvino_detokenizer.xml"), strict=True):
-        save(graph, folder / name, out)
+        _save(graph, folder / name)
     return ""

@@ -10,6 +10,7 @@ This module does not import OpenVINO.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -51,11 +52,16 @@ def is_model(folder: Path) -> bool:
 
 
 @contextmanager
-def written(out: Path, force: bool) -> Iterator[Path]:
+def written(out: Path, force: bool, remedy: str = "name another folder, or make space there") -> Iterator[Path]:
     """An empty folder beside `out`, which becomes `out` when the block ends, and is removed after an error.
 
+    Args:
+        out: the folder to write.
+        force: replace `out` if it is a folder with a model for OpenVINO.
+        remedy: the end of the message if it cannot be written.
+
     Raises:
-        BadParameter: `out` exists and is not to be replaced, or it cannot be written.
+        BadParameter: `out` exists and is not to be replaced, or the block raised an OSError.
     """
     _check(out, force)
     try:
@@ -67,22 +73,18 @@ def written(out: Path, force: bool) -> Iterator[Path]:
                 out.rename(Path(work) / "replaced")
             made.rename(out)
     except OSError as error:
-        raise unwritable(out, error.strerror or str(error)) from error
+        raise BadParameter(f"{out} cannot be written ({error.strerror or error}); {remedy}") from error
 
 
-def check_space(out: Path, size: int) -> None:
-    """To be called before a file is written by a library that does not tell why it failed.
+def check_space(folder: Path, size: int) -> None:
+    """To be called before files of `size` bytes are written by a library that does not tell why it failed.
 
     Raises:
-        BadParameter: the disk of `out` has less than `size` bytes free.
+        OSError: the disk of `folder` has less space.
     """
-    free = shutil.disk_usage(out).free
+    free = shutil.disk_usage(folder).free
     if free < size:
-        raise unwritable(out, f"it takes {size / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free")
-
-
-def unwritable(out: Path, reason: str) -> BadParameter:
-    return BadParameter(f"{out} cannot be written ({reason}); name another folder, or make space there")
+        raise OSError(errno.ENOSPC, f"it takes {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free")
 
 
 def _check(out: Path, force: bool) -> None:
@@ -122,12 +124,13 @@ def kept(source: Path, files: Iterable[Path], weights: str, make: Callable[[Path
     folder = _place() / digest.hexdigest()[:16]
     if is_model(folder):
         return folder
+    remedy = "set LEAPAHEAD_CACHE to another folder, writable and with space"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _no_cache(folder, error.strerror or str(error)) from error
+        raise BadParameter(f"{folder} cannot be written ({error.strerror or error}); {remedy}") from error
     try:
-        with written(folder, force=False) as made:
+        with written(folder, False, remedy) as made:
             make(made)
             origin = {"source": str(source.resolve()), "weights": weights}
             (made / ORIGIN).write_text(json.dumps(origin), encoding="utf-8")
@@ -169,7 +172,3 @@ def remove_kept() -> int:
 
 def _place() -> Path:
     return cache_directory() / "openvino"
-
-
-def _no_cache(folder: Path, reason: str) -> BadParameter:
-    return BadParameter(f"{folder} cannot be written ({reason}); set LEAPAHEAD_CACHE to another folder")
