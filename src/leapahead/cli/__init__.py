@@ -14,6 +14,7 @@ from leapahead.cli.datastore import datastore
 from leapahead.cli.drafters import drafters
 from leapahead.cli.explain import explain
 from leapahead.cli.export import export_gguf
+from leapahead.cli.export_openvino import export_openvino
 from leapahead.cli.generate import demo, generate
 from leapahead.cli.layer_search import search_layers
 from leapahead.cli.tune import tune
@@ -27,6 +28,6 @@ def main() -> None:
 
 for command in (
     *(generate, chat, demo, check, bench, tune, explain, drafters, cache, datastore),
-    *(export_gguf, search_layers),
+    *(export_gguf, export_openvino, search_layers),
 ):
     main.add_command(command)

@@ -1,4 +1,4 @@
-"""`leapahead cache`: shows and merges saved drafter caches; and the option by which other commands use one."""
+"""`leapahead cache`: saved drafter caches, and models converted for OpenVINO; and the option that names a cache."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from leapahead.cli.options import DRAFTER_GROUP
 from leapahead.core.errors import BadParameter
 from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
+from leapahead.integrations import openvino_folder
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -45,7 +46,7 @@ def save_at_exit(llm: LLM) -> LLM:
 
 @click.group(cls=Group)
 def cache() -> None:
-    """Show and merge files of drafter caches.
+    """Show and merge files of drafter caches; list and remove converted models.
 
     A drafter cache holds what drafters learned from earlier texts. It changes the speed of decoding, never the text.
     `leapahead generate --drafter-cache FILE` and `leapahead chat --drafter-cache FILE` create and use such files. They
@@ -94,6 +95,29 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
         merged.activate(cache_sections.make)
     merged.save(output, replace=True)
     click.echo(f"{output}: {output.stat().st_size / 1e3:.1f} kB, from {len(files)} files")
+
+
+@cache.command(examples=("leapahead cache models", "leapahead cache models --clear"))
+@option("--clear", is_flag=True, help="Remove them all. They are converted again when they are needed.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def models(clear: bool, as_json: bool) -> None:
+    """List the models that were converted for OpenVINO, which are kept in the cache folder."""
+    found = openvino_folder.all_kept()
+    freed = openvino_folder.remove_kept() if clear else 0
+    if as_json:
+        rows = [
+            {"source": each.source, "weights": each.weights, "bytes": each.size, "folder": str(each.folder)}
+            for each in found
+        ]
+        click.echo(json.dumps({"models": rows, "removed": clear}))
+        return
+    if clear:
+        click.echo(f"{len(found)} converted models removed, {freed / 1e6:.1f} MB")
+        return
+    for each in found:
+        click.echo(f"{each.size / 1e6:10.1f} MB  {each.weights:5}  {each.source}  ({each.folder})")
+    if not found:
+        click.echo("There are no converted models.")
 
 
 def as_dict(file: Path) -> dict[str, Any]:

@@ -14,13 +14,14 @@ import struct
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from leapahead.core.errors import BadParameter
 
 MAGIC = b"GGUF"
 STRING, ARRAY = 8, 9
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of the other types of a value
+FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 BLOCK = 1 << 20  # bytes that are compared with zero at once
 LEAST = 1 << 14  # bytes; a shorter run of zeros at the end is not refused: most of a norm's weights may be zero
 
@@ -62,6 +63,30 @@ def has_tensor(path: Path, name: str) -> bool:
             if any(tensor.name == name for tensor in _tensors(data)):
                 return True
     return False
+
+
+def values(path: Path) -> dict[str, Any]:
+    """The values in the header of a GGUF file that are numbers or strings, by key.
+
+    Raises:
+        BadParameter: the header is broken.
+    """
+    found: dict[str, Any] = {}
+    try:
+        with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            (count,) = struct.unpack_from("<Q", data, 16)
+            at = 24
+            for _ in range(count):
+                key, at = _string(data, at)
+                (kind,) = struct.unpack_from("<I", data, at)
+                if kind == STRING:
+                    found[key.decode()] = _string(data, at + 4)[0].decode()
+                elif kind in FORMATS:
+                    (found[key.decode()],) = struct.unpack_from(f"<{FORMATS[kind]}", data, at + 4)
+                at = _behind(data, at + 4, kind)
+    except (OSError, ValueError, struct.error, KeyError, OverflowError, RecursionError) as error:
+        raise BadParameter(f"the header of {str(path)!r} is broken; download or copy the file again") from error
+    return found
 
 
 def weights_digest(path: Path) -> str:

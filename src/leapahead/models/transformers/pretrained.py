@@ -12,7 +12,7 @@ import transformers
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_line
 from leapahead.models.transformers.model import TransformersTarget
@@ -57,16 +57,33 @@ def load(
     with quiet():
         source, options = _source(name_or_path, "config.json", trust_remote_code)
         model, on_device = _model(source, wanted, where, options)
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
-        except NO_TOKENIZER:
-            tokenizer = None
+        tokenizer = _tokenizer(source, options)
     if not on_device:
         try:
             model = model.to(where)
         except torch.OutOfMemoryError as error:
             raise LeapaheadError(f"the model {source!r} does not fit on {where}; use dtype bfloat16") from error
     return TransformersTarget(model, name=name or source, cache_tokens=cache_tokens, exclusive=True), tokenizer
+
+
+def load_files(name_or_path: str | Path, dtype: str, trust_remote_code: bool) -> tuple[Any, Any, Path]:
+    """Loads a model on the CPU, of which no target is made.
+
+    Args:
+        name_or_path, dtype, trust_remote_code: see `load`.
+
+    Returns:
+        The model, its tokenizer or None, and the folder with the files of both.
+
+    Raises:
+        BadParameter, Refused: see `load`.
+    """
+    wanted = checked_dtype(dtype)
+    with quiet():
+        source, options = _source(name_or_path, "config.json", trust_remote_code)
+        model, _ = _model(source, wanted, torch.device("cpu"), options)
+        tokenizer = _tokenizer(source, options)
+        return model.eval(), tokenizer, Path(str(cached_file(source, "config.json"))).parent
 
 
 def load_tokenizer(name_or_path: str, trust_remote_code: bool) -> Any:
@@ -159,6 +176,13 @@ def _model(source: str, dtype: str | torch.dtype, device: torch.device, options:
         some = ", ".join(sorted(report["missing_keys"])[:3])
         raise Refused(f"the checkpoint {source!r} lacks weights ({some}, ...), so it is not a whole causal model")
     return model, bool(placed)
+
+
+def _tokenizer(source: str, options: dict[str, Any]) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(source, **options)
+    except NO_TOKENIZER:
+        return None
 
 
 def _auto_class(config: Any) -> Any:

@@ -1,0 +1,272 @@
+"""Converts a model of Transformers into a graph of OpenVINO that keeps its keys and values itself.
+
+    inputs    input_ids [batch, n], attention_mask [batch, past + n], position_ids [batch, n], beam_idx [batch]
+    output    logits [batch, n, vocabulary]
+    states    past_key_values.LAYER.key and .value, each [batch, heads, past, size of a head]
+
+The model is traced with OpenVINO's own converter. Weights of 16 bits stay so: each is widened to float32 where the
+model reads it, and all computation is in float32. The graph is compared with the model before it is returned, and
+OpenVINO's transformation to paged attention, without which a graph can read no token trees, is tried on a copy of it.
+
+This module knows of no files.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import torch
+from openvino import opset13
+from openvino._offline_transformations import apply_make_stateful_transformation, paged_attention_transformation
+from torch import Tensor
+from torch.nn.utils import parametrize
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from leapahead.core.errors import Refused
+from leapahead.models.transformers import families
+from leapahead.models.transformers.families import Pattern
+
+INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx")
+CHUNKS = (11, 3, 1)  # tokens of each forward of the comparison
+TOLERANCE = 1e-3  # greatest difference of two logits, in parts of the greatest logit
+BATCH, PAST, NEW = 2, 3, 2  # of the traced forward; sizes that differ, since the converter may keep equal ones as one
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+EXPERTS = "batched_mm"  # the implementation of experts whose operations do not depend on the routing
+
+
+def convert(model: Any) -> Any:
+    """A graph of the model, as `openvino.Model`, in which its weights have the type that they have in the model.
+
+    The graph shares the weights' memory with the model, which is changed: its parameters of 16 bits become modules
+    that widen them.
+
+    Args:
+        model: a loaded causal language model of Transformers, on the CPU.
+
+    Raises:
+        Refused: a family that is not decoded by attention over keys and values alone, or that OpenVINO cannot convert
+            such that it gives the model's own logits.
+    """
+    patterns = _patterns(model)
+    with _quiet(), torch.no_grad():
+        _widen(model)
+        if families.text_config(model)._experts_implementation not in (None, EXPERTS):
+            model.set_experts_implementation(EXPERTS)
+        try:
+            graph = _traced(model, patterns)
+        except Refused:
+            raise
+        except Exception as error:  # of the family's own code or of the converter, which raise errors of all kinds
+            raise _refusal(model, f"OpenVINO cannot convert it ({last_line(error)})") from error
+        _compare(model, graph)
+    return graph
+
+
+def _patterns(model: Any) -> dict[str, Pattern]:
+    """The attention patterns of the model's layers.
+
+    Raises:
+        Refused: it has other layers, or attention that is not PyTorch's own.
+    """
+    config = families.text_config(model)
+    if families.is_recurrent(model):
+        raise _refusal(model, "it has recurrent layers, whose state cannot discard rejected tokens under OpenVINO")
+    patterns = families.patterns(config)
+    if patterns is None:
+        raise _refusal(model, f"it has layers of the kinds {', '.join(families.other_layers(config))}")
+    if config._attn_implementation != "sdpa":
+        raise _refusal(model, f"its attention is {config._attn_implementation!r}, and only 'sdpa' is converted")
+    return patterns
+
+
+def _refusal(model: Any, reason: str) -> Refused:
+    return Refused(
+        f"{type(model).__name__} ({model.config.model_type}) cannot be exported to OpenVINO: {reason}; use it with "
+        "Transformers, or as a GGUF file with llama.cpp"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- the trace
+
+
+class Widen(torch.nn.Module):
+    """A parameter of 16 bits as float32, wherever the model reads it."""
+
+    def forward(self, parameter: Tensor) -> Tensor:
+        return parameter.float()
+
+
+class Stateless(torch.nn.Module):
+    """A forward of the model whose cache comes in and goes out as tensors."""
+
+    def __init__(self, model: Any, patterns: Mapping[str, Pattern]) -> None:
+        super().__init__()
+        self.model, self.patterns = model, patterns
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, beam_idx: Tensor, *past: Tensor
+    ) -> tuple[Tensor, ...]:
+        cache = DynamicCache()
+        for keys, values in zip(past[::2], past[1::2], strict=True):
+            layer = DynamicLayer()
+            layer.keys, layer.values = keys.index_select(0, beam_idx), values.index_select(0, beam_idx)
+            layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+            cache.layers.append(layer)
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=self.masks(input_ids.shape[1], attention_mask),
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return (output.logits, *(each for layer in cache.layers for each in (layer.keys, layer.values)))
+
+    def masks(self, new: Any, attention_mask: Tensor) -> Tensor | dict[str, Tensor]:
+        """bool [batch, 1, new, past + new] per pattern; one tensor if there is but one pattern."""
+        end = attention_mask.shape[1]
+        there = torch.arange(end)[None]
+        here = torch.arange(end - new, end)[:, None]
+        masks = {}
+        for name, pattern in self.patterns.items():
+            visible = there <= here
+            if pattern.window is not None:
+                visible = visible & (here - there < pattern.window)
+            if pattern.chunk is not None:
+                visible = visible & (here // pattern.chunk == there // pattern.chunk)
+            masks[name] = visible[None, None] & (attention_mask[:, None, None] > 0)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _widen(model: Any) -> None:
+    """Makes the model compute in float32, whatever its parameters are stored in."""
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dtype != torch.float32:
+                parametrize.register_parametrization(module, name, Widen(), unsafe=True)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_floating_point() and buffer.dtype != torch.float32:
+                setattr(module, name, buffer.float())
+
+
+def _traced(model: Any, patterns: Mapping[str, Pattern]) -> Any:
+    stateless = Stateless(model, patterns)
+    tokens = torch.arange(BATCH * NEW).reshape(BATCH, NEW)
+
+    def example(past: int) -> tuple[Tensor, ...]:
+        positions = torch.arange(past, past + NEW).repeat(BATCH, 1)
+        return tokens, torch.ones(BATCH, past + NEW, dtype=torch.long), positions, torch.arange(BATCH).int()
+
+    first = stateless(*example(0))  # tells how many layers keep entries, and of which shapes
+    past = [torch.randn(BATCH, each.shape[1], PAST, each.shape[3]) for each in first[1:]]
+    inputs = (*example(PAST), *past)
+    trace: Any = torch.jit.trace(stateless, inputs, strict=False, check_trace=False)  # type: ignore[no-untyped-call]
+    graph = ov.convert_model(trace, example_input=inputs)
+    return _stateful(graph, past)
+
+
+# ------------------------------------------------------------------------------------------------------- the graph
+
+
+def _stateful(graph: Any, past: list[Tensor]) -> Any:
+    """Names the inputs and outputs, and makes states of those that are keys and values."""
+    kept = [f"{index // 2}.{('key', 'value')[index % 2]}" for index in range(len(past))]
+    before, after = ([f"{kind}.{each}" for each in kept] for kind in ("past_key_values", "present"))
+    shapes = [[-1, -1]] * 3 + [[-1]] + [[-1, each.shape[1], -1, each.shape[3]] for each in past]
+    for port, name, shape in zip(graph.inputs, (*INPUTS, *before), shapes, strict=True):
+        port.get_tensor().set_names({name})
+        port.get_node().set_friendly_name(name)
+        port.get_node().set_partial_shape(ov.PartialShape(shape))
+    for port, name in zip(graph.outputs, ("logits", *after), strict=True):
+        port.get_tensor().set_names({name})
+    graph.validate_nodes_and_infer_types()
+    apply_make_stateful_transformation(graph, dict(zip(before, after, strict=True)))
+    _begin_empty(graph)
+    return graph
+
+
+def _begin_empty(graph: Any) -> None:
+    """Gives every state its first value: no entries, for as many sequences as the forward has."""
+    shape = opset13.shape_of(graph.input("input_ids").get_node(), output_type="i64")
+    batch = opset13.gather(shape, opset13.constant([0], dtype=np.int64), opset13.constant(0, dtype=np.int64))
+    zero = opset13.constant(np.float32(0))
+    for node in graph.get_ops():
+        if node.get_type_name() == "ReadValue":
+            sizes = node.get_output_partial_shape(0)
+            rest = np.array([sizes[1].get_length(), 0, sizes[3].get_length()], dtype=np.int64)
+            node.set_arguments([opset13.broadcast(zero, opset13.concat([batch, opset13.constant(rest)], 0))])
+    graph.validate_nodes_and_infer_types()
+
+
+def lacks_paged_attention(graph: Any) -> str:
+    """Why OpenVINO's transformation to paged attention cannot be applied to the graph; "" where it can.
+
+    The graph is not changed.
+    """
+    copy = graph.clone()
+    try:
+        paged_attention_transformation(copy, allow_qq_bias=True)
+    except RuntimeError as error:
+        return last_line(error)
+    names = {port.get_any_name() for port in copy.inputs}
+    types = [node.get_type_name() for node in copy.get_ops()]
+    if left := sorted(names & {"attention_mask", "beam_idx"}):
+        return f"the transformation leaves the inputs {', '.join(left)}"
+    if "ScaledDotProductAttention" in types or "PagedAttentionExtension" not in types:
+        return "the transformation finds no attention that it knows"
+    return ""
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an error of OpenVINO, whose first ones name the place in its code."""
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__
+
+
+# -------------------------------------------------------------------------------------------------- the comparison
+
+
+def _compare(model: Any, graph: Any) -> None:
+    """Compares the logits of a short text, read in several chunks, with those of a forward of the model.
+
+    Raises:
+        Refused: they differ, or the graph cannot be transformed to paged attention.
+    """
+    vocabulary = families.text_config(model).vocab_size
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (1, sum(CHUNKS)))
+    expected = model(input_ids=torch.from_numpy(tokens)).logits.float().numpy()
+    try:
+        found = _logits(graph, tokens)
+    except RuntimeError as error:
+        raise _refusal(model, f"OpenVINO cannot run the converted model ({last_line(error)})") from error
+    difference = float(np.abs(found - expected).max() / np.abs(expected).max())
+    if not difference < TOLERANCE:
+        reason = f"the logits of the converted model differ from its own by {difference:.1g} of the greatest"
+        raise _refusal(model, reason)
+    if reason := lacks_paged_attention(graph):
+        raise _refusal(model, f"it cannot be given paged attention ({reason})")
+
+
+def _logits(graph: Any, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """float32 [1, n, vocabulary]; of tokens [1, n], read in chunks."""
+    request = ov.Core().compile_model(graph, "CPU", EXACT).create_infer_request()
+    found, begin = [], 0
+    for chunk in CHUNKS:
+        end = begin + chunk
+        inputs = (tokens[:, begin:end], np.ones((1, end), np.int64), np.arange(begin, end)[None], np.zeros(1, np.int32))
+        request.infer(dict(zip(INPUTS, inputs, strict=True)))
+        found.append(request.get_tensor("logits").data.copy())
+        begin = end
+    return np.concatenate(found, axis=1)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of a trace, which are about code that does not depend on the example."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

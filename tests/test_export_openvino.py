@@ -1,0 +1,369 @@
+"""The export for OpenVINO: the graph computes what the model computes, or the export is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from architectures import ARCHITECTURES, BY_NAME, Architecture
+
+from leapahead import LLM
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.integrations import openvino_folder, openvino_gguf
+from leapahead.integrations.openvino import Exported, cached_export, export
+from leapahead.models import loading
+
+ov = pytest.importorskip("openvino")
+genai = pytest.importorskip("openvino_genai")
+pytest.importorskip("openvino_tokenizers")
+pytest.importorskip("nncf")
+openvino_graph = pytest.importorskip("leapahead.integrations.openvino_graph")
+
+PROMPT = "def add(a, b):\n    return"
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+
+# What is refused, and why.
+SDPA = "and only 'sdpa' is converted"
+REFUSED = {
+    **dict.fromkeys(("gemma2", "gpt_neo", "gptj", "codegen", "bloom", "mpt", "gpt_oss", "xglm"), SDPA),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "llama4_tuned"), "cannot be given paged attention"),
+    "falcon_alibi": "OpenVINO cannot convert it",
+    "dbrx": "OpenVINO cannot run the converted model",
+    "roberta": "differ from its own",
+    "deepseek_v32": "layers of the kinds indexed_attention",
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
+    """The tiny model as a folder for OpenVINO, by the type of its weights."""
+    place = tmp_path_factory.mktemp("openvino")
+    made: dict[str, Exported] = {}
+
+    def get(weights: str) -> Exported:
+        if weights not in made:
+            made[weights] = export(tiny_folder, place / weights, weights)
+            assert [each.name for each in place.iterdir()] == list(made)  # nothing is left beside them
+        return made[weights]
+
+    return get
+
+
+@pytest.fixture
+def converted(monkeypatch: pytest.MonkeyPatch, folders: Any) -> None:
+    """Conversions give the graph of `folders` at once."""
+    graph = ov.Core().read_model(folders("f32").path / "openvino_model.xml")
+    monkeypatch.setattr(openvino_graph, "convert", lambda model: graph.clone())
+
+
+def logits(folder: Path, tokens: Any, chunks: tuple[int, ...]) -> Any:
+    """float32 [batch, n, vocabulary]; read in chunks, by OpenVINO in float32."""
+    request = ov.Core().compile_model(folder / "openvino_model.xml", "CPU", EXACT).create_infer_request()
+    found, begin = [], 0
+    for chunk in chunks:
+        end = begin + chunk
+        inputs = {
+            "input_ids": tokens[:, begin:end],
+            "attention_mask": np.ones((len(tokens), end), np.int64),
+            "position_ids": np.arange(begin, end)[None].repeat(len(tokens), 0),
+            "beam_idx": np.arange(len(tokens), dtype=np.int32),
+        }
+        request.infer(inputs)
+        found.append(request.get_tensor("logits").data.copy())
+        begin = end
+    return np.concatenate(found, axis=1)
+
+
+def greedy(folder: Path, count: int = 24) -> str:
+    """The text that OpenVINO GenAI generates with the folder alone."""
+    pipeline = genai.LLMPipeline(str(folder), "CPU", **EXACT)
+    config = genai.GenerationConfig(max_new_tokens=count, do_sample=False, apply_chat_template=False)
+    return str(pipeline.generate(PROMPT, config))
+
+
+# ------------------------------------------------------------------------------------------------------- the folder
+
+
+def test_the_folder_has_the_model_and_all_files_of_its_tokenizer(folders: Any, tiny_folder: Path) -> None:
+    written = folders("f32")
+    names = {each.name for each in written.path.iterdir()}
+    graphs = {f"openvino_{what}.{kind}" for what in ("model", "tokenizer", "detokenizer") for kind in ("xml", "bin")}
+    copied = {each.name for each in tiny_folder.iterdir()} - {"model.safetensors"}
+    assert names == graphs | copied
+    assert all((written.path / name).read_bytes() == (tiny_folder / name).read_bytes() for name in copied)
+    assert written.no_tokenizer == ""
+
+
+def test_logits_are_those_of_transformers(folders: Any, tiny_model: Any) -> None:
+    tokens = np.random.default_rng(1).integers(0, tiny_model.config.vocab_size, (2, 40))
+    with torch.no_grad():
+        expected = tiny_model(torch.from_numpy(tokens)).logits.numpy()
+    for chunks in ((40,), (1, 30, 9), (39, 1)):
+        assert np.abs(logits(folders("f32").path, tokens, chunks) - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_openvino_genai_generates_our_greedy_text(folders: Any, tiny_folder: Path) -> None:
+    expected = LLM(str(tiny_folder), drafter="plain").generate(PROMPT, max_new_tokens=24).text
+    assert greedy(folders("f32").path) == expected
+    assert len(expected) > 10
+
+
+def test_bf16_weights_are_the_checkpoints_bit_for_bit(tiny_folder: Path, tiny_model: Any, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny_folder, source)
+    model = type(tiny_model).from_pretrained(tiny_folder, dtype=torch.bfloat16)
+    model.save_pretrained(source)
+    written = export(source, tmp_path / "out")
+    parameters = {name: each.detach() for name, each in model.named_parameters()}
+    expected = sum(each.nbytes for each in parameters.values())
+    assert expected <= written.size < expected + 4000
+    graph = ov.Core().read_model(written.path / "openvino_model.xml")
+    kept = {
+        node.data.view(np.int16).tobytes()
+        for node in graph.get_ops()
+        if node.get_type_name() == "Constant" and node.get_element_type() == ov.Type.bf16
+    }
+    for name, each in parameters.items():
+        assert each.view(torch.int16).numpy().tobytes() in kept, name
+
+
+def test_the_context_length_is_in_the_graph(folders: Any) -> None:
+    graph = ov.Core().read_model(folders("f32").path / "openvino_model.xml")
+    assert graph.get_rt_info(["leapahead", "context_length"]).astype(str) == "512"
+    assert graph.get_rt_info(["leapahead", "weights"]).astype(str) == "f32"
+
+
+def test_a_model_without_tokenizer(tiny_folder: Path, tmp_path: Path, converted: None) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tiny_folder / name, source)
+    written = export(source, tmp_path / "out", "f32")
+    assert written.no_tokenizer == "the model has none"
+    assert not list(written.path.glob("*tokenizer*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weights", "bits"), [("int8", 8), ("int4", 4)])
+def test_quantised_weights(weights: str, bits: int, tmp_path: Path) -> None:
+    source = loading.bundled()
+    written = export(source, tmp_path / "out", weights)
+    full = (Path(source) / "model.safetensors").stat().st_size * 8 // 16
+    assert 0.9 * full * bits / 8 < written.size < 1.4 * full * bits / 8
+    text = greedy(written.path)
+    assert text.isascii()
+    assert len(text) > 10
+    assert openvino_graph.lacks_paged_attention(ov.Core().read_model(written.path / "openvino_model.xml")) == ""
+
+
+# ------------------------------------------------------------------------------------------------------- the graph
+
+
+@pytest.mark.parametrize("name", ["mamba", "bloom"])
+def test_families_that_cannot_be_converted_are_refused_by_name(name: str) -> None:
+    model = BY_NAME[name].build()
+    with pytest.raises(Refused, match=type(model).__name__):
+        openvino_graph.convert(model)
+
+
+def test_a_graph_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison can fail: a mask without the window is noticed."""
+    masks = openvino_graph.Stateless.masks
+
+    def without_windows(self: Any, *args: Any) -> Any:
+        self.patterns = {name: openvino_graph.Pattern() for name in self.patterns}
+        return masks(self, *args)
+
+    monkeypatch.setattr(openvino_graph.Stateless, "masks", without_windows)
+    with pytest.raises(Refused, match="differ from its own"):
+        openvino_graph.convert(BY_NAME["mistral"].build())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_families(architecture: Architecture, dtype: torch.dtype) -> None:
+    model = architecture.build(dtype)
+    recurrent = architecture.expect in ("replay", "plain") and architecture.name != "deepseek_v32"
+    reason = "recurrent layers" if recurrent else REFUSED.get(architecture.name)
+    if reason is None:
+        openvino_graph.convert(model)
+    else:
+        with pytest.raises(Refused, match=reason):
+            openvino_graph.convert(model)
+
+
+# ------------------------------------------------------------------------------------------------------- the errors
+
+
+@pytest.mark.parametrize(
+    ("model", "out", "options", "message"),
+    [
+        ("TINY", "new", {"weights": "int3"}, "weights='int3' is not possible: choose f32, bf16, int8, int4"),
+        ("model.gguf", "new", {}, "model.gguf is a GGUF file"),
+        ("./missing", "new", {}, "there is no folder './missing'"),
+        ("TINY", "no/where", {}, "does not exist: create it first"),
+        ("TINY", "file", {}, "is not a folder"),
+        ("TINY", "full", {}, "replace it with the option 'force'"),
+        ("TINY", "full", {"force": True}, "has no openvino_model.xml, so it is not replaced"),
+        ("done", "new", {}, "is a folder for OpenVINO already"),
+    ],
+)
+def test_wrong_arguments(
+    model: str, out: str, options: Any, message: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    for name, file in (("full", "mine.txt"), ("done", openvino_folder.MODEL)):
+        Path(name).mkdir()
+        (Path(name) / file).write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(BadParameter, match=message):
+        export(str(tiny_folder) if model == "TINY" else model, out, **options)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_interrupted_export_leaves_nothing(tiny_folder: Path, tmp_path: Path, converted: None) -> None:
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == "writing":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(tiny_folder, tmp_path / "out", "f32", progress=interrupt)
+    assert not list(tmp_path.iterdir())
+
+
+def test_force_replaces_a_folder(tiny_folder: Path, tmp_path: Path, converted: None) -> None:
+    for force in (False, True):
+        export(tiny_folder, tmp_path / "out", "f32", force=force)
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_full_disk(tiny_folder: Path, tmp_path: Path, converted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
+        with pytest.raises(BadParameter, match=r"out cannot be written \(it takes 0.1 MB, and 0.0 MB are free\)"):
+            export(tiny_folder, tmp_path / "out", "f32")
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("basic_ios::clear: iostream error")
+
+    monkeypatch.setattr(ov, "save_model", fail)
+    with pytest.raises(BadParameter, match=r"out cannot be written .* make space there"):
+        export(tiny_folder, tmp_path / "out", "f32")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_package(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino_tokenizers", None)
+    with pytest.raises(LeapaheadError, match=r'needs openvino_tokenizers, .*"leapahead\[openvino-export\]"'):
+        export(tiny_folder, tmp_path / "out")
+    monkeypatch.setitem(sys.modules, "nncf", None)
+    with pytest.raises(LeapaheadError, match="needs"):
+        export(tiny_folder, tmp_path / "out", "int8")
+
+
+# -------------------------------------------------------------------------------------------------------- the cache
+
+
+def test_an_export_in_the_cache_is_used_again(
+    tiny_folder: Path, tmp_path: Path, converted: None, monkeypatch: pytest.MonkeyPatch, leapahead: Any
+) -> None:
+    monkeypatch.setenv("LEAPAHEAD_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "source"
+    shutil.copytree(tiny_folder, source)
+    folder = cached_export(source, "f32")
+    assert openvino_folder.is_model(folder)
+    times = {each: each.stat().st_mtime_ns for each in folder.iterdir()}
+    assert cached_export(source, "f32") == folder
+    assert {each: each.stat().st_mtime_ns for each in folder.iterdir()} == times
+    (source / "model.safetensors").touch()
+    assert cached_export(source, "f32") != folder
+    listed = json.loads(leapahead("cache", "models", "--json").stdout)["models"]
+    assert {(each["source"], each["weights"]) for each in listed} == {(str(source), "f32")}
+    assert "f32" in leapahead("cache", "models").stdout
+    assert leapahead("cache", "models", "--clear").stdout.startswith("2 converted models removed")
+    assert not folder.exists()
+    assert leapahead("cache", "models").stdout == "There are no converted models.\n"
+
+
+# --------------------------------------------------------------------------------------------------------- GGUF files
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model in q8_0."""
+    pytest.importorskip("llama_cpp")
+    from gguf_models import bundled
+
+    return Path(shutil.copy(bundled("q8_0"), tmp_path_factory.mktemp("gguf") / "bundled-q8_0.gguf"))
+
+
+def test_a_gguf_file_is_converted_once(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEAPAHEAD_CACHE", str(tmp_path))
+    folder = openvino_gguf.from_gguf(gguf_file)
+    names = {"openvino_model.xml", "openvino_tokenizer.xml", "openvino_detokenizer.xml", "config.json"}
+    assert names <= {each.name for each in folder.iterdir()}
+    assert not list(folder.glob("*.gguf"))
+    assert [each.name for each in gguf_file.parent.iterdir()] == [gguf_file.name]
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["max_position_embeddings"], config["eos_token_id"]) == ("llama", 2048, 0)
+    monkeypatch.setattr(openvino_gguf, "CONVERT", "raise SystemExit(1)")
+    assert openvino_gguf.from_gguf(gguf_file) == folder
+
+    tokens = np.random.default_rng(2).integers(0, 4096, (1, 20))
+    model = loading.load().target.model  # type: ignore[attr-defined]
+    with torch.no_grad():
+        expected = model.float()(torch.from_numpy(tokens)).logits.numpy()
+    assert np.abs(logits(folder, tokens, (12, 7, 1)) - expected).max() < 0.05 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("cut", "error", "message"),
+    [
+        (3_000_000, Refused, "whose architecture is llama .*ended by SIGSEGV, so the file may be incomplete"),
+        (1000, BadParameter, "the header of .* is broken"),
+        (3, BadParameter, "is not a GGUF file"),
+    ],
+)
+def test_a_cut_gguf_file(cut: int, error: type[LeapaheadError], message: str, gguf_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cut.gguf"
+    file.write_bytes(gguf_file.read_bytes()[:cut])
+    with pytest.raises(error, match=message):
+        openvino_gguf.export_gguf(file, tmp_path / "out")
+    assert [each.name for each in tmp_path.iterdir()] == ["cut.gguf"]
+
+
+def test_a_gguf_file_of_another_type_is_refused(gguf_file: Path, tmp_path: Path, leapahead: Any) -> None:
+    pytest.importorskip("llama_cpp")
+    from gguf_models import bundled
+
+    result = leapahead("export-openvino", str(bundled("f32")), str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert "Unsupported quantization type" in result.stderr
+    assert "it reads llama, qwen2 and qwen3" in result.stderr
+    assert result.stderr.count("\n") == 1
+    result = leapahead("export-openvino", "some.gguf", "out", "--weights", "int8")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "--weights int8" in result.stderr
+
+
+# --------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command(leapahead: Any, tiny_folder: Path, tmp_path: Path, converted: None) -> None:
+    out = tmp_path / "out"
+    result = leapahead("export-openvino", str(tiny_folder), str(out), "--weights", "f32")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"{out}: 0.1 MB, f32\n"
+    result = leapahead("export-openvino", str(tiny_folder), str(out))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"error: {out} exists; name another folder, or replace it with the option --force\n"
