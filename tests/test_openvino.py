@@ -299,7 +299,7 @@ def test_a_forward_that_fails_leaves_the_cache_as_it_was(
 # Windows
 
 
-@pytest.mark.parametrize("window", [9, 700])
+@pytest.mark.parametrize("window", [pytest.param(9, marks=pytest.mark.slow), 700])
 def test_sliding_windows(window: int, tmp_path: Path) -> None:
     """Chains reach beyond a window, trees do not, since OpenVINO counts it by rows."""
     torch.manual_seed(1)
@@ -310,9 +310,9 @@ def test_sliding_windows(window: int, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0].numpy()
     session = opened(target, tokens[:-20])
-    assert target.max_leaves == 1
     close(target.step([session], [TokenTree.chain(tokens[-21], tokens[-20:-1])])[0].logits, expected[-21:-1])
     if window > 512:
+        assert target.max_leaves == 1
         with pytest.raises(BadParameter, match="beyond the sliding window"):
             target.step([session], [TokenTree([1, 2, 3], [-1, 0, 0])])
         session.close()
@@ -406,11 +406,9 @@ def test_a_full_cache_delays_or_refuses(exported: Path) -> None:
 
 
 def test_the_weights_digest_tells_models_apart(exported: Path, tmp_path: Path) -> None:
-    changed = Path(shutil.copytree(exported, tmp_path / "changed"))
-    file = changed / "openvino_model.bin"
-    data = np.frombuffer(file.read_bytes(), np.float32) * np.float32(1.01)
-    file.write_bytes(data.tobytes())
-    digests = {folder.load(each, OpenVinoOptions(n_threads=1)).weights_digest() for each in (exported, changed)}
+    torch.manual_seed(5)
+    other = saved(LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), tmp_path)
+    digests = {folder.load(each, OpenVinoOptions(n_threads=1)).weights_digest() for each in (exported, other)}
     assert len(digests) == 2
     assert "" not in digests
 

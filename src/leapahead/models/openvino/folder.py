@@ -19,6 +19,7 @@ from typing import Any
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.text import Tokenizer
 from leapahead.models.memory import free_host_bytes
+from leapahead.models.openvino import export, gguf
 from leapahead.models.openvino.model import OpenVinoTarget
 from leapahead.models.openvino.options import MODEL, OpenVinoOptions, is_openvino
 from leapahead.models.openvino.paged import PagedModel
@@ -61,7 +62,11 @@ def converted(model: str | Path, weights: str | None, trust_remote_code: bool) -
                 "original again with `leapahead export-openvino`"
             )
         return Path(model).expanduser()
-    raise Refused(f"{str(model)!r} is no OpenVINO folder")
+    if str(model).lower().endswith(".gguf"):
+        if weights is not None:
+            raise BadParameter(f"weights={weights!r} is not possible for a GGUF file, whose weights keep their types")
+        return gguf.from_gguf(model)
+    return export.cached_export(model, weights or export.USUAL, trust_remote_code=trust_remote_code)
 
 
 def tokenizer(folder: Path, of_transformers: Callable[[str], Tokenizer]) -> Tokenizer | None:
