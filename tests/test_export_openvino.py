@@ -26,6 +26,7 @@ genai = pytest.importorskip("openvino_genai")
 pytest.importorskip("openvino_tokenizers")
 pytest.importorskip("nncf")
 openvino_graph = pytest.importorskip("leapahead.integrations.openvino_graph")
+paged_attention_transformation = pytest.importorskip("openvino._offline_transformations").paged_attention_transformation
 
 PROMPT = "def add(a, b):\n    return"
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
@@ -80,6 +81,39 @@ def logits(folder: Path, tokens: Any, chunks: tuple[int, ...]) -> Any:
         found.append(request.get_tensor("logits").data.copy())
         begin = end
     return np.concatenate(found, axis=1)
+
+
+def paged_logits(graph: Any, tokens: Any, chunks: tuple[int, ...]) -> Any:
+    """The same of one sequence, tokens [n], by OpenVINO's paged attention."""
+    paged = graph.clone()
+    paged_attention_transformation(paged, allow_qq_bias=True)
+    compiled = ov.Core().compile_model(paged, "CPU", EXACT)
+    request = compiled.create_infer_request()
+    block = 32
+    blocks = -(-len(tokens) // block)
+    for port in compiled.inputs:
+        if "cache." in port.get_any_name():
+            shape = [blocks, *(port.get_partial_shape()[axis].get_length() for axis in (1, 2, 3))]
+            request.set_tensor(port.get_any_name(), ov.Tensor(port.get_element_type(), ov.Shape(shape)))
+    found, begin = [], 0
+    for chunk in chunks:
+        inputs = {
+            "input_ids": tokens[begin : begin + chunk],
+            "position_ids": np.arange(begin, begin + chunk),
+            "max_context_len": np.array(begin + chunk, np.int32),
+            "past_lens": np.array([begin], np.int32),
+            "subsequence_begins": np.array([0, chunk], np.int32),
+            "block_indices_begins": np.array([0, blocks], np.int32),
+            "block_indices": np.arange(blocks, dtype=np.int32),
+            "qq_bias": np.zeros(0, np.uint8),
+            "qq_bias_begins": np.zeros(2, np.int32),
+        }
+        for name, value in inputs.items():
+            request.set_tensor(name, ov.Tensor(value))
+        request.infer()
+        found.append(request.get_output_tensor(0).data.reshape(chunk, -1).copy())
+        begin += chunk
+    return np.concatenate(found)
 
 
 def greedy(folder: Path, count: int = 24) -> str:
@@ -161,7 +195,9 @@ def test_quantised_weights(weights: str, bits: int, tmp_path: Path) -> None:
     text = greedy(written.path)
     assert text.isascii()
     assert len(text) > 10
-    assert openvino_graph.lacks_paged_attention(ov.Core().read_model(written.path / "openvino_model.xml")) == ""
+    graph = ov.Core().read_model(written.path / "openvino_model.xml")
+    assert openvino_graph.lacks_paged_attention(graph) == ""
+    assert graph.get_rt_info(openvino_graph.CONTEXT_LENGTH).astype(str) == "2048"
 
 
 # ------------------------------------------------------------------------------------------------------- the graph
@@ -185,6 +221,18 @@ def test_a_graph_that_computes_something_else_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(openvino_graph.Stateless, "masks", without_windows)
     with pytest.raises(Refused, match="differ from its own"):
         openvino_graph.convert(BY_NAME["mistral"].build())
+
+
+@pytest.mark.parametrize("name", [pytest.param("mistral", marks=pytest.mark.slow), "gemma3"])
+def test_windows_are_those_of_paged_attention_too(name: str) -> None:
+    model = BY_NAME[name].build()
+    tokens = np.random.default_rng(3).integers(0, model.config.vocab_size, 40)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    graph = openvino_graph.convert(model)
+    assert graph.get_rt_info(openvino_graph.CONTEXT_LENGTH).astype(str) == "256"
+    found = paged_logits(graph, tokens, (17, 3, 19, 1))
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 
 @pytest.mark.slow
