@@ -4,6 +4,7 @@ VENV      := .venv
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WITH_LLAMA := $(VENV)/.with-llama-cpp
+WITH_OPENVINO := $(VENV)/.with-openvino
 # Pinned, so that a machine without a GPU can hold a CPU build of exactly this version ready.
 TORCH     := torch==2.13.0
 
@@ -27,7 +28,7 @@ demo-gguf: $(WITH_LLAMA)
 # At most five minutes on two cores once installed; what is slow and rarely fails runs in test-all only.
 test: lint types tests
 
-test-all: lint types docs
+test-all: lint types docs $(WITH_OPENVINO)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 lint: $(INSTALLED)
@@ -40,10 +41,10 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i src/native/*.h src/native/*.cpp
 
-types: $(WITH_LLAMA)
+types: $(WITH_LLAMA) $(WITH_OPENVINO)
 	$(BIN)/mypy
 
-tests: $(WITH_LLAMA)
+tests: $(WITH_LLAMA) $(WITH_OPENVINO)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
 
 # Every measured number and plot of README and docs, from a run on this machine (DATA: a folder with humaneval.jsonl,
@@ -166,6 +167,10 @@ $(WITH_LLAMA): $(INSTALLED)
 		$(BIN)/python -m pip wheel --quiet --no-cache-dir --no-deps --wheel-dir $(WHEELS) $(LLAMA); }
 	$(BIN)/python -m pip install --quiet $(WHEELS)/llama_cpp_python-*.whl
 	$(BIN)/python -m pip install --quiet --editable '.[llama-cpp]'
+	@touch $@
+
+$(WITH_OPENVINO): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable '.[openvino-export]'
 	@touch $@
 
 # The documentation site, in build/site. What it needs is installed once; building it needs no network.
