@@ -75,6 +75,36 @@ def llama_cpp(together: int = 100, **options: Any) -> Case:
     return Case(target, (3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), letters, together=together)
 
 
+def openvino() -> Case:
+    """A random llama in float32."""
+    from tempfile import TemporaryDirectory
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from leapahead.models.openvino import export, folder
+    from leapahead.models.openvino.options import OpenVinoOptions
+
+    with TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(f"{place}/model")
+        export.export(f"{place}/model", f"{place}/exported", "f32")
+        target = folder.load(f"{place}/exported", OpenVinoOptions(n_threads=1))
+    return Case(target, (3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), letters, length=20)
+
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.4,
+}
+
+
 def transformers() -> Case:
     """A random llama in float64."""
     import torch
@@ -82,17 +112,7 @@ def transformers() -> Case:
 
     from leapahead.models.transformers.model import TransformersTarget
 
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.4,
-        dtype=torch.float64,
-    )
+    config = LlamaConfig(**LLAMA, dtype=torch.float64)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).to(torch.float64)
@@ -112,6 +132,7 @@ SLOW: dict[str, Callable[[], Case]] = {
     "far-sighted": toy([1, 2, 3, 4] * 3, vocab_size=8, order=5, seed=2),
     "tiny": toy([1, 0, 2], vocab_size=3, order=4, sharpness=1.0),
     "one leaf": toy([3, 1, 3, 1, 3], vocab_size=6, order=2, max_leaves=1),
+    "openvino": openvino,
     "llama.cpp, few sequence ids": lambda: llama_cpp(together=20, n_seq_max=30),
 }
 CASES = {**FAST, **SLOW}

@@ -17,15 +17,16 @@ from architectures import ARCHITECTURES, BY_NAME, Architecture
 
 from leapahead import LLM
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
-from leapahead.integrations import openvino_folder, openvino_gguf
-from leapahead.integrations.openvino import Exported, cached_export, export
 from leapahead.models import loading
+from leapahead.models.openvino import gguf
+from leapahead.models.openvino.export import Exported, cached_export, export
+from leapahead.models.openvino.options import MODEL, is_openvino
 
 ov = pytest.importorskip("openvino")
 genai = pytest.importorskip("openvino_genai")
 pytest.importorskip("openvino_tokenizers")
 pytest.importorskip("nncf")
-openvino_graph = pytest.importorskip("leapahead.integrations.openvino_graph")
+graph_module = pytest.importorskip("leapahead.models.openvino.graph")
 paged_attention_transformation = pytest.importorskip("openvino._offline_transformations").paged_attention_transformation
 
 PROMPT = "def add(a, b):\n    return"
@@ -62,7 +63,7 @@ def folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 def converted(monkeypatch: pytest.MonkeyPatch, folders: Any) -> None:
     """Conversions give the graph of `folders` at once."""
     graph = ov.Core().read_model(folders("f32").path / "openvino_model.xml")
-    monkeypatch.setattr(openvino_graph, "convert", lambda model: graph.clone())
+    monkeypatch.setattr(graph_module, "convert", lambda model: graph.clone())
 
 
 def logits(folder: Path, tokens: Any, chunks: tuple[int, ...]) -> Any:
@@ -196,8 +197,8 @@ def test_quantised_weights(weights: str, bits: int, tmp_path: Path) -> None:
     assert text.isascii()
     assert len(text) > 10
     graph = ov.Core().read_model(written.path / "openvino_model.xml")
-    assert openvino_graph.lacks_paged_attention(graph) == ""
-    assert graph.get_rt_info(openvino_graph.CONTEXT_LENGTH).astype(str) == "2048"
+    assert graph_module.lacks_paged_attention(graph) == ""
+    assert graph.get_rt_info(graph_module.CONTEXT_LENGTH).astype(str) == "2048"
 
 
 # ------------------------------------------------------------------------------------------------------- the graph
@@ -207,20 +208,20 @@ def test_quantised_weights(weights: str, bits: int, tmp_path: Path) -> None:
 def test_families_that_cannot_be_converted_are_refused_by_name(name: str) -> None:
     model = BY_NAME[name].build()
     with pytest.raises(Refused, match=type(model).__name__):
-        openvino_graph.convert(model)
+        graph_module.convert(model)
 
 
 def test_a_graph_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: a mask without the window is noticed."""
-    masks = openvino_graph.Stateless.masks
+    masks = graph_module.Stateless.masks
 
     def without_windows(self: Any, *args: Any) -> Any:
-        self.patterns = {name: openvino_graph.Pattern() for name in self.patterns}
+        self.patterns = {name: graph_module.Pattern() for name in self.patterns}
         return masks(self, *args)
 
-    monkeypatch.setattr(openvino_graph.Stateless, "masks", without_windows)
+    monkeypatch.setattr(graph_module.Stateless, "masks", without_windows)
     with pytest.raises(Refused, match="differ from its own"):
-        openvino_graph.convert(BY_NAME["mistral"].build())
+        graph_module.convert(BY_NAME["mistral"].build())
 
 
 @pytest.mark.parametrize("name", [pytest.param("mistral", marks=pytest.mark.slow), "gemma3"])
@@ -229,8 +230,8 @@ def test_windows_are_those_of_paged_attention_too(name: str) -> None:
     tokens = np.random.default_rng(3).integers(0, model.config.vocab_size, 40)
     with torch.no_grad():
         expected = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
-    graph = openvino_graph.convert(model)
-    assert graph.get_rt_info(openvino_graph.CONTEXT_LENGTH).astype(str) == "256"
+    graph = graph_module.convert(model)
+    assert graph.get_rt_info(graph_module.CONTEXT_LENGTH).astype(str) == "256"
     found = paged_logits(graph, tokens, (17, 3, 19, 1))
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
@@ -243,10 +244,10 @@ def test_families(architecture: Architecture, dtype: torch.dtype) -> None:
     recurrent = architecture.expect in ("replay", "plain") and architecture.name != "deepseek_v32"
     reason = "recurrent layers" if recurrent else REFUSED.get(architecture.name)
     if reason is None:
-        openvino_graph.convert(model)
+        graph_module.convert(model)
     else:
         with pytest.raises(Refused, match=reason):
-            openvino_graph.convert(model)
+            graph_module.convert(model)
 
 
 # ------------------------------------------------------------------------------------------------------- the errors
@@ -270,7 +271,7 @@ def test_wrong_arguments(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
-    for name, file in (("full", "mine.txt"), ("done", openvino_folder.MODEL)):
+    for name, file in (("full", "mine.txt"), ("done", MODEL)):
         Path(name).mkdir()
         (Path(name) / file).write_text("")
     before = sorted(tmp_path.rglob("*"))
@@ -329,7 +330,7 @@ def test_an_export_in_the_cache_is_used_again(
     source = tmp_path / "source"
     shutil.copytree(tiny_folder, source)
     folder = cached_export(source, "f32")
-    assert openvino_folder.is_model(folder)
+    assert is_openvino(folder)
     times = {each: each.stat().st_mtime_ns for each in folder.iterdir()}
     assert cached_export(source, "f32") == folder
     assert {each: each.stat().st_mtime_ns for each in folder.iterdir()} == times
@@ -357,15 +358,15 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_gguf_file_is_converted_once(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEAPAHEAD_CACHE", str(tmp_path))
-    folder = openvino_gguf.from_gguf(gguf_file)
+    folder = gguf.from_gguf(gguf_file)
     names = {"openvino_model.xml", "openvino_tokenizer.xml", "openvino_detokenizer.xml", "config.json"}
     assert names <= {each.name for each in folder.iterdir()}
     assert not list(folder.glob("*.gguf"))
     assert [each.name for each in gguf_file.parent.iterdir()] == [gguf_file.name]
     config = json.loads((folder / "config.json").read_text())
     assert (config["model_type"], config["max_position_embeddings"], config["eos_token_id"]) == ("llama", 2048, 0)
-    monkeypatch.setattr(openvino_gguf, "CONVERT", "raise SystemExit(1)")
-    assert openvino_gguf.from_gguf(gguf_file) == folder
+    monkeypatch.setattr(gguf, "CONVERT", "raise SystemExit(1)")
+    assert gguf.from_gguf(gguf_file) == folder
 
     tokens = np.random.default_rng(2).integers(0, 4096, (1, 20))
     model = loading.load().target.model  # type: ignore[attr-defined]
@@ -386,7 +387,7 @@ def test_a_cut_gguf_file(cut: int, error: type[LeapaheadError], message: str, gg
     file = tmp_path / "cut.gguf"
     file.write_bytes(gguf_file.read_bytes()[:cut])
     with pytest.raises(error, match=message):
-        openvino_gguf.export_gguf(file, tmp_path / "out")
+        gguf.export_gguf(file, tmp_path / "out")
     assert [each.name for each in tmp_path.iterdir()] == ["cut.gguf"]
 
 

@@ -49,10 +49,16 @@ CORE = {  # modules of core, and which others of core they may import
     "parameters": {"errors"},
     "sampling": {"errors", "filters", "noise", "parameters", "penalties", "tree"},
     "stats": set[str](),
+    "storage": set[str](),
     "stop": {"errors", "parameters", "tree", "verify"},
     "text": {"errors"},
 }
-ENGINES = {"torch", "llama_cpp"}  # imported nowhere, not even in a function, but in these:
+ENGINES = {
+    "torch",
+    "llama_cpp",
+    "openvino",
+    "openvino_genai",
+}  # imported nowhere, not even in a function, but in these:
 ENGINE_LAYERS = {"models", "integrations", "bench", "layer_search"}
 BACKENDS = ENGINES | {"transformers", "tokenizers", "safetensors", "huggingface_hub"}
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60  # lines

@@ -41,26 +41,26 @@ class LLM:
     It may be used from several threads: their requests are decoded together, each with the text that it has alone.
 
     Args:
-        model: a hub name, a folder, a GGUF file, a loaded `torch.nn.Module`, or a `Target`; None for the bundled small
-            model.
+        model: a hub name, a folder, a GGUF file, a loaded `torch.nn.Module` or `Target`; None for the bundled one.
+        engine: what computes: "transformers", "llama.cpp", "openvino" or "auto", see `models.loading.load`.
         tokenizer: instead of the model's own. A loaded model or a target without one takes prompts of token ids.
         drafter: a registered name (`leapahead drafters` lists them), or a subclass of `Drafter` or `SequenceDrafter`.
         dtype: "auto", "float32", "bfloat16" or "float16"; of a model given by name or folder.
         device: "auto", "cpu", "cuda", "mps", ...; of a model given by name or folder.
         max_batch: greatest number of sequences decoded together; further prompts join as others end.
         prefill_chunk: see `Engine`.
-        cache_tokens: of a Transformers model: the most tokens in its KV cache; by default what fits in half the memory.
+        cache_tokens: the most tokens in the KV cache, but for GGUF files; by default what fits in half the memory.
         trust_remote_code: run Python code that comes with the model.
         draft: a smaller model that drafts, for the drafters that take one (`draft_model`, `auto`): a name, a folder, a
             GGUF file, "bundled" for the bundled model's own, or a loaded one; or a list of several. Its tokenizer must
-            be the target's. Loaded with the same dtype, device and llama.cpp options.
+            be the target's. Loaded with the same options.
         drafter_cache: what drafters learn from one text for the next, which changes speed and never text. True keeps
             it as long as this LLM lives; False keeps nothing; a file is read if it exists, and `save_drafter_cache`
-            writes it; a `DrafterCache` is shared with whoever else holds it, if they have the same vocabulary. It is
-            bounded: by an estimated 100 MB when full of sampled texts, by less of greedy ones. It holds pieces of
-            prompts and texts: give users who must not learn of each other's texts a cache each, or none.
-        options: of the drafter, for example `window=7, ngram=5, guesses=7`; and with a GGUF file of llama.cpp, for
-            example `n_ctx=8192, n_threads=4` (see `LlamaCppOptions`).
+            writes it; a `DrafterCache` is shared with others of the same vocabulary. It takes an estimated 100 MB when
+            full of sampled texts. It holds pieces of prompts and texts: give users who must not learn of each other's
+            texts a cache each, or none.
+        options: of the drafter, for example `window=7, ngram=5, guesses=7`; and of the engine, for example `n_ctx=8192`
+            (see `LlamaCppOptions`, `OpenVinoOptions` and `models.loading.load`).
 
     Attributes:
         target: the loaded model.
@@ -78,6 +78,7 @@ class LLM:
         self,
         model: Any = None,
         *,
+        engine: str = "auto",
         tokenizer: Tokenizer | str | None = None,
         drafter: str | DrafterClass = "auto",
         dtype: str = "auto",
@@ -91,15 +92,14 @@ class LLM:
         **options: Any,
     ) -> None:
         whole("max_batch", max_batch, least=1)
-        backend = {name: options.pop(name) for name in loading.LLAMA_CPP_OPTIONS if name in options}
+        backend = {name: options.pop(name) for name in loading.ENGINE_OPTIONS if name in options}
+        backend |= {"engine": engine, "dtype": dtype, "device": device}
         if draft is None:
             registry.make(drafter, **options)  # refuses what is not possible before the load, which may take long
         self.drafter_cache = cache_sections.given(drafter_cache)
         loaded = loading.load(
             model,
             tokenizer=tokenizer,
-            dtype=dtype,
-            device=device,
             trust_remote_code=trust_remote_code,
             cache_tokens=cache_tokens,
             **backend,
@@ -111,7 +111,7 @@ class LLM:
             max_batch=max_batch,
             prefill_chunk=prefill_chunk,
         )
-        self._draft = {} if draft is None else {"draft": given(draft, dtype=dtype, device=device, **backend)}
+        self._draft = {} if draft is None else {"draft": given(draft, **backend)}
         self._drafter = self.engine.drafter(drafter, **options, **self._draft)
         self.drafter_name = self._drafter.name
         self._inputs = Inputs(self.target.info, self.tokenizer, self.eos_token_ids)

@@ -15,7 +15,7 @@ from leapahead import __version__
 from leapahead.models.base import Target
 from leapahead.planner.profile import processor
 
-PACKAGES = ("numpy", "torch", "transformers", "llama-cpp-python")
+PACKAGES = ("numpy", "torch", "transformers", "llama-cpp-python", "openvino")
 
 Data = dict[str, Any]  # what a measurement returns: plain types, ready for JSON
 Tokens = Sequence[int]
@@ -61,6 +61,11 @@ def describe(target: Target) -> Data:
         llama_cpp.llama_model_desc(target.model.pointer, buffer, len(buffer))
         dtype = buffer.value.decode("utf-8", "replace")
         return {"backend": "llama.cpp", "dtype": dtype, "threads": llama_cpp.llama_n_threads(target.context.pointer)}
+    openvino = sys.modules.get("leapahead.models.openvino.model")
+    if openvino is not None and isinstance(target, openvino.OpenVinoTarget):
+        model = target.model
+        dtype = f"{model.weights}, computed in {model.computed_in}, cache in {model.cached_in}"
+        return {"backend": "openvino", "dtype": dtype, "threads": model.threads}
     hf = sys.modules.get("leapahead.models.transformers.model")
     if hf is not None and isinstance(target, hf.TransformersTarget):
         import torch

@@ -163,8 +163,8 @@ def run(
 
 
 def load_model(model: str | None, plan: Plan) -> Loaded:
-    """Loads a model as the plan says. A GGUF file has its own number of threads; that of torch is global."""
-    if model is not None and model.lower().endswith(".gguf"):
+    """Loads a model as the plan says. GGUF files and OpenVINO have their own number of threads; torch's is global."""
+    if loading.engine_of(model) != "transformers":
         options: dict[str, Any] = {} if plan.threads is None else {"n_threads": plan.threads}
         return loading.load(model, device=plan.device, **options)
     if plan.threads is not None:

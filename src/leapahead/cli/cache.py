@@ -14,7 +14,7 @@ from leapahead.cli.options import DRAFTER_GROUP
 from leapahead.core.errors import BadParameter
 from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
-from leapahead.integrations import openvino_folder
+from leapahead.models.openvino import store
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -102,8 +102,8 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def models(clear: bool, as_json: bool) -> None:
     """List the models that were converted for OpenVINO, which are kept in the cache folder."""
-    found = openvino_folder.all_kept()
-    freed = openvino_folder.remove_kept() if clear else 0
+    found = store.all_kept()
+    freed = store.remove_kept() if clear else 0
     if as_json:
         rows = [
             {"source": each.source, "weights": each.weights, "bytes": each.size, "folder": str(each.folder)}

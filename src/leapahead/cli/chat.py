@@ -14,7 +14,8 @@ from leapahead.cli import screen
 from leapahead.cli.cache import DRAFTER_CACHE
 from leapahead.cli.command import Command, option
 from leapahead.cli.generate import open_llm
-from leapahead.cli.options import DRAFTER, MODEL, TEXT, all_of, text_arguments, utf8, utf8_only
+from leapahead.cli.options import DRAFTER, MODEL, TEXT, all_of, text_arguments
+from leapahead.cli.text_input import utf8, utf8_only
 from leapahead.core.errors import BadParameter, ContextOverflow
 
 COMMANDS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import click
@@ -14,11 +15,12 @@ from rich.text import Text
 from leapahead.cli import screen
 from leapahead.cli.command import Group, option
 from leapahead.cli.options import MODEL_NAME, TRUST_REMOTE_CODE, all_of
-from leapahead.core.errors import needing
+from leapahead.core.errors import BadParameter, needing
 from leapahead.core.text import Tokenizer
 from leapahead.drafters.sources.corpus import FIELDS, Corpus, build
 from leapahead.drafters.sources.datastore import Store
 from leapahead.models import loading
+from leapahead.models.openvino.options import is_openvino
 
 MAX_NAMED = 10  # skipped files that are named
 
@@ -94,6 +96,14 @@ def show(file: Path, as_json: bool) -> None:
 
 def _tokenizer(model: str | None, trust_remote_code: bool) -> Tokenizer:
     """The tokenizer of a model, whose weights are not read."""
+    if is_openvino(model):
+        with needing("OpenVINO", "openvino", "openvino", "openvino_genai"):
+            from leapahead.models.openvino import folder
+        path = Path(str(model)).expanduser()
+        found = folder.tokenizer(path, partial(loading.load_tokenizer, trust_remote_code=False))
+        if found is None:
+            raise BadParameter(f"the folder {model!r} has no tokenizer; export the model again")
+        return found
     if model is None or not model.lower().endswith(".gguf"):
         return loading.load_tokenizer(loading.bundled() if model is None else model, trust_remote_code)
     with needing("a GGUF file", "llama-cpp", "llama_cpp"):

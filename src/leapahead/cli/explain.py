@@ -22,9 +22,9 @@ from leapahead.cli.options import (
     all_of,
     drafter_arguments,
     model_arguments,
-    utf8_only,
 )
 from leapahead.cli.screen import Console
+from leapahead.cli.text_input import utf8_only
 from leapahead.core.errors import BadParameter
 from leapahead.core.sampling import SamplingParams
 from leapahead.explain import Moment, Node, Recording, page, record

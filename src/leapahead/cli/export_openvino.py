@@ -9,7 +9,7 @@ import click
 from leapahead.cli import screen
 from leapahead.cli.command import Command, option
 from leapahead.core.errors import BadParameter
-from leapahead.integrations import openvino, openvino_gguf
+from leapahead.models.openvino import export, gguf
 
 
 @click.command(
@@ -23,7 +23,7 @@ from leapahead.integrations import openvino, openvino_gguf
 )
 @click.argument("model")
 @click.argument("out_dir", type=click.Path(path_type=Path))
-@option("--weights", type=click.Choice(openvino.WEIGHTS), show_default="bf16", help="Type of the weights.")
+@option("--weights", type=click.Choice(export.WEIGHTS), show_default="bf16", help="Type of the weights.")
 @option("--force", is_flag=True, help="Replace OUT_DIR if it is such a folder.")
 @option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
 def export_openvino(model: str, out_dir: Path, weights: str | None, force: bool, trust_remote_code: bool) -> None:
@@ -37,11 +37,11 @@ def export_openvino(model: str, out_dir: Path, weights: str | None, force: bool,
         if weights is not None:
             raise BadParameter(f"--weights {weights} is not possible with a GGUF file, whose weights keep their types")
         with screen.progress(f"reading {model}") as bar:
-            written = openvino_gguf.export_gguf(model, out_dir, force=force, progress=bar)
+            written = gguf.export_gguf(model, out_dir, force=force, progress=bar)
     else:
         screen.quiet_transformers()
         with screen.progress(f"loading {model}") as bar:
-            written = openvino.export(
+            written = export.export(
                 model, out_dir, weights or "bf16", force=force, progress=bar, trust_remote_code=trust_remote_code
             )
     click.echo(f"{written.path}: {written.size / 1e6:.1f} MB, {written.weights}")

@@ -24,10 +24,9 @@ from leapahead.cli.options import (
     all_of,
     drafter_arguments,
     model_arguments,
-    prompt_text,
     text_arguments,
-    utf8_only,
 )
+from leapahead.cli.text_input import prompt_text, utf8_only
 from leapahead.core.errors import BadParameter
 from leapahead.results import Result
 

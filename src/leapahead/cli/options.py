@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,28 +11,17 @@ import click
 
 from leapahead import drafters
 from leapahead.cli.command import Decorated, option
+from leapahead.cli.text_input import utf8_only
 from leapahead.core.errors import BadParameter
-from leapahead.models.loading import LLAMA_CPP_OPTIONS
+from leapahead.models.loading import ENGINE_OPTIONS, ENGINES
 
 Option = Callable[[Any], Any]  # a click decorator
 
 SHORTHANDS = ("window", "ngram", "guesses", "preset", "draft")  # drafter options with a flag of their own
 MODEL_GROUP, GGUF_GROUP = "Model options", "GGUF options (llama.cpp)"
+OPENVINO_GROUP = "OpenVINO options"
 DRAFTER_GROUP, TEXT_GROUP = "Drafter options", "Text options"
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-
-
-def utf8_only(_: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """A callback for parameters whose value is text for the model, or a tuple of such texts.
-
-    Raises:
-        BadParameter: a text was not UTF-8.
-    """
-    what = parameter.opts[-1] if isinstance(parameter, click.Option) else "the prompt"
-    for text in value if isinstance(value, tuple) else (value,):
-        if text is not None:
-            utf8(text, what)
-    return value
 
 
 MODEL_NAME: Option = option(
@@ -42,13 +30,21 @@ MODEL_NAME: Option = option(
     metavar="MODEL",
     group=MODEL_GROUP,
     show_default="the bundled model",
-    help="Hub name or folder of a Transformers model, or a GGUF file.",
+    help="Hub name or folder of a Transformers model, an OpenVINO folder, or a GGUF file.",
 )
 TRUST_REMOTE_CODE: Option = option(
     "--trust-remote-code", is_flag=True, group=MODEL_GROUP, help="Run Python code that comes with the model."
 )
 MODEL: tuple[Option, ...] = (
     MODEL_NAME,
+    option(
+        "--engine",
+        type=click.Choice(ENGINES),
+        default="auto",
+        group=MODEL_GROUP,
+        help="What computes: OpenVINO for its own folders, llama.cpp for GGUF files, Transformers for all others; "
+        "`openvino` takes those too, and converts them once.",
+    ),
     option(
         "--dtype",
         default="auto",
@@ -79,9 +75,9 @@ MODEL: tuple[Option, ...] = (
         "n_threads",
         type=int,
         metavar="N",
-        group=GGUF_GROUP,
+        group=MODEL_GROUP,
         show_default="one per core",
-        help="CPU threads for forwards of few tokens.",
+        help="CPU threads of llama.cpp, for forwards of few tokens, and of OpenVINO.",
     ),
     option(
         "--threads-batch",
@@ -143,6 +139,27 @@ MODEL: tuple[Option, ...] = (
         group=GGUF_GROUP,
         show_default="f16; f32 if the weights are f32",
         help="Type of the cached values: f32, f16, bf16 or q8_0.",
+    ),
+    option(
+        "--weights",
+        metavar="TYPE",
+        group=OPENVINO_GROUP,
+        show_default="bf16",
+        help="Type that a folder of Transformers is exported with: f32, bf16, int8 or int4.",
+    ),
+    option(
+        "--precision",
+        metavar="TYPE",
+        group=OPENVINO_GROUP,
+        show_default="f32 if the weights are f32, else OpenVINO's",
+        help="Type of the computation: f32, bf16 or f16.",
+    ),
+    option(
+        "--cache-type",
+        metavar="TYPE",
+        group=OPENVINO_GROUP,
+        show_default="as --precision",
+        help="Type of the cached keys and values: f32, bf16 or f16.",
     ),
 )
 
@@ -297,9 +314,9 @@ def all_of(*groups: Sequence[Option]) -> Callable[[Decorated], Decorated]:
 
 
 def model_arguments(values: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `loading.load` and `LLM`, removed from a command's values; GGUF options only where given."""
-    found = {name: values.pop(name) for name in ("model", "dtype", "device", "trust_remote_code")}
-    backend = {name: values.pop(name) for name in LLAMA_CPP_OPTIONS if name in values}
+    """The arguments of `loading.load` and `LLM`, removed from a command's values; an engine's only where given."""
+    found = {name: values.pop(name) for name in ("model", "engine", "dtype", "device", "trust_remote_code")}
+    backend = {name: values.pop(name) for name in ENGINE_OPTIONS if name in values}
     if backend["flash_attn"] is not None:
         backend["flash_attn"] = backend["flash_attn"] == "on"
     return {**found, **{name: value for name, value in backend.items() if value is not None}}
@@ -328,46 +345,6 @@ def drafter_arguments(values: dict[str, Any], names: Sequence[str]) -> dict[str,
             raise BadParameter(f"-o {pair} is not possible: it must be KEY=VALUE")
         given[key] = _value(key, text, known[key].annotation) if key in known else text
     return given
-
-
-def prompt_text(prompt: str | None, file: Path | None) -> str:
-    """The prompt as given, read from a file, or from standard input for "-".
-
-    Raises:
-        click.UsageError: none or both are given.
-        BadParameter: the text is not UTF-8, or standard input is closed.
-    """
-    if (prompt is None) == (file is None):
-        raise click.UsageError("give either a prompt (or - for standard input) or --file")
-    if file is None:
-        assert prompt is not None
-        return standard_input() if prompt == "-" else prompt
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise BadParameter(f"{file} is not UTF-8 text") from None
-
-
-def standard_input() -> str:
-    if sys.stdin is None:
-        raise BadParameter("standard input is closed, so no prompt can be read from it")
-    return utf8(sys.stdin.read(), "standard input")
-
-
-def utf8(text: str, what: str) -> str:
-    """The text, as Python decodes it from arguments and standard input, refused if its bytes were not UTF-8.
-
-    Raises:
-        BadParameter: bytes that are not UTF-8, which Python has decoded to lone surrogates.
-    """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        byte = ord(text[error.start]) - 0xDC00
-        raise BadParameter(
-            f"{what} is not UTF-8 text: byte 0x{byte & 0xFF:02x} at character {error.start}; convert it to UTF-8 first"
-        ) from None
-    return text
 
 
 def _value(key: str, text: str, annotation: Any) -> Any:

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from leapahead.api import LLM
 from leapahead.core.errors import LeapaheadError
+from leapahead.models.loading import engine_of
 from leapahead.results import Piece, Result
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ def progress(what: str) -> Iterator[Bar]:
 @contextmanager
 def loading(model: str | None) -> Iterator[None]:
     """Shows a progress bar while a local model is loaded; the download of a model shows that of the hub's client."""
-    if model is not None and model.lower().endswith(".gguf"):
+    if engine_of(model) != "transformers":
         with progress(f"loading {model}"):
             yield
         return

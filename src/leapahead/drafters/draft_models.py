@@ -141,19 +141,24 @@ def given(draft: Any, **options: Any) -> list[Draft]:
     ]
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto", **llama_cpp_options: Any) -> DraftModel:
+def load(name: str, dtype: str = "auto", device: str = "auto", engine: str = "auto", **options: Any) -> DraftModel:
     """Loads a draft model by name, folder or file, as `loading.load` does.
 
-    A GGUF file has a dtype of its own; the other kinds take no options of llama.cpp.
+    Args:
+        dtype: of a model of Transformers; the others have one of their own.
+        engine: "openvino" for that one, whatever the draft model is; others compute what they are made for.
+        options: of the target's engine; those of the draft model's are used.
 
     Raises:
         LeapaheadError: it cannot be loaded, does not fit into the memory that is left, or cannot draft.
     """
     path = loading.bundled("tiny-draft") if name == BUNDLED else name
     _check_memory(path)
-    if path.lower().endswith(".gguf"):
-        return DraftModel.of(loading.load(path, device=device, **llama_cpp_options))
-    return DraftModel.of(loading.load(path, device=device, dtype=dtype))
+    kind = loading.engine_of(path, engine if engine == "openvino" else "auto")
+    own = {name: value for name, value in options.items() if name in loading.OPTIONS_OF[kind]}
+    if kind == "transformers":
+        own["dtype"] = dtype
+    return DraftModel.of(loading.load(path, engine=kind, device=device, **own))
 
 
 def made_of(target: Target | None, draft: str) -> DraftModel:

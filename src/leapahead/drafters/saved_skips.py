@@ -12,9 +12,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from leapahead.core.storage import cache_directory, write_json
 from leapahead.models.self_draft.layer_skip import Skip
 from leapahead.models.transformers.model import TransformersTarget
-from leapahead.planner.profile import cache_directory, write_json
 
 FORMAT = 1
 LONGEST = 16  # drafted tokens of a chain

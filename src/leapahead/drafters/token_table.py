@@ -30,8 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.storage import cache_directory
 from leapahead.models.base import IdentifiesWeights, Target
-from leapahead.planner.profile import cache_directory
 
 FORMAT = "leapahead token table 1"
 NAME = "token_table.safetensors"  # in the folder of a bundled model

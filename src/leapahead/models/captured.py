@@ -52,6 +52,23 @@ class TopK:
         return TopK(self.start, tokens, np.concatenate((self.logits[:, : later.k], later.logits)))
 
 
+def joined(kept: TopK | None, found: TopK, start: int, given: int) -> tuple[TopK | None, TopK | None]:
+    """Joins what a chunk of a prompt gave with what was kept of the rows before it.
+
+    Args:
+        kept: with the cache entries of the rows before; None where nothing was.
+        found: of the chunk.
+        start: the first position of which rows are kept.
+        given: positions up to which rows were returned before.
+
+    Returns:
+        What is to be kept now, and what has not been returned yet.
+    """
+    if kept is not None:
+        found = kept.followed_by(found)
+    return found.between(start, found.end), found.between(max(start, given), found.end)
+
+
 class TopKRows(PromptRows):
     """Rows of a prompt whose top-k tokens were selected at once, so that they outlive the target's next forward.
 

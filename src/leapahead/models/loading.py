@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,16 @@ from leapahead.core.errors import BadParameter, Refused, needing
 from leapahead.core.text import Tokenizer
 from leapahead.models.base import Target
 from leapahead.models.llama_cpp.options import LlamaCppOptions
+from leapahead.models.openvino.options import OpenVinoOptions, is_openvino
 
 BUNDLED = "bundled"
+ENGINES = ("auto", "transformers", "llama.cpp", "openvino")
 LLAMA_CPP_OPTIONS = tuple(LlamaCppOptions.__dataclass_fields__)  # for a GGUF file only
+OPENVINO_OPTIONS = tuple(name for name in OpenVinoOptions.__dataclass_fields__ if name != "cache_tokens")
+WEIGHTS = "weights"  # of a model that is exported for OpenVINO
+OPTIONS_OF = {"transformers": (), "llama.cpp": LLAMA_CPP_OPTIONS, "openvino": (*OPENVINO_OPTIONS, WEIGHTS)}
+# What only some engines have.
+ENGINE_OPTIONS = tuple(dict.fromkeys((*LLAMA_CPP_OPTIONS, *OPENVINO_OPTIONS, WEIGHTS)))
 
 
 @dataclass(frozen=True)
@@ -37,57 +45,61 @@ class Loaded:
 def load(
     model: Any = None,
     *,
+    engine: str = "auto",
     tokenizer: Tokenizer | str | None = None,
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
     cache_tokens: int | None = None,
-    **llama_cpp_options: Any,
+    **options: Any,
 ) -> Loaded:
     """Loads a target.
 
     Args:
-        model: None for the bundled one, a hub name or a folder, a GGUF file, a loaded `torch.nn.Module`, or a `Target`.
+        model: None for the bundled one, a hub name or a folder, an OpenVINO folder, a GGUF file, a loaded
+            `torch.nn.Module`, or a `Target`.
+        engine: what computes: "transformers", "llama.cpp", "openvino", or "auto": OpenVINO for its own folders,
+            llama.cpp for GGUF files, Transformers for all others. OpenVINO takes GGUF files and folders of Transformers
+            too, which are converted once.
         tokenizer: instead of the model's own; or the name or folder of one.
         dtype, device: for a name or path; a loaded model is not changed.
         trust_remote_code: whether Python code that comes with the model may run.
-        cache_tokens: of a Transformers model, the size of its KV cache, see `TransformersTarget`; by default what fits
-            in the free memory. The cache of a GGUF file has `n_ctx` tokens.
-        llama_cpp_options: for a GGUF file, see `LlamaCppOptions`.
+        cache_tokens: of a Transformers or OpenVINO model, the greatest number of tokens in its KV cache, see
+            `TransformersTarget`; by default what fits in the free memory. The cache of a GGUF file has `n_ctx` tokens.
+        options: of the engine: for llama.cpp see `LlamaCppOptions`, for OpenVINO `OpenVinoOptions`, and `weights`, the
+            type that a folder of Transformers is exported with: f32, bf16 (by default), int8 or int4.
 
     Raises:
         LeapaheadError: no such model, a model that cannot be decoded, an option that this kind of model does not have,
             or a package that it needs is not installed.
     """
-    found: Tokenizer | None = None
-    ends: tuple[int, ...] = ()
-    name = BUNDLED if model is None else model
-    is_gguf = isinstance(model, (str, Path)) and str(model).lower().endswith(".gguf")
-    if llama_cpp_options and not is_gguf:
-        raise BadParameter(f"{', '.join(llama_cpp_options)} can be set for a GGUF file only, not for {name!r}")
-    if cache_tokens is not None and (is_gguf or isinstance(model, Target)):
+    kind, found, ends = engine_of(model, engine), None, tuple[int, ...]()
+    _refuse_options(kind, model, options)
+    if cache_tokens is not None and kind in ("llama.cpp", "target"):
         raise BadParameter(
-            f"cache_tokens={cache_tokens} is for Transformers models that are loaded here; set n_ctx for a GGUF file"
+            f"cache_tokens={cache_tokens} is for Transformers and OpenVINO models that are loaded here; set n_ctx for "
+            "a GGUF file"
         )
-    if is_gguf:
-        target, gguf_tokenizer = _gguf(model, dtype, device, llama_cpp_options)
+    if kind == "llama.cpp":
+        target, gguf_tokenizer = _gguf(model, dtype, device, options)
         found, ends = gguf_tokenizer, gguf_tokenizer.end_token_ids
-    elif model is None or isinstance(model, (str, Path)):
+    elif kind == "openvino":
+        target, found, ends = _openvino(
+            model, dtype, device, trust_remote_code, cache_tokens, options, tokenizer is None
+        )
+    elif kind == "module":
+        target = _module_target(model, cache_tokens)
+    elif kind == "target":
+        target = model
+    else:
         target, found = _pretrained().load(
             model or bundled(),
-            name=str(name),
+            name=str(BUNDLED if model is None else model),
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
             cache_tokens=cache_tokens,
         )
-    elif _is_module(model):
-        target = _module_target(model, cache_tokens)
-    elif isinstance(model, Target):
-        target = model
-    else:
-        what = "a name, a path, a loaded Transformers model or a leapahead target"
-        raise BadParameter(f"a model must be {what}, got {type(model).__name__}")
     if isinstance(tokenizer, str):
         found = load_tokenizer(tokenizer, trust_remote_code)
     elif tokenizer is not None and not callable(getattr(tokenizer, "encode", None)):
@@ -95,6 +107,47 @@ def load(
     elif tokenizer is not None:
         found = tokenizer
     return Loaded(target, found, tuple(dict.fromkeys((*ends, *eos_token_ids(target, found)))))
+
+
+def engine_of(model: Any, engine: str = "auto") -> str:
+    """What computes a model: "transformers", "llama.cpp" or "openvino"; "module" or "target" of what is loaded.
+
+    Raises:
+        BadParameter: no such engine, or one that cannot compute this model; what is no model.
+    """
+    if engine not in ENGINES:
+        raise BadParameter(f"engine={engine!r} is not possible; choose one of {', '.join(ENGINES)}")
+    if model is None or isinstance(model, (str, Path)):
+        is_gguf = str(model).lower().endswith(".gguf")
+        usual = "llama.cpp" if is_gguf else "openvino" if is_openvino(model) else "transformers"
+        if engine in ("auto", usual):
+            return usual
+        if engine == "openvino":
+            return engine
+        remedy = {
+            "transformers": "name a folder or a hub name of Transformers",
+            "llama.cpp": "export the model as a GGUF file with `leapahead export-gguf`",
+        }
+        raise BadParameter(f"engine={engine!r} cannot compute {str(model or BUNDLED)!r}; {remedy[engine]}")
+    if _is_module(model) or isinstance(model, Target):
+        if engine not in ("auto", "transformers"):
+            raise BadParameter(f"engine={engine!r} is not possible for a model that is loaded already; name its folder")
+        return "module" if _is_module(model) else "target"
+    what = "a name, a path, a loaded Transformers model or a leapahead target"
+    raise BadParameter(f"a model must be {what}, got {type(model).__name__}")
+
+
+def _refuse_options(kind: str, model: Any, options: dict[str, Any]) -> None:
+    """Refuses options that the engine does not have."""
+    if unknown := [name for name in options if name not in ENGINE_OPTIONS]:
+        raise BadParameter(f"there is no option {unknown[0]!r}; there are {', '.join(ENGINE_OPTIONS)}")
+    wrong = [name for name in options if name not in OPTIONS_OF.get(kind, ())]
+    if wrong:
+        kinds = {"llama.cpp": "a GGUF file", "openvino": "an OpenVINO model"}
+        owners = " or ".join(what for each, what in kinds.items() if wrong[0] in OPTIONS_OF[each])
+        raise BadParameter(
+            f"{', '.join(wrong)} can be set for {owners} only, not for {BUNDLED if model is None else model!r}"
+        )
 
 
 def bundled(name: str = "tiny") -> str:
@@ -148,9 +201,31 @@ def _gguf(path: str | Path, dtype: str, device: str, options: dict[str, Any]) ->
         raise BadParameter(f"device={device!r} is not possible with a GGUF file; n_gpu_layers says what goes to a GPU")
     if device == "cpu":
         options = {"n_gpu_layers": 0, **options}
-    if unknown := [name for name in options if name not in LLAMA_CPP_OPTIONS]:
-        raise BadParameter(f"there is no option {unknown[0]!r}; there are {', '.join(LLAMA_CPP_OPTIONS)}")
     return model.load(path, LlamaCppOptions(**options))
+
+
+def _openvino(
+    model: Any,
+    dtype: str,
+    device: str,
+    trust_remote_code: bool,
+    cache_tokens: int | None,
+    options: dict[str, Any],
+    wants_tokenizer: bool,
+) -> tuple[Target, Tokenizer | None, tuple[int, ...]]:
+    """A model under OpenVINO, its tokenizer and the tokens that end a text."""
+    with needing("OpenVINO", "openvino", "openvino", "openvino_genai"):
+        from leapahead.models.openvino import folder
+    if dtype != "auto":
+        raise BadParameter(f"dtype={dtype!r} is not possible with OpenVINO; give weights or precision")
+    if device not in ("auto", "cpu"):
+        raise BadParameter(f"device={device!r} is not possible with OpenVINO, which computes on the CPU here")
+    weights = options.pop(WEIGHTS, None)
+    settings = OpenVinoOptions(cache_tokens=cache_tokens, **options)
+    path = folder.converted(model if model is not None else bundled(), weights, trust_remote_code)
+    target = folder.load(path, settings, name=str(BUNDLED if model is None else model))
+    found = folder.tokenizer(path, partial(load_tokenizer, trust_remote_code=False)) if wants_tokenizer else None
+    return target, found, folder.describe(path).end_token_ids
 
 
 def _module_target(model: Any, cache_tokens: int | None) -> Target:

@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -27,6 +26,7 @@ from time import perf_counter, time
 from typing import Any
 
 from leapahead.core.errors import LeapaheadError
+from leapahead.core.storage import cache_directory, write_json
 from leapahead.models.base import KeepsPrefixes, Target, TargetInfo
 from leapahead.planner.draft import Forward
 from leapahead.planner.latency import LatencyProfile
@@ -262,31 +262,6 @@ class ProfileStore:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass
         return {}
-
-
-def write_json(path: Path, content: dict[str, Any]) -> bool:
-    """Replaces the file in one step, so that no reader finds half of it; False where it cannot be written."""
-    part = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".part", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file)
-        os.replace(part, path)
-    except OSError:
-        if part:
-            Path(part).unlink(missing_ok=True)
-        return False
-    return True
-
-
-def cache_directory() -> Path:
-    """The directory for what this package stores for later processes; it need not exist."""
-    folder = os.environ.get("LEAPAHEAD_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "leapahead"
-    try:
-        return Path(folder).expanduser()
-    except RuntimeError:  # the user has no home directory
-        return Path(tempfile.gettempdir()) / "leapahead"
 
 
 @cache

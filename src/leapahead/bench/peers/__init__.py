@@ -27,6 +27,8 @@ PEERS = {
     "llama-lookahead": ("llama_cpp", "Lookahead"),
     "llama-lookup": ("llama_cpp", "Lookup"),
     "llama-speculative-simple": ("llama_cpp", "SpeculativeSimple"),
+    "openvino-genai": ("openvino", "Plain"),
+    "openvino-prompt-lookup": ("openvino", "PromptLookup"),
     "vllm": ("vllm", "Plain"),
     "vllm-ngram": ("vllm", "Ngram"),
     "vllm-suffix": ("vllm", "Suffix"),
@@ -105,7 +107,8 @@ def _configured(text: str) -> Peer:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(PEERS)}"
         raise BadParameter(f"there is no peer {name!r}; {hint}")
     module, kind = PEERS[name]
-    with needing(f"the peer {name}", module.replace("_", "-"), "torch", "transformers", "safetensors", "llama_cpp"):
+    packages = ("torch", "transformers", "safetensors", "llama_cpp", "openvino", "openvino_genai")
+    with needing(f"the peer {name}", module.replace("_", "-"), *packages):
         cls: type[Peer] = getattr(import_module(f"{__name__}.{module}"), kind)
     known = {each.name: each for each in fields(cls)}
     options: dict[str, Any] = {}

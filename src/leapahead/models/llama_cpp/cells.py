@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from leapahead.core.errors import CacheFull
 from leapahead.models.llama_cpp.context import Context
 from leapahead.models.llama_cpp.options import MOST_SEQUENCES
 from leapahead.models.llama_cpp.state_track import StateTrack
 from leapahead.models.llama_cpp.track import Track
+from leapahead.models.prefix import common_prefix
 
 
 class Cells:
@@ -208,7 +207,7 @@ class Cells:
         """The idle track that has most in common with `tokens`, cut to that. A state cannot be cut."""
         best, most, stateful = -1, 0, self.context.model.stateful
         for index, (track, theirs) in enumerate(self._idle):
-            common = _common(theirs, tokens)
+            common = common_prefix(theirs, list(tokens), len(tokens))
             if common <= most or (stateful and common < len(theirs)):
                 continue
             if stateful or self.context.first_position(track.main) == 0:  # else a window has moved on
@@ -262,10 +261,3 @@ class Cells:
         heir.parent = track.parent
         if heir.shared >= track.shared:
             track.parent, track.shared, heir.shared = heir, heir.shared, track.shared
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    size = min(len(one), len(other))
-    unlike = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
-    return int(unlike[0]) if len(unlike) else size

@@ -28,7 +28,7 @@ from leapahead.models.base import (
     checked_prompt,
     require,
 )
-from leapahead.models.captured import TopK, TopKRows
+from leapahead.models.captured import TopK, TopKRows, joined
 from leapahead.models.choices import Choices, PromptRows, best
 from leapahead.models.llama_cpp import selftest
 from leapahead.models.llama_cpp.cells import Cells
@@ -202,25 +202,14 @@ class LlamaCppTarget:
         if first < end:
             assert outputs.logits is not None
             likeliest = best(outputs.logits[first - end :], min(capture.top_k, self.info.vocab_size))
-            fresh = self._keep_top_k(session, TopK(first, *likeliest))
+            found = TopK(first, *likeliest)
+            track.top_k, fresh = joined(track.top_k, found, last - PROMPT_ROWS, session.rows_given)
+            session.rows_given = found.end
         if capture.hidden:
             return TopKRows(tree.tokens, start, fresh, _copy(outputs))
         if fresh is None:
             return None
         return TopKRows(np.array(session.tokens[fresh.start : fresh.end]), fresh.start, fresh)
-
-    def _keep_top_k(self, session: LlamaCppSession, found: TopK) -> TopK | None:
-        """Keeps what a chunk of the prompt gave with its cells; returns what the session has not been given yet.
-
-        The first time, that includes what was kept with the cells that it has taken over.
-        """
-        track, last = session.track, len(session.tokens) - 1
-        if track.top_k is not None:
-            found = track.top_k.followed_by(found)
-        track.top_k = found.between(last - PROMPT_ROWS, found.end)
-        fresh = found.between(max(last - PROMPT_ROWS, session.rows_given), found.end)
-        session.rows_given = found.end
-        return fresh
 
     def fork(self, session: LlamaCppSession, params: SamplingParams) -> LlamaCppSession:
         if session.unread:

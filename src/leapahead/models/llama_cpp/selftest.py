@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import llama_cpp as c
 import numpy as np
-import numpy.typing as npt
 
 from leapahead.core.errors import LeapaheadError, Refused
 from leapahead.core.sampling import SamplingParams
@@ -19,8 +18,7 @@ from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.base import CHAIN, HIDDEN, LOGITS, TOP_K, TREE, Capture, Session, Target, read_prompt
 from leapahead.models.llama_cpp.context import Context, FloatArray, Model
-
-TOLERANCE = 0.1  # of the standard deviation of logits; a wrong mask moves them by about one, 4-bit rounding by 0.03
+from leapahead.models.selftest import differ, own_logits, spread, tree_logits
 
 
 class TestedTarget(Target, Protocol):
@@ -41,18 +39,18 @@ def capabilities(target: TestedTarget) -> frozenset[str]:
     a, b, d, e, f, g = _ordinary_tokens(target, 6)
     tree = TokenTree(np.array([d, e, f, g, a]), np.array([-1, 0, 0, 1, 2]))
     paths = [[a, b, d, e, g], [a, b, d, f, a]]
-    own = [_own_logits(target, path) for path in paths]
+    own = [own_logits(target, path) for path in paths]
     if not _can_discard(target, [a, b, d]):
         return frozenset()
     able = {LOGITS, TOP_K, HIDDEN}
-    chained, _ = _tree_logits(target, [a, b, d], TokenTree.chain(d, [e, g]), (0,), (f,))
+    chained, _ = tree_logits(target, [a, b, d], TokenTree.chain(d, [e, g]), (0,), (f,))
     if differ(chained, own[0][2:]):
         raise Refused(f"{target.info.name} does not give its own logits when it reads several tokens at once")
     able.add(CHAIN)
     if target.context.n_seq_max > 1:
-        rows, after = _tree_logits(target, [a, b, d], tree, (0, 2, 4), (f, a, e))
+        rows, after = tree_logits(target, [a, b, d], tree, (0, 2, 4), (f, a, e))
         wrong = [differ(rows[nodes], each[2:]) for nodes, each in zip(([0, 1, 3], [0, 2, 4]), own, strict=True)]
-        if not any(wrong) and not differ(after, _own_logits(target, [*paths[1], e])[-1:]):
+        if not any(wrong) and not differ(after, own_logits(target, [*paths[1], e])[-1:]):
             able.add(TREE)
     return frozenset(able)
 
@@ -66,7 +64,7 @@ def _with_state(target: TestedTarget) -> frozenset[str]:
     if not target.model.keeps:
         return frozenset()
     context, text = target.context, _ordinary_tokens(target, 16)
-    own = _own_logits(target, text)
+    own = own_logits(target, text)
     context.shares_states = True
     shares = _drafts_are_right(target, text, own)
     # Not beside a sliding window: llama.cpp uses cells again that have left it, which a copy that comes back may need.
@@ -127,7 +125,7 @@ def reads_in_chunks(target: TestedTarget) -> bool:
     read_prompt(target, session)
     row = target.step([session], [TokenTree.root(tokens[-1])])[0].logits
     session.close()
-    return not differ(row, _own_logits(target, tokens)[-1:])
+    return not differ(row, own_logits(target, tokens)[-1:])
 
 
 def gives_logits_with_hidden_states(target: TestedTarget) -> bool:
@@ -136,35 +134,7 @@ def gives_logits_with_hidden_states(target: TestedTarget) -> bool:
     session = target.open(tokens[:1], SamplingParams())
     row = target.step([session], [TokenTree.root(tokens[0])], capture=Capture(hidden=(-1,)))[0].logits
     session.close()
-    return not differ(row, _own_logits(target, tokens[:1]))
-
-
-def differ(here: npt.NDArray[Any], there: npt.NDArray[Any]) -> bool:
-    """Whether two sets of logits differ by more than rounding; NaN differs from everything."""
-    return not float(np.sqrt(np.mean((here - there) ** 2))) <= TOLERANCE * float(np.std(there))
-
-
-def _own_logits(target: TestedTarget, tokens: Sequence[int]) -> FloatArray:
-    """float32 [tokens, vocab], one forward a token, nothing discarded."""
-    session, rows = target.open(tokens[:1], SamplingParams()), []
-    for following in (*tokens[1:], 0):
-        rows.append(target.step([session], [TokenTree.root(session.tokens[-1])])[0].logits)
-        session.commit(Verdict((0,), (following,), 0))
-    session.close()
-    return np.concatenate(rows)
-
-
-def _tree_logits(
-    target: TestedTarget, prompt: Sequence[int], tree: TokenTree, path: tuple[int, ...], tokens: tuple[int, ...]
-) -> tuple[FloatArray, FloatArray]:
-    """Of the tree over the prompt [nodes, vocab]; after `path` and `tokens` are committed, of the last [1, vocab]."""
-    session = target.open(prompt, SamplingParams())
-    read_prompt(target, session)
-    rows = target.step([session], [tree])[0].logits
-    session.commit(Verdict(path, tokens, len(tokens) - 1))
-    after = target.step([session], [TokenTree.root(tokens[-1])])[0].logits
-    session.close()
-    return rows, after
+    return not differ(row, own_logits(target, tokens[:1]))
 
 
 def _can_discard(target: TestedTarget, tokens: Sequence[int]) -> bool:
@@ -179,7 +149,6 @@ def _can_discard(target: TestedTarget, tokens: Sequence[int]) -> bool:
 
 def _ordinary_tokens(target: TestedTarget, count: int) -> list[int]:
     """Ids without a special meaning, spread over the vocabulary."""
-    size = target.info.vocab_size
-    spread = np.linspace(0, size - 1, min(size, 64)).astype(int).tolist()
-    found = [token for token in spread if not c.llama_vocab_is_control(target.model.vocab, token)] or spread
+    every = spread(target.info.vocab_size)
+    found = [token for token in every if not c.llama_vocab_is_control(target.model.vocab, token)] or every
     return [found[(7 * i + 3) % len(found)] for i in range(count)]

@@ -32,6 +32,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from leapahead.core.errors import CacheFull
 from leapahead.core.tree import UNLIMITED
 from leapahead.models.captured import TopK
+from leapahead.models.prefix import common_prefix
 from leapahead.models.transformers.planes import Planes, Views
 
 FIRST_CAPACITY = 256
@@ -66,13 +67,9 @@ class Row:
     reserved: int = 0
     top_k: TopK | None = None
 
-    def common(self, prefix: Sequence[int]) -> int:
+    def common(self, prefix: list[int]) -> int:
         """How many of the first tokens of `prefix`, a list, have their entries in this row."""
-        low, high = 0, min(self.length, len(prefix))
-        while low < high:  # slices are compared without a Python loop
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.tokens[low:middle] == prefix[low:middle] else (low, middle - 1)
-        return low
+        return common_prefix(self.tokens, prefix, self.length)
 
 
 class Layer(CacheLayerMixin):  # type: ignore[misc]

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from leapahead.core.errors import LeapaheadError
+from leapahead.models.memory import free_host_bytes
 
 # The texts of torch's errors that are no `OutOfMemoryError`: of the CPU, MPS and cuBLAS.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated on a device. Where the system does not tell, half of what there is."""
+    """Memory that can still be allocated on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return free_host_bytes()
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from leapahead.models.base import (
     checked_prompt,
     require,
 )
-from leapahead.models.captured import TopK, TopKRows
+from leapahead.models.captured import TopK, TopKRows, joined
 from leapahead.models.choices import Choices, PromptRows, best
 from leapahead.models.transformers import executors, families, require_version, selftest, weights
 from leapahead.models.transformers.forward import (
@@ -194,10 +194,8 @@ class TransformersTarget:
         assert isinstance(session.state, CachedState)
         row = session.state.row
         found = TopK(first, *best(logits, min(session.capture.top_k, self.info.vocab_size)))
-        if row.top_k is not None:
-            found = row.top_k.followed_by(found)
-        row.top_k = found.between(len(session.tokens) - 1 - PROMPT_ROWS, found.end)
-        fresh = row.top_k and row.top_k.between(session.rows_given, found.end)
+        start = len(session.tokens) - 1 - PROMPT_ROWS
+        row.top_k, fresh = joined(row.top_k, found, start, session.rows_given)
         assert fresh is not None
         session.rows_given = fresh.end
         return TopKRows(np.array(session.tokens[fresh.start : fresh.end]), fresh.start, fresh)

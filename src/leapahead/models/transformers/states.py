@@ -65,7 +65,7 @@ class StatefulRow(Row):
         self.branches: list[dict[Place, Tensor]] = []
         self.paths: list[list[int]] = []
 
-    def common(self, prefix: Sequence[int]) -> int:
+    def common(self, prefix: list[int]) -> int:
         """As many of the first tokens of `prefix` as the row has both their entries and the states after them."""
         return max((each.length for each in self.usable(super().common(prefix))), default=0)
 

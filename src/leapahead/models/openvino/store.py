@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from leapahead.core.errors import BadParameter
-from leapahead.planner.profile import cache_directory
+from leapahead.core.storage import cache_directory
+from leapahead.models.openvino.options import MODEL, is_openvino
 
-MODEL = "openvino_model.xml"
 ORIGIN = "leapahead.json"  # of a folder in the cache: what it was made from
 FORMAT = 1  # increased when folders of earlier versions must not be used again
 BEGINNING = 1 << 20  # bytes of a file that are part of its digest
@@ -44,11 +44,6 @@ class Kept:
     source: str
     weights: str
     size: int
-
-
-def is_model(folder: Path) -> bool:
-    """Whether a folder has a model for OpenVINO."""
-    return (folder / MODEL).is_file()
 
 
 @contextmanager
@@ -96,7 +91,7 @@ def _check(out: Path, force: bool) -> None:
         return
     if not force:
         raise BadParameter(f"{out} exists; name another folder, or replace it with the option 'force'")
-    if not is_model(out):
+    if not is_openvino(out):
         raise BadParameter(f"{out} has no {MODEL}, so it is not replaced: name another folder, or remove it yourself")
 
 
@@ -122,7 +117,7 @@ def kept(source: Path, files: Iterable[Path], weights: str, make: Callable[[Path
         with file.open("rb") as opened:
             digest.update(opened.read(BEGINNING))
     folder = _place() / digest.hexdigest()[:16]
-    if is_model(folder):
+    if is_openvino(folder):
         return folder
     remedy = "set LEAPAHEAD_CACHE to another folder, writable and with space"
     try:
@@ -135,7 +130,7 @@ def kept(source: Path, files: Iterable[Path], weights: str, make: Callable[[Path
             origin = {"source": str(source.resolve()), "weights": weights}
             (made / ORIGIN).write_text(json.dumps(origin), encoding="utf-8")
     except BadParameter:
-        if is_model(folder):  # another process has made it meanwhile
+        if is_openvino(folder):  # another process has made it meanwhile
             return folder
         raise
     return folder

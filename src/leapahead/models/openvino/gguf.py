@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from leapahead.core.errors import Refused, needing
-from leapahead.integrations import openvino_folder
-from leapahead.integrations.openvino import PACKAGES, Exported, Progress
 from leapahead.models.llama_cpp import file as gguf_file
+from leapahead.models.openvino import store
+from leapahead.models.openvino.export import PACKAGES, Exported, Progress
+from leapahead.models.openvino.options import MODEL, is_openvino
 
 WEIGHTS = "GGUF"  # what a folder has that was made from a GGUF file
 READ = "it reads llama, qwen2 and qwen3 with weights of the types F16, Q8_0, Q6_K, Q4_K_M, Q4_1 and Q4_0"
@@ -51,9 +52,9 @@ def export_gguf(
     """
     path, out = Path(path).expanduser(), Path(out)
     _check(path)
-    with openvino_folder.written(out, force) as folder:
+    with store.written(out, force) as folder:
         _convert(path, folder, progress)
-    return Exported(out, WEIGHTS, (out / openvino_folder.MODEL).with_suffix(".bin").stat().st_size)
+    return Exported(out, WEIGHTS, (out / MODEL).with_suffix(".bin").stat().st_size)
 
 
 def from_gguf(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:
@@ -68,7 +69,7 @@ def from_gguf(path: str | os.PathLike[str], *, progress: Progress | None = None)
     """
     path = Path(path).expanduser()
     _check(path)
-    return openvino_folder.kept(path, [path], WEIGHTS, lambda folder: _convert(path, folder, progress))
+    return store.kept(path, [path], WEIGHTS, lambda folder: _convert(path, folder, progress))
 
 
 def _check(path: Path) -> None:
@@ -82,14 +83,14 @@ def _convert(path: Path, folder: Path, progress: Progress | None) -> None:
     if progress is not None:
         progress("converting", 0, 1)
     values = gguf_file.values(path)
-    openvino_folder.check_space(folder, int(MORE * path.stat().st_size))
+    store.check_space(folder, int(MORE * path.stat().st_size))
     link = folder / "model.gguf"
     _link(path.resolve(), link)
     done = subprocess.run(
         [sys.executable, "-c", CONVERT, str(link)], capture_output=True, text=True, errors="replace", check=False
     )
     link.unlink()
-    if done.returncode or not openvino_folder.is_model(folder):
+    if done.returncode or not is_openvino(folder):
         raise Refused(
             f"OpenVINO GenAI cannot convert {str(path)!r}, whose architecture is "
             f"{values.get('general.architecture', 'unknown')} ({_reason(done)}); {READ}: use the file with llama.cpp, "

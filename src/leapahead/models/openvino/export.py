@@ -7,7 +7,7 @@
 The folder is of the kind that OpenVINO GenAI and Optimum Intel read. int8 and int4 are made by NNCF from the weights of
 the checkpoint, after the graph was compared with the model. The folder appears under its name when it is complete.
 
-This module does not decode. The graph is made by `leapahead.integrations.openvino_graph`.
+This module does not decode. The graph is made by `leapahead.models.openvino.graph`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_line, needing
-from leapahead.integrations import openvino_folder
+from leapahead.models.openvino import store
+from leapahead.models.openvino.options import MODEL, is_openvino
 
 Progress = Callable[[str, int, int], None]  # what is being done, done, total
 
 WEIGHTS = ("f32", "bf16", "int8", "int4")
+USUAL = "bf16"
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}  # others are made from the checkpoint's own type
 PACKAGES = ("openvino", "openvino_tokenizers", "openvino_genai")
 GROUP = 128  # neighbouring numbers of a row that share a scale in int4; fewer where rows are no multiple of it
@@ -95,7 +97,7 @@ def export(
     out, report = Path(out), progress or (lambda what, done, total: None)
     _check_arguments(model, weights)
     _need(weights)
-    with openvino_folder.written(out, force) as folder:
+    with store.written(out, force) as folder:
         size, no_tokenizer = _write(model, folder, weights, report, trust_remote_code)
     return Exported(out, weights, size, no_tokenizer)
 
@@ -126,7 +128,7 @@ def cached_export(
         _write(source, made, weights, report, trust_remote_code)
 
     files = {file for pattern in (*FILES, "*.safetensors", "*.bin", "*.py") for file in source.glob(pattern)}
-    return openvino_folder.kept(source, filter(Path.is_file, files), weights, make)
+    return store.kept(source, filter(Path.is_file, files), weights, make)
 
 
 def _check_arguments(model: str | os.PathLike[str], weights: str) -> None:
@@ -135,9 +137,9 @@ def _check_arguments(model: str | os.PathLike[str], weights: str) -> None:
     if str(model).lower().endswith(".gguf"):
         raise BadParameter(
             f"{model} is a GGUF file, whose weights keep their own types: convert it with "
-            "leapahead.integrations.openvino_gguf, or name the folder of a Transformers model"
+            "leapahead.models.openvino.gguf, or name the folder of a Transformers model"
         )
-    if openvino_folder.is_model(Path(model)):
+    if is_openvino(Path(model)):
         raise BadParameter(f"{model} is a folder for OpenVINO already: name the folder of a Transformers model")
 
 
@@ -162,7 +164,7 @@ def _write(
     trust_remote_code: bool,
 ) -> tuple[int, str]:
     """Writes all files into `folder`; returns the size of the weights, and why there is no tokenizer."""
-    from leapahead.integrations import openvino_graph
+    from leapahead.models.openvino import graph as conversion
     from leapahead.models.transformers import pretrained
 
     def stage(what: str) -> None:
@@ -175,17 +177,17 @@ def _write(
         raise Refused(f"{name} is quantised already, and only unquantised weights are exported: name such a model")
     stage("converting")
     with pretrained.quiet():
-        graph = openvino_graph.convert(module)
+        graph = conversion.convert(module)
     stage("compressing")
     if weights in ("int8", "int4"):
         graph = _compressed(graph, weights)
     graph.set_rt_info(weights, ["leapahead", "weights"])
     stage("writing")
-    _save(graph, folder / openvino_folder.MODEL)
+    _save(graph, folder / MODEL)
     for file in {file for pattern in FILES for file in source.glob(pattern)}:
         shutil.copyfile(file, folder / file.name)
     no_tokenizer = _save_tokenizer(tokenizer, folder)
-    return (folder / openvino_folder.MODEL).with_suffix(".bin").stat().st_size, no_tokenizer
+    return (folder / MODEL).with_suffix(".bin").stat().st_size, no_tokenizer
 
 
 def _compressed(graph: Any, weights: str) -> Any:
@@ -226,7 +228,7 @@ def _save(graph: Any, file: Path) -> None:
     constants = (node for node in graph.get_ops() if node.get_type_name() == "Constant")
     sizes = {node.data.ctypes.data: node.get_byte_size() for node in constants}  # tied weights are written once
     try:
-        openvino_folder.check_space(file.parent, sum(sizes.values()))
+        store.check_space(file.parent, sum(sizes.values()))
         openvino.save_model(graph, file, compress_to_fp16=False)
     except RuntimeError as error:
         raise OSError(errno.EIO, first_line(error)) from error

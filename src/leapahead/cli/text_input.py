@@ -1,0 +1,64 @@
+"""Text that a user gives on the command line, in a file or on standard input: all of it must be UTF-8."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from leapahead.core.errors import BadParameter
+
+
+def utf8_only(_: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """A callback for parameters whose value is text for the model, or a tuple of such texts.
+
+    Raises:
+        BadParameter: a text was not UTF-8.
+    """
+    what = parameter.opts[-1] if isinstance(parameter, click.Option) else "the prompt"
+    for text in value if isinstance(value, tuple) else (value,):
+        if text is not None:
+            utf8(text, what)
+    return value
+
+
+def prompt_text(prompt: str | None, file: Path | None) -> str:
+    """The prompt as given, read from a file, or from standard input for "-".
+
+    Raises:
+        click.UsageError: none or both are given.
+        BadParameter: the text is not UTF-8, or standard input is closed.
+    """
+    if (prompt is None) == (file is None):
+        raise click.UsageError("give either a prompt (or - for standard input) or --file")
+    if file is None:
+        assert prompt is not None
+        return standard_input() if prompt == "-" else prompt
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise BadParameter(f"{file} is not UTF-8 text") from None
+
+
+def standard_input() -> str:
+    if sys.stdin is None:
+        raise BadParameter("standard input is closed, so no prompt can be read from it")
+    return utf8(sys.stdin.read(), "standard input")
+
+
+def utf8(text: str, what: str) -> str:
+    """The text, as Python decodes it from arguments and standard input, refused if its bytes were not UTF-8.
+
+    Raises:
+        BadParameter: bytes that are not UTF-8, which Python has decoded to lone surrogates.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        byte = ord(text[error.start]) - 0xDC00
+        raise BadParameter(
+            f"{what} is not UTF-8 text: byte 0x{byte & 0xFF:02x} at character {error.start}; convert it to UTF-8 first"
+        ) from None
+    return text

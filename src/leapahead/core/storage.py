@@ -1,0 +1,34 @@
+"""The directory for what this package stores for later processes, and a file that is replaced in one step."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, content: dict[str, Any]) -> bool:
+    """Replaces the file in one step, so that no reader finds half of it; False where it cannot be written."""
+    part = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".part", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(part, path)
+    except OSError:
+        if part:
+            Path(part).unlink(missing_ok=True)
+        return False
+    return True
+
+
+def cache_directory() -> Path:
+    """The directory for what this package stores for later processes; it need not exist."""
+    folder = os.environ.get("LEAPAHEAD_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "leapahead"
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError:  # the user has no home directory
+        return Path(tempfile.gettempdir()) / "leapahead"

@@ -1,0 +1,156 @@
+"""Loads an OpenVINO folder: the model, what its config.json says of it, and its tokenizer.
+
+    openvino_model.xml, .bin          the model           refused: what cannot be given paged attention
+    config.json                       context length, sliding windows, end tokens
+    generation_config.json            end tokens
+    openvino_(de)tokenizer.xml        the tokenizer; else Transformers' own files, where Transformers is installed
+
+This module knows nothing of how a model is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.text import Tokenizer
+from leapahead.models.memory import free_host_bytes
+from leapahead.models.openvino import export, gguf
+from leapahead.models.openvino.model import OpenVinoTarget
+from leapahead.models.openvino.options import MODEL, OpenVinoOptions, is_openvino
+from leapahead.models.openvino.paged import PagedModel
+from leapahead.models.openvino.tokenizer import OpenVinoTokenizer
+
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length")
+USUAL_LENGTH = 4096  # of a model whose folder does not say it
+ATTENTION = ("full_attention", "sliding_attention")  # kinds of layers that paged attention computes
+CACHE_SHARE = 0.5  # of the free memory
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a folder says of its model.
+
+    Attributes:
+        context_length: greatest number of tokens of a sequence.
+        windows: of each layer the number of tokens that it attends to, 0 for all; None where no layer has a window.
+        end_token_ids: of the configurations.
+    """
+
+    context_length: int
+    windows: tuple[int, ...] | None
+    end_token_ids: tuple[int, ...]
+
+
+def converted(model: str | Path, weights: str | None, trust_remote_code: bool) -> Path:
+    """The folder of a model; one of Transformers, or a GGUF file, is converted once and kept in the cache directory.
+
+    Args:
+        weights: the type that a folder of Transformers is exported with; bf16 by default.
+
+    Raises:
+        LeapaheadError: it cannot be converted, or it is exported already and `weights` is given.
+    """
+    if is_openvino(model):
+        if weights is not None:
+            raise BadParameter(
+                f"weights={weights!r} is not possible for {str(model)!r}, which is exported already; export its "
+                "original again with `leapahead export-openvino`"
+            )
+        return Path(model).expanduser()
+    if str(model).lower().endswith(".gguf"):
+        if weights is not None:
+            raise BadParameter(f"weights={weights!r} is not possible for a GGUF file, whose weights keep their types")
+        return gguf.from_gguf(model)
+    return export.cached_export(model, weights or export.USUAL, trust_remote_code=trust_remote_code)
+
+
+def tokenizer(folder: Path, of_transformers: Callable[[str], Tokenizer]) -> Tokenizer | None:
+    """The tokenizer of a folder; None where it has none.
+
+    Args:
+        of_transformers: loads Transformers' own files, where the folder has no tokenizer of OpenVINO's.
+    """
+    if (folder / "openvino_tokenizer.xml").is_file():
+        return OpenVinoTokenizer(folder)
+    return of_transformers(str(folder)) if (folder / "tokenizer_config.json").is_file() else None
+
+
+def load(folder: str | Path, options: OpenVinoOptions | None = None, name: str | None = None) -> OpenVinoTarget:
+    """Loads a folder.
+
+    Args:
+        folder: with openvino_model.xml.
+        options: how the model is compiled.
+        name: for reports and messages; by default the folder's name.
+
+    Raises:
+        LeapaheadError: whatever is wrong with the folder or the options, in one sentence.
+    """
+    options, path = options or OpenVinoOptions(), Path(folder).expanduser()
+    described = describe(path)
+    model = PagedModel(path / MODEL, options, described.windows)
+    fitting = int(CACHE_SHARE * free_host_bytes()) // model.bytes_per_token
+    return OpenVinoTarget(
+        model,
+        context_length=described.context_length,
+        cache_tokens=options.cache_tokens or fitting,
+        name=name or path.resolve().name,
+        window=min((each for each in described.windows or () if each), default=0),
+    )
+
+
+def describe(folder: Path) -> Description:
+    """Reads the configurations of a folder.
+
+    Raises:
+        BadParameter: one of them cannot be read.
+        Refused: some layers are not attention, or attend in a way that is not known here.
+    """
+    config, generation = _json(folder / "config.json"), _json(folder / "generation_config.json")
+    text = config.get("text_config") or config
+    length = next((int(text[name]) for name in LENGTHS if isinstance(text.get(name), int)), USUAL_LENGTH)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) == "longrope":
+        # Beyond this length the rotation of every position changes, cached tokens included.
+        length = min(length, int(text.get("original_max_position_embeddings") or length))
+    ends: dict[int, None] = {}
+    for claim in (generation.get("eos_token_id"), config.get("eos_token_id"), text.get("eos_token_id")):
+        for token in claim if isinstance(claim, Iterable) else [claim]:
+            if isinstance(token, int):
+                ends[token] = None
+    return Description(length, _windows(folder, text, length), tuple(ends))
+
+
+def _windows(folder: Path, text: dict[str, Any], length: int) -> tuple[int, ...] | None:
+    """The windows of the layers; None where none is shorter than the context."""
+    window, layers = text.get("sliding_window"), text.get("num_hidden_layers")
+    kinds = text.get("layer_types")
+    if kinds is None and window and text.get("use_sliding_window", True) and isinstance(layers, int):
+        kinds = ["sliding_attention"] * layers
+    unknown = sorted(set(kinds or ()) - set(ATTENTION))
+    if unknown:
+        raise Refused(
+            f"the model {str(folder)!r} has layers of the kind {unknown[0]}, which paged attention does not compute; "
+            "load it with Transformers, or as a GGUF file with llama.cpp"
+        )
+    if not kinds or not isinstance(window, int) or window >= length or "sliding_attention" not in kinds:
+        return None
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The content of a configuration; empty where there is none."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadParameter(f"{str(file)!r} cannot be read: {error}; export the model again") from None
+    if not isinstance(found, dict):
+        raise BadParameter(f"{str(file)!r} is not a configuration; export the model again")
+    return found

@@ -1,0 +1,271 @@
+"""OpenVINO models as targets: trees by a mask over the new tokens, over one KV cache for all sessions.
+
+How a forward is given to OpenVINO is in `paged`, how the cache is divided in `blocks`. This module knows neither
+drafters nor text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import RLock
+
+import numpy as np
+
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.core.sampling import Sampler, SamplingParams
+from leapahead.core.tree import UNLIMITED, BoolArray, TokenTree
+from leapahead.core.verify import Verdict
+from leapahead.models.base import (
+    ALL,
+    NOTHING,
+    PROMPT_ROWS,
+    TREE,
+    Capture,
+    Cost,
+    TargetInfo,
+    checked_prompt,
+    require,
+)
+from leapahead.models.captured import TopK, TopKRows, joined
+from leapahead.models.choices import Choices, FloatArray, PromptRows, best
+from leapahead.models.openvino import selftest
+from leapahead.models.openvino.blocks import Pool, Track
+from leapahead.models.openvino.paged import PagedModel, Part
+
+CHUNK = 512  # greatest number of tokens of a prompt in one forward
+TREE_ROOM = 256  # nodes of all trees that are possible while no sequence has filled a sliding window
+
+
+class OpenVinoSession:
+    """One sequence. Once its prompt is read, its track holds every committed token but the last, the next root."""
+
+    def __init__(self, target: OpenVinoTarget, track: Track, sampler: Sampler, capture: Capture) -> None:
+        self.tokens, self.track, self.sampler, self.capture = sampler.tokens, track, sampler, capture
+        self.rows_given = 0  # positions of the prompt up to which captured rows were returned
+        self._target = target
+
+    @property
+    def unread(self) -> int:
+        return len(self.tokens) - 1 - self.track.length
+
+    @property
+    def replay(self) -> int:
+        return 0
+
+    def commit(self, verdict: Verdict) -> None:
+        self._target.pool.keep(self.track, verdict.path)
+        self.tokens += verdict.tokens
+        self.sampler.committed()
+        assert self.unread == 0  # the cache holds every committed token but the last
+
+    def close(self) -> None:
+        self._target.release(self)
+
+
+class OpenVinoTarget:
+    """A compiled model; see `leapahead.models.base.Target`.
+
+    Hidden states are those of the last layer (-1), after the final norm.
+
+    Args:
+        model: compiled.
+        context_length: greatest number of tokens of a sequence.
+        cache_tokens: greatest number of tokens in the KV cache, all sequences together.
+        name: for reports and messages.
+        window: the smallest sliding window of its layers; 0 for none.
+
+    Raises:
+        Refused: the model's logits of several tokens at once are not those of one token at a time.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        *,
+        context_length: int,
+        cache_tokens: int,
+        name: str,
+        window: int = 0,
+    ) -> None:
+        self.model, self.lock = model, RLock()
+        self.pool = Pool(model.planes, cache_tokens)
+        self._window = UNLIMITED
+        self._sessions: list[OpenVinoSession] = []
+        self._given: list[Choices] = []  # of the last step: their logits are OpenVINO's memory
+        self.info = TargetInfo(
+            name=name,
+            vocab_size=model.vocab_size,
+            context_length=context_length,
+            precision=model.precision,
+            capabilities=ALL,
+            fingerprint=f"OpenVINO {model.fingerprint}",
+            layers=model.layers,
+            hidden_size=model.hidden_size,
+        )
+        self.info = replace(self.info, capabilities=selftest.capabilities(self, window))
+        self.pool.forget()
+        # OpenVINO counts a sliding window by the row of a node and not by its depth, which differ in a tree.
+        self._window = window if window and TREE in self.info.capabilities else UNLIMITED
+
+    @property
+    def _within_window(self) -> bool:
+        """Whether every sequence may have a tree without reaching beyond the smallest window."""
+        longest = max((len(session.tokens) for session in self._sessions), default=0)
+        return longest + TREE_ROOM <= self._window
+
+    @property
+    def max_leaves(self) -> int:
+        """One beyond a sliding window."""
+        return UNLIMITED if self._within_window else 1
+
+    @property
+    def max_nodes(self) -> int:
+        return TREE_ROOM if self._window < UNLIMITED and self._within_window else UNLIMITED
+
+    def open(
+        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
+    ) -> OpenVinoSession:
+        """See `Target.open`. The entries of a prompt that begins like an earlier one are taken from the cache.
+
+        Hidden states are not kept with the entries, so that a prompt whose hidden states are captured is read whole.
+        Top-k tokens are; at least one row of a prompt is read where they are captured.
+        """
+        self._check(capture)
+        prompt = checked_prompt(tokens, self.info)
+        sampler = Sampler(params, prompt, self.info.vocab_size)
+        reuse = 0 if capture.hidden else max(0, len(prompt) - 1 - (capture.top_k > 0))
+        track = self.pool.take(sampler.tokens, reuse, min(reserve, self.info.context_length))
+        session = OpenVinoSession(self, track, sampler, capture)
+        self._sessions.append(session)
+        return session
+
+    def prefill(self, session: OpenVinoSession, max_tokens: int) -> PromptRows | None:
+        """See `Target.prefill`."""
+        track, last = session.track, len(session.tokens) - 1
+        self.pool.discard(track)
+        start = track.length
+        end = min(start + min(max_tokens, CHUNK), last)
+        assert end > start, "the prompt is read already"
+        # Committed tokens that must be read again, after an interrupt, were captured before.
+        capture = session.capture if len(session.tokens) == session.sampler.prompt_length else NOTHING
+        first = max(start, last - PROMPT_ROWS) if capture.top_k else end  # of the rows whose top-k tokens are captured
+        rows = range(min(first, end - 1) - start, end - start)
+        tokens = session.tokens[start:end]
+        logits, hidden = self._forward([Part(track, start, tokens, range(start, end), None)], rows)
+        self.pool.keep(track, range(end - start))
+        fresh = None
+        if first < end:
+            found = TopK(first, *best(logits, min(capture.top_k, self.info.vocab_size)))
+            track.top_k, fresh = joined(track.top_k, found, last - PROMPT_ROWS, session.rows_given)
+            session.rows_given = found.end
+        if capture.hidden:
+            return TopKRows(np.array(tokens), start, fresh, np.array(hidden))
+        if fresh is None:
+            return None
+        return TopKRows(np.array(session.tokens[fresh.start : fresh.end]), fresh.start, fresh)
+
+    def fork(self, session: OpenVinoSession, params: SamplingParams) -> OpenVinoSession:
+        if session.unread:
+            raise BadParameter(f"a session with {session.unread} unread tokens cannot be forked; read its prompt first")
+        self.pool.discard(session.track)
+        sampler = Sampler(params, list(session.tokens), self.info.vocab_size)
+        twin = OpenVinoSession(self, self.pool.fork(session.track, sampler.tokens), sampler, session.capture)
+        self._sessions.append(twin)
+        return twin
+
+    def step(
+        self,
+        sessions: Sequence[OpenVinoSession],
+        trees: Sequence[TokenTree],
+        num_computed: Sequence[int] | None = None,
+        capture: Capture = NOTHING,
+    ) -> list[Choices]:
+        """See `Target.step`.
+
+        The mask of a forward is over its own tokens, so that a tree which grows and branches is computed whole again.
+        """
+        self._check(capture)
+        if any(session.unread for session in sessions):
+            raise LeapaheadError("a session whose prompt is not read cannot be stepped; call target.prefill first")
+        known = list(num_computed or [0] * len(trees))
+        parts, rows, at = list[Part](), list[int](), 0
+        for session, tree, computed in zip(sessions, trees, known, strict=True):
+            part = _part(session, tree, computed)
+            if part.mask is not None and part.past + len(part.tokens) > self._window:
+                raise BadParameter(
+                    f"a tree of {len(tree)} nodes after {part.past} tokens reaches beyond the sliding window of "
+                    f"{self._window} tokens, where OpenVINO computes chains only; draft a chain"
+                )
+            parts.append(part)
+            skipped = computed - (part.past - session.track.length)  # computed again
+            rows += range(at + skipped, at + len(part.tokens))
+            at += len(part.tokens)
+        logits, hidden = self._forward(parts, rows)
+        states = np.array(hidden[rows]) if capture.hidden else None
+        found, at = list[Choices](), 0
+        for session, tree, computed in zip(sessions, trees, known, strict=True):
+            mine = slice(at, at + len(tree) - computed)
+            at = mine.stop
+            own = None if states is None else states[mine]
+            found.append(Choices(logits[mine], tree, session.sampler, borrowed=True, num_computed=computed, hidden=own))
+        self._given = found
+        return found
+
+    def cost(self, sessions: Sequence[OpenVinoSession], trees: Sequence[TokenTree]) -> Cost:
+        return Cost(sum(map(len, trees)), len(trees), max(len(session.tokens) for session in sessions))
+
+    def release(self, session: OpenVinoSession) -> None:
+        """Ends a session; its blocks stay for a prompt that begins with its tokens, while there is room."""
+        if session in self._sessions:
+            self._sessions.remove(session)
+            self.pool.release(session.track)
+
+    def forget(self) -> None:
+        """Drops the entries kept of closed sessions, and releases the cache's memory unless a session is open."""
+        self.pool.forget()
+
+    def weights_digest(self) -> str:
+        """See `IdentifiesWeights`."""
+        return self.model.digest()
+
+    def _check(self, capture: Capture) -> None:
+        """Refuses by name what cannot be captured."""
+        if capture == NOTHING:
+            return
+        require(self.info, capture.needs, "this capture")
+        others = [layer for layer in capture.hidden if layer != -1]
+        if others:
+            raise Refused(
+                f"{self.info.name} cannot give the hidden states of layer {others[0]}: an exported model gives those "
+                "of the last layer only; capture layer -1, or load the model with Transformers"
+            )
+
+    def _forward(self, parts: Sequence[Part], rows: Sequence[int]) -> tuple[FloatArray, FloatArray]:
+        """ONE forward, see `PagedModel.forward`; its entries are pending behind the committed ones."""
+        for given in self._given:
+            given.expire()
+        self._given = []
+        counts = [part.past - part.track.length + len(part.tokens) for part in parts]
+        try:
+            self.pool.extend([part.track for part in parts], counts)
+            outputs = self.model.forward(self.pool, parts, rows)
+        except BaseException:
+            for part in parts:
+                self.pool.discard(part.track)
+            raise
+        for part, count in zip(parts, counts, strict=True):
+            part.track.pending = count
+        return outputs
+
+
+def _part(session: OpenVinoSession, tree: TokenTree, computed: int) -> Part:
+    """The nodes of a tree that go through the model: those behind the computed ones, or all."""
+    track = session.track
+    assert computed <= track.pending or not computed, "nodes that never went through"
+    if not tree.is_chain:
+        computed = 0
+    mask: BoolArray | None = None if tree.is_chain else tree.ancestor_mask
+    past = track.length + computed
+    positions: Sequence[int] = [track.length + depth for depth in tree.depth_list[computed:]]
+    return Part(track, past, tree.token_list[computed:], positions, mask)

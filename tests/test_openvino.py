@@ -1,0 +1,421 @@
+"""OpenVINO models as targets: their logits are Transformers' own, whatever shares the forward and the cache.
+
+The models are exported from random ones of Transformers in float32, so that equality has no ties.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import GREEDY
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from leapahead import LLM, SamplingParams
+from leapahead.core.errors import BadParameter, CacheFull, ContextOverflow, LeapaheadError, Refused
+from leapahead.core.tree import TokenTree
+from leapahead.core.verify import Verdict
+from leapahead.models import loading
+from leapahead.models.base import Capture, read_prompt
+from leapahead.models.openvino import folder
+from leapahead.models.openvino.blocks import Plane, Pool
+from leapahead.models.openvino.export import export
+from leapahead.models.openvino.model import OpenVinoTarget
+from leapahead.models.openvino.options import OpenVinoOptions
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.4,
+}
+Reference = Callable[[list[int]], np.ndarray[Any, np.dtype[np.float32]]]
+
+
+def saved(model: Any, place: Path) -> Path:
+    model.save_pretrained(place / "model")
+    return export(place / "model", place / "exported", "f32").path
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+
+
+@pytest.fixture(scope="module")
+def exported(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(llama, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def shared_target(exported: Path) -> OpenVinoTarget:
+    return folder.load(exported, OpenVinoOptions(n_threads=1))
+
+
+@pytest.fixture
+def target(shared_target: OpenVinoTarget) -> OpenVinoTarget:
+    shared_target.forget()
+    return shared_target
+
+
+@pytest.fixture(scope="module")
+def reference(llama: Any) -> Reference:
+    """Transformers' logits after every token, [tokens, vocab]."""
+
+    def logits(tokens: list[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        with torch.no_grad():
+            return np.asarray(llama(torch.tensor([tokens])).logits[0].numpy())
+
+    return logits
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 60, length).tolist()
+
+
+def opened(target: OpenVinoTarget, tokens: list[int], chunk: int = 512, **options: Any) -> Any:
+    session = target.open(tokens, SamplingParams(), **options)
+    read_prompt(target, session, chunk)
+    return session
+
+
+def close(here: Any, there: Any) -> None:
+    np.testing.assert_allclose(here, there, rtol=1e-3, atol=1e-3)
+
+
+# Logits and the cache
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 512])
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 100])
+def test_logits_are_those_of_transformers(
+    target: OpenVinoTarget, reference: Reference, length: int, chunk: int
+) -> None:
+    tokens = text(length + 6)
+    session = opened(target, tokens[:length], chunk)
+    expected = reference(tokens)
+    for index in range(length, len(tokens)):
+        close(target.step([session], [TokenTree.root(tokens[index - 1])])[0].logits[0], expected[index - 1])
+        session.commit(Verdict((0,), (tokens[index],), 0))
+    session.close()
+
+
+def test_trees_chains_and_single_tokens_share_a_forward(target: OpenVinoTarget, reference: Reference) -> None:
+    """Every sequence has the logits that it has alone, across the borders of blocks, and after the commit too."""
+    texts = [text(length + 12, seed) for seed, length in enumerate((29, 5, 64))]
+    sessions = [opened(target, each[:-12]) for each in texts]
+    for _ in range(3):
+        begins = [len(session.tokens) for session in sessions]
+        a, b, c = ([each[begin - 1], *each[begin : begin + 3]] for each, begin in zip(texts, begins, strict=True))
+        trees = [
+            TokenTree([a[0], 7, a[1], 8, a[2], 9, a[3]], [-1, 0, 0, 2, 2, 4, 4]),
+            TokenTree.root(b[0]),
+            TokenTree.chain(c[0], [c[1], 11]),
+        ]
+        found = target.step(sessions, trees)
+        expected = [reference(each) for each in texts]
+        close(found[0].logits[[0, 2, 4, 6]], expected[0][begins[0] - 1 : begins[0] + 3])
+        close(found[1].logits, expected[1][begins[1] - 1 : begins[1]])
+        close(found[2].logits[:2], expected[2][begins[2] - 1 : begins[2] + 1])
+        sessions[0].commit(Verdict((0, 2, 4), tuple(a[1:4]), 2))
+        sessions[1].commit(Verdict((0,), (b[1],), 0))
+        sessions[2].commit(Verdict((0, 1), (c[1], c[2]), 1))
+    for session in sessions:
+        session.close()
+
+
+def test_a_draft_may_grow(target: OpenVinoTarget, reference: Reference) -> None:
+    tokens = text(45)
+    session, expected = opened(target, tokens[:40]), reference(tokens)
+    target.step([session], [TokenTree.chain(tokens[39], [tokens[40]])])
+    grown = target.step([session], [TokenTree.chain(tokens[39], tokens[40:43])], [2])[0]
+    close(grown.logits, expected[41:43])
+    branched = TokenTree([tokens[39], tokens[40], tokens[41], tokens[42], 3, tokens[43]], [-1, 0, 1, 2, 0, 3])
+    rows = target.step([session], [branched], [4])[0]
+    assert rows.logits.shape == (2, 60)
+    close(rows.logits[1], expected[43])
+    session.commit(Verdict((0, 1, 2, 3, 5), tuple(tokens[40:45]), 4))
+    close(target.step([session], [TokenTree.root(tokens[44])])[0].logits[0], expected[44])
+    session.close()
+
+
+def test_a_prompt_that_begins_like_another_reads_the_rest(target: OpenVinoTarget, reference: Reference) -> None:
+    """Open and closed sequences give their blocks; what the new one writes does not change them."""
+    first, second = text(80), [*text(50), *text(30, 1)]
+    one = opened(target, first)
+    two = target.open(second, SamplingParams())
+    assert two.unread == len(second) - 1 - 50
+    read_prompt(target, two)
+    twin = target.fork(two, SamplingParams())
+    close(target.step([one], [TokenTree.root(first[-1])])[0].logits[0], reference(first)[-1])
+    close(target.step([two, twin], [TokenTree.root(second[-1])] * 2)[1].logits[0], reference(second)[-1])
+    two.commit(Verdict((0,), (5,), 0))
+    twin.commit(Verdict((0,), (6,), 0))
+    after = target.step([two, twin], [TokenTree.root(5), TokenTree.root(6)])
+    close(after[0].logits[0], reference([*second, 5])[-1])
+    close(after[1].logits[0], reference([*second, 6])[-1])
+    for session in (one, two, twin):
+        session.close()
+    again = target.open([*second, 5, 9], SamplingParams())
+    assert again.unread == 1
+    read_prompt(target, again)
+    close(target.step([again], [TokenTree.root(9)])[0].logits[0], reference([*second, 5, 9])[-1])
+    again.close()
+
+
+def test_captures(target: OpenVinoTarget, llama: Any, reference: Reference) -> None:
+    tokens = text(40)
+    session = target.open(tokens, SamplingParams(), Capture(top_k=3, hidden=(-1,)))
+    given = read_prompt(target, session, 16)
+    expected = reference(tokens)
+    with torch.no_grad():
+        states = llama.model(torch.tensor([tokens])).last_hidden_state[0].numpy()
+    close(np.concatenate([rows.hidden for rows in given]), states[:39])
+    likeliest = np.concatenate([rows.top_k(3)[0] for rows in given])
+    assert (likeliest == np.argsort(-expected[:39], axis=1)[:, :3]).all()
+    tree = TokenTree.chain(tokens[-1], [1, 2])
+    choices = target.step([session], [tree], capture=Capture(hidden=(-1,), top_k=2, logits=True))[0]
+    assert choices.hidden.shape == (3, 32)
+    close(choices.hidden[0], states[39])
+    session.close()
+    with pytest.raises(Refused, match="hidden states of layer 1"):
+        target.open(tokens, SamplingParams(), Capture(hidden=(1,)))
+    again = target.open(tokens, SamplingParams(), Capture(top_k=3))
+    assert again.unread == 1  # the rows of the others are kept with the cache
+    (rows,) = read_prompt(target, again)
+    assert (rows.top_k(3)[0] == likeliest).all()
+    again.close()
+
+
+def test_what_is_read_once_expires(target: OpenVinoTarget) -> None:
+    session = opened(target, text(5))
+    before = target.step([session], [TokenTree.root(session.tokens[-1])])[0]
+    target.step([session], [TokenTree.root(session.tokens[-1])])
+    with pytest.raises(LeapaheadError, match="earlier step are gone"):
+        before.logits  # noqa: B018
+    session.close()
+    session.close()
+
+
+# The pool
+
+
+def pool(limit: int = 10_000) -> Pool:
+    return Pool([Plane((1, 4, 2), np.float32), Plane((2, 4, 3), np.uint16)], limit)
+
+
+def written(pool: Pool, track: Any, count: int, path: list[int] | None = None) -> None:
+    """What a forward does: it writes each token's number into its place."""
+    pool.extend([track], [count])
+    for index in range(count):
+        at = track.length + index
+        for plane in range(2):
+            pool.memory(plane)[track.blocks[at // 4], :, at % 4] = 100 + at
+    track.pending = count
+    pool.keep(track, path or range(count))
+
+
+def entries(pool: Pool, track: Any) -> list[int]:
+    return [int(pool.memory(0)[track.blocks[at // 4], 0, at % 4, 0]) for at in range(track.length)]
+
+
+def test_the_pool_moves_accepted_entries_and_frees_the_rest() -> None:
+    cache = pool()
+    track = cache.take(list(range(100)), 0)
+    written(cache, track, 6)
+    written(cache, track, 7, [0, 3, 6])
+    assert entries(cache, track) == [100, 101, 102, 103, 104, 105, 106, 109, 112]
+    assert len(track.blocks) == 3
+    assert sum(cache.uses) == 3
+
+
+def test_the_pool_shares_whole_blocks_and_copies_the_last() -> None:
+    cache = pool()
+    one = cache.take(list(range(30)), 0)
+    written(cache, one, 10)
+    two = cache.take([*range(9), 77, 78], 10)
+    assert two.length == 9
+    assert two.blocks[:2] == one.blocks[:2]
+    assert two.blocks[2] != one.blocks[2]
+    assert entries(cache, two) == entries(cache, one)[:9]
+    written(cache, two, 3)
+    assert entries(cache, one) == list(range(100, 110))
+    cache.release(one)
+    cache.release(two)
+    cache.release(two)
+    assert cache.take(list(range(12)), 11).length == 10
+    cache.forget()
+    assert len(cache.open) == 1
+
+
+def test_the_pool_grows_and_makes_room() -> None:
+    cache = pool(limit=200)
+    for number in range(40):  # each text is unlike the others, and all together would not fit
+        track = cache.take([number] * 30, 0)
+        written(cache, track, 29)
+        assert entries(cache, track) == list(range(100, 129))
+        cache.release(track)
+    assert len(cache.uses) * 4 <= 400
+    again = cache.take([39] * 30, 29)
+    assert again.length == 29
+    tracks = [cache.take([50 + number] * 30, 0, reserve=56) for number in range(2)]
+    with pytest.raises(CacheFull, match="holds 200 tokens, too few for 4 sequences"):
+        cache.take([60] * 30, 0, reserve=100)
+    with pytest.raises(CacheFull, match="1 sequence of up to 300"):
+        pool(limit=200).take([1] * 300, 0)
+    assert len(tracks) == 2
+
+
+def test_a_forward_that_fails_leaves_the_cache_as_it_was(
+    target: OpenVinoTarget, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = text(20)
+    session = opened(target, tokens)
+
+    def broken(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target.model, "forward", broken)
+        with pytest.raises(KeyboardInterrupt):
+            target.step([session], [TokenTree.chain(tokens[-1], list(range(40)))])
+    assert session.track.pending == 0
+    close(target.step([session], [TokenTree.root(tokens[-1])])[0].logits[0], reference(tokens)[-1])
+    session.close()
+
+
+# Windows
+
+
+@pytest.mark.parametrize("window", [pytest.param(9, marks=pytest.mark.slow), 700])
+def test_sliding_windows(window: int, tmp_path: Path) -> None:
+    """Chains reach beyond a window, trees do not, since OpenVINO counts it by rows."""
+    torch.manual_seed(1)
+    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window)).eval()
+    target = folder.load(saved(model, tmp_path), OpenVinoOptions(n_threads=1))
+    assert ("tree" in target.info.capabilities) == (window > 512)
+    tokens = text(window + 60)
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0].numpy()
+    session = opened(target, tokens[:-20])
+    close(target.step([session], [TokenTree.chain(tokens[-21], tokens[-20:-1])])[0].logits, expected[-21:-1])
+    if window > 512:
+        assert target.max_leaves == 1
+        with pytest.raises(BadParameter, match="beyond the sliding window"):
+            target.step([session], [TokenTree([1, 2, 3], [-1, 0, 0])])
+        session.close()
+        session = opened(target, tokens[:100])
+        assert target.max_leaves > 1
+        tree = TokenTree([tokens[99], 3, tokens[100], tokens[101]], [-1, 0, 0, 2])
+        close(target.step([session], [tree])[0].logits[[0, 2, 3]], expected[99:102])
+    session.close()
+
+
+# Loading
+
+
+def test_an_llm_of_a_folder(exported: Path, llama: Any) -> None:
+    theirs = LLM(llama, drafter="plain")
+    with LLM(str(exported), n_threads=1) as ours:
+        for options in ({}, {"temperature": 1.0, "seed": 3}, {"top_p": 0.8, "temperature": 0.7, "seed": 1}):
+            prompts = [text(9, seed) for seed in range(3)]
+            for drafter in ("auto", "lookahead", "recycling"):
+                found = ours.generate(prompts, max_new_tokens=60, drafter=drafter, **options)
+                expected = theirs.generate(prompts, max_new_tokens=60, **options)
+                assert [each.tokens for each in found] == [each.tokens for each in expected]
+        with pytest.raises(ContextOverflow):
+            ours.generate(text(2000))
+    assert loading.engine_of(str(exported)) == "openvino"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_ctx": 512}, "n_ctx can be set for a GGUF file only"),
+        ({"precision": "f8"}, "precision='f8' is not possible"),
+        ({"cache_type": "q8_0"}, "cache_type='q8_0' is not possible"),
+        ({"n_threads": 0}, "n_threads=0 is not possible"),
+        ({"weights": "int8"}, "is exported already"),
+        ({"dtype": "float32"}, "dtype='float32' is not possible with OpenVINO"),
+        ({"device": "cuda"}, "device='cuda' is not possible with OpenVINO"),
+        ({"engine": "llama.cpp"}, "engine='llama.cpp' cannot compute"),
+        ({"engine": "wobble"}, "engine='wobble' is not possible"),
+        ({"cache_tokens": 1}, "cache_tokens=1 is not possible"),
+    ],
+)
+def test_what_is_impossible_is_refused_by_name(exported: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadParameter, match=message):
+        LLM(str(exported), **options)
+
+
+def test_broken_folders(exported: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+
+    def copy() -> Path:
+        shutil.rmtree(broken, ignore_errors=True)
+        return Path(shutil.copytree(exported, broken))
+
+    def refused(message: str) -> None:
+        with pytest.raises(LeapaheadError, match=message) as found:
+            LLM(str(broken))
+        assert "\n" not in str(found.value)
+
+    (copy() / "openvino_model.xml").write_text("<net>")
+    refused("cannot be read")
+    (copy() / "openvino_model.bin").unlink()
+    refused("cannot be read")
+    file = copy() / "openvino_model.bin"
+    file.write_bytes(file.read_bytes()[:1000])
+    refused("cannot be read")
+    (copy() / "config.json").write_text("{")
+    refused("config.json' cannot be read")
+    (copy() / "config.json").write_text("[]")
+    refused("is not a configuration")
+    config = json.loads((exported / "config.json").read_text())
+    kinds = {**config, "layer_types": ["linear_attention", "full_attention"]}
+    (copy() / "config.json").write_text(json.dumps(kinds))
+    refused("layers of the kind linear_attention")
+    window = {**config, "layer_types": ["sliding_attention"] * 3, "sliding_window": 8}
+    (copy() / "config.json").write_text(json.dumps(window))
+    refused("has 2 attention layers and its config.json describes 3")
+    copy()
+    for file in broken.glob("*.json"):
+        file.unlink()
+    assert LLM(str(broken)).target.info.context_length == folder.USUAL_LENGTH
+
+
+def test_a_full_cache_delays_or_refuses(exported: Path) -> None:
+    with LLM(str(exported), n_threads=1, cache_tokens=150) as llm:
+        prompts = [text(40, seed) for seed in range(4)]
+        together = llm.generate(prompts, max_new_tokens=30)
+        assert [each.tokens for each in together] == [llm.generate(p, max_new_tokens=30).tokens for p in prompts]
+        with pytest.raises(LeapaheadError, match="the cache holds 150 tokens"):
+            llm.generate(text(200), max_new_tokens=1)
+
+
+def test_the_weights_digest_tells_models_apart(exported: Path, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    other = saved(LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), tmp_path)
+    digests = {folder.load(each, OpenVinoOptions(n_threads=1)).weights_digest() for each in (exported, other)}
+    assert len(digests) == 2
+    assert "" not in digests
+
+
+def test_greedy_is_greedy(target: OpenVinoTarget, reference: Reference) -> None:
+    session = opened(target, text(9))
+    choice = target.step([session], [TokenTree.root(session.tokens[-1])])[0][0]
+    assert choice == int(reference(text(9))[-1].argmax())
+    assert session.sampler.params == GREEDY
+    session.close()
