@@ -33,7 +33,7 @@ demo-openvino: $(WITH_OPENVINO)
 # At most five minutes on two cores once installed; what is slow and rarely fails runs in test-all only.
 test: lint types tests
 
-test-all: lint types docs
+test-all: lint types docs $(WITH_OPENVINO)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 lint: $(INSTALLED)

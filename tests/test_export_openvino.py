@@ -27,6 +27,7 @@ genai = pytest.importorskip("openvino_genai")
 pytest.importorskip("openvino_tokenizers")
 pytest.importorskip("nncf")
 graph_module = pytest.importorskip("leapahead.models.openvino.graph")
+paged_attention_transformation = pytest.importorskip("openvino._offline_transformations").paged_attention_transformation
 
 PROMPT = "def add(a, b):\n    return"
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
@@ -81,6 +82,39 @@ def logits(folder: Path, tokens: Any, chunks: tuple[int, ...]) -> Any:
         found.append(request.get_tensor("logits").data.copy())
         begin = end
     return np.concatenate(found, axis=1)
+
+
+def paged_logits(graph: Any, tokens: Any, chunks: tuple[int, ...]) -> Any:
+    """The same of one sequence, tokens [n], by OpenVINO's paged attention."""
+    paged = graph.clone()
+    paged_attention_transformation(paged, allow_qq_bias=True)
+    compiled = ov.Core().compile_model(paged, "CPU", EXACT)
+    request = compiled.create_infer_request()
+    block = 32
+    blocks = -(-len(tokens) // block)
+    for port in compiled.inputs:
+        if "cache." in port.get_any_name():
+            shape = [blocks, *(port.get_partial_shape()[axis].get_length() for axis in (1, 2, 3))]
+            request.set_tensor(port.get_any_name(), ov.Tensor(port.get_element_type(), ov.Shape(shape)))
+    found, begin = [], 0
+    for chunk in chunks:
+        inputs = {
+            "input_ids": tokens[begin : begin + chunk],
+            "position_ids": np.arange(begin, begin + chunk),
+            "max_context_len": np.array(begin + chunk, np.int32),
+            "past_lens": np.array([begin], np.int32),
+            "subsequence_begins": np.array([0, chunk], np.int32),
+            "block_indices_begins": np.array([0, blocks], np.int32),
+            "block_indices": np.arange(blocks, dtype=np.int32),
+            "qq_bias": np.zeros(0, np.uint8),
+            "qq_bias_begins": np.zeros(2, np.int32),
+        }
+        for name, value in inputs.items():
+            request.set_tensor(name, ov.Tensor(value))
+        request.infer()
+        found.append(request.get_output_tensor(0).data.reshape(chunk, -1).copy())
+        begin += chunk
+    return np.concatenate(found)
 
 
 def greedy(folder: Path, count: int = 24) -> str:
@@ -162,7 +196,9 @@ def test_quantised_weights(weights: str, bits: int, tmp_path: Path) -> None:
     text = greedy(written.path)
     assert text.isascii()
     assert len(text) > 10
-    assert graph_module.lacks_paged_attention(ov.Core().read_model(written.path / "openvino_model.xml")) == ""
+    graph = ov.Core().read_model(written.path / "openvino_model.xml")
+    assert graph_module.lacks_paged_attention(graph) == ""
+    assert graph.get_rt_info(graph_module.CONTEXT_LENGTH).astype(str) == "2048"
 
 
 # ------------------------------------------------------------------------------------------------------- the graph
@@ -188,6 +224,23 @@ def test_a_graph_that_computes_something_else_is_refused(monkeypatch: pytest.Mon
         graph_module.convert(BY_NAME["mistral"].build())
 
 
+@pytest.mark.parametrize("name", [pytest.param("mistral", marks=pytest.mark.slow), "gemma3"])
+def test_windows_are_those_of_paged_attention_too(name: str) -> None:
+    model = BY_NAME[name].build()
+    graph = graph_module.convert(model)
+    assert graph.get_rt_info(graph_module.CONTEXT_LENGTH).astype(str) == "256"
+    _assert_paged(model, graph, 40)
+
+
+def _assert_paged(model: Any, graph: Any, size: int) -> None:
+    """The logits of paged attention over `size` tokens, read in four chunks, are the model's."""
+    tokens = np.random.default_rng(3).integers(0, model.config.get_text_config().vocab_size, size)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    found = paged_logits(graph, tokens, (size - 6, 2, 3, 1))
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -196,7 +249,10 @@ def test_families(architecture: Architecture, dtype: torch.dtype) -> None:
     recurrent = architecture.expect in ("replay", "plain") and architecture.name != "deepseek_v32"
     reason = "recurrent layers" if recurrent else REFUSED.get(architecture.name)
     if reason is None:
-        graph_module.convert(model)
+        graph = graph_module.convert(model)  # is compared with the model; its paged attention is not
+        if dtype == torch.float32:
+            size = 8 if architecture.name == "llama4" else 40  # paged attention has no chunks
+            _assert_paged(model, graph, size)
     else:
         with pytest.raises(Refused, match=reason):
             graph_module.convert(model)

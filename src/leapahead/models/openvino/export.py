@@ -165,7 +165,7 @@ def _write(
 ) -> tuple[int, str]:
     """Writes all files into `folder`; returns the size of the weights, and why there is no tokenizer."""
     from leapahead.models.openvino import graph as conversion
-    from leapahead.models.transformers import families, pretrained
+    from leapahead.models.transformers import pretrained
 
     def stage(what: str) -> None:
         report(what, STAGES.index(what), len(STAGES))
@@ -181,7 +181,6 @@ def _write(
     stage("compressing")
     if weights in ("int8", "int4"):
         graph = _compressed(graph, weights)
-    graph.set_rt_info(str(families.context_length(families.text_config(module))), ["leapahead", "context_length"])
     graph.set_rt_info(weights, ["leapahead", "weights"])
     stage("writing")
     _save(graph, folder / MODEL)

@@ -36,6 +36,8 @@ CHUNKS = (11, 3, 1)  # tokens of each forward of the comparison
 TOLERANCE = 1e-3  # greatest difference of two logits, in parts of the greatest logit
 BATCH, PAST, NEW = 2, 3, 2  # of the traced forward; sizes that differ, since the converter may keep equal ones as one
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+CONTEXT_LENGTH = ["leapahead", "context_length"]  # of a graph's runtime information: tokens of the longest sequence
+WINDOW_INPUT = 10  # of the operation PagedAttentionExtension
 EXPERTS = "batched_mm"  # the implementation of experts whose operations do not depend on the routing
 
 
@@ -53,9 +55,10 @@ def convert(model: Any) -> Any:
             such that it gives the model's own logits.
     """
     patterns = _patterns(model)
+    config = families.text_config(model)
     with _quiet(), torch.no_grad():
         _widen(model)
-        if families.text_config(model)._experts_implementation not in (None, EXPERTS):
+        if config._experts_implementation not in (None, EXPERTS):
             model.set_experts_implementation(EXPERTS)
         try:
             graph = _traced(model, patterns)
@@ -64,6 +67,12 @@ def convert(model: Any) -> Any:
         except Exception as error:  # of the family's own code or of the converter, which raise errors of all kinds
             raise _refusal(model, f"OpenVINO cannot convert it ({last_line(error)})") from error
         _compare(model, graph)
+    windows = any(pattern.window is not None for pattern in patterns.values())
+    if reason := lacks_paged_attention(graph, windows):
+        raise _refusal(model, f"it cannot be given paged attention ({reason})")
+    chunks = (pattern.chunk for pattern in patterns.values() if pattern.chunk is not None)
+    length = min([families.context_length(config), *chunks])  # paged attention has no chunks
+    graph.set_rt_info(str(length), CONTEXT_LENGTH)
     return graph
 
 
@@ -127,18 +136,25 @@ class Stateless(torch.nn.Module):
         return (output.logits, *(each for layer in cache.layers for each in (layer.keys, layer.values)))
 
     def masks(self, new: Any, attention_mask: Tensor) -> Tensor | dict[str, Tensor]:
-        """bool [batch, 1, new, past + new] per pattern; one tensor if there is but one pattern."""
-        end = attention_mask.shape[1]
-        there = torch.arange(end)[None]
-        here = torch.arange(end - new, end)[:, None]
+        """Additive, [batch, 1, new, past + new] per pattern; one tensor if there is but one pattern.
+
+        The transformation to paged attention drops masks, but for a window that it recognises by these operations in
+        this order: a comparison with a sum, four conjunctions, a broadcast, a choice of two numbers, and a slice.
+        """
+        batch, end = attention_mask.shape
+        there = torch.arange(end)[None, None, None]
+        here = torch.arange(end - new, end)[None, None, :, None]
         masks = {}
         for name, pattern in self.patterns.items():
-            visible = there <= here
+            visible = torch.ones((), dtype=torch.bool)
             if pattern.window is not None:
-                visible = visible & (here - there < pattern.window)
-            if pattern.chunk is not None:
-                visible = visible & (here // pattern.chunk == there // pattern.chunk)
-            masks[name] = visible[None, None] & (attention_mask[:, None, None] > 0)
+                visible = visible & (there > here + -pattern.window)
+            visible = (attention_mask[:, None, None] > 0) & (visible & (there <= here))
+            visible = visible & (
+                there >= 0 if pattern.chunk is None else here // pattern.chunk == there // pattern.chunk
+            )
+            hidden = torch.finfo(torch.float32).min
+            masks[name] = torch.where(visible.expand(batch, -1, -1, -1), 0.0, hidden)[..., :end]
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
@@ -202,10 +218,12 @@ def _begin_empty(graph: Any) -> None:
     graph.validate_nodes_and_infer_types()
 
 
-def lacks_paged_attention(graph: Any) -> str:
+def lacks_paged_attention(graph: Any, windows: bool = False) -> str:
     """Why OpenVINO's transformation to paged attention cannot be applied to the graph; "" where it can.
 
-    The graph is not changed.
+    Args:
+        graph: is not changed.
+        windows: whether some layers have a sliding window.
     """
     copy = graph.clone()
     try:
@@ -214,11 +232,20 @@ def lacks_paged_attention(graph: Any) -> str:
         return last_line(error)
     names = {port.get_any_name() for port in copy.inputs}
     types = [node.get_type_name() for node in copy.get_ops()]
+    attention = [node for node in copy.get_ops() if node.get_type_name() == "PagedAttentionExtension"]
     if left := sorted(names & {"attention_mask", "beam_idx"}):
         return f"the transformation leaves the inputs {', '.join(left)}"
-    if "ScaledDotProductAttention" in types or "PagedAttentionExtension" not in types:
+    if "ScaledDotProductAttention" in types or not attention:
         return "the transformation finds no attention that it knows"
+    if windows != any(_has_window(node) for node in attention):
+        return "the transformation does not know its sliding windows"
     return ""
+
+
+def _has_window(attention: Any) -> bool:
+    """Whether a node of paged attention has a sliding window: a constant 0 stands for none."""
+    window = attention.input_value(WINDOW_INPUT).get_node()
+    return window.get_type_name() != "Constant" or bool(window.data.any())
 
 
 def last_line(error: BaseException) -> str:
@@ -234,7 +261,7 @@ def _compare(model: Any, graph: Any) -> None:
     """Compares the logits of a short text, read in several chunks, with those of a forward of the model.
 
     Raises:
-        Refused: they differ, or the graph cannot be transformed to paged attention.
+        Refused: they differ.
     """
     vocabulary = families.text_config(model).vocab_size
     tokens = np.random.default_rng(0).integers(0, vocabulary, (1, sum(CHUNKS)))
@@ -247,8 +274,6 @@ def _compare(model: Any, graph: Any) -> None:
     if not difference < TOLERANCE:
         reason = f"the logits of the converted model differ from its own by {difference:.1g} of the greatest"
         raise _refusal(model, reason)
-    if reason := lacks_paged_attention(graph):
-        raise _refusal(model, f"it cannot be given paged attention ({reason})")
 
 
 def _logits(graph: Any, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.float32]]:
