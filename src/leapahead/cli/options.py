@@ -65,6 +65,13 @@ MODEL: tuple[Option, ...] = (
     ),
     TRUST_REMOTE_CODE,
     option(
+        "--exact",
+        is_flag=True,
+        group=MODEL_GROUP,
+        help="Compute the same bits whatever is drafted or decoded together, so that no rounding changes a text. Steps "
+        "take longer.",
+    ),
+    option(
         "-c",
         "--ctx-size",
         "n_ctx",
@@ -298,7 +305,7 @@ def all_of(*groups: Sequence[Option]) -> Callable[[Decorated], Decorated]:
 
 def model_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `loading.load` and `LLM`, removed from a command's values; GGUF options only where given."""
-    found = {name: values.pop(name) for name in ("model", "dtype", "device", "trust_remote_code")}
+    found = {name: values.pop(name) for name in ("model", "dtype", "device", "trust_remote_code", "exact")}
     backend = {name: values.pop(name) for name in LLAMA_CPP_OPTIONS if name in values}
     if backend["flash_attn"] is not None:
         backend["flash_attn"] = backend["flash_attn"] == "on"

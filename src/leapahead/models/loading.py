@@ -42,6 +42,7 @@ def load(
     device: str = "auto",
     trust_remote_code: bool = False,
     cache_tokens: int | None = None,
+    exact: bool = False,
     **llama_cpp_options: Any,
 ) -> Loaded:
     """Loads a target.
@@ -53,6 +54,7 @@ def load(
         trust_remote_code: whether Python code that comes with the model may run.
         cache_tokens: of a Transformers model, the size of its KV cache, see `TransformersTarget`; by default what fits
             in the free memory. The cache of a GGUF file has `n_ctx` tokens.
+        exact: whether a token's logits must be the same bits with every draft, batch and schedule.
         llama_cpp_options: for a GGUF file, see `LlamaCppOptions`.
 
     Raises:
@@ -70,7 +72,7 @@ def load(
             f"cache_tokens={cache_tokens} is for Transformers models that are loaded here; set n_ctx for a GGUF file"
         )
     if is_gguf:
-        target, gguf_tokenizer = _gguf(model, dtype, device, llama_cpp_options)
+        target, gguf_tokenizer = _gguf(model, dtype, device, exact, llama_cpp_options)
         found, ends = gguf_tokenizer, gguf_tokenizer.end_token_ids
     elif model is None or isinstance(model, (str, Path)):
         target, found = _pretrained().load(
@@ -80,10 +82,13 @@ def load(
             device=device,
             trust_remote_code=trust_remote_code,
             cache_tokens=cache_tokens,
+            exact=exact,
         )
     elif _is_module(model):
-        target = _module_target(model, cache_tokens)
+        target = _module_target(model, cache_tokens, exact)
     elif isinstance(model, Target):
+        if exact and not model.info.exact:
+            raise BadParameter(f"exact=True is not possible with the target {model.info.name!r}, which is not exact")
         target = model
     else:
         what = "a name, a path, a loaded Transformers model or a leapahead target"
@@ -139,7 +144,7 @@ def _is_module(model: object) -> bool:
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
-def _gguf(path: str | Path, dtype: str, device: str, options: dict[str, Any]) -> Any:
+def _gguf(path: str | Path, dtype: str, device: str, exact: bool, options: dict[str, Any]) -> Any:
     with needing("a GGUF file", "llama-cpp", "llama_cpp"):
         from leapahead.models.llama_cpp import model
     if dtype != "auto":
@@ -150,13 +155,15 @@ def _gguf(path: str | Path, dtype: str, device: str, options: dict[str, Any]) ->
         options = {"n_gpu_layers": 0, **options}
     if unknown := [name for name in options if name not in LLAMA_CPP_OPTIONS]:
         raise BadParameter(f"there is no option {unknown[0]!r}; there are {', '.join(LLAMA_CPP_OPTIONS)}")
+    if exact:
+        raise Refused(f"exact mode is not possible with {path} under llama.cpp; load the model with Transformers")
     return model.load(path, LlamaCppOptions(**options))
 
 
-def _module_target(model: Any, cache_tokens: int | None) -> Target:
+def _module_target(model: Any, cache_tokens: int | None, exact: bool) -> Target:
     with needing("this model", "transformers", "torch", "transformers", "safetensors"):
         from leapahead.models.transformers import model as backend
-    target: Target = backend.TransformersTarget(model, cache_tokens=cache_tokens)
+    target: Target = backend.TransformersTarget(model, cache_tokens=cache_tokens, exact=exact)
     return target
 
 

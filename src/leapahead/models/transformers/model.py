@@ -36,9 +36,11 @@ from leapahead.models.base import (
 from leapahead.models.captured import TopK, TopKRows
 from leapahead.models.choices import Choices, PromptRows, best
 from leapahead.models.transformers import executors, families, require_version, selftest, weights
+from leapahead.models.transformers.exact import ExactExecutor
 from leapahead.models.transformers.forward import (
     CachedExecutor,
     CachedState,
+    Executor,
     Layers,
     MaskedExecutor,
     Outputs,
@@ -47,6 +49,7 @@ from leapahead.models.transformers.forward import (
 from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
 from leapahead.models.transformers.memory import free_bytes, out_of_memory_in
 from leapahead.models.transformers.replay import ReplayExecutor
+from leapahead.models.transformers.twin import twin
 
 NODES = 512  # slots for the nodes of a step, behind a sequence that fills the context
 # The part of the free memory that the cache may take by default; the rest is for activations and for other programs.
@@ -92,6 +95,7 @@ class TransformersTarget:
             by default on accelerators.
         hidden_states: whether hidden states may be captured, which is tested.
         exclusive: whether nobody else runs the model, whose attention may be replaced then (`grouped`).
+        exact: compute every token's logits with the same bits, whatever is decoded beside it (`exact`).
 
     Attributes:
         executor: how the model is run.
@@ -111,6 +115,7 @@ class TransformersTarget:
         eager_choice: bool | None = None,
         hidden_states: bool = True,
         exclusive: bool = False,
+        exact: bool = False,
     ) -> None:
         require_version(transformers.__version__)
         if cache_tokens is not None and (not is_whole(cache_tokens) or cache_tokens < 2):
@@ -131,11 +136,17 @@ class TransformersTarget:
             self.context_length = families.context_length(self.config)
             self._ids = _ordinary_ids(model.config, self.config, vocab_size)
             usual_length = min(self.context_length + NODES, UNLIMITED)
-            every = executors.executors(model, exclusive, usual_length)
-            self.executor, self.refusals = executors.tested(model, self._name, self._ids, every)
+            self.executor: Executor
+            self.refusals: dict[str, str] = {}
+            if exact:
+                own = model if exclusive else twin(model)
+                self.executor = executors.tested_exact(own, self._name, self._ids, usual_length)
+            else:
+                every = executors.executors(model, exclusive, usual_length)
+                self.executor, self.refusals = executors.tested(model, self._name, self._ids, every)
             layers: Layers = ()
             hidden_size = 0
-            if hidden_states and isinstance(self.executor, CachedExecutor):
+            if hidden_states and isinstance(self.executor, CachedExecutor) and not exact:
                 layers, hidden_size, refusal = executors.tested_layers(model, self._ids, self.executor)
                 self.refusals.update({HIDDEN: refusal} if refusal else {})
         self.info = TargetInfo(
@@ -144,12 +155,15 @@ class TransformersTarget:
             context_length=self.context_length,
             precision=torch.finfo(model.dtype).eps,  # the logits may have been widened
             capabilities=self.executor.capabilities | ({HIDDEN} if layers else frozenset()),
-            fingerprint=families.fingerprint(model, self.device),
+            fingerprint=families.fingerprint(model, self.device) + " exact" * exact,
             padded=isinstance(self.executor, MaskedExecutor) and self.executor.pads,
             replays=isinstance(self.executor, ReplayExecutor),
             layers=max(0, len(layers) - 1),
             hidden_size=hidden_size,
+            exact=exact,
         )
+        if isinstance(self.executor, ExactExecutor):
+            self.max_nodes = self.executor.step_rows
         if isinstance(self.executor, CachedExecutor):
             self.executor.cache.limit = cache_tokens or self._usual_tokens(self.executor.cache)
         self.executor.forget()  # the entries of the test
@@ -176,6 +190,8 @@ class TransformersTarget:
     def prefill(self, session: TransformersSession, max_tokens: int) -> PromptRows | None:
         start, last = session.state.length, len(session.tokens) - 1
         end = min(start + max_tokens, last)
+        if isinstance(self.executor, ExactExecutor):
+            end = min(self.executor.chunk_end(start), last)
         assert end > start, "the prompt is read already"
         # Committed tokens that must be read again, after an interrupt, were captured before.
         capture = session.capture if len(session.tokens) == session.sampler.prompt_length else NOTHING
