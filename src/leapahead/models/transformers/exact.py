@@ -88,7 +88,7 @@ class ExactExecutor(CachedExecutor):
         self.patterns = patterns
         self._visible = {name: Visible(each.window, each.chunk) for name, each in patterns.items()}
         self._dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-        if _has_experts(model) and not model._can_set_experts_implementation():
+        if _has_experts(text_config(model).to_dict()) and not model._can_set_experts_implementation():
             raise Refused("its experts are computed by the number of tokens that go to each of them")
 
     def another(self, model: Any) -> ExactExecutor:
@@ -195,7 +195,11 @@ class ExactExecutor(CachedExecutor):
             )
 
 
-def _has_experts(model: Any) -> bool:
-    """Whether layers choose among experts for each token."""
-    values = text_config(model).to_dict()
-    return any("experts" in name and isinstance(value, int) and value > 1 for name, value in values.items())
+def _has_experts(values: Mapping[str, Any]) -> bool:
+    """Whether layers choose among experts for each token, by the values of a configuration and of those inside it."""
+    return any(
+        _has_experts(value)
+        if isinstance(value, Mapping)
+        else "experts" in str(name) and isinstance(value, int) and value > 1
+        for name, value in values.items()
+    )

@@ -157,7 +157,10 @@ def tested_exact(model: Any, name: str, ids: IntArray, usual_length: int) -> Exa
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise Refused(f"{name} cannot be decoded in exact mode ({first_line(error)}); leave out exact") from error
+        what = first_line(error)
+        if not isinstance(error, LeapaheadError):
+            what = f"its layers do not work with the attention of exact mode: {type(error).__name__}: {what}"
+        raise Refused(f"{name} cannot be decoded in exact mode ({what}); leave out exact") from error
     return executor
 
 

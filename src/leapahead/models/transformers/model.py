@@ -135,15 +135,7 @@ class TransformersTarget:
             self.device, vocab_size = logits.device, logits.shape[-1]
             self.context_length = families.context_length(self.config)
             self._ids = _ordinary_ids(model.config, self.config, vocab_size)
-            usual_length = min(self.context_length + NODES, UNLIMITED)
-            self.executor: Executor
-            self.refusals: dict[str, str] = {}
-            if exact:
-                own = model if exclusive else twin(model)
-                self.executor = executors.tested_exact(own, self._name, self._ids, usual_length)
-            else:
-                every = executors.executors(model, exclusive, usual_length)
-                self.executor, self.refusals = executors.tested(model, self._name, self._ids, every)
+            self.executor, self.refusals = self._tested_executor(exclusive, exact)
             layers: Layers = ()
             hidden_size = 0
             if hidden_states and isinstance(self.executor, CachedExecutor) and not exact:
@@ -327,6 +319,15 @@ class TransformersTarget:
         if logits.isnan().any() or logits.isposinf().any():
             raise BadLogits(f"{self._name} gives NaN or infinite logits for a single token; try dtype float32")
         return logits
+
+    def _tested_executor(self, exclusive: bool, exact: bool) -> tuple[Executor, dict[str, str]]:
+        """The executor, and what the model cannot do."""
+        usual_length = min(self.context_length + NODES, UNLIMITED)
+        if exact:
+            own = self.model if exclusive else twin(self.model)
+            return executors.tested_exact(own, self._name, self._ids, usual_length), {}
+        every = executors.executors(self.model, exclusive, usual_length)
+        return executors.tested(self.model, self._name, self._ids, every)
 
     def _usual_tokens(self, cache: KVCache) -> int:
         """How many tokens fit in the cache's part of the free memory."""

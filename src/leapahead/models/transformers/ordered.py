@@ -38,7 +38,7 @@ from leapahead.core.tree import TokenTree
 
 NAME = "leapahead_ordered"
 BLOCK = 128  # positions
-OTHER_OPTIONS = ("position_bias", "softcap", "cache", "s_aux")  # with which the attention is something else
+OTHER_OPTIONS = ("position_bias", "cache", "s_aux")  # with which the attention is something else
 
 
 class Visible(NamedTuple):
@@ -106,13 +106,14 @@ class Part(NamedTuple):
         masks = {name: _mask(here, end, pattern, dtype) for name, pattern in patterns.items()}
         return cls(batch, rows, begin, end, paths, torch.from_numpy(path_of) if len(paths) > 1 else None, masks)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, softcap: float | None = None) -> Tensor:
         """The attention of this part's rows; other rows of the result mean nothing.
 
         Args:
             query: float [key heads, heads of a key head * rows, dim], scaled.
             keys, values: float [key heads, slots, dim], of this sequence.
             mask: float [rows, end].
+            softcap: keeps scores between this and its negative.
 
         Returns:
             float [key heads, heads of a key head * rows, value dim].
@@ -123,6 +124,8 @@ class Part(NamedTuple):
         ends = range(0, self.end - self.begin, BLOCK)
         found = [torch.cat([torch.bmm(query, key[:, at : at + BLOCK].mT) for at in ends], -1) for key, _ in tails]
         scores = torch.cat([*shared, self._own(found)], -1).view(heads, -1, len(mask), self.end)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
         weights = torch.softmax(scores + mask, -1).view(heads, -1, self.end)
         output = query.new_zeros(heads, query.shape[1], values.shape[2])
         for at in range(0, self.begin, BLOCK):
@@ -204,6 +207,7 @@ def forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer, with the interface of Transformers' own functions.
@@ -234,7 +238,7 @@ def forward(
     scaled = scaled.reshape(shared, heads // shared * rows, dim)
     output = query.new_empty(rows, heads, value.shape[3])
     for part in under_way.parts:
-        found = part.attend(scaled, key[part.batch], value[part.batch], part.masks[name])
+        found = part.attend(scaled, key[part.batch], value[part.batch], part.masks[name], softcap)
         output[part.rows] = found.view(heads, rows, -1).transpose(0, 1)[part.rows].to(query.dtype)
     return output[None], None
 
