@@ -146,6 +146,7 @@ def _is_module(model: object) -> bool:
 
 def _gguf(path: str | Path, dtype: str, device: str, exact: bool, options: dict[str, Any]) -> Any:
     with needing("a GGUF file", "llama-cpp", "llama_cpp"):
+        from leapahead.models.llama_cpp import exact as exact_mode
         from leapahead.models.llama_cpp import model
     if dtype != "auto":
         raise BadParameter(f"dtype={dtype!r} is not possible with a GGUF file, which has its own; export it as another")
@@ -155,9 +156,8 @@ def _gguf(path: str | Path, dtype: str, device: str, exact: bool, options: dict[
         options = {"n_gpu_layers": 0, **options}
     if unknown := [name for name in options if name not in LLAMA_CPP_OPTIONS]:
         raise BadParameter(f"there is no option {unknown[0]!r}; there are {', '.join(LLAMA_CPP_OPTIONS)}")
-    if exact:
-        raise Refused(f"exact mode is not possible with {path} under llama.cpp; load the model with Transformers")
-    return model.load(path, LlamaCppOptions(**options))
+    kind = exact_mode.ExactLlamaCppTarget if exact else model.LlamaCppTarget
+    return model.load(path, LlamaCppOptions(**options), kind)
 
 
 def _module_target(model: Any, cache_tokens: int | None, exact: bool) -> Target:
