@@ -163,6 +163,7 @@ class Context:
         usual = "f32" if model.precision == STEPS["f32"] else "f16"
         types = (options.type_k or usual, options.type_v or usual)
         params = _context_params(model, options, types)
+        wanted = params.n_ctx
         if beyond:
             params.kv_unified = False
             params.n_ctx = (params.n_ctx + beyond) * params.n_seq_max
@@ -187,7 +188,7 @@ class Context:
         self.n_step: int = c.llama_n_ubatch(self.pointer) if self.windowed else self.n_batch
         # A context that is longer than what the model was trained with is the user's to choose, as in llama.cpp.
         limited = model.learned_positions or not options.n_ctx
-        longest = int(c.llama_n_ctx_seq(self.pointer)) - beyond
+        longest = wanted if beyond else self.n_ctx
         if limited and model.n_ctx_train:
             longest = min(longest, model.n_ctx_train - (beyond if model.learned_positions else 0))
         self.longest = longest
