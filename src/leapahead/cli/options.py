@@ -47,6 +47,12 @@ MODEL_NAME: Option = option(
 TRUST_REMOTE_CODE: Option = option(
     "--trust-remote-code", is_flag=True, group=MODEL_GROUP, help="Run Python code that comes with the model."
 )
+EXACT: Option = option(
+    "--exact",
+    is_flag=True,
+    group=MODEL_GROUP,
+    help="Compute the same bits whatever is drafted or decoded together, so that no rounding changes a text; slower.",
+)
 MODEL: tuple[Option, ...] = (
     MODEL_NAME,
     option(
@@ -64,13 +70,7 @@ MODEL: tuple[Option, ...] = (
         help="cpu, cuda, cuda:1, mps, ..., or auto: an accelerator if there is one.",
     ),
     TRUST_REMOTE_CODE,
-    option(
-        "--exact",
-        is_flag=True,
-        group=MODEL_GROUP,
-        help="Compute the same bits whatever is drafted or decoded together, so that no rounding changes a text. Steps "
-        "take longer.",
-    ),
+    EXACT,
     option(
         "-c",
         "--ctx-size",
