@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import GREEDY
+from test_exact import differing, prompts_of
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from leapahead import LLM, SamplingParams
@@ -313,7 +314,7 @@ def test_sliding_windows(window: int, tmp_path: Path) -> None:
     close(target.step([session], [TokenTree.chain(tokens[-21], tokens[-20:-1])])[0].logits, expected[-21:-1])
     if window > 512:
         assert target.max_leaves == 1
-        with pytest.raises(BadParameter, match="beyond the sliding window"):
+        with pytest.raises(BadParameter, match="has a sliding window of 700 tokens"):
             target.step([session], [TokenTree([1, 2, 3], [-1, 0, 0])])
         session.close()
         session = opened(target, tokens[:100])
@@ -321,6 +322,37 @@ def test_sliding_windows(window: int, tmp_path: Path) -> None:
         tree = TokenTree([tokens[99], 3, tokens[100], tokens[101]], [-1, 0, 0, 2])
         close(target.step([session], [tree])[0].logits[[0, 2, 3]], expected[99:102])
     session.close()
+
+
+# Exact mode
+
+
+@pytest.fixture(scope="module")
+def half(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In bfloat16, wide enough that a change of the order of sums changes bits."""
+    place = tmp_path_factory.mktemp("half")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        config = LlamaConfig(**{**SIZES, "hidden_size": 128, "intermediate_size": 320, "vocab_size": 120})
+        LlamaForCausalLM(config).save_pretrained(place / "model")
+    return export(place / "model", place / "exported", "bf16").path
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_exact_mode_gives_the_same_bits(half: Path, batch: int) -> None:
+    target = folder.load(half, OpenVinoOptions(n_threads=1), exact=True)
+    assert target.info.exact
+    assert target.max_leaves == 1
+    for seed in range(3):
+        assert differing(target, prompts_of([5, 31, 40, 100]), batch, seed) == 0
+    with pytest.raises(BadParameter, match="takes chains only"):
+        target.step([opened(target, [1, 2])], [TokenTree([2, 3, 4], [-1, 0, 0])])
+
+
+def test_mutation_single_tokens_that_are_not_padded(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpenVinoTarget, "_padded", lambda self, part: part)
+    with pytest.raises(Refused, match="not those of plain decoding bit for bit"):
+        folder.load(half, OpenVinoOptions(n_threads=1), exact=True)
 
 
 # Loading

@@ -50,6 +50,7 @@ class LLM:
         max_batch: greatest number of sequences decoded together; further prompts join as others end.
         prefill_chunk: see `Engine`.
         cache_tokens: the most tokens in the KV cache, but for GGUF files; by default what fits in half the memory.
+        exact: compute every token's logits with the same bits, whatever is drafted or decoded beside it.
         trust_remote_code: run Python code that comes with the model.
         draft: a smaller model that drafts, for the drafters that take one (`draft_model`, `auto`): a name, a folder, a
             GGUF file, "bundled" for the bundled model's own, or a loaded one; or a list of several. Its tokenizer must
@@ -86,6 +87,7 @@ class LLM:
         max_batch: int = 8,
         prefill_chunk: int | None = None,
         cache_tokens: int | None = None,
+        exact: bool = False,
         trust_remote_code: bool = False,
         draft: Any = None,
         drafter_cache: DrafterCache | str | Path | bool = True,
@@ -102,15 +104,11 @@ class LLM:
             tokenizer=tokenizer,
             trust_remote_code=trust_remote_code,
             cache_tokens=cache_tokens,
+            exact=exact,
             **backend,
         )
         self.target, self.tokenizer, self.eos_token_ids = loaded.target, loaded.tokenizer, loaded.eos_token_ids
-        self.engine = Engine(
-            self.target,
-            tokenizer=self.tokenizer,
-            max_batch=max_batch,
-            prefill_chunk=prefill_chunk,
-        )
+        self.engine = Engine(self.target, tokenizer=self.tokenizer, max_batch=max_batch, prefill_chunk=prefill_chunk)
         self._draft = {} if draft is None else {"draft": given(draft, **backend)}
         self._drafter = self.engine.drafter(drafter, **options, **self._draft)
         self.drafter_name = self._drafter.name

@@ -4,7 +4,8 @@
     compared    each drafter, in batches
 
 The first difference between two texts is measured (`ties`) and counts as a numeric tie or as a mismatch. Both texts
-then continue from the drafter's text, its differing token included, so that the rest is compared as well.
+then continue from the drafter's text, its differing token included, so that the rest is compared as well. On an exact
+target (`TargetInfo.exact`) there are no ties: every difference is a mismatch.
 """
 
 from __future__ import annotations
@@ -266,6 +267,8 @@ class _Checker:
             pair = (expected[at] if at < len(expected) else None, tokens[at] if at < len(tokens) else None)
             return Difference(job.prompt, job.done + at, *pair, float("inf"), 0.0, False)
         pair = (expected[at], tokens[at])
+        if self.engine.target.info.exact:  # nothing rounds differently, so there are no ties
+            return Difference(job.prompt, job.done + at, *pair, float("inf"), 0.0, False)
         target, batch = self.engine.target, self.engine.max_batch
         found: Gap = measure(target, job.tokens, expected[:at], pair, self.sampling, batch)
         return Difference(job.prompt, job.done + at, *pair, gap=found.gap, noise=found.noise, tie=found.tie)

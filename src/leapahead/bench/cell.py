@@ -212,11 +212,14 @@ def groups_of(prompts: Sequence[Any], batch: int) -> list[range]:
 
 
 def tie_on(target: Target) -> Judge:
-    """Judges texts by their first difference. What follows a tie is not compared; `check` does that."""
+    """Judges texts by their first difference. What follows a tie is not compared; `check` does that.
+
+    On an exact target there are no ties.
+    """
 
     def judge(prompt: list[int], expected: list[int], got: list[int], setting: Setting) -> bool:
         at = next((i for i, (e, t) in enumerate(zip(expected, got, strict=False)) if e != t), None)
-        if at is None:  # one text ended where the other, with the same tokens, did not
+        if at is None or target.info.exact:  # one text ended where the other, with the same tokens, did not
             return False
         what = (target, prompt, expected[:at], (expected[at], got[at]), setting.params, setting.batch)
         return measure(*what, thorough=False).tie or measure(*what).tie  # the cheap measurement first

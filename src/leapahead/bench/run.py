@@ -46,6 +46,7 @@ class Plan:
         data: origin of the prompts, for the conditions.
         dtype, device: of models that are not GGUF files.
         threads: of torch and of llama.cpp; None for their defaults.
+        exact: load the models in exact mode.
     """
 
     tasks: Sequence[Task]
@@ -61,6 +62,7 @@ class Plan:
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         names = [configuration.name for configuration in self.configurations] + [peer.label for peer in self.peers]
@@ -103,6 +105,7 @@ class Plan:
             "dtype": self.dtype,
             "device": self.device,
             "threads": self.threads,
+            **({"exact": True} if self.exact else {}),
             "figures": "speed-up: median over the rounds of the ratio to plain decoding in the same round, tokens per "
             "second without prefill, after a warm-up; 95 % percentile bootstrap over rounds and prompts. Only the "
             "first turn of conversations. Counters are of one pass over the prompts, forwards of all passes.",
@@ -166,10 +169,10 @@ def load_model(model: str | None, plan: Plan) -> Loaded:
     """Loads a model as the plan says. GGUF files and OpenVINO have their own number of threads; torch's is global."""
     if loading.engine_of(model) != "transformers":
         options: dict[str, Any] = {} if plan.threads is None else {"n_threads": plan.threads}
-        return loading.load(model, device=plan.device, **options)
+        return loading.load(model, device=plan.device, exact=plan.exact, **options)
     if plan.threads is not None:
         _set_torch_threads(plan.threads)
-    return loading.load(model, dtype=plan.dtype, device=plan.device)
+    return loading.load(model, dtype=plan.dtype, device=plan.device, exact=plan.exact)
 
 
 def _entered(plan: Plan, entry: Entry, say: Say, ending: ExitStack) -> tuple[list[Contender], dict[str, str]]:

@@ -20,7 +20,7 @@ from leapahead.bench.cell import PLAIN
 from leapahead.bench.contender import Configuration
 from leapahead.cli import screen
 from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, option
-from leapahead.cli.options import MODEL_GROUP, SHORTHANDS, drafter_arguments
+from leapahead.cli.options import EXACT, MODEL_GROUP, SHORTHANDS, drafter_arguments
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.sampling import SamplingParams
 
@@ -58,6 +58,7 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
 )
 @option("--dtype", default="auto", metavar="DTYPE", group=MODEL_GROUP, help="As of `generate`; not for GGUF files.")
 @option("--device", default="auto", metavar="DEVICE", group=MODEL_GROUP, help="cpu, cuda, mps, or the best available.")
+@EXACT
 @option(
     "--threads",
     type=click.IntRange(min=1),

@@ -81,8 +81,8 @@ def check(
     """Compare every drafter's text with that of plain decoding, token for token.
 
     The exit code is 1 on any mismatch. A difference counts as a numeric tie, and not as a mismatch, only where the
-    logits of the two tokens are closer than the rounding error measured at that position. Ctrl-C shows the drafters
-    that are finished.
+    logits of the two tokens are closer than the rounding error measured at that position. With --exact there are no
+    ties. Ctrl-C shows the drafters that are finished.
     """
     texts = prompts.read(file) if file is not None else list(prompts.BUNDLED)
     options = drafter_arguments(values, names or registry.ready())

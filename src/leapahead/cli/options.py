@@ -35,6 +35,12 @@ MODEL_NAME: Option = option(
 TRUST_REMOTE_CODE: Option = option(
     "--trust-remote-code", is_flag=True, group=MODEL_GROUP, help="Run Python code that comes with the model."
 )
+EXACT: Option = option(
+    "--exact",
+    is_flag=True,
+    group=MODEL_GROUP,
+    help="Compute the same bits whatever is drafted or decoded together, so that no rounding changes a text; slower.",
+)
 MODEL: tuple[Option, ...] = (
     MODEL_NAME,
     option(
@@ -60,6 +66,7 @@ MODEL: tuple[Option, ...] = (
         help="cpu, cuda, cuda:1, mps, ..., or auto: an accelerator if there is one.",
     ),
     TRUST_REMOTE_CODE,
+    EXACT,
     option(
         "-c",
         "--ctx-size",
@@ -315,7 +322,7 @@ def all_of(*groups: Sequence[Option]) -> Callable[[Decorated], Decorated]:
 
 def model_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `loading.load` and `LLM`, removed from a command's values; an engine's only where given."""
-    found = {name: values.pop(name) for name in ("model", "engine", "dtype", "device", "trust_remote_code")}
+    found = {name: values.pop(name) for name in ("model", "engine", "dtype", "device", "trust_remote_code", "exact")}
     backend = {name: values.pop(name) for name in ENGINE_OPTIONS if name in values}
     if backend["flash_attn"] is not None:
         backend["flash_attn"] = backend["flash_attn"] == "on"

@@ -91,6 +91,8 @@ class TargetInfo:
             the committed tokens are read again at the head of the next forward (`Session.replay`).
         layers: number of layers; `Capture.hidden` names them up to this.
         hidden_size: width of one hidden state.
+        exact: whether a token's logits are the same bits with every draft, batch and schedule. Steps then take a fixed
+            number of rows, so that all trees of up to `max_nodes` nodes cost the same.
     """
 
     name: str
@@ -103,6 +105,7 @@ class TargetInfo:
     replays: bool = False
     layers: int = 0
     hidden_size: int = 0
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,8 @@ class Target(Protocol):
 
     def prefill(self, session: Any, max_tokens: int) -> PromptRows | None:
         """ONE forward over the next unread tokens of the prompt, at most `max_tokens` of them.
+
+        An exact target (`TargetInfo.exact`) reads chunks of a fixed size instead, the last one excepted.
 
         Returns:
             What the session's capture request asked for, of the rows read; None where it asked for nothing of them. To

@@ -51,6 +51,7 @@ def load(
     device: str = "auto",
     trust_remote_code: bool = False,
     cache_tokens: int | None = None,
+    exact: bool = False,
     **options: Any,
 ) -> Loaded:
     """Loads a target.
@@ -66,6 +67,7 @@ def load(
         trust_remote_code: whether Python code that comes with the model may run.
         cache_tokens: of a Transformers or OpenVINO model, the greatest number of tokens in its KV cache, see
             `TransformersTarget`; by default what fits in the free memory. The cache of a GGUF file has `n_ctx` tokens.
+        exact: whether a token's logits must be the same bits with every draft, batch and schedule.
         options: of the engine: for llama.cpp see `LlamaCppOptions`, for OpenVINO `OpenVinoOptions`, and `weights`, the
             type that a folder of Transformers is exported with: f32, bf16 (by default), int8 or int4.
 
@@ -81,15 +83,17 @@ def load(
             "a GGUF file"
         )
     if kind == "llama.cpp":
-        target, gguf_tokenizer = _gguf(model, dtype, device, options)
+        target, gguf_tokenizer = _gguf(model, dtype, device, exact, options)
         found, ends = gguf_tokenizer, gguf_tokenizer.end_token_ids
     elif kind == "openvino":
         target, found, ends = _openvino(
-            model, dtype, device, trust_remote_code, cache_tokens, options, tokenizer is None
+            model, dtype, device, trust_remote_code, cache_tokens, exact, options, tokenizer is None
         )
     elif kind == "module":
-        target = _module_target(model, cache_tokens)
+        target = _module_target(model, cache_tokens, exact)
     elif kind == "target":
+        if exact and not model.info.exact:
+            raise BadParameter(f"exact=True is not possible with the target {model.info.name!r}, which is not exact")
         target = model
     else:
         target, found = _pretrained().load(
@@ -99,6 +103,7 @@ def load(
             device=device,
             trust_remote_code=trust_remote_code,
             cache_tokens=cache_tokens,
+            exact=exact,
         )
     if isinstance(tokenizer, str):
         found = load_tokenizer(tokenizer, trust_remote_code)
@@ -192,8 +197,9 @@ def _is_module(model: object) -> bool:
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
-def _gguf(path: str | Path, dtype: str, device: str, options: dict[str, Any]) -> Any:
+def _gguf(path: str | Path, dtype: str, device: str, exact: bool, options: dict[str, Any]) -> Any:
     with needing("a GGUF file", "llama-cpp", "llama_cpp"):
+        from leapahead.models.llama_cpp import exact as exact_mode
         from leapahead.models.llama_cpp import model
     if dtype != "auto":
         raise BadParameter(f"dtype={dtype!r} is not possible with a GGUF file, which has its own; export it as another")
@@ -201,7 +207,8 @@ def _gguf(path: str | Path, dtype: str, device: str, options: dict[str, Any]) ->
         raise BadParameter(f"device={device!r} is not possible with a GGUF file; n_gpu_layers says what goes to a GPU")
     if device == "cpu":
         options = {"n_gpu_layers": 0, **options}
-    return model.load(path, LlamaCppOptions(**options))
+    kind = exact_mode.ExactLlamaCppTarget if exact else model.LlamaCppTarget
+    return model.load(path, LlamaCppOptions(**options), kind)
 
 
 def _openvino(
@@ -210,6 +217,7 @@ def _openvino(
     device: str,
     trust_remote_code: bool,
     cache_tokens: int | None,
+    exact: bool,
     options: dict[str, Any],
     wants_tokenizer: bool,
 ) -> tuple[Target, Tokenizer | None, tuple[int, ...]]:
@@ -223,15 +231,15 @@ def _openvino(
     weights = options.pop(WEIGHTS, None)
     settings = OpenVinoOptions(cache_tokens=cache_tokens, **options)
     path = folder.converted(model if model is not None else bundled(), weights, trust_remote_code)
-    target = folder.load(path, settings, name=str(BUNDLED if model is None else model))
+    target = folder.load(path, settings, exact=exact, name=str(BUNDLED if model is None else model))
     found = folder.tokenizer(path, partial(load_tokenizer, trust_remote_code=False)) if wants_tokenizer else None
     return target, found, folder.describe(path).end_token_ids
 
 
-def _module_target(model: Any, cache_tokens: int | None) -> Target:
+def _module_target(model: Any, cache_tokens: int | None, exact: bool) -> Target:
     with needing("this model", "transformers", "torch", "transformers", "safetensors"):
         from leapahead.models.transformers import model as backend
-    target: Target = backend.TransformersTarget(model, cache_tokens=cache_tokens)
+    target: Target = backend.TransformersTarget(model, cache_tokens=cache_tokens, exact=exact)
     return target
 
 

@@ -27,11 +27,13 @@ class Cells:
 
     Attributes:
         open: those of open sequences.
+        whole: cells are taken over in multiples of so many.
     """
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.open: list[Track] = []
+        self.whole = 1
         self._idle: list[tuple[Track, list[int]]] = []  # with their tokens, least recently used first
         self._free = list(range(context.n_seq_max))
         self._track = StateTrack if context.model.stateful else Track
@@ -207,7 +209,7 @@ class Cells:
         """The idle track that has most in common with `tokens`, cut to that. A state cannot be cut."""
         best, most, stateful = -1, 0, self.context.model.stateful
         for index, (track, theirs) in enumerate(self._idle):
-            common = common_prefix(theirs, list(tokens), len(tokens))
+            common = common_prefix(theirs, list(tokens), len(tokens)) // self.whole * self.whole
             if common <= most or (stateful and common < len(theirs)):
                 continue
             if stateful or self.context.first_position(track.main) == 0:  # else a window has moved on

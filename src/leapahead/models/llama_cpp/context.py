@@ -147,17 +147,26 @@ class Context:
         precision: of the coarser of model and cache, see `Model`.
         seconds: spent inside llama.cpp for forwards whose logits were asked for.
 
+    Args:
+        model: the file.
+        options: of the cache and the forwards.
+        beyond: where given, every sequence has `n_ctx` cells of its own, and so many more for rows behind its end.
+
     Raises:
         BadParameter: the options do not fit together.
         LeapaheadError: llama.cpp cannot make the context; the message has its reason.
         Refused: the model has no cache.
     """
 
-    def __init__(self, model: Model, options: LlamaCppOptions) -> None:
+    def __init__(self, model: Model, options: LlamaCppOptions, beyond: int = 0) -> None:
         self.model = model
         usual = "f32" if model.precision == STEPS["f32"] else "f16"
         types = (options.type_k or usual, options.type_v or usual)
         params = _context_params(model, options, types)
+        wanted = params.n_ctx
+        if beyond:
+            params.kv_unified = False
+            params.n_ctx = (params.n_ctx + beyond) * params.n_seq_max
         log.clear()
         self.pointer = c.llama_init_from_model(model.pointer, params)
         if not self.pointer:
@@ -179,7 +188,10 @@ class Context:
         self.n_step: int = c.llama_n_ubatch(self.pointer) if self.windowed else self.n_batch
         # A context that is longer than what the model was trained with is the user's to choose, as in llama.cpp.
         limited = model.learned_positions or not options.n_ctx
-        self.longest = min(self.n_ctx, model.n_ctx_train) if limited and model.n_ctx_train else self.n_ctx
+        longest = wanted if beyond else self.n_ctx
+        if limited and model.n_ctx_train:
+            longest = min(longest, model.n_ctx_train - (beyond if model.learned_positions else 0))
+        self.longest = longest
         self.precision = max(model.precision, *(STEPS[each] for each in types))
         self.fingerprint = (
             f"{params.n_threads} threads {params.n_threads_batch} for batches cache {types[0]} {types[1]} "

@@ -53,6 +53,7 @@ class LlamaCppSession:
         self.is_read = track.length == len(self.tokens) - 1
         self.replayed = 0  # tokens in front of the last step's tree
         self.rows_given = 0  # positions of the prompt up to which captured rows were returned
+        self.chunked = 0  # in exact mode, the first tokens that are read as a prompt
         self._target = target
 
     @property
@@ -129,7 +130,7 @@ class LlamaCppTarget:
     def __init__(self, model: Model, options: LlamaCppOptions | None = None, name: str | None = None) -> None:
         options = options or LlamaCppOptions()
         self.model, self.lock = model, RLock()
-        self.context = Context(model, options)
+        self.context = self._make_context(model, options)
         self._cells = Cells(self.context)
         self._sessions: list[LlamaCppSession] = []
         self._given: list[Choices] = []  # of the last step: their logits are llama.cpp's memory
@@ -144,12 +145,19 @@ class LlamaCppTarget:
             layers=model.layers,
             hidden_size=model.hidden_size,
         )
-        able = selftest.capabilities(self)
+        able = self._tested()
         self.info = replace(self.info, capabilities=able, replays=model.stateful and CHAIN in able)
         if HIDDEN in able and not selftest.gives_logits_with_hidden_states(self):
             self.info = replace(self.info, capabilities=able - {HIDDEN})
         if CHAIN not in self.info.capabilities and not selftest.reads_in_chunks(self):
             self._chunk = 1
+
+    def _make_context(self, model: Model, options: LlamaCppOptions) -> Context:
+        return Context(model, options)
+
+    def _tested(self) -> frozenset[str]:
+        """The capabilities that a test of the model finds."""
+        return selftest.capabilities(self)
 
     @property
     def max_leaves(self) -> int:
@@ -186,7 +194,7 @@ class LlamaCppTarget:
         track, capture, last = session.track, session.capture, len(session.tokens) - 1
         self._discard_tree(track)
         start = track.length
-        end = min(start + min(max_tokens, self._chunk), last)
+        end = min(self._chunk_end(start, max_tokens), last)
         if start >= end:
             return None
         first = max(start, last - PROMPT_ROWS) if capture.top_k else end  # of the rows whose top-k tokens are captured
@@ -210,6 +218,10 @@ class LlamaCppTarget:
         if fresh is None:
             return None
         return TopKRows(np.array(session.tokens[fresh.start : fresh.end]), fresh.start, fresh)
+
+    def _chunk_end(self, start: int, max_tokens: int) -> int:
+        """Where the forward of a prompt ends that begins at this position, if the prompt does not end before."""
+        return start + min(max_tokens, self._chunk)
 
     def fork(self, session: LlamaCppSession, params: SamplingParams) -> LlamaCppSession:
         if session.unread:
@@ -354,12 +366,15 @@ def _copy(outputs: Outputs) -> FloatArray | None:
     return None if outputs.hidden is None else np.array(outputs.hidden)
 
 
-def load(path: str | Path, options: LlamaCppOptions | None = None) -> tuple[LlamaCppTarget, GgufTokenizer]:
+def load(
+    path: str | Path, options: LlamaCppOptions | None = None, kind: type[LlamaCppTarget] = LlamaCppTarget
+) -> tuple[LlamaCppTarget, GgufTokenizer]:
     """Loads a GGUF file.
 
     Args:
         path: the file; of a model in several files the first.
         options: how.
+        kind: of target.
 
     Returns:
         The target and the tokenizer that the file holds.
@@ -369,4 +384,4 @@ def load(path: str | Path, options: LlamaCppOptions | None = None) -> tuple[Llam
     """
     options = options or LlamaCppOptions()
     model = Model(path, options)
-    return LlamaCppTarget(model, options), GgufTokenizer(model)
+    return kind(model, options), GgufTokenizer(model)

@@ -118,6 +118,29 @@ def _step_is_right(
     )
 
 
+def differing_bits(target: TestedTarget, rows: int) -> int:
+    """How many logits of drafted tokens are not those of plain steps bit for bit, for an exact target.
+
+    Args:
+        rows: greatest number of nodes of a tree.
+    """
+    text = _ordinary_tokens(target, 40)
+    begin, own = 4, list[FloatArray]()
+    for drafts in ((0,), tuple(range(1, rows)), (rows - 1,)):  # right tokens of the drafts, in turns
+        session, found, turn = target.open(text[:begin], SamplingParams()), list[FloatArray](), 0
+        read_prompt(target, session)
+        while (at := len(session.tokens)) < len(text):
+            right = min(drafts[turn % len(drafts)], len(text) - at)
+            wrong = (rows - 1 - right) // 2 if drafts != (0,) else 0
+            tree = TokenTree.chain(text[at - 1], [*text[at : at + right], *text[:wrong]])
+            found += list(np.array(target.step([session], [tree])[0].logits[: right + 1]))
+            session.commit(Verdict(tuple(range(right + 1)), tuple([*text, 0][at : at + right + 1]), right))
+            turn += 1
+        session.close()
+        own.append(np.stack(found[: len(text) - begin]))
+    return sum(int((own[0] != each).any(axis=1).sum()) for each in own[1:])
+
+
 def reads_in_chunks(target: TestedTarget) -> bool:
     """Whether a prompt that is read at once leaves the same state as one that is read token by token."""
     tokens = _ordinary_tokens(target, 4)

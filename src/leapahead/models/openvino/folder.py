@@ -80,13 +80,16 @@ def tokenizer(folder: Path, of_transformers: Callable[[str], Tokenizer]) -> Toke
     return of_transformers(str(folder)) if (folder / "tokenizer_config.json").is_file() else None
 
 
-def load(folder: str | Path, options: OpenVinoOptions | None = None, name: str | None = None) -> OpenVinoTarget:
+def load(
+    folder: str | Path, options: OpenVinoOptions | None = None, name: str | None = None, exact: bool = False
+) -> OpenVinoTarget:
     """Loads a folder.
 
     Args:
         folder: with openvino_model.xml.
         options: how the model is compiled.
         name: for reports and messages; by default the folder's name.
+        exact: see `OpenVinoTarget`.
 
     Raises:
         LeapaheadError: whatever is wrong with the folder or the options, in one sentence.
@@ -100,6 +103,7 @@ def load(folder: str | Path, options: OpenVinoOptions | None = None, name: str |
         context_length=described.context_length,
         cache_tokens=options.cache_tokens or fitting,
         name=name or path.resolve().name,
+        exact=exact,
         window=min((each for each in described.windows or () if each), default=0),
     )
 

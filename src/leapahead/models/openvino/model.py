@@ -34,6 +34,7 @@ from leapahead.models.openvino.blocks import Pool, Track
 from leapahead.models.openvino.paged import PagedModel, Part
 
 CHUNK = 512  # greatest number of tokens of a prompt in one forward
+EXACT_ROWS = 2  # tokens of a sequence in a forward, at least, with which all forwards give the same bits
 TREE_ROOM = 256  # nodes of all trees that are possible while no sequence has filled a sliding window
 
 
@@ -74,9 +75,14 @@ class OpenVinoTarget:
         cache_tokens: greatest number of tokens in the KV cache, all sequences together.
         name: for reports and messages.
         window: the smallest sliding window of its layers; 0 for none.
+        exact: whether a token's logits must be the same bits with every draft, batch and schedule. OpenVINO's kernels
+            for a single token add up in another order than those for several, so no sequence has fewer than two in a
+            forward then; and drafts are chains, since masked nodes between those of a path move its sums. That this is
+            enough is tested.
 
     Raises:
-        Refused: the model's logits of several tokens at once are not those of one token at a time.
+        Refused: the model's logits of several tokens at once are not those of one token at a time; or, in exact mode,
+            not bit for bit.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class OpenVinoTarget:
         cache_tokens: int,
         name: str,
         window: int = 0,
+        exact: bool = False,
     ) -> None:
         self.model, self.lock = model, RLock()
         self.pool = Pool(model.planes, cache_tokens)
@@ -98,15 +105,21 @@ class OpenVinoTarget:
             vocab_size=model.vocab_size,
             context_length=context_length,
             precision=model.precision,
-            capabilities=ALL,
-            fingerprint=f"OpenVINO {model.fingerprint}",
+            capabilities=ALL - {TREE} if exact else ALL,
+            fingerprint=f"OpenVINO {model.fingerprint}" + " exact" * exact,
             layers=model.layers,
             hidden_size=model.hidden_size,
+            exact=exact,
         )
         self.info = replace(self.info, capabilities=selftest.capabilities(self, window))
+        if exact and (wrong := selftest.differing_bits(self)):
+            raise Refused(
+                f"{name} cannot be decoded in exact mode: the logits of {wrong} drafted tokens are not those of plain "
+                "decoding bit for bit on this processor; leave out exact"
+            )
         self.pool.forget()
         # OpenVINO counts a sliding window by the row of a node and not by its depth, which differ in a tree.
-        self._window = window if window and TREE in self.info.capabilities else UNLIMITED
+        self._window = 0 if TREE not in self.info.capabilities else window or UNLIMITED
 
     @property
     def _within_window(self) -> bool:
@@ -116,12 +129,12 @@ class OpenVinoTarget:
 
     @property
     def max_leaves(self) -> int:
-        """One beyond a sliding window."""
-        return UNLIMITED if self._within_window else 1
+        """One where only chains are right: in exact mode, and beyond a sliding window."""
+        return UNLIMITED if TREE in self.info.capabilities and self._within_window else 1
 
     @property
     def max_nodes(self) -> int:
-        return TREE_ROOM if self._window < UNLIMITED and self._within_window else UNLIMITED
+        return TREE_ROOM if self._within_window and self._window < UNLIMITED else UNLIMITED
 
     def open(
         self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
@@ -152,7 +165,8 @@ class OpenVinoTarget:
         first = max(start, last - PROMPT_ROWS) if capture.top_k else end  # of the rows whose top-k tokens are captured
         rows = range(min(first, end - 1) - start, end - start)
         tokens = session.tokens[start:end]
-        logits, hidden = self._forward([Part(track, start, tokens, range(start, end), None)], rows)
+        part = self._padded(Part(track, start, tokens, range(start, end), None))
+        logits, hidden = self._forward([part], rows)
         self.pool.keep(track, range(end - start))
         fresh = None
         if first < end:
@@ -160,7 +174,7 @@ class OpenVinoTarget:
             track.top_k, fresh = joined(track.top_k, found, last - PROMPT_ROWS, session.rows_given)
             session.rows_given = found.end
         if capture.hidden:
-            return TopKRows(np.array(tokens), start, fresh, np.array(hidden))
+            return TopKRows(np.array(tokens), start, fresh, np.array(hidden[: end - start]))
         if fresh is None:
             return None
         return TopKRows(np.array(session.tokens[fresh.start : fresh.end]), fresh.start, fresh)
@@ -191,15 +205,16 @@ class OpenVinoTarget:
         known = list(num_computed or [0] * len(trees))
         parts, rows, at = list[Part](), list[int](), 0
         for session, tree, computed in zip(sessions, trees, known, strict=True):
-            part = _part(session, tree, computed)
+            part = self._padded(_part(session, tree, computed))
             if part.mask is not None and part.past + len(part.tokens) > self._window:
                 raise BadParameter(
-                    f"a tree of {len(tree)} nodes after {part.past} tokens reaches beyond the sliding window of "
-                    f"{self._window} tokens, where OpenVINO computes chains only; draft a chain"
+                    f"a tree of {len(tree)} nodes after {part.past} tokens is not possible: {self.info.name} "
+                    + (f"has a sliding window of {self._window} tokens" if self._window else "takes chains only")
+                    + "; draft a chain"
                 )
             parts.append(part)
-            skipped = computed - (part.past - session.track.length)  # computed again
-            rows += range(at + skipped, at + len(part.tokens))
+            again = computed - (part.past - session.track.length)  # nodes that are computed again
+            rows += range(at + again, at + again + len(tree) - computed)
             at += len(part.tokens)
         logits, hidden = self._forward(parts, rows)
         states = np.array(hidden[rows]) if capture.hidden else None
@@ -240,6 +255,12 @@ class OpenVinoTarget:
                 f"{self.info.name} cannot give the hidden states of layer {others[0]}: an exported model gives those "
                 "of the last layer only; capture layer -1, or load the model with Transformers"
             )
+
+    def _padded(self, part: Part) -> Part:
+        """In exact mode, a token that is alone is followed by one that nobody attends to or reads."""
+        if not self.info.exact or len(part.tokens) >= EXACT_ROWS:
+            return part
+        return replace(part, tokens=[*part.tokens] * EXACT_ROWS, positions=[*part.positions] * EXACT_ROWS, mask=None)
 
     def _forward(self, parts: Sequence[Part], rows: Sequence[int]) -> tuple[FloatArray, FloatArray]:
         """ONE forward, see `PagedModel.forward`; its entries are pending behind the committed ones."""

@@ -6,17 +6,21 @@ target only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from leapahead.core.errors import Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
-from leapahead.models.base import CHAIN, TREE, Target, read_prompt
+from leapahead.core.verify import Verdict
+from leapahead.models.base import CHAIN, TREE, KeepsPrefixes, Target, read_prompt
 from leapahead.models.selftest import differ, own_logits, spread, tree_logits
 
 LONGEST_WINDOW = 1024  # that the test reaches beyond
 LEAST_WINDOW = 512  # before which there is room for trees
+DRAFTS = ((3, 0), (0, 4), (2, 5), (0, 0), (1, 30), (0, 1), (5, 2))  # right and wrong tokens of the drafts in exact mode
 BLOCK = 32  # tokens of a block of the cache on CPUs; the drafts of the test begin in one and end in the next
 
 
@@ -77,3 +81,54 @@ def _trees_are_right(target: Target, text: list[int], own: npt.NDArray[np.float3
     for session in sessions:
         session.close()
     return not differ(beside[list(path)], own[:4]) and not differ(chained, own[2:4])
+
+
+def differing_bits(target: Target) -> int:
+    """How many logits of drafted tokens are not those of plain steps bit for bit.
+
+    A text that passes the border of a block is decoded plainly, then with chains of right and wrong tokens, its prompt
+    read in chunks of another size, alone and beside other sequences.
+    """
+    ids, length = spread(target.info.vocab_size), target.info.context_length
+    begin = min(BLOCK - 8, length // 2)
+    text = [ids[(11 * index + index // 5 + 2) % len(ids)] for index in range(min(begin + 24, length - 8))]
+    plain = _drafted(target, text, begin, [(0, 0)])
+    others = ({"chunk": 7}, {"beside": 1}, {"beside": 3})
+    found = (_drafted(target, text, begin, DRAFTS, **options) for options in others)
+    return sum(int((plain != each).any(axis=1).sum()) for each in found)
+
+
+def _drafted(
+    target: Target,
+    text: list[int],
+    begin: int,
+    drafts: Sequence[tuple[int, int]],
+    chunk: int = 512,
+    beside: int = 0,
+) -> npt.NDArray[np.float32]:
+    """The logits after each token of the text behind the first `begin`, when it is decoded with drafts in turns.
+
+    Args:
+        drafts: numbers of right and of wrong tokens.
+        chunk: tokens of the prompt in a forward.
+        beside: number of other sequences.
+    """
+    sessions = [target.open(text[: begin - 2 * number], SamplingParams()) for number in range(beside + 1)]
+    for session in sessions:
+        read_prompt(target, session, chunk)
+    first, found, turn = sessions[0], list[npt.NDArray[np.float32]](), 0
+    while (at := len(first.tokens)) < len(text):
+        right, wrong = drafts[turn % len(drafts)]
+        right = min(right, len(text) - at)
+        chain = TokenTree.chain(text[at - 1], [*text[at : at + right], *text[:wrong]])
+        rows = target.step(sessions, [chain, *(TokenTree.root(each.tokens[-1]) for each in sessions[1:])])[0].logits
+        found += list(rows[: right + 1])
+        first.commit(Verdict(tuple(range(right + 1)), tuple([*text, 0][at : at + right + 1]), right))
+        for each in sessions[1:]:
+            each.commit(Verdict((0,), (text[0],), 0))
+        turn += 1
+    for session in sessions:
+        session.close()
+    if isinstance(target, KeepsPrefixes):
+        target.forget()  # the next one is to compute its own entries
+    return np.stack(found[: len(text) - begin])

@@ -13,7 +13,8 @@ import torch
 from leapahead.core.errors import LeapaheadError, Refused, first_line
 from leapahead.core.tree import UNLIMITED, IntArray
 from leapahead.models.base import BRANCHES
-from leapahead.models.transformers import families, grouped, selftest, statetest
+from leapahead.models.transformers import exacttest, families, grouped, selftest, statetest
+from leapahead.models.transformers.exact import ExactCache, ExactExecutor
 from leapahead.models.transformers.forward import (
     CachedExecutor,
     ChainExecutor,
@@ -27,6 +28,9 @@ from leapahead.models.transformers.recurrent import NativeExecutor
 from leapahead.models.transformers.replay import ReplayExecutor, own_settings
 from leapahead.models.transformers.states import stateful_cache
 from leapahead.models.transformers.twin import twin
+
+# In half precision, exact mode's attention in float32 differs from the model's own by more than two forwards do.
+EXACT_FLOOR = 4.0
 
 Named = tuple[str, Callable[[], Executor]]  # what an executor gives, and what makes it
 
@@ -123,6 +127,41 @@ def tested(model: Any, name: str, ids: IntArray, every: Iterable[Named]) -> tupl
         refusals[kind] = f"logits differ by {result.error:.2g} standard deviations"
     tried = "; ".join(f"{kind}: {reason}" for kind, reason in refusals.items())
     raise Refused(f"{name} cannot be decoded exactly ({tried})")
+
+
+def tested_exact(model: Any, name: str, ids: IntArray, usual_length: int) -> ExactExecutor:
+    """The executor of exact mode, if it gives the model's own logits, and the same bits whatever is drafted.
+
+    Args:
+        model: that nobody else runs.
+        name: of the model, for the message.
+        ids: token ids without a special meaning.
+        usual_length: of the rows of its cache.
+
+    Raises:
+        Refused: it does not.
+    """
+    config = families.text_config(model)
+    try:
+        patterns = families.patterns(config)
+        if (device := model.get_input_embeddings().weight.device.type) != "cpu":
+            raise Refused(f"exact mode is for models on the CPU, and this one is on {device}")
+        if patterns is None or model._is_stateful or not accepts(model, "position_ids", "past_key_values"):
+            raise Refused("not all of its layers are attention over a KV cache with positions and masks that are given")
+        executor = ExactExecutor(model, ExactCache(usual_length), patterns)
+        floor = EXACT_FLOOR * selftest.FLOOR.get(model.dtype, selftest.FLOOR[torch.float16])
+        result = selftest.run(executor, model, ids, test_prompts(model), floor=floor)
+        if not result.passed:
+            raise Refused(f"logits differ from its own by {result.error:.2g} standard deviations")
+        exacttest.check(executor, ids)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        what = first_line(error)
+        if not isinstance(error, LeapaheadError):
+            what = f"its layers do not work with the attention of exact mode: {type(error).__name__}: {what}"
+        raise Refused(f"{name} cannot be decoded in exact mode ({what}); leave out exact") from error
+    return executor
 
 
 def _refusal_of_branches(model: Any, ids: IntArray, executor: Any) -> str:

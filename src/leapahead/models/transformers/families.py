@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import UNLIMITED
-from leapahead.models.transformers import grouped
+from leapahead.models.transformers import grouped, ordered
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,10 @@ def attention_implementation(model: Any) -> str:
         Refused: one that cannot be given a tree mask.
     """
     name = str(text_config(model)._attn_implementation)
-    if name == grouped.NAME:  # a forward runs in another thread, of the target that this model is a draft of
+    if name in (
+        grouped.NAME,
+        ordered.NAME,
+    ):  # a forward runs in another thread, of the target that this model is a draft of
         return "sdpa"
     if name not in MASKS:
         raise Refused(

@@ -105,6 +105,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     Args:
         usual_length: doubling stops at this many slots, where they suffice.
+        block: a forward reads a multiple of so many slots.
 
     Attributes:
         limit: greatest number of rows times slots; the nodes of a step come on top.
@@ -112,10 +113,10 @@ class KVCache(Cache):  # type: ignore[misc]
 
     row_class: type[Row] = Row
 
-    def __init__(self, usual_length: int = UNLIMITED) -> None:
+    def __init__(self, usual_length: int = UNLIMITED, block: int = 1) -> None:
         Cache.__init__(self, layer_class_to_replicate=partial(Layer, self))
         self.limit = UNLIMITED
-        self.usual_length = usual_length
+        self.usual_length, self.block = usual_length, block
         self.rows: list[Row] = []
         self.forget()
 
@@ -133,6 +134,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._place: dict[tuple[int, int], tuple[Planes, int]] = {}  # (layer, 0 key or 1 value) -> plane
         self._stacked = 0  # planes
         self._first_row = 0  # of the current forward
+        self._end = 0  # slots that it reads
         self._lengths: list[int] = [0]  # of its rows, computed nodes included
         self._new, self._packed = [0], False  # nodes of its rows, and whether they come as one sequence
         self._views: dict[Planes, Views] = {}
@@ -300,7 +302,8 @@ class KVCache(Cache):  # type: ignore[misc]
         if longest >= self.limit or (longest >= self.capacity and longest * self._open_rows > self.limit):
             raise self._full(self._open_rows, longest + 1)
         ends, n = [row.length + kept for row, kept in zip(rows, num_computed, strict=True)], max(new)
-        self._make_room(len(self.rows), max(ends) + n)
+        self._end = -(-(max(ends) + n) // self.block) * self.block
+        self._make_room(len(self.rows), self._end)
         self._first_row = self._side_by_side(rows)
         order = sorted(range(len(rows)), key=lambda i: rows[i].index)
         self._lengths, self._views = [ends[i] for i in order], {}
@@ -345,7 +348,7 @@ class KVCache(Cache):  # type: ignore[misc]
         group, plane = self._place[place]
         views = self._views.get(group)
         if views is None:
-            views = self._views[group] = group.views(self._first_row, self._lengths, self._new, self._packed)
+            views = self._views[group] = group.views(self._first_row, self._lengths, self._new, self._packed, self._end)
         if views.at is None:
             views.written[plane].copy_(states)
         else:

@@ -36,9 +36,11 @@ from leapahead.models.base import (
 from leapahead.models.captured import TopK, TopKRows, joined
 from leapahead.models.choices import Choices, PromptRows, best
 from leapahead.models.transformers import executors, families, require_version, selftest, weights
+from leapahead.models.transformers.exact import ExactExecutor
 from leapahead.models.transformers.forward import (
     CachedExecutor,
     CachedState,
+    Executor,
     Layers,
     MaskedExecutor,
     Outputs,
@@ -47,6 +49,7 @@ from leapahead.models.transformers.forward import (
 from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
 from leapahead.models.transformers.memory import free_bytes, out_of_memory_in
 from leapahead.models.transformers.replay import ReplayExecutor
+from leapahead.models.transformers.twin import twin
 
 NODES = 512  # slots for the nodes of a step, behind a sequence that fills the context
 # The part of the free memory that the cache may take by default; the rest is for activations and for other programs.
@@ -92,6 +95,7 @@ class TransformersTarget:
             by default on accelerators.
         hidden_states: whether hidden states may be captured, which is tested.
         exclusive: whether nobody else runs the model, whose attention may be replaced then (`grouped`).
+        exact: compute every token's logits with the same bits, whatever is decoded beside it (`exact`).
 
     Attributes:
         executor: how the model is run.
@@ -111,6 +115,7 @@ class TransformersTarget:
         eager_choice: bool | None = None,
         hidden_states: bool = True,
         exclusive: bool = False,
+        exact: bool = False,
     ) -> None:
         require_version(transformers.__version__)
         if cache_tokens is not None and (not is_whole(cache_tokens) or cache_tokens < 2):
@@ -130,12 +135,10 @@ class TransformersTarget:
             self.device, vocab_size = logits.device, logits.shape[-1]
             self.context_length = families.context_length(self.config)
             self._ids = _ordinary_ids(model.config, self.config, vocab_size)
-            usual_length = min(self.context_length + NODES, UNLIMITED)
-            every = executors.executors(model, exclusive, usual_length)
-            self.executor, self.refusals = executors.tested(model, self._name, self._ids, every)
+            self.executor, self.refusals = self._tested_executor(exclusive, exact)
             layers: Layers = ()
             hidden_size = 0
-            if hidden_states and isinstance(self.executor, CachedExecutor):
+            if hidden_states and isinstance(self.executor, CachedExecutor) and not exact:
                 layers, hidden_size, refusal = executors.tested_layers(model, self._ids, self.executor)
                 self.refusals.update({HIDDEN: refusal} if refusal else {})
         self.info = TargetInfo(
@@ -144,12 +147,15 @@ class TransformersTarget:
             context_length=self.context_length,
             precision=torch.finfo(model.dtype).eps,  # the logits may have been widened
             capabilities=self.executor.capabilities | ({HIDDEN} if layers else frozenset()),
-            fingerprint=families.fingerprint(model, self.device),
+            fingerprint=families.fingerprint(model, self.device) + " exact" * exact,
             padded=isinstance(self.executor, MaskedExecutor) and self.executor.pads,
             replays=isinstance(self.executor, ReplayExecutor),
             layers=max(0, len(layers) - 1),
             hidden_size=hidden_size,
+            exact=exact,
         )
+        if isinstance(self.executor, ExactExecutor):
+            self.max_nodes = self.executor.step_rows
         if isinstance(self.executor, CachedExecutor):
             self.executor.cache.limit = cache_tokens or self._usual_tokens(self.executor.cache)
         self.executor.forget()  # the entries of the test
@@ -176,6 +182,8 @@ class TransformersTarget:
     def prefill(self, session: TransformersSession, max_tokens: int) -> PromptRows | None:
         start, last = session.state.length, len(session.tokens) - 1
         end = min(start + max_tokens, last)
+        if isinstance(self.executor, ExactExecutor):
+            end = min(self.executor.chunk_end(start), last)
         assert end > start, "the prompt is read already"
         # Committed tokens that must be read again, after an interrupt, were captured before.
         capture = session.capture if len(session.tokens) == session.sampler.prompt_length else NOTHING
@@ -309,6 +317,15 @@ class TransformersTarget:
         if logits.isnan().any() or logits.isposinf().any():
             raise BadLogits(f"{self._name} gives NaN or infinite logits for a single token; try dtype float32")
         return logits
+
+    def _tested_executor(self, exclusive: bool, exact: bool) -> tuple[Executor, dict[str, str]]:
+        """The executor, and what the model cannot do."""
+        usual_length = min(self.context_length + NODES, UNLIMITED)
+        if exact:
+            own = self.model if exclusive else twin(self.model)
+            return executors.tested_exact(own, self._name, self._ids, usual_length), {}
+        every = executors.executors(self.model, exclusive, usual_length)
+        return executors.tested(self.model, self._name, self._ids, every)
 
     def _usual_tokens(self, cache: KVCache) -> int:
         """How many tokens fit in the cache's part of the free memory."""

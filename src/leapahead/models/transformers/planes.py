@@ -44,11 +44,14 @@ class Planes:
             resized[:, :kept_rows, :, :kept] = self.entries[:, :kept_rows, :, :kept]
             self.entries = resized
 
-    def views(self, first: int, lengths: Sequence[int], new: Sequence[int], packed: bool) -> Views:
-        """For a forward that writes `new` entries of each row behind its own `lengths`, the rows from `first` on."""
+    def views(self, first: int, lengths: Sequence[int], new: Sequence[int], packed: bool, end: int) -> Views:
+        """For a forward that writes `new` entries of each row behind its own `lengths`, the rows from `first` on.
+
+        It reads the slots up to `end`.
+        """
         heads, capacity = self.entries.shape[2:4]
         longest, n, rows = max(lengths), max(new), slice(first, first + len(lengths))
-        read = self.entries[:, rows, :, : longest + n].unbind()
+        read = self.entries[:, rows, :, :end].unbind()
         if min(lengths) == longest and not packed:
             return Views(self.entries[:, rows, :, longest : longest + n].unbind(), None, read)
         counts = torch.tensor(new if packed else [n] * len(lengths))

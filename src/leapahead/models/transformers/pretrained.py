@@ -35,6 +35,7 @@ def load(
     device: str | torch.device = "auto",
     trust_remote_code: bool = False,
     cache_tokens: int | None = None,
+    exact: bool = False,
 ) -> tuple[TransformersTarget, Any]:
     """Loads a model and its tokenizer from a folder or the Hugging Face hub.
 
@@ -44,7 +45,7 @@ def load(
         dtype: "auto" for the checkpoint's own, or a name of `DTYPES`.
         device: "auto" for an accelerator if there is one, else the CPU.
         trust_remote_code: whether the repository's own Python code may run.
-        cache_tokens: see `TransformersTarget`.
+        cache_tokens, exact: see `TransformersTarget`.
 
     Returns:
         The target, and the tokenizer or None if there are no files of one.
@@ -63,7 +64,8 @@ def load(
             model = model.to(where)
         except torch.OutOfMemoryError as error:
             raise LeapaheadError(f"the model {source!r} does not fit on {where}; use dtype bfloat16") from error
-    return TransformersTarget(model, name=name or source, cache_tokens=cache_tokens, exclusive=True), tokenizer
+    target = TransformersTarget(model, name=name or source, cache_tokens=cache_tokens, exclusive=True, exact=exact)
+    return target, tokenizer
 
 
 def load_files(name_or_path: str | Path, dtype: str, trust_remote_code: bool) -> tuple[Any, Any, Path]:

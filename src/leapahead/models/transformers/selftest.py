@@ -134,6 +134,7 @@ def run(
     layers: Layers = (),
     steps: int | None = None,
     branches: bool = False,
+    floor: float | None = None,
 ) -> Result:
     """Tests `executor` on `model`.
 
@@ -147,10 +148,12 @@ def run(
         layers: whose hidden states are tested too.
         steps: so many of the picture; None for all.
         branches: test those of a single sequence, and nothing else.
+        floor: how far values may always be apart; by default by the precision.
     """
     kind = BRANCHES if branches else next((name for name in (TREE, CHAIN) if name in executor.capabilities), "")
     dtype = model.dtype if model.dtype in FLOOR else torch.float16
-    floor = FLOOR[dtype] if kind else max(FLOOR[dtype], RECURRENT_FLOOR)
+    if floor is None:
+        floor = FLOOR[dtype] if kind else max(FLOOR[dtype], RECURRENT_FLOOR)
     is_half = dtype in (torch.float16, torch.bfloat16)
     logits: Distances | None = None
     hidden: Distances | None = None
