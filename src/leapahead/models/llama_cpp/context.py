@@ -67,6 +67,7 @@ class Model:
             if options.use_mmap
             else (c.LLAMA_LOAD_MODE_MLOCK if options.use_mlock else c.LLAMA_LOAD_MODE_NONE)
         )
+        params.use_extra_bufts = options.use_extra_bufts
         if options.n_gpu_layers is not None:
             params.n_gpu_layers = options.n_gpu_layers
         log.clear()
@@ -184,6 +185,7 @@ class Context:
         self.fingerprint = (
             f"{params.n_threads} threads {params.n_threads_batch} for batches cache {types[0]} {types[1]} "
             f"flash_attn {options.flash_attn} n_gpu_layers {options.n_gpu_layers}"
+            f"{'' if options.use_extra_bufts else ' not repacked'} build {build()}"
         )
         self.seconds = 0.0
         self._gives_hidden = False
@@ -327,6 +329,11 @@ def _context_params(model: Model, options: LlamaCppOptions, types: tuple[str, st
     elif "f32" in types:
         params.flash_attn_type = c.LLAMA_FLASH_ATTN_TYPE_DISABLED
     return params
+
+
+def build() -> str:
+    """The installed llama.cpp: its version, the processor's instructions that it uses, and which kernels it has."""
+    return f"{c.__version__} {c.llama_print_system_info().decode(errors='replace').strip(' |')}"
 
 
 class _Memory:
