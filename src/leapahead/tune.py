@@ -35,7 +35,7 @@ from leapahead.planner.profile import LatencyProfiles, processor
 FREE = 1.1  # T(n) / T(1) up to which nodes are called free
 ALPHA, F = 0.425, 3.106  # of 7B chat on MT-Bench (2402.02057, figure 4)
 BUSY = 1.3  # ratio of the quartiles of a plain step from which the machine counts as busy
-LEAST_TIMES = 5  # forwards of each size for a profile that is stored
+LEAST_TIMES = 3  # forwards of each size for a profile that is stored
 ATTEMPTS = 3  # measurements, each given twice the time of the one before
 WORTH = 1.1  # speed-up from which a window is recommended
 SMALL = ((3, 3, 3), (5, 4, 5), (7, 5, 7), (10, 5, 10))  # (W, N, G) that are considered beside the presets
