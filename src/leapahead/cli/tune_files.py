@@ -89,11 +89,12 @@ def _fastest(found: Sequence[Data], what: str) -> str | None:
 def show(found: Data) -> None:
     """Prints the table and which file is fastest."""
     rows = found["files"]
-    click.echo(f"{rows[0]['processor']}, {rows[0]['sequences']} sequences a step")
+    sequences = rows[0]["sequences"]
+    click.echo(rows[0]["processor"] + ("" if sequences == 1 else f", {sequences} sequences a step"))
     columns = ["MB", "T(1) ms", *(f"T({n})" for n in SHOWN), "tokens/step", "plain tokens/s", "with auto", "gain"]
     table = screen.new_table(columns, head=("file",))
     for row in rows:
-        cost = {each["nodes"] // row["sequences"]: each["cost"] for each in row["rows"]}
+        cost = {each["nodes"] // sequences: each["cost"] for each in row["rows"]}
         expected = row["auto"]["expected"]
         gain = expected["auto"] / expected["plain"] if expected["auto"] and expected["plain"] else None
         table.add_row(
@@ -117,7 +118,7 @@ def show(found: Data) -> None:
             "The machine was busy or the time too short, and the comparison is not reliable; measure again when it is "
             "idle, or give more --seconds."
         )
-    if found["fastest"] is None:
+    if found["fastest"] is None or found["fastest_plain"] is None:
         click.echo("The time was too short for a text; give more with --text-seconds.")
     else:
         click.echo(f"Fastest with drafting: {found['fastest']}. Fastest plainly: {found['fastest_plain']}.")
