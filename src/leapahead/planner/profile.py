@@ -67,7 +67,7 @@ class LatencyProfiles:
     def prepare(self, target: Target) -> bool:
         """Loads the stored profile of one sequence, or measures it. Does nothing from the second call on.
 
-        To be called outside of any request's time: measuring takes about a second. Where the target has no room for a
+        To be called outside of any request's time: measuring takes one or two seconds. Where the target has no room for a
         session, the profile is guessed, and steps correct it.
 
         Returns:
