@@ -219,8 +219,8 @@ def gguf_every_n_table(root: Path) -> str:
     heads = "file | build | prompt, tokens/s | T(1), ms | " + " | ".join(f"T({n})" for n in CURVE_SIZES)
     known, first = data["conditions"], data["rows"][0]
     conditions = (
-        f"\n\nConditions: chains over {known['context']} tokens of context, {known['rounds']} rounds in which the builds "
-        f"take turns, {known['repeats']} forwards of each size a round, medians; threads: {first['threads']}; "
+        f"\n\nConditions: chains over {known['context']} tokens of context, {known['rounds']} rounds in which the "
+        f"builds take turns, {known['repeats']} forwards of each size a round, medians; threads: {first['threads']}; "
         f"{known['cpu']}; leapahead {known['versions']['leapahead']}, "
         f"llama-cpp-python {known['versions']['llama-cpp-python']}."
     )

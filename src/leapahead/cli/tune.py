@@ -36,7 +36,6 @@ WIDTH = 8  # characters of the longest bar
         "leapahead tune -m model.gguf --threads 8 --seconds 20 --plot latency.png",
         "leapahead tune model-q8_0.gguf model-q4_0.gguf --data prompts",
         "leapahead tune -m Qwen/Qwen3-0.6B --table",
-        "leapahead tune -m Qwen/Qwen3-0.6B --batch 4 --text-seconds 0 --json",
     ),
 )
 @click.argument("files", nargs=-1, metavar="[FILE.gguf]...", type=click.Path(path_type=Path))
