@@ -14,6 +14,8 @@ WHEELS    := build/wheels
 # Without AMX, which some virtual machines announce and then answer with an illegal instruction (llama.cpp's own programs
 # end the same way there). What else the CPU has, is used.
 LLAMA_CXXFLAGS := -U__AMX_INT8__
+# Further options of llama.cpp's build, such as -DGGML_LLAMAFILE=OFF; docs/research/llama-cpp.md tells what each costs.
+LLAMA_CMAKE_ARGS ?=
 
 .PHONY: demo demo-gguf demo-openvino test test-all lint format types tests figures docs wheel clean
 
@@ -167,7 +169,7 @@ $(INSTALLED): pyproject.toml hatch_build.py $(wildcard src/native/*)
 
 $(WITH_LLAMA): $(INSTALLED)
 	@ls $(WHEELS)/llama_cpp_python-*.whl >/dev/null 2>&1 || { echo "building llama.cpp: 5 to 10 minutes, once"; \
-		CXXFLAGS="$(LLAMA_CXXFLAGS)" CMAKE_ARGS="-DLLAVA_BUILD=OFF" \
+		CXXFLAGS="$(LLAMA_CXXFLAGS)" CMAKE_ARGS="-DLLAVA_BUILD=OFF $(LLAMA_CMAKE_ARGS)" \
 		CMAKE_BUILD_PARALLEL_LEVEL=$$(getconf _NPROCESSORS_ONLN) \
 		$(BIN)/python -m pip wheel --quiet --no-cache-dir --no-deps --wheel-dir $(WHEELS) $(LLAMA); }
 	$(BIN)/python -m pip install --quiet $(WHEELS)/llama_cpp_python-*.whl

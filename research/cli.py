@@ -25,6 +25,7 @@ COMMANDS = {  # name -> where it is, and what it does
     "standin": ("research.standin:main", "Write a stand-in model: a small model's text at a larger one's cost."),
     "hybrid-gguf": ("research.hybrid_gguf:main", "Write a stand-in in a hybrid's shapes as a GGUF file."),
     "llama-bench": ("research.llama_bench:main", "Compare the llama.cpp target with llama.cpp's own programs."),
+    "curve": ("research.curve:main", "Draw T(n) of GGUF files for every n, under builds and options of llama.cpp."),
     "cost": ("research.commands:cost", "Draw the latency profile."),
     "compression": ("research.commands:compression", "Draw lookahead's step compression."),
     "jacobi": ("research.commands:jacobi", "Draw the convergence of Jacobi iteration."),

@@ -14,6 +14,7 @@ from leapahead.bench.conditions import Data
 from leapahead.bench.formula import compression_formula
 from leapahead.bench.plots import COLOURS, MARKERS, latency, plain_numbers, sampling, subplots
 from research.curves.calibration import LEAST_NODES
+from research.plots_curve import curve as chain_curve
 from research.plots_regret import regret
 from research.plots_tree import sequoia
 
@@ -293,6 +294,7 @@ def _smooth(rows: list[Data], name: str, around: int) -> list[float]:
 
 FIGURES: dict[str, Callable[[Data], Figure]] = {
     "cost": latency,
+    "curve": chain_curve,
     "compression": compression,
     "jacobi": jacobi,
     "pool": pool,

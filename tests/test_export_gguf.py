@@ -386,7 +386,8 @@ def test_the_kinds_shrink(bundled_files: Any) -> None:
     assert sizes == sorted(sizes, reverse=True)
     assert all(bundled_files[kind].path.stat().st_size == bundled_files[kind].size for kind in KINDS)
     assert [set(bundled_files[kind].types) for kind in KINDS] == [
-        *({"F32"}, {"F32", "BF16"}, {"F32", "Q8_0"}, {"F32", "Q4_K", "Q6_K"}),
+        *({"F32"}, {"F32", "BF16"}, {"F32", "Q8_0"}, {"F32", "Q6_K"}, {"F32", "Q5_K", "Q6_K"}),
+        *({"F32", "Q4_K", "Q6_K"}, {"F32", "IQ4_NL", "Q6_K"}, {"F32", "Q4_0", "Q6_K"}),
     ]
 
 
@@ -396,6 +397,9 @@ def test_the_kinds_shrink(bundled_files: Any) -> None:
         ("q8_0", 32, {"Q8_0": 8, "F32": 3}, {}),
         ("q8_0", 48, {"Q8_0": 1, "F16": 7, "F32": 3}, {"F16": 7}),
         ("q4_k_m", 32, {"Q8_0": 3, "Q5_0": 5, "F32": 3}, {"Q8_0": 3, "Q5_0": 5}),
+        ("q6_k", 32, {"Q8_0": 8, "F32": 3}, {"Q8_0": 8}),
+        ("q4_0", 32, {"Q4_0": 7, "Q8_0": 1, "F32": 3}, {"Q8_0": 1}),
+        ("iq4_nl", 32, {"IQ4_NL": 7, "Q8_0": 1, "F32": 3}, {"Q8_0": 1}),
     ],
 )
 def test_rows_that_cannot_be_packed(
@@ -405,7 +409,7 @@ def test_rows_that_cannot_be_packed(
     written = export_gguf(tmp_path, tmp_path / "m.gguf", kind)
     assert (dict(written.types), dict(written.fallbacks)) == (types, fallbacks)
     expected = logits(model, LONG)
-    assert np.corrcoef(load(written).logits(LONG).ravel(), expected.ravel())[0, 1] > 0.98
+    assert np.corrcoef(load(written).logits(LONG).ravel(), expected.ravel())[0, 1] > 0.96
 
 
 @pytest.mark.slow
@@ -539,7 +543,7 @@ def test_refused_in_one_sentence(
 
 def test_refused_arguments(model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "m.gguf"
-    with pytest.raises(BadParameter, match="of type 'q2_k' is not possible: choose f32, bf16, q8_0, q4_k_m"):
+    with pytest.raises(BadParameter, match="of type 'q2_k' is not possible: choose f32, bf16, q8_0, q6_k, q5_k_m"):
         export_gguf(model_dir, out, "q2_k")
     with pytest.raises(BadParameter, match=r"the folder .*nosuch does not exist: create it first"):
         export_gguf(model_dir, tmp_path / "nosuch" / "m.gguf")
@@ -633,5 +637,5 @@ def test_the_command_reports_other_types(model_dir: Path) -> None:
     result = command(model_dir, model_dir / "m.gguf", "--type", "q4_k_m")
     assert result.stdout.splitlines()[1] == (
         "8 tensors keep other types, because the length of their rows is not a multiple of 256, "
-        "the block size of q4_k_m (5 Q5_0, 3 Q8_0)"
+        "the largest block of q4_k_m (5 Q5_0, 3 Q8_0)"
     )

@@ -19,7 +19,7 @@ from leapahead.models.base import CHAIN, Cost, KeepsPrefixes
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import Forward
 from leapahead.planner.latency import ASSUMED_SLOPE, LEAST_SLOPE, SIZES, LatencyProfile
-from leapahead.planner.measurement import Round, agree, fitted, rounds, samples
+from leapahead.planner.measurement import SECONDS, Round, agree, fitted, rounds, samples
 from leapahead.planner.profile import (
     FORMAT,
     LEAST_STEPS,
@@ -361,15 +361,15 @@ def test_a_long_life_of_one_size_forgets_nothing_and_stays_finite() -> None:
 def test_a_measurement_keeps_to_its_time_and_takes_the_important_sizes_first() -> None:
     quick = Timed(line(0.05, 0.002))
     profile = measured(quick)
-    assert quick.clock.now < 1.0
+    assert quick.clock.now < SECONDS
     assert profile.sizes[-1] == 96  # the first that takes more than five plain steps
     assert relative(profile)[64] == pytest.approx(1 + 63 * 0.05)
-    assert quick.stepped[:4] == [1, 4, 8, 16]
+    assert quick.stepped[:8] == [1, 4, 8, 16, 2, 3, 6, 12]
     slow = Timed(line(0.05, 0.2))
     profile = measured(slow)
-    assert slow.clock.now <= 1.0
+    assert slow.clock.now <= SECONDS
     assert profile(8) == pytest.approx(0.27)
-    assert profile.sizes == [1, 4, 8]
+    assert profile.sizes == [1, 2, 3, 4, 8, 16]
     slower = Timed(line(0.5, 1.0))
     profile = measured(slower)
     assert slower.stepped == [1]
@@ -379,10 +379,10 @@ def test_a_measurement_keeps_to_its_time_and_takes_the_important_sizes_first() -
 
 @pytest.mark.parametrize("one", [0.005, 0.05, 0.3, 0.45])
 @pytest.mark.parametrize("slope", [0.0, 0.05, 0.5])
-def test_a_measurement_takes_less_than_a_second_or_a_little_more(one: float, slope: float) -> None:
+def test_a_measurement_keeps_to_its_time_whatever_a_forward_takes(one: float, slope: float) -> None:
     target = Timed(line(slope, one))
     measured(target)
-    assert target.clock.now < 1.0 + 1.6 * one  # the time of a forward is not known before it
+    assert target.clock.now < SECONDS + 1.6 * one  # the time of a forward is not known before it
 
 
 def test_noise_only_adds_time_and_neighbours_in_the_wrong_order_get_their_mean() -> None:
@@ -406,6 +406,28 @@ def test_a_dip_that_every_round_shows_is_kept() -> None:
     assert list(fitted(now_and_then).values()) == sorted(fitted(now_and_then).values())
 
 
+def fours(n: int) -> float:
+    """T(n) of kernels that compute four rows at once, and further rows one by one, as llama.cpp's for Q4_0."""
+    return 0.006 * (0.7 + 0.3 * (n // 4 * 2 + n % 4 * 1.1))
+
+
+def test_kernels_that_work_in_fours_are_measured_at_every_size() -> None:
+    """Up to 16 rows no size is between two measured ones, and those that fall stay so."""
+    rng = random.Random(0)
+    profile = measured(Timed(lambda n: fours(n) * (1 + rng.choice([*[0] * 9, 0.3]))))
+    assert [profile(n) for n in range(1, 17)] == pytest.approx([fours(n) for n in range(1, 17)], rel=0.05)
+    assert profile(4) < 0.9 * profile(3)
+    assert profile(8) < 0.95 * profile(7)
+
+
+def test_every_size_up_to_sixteen_is_corrected_for_itself() -> None:
+    profile = LatencyProfile({1: fours(1), 16: fours(16)})
+    for _ in range(10):
+        for n in range(1, 17):
+            profile.observe(n, fours(n))
+    assert [profile(n) for n in range(1, 17)] == pytest.approx([fours(n) for n in range(1, 17)], rel=0.03)
+
+
 def test_the_warm_up_counts_only_where_there_is_little_else() -> None:
     found = [{1: 9.0, 8: 9.0, 64: 9.0}, {1: 1.0, 8: 2.0}, {1: 1.1}, {1: 1.2}]
     assert samples(found) == {1: [1.0, 1.1, 1.2], 8: [2.0, 9.0], 64: [9.0]}
@@ -418,7 +440,7 @@ def test_targets_with_little_room_are_measured_as_far_as_they_go() -> None:
     short = Timed(context_length=40)
     assert measured(short)(1) == pytest.approx(0.01)
     narrow = Timed(max_nodes=6, capabilities=frozenset({CHAIN}))
-    assert measured(narrow).sizes == [1, 2, 3, 4, 6]
+    assert measured(narrow).sizes == [1, 2, 3, 4, 5, 6]
     tiny = Timed(context_length=2)
     with pytest.raises(ContextOverflow, match="context of 2 tokens"):
         measured(tiny)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import gguf_models
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -17,7 +18,7 @@ from test_latency import Timed, line
 from leapahead import tune as tuning
 from leapahead.bench import plots
 from leapahead.bench.conditions import conditions
-from leapahead.cli import main
+from leapahead.cli import main, tune_files
 from leapahead.core.errors import BadParameter
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
@@ -145,7 +146,12 @@ def test_the_prices_of_a_practice_are_those_of_its_forwards(sequences: int) -> N
         else:
             assert row["price"] is row["pays"] is None
     assert found["acceptance_length"] > 1.2
-    assert {"auto", "plain"} == set(found["tokens_per_second"])
+    assert {"auto", "plain"} == set(found["tokens_per_second"]) == set(found["expected"])
+    # A plain step takes a second and yields a token of each text; drafts take a quarter of that for each row.
+    assert found["expected"]["plain"] == pytest.approx(sequences, rel=0.02)
+    if sequences == 1:
+        expected = found["acceptance_length"] / (1 + 0.25 * found["nodes_per_step"])
+        assert found["expected"]["auto"] == pytest.approx(expected, rel=0.02)
 
 
 def test_a_practice_without_time_says_so() -> None:
@@ -153,6 +159,7 @@ def test_a_practice_without_time_says_so() -> None:
     found = tuning.practise(target, FixedLatency(target, {1: 1.0}), PROMPTS, seconds=-1)
     assert found["texts"] == found["steps"] == 0
     assert found["nodes_per_step"] is found["acceptance_length"] is found["tokens_per_second"]["auto"] is None
+    assert found["expected"] == {"auto": None, "plain": None}
 
 
 # ------------------------------------------------------------------------------------------------------- command
@@ -236,6 +243,68 @@ def test_what_cannot_be_is_one_sentence(words: Sequence[str], said: str) -> None
     assert result.stderr.startswith("error: ")
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def files() -> list[str]:
+    """The bundled model in two types."""
+    pytest.importorskip("llama_cpp")
+    return [str(gguf_models.bundled(kind)) for kind in ("q8_0", "q4_0")]
+
+
+def test_files_of_one_model_are_compared(cache: Path, files: list[str]) -> None:
+    given = call(*files, *QUICK, "--threads", "1", "--text-seconds", "20", "--json")
+    assert given.exit_code == 0, given.output
+    found = json.loads(given.stdout)
+    assert [row["file"] for row in found["files"]] == files
+    for row in found["files"]:
+        assert row["bytes"] == Path(row["file"]).stat().st_size
+        assert row["rows"][0]["nodes"] == 1
+    for which, name in (("auto", "fastest"), ("plain", "fastest_plain")):
+        speeds = {row["file"]: row["auto"]["expected"][which] or 0.0 for row in found["files"]}
+        assert found[name] is None or speeds[found[name]] == max(speeds.values()) > 0  # None on a very busy machine
+
+
+def test_the_comparison_names_the_fastest(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    target = Timed(line(0.1, 0.002))
+    measured, _ = tuning.tune(target, seconds=1.0, clock=target.clock)
+    one = {**measured, "busy": False, "file": "a/one.gguf", "bytes": 5_000_000}
+    two = {**one, "file": "a/two.gguf", "auto": {"acceptance_length": 2.0, "expected": {"auto": 90.0, "plain": 60.0}}}
+    one["auto"] = {"acceptance_length": 1.5, "expected": {"auto": 75.0, "plain": 70.0}}
+    tune_files.show({"files": [one, two], "fastest": "a/two.gguf", "fastest_plain": "a/one.gguf"})
+    shown = capsys.readouterr().out
+    (row,) = [line.split() for line in shown.splitlines() if line.startswith(" two.gguf") or "two.gguf " in line]
+    assert row == ["two.gguf", "5", "2", "1.10", "1.20", "1.30", "1.50", "1.70", "2.50", "2.00", "60.0", "90.0", "1.50"]
+    assert "Fastest with drafting: a/two.gguf. Fastest plainly: a/one.gguf." in shown
+
+
+def test_files_that_cannot_be_compared_are_refused_before_anything_is_measured(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(100))
+    for words, said in (
+        ((files[0],), "alone cannot be compared: give at least two files"),
+        ((files[0], "model"), "model cannot be compared: give GGUF files"),
+        ((files[0], "/nowhere/model.gguf"), "there is no file '/nowhere/model.gguf'"),
+        ((files[0], str(broken)), "broken.gguf"),
+        ((*files, "--table"), "--table is not possible where files are compared"),
+        ((*files, "-m", "bundled"), "--model is not possible where files are compared"),
+        ((*files, "--text-seconds", "0"), "--text-seconds 0 is not possible"),
+        ((*files, "--data", "/nowhere"), "there is no folder '/nowhere'"),
+    ):
+        result = call(*words)
+        assert result.exit_code == 2, result.output
+        assert result.stderr.startswith("error: ")
+        assert said in result.stderr
+        assert result.stderr.count("\n") == 1
+    monkeypatch.setattr(
+        tune_files, "fingerprint", lambda tokenizer: object()
+    )  # as of files with different vocabularies
+    result = call(*files)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "has another vocabulary than" in result.stderr
 
 
 def test_the_figure_can_be_drawn(tmp_path: Path) -> None:

@@ -200,6 +200,33 @@ def gguf_curve_table(root: Path) -> str:
     return table("file | step | " + " | ".join(f"n = {n}" for n in sizes) + " | T(1), ms", rows) + conditions
 
 
+CURVE_SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16)
+
+
+def gguf_every_n_table(root: Path) -> str:
+    """T(n)/T(1) of every type under two builds, from docs/figures/curve.json."""
+    data = json.loads((root / "docs/figures/curve.json").read_text(encoding="utf-8"))
+    rows = [
+        [
+            row["file"],
+            row["variant"],
+            f"{row['prompt']['median']:.0f}",
+            f"{row['milliseconds']['1']['median']:.1f}",
+            *(f"{row['relative'][str(n)]['median']:.2f}" for n in CURVE_SIZES),
+        ]
+        for row in data["rows"]
+    ]
+    heads = "file | build | prompt, tokens/s | T(1), ms | " + " | ".join(f"T({n})" for n in CURVE_SIZES)
+    known, first = data["conditions"], data["rows"][0]
+    conditions = (
+        f"\n\nConditions: chains over {known['context']} tokens of context, {known['rounds']} rounds in which the "
+        f"builds take turns, {known['repeats']} forwards of each size a round, medians; threads: {first['threads']}; "
+        f"{known['cpu']}; leapahead {known['versions']['leapahead']}, "
+        f"llama-cpp-python {known['versions']['llama-cpp-python']}."
+    )
+    return table(heads, rows) + conditions
+
+
 MODES = ("trees", "chains", "chains with replay", "plain")
 
 
@@ -229,6 +256,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "gguf-check": gguf_check_table,
     "gguf-plain": gguf_plain_table,
     "gguf-curve": gguf_curve_table,
+    "gguf-every-n": gguf_every_n_table,
     **claims.blocks(table),
     **benches.blocks(table),
 }

@@ -35,7 +35,7 @@ from leapahead.planner.profile import LatencyProfiles, processor
 FREE = 1.1  # T(n) / T(1) up to which nodes are called free
 ALPHA, F = 0.425, 3.106  # of 7B chat on MT-Bench (2402.02057, figure 4)
 BUSY = 1.3  # ratio of the quartiles of a plain step from which the machine counts as busy
-LEAST_TIMES = 5  # forwards of each size for a profile that is stored
+LEAST_TIMES = 3  # forwards of each size for a profile that is stored
 ATTEMPTS = 3  # measurements, each given twice the time of the one before
 WORTH = 1.1  # speed-up from which a window is recommended
 SMALL = ((3, 3, 3), (5, 4, 5), (7, 5, 7), (10, 5, 10))  # (W, N, G) that are considered beside the presets
@@ -216,7 +216,8 @@ def practise(
     Returns:
         texts; sources: name, drafted, accepted, price (None if nothing was drafted), first (how often its first
         candidate was right, drafted or not), pays (None if nothing was drafted); steps, plain_steps (without a draft),
-        nodes_per_step (drafted), acceptance_length, tokens_per_second of auto and of plain decoding.
+        nodes_per_step (drafted), acceptance_length, tokens_per_second of auto and of plain decoding; expected, the same
+        if every forward had taken what the profile says, so that a busy machine does not count.
     """
     began = clock()
     engine = Engine(target, max_batch=sequences, latency=latency)
@@ -249,6 +250,12 @@ def practise(
             "auto": round(total.tokens_per_second, 3) if total.steps else None,
             "plain": round(plain.tokens_per_second, 3) if plain.steps else None,
         },
+        "expected": {
+            "auto": round(total.committed / (count.seconds + _outside(total)), 3) if total.steps else None,
+            "plain": round(plain.committed / (count.plain(plain.committed) + _outside(plain)), 3)
+            if plain.steps
+            else None,
+        },
         "sources": _sources(total, count, engine.acceptance.rows(longest=3)),
     }
 
@@ -268,18 +275,25 @@ def _decoded(engine: Engine, requests: Sequence[Request], late: Callable[[], boo
     return sum((handle.stats for handle in handles), Stats())
 
 
+def _outside(stats: Stats) -> float:
+    """Seconds outside the forwards."""
+    return stats.decode_seconds - stats.seconds["forward"]
+
+
 class _Count:
     """Prices of drafted nodes by source, from the steps as they come.
 
     Attributes:
         price: source -> tokens that its nodes cost.
         plain_steps: steps without a draft.
+        seconds: of all forwards, by the profile as it was at first.
     """
 
     def __init__(self, profile: LatencyProfile, sequences: int) -> None:
         self.price: Counter[str] = Counter()
-        self.plain_steps = 0
+        self.plain_steps, self.seconds = 0, 0.0
         self._profile, self._sequences = profile, sequences
+        self._measured = LatencyProfile({n: profile(n) for n in profile.sizes}, fixed=True)
         self._together: list[Step] = []  # steps of one forward
 
     def add(self, step: Step) -> None:
@@ -292,7 +306,12 @@ class _Count:
         """Counts the last forward."""
         if self._together:
             self.price.update(_prices(self._together, self._profile, self._sequences))
+            self.seconds += self._measured(self._together[0].forward.cost.rows)
         self._together = []
+
+    def plain(self, tokens: int) -> float:
+        """Seconds of the forwards that plain decoding of so many tokens takes, by the same profile."""
+        return tokens / self._sequences * self._measured(self._sequences)
 
 
 def _prices(steps: Sequence[Step], profile: LatencyProfile, sequences: int) -> dict[str, float]:

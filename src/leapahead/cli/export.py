@@ -27,8 +27,9 @@ from leapahead.integrations import gguf
 def export_gguf(model_dir: Path, out: Path, kind: str, force: bool) -> None:
     """Write the Llama model in MODEL_DIR as a GGUF file, with its tokenizer.
 
-    The types f32 and bf16 keep the weights in that precision; q8_0 and q4_k_m are quantised by llama.cpp. A model that
-    llama.cpp would compute or tokenize differently from Transformers is refused.
+    The types f32 and bf16 keep the weights in that precision; llama.cpp quantises to the others. Which type is fastest
+    with drafting, tells `leapahead tune`. A model that llama.cpp would compute or tokenize differently from
+    Transformers is refused.
     """
     with screen.progress(f"reading {model_dir}") as bar:
         written = gguf.export_gguf(model_dir, out, kind, force=force, progress=bar)
@@ -38,7 +39,7 @@ def export_gguf(model_dir: Path, out: Path, kind: str, force: bool) -> None:
     if written.fallbacks:
         click.echo(
             f"{sum(written.fallbacks.values())} tensors keep other types, because the length of their rows is not a "
-            f"multiple of {gguf.PACKED[kind]}, the block size of {kind} ({_counts(written.fallbacks)})"
+            f"multiple of {gguf.MIXTURES[kind].block}, the largest block of {kind} ({_counts(written.fallbacks)})"
         )
 
 

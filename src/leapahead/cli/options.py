@@ -122,6 +122,14 @@ MODEL: tuple[Option, ...] = (
         help="Lock the model in memory, so that it is never swapped out.",
     ),
     option(
+        "--no-repack",
+        "use_extra_bufts",
+        flag_value=False,
+        default=None,
+        group=GGUF_GROUP,
+        help="Do not rearrange quantised weights for the processor when they are loaded.",
+    ),
+    option(
         "-fa",
         "--flash-attn",
         type=click.Choice(["on", "off"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +13,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich import box
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from leapahead.api import LLM
 from leapahead.core.errors import LeapaheadError
@@ -272,3 +274,20 @@ def write_file(path: Path, content: str | bytes) -> None:
             part.unlink(missing_ok=True)
     except OSError as error:
         raise LeapaheadError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def new_table(columns: Sequence[str], head: Sequence[str] = (), left: Sequence[str] = ()) -> Table:
+    """A table of columns aligned to the right, between `head` and `left` columns aligned to the left."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in head:
+        table.add_column(column, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in left:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def number(value: float | None, form: str) -> str:
+    """The value in that format, "-" where it was not measured."""
+    return "-" if value is None else f"{value:{form}}"

@@ -10,14 +10,12 @@ from time import perf_counter
 from typing import Any
 
 import click
-from rich import box
-from rich.table import Table
 
 from leapahead import token_table
 from leapahead import tune as tuning
 from leapahead.bench import plots, tasks
 from leapahead.bench.conditions import Data
-from leapahead.cli import screen
+from leapahead.cli import screen, tune_files
 from leapahead.cli.command import Command, option
 from leapahead.cli.options import MODEL, all_of, model_arguments
 from leapahead.cli.screen import Console
@@ -36,10 +34,11 @@ WIDTH = 8  # characters of the longest bar
     examples=(
         "leapahead tune",
         "leapahead tune -m model.gguf --threads 8 --seconds 20 --plot latency.png",
+        "leapahead tune model-q8_0.gguf model-q4_0.gguf --data prompts",
         "leapahead tune -m Qwen/Qwen3-0.6B --table",
-        "leapahead tune -m Qwen/Qwen3-0.6B --batch 4 --text-seconds 0 --json",
     ),
 )
+@click.argument("files", nargs=-1, metavar="[FILE.gguf]...", type=click.Path(path_type=Path))
 @all_of(MODEL)
 @option("--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Number of texts decoded together.")
 @option(
@@ -89,6 +88,7 @@ WIDTH = 8  # characters of the longest bar
 )
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def tune(
+    files: tuple[Path, ...],
     batch: int,
     data: Path | None,
     limit: int,
@@ -104,14 +104,18 @@ def tune(
     """Measure the latency profile of a model on this machine, and show which drafts pay.
 
     The profile is stored, and the drafter auto plans with it. Without this command, auto measures one within a second
-    before its first text, and corrects it while it decodes. With --table, the token table of the model is computed as
-    well, once per model.
+    or two before its first text, and corrects it while it decodes. With --table, the token table of the model is
+    computed as well, once per model.
+
+    Given several GGUF files of one model, which differ in their types, it compares them: T(n), plain decoding, decoding
+    with auto, and which is fastest.
     """
+    if files:
+        _compare(files, values, data, limit, batch, max_new_tokens, seconds, text_seconds, as_json, table, plot)
+        return
     if plot is not None:
         _check(plot)
-    if data is not None and not data.is_dir():
-        raise BadParameter(f"there is no folder {str(data)!r} of prompts")
-    sets = tasks.read(data, (), limit) if text_seconds else []
+    sets = tasks.read(_folder(data), (), limit) if text_seconds else []
     model = model_arguments(values)
     with screen.loading(model["model"]):
         loaded = loading.load(**model)
@@ -137,6 +141,39 @@ def tune(
         _draw(found, plot)
         if not as_json:
             click.echo(f"written: {plot}")
+
+
+def _compare(
+    files: tuple[Path, ...],
+    values: dict[str, Any],
+    data: Path | None,
+    limit: int,
+    batch: int,
+    max_new_tokens: int,
+    seconds: float,
+    text_seconds: float,
+    as_json: bool,
+    table: bool,
+    plot: Path | None,
+) -> None:
+    """Compares several files."""
+    given = {"--model": values["model"], "--table": table, "--plot": plot, "--text-seconds 0": not text_seconds}
+    if wrong := [name for name, value in given.items() if value]:
+        raise BadParameter(f"{wrong[0]} is not possible where files are compared; leave it out")
+    sets = tasks.read(_folder(data), (), limit)
+    tune_files.check(files)
+    found = tune_files.compare(files, values, sets, batch, max_new_tokens, seconds, text_seconds)
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        tune_files.show(found)
+
+
+def _folder(data: Path | None) -> Path | None:
+    """The folder of prompts, refused where there is none."""
+    if data is not None and not data.is_dir():
+        raise BadParameter(f"there is no folder {str(data)!r} of prompts")
+    return data
 
 
 def _make_table(loaded: Loaded, k: int, bar: screen.Bar) -> float:
@@ -223,7 +260,7 @@ def _show(found: Data) -> None:
 def _curve(found: Data) -> None:
     rows = found["rows"]
     most = max(row["cost"] for row in rows)
-    table = _new_table(("n", "ms", "quartiles", "samples", "T(n)/T(1)", "marginal", "pays from p"), left=("",))
+    table = screen.new_table(("n", "ms", "quartiles", "samples", "T(n)/T(1)", "marginal", "pays from p"), left=("",))
     for row in rows:
         spread = row["milliseconds"]
         table.add_row(
@@ -232,8 +269,8 @@ def _curve(found: Data) -> None:
             f"{spread['low']:.4g}-{spread['high']:.4g}",
             str(row["times"]),
             f"{row['cost']:.2f}",
-            _number(row["last_node"], ".3f"),
-            "never" if row["needs"] is not None and row["needs"] >= 1 else _number(row["needs"], ".2f"),
+            screen.number(row["last_node"], ".3f"),
+            "never" if row["needs"] is not None and row["needs"] >= 1 else screen.number(row["needs"], ".2f"),
             "█" * max(1, round(WIDTH * row["cost"] / most)),
         )
     Console().print(table)
@@ -295,14 +332,14 @@ def _auto(auto: Data) -> None:
             f"{speeds['auto']:.1f} tokens/s, plain decoding of the same texts {speeds['plain']:.1f}: "
             f"{speeds['auto'] / speeds['plain']:.2f} times as fast"
         )
-    table = _new_table(("first correct", "drafted", "accepted", "cost", "pays"), head=("source",))
+    table = screen.new_table(("first correct", "drafted", "accepted", "cost", "pays"), head=("source",))
     for row in auto["sources"]:
         table.add_row(
             str(row["name"]),
-            _number(row["first"], ".1%"),
+            screen.number(row["first"], ".1%"),
             str(row["drafted"]),
             str(row["accepted"]) if row["drafted"] else "-",
-            _number(row["price"], ".1f"),
+            screen.number(row["price"], ".1f"),
             PAYS[row["pays"]],
         )
     Console().print(table)
@@ -317,12 +354,12 @@ def _lookahead(rows: Sequence[Data]) -> None:
         f"\nlookahead: S is computed by equation 7 of 2402.02057 with α = {tuning.ALPHA}, f = {tuning.F}; only the "
         "cost is measured:"
     )
-    table = _new_table(("(W, N, G)", "n", "T(n)/T(1)", "expected S", "expected speed-up"))
+    table = screen.new_table(("(W, N, G)", "n", "T(n)/T(1)", "expected S", "expected speed-up"))
     for row in rows:
         table.add_row(
             f"({row['window']}, {row['ngram']}, {row['guesses']})",
             str(row["nodes"]),
-            _number(row["cost"], ".2f"),
+            screen.number(row["cost"], ".2f"),
             f"{row['compression']:.2f}",
             f"{row['speedup']:.2f}" if row["speedup"] is not None else f"< {row['at_most']:.2f}",
             style="bold" if row["best"] else None,
@@ -338,19 +375,3 @@ def _lookahead(rows: Sequence[Data]) -> None:
     else:
         options = f"-W {best['window']} -N {best['ngram']} -G {best['guesses']}"
         click.echo(f"The best window of lookahead on this machine: {options}.")
-
-
-def _new_table(columns: Sequence[str], head: Sequence[str] = (), left: Sequence[str] = ()) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in head:
-        table.add_column(column, no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in left:
-        table.add_column(column, no_wrap=True)
-    return table
-
-
-def _number(value: float | None, form: str) -> str:
-    """The value in that format, "-" where it was not measured."""
-    return "-" if value is None else f"{value:{form}}"

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,10 +40,30 @@ from leapahead.integrations.gguf_vocabulary import Vocabulary
 
 Progress = Callable[[str, int, int], None]  # what is being done, done, total
 
-KINDS = ("f32", "bf16", "q8_0", "q4_k_m")
-MIXTURES = {"q8_0": ("Q8_0",), "q4_k_m": ("Q4_K", "Q6_K")}  # the intended types of a quantised file's matrices
-PACKED = {"q8_0": 32, "q4_k_m": 256}  # how many numbers of a row are quantised together
-FTYPES = {"q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "q4_k_m": "LLAMA_FTYPE_MOSTLY_Q4_K_M"}
+
+class Mixture(NamedTuple):
+    """A quantised type of file.
+
+    Attributes:
+        ftype: llama.cpp's name of it.
+        types: that llama.cpp intends for the matrices.
+        block: how many numbers of a row the largest of these types quantises together.
+    """
+
+    ftype: str
+    types: tuple[str, ...]
+    block: int
+
+
+MIXTURES = {
+    "q8_0": Mixture("LLAMA_FTYPE_MOSTLY_Q8_0", ("Q8_0",), 32),
+    "q6_k": Mixture("LLAMA_FTYPE_MOSTLY_Q6_K", ("Q6_K",), 256),
+    "q5_k_m": Mixture("LLAMA_FTYPE_MOSTLY_Q5_K_M", ("Q5_K", "Q6_K"), 256),
+    "q4_k_m": Mixture("LLAMA_FTYPE_MOSTLY_Q4_K_M", ("Q4_K", "Q6_K"), 256),
+    "iq4_nl": Mixture("LLAMA_FTYPE_MOSTLY_IQ4_NL", ("IQ4_NL", "Q5_K", "Q6_K"), 256),
+    "q4_0": Mixture("LLAMA_FTYPE_MOSTLY_Q4_0", ("Q4_0", "Q6_K"), 256),
+}
+KINDS = ("f32", "bf16", *MIXTURES)  # by falling size
 
 LOG = logging.getLogger("leapahead.llama_cpp")
 
@@ -58,7 +78,7 @@ class Exported:
         size: in bytes.
         types: how many tensors are of each of llama.cpp's types. Norms are F32 in every kind.
         fallbacks: of `types`, the matrices that could not be of the kind's own types, because the length of their
-            rows is not a multiple of `PACKED`. They are larger and more precise.
+            rows is not a multiple of `Mixture.block`. They are larger and more precise.
     """
 
     path: Path
@@ -87,7 +107,8 @@ def export_gguf(
     Args:
         model_dir: config.json, tokenizer.json and safetensors of a `LlamaForCausalLM`, as `save_pretrained` left them.
         out: the file to write; its folder must exist.
-        kind: "f32" or "bf16" (exact, or rounded to nearest even), "q8_0" or "q4_k_m" (llama.cpp's quantiser).
+        kind: one of `KINDS`: "f32" or "bf16" (exact, or rounded to nearest even), or one that llama.cpp's quantiser
+            makes.
         force: replace `out` if it exists.
         progress: called with (what, done, total) after each tensor.
 
@@ -119,9 +140,8 @@ def export_gguf(
                 os.replace(file, out)
         except OSError as error:
             raise BadParameter(f"{out} cannot be written: {error.strerror or error}") from error
-    fallbacks = Counter(
-        kept for name, kept in types.items() if kind in MIXTURES and not _stays_f32(name) and kept not in MIXTURES[kind]
-    )
+    intended = MIXTURES[kind].types if kind in MIXTURES else types.values()
+    fallbacks = Counter(kept for name, kept in types.items() if not _stays_f32(name) and kept not in intended)
     return Exported(out, kind, size, dict(Counter(types.values())), dict(fallbacks))
 
 
@@ -246,7 +266,7 @@ def _quantise(llama_cpp: Any, plain: Path, file: Path, kind: str, total: int, re
                 raised.append(error)
 
     options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype = getattr(llama_cpp, FTYPES[kind])
+    options.ftype = getattr(llama_cpp, MIXTURES[kind].ftype)
     with _log_of(llama_cpp, read):
         llama_cpp.llama_backend_init()
         failed = llama_cpp.llama_model_quantize(os.fsencode(plain), os.fsencode(file), options)

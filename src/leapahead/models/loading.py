@@ -182,6 +182,17 @@ def eos_token_ids(target: Target, tokenizer: Tokenizer | None) -> tuple[int, ...
     return tuple(ids)
 
 
+def gguf_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a GGUF file, read without its weights.
+
+    Raises:
+        LeapaheadError: the file is missing or broken, or llama-cpp-python is not installed.
+    """
+    with needing("a GGUF file", "llama-cpp", "llama_cpp"):
+        from leapahead.models.llama_cpp import model
+    return model.read_tokenizer(path)
+
+
 def load_tokenizer(name: str, trust_remote_code: bool) -> Tokenizer:
     """The tokenizer of a folder or a hub id.
 

@@ -35,14 +35,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+# Up to 16 every n, since kernels that compute several rows at once make T rise and fall (llama.cpp: in fours).
+SIZES = (*range(1, 17), 24, 32, 48, 64, 96, 128)
 ASSUMED_SLOPE = 0.05  # cost of an additional row relative to a plain step, where nothing is known
 LEAST_SLOPE = 0.01  # the same beyond the last size of a prior, at least
 LEAST_SHAPE = 1e-3  # T relative to a plain step, at least: less is no measurement
 
 # Rows of a planned forward, at most: so many times the largest that was seen, or so many more.
 TRUSTED_GROWTH, TRUSTED_ROWS = 2, 3
-FINE = 8  # up to so many additional rows each number of rows is a size of its own; larger sizes are intervals
+FINE = 16  # up to so many additional rows each number of rows is a size of its own; larger sizes are intervals
 CONTRADICTED = log(1.4)  # log factor between prior and steps from which the prior is dropped
 LEAST_RATIO = log(0.7)  # of a forward to a plain step; less is an outlier
 BELIEVED = 2  # times that a size must have been seen before it is stored or contradicts the prior

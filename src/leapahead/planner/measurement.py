@@ -26,9 +26,10 @@ from leapahead.core.verify import Verdict
 from leapahead.models.base import CHAIN, Session, Target, read_prompt
 from leapahead.planner.latency import SIZES
 
-SECONDS = 0.8  # time of a measurement
-SECONDS_FIRST = 1.0  # limit until which the first forwards of `FIRST_SIZES` may take
+SECONDS = 1.5  # time of a measurement
+SECONDS_FIRST = 1.5  # limit until which the first forwards of `FIRST_SIZES` may take
 FIRST_SIZES = (1, 4, 8, 16)  # measured first, in this order
+NEXT_SIZES = (2, 3, 6, 12)  # measured next, in this order; then all others
 TOO_SLOW = 5.0  # a size is not measured when a smaller one takes so many plain steps: no draft is worth that
 LARGE, LARGE_ROUNDS = 32, 3  # sizes above LARGE are measured in every third round only
 DIP_ROUNDS, DIP_SHARE = 3, 0.8  # rounds, and their share, that must show that a larger size takes less time
@@ -113,7 +114,8 @@ class _Measurement:
     def _warm_up(self) -> None:
         warm = self.found[0]
         first = [n for n in FIRST_SIZES if n in self.sizes] or self.sizes[:1]
-        for n in first + [n for n in self.sizes if n not in first]:
+        important = [*first, *(n for n in NEXT_SIZES if n in self.sizes)]
+        for n in dict.fromkeys([*important, *self.sizes]):
             limit = max(SECONDS_FIRST, self.seconds) if n in first else self.seconds
             if warm and self._spent + _expected(warm, self._rows(n)) > limit:
                 continue

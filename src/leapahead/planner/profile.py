@@ -67,8 +67,8 @@ class LatencyProfiles:
     def prepare(self, target: Target) -> bool:
         """Loads the stored profile of one sequence, or measures it. Does nothing from the second call on.
 
-        To be called outside of any request's time: measuring takes about a second. Where the target has no room for a
-        session, the profile is guessed, and steps correct it.
+        To be called outside of any request's time: measuring takes one or two seconds. Where the target has no room
+        for a session, the profile is guessed, and steps correct it.
 
         Returns:
             Whether it measured.

@@ -39,6 +39,11 @@ STEPS = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7, "q8_0": 2.0**-7}  # 
 class Model:
     """The weights and the vocabulary of a GGUF file.
 
+    Args:
+        path: of the file; of a model in several files the first.
+        options: how it is loaded.
+        vocab_only: load no weights: the object has a vocabulary and metadata, and cannot be run.
+
     Attributes:
         precision: relative step of the numbers that go into its products. Whatever the bits of quantised weights, they
             are multiplied with activations of 8 bits.
@@ -55,7 +60,7 @@ class Model:
         Refused: not a causal language model.
     """
 
-    def __init__(self, path: str | Path, options: LlamaCppOptions) -> None:
+    def __init__(self, path: str | Path, options: LlamaCppOptions, vocab_only: bool = False) -> None:
         self.path = str(path)
         file = Path(path).expanduser()
         check_file(file)
@@ -67,6 +72,7 @@ class Model:
             if options.use_mmap
             else (c.LLAMA_LOAD_MODE_MLOCK if options.use_mlock else c.LLAMA_LOAD_MODE_NONE)
         )
+        params.use_extra_bufts, params.vocab_only = options.use_extra_bufts, vocab_only
         if options.n_gpu_layers is not None:
             params.n_gpu_layers = options.n_gpu_layers
         log.clear()
@@ -196,6 +202,7 @@ class Context:
         self.fingerprint = (
             f"{params.n_threads} threads {params.n_threads_batch} for batches cache {types[0]} {types[1]} "
             f"flash_attn {options.flash_attn} n_gpu_layers {options.n_gpu_layers}"
+            f"{'' if options.use_extra_bufts else ' not repacked'} build {build()}"
         )
         self.seconds = 0.0
         self._gives_hidden = False
@@ -339,6 +346,11 @@ def _context_params(model: Model, options: LlamaCppOptions, types: tuple[str, st
     elif "f32" in types:
         params.flash_attn_type = c.LLAMA_FLASH_ATTN_TYPE_DISABLED
     return params
+
+
+def build() -> str:
+    """The installed llama.cpp: its version, the processor's instructions that it uses, and which kernels it has."""
+    return f"{c.__version__} {c.llama_print_system_info().decode(errors='replace').strip(' |')}"
 
 
 class _Memory:

@@ -366,6 +366,15 @@ def _copy(outputs: Outputs) -> FloatArray | None:
     return None if outputs.hidden is None else np.array(outputs.hidden)
 
 
+def read_tokenizer(path: str | Path) -> GgufTokenizer:
+    """The tokenizer of a GGUF file, without its weights.
+
+    Raises:
+        LeapaheadError: no such file, or a broken one.
+    """
+    return GgufTokenizer(Model(path, LlamaCppOptions(), vocab_only=True))
+
+
 def load(
     path: str | Path, options: LlamaCppOptions | None = None, kind: type[LlamaCppTarget] = LlamaCppTarget
 ) -> tuple[LlamaCppTarget, GgufTokenizer]:

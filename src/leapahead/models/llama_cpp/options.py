@@ -27,6 +27,8 @@ class LlamaCppOptions:
         n_gpu_layers: layers to put on a GPU; -1 for all; by default llama.cpp's own choice.
         use_mmap: map the file into memory instead of reading it.
         use_mlock: keep the model in memory.
+        use_extra_bufts: let llama.cpp rearrange quantised weights for the processor when it loads them, which takes
+            memory beside the mapped file. Q4_0, IQ4_NL and K types then have kernels for several tokens at once.
         flash_attn: whether to use flash attention; by default llama.cpp's own choice, but not over a cache in f32,
             whose values it would round to f16.
         type_k, type_v: types of the cached keys and values: f32, f16, bf16 or q8_0; by default f16, and f32 where the
@@ -47,6 +49,7 @@ class LlamaCppOptions:
     n_gpu_layers: int | None = None
     use_mmap: bool = True
     use_mlock: bool = False
+    use_extra_bufts: bool = True
     flash_attn: bool | None = None
     type_k: str | None = None
     type_v: str | None = None
