@@ -109,6 +109,8 @@ def test_what_is_not_exact_is_refused() -> None:
         target.step([session], [TokenTree.chain(1, range(2, 10))])
     with pytest.raises(BadParameter, match="with branches is not possible in exact mode"):
         target.step([session], [TokenTree([1, 2, 3], [-1, 0, 0])])
+    with pytest.raises(Refused, match=r"needs tree from the target, which .* does not have in exact mode; use"):
+        Engine(target).drafter("lookahead")
     session.close()
 
 

@@ -285,6 +285,8 @@ def require(info: TargetInfo, needs: frozenset[str], what: str) -> None:
     missing = sorted(needs - info.capabilities)
     if missing:
         reason = ONE_PATH if info.replays and missing[0] == TREE else REASONS.get(missing[0], "")
+        if info.exact:
+            reason = " in exact mode"
         raise Refused(
             f"{what} needs {' and '.join(missing)} from the target, which {info.name} does not have{reason}; use "
             "drafter='plain'"
