@@ -62,8 +62,6 @@ def convert(model: Any) -> Any:
             model.set_experts_implementation(EXPERTS)
         try:
             graph = _traced(model, patterns)
-        except Refused:
-            raise
         except Exception as error:  # of the family's own code or of the converter, which raise errors of all kinds
             raise _refusal(model, f"OpenVINO cannot convert it ({last_line(error)})") from error
         _compare(model, graph)
