@@ -93,6 +93,8 @@ class TargetInfo:
         hidden_size: width of one hidden state.
         exact: whether a token's logits are the same bits with every draft, batch and schedule. Steps then take a fixed
             number of rows, so that all trees of up to `max_nodes` nodes cost the same.
+        bucket: steps with drafted nodes have a multiple of so many rows, padding included, since a forward of another
+            size than the last one takes longer; 1 for no padding.
     """
 
     name: str
@@ -106,6 +108,7 @@ class TargetInfo:
     layers: int = 0
     hidden_size: int = 0
     exact: bool = False
+    bucket: int = 1
 
 
 @dataclass(frozen=True)

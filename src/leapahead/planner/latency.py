@@ -54,10 +54,7 @@ LEVEL_GAIN, PLAIN_GAIN = 0.1, 0.2  # weight of a drafted step, and least weight 
 NOISE, LEAST_NOISE, MOST_NOISE = 0.1, 0.05, 0.25  # log seconds of one step: the first estimate and its bounds
 NOISE_RATE = 0.05  # weight of the newest step in the estimate of the noise
 OUTLIER = 3.5  # times the noise
-MOST_RESIZING, RESIZING_RATE = (
-    0.25,
-    0.1,
-)  # parts of a plain step that `resizing` may be; least weight of the newest pair
+MOST_RESIZING, RESIZING_RATE = 0.7, 0.1  # log factor that `resizing` may be; least weight of the newest pair
 OUTLIERS_BELIEVED = 3  # without a plain step between them, a change of the level
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # drafted steps between two plain steps: at first and after a change; doubled up to
 
@@ -89,6 +86,7 @@ class LatencyProfile:
             are assumed, each additional row at `ASSUMED_SLOPE` of it.
         fixed: these are the times, whatever steps take: nothing is learned, nothing is distrusted.
         assumed: the seconds were not measured, or not reliably, so only what steps have seen is stored.
+        bucket: see `TargetInfo.bucket`.
 
     Attributes:
         steps: how many steps were observed.
@@ -98,11 +96,13 @@ class LatencyProfile:
         ValueError: no size, or sizes or seconds that are not positive and finite.
     """
 
-    def __init__(self, seconds: Mapping[int, float], fixed: bool = False, assumed: bool = False) -> None:
+    def __init__(
+        self, seconds: Mapping[int, float], fixed: bool = False, assumed: bool = False, bucket: int = 1
+    ) -> None:
         sizes = sorted(seconds)
         if not sizes or sizes[0] < 1 or any(not 0 < seconds[n] < float("inf") for n in sizes):
             raise ValueError(f"a latency profile needs positive seconds of positive sizes, got {dict(seconds)}")
-        self.fixed, self.steps, self.contradicted = fixed, 0, False
+        self.fixed, self.steps, self.contradicted, self.bucket = fixed, 0, False, bucket
         self._assumed = assumed
         self._first = sizes[0]
         self._prior = {n: seconds[n] / seconds[self._first] for n in sizes} if len(sizes) > 1 else {}
@@ -119,15 +119,19 @@ class LatencyProfile:
         self._plans: list[float] = []  # `planned` by rows; empty where it must be computed anew
 
     @classmethod
-    def guessed(cls) -> Self:
+    def guessed(cls, bucket: int = 1) -> Self:
         """A profile without a measurement: its first step sets the level, and others the shape."""
-        return cls({1: 1.0})
+        return cls({1: 1.0}, bucket=bucket)
 
     # ------------------------------------------------------------------------------------------------ reading
 
     def __call__(self, rows: int) -> float:
-        """Seconds that a forward over so many rows is expected to take now."""
-        return exp(self._level) * self._relative(rows)
+        """Seconds that a forward over so many rows, and their padding, is expected to take now."""
+        return exp(self._level) * self._relative(self._padded(rows))
+
+    def _padded(self, rows: int) -> int:
+        """The rows of a forward over so many, padding included."""
+        return rows if rows <= self._first else -(-rows // self.bucket) * self.bucket
 
     def planned(self, rows: int) -> float:
         """Seconds to plan with: infinite outside the trusted region, hopeful at sizes that no step has had yet."""
@@ -168,7 +172,7 @@ class LatencyProfile:
     def sizes(self) -> list[int]:
         """The numbers of rows at which T changes its slope, rising; at least two."""
         own = self._prior or [n for n in SIZES if n > self._first] or [2 * self._first]
-        return sorted({*own, *(size.rows for size in self._sizes)})
+        return sorted({self._padded(n) for n in (*own, *(size.rows for size in self._sizes))})
 
     def as_dict(self) -> dict[str, float]:
         """Rows -> seconds at every size, for reports."""
@@ -207,6 +211,8 @@ class LatencyProfile:
         hope = found[seen] / self._line(seen)
         for n in range(seen + 1, len(found)):
             found[n] = min(found[n], hope * self._line(n))
+        if self.bucket > 1:
+            found = [found[min(self._padded(n), len(found) - 1)] for n in range(len(found))]
         self._plans = found
         return found
 

@@ -94,7 +94,8 @@ class _Measurement:
     ) -> None:
         self.target, self.sessions, self.seconds, self.clock, self.progress = target, sessions, seconds, clock, progress
         most = min(target.max_nodes, max(sizes)) if CHAIN in target.info.capabilities else 1
-        self.sizes = [n for n in sizes if n <= most] or [1]
+        bucket = target.info.bucket
+        self.sizes = [n for n in sizes if n <= most and (n == 1 or n % bucket == 0)] or [1]
         self.found: list[Round] = [{}]
         self.began = clock()
 
@@ -146,6 +147,8 @@ class _Measurement:
             following = range(len(session.tokens), len(session.tokens) + size - 1)
             tokens = [(1 + 7 * index) % self.target.info.vocab_size for index in following]
             trees.append(TokenTree.chain(session.tokens[-1], tokens))
+        if self.target.info.bucket > 1:  # the first forward of another size takes longer
+            self.target.step(self.sessions, trees)
         start = self.clock()
         chosen = [choices[0] for choices in self.target.step(self.sessions, trees)]
         took = self.clock() - start

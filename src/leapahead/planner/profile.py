@@ -58,7 +58,7 @@ class LatencyProfiles:
         self, info: TargetInfo, store: ProfileStore | None = None, clock: Callable[[], float] = perf_counter
     ) -> None:
         self.store = store or ProfileStore(info.fingerprint or info.name)
-        self.clock = clock
+        self.clock, self._bucket = clock, info.bucket
         self._profiles: dict[int, LatencyProfile] = {}
         self._last: Forward | None = None
         self._written = clock()
@@ -77,6 +77,7 @@ class LatencyProfiles:
             if self.known(1) is not None:
                 return False
             if (stored := self.store.read(1)) is not None:
+                stored.bucket = self._bucket
                 self._profiles.setdefault(1, stored)
                 return False
             self.measure(target)
@@ -94,10 +95,10 @@ class LatencyProfiles:
             found = rounds(target, clock=self.clock)
         except LeapaheadError:
             with self._lock:
-                self._profiles.setdefault(1, LatencyProfile.guessed())
+                self._profiles.setdefault(1, LatencyProfile.guessed(self._bucket))
             return
         with self._lock:
-            self._profiles = {1: LatencyProfile(fitted(found), assumed=not agree(found))}
+            self._profiles = {1: LatencyProfile(fitted(found), assumed=not agree(found), bucket=self._bucket)}
             if agree(found):
                 self.store.write(self._profiles, measured=True)
 
@@ -110,7 +111,8 @@ class LatencyProfiles:
         with self._lock:
             found = self._profiles.get(sequences) or self.store.read(sequences)
             if found is None:
-                found = _derived(self.profile(1), sequences) if sequences > 1 else LatencyProfile.guessed()
+                found = _derived(self.profile(1), sequences) if sequences > 1 else LatencyProfile.guessed(self._bucket)
+            found.bucket = self._bucket
             self._profiles[sequences] = found
             return found
 
@@ -167,7 +169,7 @@ class LatencyProfiles:
 def _derived(one: LatencyProfile, sequences: int) -> LatencyProfile:
     """The profile of several sequences from that of one. A plain step has one row for each sequence, none has fewer."""
     rows = sorted({sequences, 2 * sequences, 4 * sequences, *(n for n in one.sizes if n > sequences)})
-    return LatencyProfile({n: one(n) for n in rows}, assumed=True)
+    return LatencyProfile({n: one(n) for n in rows}, assumed=True, bucket=one.bucket)
 
 
 class DraftingTime:

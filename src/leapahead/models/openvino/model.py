@@ -35,6 +35,10 @@ from leapahead.models.openvino.paged import PagedModel, Part
 
 CHUNK = 512  # greatest number of tokens of a prompt in one forward
 EXACT_ROWS = 2  # tokens of a sequence in a forward, at least, with which all forwards give the same bits
+# OpenVINO prepares every operation anew when a forward has another number of tokens than the last one: 7 ms for 37
+# layers and 4 ms for 20, on a processor where a forward of one token takes 9 and 34. So steps with drafts have few
+# sizes, and a smaller one is taken when it would have been enough for so many steps in a row.
+BUCKET, HOLD = 8, 2
 TREE_ROOM = 256  # nodes of all trees that are possible while no sequence has filled a sliding window
 
 
@@ -98,6 +102,7 @@ class OpenVinoTarget:
         self.model, self.lock = model, RLock()
         self.pool = Pool(model.planes, cache_tokens)
         self._window = UNLIMITED
+        self._last_rows, self._held = 0, 0  # of the last step with drafts, and how long it has been larger than needed
         self._sessions: list[OpenVinoSession] = []
         self._given: list[Choices] = []  # of the last step: their logits are OpenVINO's memory
         self.info = TargetInfo(
@@ -110,6 +115,7 @@ class OpenVinoTarget:
             layers=model.layers,
             hidden_size=model.hidden_size,
             exact=exact,
+            bucket=BUCKET,
         )
         self.info = replace(self.info, capabilities=selftest.capabilities(self, window))
         if exact and (wrong := selftest.differing_bits(self)):
@@ -203,7 +209,7 @@ class OpenVinoTarget:
         if any(session.unread for session in sessions):
             raise LeapaheadError("a session whose prompt is not read cannot be stepped; call target.prefill first")
         known = list(num_computed or [0] * len(trees))
-        parts, rows, at = list[Part](), list[int](), 0
+        parts, first, at = list[Part](), list[int](), 0  # of each session: the row of its first node not computed yet
         for session, tree, computed in zip(sessions, trees, known, strict=True):
             part = self._padded(_part(session, tree, computed))
             if part.mask is not None and part.past + len(part.tokens) > self._window:
@@ -212,23 +218,37 @@ class OpenVinoTarget:
                     + (f"has a sliding window of {self._window} tokens" if self._window else "takes chains only")
                     + "; draft a chain"
                 )
-            parts.append(part)
-            again = computed - (part.past - session.track.length)  # nodes that are computed again
-            rows += range(at + again, at + again + len(tree) - computed)
+            first.append(at + computed - (part.past - session.track.length))
             at += len(part.tokens)
-        logits, hidden = self._forward(parts, rows)
-        states = np.array(hidden[rows]) if capture.hidden else None
-        found, at = list[Choices](), 0
-        for session, tree, computed in zip(sessions, trees, known, strict=True):
-            mine = slice(at, at + len(tree) - computed)
-            at = mine.stop
+            parts.append(part)
+        rows = self._rows(at, len(parts))
+        parts[-1] = _filled(parts[-1], rows - at)
+        logits, hidden = self._forward(parts, range(rows))
+        if rows > len(parts):
+            self._held = self._held + 1 if rows > _rounded(at) else 0
+            self._last_rows = rows
+        states = np.array(hidden) if capture.hidden else None
+        found = []
+        for session, tree, computed, begin in zip(sessions, trees, known, first, strict=True):
+            mine = slice(begin, begin + len(tree) - computed)
             own = None if states is None else states[mine]
             found.append(Choices(logits[mine], tree, session.sampler, borrowed=True, num_computed=computed, hidden=own))
         self._given = found
         return found
 
     def cost(self, sessions: Sequence[OpenVinoSession], trees: Sequence[TokenTree]) -> Cost:
-        return Cost(sum(map(len, trees)), len(trees), max(len(session.tokens) for session in sessions))
+        rows = self._rows(sum(map(len, trees)), len(trees))
+        return Cost(rows, len(trees), max(len(session.tokens) for session in sessions))
+
+    def _rows(self, count: int, sequences: int) -> int:
+        """Rows of a step with so many nodes, padding included.
+
+        Plain steps are not padded. Steps with drafts have a multiple of `BUCKET` rows, or those of the last one.
+        """
+        if count <= sequences:
+            return count
+        rows = _rounded(count)
+        return self._last_rows if self._held < HOLD and rows < self._last_rows <= rows + BUCKET else rows
 
     def release(self, session: OpenVinoSession) -> None:
         """Ends a session; its blocks stay for a prompt that begins with its tokens, while there is room."""
@@ -290,3 +310,20 @@ def _part(session: OpenVinoSession, tree: TokenTree, computed: int) -> Part:
     past = track.length + computed
     positions: Sequence[int] = [track.length + depth for depth in tree.depth_list[computed:]]
     return Part(track, past, tree.token_list[computed:], positions, mask)
+
+
+def _rounded(count: int) -> int:
+    """The next multiple of `BUCKET`."""
+    return -(-count // BUCKET) * BUCKET
+
+
+def _filled(part: Part, count: int) -> Part:
+    """A part with so many tokens more behind its own, to which these do not attend."""
+    if not count:
+        return part
+    tokens, positions = [*part.tokens, *[part.tokens[0]] * count], [*part.positions, *[part.positions[0]] * count]
+    mask = part.mask
+    if mask is not None:
+        mask = np.eye(len(tokens), dtype=np.bool_)
+        mask[: len(part.tokens), : len(part.tokens)] = part.mask
+    return replace(part, tokens=tokens, positions=positions, mask=mask)
