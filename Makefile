@@ -122,18 +122,18 @@ bench-hybrid: $(WITH_LLAMA) $(foreach kind,bf16.gguf q8_0.gguf,$(STANDINS)/hybri
 		--task gsm8k=5 --max-new-tokens 96 --out docs/bench/hybrid $(RESUME)
 	$(BIN)/python tools/docs.py
 
-# What docs/research/openvino.md shows: OpenVINO beside llama.cpp, each with the same types of weights; half an hour.
-OPENVINO_PEERS := --peer openvino-genai --peer openvino-genai:backend=SDPA,cache=u8 --peer openvino-prompt-lookup
+# What docs/research/openvino.md shows: OpenVINO beside llama.cpp, each with the same types of weights; a quarter of an hour.
+OPENVINO_PEERS := --peer openvino-genai --peer openvino-prompt-lookup
 SIDES = $(foreach kind,bf16 int8 int4,-m $(STANDINS)/$(1)-openvino-$(kind)) \
 	$(foreach kind,bf16 q8_0 q4_0,-m $(STANDINS)/$(1)-$(kind).gguf)
 SIDES_OF = $(foreach kind,bf16 int8 int4,$(STANDINS)/$(1)-openvino-$(kind)) \
 	$(foreach kind,bf16 q8_0 q4_0,$(STANDINS)/$(1)-$(kind).gguf)
 .PHONY: bench-openvino
 bench-openvino: $(WITH_LLAMA) $(WITH_OPENVINO) $(call SIDES_OF,135m) $(call SIDES_OF,1b)
-	$(PAIRS) --data $(DATA) $(call SIDES,135m) $(OPENVINO_PEERS) --task humaneval=4 --task gsm8k=4 --task spec_bench=1 \
-		--max-new-tokens 64 --out docs/bench/openvino/135m $(RESUME)
-	$(PAIRS) --data $(DATA) $(call SIDES,1b) $(OPENVINO_PEERS) --task humaneval=3 --task gsm8k=3 \
-		--max-new-tokens 40 --out docs/bench/openvino/1b $(RESUME)
+	$(PAIRS) --data $(DATA) $(call SIDES,135m) $(OPENVINO_PEERS) --task humaneval=3 --task gsm8k=3 \
+		--max-new-tokens 96 --out docs/bench/openvino/135m $(RESUME)
+	$(PAIRS) --data $(DATA) $(call SIDES,1b) $(OPENVINO_PEERS) --task humaneval=2 --task gsm8k=2 \
+		--max-new-tokens 48 --out docs/bench/openvino/1b $(RESUME)
 	$(BIN)/python tools/docs.py
 
 $(STANDINS)/%-openvino-bf16: | $(STANDINS)/%-bf16 $(WITH_OPENVINO)

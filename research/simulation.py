@@ -262,7 +262,7 @@ class Stored(ProfileStore):
     def __init__(self, seconds: Mapping[int, float] | None) -> None:
         self.seconds = seconds
 
-    def read(self, sequences: int) -> LatencyProfile | None:
+    def read(self, sequences: int, bucket: int = 1) -> LatencyProfile | None:
         return LatencyProfile(self.seconds) if self.seconds is not None and sequences == 1 else None
 
     def write(self, profiles: Mapping[int, LatencyProfile], measured: bool) -> bool:

@@ -297,7 +297,7 @@ def test_what_a_plain_step_takes_longer_after_a_drafted_one_is_not_part_of_it(fa
         for rows, took, resized in ((4, line(0.1)(4), True), (1, factor * 0.02, True), (1, 0.02, False)):
             profile.observe(rows, took * exp(noise.gauss(0, 0.02)), resized)
     assert profile(1) == pytest.approx(0.02, rel=0.015)
-    assert profile.resizing == pytest.approx((factor - 1) * 0.02, abs=0.02 * 0.02)
+    assert profile.resizing(True) == pytest.approx((factor - 1) * 0.02, abs=0.02 * 0.02)
 
 
 def test_a_step_of_another_size_than_the_last_is_known_as_such() -> None:
@@ -307,7 +307,7 @@ def test_a_step_of_another_size_than_the_last_is_known_as_such() -> None:
         for rows, seconds in ((4, 0.03), (1, 0.022), (1, 0.02)):
             here.observe(Forward(seconds, Cost(rows, 1, 9)))
     assert here.profile(1)(1) == pytest.approx(0.02, rel=0.01)
-    assert here.profile(1).resizing == pytest.approx(0.002, rel=0.1)
+    assert here.profile(1).resizing(True) == pytest.approx(0.002, rel=0.1)
 
 
 def test_without_plain_steps_a_slower_machine_makes_every_size_slower() -> None:

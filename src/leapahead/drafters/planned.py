@@ -257,7 +257,7 @@ class Planned(Drafter):
             forwards.settle(searches, {index: len(found[index].tree) > 1 for index in active})
         spent = self.host.latency.clock() - began + self._observing - (forwards.seconds if forwards else 0.0)
         self._observing = 0.0
-        self._spent = spent + (forwards.seconds if forwards else 0.0) + plan.resizing
+        self._spent = spent + (forwards.seconds if forwards else 0.0) + max(plan.resizing, 0.0)
         self._drafting_time.observe(spent, sum(kept.values()) - len(kept))
         return found
 
@@ -265,7 +265,7 @@ class Planned(Drafter):
         """See `StepPlan.resizing`."""
         last = self._reported[0]
         was_plain = last is None or last.cost.rows <= last.cost.sequences
-        return self.host.latency.profile(sequences).resizing if was_plain else 0.0
+        return self.host.latency.profile(sequences).resizing(was_plain)
 
     def _suspend_together(self, sequences: Sequence[SequenceView]) -> None:
         """Makes all suspensions end in the same step, since asking for one sequence takes as long as for a few."""

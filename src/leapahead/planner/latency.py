@@ -32,6 +32,8 @@ from operator import attrgetter
 from statistics import median
 from typing import TYPE_CHECKING
 
+from leapahead.planner.switches import Switches
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -54,7 +56,6 @@ LEVEL_GAIN, PLAIN_GAIN = 0.1, 0.2  # weight of a drafted step, and least weight 
 NOISE, LEAST_NOISE, MOST_NOISE = 0.1, 0.05, 0.25  # log seconds of one step: the first estimate and its bounds
 NOISE_RATE = 0.05  # weight of the newest step in the estimate of the noise
 OUTLIER = 3.5  # times the noise
-MOST_RESIZING, RESIZING_RATE = 0.7, 0.1  # log factor that `resizing` may be; least weight of the newest pair
 OUTLIERS_BELIEVED = 3  # without a plain step between them, a change of the level
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # drafted steps between two plain steps: at first and after a change; doubled up to
 
@@ -112,8 +113,7 @@ class LatencyProfile:
         self._held: float | None = None  # log seconds of a plain step that was an outlier
         self._outliers: list[tuple[int, float]] = []  # rows and log seconds of others
         self._in_doubt = False  # an outlier came since the last plain step
-        self._resized: float | None = None  # log seconds of the last step, if it was a plain one after a drafted one
-        self._resizing, self._pairs = 0.0, 0  # log factor of such steps; pairs that it is the mean of
+        self._switches = Switches(bucket > 1)
         self._since_plain, self._pause, self._plain_step = 0, FIRST_PAUSE, 0
         self._shapes: list[float] = []  # the prior by rows, as far as it was needed
         self._plans: list[float] = []  # `planned` by rows; empty where it must be computed anew
@@ -163,10 +163,13 @@ class LatencyProfile:
         unknown = not self._sizes[0].seen or self._held is not None
         return unknown or self._in_doubt or self._since_plain >= self._pause
 
-    @property
-    def resizing(self) -> float:
-        """Seconds that a plain step takes longer after a drafted one than after a plain one."""
-        return max(exp(self._resizing) - 1.0, 0.0) * exp(self._level)
+    def resizing(self, was_plain: bool) -> float:
+        """Seconds to add to a drafted step, since forwards of another size than the last take longer; see `Switches`.
+
+        Args:
+            was_plain: whether the last step was a plain one.
+        """
+        return self._switches.seconds(was_plain, exp(self._level), self(self._first + 1))
 
     @property
     def sizes(self) -> list[int]:
@@ -246,14 +249,13 @@ class LatencyProfile:
         if self.fixed or rows < 1 or not 0 < seconds < float("inf"):
             return
         self.steps += 1
-        before, self._resized = self._resized, log(seconds) if resized and rows <= self._first else None
-        if rows <= self._first:
-            if before is not None and not resized:
-                self._learn_resizing(before - log(seconds))
-            self._observe_plain(log(seconds) - (max(self._resizing, 0.0) if resized else 0.0))
+        is_plain, value = rows <= self._first, log(seconds)
+        value -= self._switches.observe(rows, value, resized, is_plain, self.wants_plain)
+        if is_plain:
+            self._observe_plain(value)
         else:
             self._since_plain += 1
-            self._observe_larger(rows, log(seconds))
+            self._observe_larger(rows, value)
         if self.steps % STALE == 0:
             self._sizes[1:] = [size for size in self._sizes[1:] if self.steps - size.last <= STALE * size.seen]
         self._plans = []
@@ -344,11 +346,6 @@ class LatencyProfile:
         for size in self._sizes[1:]:
             size.correction += log(self._shape(size.rows) / self._line(size.rows))
         self._prior, self._shapes, self.contradicted = {}, [], True
-
-    def _learn_resizing(self, factor: float) -> None:
-        self._pairs += 1
-        factor = min(max(factor, -MOST_RESIZING), MOST_RESIZING)
-        self._resizing += max(1 / (self._pairs + 1), RESIZING_RATE) * (factor - self._resizing)  # it begins at 0
 
     def _learn_noise(self, error: float) -> None:
         self._noise += NOISE_RATE * (1.25 * abs(error) - self._noise)  # of a normal distribution, sigma = 1.25 E|x|

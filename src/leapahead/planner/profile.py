@@ -76,8 +76,7 @@ class LatencyProfiles:
         with target.lock:
             if self.known(1) is not None:
                 return False
-            if (stored := self.store.read(1)) is not None:
-                stored.bucket = self._bucket
+            if (stored := self.store.read(1, self._bucket)) is not None:
                 self._profiles.setdefault(1, stored)
                 return False
             self.measure(target)
@@ -109,10 +108,9 @@ class LatencyProfiles:
         correct it. Nothing is measured here: without `prepare`, and with nothing stored, it is a guess.
         """
         with self._lock:
-            found = self._profiles.get(sequences) or self.store.read(sequences)
+            found = self._profiles.get(sequences) or self.store.read(sequences, self._bucket)
             if found is None:
                 found = _derived(self.profile(1), sequences) if sequences > 1 else LatencyProfile.guessed(self._bucket)
-            found.bucket = self._bucket
             self._profiles[sequences] = found
             return found
 
@@ -219,13 +217,18 @@ class ProfileStore:
         name = hashlib.sha256(f"{fingerprint} on {processor()}".encode()).hexdigest()[:16]
         self.path = cache_directory() / "latency" / f"{name}.json"
 
-    def read(self, sequences: int) -> LatencyProfile | None:
-        """The stored profile of so many sequences; None if there is none, or it is too old or broken."""
+    def read(self, sequences: int, bucket: int = 1) -> LatencyProfile | None:
+        """The stored profile of so many sequences; None if there is none, or it is too old or broken.
+
+        Args:
+            bucket: see `TargetInfo.bucket`.
+        """
         try:
             found = self._entries()[str(sequences)]
             if not 0 <= time() - found["measured"] <= MOST_AGE:
                 return None
-            profile = LatencyProfile({int(n): float(seconds) for n, seconds in found["seconds"].items()})
+            seconds = {int(n): float(seconds) for n, seconds in found["seconds"].items()}
+            profile = LatencyProfile(seconds, bucket=bucket)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return None
         return profile if profile.sizes[0] == sequences else None

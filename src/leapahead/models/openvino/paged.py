@@ -143,6 +143,8 @@ class PagedModel:
         )
         self.threads, self.computed_in, self.cached_in = int(threads), kind, cache
         self._compiled, self._version = compiled, -1
+        self._longest = np.zeros((), np.int32)
+        self._request.set_tensor("max_context_len", ov.Tensor(self._longest, shared_memory=True))
         self._inputs = {
             name: _Input(self._request, name, dtype)
             for name, dtype in (
@@ -220,7 +222,7 @@ class PagedModel:
         }
         for name, each in self._inputs.items():
             each.put(inputs[name])
-        self._request.set_tensor("max_context_len", ov.Tensor(np.array(longest, np.int32)))
+        self._longest[...] = longest
         try:
             self._request.infer()
         except RuntimeError as error:
