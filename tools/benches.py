@@ -13,7 +13,10 @@ from leapahead.bench.run import LEAST_PASSES
 
 Row = dict[str, Any]
 Table = Callable[[str, list[list[str]]], str]
-ENGINES = {"transformers": "Transformers", "llama.cpp": "llama.cpp"}
+ENGINES = {"transformers": "Transformers", "llama.cpp": "llama.cpp", "openvino": "OpenVINO"}
+OPENVINO_TYPES = {"u8": "int8", "i8": "int8", "u4": "int4", "i4": "int4"}
+BITS = {"bf16": "16 bits", "int8": "8 bits", "q8_0": "8 bits", "int4": "4 bits", "q4_0": "4 bits"}
+GENAI = "peer:openvino-genai"
 
 
 def overall(root: Path, name: str, temperature: float, table: Table) -> str:
@@ -49,7 +52,13 @@ def _interval(speed: Row) -> str:
 
 def _target(conditions: Row, name: str) -> str:
     told = conditions["targets"][name]
-    return f"{ENGINES[told['backend']]}, {told['dtype'].split()[-1].lower()}"  # llama.cpp says "llama ?B Q8_0"
+    return f"{ENGINES[told['backend']]}, {_type(told)}"
+
+
+def _type(told: Row) -> str:
+    """Of the weights. llama.cpp says "llama ?B Q8_0", OpenVINO "u8, computed in bf16, cache in bf16"."""
+    kind = str(told["dtype"]).partition(",")[0].split()[-1].lower()
+    return OPENVINO_TYPES.get(kind, kind)
 
 
 def conditions(root: Path, name: str, cost: str, batch: str = ", batch 1") -> str:
@@ -148,6 +157,47 @@ def hybrids(root: Path, table: Table) -> str:
     return table(columns, lines) + "\n\n" + conditions(root, "hybrid", "135M")
 
 
+def precisions(root: Path, table: Table) -> str:
+    """`auto` on its fastest engine against plain decoding on its fastest, of OpenVINO and llama.cpp, by width."""
+    lines = []
+    for cost in ("135m", "1b"):
+        found = read(root / "docs/bench/openvino" / cost)
+        rows = [row for row in found["results"] if row["task"] == OVERALL]
+        kinds = {name: _type(told) for name, told in found["conditions"]["targets"].items()}
+        for temperature in sorted({row["temperature"] for row in rows}):
+            for bits in dict.fromkeys(BITS[kind] for kind in kinds.values()):
+                some = [r for r in rows if r["temperature"] == temperature and BITS[kinds[r["target"]]] == bits]
+                plain = max((r for r in some if r["drafter"] in (PLAIN, GENAI)), key=lambda r: r["tokens_per_second"])
+                auto = max((r for r in some if r["drafter"] == "auto"), key=lambda r: r["tokens_per_second"])
+                ratio = auto["tokens_per_second"] / plain["tokens_per_second"]
+                where = [_target(found["conditions"], row["target"]) for row in (auto, plain)]
+                where[1] += ", GenAI" * (plain["drafter"] == GENAI)
+                speeds = [f"{row['tokens_per_second']:.1f}" for row in (auto, plain)]
+                name = f"{cost.upper()}, {bits}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}"
+                lines.append([name, where[0], speeds[0], where[1], speeds[1], f"**{ratio:.2f}**"])
+    columns = "cost, weights | `auto` on | tokens/s | fastest plain decoding | tokens/s | ratio"
+    return table(columns, lines)
+
+
+def engines(root: Path, table: Table) -> str:
+    """All contenders of every target of OpenVINO and llama.cpp, relative to our plain decoding on that target."""
+    lines = []
+    for cost in ("135m", "1b"):
+        found = read(root / "docs/bench/openvino" / cost)
+        for row in found["results"]:
+            if row["task"] != OVERALL:
+                continue
+            name = f"{cost.upper()}, {_target(found['conditions'], row['target'])}"
+            where = "greedy" if row["temperature"] == 0 else f"temperature {row['temperature']:g}"
+            length = "" if row["acceptance_length"] is None else f"{row['acceptance_length']:.2f}"
+            speed, rate = row["speedup"], f"{row['tokens_per_second']:.1f}"
+            times = f"{speed['median']:.2f}{_interval(speed)}"
+            lines.append([name, where, f"`{row['drafter']}`", times, rate, length, f"{row['distinct_4']:.2f}"])
+    columns = "cost, target | text | drafter | speed-up | tokens/s | accept. length | distinct 4-grams"
+    notes = "\n\n".join(conditions(root, f"openvino/{cost}", cost.upper()) for cost in ("135m", "1b"))
+    return table(columns, lines) + "\n\n" + notes
+
+
 def _samples(rows: Sequence[Row]) -> dict[str, Any]:
     """Of several tasks, as of one: [rounds, prompts]."""
     parts = [row["samples"] for row in rows]
@@ -180,5 +230,7 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
         "bench-1b": whole("1b", "1B"),
         "auto-batches": lambda root: batches(root, table),
         "auto-hybrids": lambda root: hybrids(root, table),
+        "openvino-precisions": lambda root: precisions(root, table),
+        "openvino-targets": lambda root: engines(root, table),
         "bench-again": lambda root: agreement(root, "135m", "again", table),
     }
