@@ -136,11 +136,13 @@ bench-openvino: $(WITH_LLAMA) $(WITH_OPENVINO) $(call SIDES_OF,135m) $(call SIDE
 		--max-new-tokens 48 --out docs/bench/openvino/1b $(RESUME)
 	$(BIN)/python tools/docs.py
 
-$(STANDINS)/%-openvino-bf16: | $(STANDINS)/%-bf16 $(WITH_OPENVINO)
+# Static pattern rules, since make would take the rule of `%-bf16` for `135m-openvino-bf16` where 135m-bf16 is not there.
+COSTS := 135m 1b
+$(foreach cost,$(COSTS),$(STANDINS)/$(cost)-openvino-bf16): $(STANDINS)/%-openvino-bf16: | $(STANDINS)/%-bf16 $(WITH_OPENVINO)
 	$(BIN)/leapahead export-openvino --force $(STANDINS)/$*-bf16 $@ --weights bf16
-$(STANDINS)/%-openvino-int8: | $(STANDINS)/%-bf16 $(WITH_OPENVINO)
+$(foreach cost,$(COSTS),$(STANDINS)/$(cost)-openvino-int8): $(STANDINS)/%-openvino-int8: | $(STANDINS)/%-bf16 $(WITH_OPENVINO)
 	$(BIN)/leapahead export-openvino --force $(STANDINS)/$*-bf16 $@ --weights int8
-$(STANDINS)/%-openvino-int4: | $(STANDINS)/%-bf16 $(WITH_OPENVINO)
+$(foreach cost,$(COSTS),$(STANDINS)/$(cost)-openvino-int4): $(STANDINS)/%-openvino-int4: | $(STANDINS)/%-bf16 $(WITH_OPENVINO)
 	$(BIN)/leapahead export-openvino --force $(STANDINS)/$*-bf16 $@ --weights int4
 
 $(STANDINS)/hybrid-%-bf16: | $(INSTALLED)

@@ -175,9 +175,7 @@ def test_entries_of_a_text_are_not_taken_over_as_those_of_a_prompt() -> None:
     assert texts(target, Plain, [longer]) == again
 
 
-def test_samples_of_one_prompt_have_the_bits_of_each_alone() -> None:
-    target = exact("llama", **SMALL)
-    (prompt,) = prompts_of((70,))
+def assert_samples_are_those_of_each_alone(target: Any, prompt: list[int]) -> None:
     params = [SamplingParams(temperature=1.0, seed=seed) for seed in (1, 2)]
     engine = Engine(target)
     request = Request(prompt, engine.drafter("prompt_lookup"), params[0], StopParams(max_new_tokens=20))
@@ -185,6 +183,10 @@ def test_samples_of_one_prompt_have_the_bits_of_each_alone() -> None:
     engine.run(handles)
     alone = [texts(target, Plain, [prompt], new=20, params=each)[0][0] for each in params]
     assert [handle.tokens for handle in handles] == alone
+
+
+def test_samples_of_one_prompt_have_the_bits_of_each_alone() -> None:
+    assert_samples_are_those_of_each_alone(exact("llama", **SMALL), prompts_of((70,))[0])
 
 
 def test_trees_are_limited_to_the_rows_of_a_step() -> None:

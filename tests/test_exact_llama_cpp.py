@@ -26,7 +26,7 @@ from leapahead.models.llama_cpp import exact as exact_mode
 from leapahead.models.llama_cpp.exact import CHUNK, STEP_ROWS, ExactLlamaCppTarget
 from leapahead.models.llama_cpp.model import LlamaCppTarget
 from tests.helpers import GREEDY
-from tests.test_exact import differing, prompts_of, texts
+from tests.test_exact import assert_samples_are_those_of_each_alone, differing, prompts_of, texts
 
 FAST = ("llama", "mixtral", "gemma3", "gpt2", "deepseek2")
 OTHERS = tuple(name for name, each in BY_NAME.items() if not each.stateful and name not in FAST)
@@ -82,15 +82,7 @@ def test_cells_of_a_text_are_not_taken_over_as_those_of_a_prompt() -> None:
 
 
 def test_samples_of_one_prompt_have_the_text_of_each_alone() -> None:
-    target = load(bundled("bf16"), n_seq_max=2)
-    (prompt,) = prompts_of((70,), 4000)
-    params = [SamplingParams(temperature=1.0, seed=seed) for seed in (1, 2)]
-    engine = Engine(target)
-    request = Request(prompt, engine.drafter("prompt_lookup"), params[0], StopParams(max_new_tokens=20))
-    handles = engine.submit_samples(request, params)
-    engine.run(handles)
-    alone = [texts(target, Plain, [prompt], new=20, params=each)[0][0] for each in params]
-    assert [handle.tokens for handle in handles] == alone
+    assert_samples_are_those_of_each_alone(load(bundled("bf16"), n_seq_max=2), prompts_of((70,), 4000)[0])
 
 
 def test_what_is_not_exact_is_refused() -> None:

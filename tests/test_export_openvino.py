@@ -352,6 +352,24 @@ def test_an_export_in_the_cache_is_used_again(
     assert leapahead("cache", "models").stdout == "There are no converted models.\n"
 
 
+def test_a_name_on_the_hub_is_exported_from_the_cache_of_the_hub(
+    tiny_folder: Path, tmp_path: Path, converted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_reach(*arguments: object, **options: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setenv("LEAPAHEAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", out_of_reach)
+    repository = tmp_path / "hub" / "models--someone--tiny"
+    shutil.copytree(tiny_folder, repository / "snapshots" / "0123abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123abc")
+    assert is_openvino(cached_export("someone/tiny", "f32"))
+    with pytest.raises(BadParameter, match="someone/other.*the Hugging Face hub cannot be reached"):
+        cached_export("someone/other", "f32")
+
+
 # --------------------------------------------------------------------------------------------------------- GGUF files
 
 

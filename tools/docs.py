@@ -227,6 +227,26 @@ def gguf_every_n_table(root: Path) -> str:
     return table(heads, rows) + conditions
 
 
+SWITCHING_SIZES = (8, 16, 24, 32)
+
+
+def switching_table(root: Path) -> str:
+    """Times of steps after steps of the same size and of another, from docs/figures/switching.json."""
+    data = json.loads((root / "docs/figures/switching.json").read_text(encoding="utf-8"))
+    rows = []
+    for row in data["rows"]:
+        same, turns = row["milliseconds"], row["in_turns"]
+        larger = (f"{same[str(n)] / same['1']:.2f}" for n in SWITCHING_SIZES)
+        rows.append([row["model"], f"{same['1']:.1f}", *larger, *(f"{turns[str(n)]:.1f}" for n in (1, 8))])
+    sizes = " | ".join(f"{n} nodes" for n in SWITCHING_SIZES)
+    heads = f"model | one token, ms | {sizes} | in turns: one, ms | eight, ms"
+    known = data["conditions"]
+    return table(heads, rows) + (
+        f"\n\nConditions: chains over {known['context']} tokens, {known['rounds']} rounds, medians; threads: "
+        f"{known['threads']}; {known['cpu']}; openvino {known['versions']['openvino']}."
+    )
+
+
 MODES = ("trees", "chains", "chains with replay", "plain")
 
 
@@ -257,6 +277,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "gguf-plain": gguf_plain_table,
     "gguf-curve": gguf_curve_table,
     "gguf-every-n": gguf_every_n_table,
+    "switching": switching_table,
     **claims.blocks(table),
     **benches.blocks(table),
 }

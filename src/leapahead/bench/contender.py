@@ -106,6 +106,14 @@ class Pass:
     detokenise: float = 0.0
     memory: float | None = None
 
+    def add(self, other: Pass) -> None:
+        """Puts the texts of another one behind these, and its times on top."""
+        self.texts += other.texts
+        self.seconds += other.seconds
+        self.prefill += other.prefill
+        self.detokenise += other.detokenise
+        self.memory = max(filter(None, (self.memory, other.memory)), default=None)
+
 
 class Contender(ABC):
     """Something that continues prompts, measured against plain decoding.

@@ -243,7 +243,11 @@ def _openvino(
     settings = OpenVinoOptions(cache_tokens=cache_tokens, **options)
     path = folder.converted(model if model is not None else bundled(), weights, trust_remote_code)
     target = folder.load(path, settings, exact=exact, name=str(BUNDLED if model is None else model))
-    found = folder.tokenizer(path, partial(load_tokenizer, trust_remote_code=False)) if wants_tokenizer else None
+    found = (
+        folder.tokenizer(path, partial(load_tokenizer, trust_remote_code=trust_remote_code))
+        if wants_tokenizer
+        else None
+    )
     return target, found, folder.describe(path).end_token_ids
 
 

@@ -239,11 +239,7 @@ class Runs(Contender):
     def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
         done = Pass([], 0.0)
         for prompt in prompts:
-            one = self._one(prompt, setting)
-            done.texts += one.texts
-            done.seconds += one.seconds
-            done.prefill += one.prefill
-            done.memory = max(filter(None, (done.memory, one.memory)), default=None)
+            done.add(self._one(prompt, setting))
         return done
 
     def _one(self, prompt: list[int], setting: Setting) -> Pass:

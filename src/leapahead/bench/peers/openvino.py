@@ -109,10 +109,7 @@ class Generate(Contender):
     def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
         done = Pass([], 0.0)
         for prompt in prompts:
-            one = self._one(prompt, setting)
-            done.texts += one.texts
-            done.seconds += one.seconds
-            done.prefill += one.prefill
+            done.add(self._one(prompt, setting))
         return done
 
     def _one(self, prompt: list[int], setting: Setting) -> Pass:

@@ -102,10 +102,7 @@ class Generate(Contender):
     def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
         done = Pass([], 0.0)
         for start in range(0, len(prompts), setting.batch):
-            found = self._together(prompts[start : start + setting.batch], setting)
-            done.texts += found.texts
-            done.seconds += found.seconds
-            done.prefill += found.prefill
+            done.add(self._together(prompts[start : start + setting.batch], setting))
         return done
 
     def _together(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:

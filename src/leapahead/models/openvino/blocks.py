@@ -82,7 +82,6 @@ class Pool:
     def __init__(self, planes: Sequence[Plane], limit: int) -> None:
         self.size = planes[0].shape[1]
         self.limit = max(limit, self.size)
-        self.planes = list(planes)
         self.open: list[Track] = []
         self.version = 0
         kinds = list(dict.fromkeys(planes))

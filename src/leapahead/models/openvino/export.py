@@ -103,28 +103,29 @@ def export(
 
 
 def cached_export(
-    folder: str | os.PathLike[str],
+    model: str | os.PathLike[str],
     weights: str = "bf16",
     *,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
 ) -> Path:
-    """A model folder of Transformers as a folder for OpenVINO in the cache folder, written there the first time.
+    """A model of Transformers as a folder for OpenVINO in the cache folder, written there the first time.
 
     Args:
-        folder: with config.json and safetensors.
+        model: a folder with config.json and safetensors, or a name on the Hugging Face hub.
         weights, progress, trust_remote_code: see `export`.
 
     Raises:
         LeapaheadError: see `export`.
     """
-    source, report = Path(folder).expanduser(), progress or (lambda what, done, total: None)
-    _check_arguments(source, weights)
-    if not source.is_dir():
-        raise BadParameter(f"{source} is not a folder: name one with config.json and safetensors in it")
+    report = progress or (lambda what, done, total: None)
+    _check_arguments(model, weights)
+    _need(weights)
+    from leapahead.models.transformers import pretrained
+
+    source = pretrained.folder_of(Path(model) if isinstance(model, os.PathLike) else model, trust_remote_code)
 
     def make(made: Path) -> None:
-        _need(weights)
         _write(source, made, weights, report, trust_remote_code)
 
     files = {file for pattern in (*FILES, "*.safetensors", "*.bin", "*.py") for file in source.glob(pattern)}

@@ -3,7 +3,8 @@
     openvino_model.xml, .bin          the model           refused: what cannot be given paged attention
     config.json                       context length, sliding windows, end tokens
     generation_config.json            end tokens
-    openvino_(de)tokenizer.xml        the tokenizer; else Transformers' own files, where Transformers is installed
+    tokenizer.json, ...               the tokenizer, where Transformers is installed
+    openvino_(de)tokenizer.xml        the tokenizer, where it is not
 
 This module knows nothing of how a model is run.
 """
@@ -73,8 +74,7 @@ def converted(model: str | Path, weights: str | None, trust_remote_code: bool) -
 def tokenizer(folder: Path, of_transformers: Callable[[str], Tokenizer]) -> Tokenizer | None:
     """The tokenizer of a folder; None where it has none.
 
-    That of Transformers, which decodes a token in a quarter of the time; or, without Transformers, OpenVINO's, which
-    was compared with it when the folder was written.
+    That of Transformers; or, without Transformers, OpenVINO's, which was compared with it when the folder was written.
 
     Args:
         of_transformers: loads Transformers' own files.

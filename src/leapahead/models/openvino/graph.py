@@ -22,12 +22,13 @@ import numpy as np
 import openvino as ov
 import torch
 from openvino import opset13
-from openvino._offline_transformations import apply_make_stateful_transformation, paged_attention_transformation
+from openvino._offline_transformations import apply_make_stateful_transformation
 from torch import Tensor
 from torch.nn.utils import parametrize
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from leapahead.core.errors import Refused
+from leapahead.models.openvino.paged import ATTENTION, SLIDING_WINDOW, cause, give_paged_attention
 from leapahead.models.transformers import families
 from leapahead.models.transformers.families import Pattern
 
@@ -37,7 +38,6 @@ TOLERANCE = 1e-3  # greatest difference of two logits, in parts of the greatest 
 BATCH, PAST, NEW = 2, 3, 2  # of the traced forward; sizes that differ, since the converter may keep equal ones as one
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 CONTEXT_LENGTH = ["leapahead", "context_length"]  # of a graph's runtime information: tokens of the longest sequence
-WINDOW_INPUT = 10  # of the operation PagedAttentionExtension
 EXPERTS = "batched_mm"  # the implementation of experts whose operations do not depend on the routing
 
 
@@ -63,7 +63,7 @@ def convert(model: Any) -> Any:
         try:
             graph = _traced(model, patterns)
         except Exception as error:  # of the family's own code or of the converter, which raise errors of all kinds
-            raise _refusal(model, f"OpenVINO cannot convert it ({last_line(error)})") from error
+            raise _refusal(model, f"OpenVINO cannot convert it ({cause(error)})") from error
         _compare(model, graph)
     windows = any(pattern.window is not None for pattern in patterns.values())
     if reason := lacks_paged_attention(graph, windows):
@@ -224,17 +224,9 @@ def lacks_paged_attention(graph: Any, windows: bool = False) -> str:
         windows: whether some layers have a sliding window.
     """
     copy = graph.clone()
-    try:
-        paged_attention_transformation(copy, allow_qq_bias=True)
-    except RuntimeError as error:
-        return last_line(error)
-    names = {port.get_any_name() for port in copy.inputs}
-    types = [node.get_type_name() for node in copy.get_ops()]
-    attention = [node for node in copy.get_ops() if node.get_type_name() == "PagedAttentionExtension"]
-    if left := sorted(names & {"attention_mask", "beam_idx"}):
-        return f"the transformation leaves the inputs {', '.join(left)}"
-    if "ScaledDotProductAttention" in types or not attention:
-        return "the transformation finds no attention that it knows"
+    if why := give_paged_attention(copy):
+        return why
+    attention = [node for node in copy.get_ops() if node.get_type_name() == ATTENTION]
     if windows != any(_has_window(node) for node in attention):
         return "the transformation does not know its sliding windows"
     return ""
@@ -242,14 +234,8 @@ def lacks_paged_attention(graph: Any, windows: bool = False) -> str:
 
 def _has_window(attention: Any) -> bool:
     """Whether a node of paged attention has a sliding window: a constant 0 stands for none."""
-    window = attention.input_value(WINDOW_INPUT).get_node()
+    window = attention.input_value(SLIDING_WINDOW).get_node()
     return window.get_type_name() != "Constant" or bool(window.data.any())
-
-
-def last_line(error: BaseException) -> str:
-    """The last line of an error of OpenVINO, whose first ones name the place in its code."""
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else type(error).__name__
 
 
 # -------------------------------------------------------------------------------------------------- the comparison
@@ -267,7 +253,7 @@ def _compare(model: Any, graph: Any) -> None:
     try:
         found = _logits(graph, tokens)
     except RuntimeError as error:
-        raise _refusal(model, f"OpenVINO cannot run the converted model ({last_line(error)})") from error
+        raise _refusal(model, f"OpenVINO cannot run the converted model ({cause(error)})") from error
     difference = float(np.abs(found - expected).max() / np.abs(expected).max())
     if not difference < TOLERANCE:
         reason = f"the logits of the converted model differ from its own by {difference:.1g} of the greatest"

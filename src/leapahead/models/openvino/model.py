@@ -35,9 +35,9 @@ from leapahead.models.openvino.paged import PagedModel, Part
 
 CHUNK = 512  # greatest number of tokens of a prompt in one forward
 EXACT_ROWS = 2  # tokens of a sequence in a forward, at least, with which all forwards give the same bits
-# OpenVINO prepares every operation anew when a forward has another number of tokens than the last one: 7 ms for 37
-# layers and 4 ms for 20, on a processor where a forward of one token takes 9 and 34. So steps with drafts have few
-# sizes, and a smaller one is taken when it would have been enough for so many steps in a row.
+# OpenVINO prepares every operation anew when a forward has another number of tokens than the last one, which can take
+# as long as a forward (`python -m research switching`). So steps with drafts have few sizes, and a smaller one is
+# taken when it would have been enough for so many steps in a row.
 BUCKET, HOLD = 8, 2
 TREE_ROOM = 256  # nodes of all trees that are possible while no sequence has filled a sliding window
 
@@ -221,10 +221,11 @@ class OpenVinoTarget:
             first.append(at + computed - (part.past - session.track.length))
             at += len(part.tokens)
             parts.append(part)
-        rows = self._rows(at, len(parts))
+        drafts = any(len(tree) - computed > 1 for tree, computed in zip(trees, known, strict=True))
+        rows = self._rows(at) if drafts else at
         parts[-1] = _filled(parts[-1], rows - at)
         logits, hidden = self._forward(parts, range(rows))
-        if rows > len(parts):
+        if drafts:
             self._held = self._held + 1 if rows > _rounded(at) else 0
             self._last_rows = rows
         states = np.array(hidden) if capture.hidden else None
@@ -237,16 +238,14 @@ class OpenVinoTarget:
         return found
 
     def cost(self, sessions: Sequence[OpenVinoSession], trees: Sequence[TokenTree]) -> Cost:
-        rows = self._rows(sum(map(len, trees)), len(trees))
+        least = EXACT_ROWS if self.info.exact else 1
+        rows = len(trees)  # of a plain step, which is not padded to buckets
+        if any(len(tree) > 1 for tree in trees):
+            rows = self._rows(sum(max(len(tree), least) for tree in trees))
         return Cost(rows, len(trees), max(len(session.tokens) for session in sessions))
 
-    def _rows(self, count: int, sequences: int) -> int:
-        """Rows of a step with so many nodes, padding included.
-
-        Plain steps are not padded. Steps with drafts have a multiple of `BUCKET` rows, or those of the last one.
-        """
-        if count <= sequences:
-            return count
+    def _rows(self, count: int) -> int:
+        """Rows of a step with drafts, of so many nodes: a multiple of `BUCKET`, or as many as the last one had."""
         rows = _rounded(count)
         return self._last_rows if self._held < HOLD and rows < self._last_rows <= rows + BUCKET else rows
 

@@ -33,7 +33,7 @@ from leapahead.models.openvino.options import OpenVinoOptions
 
 STEPS = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}  # relative steps of these types
 DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}  # numpy has no bfloat16
-SLIDING_WINDOW = 10  # the input of a paged attention that has it
+ATTENTION, SLIDING_WINDOW = "PagedAttentionExtension", 10  # type of a paged attention; its input with the window
 PIECES, PIECE = 1024, 256  # so many pieces of so many bytes of the weights are part of the digest
 LEAST_WEIGHT = 4096  # numbers of a constant that counts as a weight
 
@@ -61,22 +61,14 @@ class _Input:
 
     def __init__(self, request: Any, name: str, dtype: npt.DTypeLike) -> None:
         self._request, self._name = request, name
-        self._values = np.zeros(0, dtype)
-        self._set(64)
-        self._size = -1
-
-    def _set(self, capacity: int) -> None:
-        self._memory = np.zeros(capacity, self._values.dtype)
+        self._values, self._is_set = np.zeros(0, dtype), False
 
     def put(self, values: npt.ArrayLike) -> None:
         found = np.asarray(values)
-        if len(found) > len(self._memory):
-            self._set(2 * len(found))
-            self._size = -1
-        if len(found) != self._size:
-            self._size = len(found)
-            self._values = self._memory[: self._size]
+        if len(found) != len(self._values) or not self._is_set:
+            self._values = np.zeros(len(found), self._values.dtype)
             self._request.set_tensor(self._name, ov.Tensor(self._values, shared_memory=True))
+            self._is_set = True
         self._values[:] = found
 
 
@@ -103,11 +95,15 @@ class PagedModel:
     """
 
     def __init__(self, file: Path, options: OpenVinoOptions, windows: Sequence[int] | None = None) -> None:
-        self.file, self.options = file, options
+        self.file = file
         core = ov.Core()
         model = read_model(core, file)
         self.weights, count = weight_type(model)
-        _give_paged_attention(model, file)
+        if why := give_paged_attention(model):
+            raise Refused(
+                f"OpenVINO cannot give the model {str(file)!r} paged attention ({why}); load the model with "
+                "Transformers, or as a GGUF file with llama.cpp"
+            )
         if windows:
             _set_windows(model, windows, file)
         _choose_rows(model, file)
@@ -124,7 +120,7 @@ class PagedModel:
             compiled = core.compile_model(model, "CPU", settings)
         except RuntimeError as error:
             raise LeapaheadError(
-                f"OpenVINO cannot compile {str(file)!r} for this processor: {reason(error)}; export it as f32"
+                f"OpenVINO cannot compile {str(file)!r} for this processor: {cause(error)}; export it as f32"
             ) from None
         self._request = compiled.create_infer_request()
         names = {each.get_any_name(): each for each in compiled.inputs}
@@ -153,7 +149,6 @@ class PagedModel:
                 *((name, np.int32) for name in ("block_indices_begins", "qq_bias_begins")),
                 ("qq_bias", np.uint8),
             )
-            if name in names
         }
 
     @property
@@ -227,7 +222,7 @@ class PagedModel:
             self._request.infer()
         except RuntimeError as error:
             raise LeapaheadError(
-                f"OpenVINO could not compute a forward of {len(tokens)} tokens: {reason(error)}"
+                f"OpenVINO could not compute a forward of {len(tokens)} tokens: {cause(error)}"
             ) from None
         logits = self._request.get_output_tensor(0).data.reshape(-1, self.vocab_size)
         return logits, self._request.get_output_tensor(1).data.reshape(-1, self.hidden_size)
@@ -250,7 +245,7 @@ def read_model(core: Any, file: Path) -> Any:
         return core.read_model(file)
     except RuntimeError as error:
         raise BadParameter(
-            f"the OpenVINO model {str(file)!r} cannot be read: {reason(error)}; export it again"
+            f"the OpenVINO model {str(file)!r} cannot be read: {cause(error)}; export it again"
         ) from None
 
 
@@ -266,19 +261,23 @@ def weight_type(model: Any) -> tuple[str, int]:
     return max(counts, key=lambda name: counts[name], default="f32"), sum(counts.values())
 
 
-def _give_paged_attention(model: Any, file: Path) -> None:
+def give_paged_attention(model: Any) -> str:
+    """Applies OpenVINO's transformation to a model; returns why it cannot be applied, or ""."""
     try:
         paged_attention_transformation(model, allow_qq_bias=True)
     except RuntimeError as error:
-        raise Refused(
-            f"OpenVINO cannot give the model {str(file)!r} paged attention ({reason(error)}); load the model with "
-            "Transformers, or as a GGUF file with llama.cpp"
-        ) from None
+        return cause(error)
+    types = {node.get_type_name() for node in model.get_ops()}
+    if left := sorted({port.get_any_name() for port in model.inputs} & {"attention_mask", "beam_idx"}):
+        return f"the transformation leaves the inputs {', '.join(left)}"
+    if "ScaledDotProductAttention" in types or ATTENTION not in types:
+        return "the transformation finds no attention that it knows"
+    return ""
 
 
 def _set_windows(model: Any, windows: Sequence[int], file: Path) -> None:
     """Gives every layer its sliding window, which the transformation knows of few families."""
-    layers = [node for node in model.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
+    layers = [node for node in model.get_ordered_ops() if node.get_type_name() == ATTENTION]
     layers.sort(key=lambda node: _layer_first(node.input_value(3).get_node().get_friendly_name()))
     if len(layers) != len(windows):
         raise Refused(
@@ -328,8 +327,8 @@ def _usual_precision(core: Any) -> str:
     return str(core.get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name())
 
 
-def reason(error: BaseException) -> str:
-    """The last line of an error of OpenVINO's that says something; the first ones name its source files."""
+def cause(error: BaseException) -> str:
+    """The line of an error of OpenVINO's that says what is wrong; the ones before it name places in its code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     useful = [line for line in lines if not line.startswith(("Exception from", "Check '", "While "))]
     return (useful or lines or [first_line(error)])[0].rstrip(".:")

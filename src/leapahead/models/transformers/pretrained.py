@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers.utils import cached_file, logging
@@ -24,6 +24,8 @@ DTYPES = {
     "float16": torch.float16,
 }
 NO_TOKENIZER = (OSError, ValueError, ImportError, KeyError, TypeError)
+# Of a repository; weights in other formats are not downloaded.
+MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
 HUB_SECONDS = 10.0  # for the one request that asks the hub for a model
 
 
@@ -86,6 +88,25 @@ def load_files(name_or_path: str | Path, dtype: str, trust_remote_code: bool) ->
         model, _ = _model(source, wanted, torch.device("cpu"), options)
         tokenizer = _tokenizer(source, options)
         return model.eval(), tokenizer, Path(str(cached_file(source, "config.json"))).parent
+
+
+def folder_of(name_or_path: str | Path, trust_remote_code: bool) -> Path:
+    """The folder with the files of a model; those of a hub id are downloaded, unless they are in the hub's cache.
+
+    Args:
+        name_or_path, trust_remote_code: see `load`.
+
+    Raises:
+        BadParameter: there is no such model, or it cannot be downloaded.
+    """
+    source, options = _source(name_or_path, "config.json", trust_remote_code)
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        local = bool(options.get("local_files_only"))
+        return Path(snapshot_download(source, allow_patterns=list(MODEL_FILES), local_files_only=local))
+    except (OSError, ValueError) as error:
+        raise BadParameter(f"the model {source!r} cannot be downloaded: {first_line(error)}") from error
 
 
 def load_tokenizer(name_or_path: str, trust_remote_code: bool) -> Any:
