@@ -182,6 +182,9 @@ $(STANDINS)/%-bf16.gguf: | $(STANDINS)/%-bf16
 $(STANDINS)/%-q8_0.gguf: | $(STANDINS)/%-bf16
 	$(BIN)/leapahead export-gguf --force $(STANDINS)/$*-bf16 $@ --type q8_0
 
+$(STANDINS)/%-q4_0.gguf: | $(STANDINS)/%-bf16
+	$(BIN)/leapahead export-gguf --force $(STANDINS)/$*-bf16 $@ --type q4_0
+
 $(INSTALLED): pyproject.toml hatch_build.py $(wildcard src/native/*)
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "leapahead needs Python 3.10 or newer"; exit 1; }
 	python3 -m venv $(VENV)

@@ -99,7 +99,7 @@ class Planned(Drafter):
         self.left_out: dict[str, str] = {}
         self._drafting_time = DraftingTime()
         self._observing = 0.0  # seconds spent in `observe` since the last proposal
-        self._spent = 0.0  # seconds that the last proposal took, `observe` and `StepPlan.resizing` included
+        self._spent = 0.0  # seconds that the last proposal took, `observe` and `_resized` included
         self._guards: dict[int, Guard] = {}  # by number of sequences
         self._reported: tuple[Forward | None, int, int] = (None, 0, 0)  # the last forward, its steps seen, their tokens
         self._sequences: dict[SequenceView, Drafting] = {}
@@ -227,7 +227,7 @@ class Planned(Drafter):
             self.host.info.padded,
             self.host.latency,
             self._drafting_time,
-            self._resizing(total),
+            self.host.latency.profile(total).resizing(self.host.latency.last_rows),
             self.host.info.replays,
             [sequence.replay for sequence in sequences],
             self._has_branches(total),
@@ -244,6 +244,8 @@ class Planned(Drafter):
             kept = self._sizes(searches, plan, forwards.seconds if forwards else 0.0)
             if forwards is None or not forwards.more(searches, kept):
                 break
+        if self.host.info.bucket > 1 and not self.nodes:
+            self._observe_gain(searches, kept, plan)
         for index in active:
             found[index] = searches[index].proposal(kept[index])
         pays = not self.nodes and self._pays(searches, kept, plan, found, forwards.seconds if forwards else 0.0)
@@ -257,15 +259,31 @@ class Planned(Drafter):
             forwards.settle(searches, {index: len(found[index].tree) > 1 for index in active})
         spent = self.host.latency.clock() - began + self._observing - (forwards.seconds if forwards else 0.0)
         self._observing = 0.0
-        self._spent = spent + (forwards.seconds if forwards else 0.0) + max(plan.resizing, 0.0)
+        self._spent = spent + (forwards.seconds if forwards else 0.0) + self._resized(plan)
         self._drafting_time.observe(spent, sum(kept.values()) - len(kept))
         return found
 
-    def _resizing(self, sequences: int) -> float:
-        """See `StepPlan.resizing`."""
-        last = self._reported[0]
-        was_plain = last is None or last.cost.rows <= last.cost.sequences
-        return self.host.latency.profile(sequences).resizing(was_plain)
+    def _resized(self, plan: StepPlan) -> float:
+        """Seconds that a drafted step makes the next plain one longer; each of several in a row is charged once."""
+        if self.host.info.bucket == 1:
+            return plan.resizing
+        last = self.host.latency.last_rows
+        return 0.0 if last is not None and last > plan.sequences else plan.latency.profile(plan.sequences).leaving()
+
+    def _observe_gain(self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int], plan: StepPlan) -> None:
+        """Tells the profile what a drafted step gains now, changes of the size apart.
+
+        Where the plan is a plain step, this is the gain of trees that fill a bucket.
+        """
+        profile, bucket = plan.latency.profile(plan.sequences), self.host.info.bucket
+        if not any(size > 1 for size in kept.values()):
+            room = max((bucket - plan.sequences % bucket) // len(searches), 1)
+            kept = {index: min(search.take_all(room), room + 1) for index, search in searches.items()}
+        drafted = sum(kept.values()) - len(kept)
+        tokens = sum(sum(searches[index].expected[1:size]) for index, size in kept.items())
+        plain = profile(plan.sequences)
+        longer = profile(plan.sequences + drafted) - plain + plan.drafting(drafted) - plan.drafting(0)
+        profile.observe_gain(tokens * plain / plan.sequences - longer)
 
     def _suspend_together(self, sequences: Sequence[SequenceView]) -> None:
         """Makes all suspensions end in the same step, since asking for one sequence takes as long as for a few."""
@@ -331,10 +349,10 @@ class Planned(Drafter):
             spent: seconds that draft forwards have taken in this step.
         """
         drafted = sum(kept.values()) - len(kept)
-        if not drafted:
-            return False
+        if not drafted or self.host.info.bucket > 1:  # there, the price of changes has decided, and a pause is a change
+            return drafted > 0
         profile = plan.latency.profile(plan.sequences)
         tokens = plan.sequences - len(kept) + sum(sum(searches[index].expected[:size]) for index, size in kept.items())
         rows = plan.rows(kept, [each.tree for each in proposals])
-        seconds = profile.planned(rows) + plan.resizing + plan.drafting(drafted) + spent
+        seconds = plan.seconds(rows) + plan.resizing + plan.drafting(drafted) + spent
         return tokens / seconds > WORTH * plan.sequences / profile(plan.sequences)

@@ -324,6 +324,7 @@ class Engine:
 
     def _read(self, running: Running, max_tokens: int) -> None:
         """Reads one chunk of this prompt; starts the other samples once the whole is read."""
+        self.latency.interrupt()
         try:
             rows = running.read_prompt(max_tokens)
         except Exception as error:

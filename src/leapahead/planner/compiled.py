@@ -188,7 +188,7 @@ def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, spent: fl
     if compiled and not profile.fixed:
         found = native.module.best_sizes(
             compiled,
-            profile.plans,
+            profile.plans(plan.latency.last_rows),
             profile.sizes,
             ahead.replay,
             plan.sequences,
@@ -204,7 +204,7 @@ def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, spent: fl
         return dict(zip(searches, found, strict=True))
     found = best_sizes(
         list(searches.values()),
-        profile.planned,
+        plan.seconds,
         profile.sizes,
         lambda nodes: spent + (plan.resizing if nodes else 0.0) + drafting(nodes),
         padded=plan.padded,

@@ -25,7 +25,7 @@ such steps in a row are a change of the machine's speed.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from math import ceil, exp, log
 from operator import attrgetter
@@ -57,7 +57,9 @@ NOISE, LEAST_NOISE, MOST_NOISE = 0.1, 0.05, 0.25  # log seconds of one step: the
 NOISE_RATE = 0.05  # weight of the newest step in the estimate of the noise
 OUTLIER = 3.5  # times the noise
 OUTLIERS_BELIEVED = 3  # without a plain step between them, a change of the level
-FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # drafted steps between two plain steps: at first and after a change; doubled up to
+# Drafted steps between two plain steps: at first and after a change; doubled up to. So many times as many where a plain
+# step between drafted ones costs two changes of the size.
+FIRST_PAUSE, LONGEST_PAUSE, BUCKET_PAUSES = 4, 64, 4
 
 
 class Size:
@@ -114,7 +116,8 @@ class LatencyProfile:
         self._outliers: list[tuple[int, float]] = []  # rows and log seconds of others
         self._in_doubt = False  # an outlier came since the last plain step
         self._switches = Switches(bucket > 1)
-        self._since_plain, self._pause, self._plain_step = 0, FIRST_PAUSE, 0
+        self._pauses = BUCKET_PAUSES if bucket > 1 else 1
+        self._since_plain, self._pause, self._plain_step = 0, self._pauses * FIRST_PAUSE, 0
         self._shapes: list[float] = []  # the prior by rows, as far as it was needed
         self._plans: list[float] = []  # `planned` by rows; empty where it must be computed anew
 
@@ -133,17 +136,40 @@ class LatencyProfile:
         """The rows of a forward over so many, padding included."""
         return rows if rows <= self._first else -(-rows // self.bucket) * self.bucket
 
-    def planned(self, rows: int) -> float:
-        """Seconds to plan with: infinite outside the trusted region, hopeful at sizes that no step has had yet."""
+    def planned(self, rows: int, last: int | None = None) -> float:
+        """Seconds to plan with: infinite outside the trusted region, hopeful at sizes that no step has had yet.
+
+        Args:
+            rows: of the forward.
+            last: rows of the forward before, padding included; None if it was another kind of forward, as a prompt's.
+                Where sizes are padded to buckets, what a change costs is added.
+        """
         if self.fixed:
-            return self(rows)
-        plans = self.plans
+            return self(rows) + (self._changes(last)(rows) if self.bucket > 1 else 0.0)
+        plans = self.plans(last)
         return plans[rows] if rows < len(plans) else float("inf")
 
-    @property
-    def plans(self) -> list[float]:
+    def plans(self, last: int | None = None) -> list[float]:
         """`planned` of 0, 1, 2, ... rows, as far as the trusted region goes; of a profile that is not fixed."""
-        return self._plans or self._make_plans()
+        found = self._plans or self._make_plans()
+        if self.bucket == 1:
+            return found
+        change = self._changes(last)
+        return [seconds + change(rows) for rows, seconds in enumerate(found)]
+
+    def _changes(self, last: int | None) -> Callable[[int], float]:
+        """Seconds by which a forward of so many rows takes longer than after one of its size; see `Switches`."""
+        prices = plain, drafted = exp(self._level), self(self._first + 1)
+        leaving, entering = self._switches.prices(*prices)
+        value = max(self._switches.value(*prices), 0.0)
+        of_plain = value + (leaving if last is not None and last > self._first else 0.0)
+
+        def seconds(rows: int) -> float:
+            if rows <= self._first:
+                return of_plain
+            return entering if last is not None and self._padded(rows) != last else 0.0
+
+        return seconds
 
     @property
     def largest(self) -> int:
@@ -153,7 +179,7 @@ class LatencyProfile:
     @property
     def trusted(self) -> int:
         """The greatest number of rows that a plan may have."""
-        return max(TRUSTED_GROWTH * self.largest, self.largest + TRUSTED_ROWS)
+        return self._padded(max(TRUSTED_GROWTH * self.largest, self.largest + TRUSTED_ROWS))
 
     @property
     def wants_plain(self) -> bool:
@@ -163,13 +189,24 @@ class LatencyProfile:
         unknown = not self._sizes[0].seen or self._held is not None
         return unknown or self._in_doubt or self._since_plain >= self._pause
 
-    def resizing(self, was_plain: bool) -> float:
-        """Seconds to add to a drafted step, since forwards of another size than the last take longer; see `Switches`.
+    def resizing(self, last: int | None) -> float:
+        """Seconds to add to every drafted step, since forwards of another size than the last take longer.
 
         Args:
-            was_plain: whether the last step was a plain one.
+            last: see `planned`.
         """
-        return self._switches.seconds(was_plain, exp(self._level), self(self._first + 1))
+        prices = exp(self._level), self(self._first + 1)
+        if self.bucket > 1:
+            return max(-self._switches.value(*prices), 0.0)
+        return self._switches.prices(*prices)[0] if last is None or last <= self._first else 0.0
+
+    def leaving(self) -> float:
+        """Seconds that the first plain step after drafted ones takes longer, where sizes are padded to buckets."""
+        return self._switches.prices(exp(self._level), self(self._first + 1))[0] if self.bucket > 1 else 0.0
+
+    def observe_gain(self, seconds: float) -> None:
+        """See `Switches.observe_gain`."""
+        self._switches.observe_gain(seconds)
 
     @property
     def sizes(self) -> list[int]:
@@ -250,7 +287,7 @@ class LatencyProfile:
             return
         self.steps += 1
         is_plain, value = rows <= self._first, log(seconds)
-        value -= self._switches.observe(rows, value, resized, is_plain, self.wants_plain)
+        value -= self._switches.observe(rows, value, resized, is_plain)
         if is_plain:
             self._observe_plain(value)
         else:
@@ -263,7 +300,7 @@ class LatencyProfile:
     def _observe_plain(self, value: float) -> None:
         plain, error = self._sizes[0], value - self._level
         if self._since_plain >= self._pause:
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._pause = min(2 * self._pause, self._pauses * LONGEST_PAUSE)
         self._since_plain, self._in_doubt = 0, False
         if not plain.seen:  # the first of a process may be slow, so it counts if it is as expected, or for the second
             plain.seen = int(self._held is not None or abs(error) <= self._threshold)
@@ -277,7 +314,7 @@ class LatencyProfile:
             self._believe_outliers()
         elif self._held is not None and abs(value - self._held) <= self._threshold:
             self._move_level((value + self._held) / 2 - self._level)
-            self._held, self._pause = None, FIRST_PAUSE
+            self._held, self._pause = None, self._pauses * FIRST_PAUSE
             self._believe_outliers()
         else:
             self._held = value

@@ -141,6 +141,16 @@ class LatencyProfiles:
                 self._written = self.clock()
                 self.keep()
 
+    @property
+    def last_rows(self) -> int | None:
+        """Rows of the last forward, padding included; None if it was another kind of forward, as a prompt's."""
+        return None if self._last is None else self._last.cost.rows
+
+    def interrupt(self) -> None:
+        """To be called when another kind of forward was computed, such as a prompt's."""
+        with self._lock:
+            self._last = None
+
     def keep(self) -> bool:
         """Writes the profiles that enough steps have corrected; False if there are none or they cannot be written."""
         with self._lock:

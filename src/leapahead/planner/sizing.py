@@ -36,8 +36,7 @@ class StepPlan(NamedTuple):
         padded: whether all of them take as many rows as the longest.
         latency: of the target.
         drafting: the time that a step takes outside its forward.
-        resizing: seconds that a step with drafted nodes costs in addition, since the last one was plain and the next
-            plain one will take longer.
+        resizing: see `LatencyProfile.resizing`.
         replays: whether the target replays the committed tokens of drafts that are not accepted whole.
         replay: tokens that are replayed in this step, of each sequence that is known.
         branches: whether trees may have branches, and every path of one takes as many rows as the longest.
@@ -51,6 +50,10 @@ class StepPlan(NamedTuple):
     replays: bool = False
     replay: Sequence[int] = ()
     branches: bool = False
+
+    def seconds(self, rows: int) -> float:
+        """See `LatencyProfile.planned`."""
+        return self.latency.profile(self.sequences).planned(rows, self.latency.last_rows)
 
     def rows(self, kept: Mapping[int, int], trees: Sequence[TokenTree] = ()) -> int:
         """Rows of the forward if so many nodes of each tree are kept, roots counted.

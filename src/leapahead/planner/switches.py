@@ -4,23 +4,30 @@
     drafted, plain, plain           the first plain step leaves: it takes longer than the second one
 
 llama.cpp keeps the graph of the last size, so a plain step after a drafted one takes a little longer. OpenVINO prepares
-every operation anew for another size, which may take as long as a plain step.
+every operation anew for another size, which may take as long as a plain step. There, the decision to draft is one with
+hysteresis: a change pays if the gain of drafting lasts. So the state in which a step leaves the machine has a value:
+
+    value  =  HORIZON x mean gain of a drafted step over a plain one, lately      seconds; at least -leaving, at most entering
+
+A plain step forgoes it. With a lasting gain, entering is free and drafting goes on over a few steps that do not pay;
+where drafting loses on the whole, it needs a step that pays for entering and for leaving.
 """
 
 from __future__ import annotations
 
 from math import exp
 
-MOST, RATE = 0.7, 0.1  # greatest log factor; least weight of the newest pair
-FIRST, FIRST_RUN, RUN_RATE = 0.4, 8.0, 0.2  # where entering costs: what is assumed before it is known
+MOST, RATE = 1.2, 0.1  # greatest log factor; least weight of the newest pair
+FIRST = 0.4  # log factor where entering costs: what is assumed before it is known
+HORIZON, GAIN_RATE = 8.0, 0.15  # steps for which a mean gain is expected to last; weight of the newest gain in it
 
 
 class Switches:
     """The price of changes between plain and drafted steps.
 
     Args:
-        both_ways: whether drafted steps take longer after plain ones, too; otherwise only plain ones after drafted ones
-            do, and their price is that of one drafted step.
+        both_ways: whether drafted steps take longer after ones of another size, too; otherwise only plain ones after
+            drafted ones do, and their price is that of one drafted step.
     """
 
     def __init__(self, both_ways: bool) -> None:
@@ -28,25 +35,31 @@ class Switches:
         self._factors = [FIRST if both_ways else 0.0] * 2  # log factors of a plain step, and of a drafted one
         self._pairs = [0, 0]  # that they are the means of
         self._last: tuple[int, float] | None = None  # rows and log seconds of the last step, if it had another size
-        self._run, self._usual = 0, [FIRST_RUN, FIRST_RUN]  # drafted (or minus plain) steps in a row; how many usually
+        self._gain = 0.0  # mean seconds that a drafted step gained lately
 
-    def seconds(self, was_plain: bool, plain: float, drafted: float) -> float:
-        """Seconds to add to a drafted step.
-
-        Where both ways cost, the price of both is spread over the drafted steps that usually follow each other; and a
-        drafted step after another one saves it, spread over the plain steps that usually follow each other.
+    def prices(self, plain: float, drafted: float) -> tuple[float, float]:
+        """Seconds that a plain step takes longer after a drafted one, and a drafted one after one of another size.
 
         Args:
-            was_plain: whether the last step was a plain one.
             plain, drafted: seconds of a plain step, and of a small drafted one.
         """
-        leaving = (exp(max(self._factors[0], 0.0)) - 1.0) * plain
-        if not self.both_ways:
-            return leaving if was_plain else 0.0
-        both = leaving + (exp(max(self._factors[1], 0.0)) - 1.0) * drafted
-        return both / self._usual[1] if was_plain else -both / self._usual[0]
+        leaving, entering = ((exp(max(factor, 0.0)) - 1.0) for factor in self._factors)
+        return leaving * plain, entering * drafted
 
-    def observe(self, rows: int, value: float, resized: bool, is_plain: bool, wanted: bool) -> float:
+    def value(self, plain: float, drafted: float) -> float:
+        """Seconds that it is worth to have drafted in the last step, where both ways cost.
+
+        Args:
+            plain, drafted: see `prices`.
+        """
+        leaving, entering = self.prices(plain, drafted)
+        return min(max(HORIZON * self._gain, -leaving), entering)
+
+    def observe_gain(self, seconds: float) -> None:
+        """Takes into account what a drafted step gains over a plain one now, whether nodes were drafted or not."""
+        self._gain += GAIN_RATE * (seconds - self._gain)
+
+    def observe(self, rows: int, value: float, resized: bool, is_plain: bool) -> float:
         """Learns from a step.
 
         Args:
@@ -54,7 +67,6 @@ class Switches:
             value: its log seconds.
             resized: whether the forward before had another size.
             is_plain: whether it drafted nothing.
-            wanted: whether a plain step was wanted, whatever could be drafted.
 
         Returns:
             By how much its log seconds exceed those of one after another of its size.
@@ -65,15 +77,6 @@ class Switches:
             self._pairs[kind] += 1
             factor = min(max(before[1] - value, -MOST), MOST)
             self._factors[kind] += max(1 / (self._pairs[kind] + 1), RATE) * (factor - self._factors[kind])
-        if not (is_plain and wanted):
-            self._count(not is_plain)
         if not resized or not (is_plain or self.both_ways):
             return 0.0
         return max(self._factors[0 if is_plain else 1], 0.0)
-
-    def _count(self, is_drafted: bool) -> None:
-        """Counts steps of one kind in a row."""
-        if self._run and (self._run > 0) != is_drafted:
-            self._usual[not is_drafted] += RUN_RATE * (abs(self._run) - self._usual[not is_drafted])
-            self._run = 0
-        self._run += 1 if is_drafted else -1
