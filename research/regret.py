@@ -36,11 +36,11 @@ LEAST_GAIN = 0.03  # of the right profile, from which the share of it is compute
 
 
 def cases() -> list[Case]:
-    """Every start on every curve; load; acceptance that changes in mid-text; batches."""
+    """Every start on every curve; load; acceptance that changes in mid-text, or all the time; batches."""
     starts = [Case(*each) for each in product(STARTS, CURVES, ("good", "useless"))]
     starts += [Case(start, "llama.cpp", "fair") for start in STARTS]
     loads = [Case("none", curve, kind, load) for load, curve, kind in product(LOADS, CURVES, ("good", "useless"))]
-    changing = [Case("right", curve, "changing") for curve in CURVES]
+    changing = [Case("right", curve, kind) for kind in ("changing", "mixed") for curve in CURVES]
     batches = [
         Case(start, curve, kind, "", 4, padded)
         for start, padded, curve, kind in product(

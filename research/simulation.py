@@ -46,8 +46,12 @@ CURVES: dict[str, dict[int, float]] = {  # rows -> time relative to one row
         )
     ),
     "flat": {1: 1.0, 64: 1.02, 65: 1.6, 128: 1.65, 129: 2.6, 256: 3.0},
+    "buckets": {1: 1.0, 8: 1.15, 16: 1.4, 32: 1.9, 64: 3.0, 256: 9.0},
 }
+BUCKETS = {"buckets": 8}  # rows to whose multiples steps with drafts are padded
+CHANGE = 0.6  # of a plain step: how much longer a forward takes there after one of another size
 ACCEPTANCE = {"good": (0.8, 0.4), "fair": (0.45, 0.2), "useless": (0.03, 0.01)}  # of the first and second candidate
+STRETCHES = (5, 40)  # tokens for which acceptance is good or useless in turns, where it is mixed
 STARTS = ("right", "flat", "flat to 16", "steep", "times 3", "shuffled", "none", "measured busy")
 LOADS = ("stretches", "interruptions")
 
@@ -59,7 +63,7 @@ class Case:
     Attributes:
         start: the latency profile at the first step, of `STARTS`.
         curve: of `CURVES`.
-        acceptance: of `ACCEPTANCE`, or "changing".
+        acceptance: of `ACCEPTANCE`, "changing", or "mixed".
         load: of `LOADS`; "" for none.
         sequences: decoded together.
         padded: whether all of them take as many rows as the longest.
@@ -93,7 +97,8 @@ class World:
 
     Attributes:
         now: seconds since the first step.
-        texts: for each sequence its tokens; the source's first and second candidate after each, right or `WRONG`.
+        texts: for each sequence its tokens; the source's first and second candidate after each, right or `WRONG`; and
+            what the source knows of its chances there.
     """
 
     def __init__(self, case: Case, seed: int) -> None:
@@ -125,16 +130,24 @@ class World:
             at += self.random.expovariate(1 / 60) * PLAIN
             yield at, self.random.uniform(5, 50) * PLAIN
 
-    def _text(self) -> tuple[list[int], list[int], list[int]]:
+    def _text(self) -> tuple[list[int], list[int], list[int], list[tuple[int, ...]]]:
         length = 8 * sum(length for length, _ in self.phases) + 400
         kinds = [kind for tokens, kind in self.phases for _ in range(tokens)]
+        if self.case.acceptance == "mixed":
+            kinds = []
+            while len(kinds) < length:
+                kinds += ["good"] * self.random.randint(*STRETCHES) + ["useless"] * self.random.randint(*STRETCHES)
+            del kinds[length:]
         kinds += [kinds[-1]] * (length - len(kinds))
         rng = np.random.default_rng(self.random.getrandbits(32))
         tokens = rng.integers(2, VOCABULARY, length)
         first, second = np.array([ACCEPTANCE[kind] for kind in kinds]).T
         known, other = rng.random(length) < first, rng.random(length) < second
         firsts, seconds = np.where(known, tokens, WRONG), np.where(~known & other, tokens, 1)
-        return tokens.tolist(), firsts.tolist(), seconds.tolist()
+        hints: list[tuple[int, ...]] = [()] * length
+        if self.case.acceptance == "mixed":
+            hints = [(int(kind == "good"),) for kind in kinds]
+        return tokens.tolist(), firsts.tolist(), seconds.tolist(), hints
 
     def seconds(self, rows: int) -> float:
         """Of a forward on the idle machine."""
@@ -172,7 +185,11 @@ class Target:
         self.max_nodes = self.max_leaves = 200
         capabilities = frozenset({CHAIN, TREE})
         name = world.case.name
-        self.info = TargetInfo(name, VOCABULARY, UNLIMITED, 0.0, capabilities, name, padded=world.case.padded)
+        self.bucket = BUCKETS.get(world.case.curve, 1)
+        self.info = TargetInfo(
+            name, VOCABULARY, UNLIMITED, 0.0, capabilities, name, padded=world.case.padded, bucket=self.bucket
+        )
+        self._last = 0  # rows of the last forward
 
     def open(self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0) -> Any:
         return Session(list(tokens), params)
@@ -184,7 +201,10 @@ class Target:
         raise AssertionError("there is one sample of each text")
 
     def step(self, sessions: Any, trees: Sequence[TokenTree], num_computed: Any = None, capture: Any = None) -> Any:
-        self.world.work(self.world.seconds(self.cost(sessions, trees).rows))
+        rows = self.cost(sessions, trees).rows
+        change = CHANGE * PLAIN if self.bucket > 1 and rows != self._last else 0.0
+        self.world.work(self.world.seconds(rows) + change)
+        self._last = rows
         return [self._choices(session, tree) for session, tree in zip(sessions, trees, strict=True)]
 
     def _choices(self, session: Session, tree: TokenTree) -> Choices:
@@ -198,6 +218,8 @@ class Target:
 
     def cost(self, sessions: Sequence[Any], trees: Sequence[TokenTree]) -> Cost:
         rows = len(trees) * max(map(len, trees)) if self.info.padded else sum(map(len, trees))
+        if rows > len(trees):
+            rows = -(-rows // self.bucket) * self.bucket
         return Cost(rows, len(trees), max(len(session.tokens) for session in sessions))
 
 
@@ -235,9 +257,9 @@ class Guesses(Source):
 
     def candidates(self, state: tuple[int, int], limit: int) -> list[Candidate]:
         which, place = state
-        _, first, second = self.world.texts[which]
-        tokens = (first[place], second[place]) if place >= 0 else (WRONG, 1)
-        return [Candidate(tokens[0], -0.3, ()), Candidate(tokens[1], -1.5, ())]
+        _, first, second, hints = self.world.texts[which]
+        tokens, hint = ((first[place], second[place]), hints[place]) if place >= 0 else ((WRONG, 1), ())
+        return [Candidate(tokens[0], -0.3, hint), Candidate(tokens[1], -1.5, hint)]
 
 
 class Guessing(Planned):
@@ -263,7 +285,7 @@ class Stored(ProfileStore):
         self.seconds = seconds
 
     def read(self, sequences: int, bucket: int = 1) -> LatencyProfile | None:
-        return LatencyProfile(self.seconds) if self.seconds is not None and sequences == 1 else None
+        return LatencyProfile(self.seconds, bucket=bucket) if self.seconds is not None and sequences == 1 else None
 
     def write(self, profiles: Mapping[int, LatencyProfile], measured: bool) -> bool:
         for profile in profiles.values():
@@ -277,7 +299,9 @@ class Right(LatencyProfiles):
     def __init__(self, world: World) -> None:
         super().__init__(Target(world).info, Stored(None), lambda: world.now)
         first = world.case.sequences
-        self.right = LatencyProfile({n: world.seconds(n) for n in range(first, len(world.relative))}, fixed=True)
+        bucket = BUCKETS.get(world.case.curve, 1)
+        seconds = {n: world.seconds(n) for n in range(first, len(world.relative)) if n == first or n % bucket == 0}
+        self.right = LatencyProfile(seconds, fixed=True, bucket=bucket)
 
     def prepare(self, target: Any) -> bool:
         return False
@@ -305,7 +329,7 @@ def start(world: World, target: Target, kind: str) -> LatencyProfiles:
     }
     found = LatencyProfiles(target.info, Stored(stored.get(kind)), lambda: world.now)
     if kind == "none":
-        found.put(1, LatencyProfile.guessed())
+        found.put(1, LatencyProfile.guessed(target.info.bucket))
     if kind == "measured busy":
         world.busy = True
         found.prepare(target)

@@ -366,7 +366,7 @@ def test_a_name_on_the_hub_is_exported_from_the_cache_of_the_hub(
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0123abc")
     assert is_openvino(cached_export("someone/tiny", "f32"))
-    with pytest.raises(BadParameter, match="someone/other.*the Hugging Face hub cannot be reached"):
+    with pytest.raises(BadParameter, match=r"someone/other.*the Hugging Face hub cannot be reached"):
         cached_export("someone/other", "f32")
 
 

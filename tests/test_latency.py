@@ -297,7 +297,7 @@ def test_what_a_plain_step_takes_longer_after_a_drafted_one_is_not_part_of_it(fa
         for rows, took, resized in ((4, line(0.1)(4), True), (1, factor * 0.02, True), (1, 0.02, False)):
             profile.observe(rows, took * exp(noise.gauss(0, 0.02)), resized)
     assert profile(1) == pytest.approx(0.02, rel=0.015)
-    assert profile.resizing(True) == pytest.approx((factor - 1) * 0.02, abs=0.02 * 0.02)
+    assert profile.resizing(1) == pytest.approx((factor - 1) * 0.02, abs=0.02 * 0.02)
 
 
 def test_a_step_of_another_size_than_the_last_is_known_as_such() -> None:
@@ -307,7 +307,43 @@ def test_a_step_of_another_size_than_the_last_is_known_as_such() -> None:
         for rows, seconds in ((4, 0.03), (1, 0.022), (1, 0.02)):
             here.observe(Forward(seconds, Cost(rows, 1, 9)))
     assert here.profile(1)(1) == pytest.approx(0.02, rel=0.01)
-    assert here.profile(1).resizing(True) == pytest.approx(0.002, rel=0.1)
+    assert here.profile(1).resizing(1) == pytest.approx(0.002, rel=0.1)
+
+
+def switching() -> LatencyProfile:
+    """Plain steps of 10 ms; steps with drafts have multiples of 8 rows; any step of another size takes 6 ms longer."""
+    profile = LatencyProfile({1: 0.010, 8: 0.011, 16: 0.013}, bucket=8)
+    for _ in range(40):
+        for rows, seconds, resized in ((1, 0.016, True), (1, 0.010, False), (8, 0.017, True), (8, 0.011, False)):
+            profile.observe(rows, seconds, resized)
+    return profile
+
+
+@pytest.mark.parametrize("gain", [0.005, -0.005])
+def test_what_a_change_of_the_size_costs_is_part_of_the_plan(gain: float) -> None:
+    profile = switching()
+    for _ in range(20):
+        profile.observe_gain(gain)
+    drafted, value = {n: profile.planned(n, last=8) for n in (1, 4, 8, 9)}, 0.006 if gain > 0 else -0.006
+    assert drafted == pytest.approx({1: 0.016 + max(value, 0), 4: 0.011, 8: 0.011, 9: 0.019}, rel=0.03)
+    plain = {n: profile.planned(n, last=1) for n in (1, 4, 9)}
+    assert plain == pytest.approx({1: 0.010 + max(value, 0), 4: 0.017, 9: 0.019}, rel=0.03)
+    prompt = {n: profile.planned(n) for n in (1, 8)}  # after another kind of forward, both are changes
+    assert prompt == pytest.approx({1: 0.010 + max(value, 0), 8: 0.011}, rel=0.03)
+    assert profile.resizing(1) == profile.resizing(8) == pytest.approx(max(-value, 0), rel=0.03)
+
+
+def test_before_a_gain_is_known_the_first_draft_that_pays_is_tried() -> None:
+    profile = switching()
+    assert profile.planned(8, last=1) - profile.planned(1, last=1) == pytest.approx(0.001, abs=0.0003)
+
+
+def test_forwards_of_a_prompt_make_the_next_step_one_of_another_size() -> None:
+    here = LatencyProfiles(ToyTarget().info)
+    here.observe(Forward(0.02, Cost(8, 1, 9)))
+    assert here.last_rows == 8
+    here.interrupt()
+    assert here.last_rows is None
 
 
 def test_without_plain_steps_a_slower_machine_makes_every_size_slower() -> None:

@@ -43,6 +43,19 @@ def test_load_that_comes_and_goes_costs_little(load: str) -> None:
     assert regret([run(Case("none", "cheap", "good", load), 0)]) < -100
 
 
+@pytest.mark.parametrize("acceptance", ["good", "mixed"])
+def test_where_another_size_takes_longer_drafting_goes_on_while_it_gains(acceptance: str) -> None:
+    """Steps of one kind follow each other there: a change costs as much as a drafted step gains."""
+    case = Case("right", "buckets", acceptance)
+    found, best = ([run(case, seed, right) for seed in range(3)] for right in (False, True))
+    assert regret(found) < 0.9 * regret(best) < -20
+
+
+def test_where_another_size_takes_longer_useless_drafts_cost_little() -> None:
+    found = [run(Case("none", "buckets", "useless"), seed) for seed in range(3)]
+    assert regret(found) < ALLOWED + 0.03 * mean(each.plain for each in found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_every_case(case: Case) -> None:

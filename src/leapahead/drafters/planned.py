@@ -268,7 +268,7 @@ class Planned(Drafter):
         if self.host.info.bucket == 1:
             return plan.resizing
         last = self.host.latency.last_rows
-        return 0.0 if last is not None and last > plan.sequences else plan.latency.profile(plan.sequences).leaving()
+        return 0.0 if last is not None and last > plan.sequences else plan.latency.profile(plan.sequences).leaving
 
     def _observe_gain(self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int], plan: StepPlan) -> None:
         """Tells the profile what a drafted step gains now, changes of the size apart.

@@ -25,13 +25,14 @@ such steps in a row are a change of the machine's speed.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from math import ceil, exp, log
 from operator import attrgetter
 from statistics import median
 from typing import TYPE_CHECKING
 
+from leapahead.planner.size import Size, interval
 from leapahead.planner.switches import Switches
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ LEAST_SHAPE = 1e-3  # T relative to a plain step, at least: less is no measureme
 
 # Rows of a planned forward, at most: so many times the largest that was seen, or so many more.
 TRUSTED_GROWTH, TRUSTED_ROWS = 2, 3
-FINE = 16  # up to so many additional rows each number of rows is a size of its own; larger sizes are intervals
 CONTRADICTED = log(1.4)  # log factor between prior and steps from which the prior is dropped
 LEAST_RATIO = log(0.7)  # of a forward to a plain step; less is an outlier
 BELIEVED = 2  # times that a size must have been seen before it is stored or contradicts the prior
@@ -60,25 +60,6 @@ OUTLIERS_BELIEVED = 3  # without a plain step between them, a change of the leve
 # Drafted steps between two plain steps: at first and after a change; doubled up to. So many times as many where a plain
 # step between drafted ones costs two changes of the size.
 FIRST_PAUSE, LONGEST_PAUSE, BUCKET_PAUSES = 4, 64, 4
-
-
-class Size:
-    """What steps have taught of one size.
-
-    Attributes:
-        rows: of the smallest forward that counts to it.
-        largest: rows of the largest forward seen.
-        correction: log factor on the prior.
-        seen: how often, at most `MOST_SEEN`.
-        first, last: the steps in which it was seen first and last.
-    """
-
-    def __init__(self, rows: int, correction: float, step: int) -> None:
-        self.rows, self.log = rows, log(rows)
-        self.largest = rows
-        self.correction = correction
-        self.seen = 0
-        self.first = self.last = step
 
 
 class LatencyProfile:
@@ -145,7 +126,7 @@ class LatencyProfile:
                 Where sizes are padded to buckets, what a change costs is added.
         """
         if self.fixed:
-            return self(rows) + (self._changes(last)(rows) if self.bucket > 1 else 0.0)
+            return self(rows) + self._change(rows, last, *self._changes(last))
         plans = self.plans(last)
         return plans[rows] if rows < len(plans) else float("inf")
 
@@ -154,22 +135,19 @@ class LatencyProfile:
         found = self._plans or self._make_plans()
         if self.bucket == 1:
             return found
-        change = self._changes(last)
-        return [seconds + change(rows) for rows, seconds in enumerate(found)]
+        changes = self._changes(last)
+        return [seconds + self._change(rows, last, *changes) for rows, seconds in enumerate(found)]
 
-    def _changes(self, last: int | None) -> Callable[[int], float]:
-        """Seconds by which a forward of so many rows takes longer than after one of its size; see `Switches`."""
-        prices = plain, drafted = exp(self._level), self(self._first + 1)
-        leaving, entering = self._switches.prices(*prices)
-        value = max(self._switches.value(*prices), 0.0)
-        of_plain = value + (leaving if last is not None and last > self._first else 0.0)
+    def _changes(self, last: int | None) -> tuple[float, float]:
+        """See `Switches.changes`; nothing where the price is one of drafted steps."""
+        is_drafted = last is not None and last > self._first
+        return self._switches.changes(is_drafted, *self._ends) if self.bucket > 1 else (0.0, 0.0)
 
-        def seconds(rows: int) -> float:
-            if rows <= self._first:
-                return of_plain
-            return entering if last is not None and self._padded(rows) != last else 0.0
-
-        return seconds
+    def _change(self, rows: int, last: int | None, plain: float, drafted: float) -> float:
+        """Seconds by which a forward takes longer than after one of its size, by the prices of both kinds."""
+        if rows <= self._first:
+            return plain
+        return 0.0 if last is None or self._padded(rows) == last else drafted
 
     @property
     def largest(self) -> int:
@@ -187,7 +165,8 @@ class LatencyProfile:
         if self.fixed:
             return False
         unknown = not self._sizes[0].seen or self._held is not None
-        return unknown or self._in_doubt or self._since_plain >= self._pause
+        in_doubt = self._in_doubt and (self.bucket == 1 or len(self._outliers) > 1)
+        return unknown or in_doubt or self._since_plain >= self._pause
 
     def resizing(self, last: int | None) -> float:
         """Seconds to add to every drafted step, since forwards of another size than the last take longer.
@@ -195,14 +174,19 @@ class LatencyProfile:
         Args:
             last: see `planned`.
         """
-        prices = exp(self._level), self(self._first + 1)
         if self.bucket > 1:
-            return max(-self._switches.value(*prices), 0.0)
-        return self._switches.prices(*prices)[0] if last is None or last <= self._first else 0.0
+            return max(-self._switches.value(*self._ends), 0.0)
+        return self.leaving if last is None or last <= self._first else 0.0
 
+    @property
     def leaving(self) -> float:
-        """Seconds that the first plain step after drafted ones takes longer, where sizes are padded to buckets."""
-        return self._switches.prices(exp(self._level), self(self._first + 1))[0] if self.bucket > 1 else 0.0
+        """Seconds that the first plain step after drafted ones takes longer than others."""
+        return self._switches.prices(*self._ends)[0]
+
+    @property
+    def _ends(self) -> tuple[float, float]:
+        """Seconds of a plain step, and of the smallest drafted one."""
+        return exp(self._level), self(self._first + 1)
 
     def observe_gain(self, seconds: float) -> None:
         """See `Switches.observe_gain`."""
@@ -394,22 +378,16 @@ class LatencyProfile:
 
     # -------------------------------------------------------------------------------------------------- sizes
 
-    def _bucket(self, rows: int) -> int:
-        """The smallest number of rows of the size that these rows count to."""
-        more = rows - self._first
-        shift = max(more.bit_length() - FINE.bit_length() + 1, 0)
-        return self._first + (more >> shift << shift)
-
     def _find(self, rows: int) -> Size | None:
-        bucket = self._bucket(rows)
-        at = bisect_right(self._sizes, bucket, key=attrgetter("rows")) - 1
-        return self._sizes[at] if self._sizes[at].rows == bucket else None
+        smallest = interval(rows, self._first)
+        at = bisect_right(self._sizes, smallest, key=attrgetter("rows")) - 1
+        return self._sizes[at] if self._sizes[at].rows == smallest else None
 
     def _size(self, rows: int) -> Size:
         """The size of these rows; a new one changes nothing about T yet."""
         found = self._find(rows)
         if found is None:
-            bucket = self._bucket(rows)
-            found = Size(bucket, log(self._relative(bucket) / self._shape(bucket)), self.steps)
+            smallest = interval(rows, self._first)
+            found = Size(smallest, log(self._relative(smallest) / self._shape(smallest)), self.steps)
             insort(self._sizes, found, key=attrgetter("rows"))
         return found

@@ -7,7 +7,7 @@ llama.cpp keeps the graph of the last size, so a plain step after a drafted one 
 every operation anew for another size, which may take as long as a plain step. There, the decision to draft is one with
 hysteresis: a change pays if the gain of drafting lasts. So the state in which a step leaves the machine has a value:
 
-    value  =  HORIZON x mean gain of a drafted step over a plain one, lately      seconds; at least -leaving, at most entering
+    value  =  HORIZON x mean gain of a drafted step over a plain one, lately       from -leaving to entering
 
 A plain step forgoes it. With a lasting gain, entering is free and drafting goes on over a few steps that do not pay;
 where drafting loses on the whole, it needs a step that pays for entering and for leaving.
@@ -35,7 +35,7 @@ class Switches:
         self._factors = [FIRST if both_ways else 0.0] * 2  # log factors of a plain step, and of a drafted one
         self._pairs = [0, 0]  # that they are the means of
         self._last: tuple[int, float] | None = None  # rows and log seconds of the last step, if it had another size
-        self._gain = 0.0  # mean seconds that a drafted step gained lately
+        self._gain: float | None = None  # mean seconds that a drafted step gained lately
 
     def prices(self, plain: float, drafted: float) -> tuple[float, float]:
         """Seconds that a plain step takes longer after a drafted one, and a drafted one after one of another size.
@@ -47,17 +47,27 @@ class Switches:
         return leaving * plain, entering * drafted
 
     def value(self, plain: float, drafted: float) -> float:
-        """Seconds that it is worth to have drafted in the last step, where both ways cost.
+        """Seconds that it is worth to have drafted in the last step, where both ways cost: most before a gain is known.
 
         Args:
             plain, drafted: see `prices`.
         """
         leaving, entering = self.prices(plain, drafted)
-        return min(max(HORIZON * self._gain, -leaving), entering)
+        return entering if self._gain is None else min(max(HORIZON * self._gain, -leaving), entering)
+
+    def changes(self, was_drafted: bool, plain: float, drafted: float) -> tuple[float, float]:
+        """Seconds to add to a plain step now, and to a drafted one of another size than the last.
+
+        Args:
+            was_drafted: whether the last step was a drafted one.
+            plain, drafted: see `prices`.
+        """
+        leaving, entering = self.prices(plain, drafted)
+        return max(self.value(plain, drafted), 0.0) + (leaving if was_drafted else 0.0), entering
 
     def observe_gain(self, seconds: float) -> None:
         """Takes into account what a drafted step gains over a plain one now, whether nodes were drafted or not."""
-        self._gain += GAIN_RATE * (seconds - self._gain)
+        self._gain = seconds if self._gain is None else self._gain + GAIN_RATE * (seconds - self._gain)
 
     def observe(self, rows: int, value: float, resized: bool, is_plain: bool) -> float:
         """Learns from a step.
