@@ -325,7 +325,7 @@ def test_what_a_change_of_the_size_costs_is_part_of_the_plan(gain: float) -> Non
     for _ in range(20):
         profile.observe_gain(gain)
     drafted, value = {n: profile.planned(n, last=8) for n in (1, 4, 8, 9)}, 0.006 if gain > 0 else -0.006
-    assert drafted == pytest.approx({1: 0.016 + max(value, 0), 4: 0.011, 8: 0.011, 9: 0.019}, rel=0.03)
+    assert drafted == pytest.approx({1: 0.016 + max(value, 0), 4: 0.011, 8: 0.011, 9: 0.015}, rel=0.03)
     plain = {n: profile.planned(n, last=1) for n in (1, 4, 9)}
     assert plain == pytest.approx({1: 0.010 + max(value, 0), 4: 0.017, 9: 0.019}, rel=0.03)
     prompt = {n: profile.planned(n) for n in (1, 8)}  # after another kind of forward, both are changes

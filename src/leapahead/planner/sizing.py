@@ -23,7 +23,7 @@ from leapahead.planner.profile import DraftingTime, LatencyProfiles
 from leapahead.planner.tree_search import TreeSearch
 
 LONGEST_BACK_OFF = 32  # steps
-COST_SHARE = 0.01  # of a plain step, that drafts which do not pay may cost on average
+COST_SHARE = 0.02  # of a plain step, that drafts which do not pay may cost on average
 AHEAD = 8  # T is evaluated at least this many rows beyond the present number
 MOST = 256  # drafted nodes of a step, whatever the latency profile promises
 

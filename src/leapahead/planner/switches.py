@@ -10,7 +10,8 @@ hysteresis: a change pays if the gain of drafting lasts. So the state in which a
     value  =  HORIZON x mean gain of a drafted step over a plain one, lately       from -leaving to entering
 
 A plain step forgoes it. With a lasting gain, entering is free and drafting goes on over a few steps that do not pay;
-where drafting loses on the whole, it needs a step that pays for entering and for leaving.
+where drafting loses on the whole, it needs a step that pays for entering and for leaving. A change between sizes of
+drafted steps counts as a part of its price, since such a size lasts for a few steps.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from math import exp
 MOST, RATE = 1.2, 0.1  # greatest log factor; least weight of the newest pair
 FIRST = 0.4  # log factor where entering costs: what is assumed before it is known
 HORIZON, GAIN_RATE = 8.0, 0.15  # steps for which a mean gain is expected to last; weight of the newest gain in it
+LASTS = 3.0  # drafted steps of one size that follow each other
 
 
 class Switches:
@@ -56,14 +58,15 @@ class Switches:
         return entering if self._gain is None else min(max(HORIZON * self._gain, -leaving), entering)
 
     def changes(self, was_drafted: bool, plain: float, drafted: float) -> tuple[float, float]:
-        """Seconds to add to a plain step now, and to a drafted one of another size than the last.
+        """Seconds to add to a plain step now, and to a drafted one that has another size than the last step.
 
         Args:
             was_drafted: whether the last step was a drafted one.
             plain, drafted: see `prices`.
         """
         leaving, entering = self.prices(plain, drafted)
-        return max(self.value(plain, drafted), 0.0) + (leaving if was_drafted else 0.0), entering
+        of_plain = max(self.value(plain, drafted), 0.0)
+        return (of_plain + leaving, entering / LASTS) if was_drafted else (of_plain, entering)
 
     def observe_gain(self, seconds: float) -> None:
         """Takes into account what a drafted step gains over a plain one now, whether nodes were drafted or not."""

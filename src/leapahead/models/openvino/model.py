@@ -36,9 +36,8 @@ from leapahead.models.openvino.paged import PagedModel, Part
 CHUNK = 512  # greatest number of tokens of a prompt in one forward
 EXACT_ROWS = 2  # tokens of a sequence in a forward, at least, with which all forwards give the same bits
 # OpenVINO prepares every operation anew when a forward has another number of tokens than the last one, which can take
-# as long as a forward (`python -m research switching`). So steps with drafts have few sizes, and a smaller one is
-# taken when it would have been enough for so many steps in a row.
-BUCKET, HOLD = 8, 2
+# as long as a forward (`python -m research switching`). So steps with drafts have multiples of so many rows.
+BUCKET = 8
 TREE_ROOM = 256  # nodes of all trees that are possible while no sequence has filled a sliding window
 
 
@@ -102,7 +101,6 @@ class OpenVinoTarget:
         self.model, self.lock = model, RLock()
         self.pool = Pool(model.planes, cache_tokens)
         self._window = UNLIMITED
-        self._last_rows, self._held = 0, 0  # of the last step with drafts, and how long it has been larger than needed
         self._sessions: list[OpenVinoSession] = []
         self._given: list[Choices] = []  # of the last step: their logits are OpenVINO's memory
         self.info = TargetInfo(
@@ -222,12 +220,9 @@ class OpenVinoTarget:
             at += len(part.tokens)
             parts.append(part)
         drafts = any(len(tree) - computed > 1 for tree, computed in zip(trees, known, strict=True))
-        rows = self._rows(at) if drafts else at
+        rows = _rounded(at) if drafts else at
         parts[-1] = _filled(parts[-1], rows - at)
         logits, hidden = self._forward(parts, range(rows))
-        if drafts:
-            self._held = self._held + 1 if rows > _rounded(at) else 0
-            self._last_rows = rows
         states = np.array(hidden) if capture.hidden else None
         found = []
         for session, tree, computed, begin in zip(sessions, trees, known, first, strict=True):
@@ -241,13 +236,8 @@ class OpenVinoTarget:
         least = EXACT_ROWS if self.info.exact else 1
         rows = len(trees)  # of a plain step, which is not padded to buckets
         if any(len(tree) > 1 for tree in trees):
-            rows = self._rows(sum(max(len(tree), least) for tree in trees))
+            rows = _rounded(sum(max(len(tree), least) for tree in trees))
         return Cost(rows, len(trees), max(len(session.tokens) for session in sessions))
-
-    def _rows(self, count: int) -> int:
-        """Rows of a step with drafts, of so many nodes: a multiple of `BUCKET`, or as many as the last one had."""
-        rows = _rounded(count)
-        return self._last_rows if self._held < HOLD and rows < self._last_rows <= rows + BUCKET else rows
 
     def release(self, session: OpenVinoSession) -> None:
         """Ends a session; its blocks stay for a prompt that begins with its tokens, while there is room."""
