@@ -36,8 +36,9 @@ from leapahead.models.openvino.paged import PagedModel, Part
 CHUNK = 512  # greatest number of tokens of a prompt in one forward
 EXACT_ROWS = 2  # tokens of a sequence in a forward, at least, with which all forwards give the same bits
 # OpenVINO prepares every operation anew when a forward has another number of tokens than the last one, which can take
-# as long as a forward (`python -m research switching`). So steps with drafts have multiples of so many rows.
-BUCKET = 8
+# as long as a forward (`python -m research switching`). So steps with drafts have multiples of so many rows, and so
+# many plain steps after small ones are padded to as many: often the next step drafts again.
+BUCKET, HOLD = 8, 2
 TREE_ROOM = 256  # nodes of all trees that are possible while no sequence has filled a sliding window
 
 
@@ -102,6 +103,7 @@ class OpenVinoTarget:
         self.pool = Pool(model.planes, cache_tokens)
         self._window = UNLIMITED
         self._sessions: list[OpenVinoSession] = []
+        self._last_rows, self._plain_steps = 0, 0  # of the last step, and how many were plain since one was not
         self._given: list[Choices] = []  # of the last step: their logits are OpenVINO's memory
         self.info = TargetInfo(
             name=name,
@@ -171,6 +173,7 @@ class OpenVinoTarget:
         tokens = session.tokens[start:end]
         part = self._padded(Part(track, start, tokens, range(start, end), None))
         logits, hidden = self._forward([part], rows)
+        self._last_rows = 0
         self.pool.keep(track, range(end - start))
         fresh = None
         if first < end:
@@ -220,9 +223,10 @@ class OpenVinoTarget:
             at += len(part.tokens)
             parts.append(part)
         drafts = any(len(tree) - computed > 1 for tree, computed in zip(trees, known, strict=True))
-        rows = _rounded(at) if drafts else at
+        rows = self._rows(at, drafts)
         parts[-1] = _filled(parts[-1], rows - at)
         logits, hidden = self._forward(parts, range(rows))
+        self._last_rows, self._plain_steps = rows, 0 if drafts else self._plain_steps + 1
         states = np.array(hidden) if capture.hidden else None
         found = []
         for session, tree, computed, begin in zip(sessions, trees, known, first, strict=True):
@@ -233,11 +237,23 @@ class OpenVinoTarget:
         return found
 
     def cost(self, sessions: Sequence[OpenVinoSession], trees: Sequence[TokenTree]) -> Cost:
-        least = EXACT_ROWS if self.info.exact else 1
-        rows = len(trees)  # of a plain step, which is not padded to buckets
-        if any(len(tree) > 1 for tree in trees):
-            rows = _rounded(sum(max(len(tree), least) for tree in trees))
+        drafts, least = any(len(tree) > 1 for tree in trees), EXACT_ROWS if self.info.exact else 1
+        rows = self._rows(sum(max(len(tree), least) for tree in trees), drafts)
+        if rows <= least * len(trees):
+            rows = len(trees)  # a plain step, whatever it takes to be exact
         return Cost(rows, len(trees), max(len(session.tokens) for session in sessions))
+
+    def _rows(self, count: int, drafts: bool) -> int:
+        """Rows of a step with so many nodes, padding included.
+
+        Args:
+            count: of the nodes.
+            drafts: whether there are drafted ones among them.
+        """
+        if drafts:
+            return _rounded(count)
+        holds = count <= BUCKET == self._last_rows and self._plain_steps < HOLD
+        return BUCKET if holds else count
 
     def release(self, session: OpenVinoSession) -> None:
         """Ends a session; its blocks stay for a prompt that begins with its tokens, while there is room."""
