@@ -20,7 +20,7 @@ from leapahead.models import loading
 from leapahead.models.base import Session, Target, read_prompt
 from research.command_parts import show
 
-SIZES = (1, 8, 16, 24, 32)  # nodes of a step; OpenVINO pads all others to these
+SIZES = (1, 4, 8, 16, 32)  # nodes of a step
 CONTEXT, REPEATS, UNCOUNTED = 300, 12, 2  # tokens; forwards of one size in a row, of which the first are not counted
 
 

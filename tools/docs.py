@@ -227,7 +227,7 @@ def gguf_every_n_table(root: Path) -> str:
     return table(heads, rows) + conditions
 
 
-SWITCHING_SIZES = (8, 16, 24, 32)
+SWITCHING_SIZES = (4, 8, 16, 32)
 
 
 def switching_table(root: Path) -> str:

@@ -38,7 +38,7 @@ EXACT_ROWS = 2  # tokens of a sequence in a forward, at least, with which all fo
 # OpenVINO prepares every operation anew when a forward has another number of tokens than the last one, which can take
 # as long as a forward (`python -m research switching`). So steps with drafts have multiples of so many rows, and so
 # many plain steps after small ones are padded to as many: often the next step drafts again.
-BUCKET, HOLD = 8, 2
+BUCKET, HOLD = 4, 2
 TREE_ROOM = 256  # nodes of all trees that are possible while no sequence has filled a sliding window
 
 
