@@ -145,16 +145,17 @@ class Planned(Drafter):
             source.read_prompt(sequence, rows)
 
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
-        began = self.host.latency.clock()
+        latency = self.host.latency
+        began = latency.clock()
         for sequence, step in zip(sequences, steps, strict=True):
             drafting = self._sequences[sequence]
-            self.host.latency.observe(step.forward)
+            latency.observe(step.forward)
             if not self.nodes:
                 self._judge(step)
             if drafting.asked and drafting.search is not None:
                 drafting.search.observe(step)
             # The tokens of a plain step are read when the sources are asked next.
-        self._observing += self.host.latency.clock() - began
+        self._observing += latency.clock() - began
 
     def _judge(self, step: Step) -> None:
         """Tells the guard of a forward, once the steps of all its sequences were seen."""
@@ -206,22 +207,13 @@ class Planned(Drafter):
 
     def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
         began = self.host.latency.clock()
-        found = [Proposal(TokenTree.root(sequence.root)) for sequence in sequences]
         total = max(len(sequences), self.host.running())
-        guard = self._guards.setdefault(total, Guard())
+        if (guard := self._guards.get(total)) is None:
+            guard = self._guards[total] = Guard()
         self._spent = 0.0
-        if not self.nodes:
-            wanted = guard.requests_plain(self.host.latency.profile(total).wants_plain)
-            if wanted or guard.checking:
-                for sequence in sequences:
-                    self._sequences[sequence].asked = False
-                return found
-        active: dict[int, Drafting] = {}
-        for index, (sequence, budget) in enumerate(zip(sequences, budgets, strict=True)):
-            if self._asks(self._sequences[sequence], budget):
-                active[index] = self._sequences[sequence]
+        active = self._active(sequences, budgets, total, guard)
         if not active:
-            return found
+            return [Proposal(TokenTree.root(sequence.root)) for sequence in sequences]
         plan = StepPlan(
             total,
             self.host.info.padded,
@@ -236,20 +228,25 @@ class Planned(Drafter):
         if self.draft_forwards is not None:
             sources = [source for drafting in active.values() for source in drafting.sources]
             forwards = StepForwards(self.draft_forwards, plan, self.host.info.name, sources)
+        has_branches = self._has_branches(max(len(self._sequences), total))
         while True:
-            searches = {index: self._search(drafting, budgets[index]) for index, drafting in active.items()}
+            searches = {
+                index: self._search(drafting, budgets[index], has_branches) for index, drafting in active.items()
+            }
             if guard.suspended:  # the sources are asked all the same, and compared with what the target chooses
                 kept = {index: 1 for index, search in searches.items() if search.next >= 0.0}
                 break
             kept = self._sizes(searches, plan, forwards.seconds if forwards else 0.0)
             if forwards is None or not forwards.more(searches, kept):
                 break
-        for index in active:
-            found[index] = searches[index].proposal(kept[index])
+        found = [
+            searches[index].proposal(kept[index]) if kept.get(index, 1) > 1 else Proposal(TokenTree.root(sequence.root))
+            for index, sequence in enumerate(sequences)
+        ]
         pays = not self.nodes and self._pays(searches, kept, plan, found, forwards.seconds if forwards else 0.0)
-        for index, drafting in active.items():
-            if not self.nodes:
-                longest = plan.longest_back_off(self._drafting_time(0))
+        if not self.nodes:
+            longest = plan.longest_back_off(self._drafting_time(0))
+            for index, drafting in active.items():
                 drafting.back_off.update(paid=pays and kept[index] > 1, longest=longest)
         if not pays and len(sequences) > 1:
             self._suspend_together(sequences)
@@ -260,6 +257,23 @@ class Planned(Drafter):
         self._spent = spent + (forwards.seconds if forwards else 0.0) + max(plan.resizing, 0.0)
         self._drafting_time.observe(spent, sum(kept.values()) - len(kept))
         return found
+
+    def _active(
+        self, sequences: Sequence[SequenceView], budgets: Sequence[Budget], total: int, guard: Guard
+    ) -> dict[int, Drafting]:
+        """The sequences whose sources are asked in this step, by index; none if the step must be a plain one."""
+        drafting = [self._sequences[sequence] for sequence in sequences]
+        if not self.nodes:
+            wanted = guard.requests_plain(self.host.latency.profile(total).wants_plain)
+            if wanted or guard.checking:
+                for each in drafting:
+                    each.asked = False
+                return {}
+        return {
+            index: each
+            for index, (each, budget) in enumerate(zip(drafting, budgets, strict=True))
+            if self._asks(each, budget)
+        }
 
     def _resizing(self, sequences: int) -> float:
         """See `StepPlan.resizing`."""
@@ -286,10 +300,10 @@ class Planned(Drafter):
         drafting.asked = True
         return True
 
-    def _search(self, drafting: Drafting, budget: Budget) -> TreeSearch:
-        """The search for the tree of a sequence, with nothing taken."""
+    def _search(self, drafting: Drafting, budget: Budget, has_branches: bool) -> TreeSearch:
+        """The search for the tree of a sequence, with nothing taken; see `_has_branches`."""
         leaves = budget.leaves if TREE in self.host.info.capabilities and not self.chain else 1
-        if self._has_branches(max(len(self._sequences), self.host.running())):
+        if has_branches:
             leaves = min(budget.leaves, MOST_BRANCHES)
         if budget.nodes > self.max_nodes or budget.leaves != leaves:
             budget = Budget(min(budget.nodes, self.max_nodes), budget.depth, leaves)
