@@ -145,11 +145,12 @@ class Planned(Drafter):
             source.read_prompt(sequence, rows)
 
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
-        latency = self.host.latency
+        latency, reads_time = self.host.latency, self._reads_time
         began = latency.clock()
         for sequence, step in zip(sequences, steps, strict=True):
             drafting = self._sequences[sequence]
-            latency.observe(step.forward)
+            if reads_time:
+                latency.observe(step.forward)
             if not self.nodes:
                 self._judge(step)
             if drafting.asked and drafting.search is not None:
@@ -205,6 +206,11 @@ class Planned(Drafter):
 
     # ----------------------------------------------------------------------------------------- the proposal
 
+    @property
+    def _reads_time(self) -> bool:
+        """Whether drafts depend on times: of a fixed number of nodes, only the forwards of draft models do."""
+        return not self.nodes or self.draft_forwards is not None
+
     def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
         began = self.host.latency.clock()
         total = max(len(sequences), self.host.running())
@@ -213,7 +219,10 @@ class Planned(Drafter):
         self._spent = 0.0
         active = self._active(sequences, budgets, total, guard)
         if not active:
-            return [Proposal(TokenTree.root(sequence.root)) for sequence in sequences]
+            return _proposals(sequences, {}, {})
+        if not self._reads_time:
+            searches = self._searches(active, budgets)
+            return _proposals(sequences, searches, take_all(searches, self.nodes))
         plan = StepPlan(
             total,
             self.host.info.padded,
@@ -228,21 +237,15 @@ class Planned(Drafter):
         if self.draft_forwards is not None:
             sources = [source for drafting in active.values() for source in drafting.sources]
             forwards = StepForwards(self.draft_forwards, plan, self.host.info.name, sources)
-        has_branches = self._has_branches(max(len(self._sequences), total))
         while True:
-            searches = {
-                index: self._search(drafting, budgets[index], has_branches) for index, drafting in active.items()
-            }
+            searches = self._searches(active, budgets)
             if guard.suspended:  # the sources are asked all the same, and compared with what the target chooses
                 kept = {index: 1 for index, search in searches.items() if search.next >= 0.0}
                 break
             kept = self._sizes(searches, plan, forwards.seconds if forwards else 0.0)
             if forwards is None or not forwards.more(searches, kept):
                 break
-        found = [
-            searches[index].proposal(kept[index]) if kept.get(index, 1) > 1 else Proposal(TokenTree.root(sequence.root))
-            for index, sequence in enumerate(sequences)
-        ]
+        found = _proposals(sequences, searches, kept)
         pays = not self.nodes and self._pays(searches, kept, plan, found, forwards.seconds if forwards else 0.0)
         if not self.nodes:
             longest = plan.longest_back_off(self._drafting_time(0))
@@ -300,8 +303,12 @@ class Planned(Drafter):
         drafting.asked = True
         return True
 
+    def _searches(self, active: Mapping[int, Drafting], budgets: Sequence[Budget]) -> dict[int, TreeSearch]:
+        """The searches for the trees of these sequences, with nothing taken."""
+        has_branches = self._has_branches(max(len(self._sequences), self.host.running()))
+        return {index: self._search(drafting, budgets[index], has_branches) for index, drafting in active.items()}
+
     def _search(self, drafting: Drafting, budget: Budget, has_branches: bool) -> TreeSearch:
-        """The search for the tree of a sequence, with nothing taken; see `_has_branches`."""
         leaves = budget.leaves if TREE in self.host.info.capabilities and not self.chain else 1
         if has_branches:
             leaves = min(budget.leaves, MOST_BRANCHES)
@@ -352,3 +359,17 @@ class Planned(Drafter):
         rows = plan.rows(kept, [each.tree for each in proposals])
         seconds = profile.planned(rows) + plan.resizing + plan.drafting(drafted) + spent
         return tokens / seconds > WORTH * plan.sequences / profile(plan.sequences)
+
+
+def _proposals(
+    sequences: Sequence[SequenceView], searches: Mapping[int, TreeSearch], kept: Mapping[int, int]
+) -> list[Proposal]:
+    """The draft of every sequence.
+
+    Args:
+        searches, kept: by index of the sequence: the search, and how many of its nodes are drafted, the root counted.
+    """
+    return [
+        searches[index].proposal(kept[index]) if kept.get(index, 1) > 1 else Proposal(TokenTree.root(sequence.root))
+        for index, sequence in enumerate(sequences)
+    ]
