@@ -81,7 +81,7 @@ class Timed(Planned):
             for source in each.sources:
                 source.read(each.sequence)
         self.charge("read the text")
-        searches = {at: self._search(each, budgets[at]) for at, each in enumerate(drafting)}
+        searches = self._searches(dict(enumerate(drafting)), budgets)
         self.charge("begin the searches")
         take_all(searches, self.nodes)
         self.charge("search")

@@ -176,11 +176,15 @@ def main(steps: int, toy: bool, model: str | None, context: int | None) -> None:
     """Print the median time of the phases of a step: milliseconds with 64 nodes on the shapes of a 135M model.
 
     With --toy or --model: microseconds a sequence, without forward and choosing, of 16 nodes that are drafted
-    beforehand, so that what is left is the engine's work and the target's commit.
+    beforehand, so that what is left is the engine's work and the target's commit. With --toy also: those of steps of
+    `plain` and `auto` that draft nothing.
     """
     if toy or model:
         target = load(model).target if model else ToyTarget(vocab_size=64)
-        rows = toy_overhead.overhead(target, context=context or 8192, steps=steps)
+        tables = [toy_overhead.overhead(target, context=context or 8192, steps=steps)]
+        if toy:
+            tables.append(toy_overhead.plain_steps(context=context or 8192, steps=steps))
     else:
-        rows = overhead(target_135m(), steps=steps)
-    show(list(rows[0]), [list(row.values()) for row in rows])
+        tables = [overhead(target_135m(), steps=steps)]
+    for rows in tables:
+        show(list(rows[0]), [list(row.values()) for row in rows])

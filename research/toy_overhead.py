@@ -3,6 +3,8 @@
 The drafts are scripted: trees of a fixed shape whose tokens are known before the step, given as the lists that a
 compiled planner returns. What is left is the engine's own work: making and checking trees, verification, the commit,
 counters, outputs and the scheduler.
+
+A second table has the steps of the drafter `auto` in which it drafts nothing, beside those of `plain`.
 """
 
 from __future__ import annotations
@@ -19,12 +21,17 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import PHASES
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, TokenTree
+from leapahead.drafters.auto import Auto
 from leapahead.drafters.base import Drafter
 from leapahead.drafters.plain import Plain
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.scheduler import Engine
 from leapahead.models.base import Target
+from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import Proposal, SequenceView
+from leapahead.planner.latency import LatencyProfile
+from leapahead.planner.profile import LatencyProfiles
+from research.simulation import Stored
 
 # 16 drafted nodes under the root: a path of six nodes and siblings at the first four depths.
 PARENTS = [-1, 0, 0, 0, 0, 1, 1, 1, 2, 5, 5, 6, 9, 9, 12, 14, 3]
@@ -116,9 +123,9 @@ def _measured(target: Target, prompt: list[int], temperature: float, batch: int,
 def _step(engine: Engine, handles: Sequence[Handle]) -> dict[str, float]:
     """Microseconds a sequence of one step."""
     before = [dict(handle.stats.seconds) for handle in handles]
-    began = perf_counter()
+    began = engine.latency.clock()
     engine.step()
-    whole = perf_counter() - began
+    whole = engine.latency.clock() - began
     phases = {
         phase: sum(handle.stats.seconds[phase] - old[phase] for handle, old in zip(handles, before, strict=True))
         for phase in PHASES
@@ -127,3 +134,98 @@ def _step(engine: Engine, handles: Sequence[Handle]) -> dict[str, float]:
     phases["rest"] = whole - sum(phases.values())
     del phases["forward"], phases["choose"]
     return {name: 1e6 * seconds / len(handles) for name, seconds in {**phases, "outside": outside}.items()}
+
+
+# ------------------------------------------------------------------------------------------- plain steps of `auto`
+
+VOCAB = 64
+PLAIN_SECONDS = 0.001  # of a plain step: it sets how many steps a back-off takes, see `StepPlan.longest_back_off`
+ROW_SECONDS = 0.01  # of each further row: nothing that is drafted pays
+
+
+class SteepTarget(ToyTarget):
+    """The toy target on a clock of its own, on which a forward takes long and longer with each row.
+
+    Attributes:
+        added: seconds by which the clock is ahead of the machine's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB)
+        self.added = 0.0
+
+    def now(self) -> float:
+        """The time in seconds."""
+        return perf_counter() + self.added
+
+    def step(self, sessions: Any, trees: Sequence[TokenTree], *args: Any, **options: Any) -> Any:
+        seconds = PLAIN_SECONDS + (sum(map(len, trees)) - len(sessions)) * ROW_SECONDS
+        began = perf_counter()
+        found = super().step(sessions, trees, *args, **options)
+        self.added += seconds - (perf_counter() - began)
+        return found
+
+
+class Watched(Auto):
+    """`auto`, which says whether its sources were asked in the last step."""
+
+    def asked(self) -> bool:
+        return any(drafting.asked for drafting in self._sequences.values())
+
+
+def plain_steps(batches: Sequence[int] = (1, 4, 16), context: int = 8192, steps: int = 200) -> list[dict[str, Any]]:
+    """Median microseconds a sequence and step without drafted nodes, greedy and sampled.
+
+    The columns `auto` are steps of that drafter where no draft pays: those in which drafting is suspended, so that no
+    source is asked, and those in which the sources are asked in vain.
+
+    Args:
+        batches, context, steps: see `overhead`.
+    """
+    rows = []
+    for temperature in (0.0, 1.0):
+        for batch in batches:
+            plain = _plain_steps(Plain, batch, temperature, context, steps)
+            auto = _plain_steps(Watched, batch, temperature, context, 4 * steps)
+            rows.append(
+                {
+                    "batch": batch,
+                    "temperature": temperature,
+                    "plain": round(median(plain[False]), 1),
+                    "auto, suspended": round(median(auto[False]), 1),
+                    "auto, asking": round(median(auto[True]), 1),
+                    "share asking": round(len(auto[True]) / (len(auto[True]) + len(auto[False])), 2),
+                }
+            )
+    return rows
+
+
+def _plain_steps(
+    kind: type[Plain] | type[Watched], batch: int, temperature: float, context: int, steps: int
+) -> dict[bool, list[float]]:
+    """Whether the sources were asked -> microseconds a sequence of such steps."""
+    target = SteepTarget()
+    latency = LatencyProfiles(target.info, Stored(None), target.now)
+    for count in {1, batch}:
+        latency.put(count, LatencyProfile({count: PLAIN_SECONDS, count + 1: PLAIN_SECONDS + ROW_SECONDS}))
+    engine = Engine(target, max_batch=batch, latency=latency)
+    drafter, handles = engine.drafter(kind), []
+    for seed in range(batch):
+        prompt = np.random.default_rng(seed).integers(0, VOCAB, context).tolist()
+        sampling = SamplingParams(temperature=temperature, seed=seed)
+        handles.append(engine.submit(Request(prompt, drafter, sampling, StopParams(max_new_tokens=1 << 20))))
+    while any(handle.stats.steps < WARM_UP for handle in handles):
+        engine.step()
+    found: dict[bool, list[float]] = {False: [], True: []}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(steps):
+            nodes = handles[0].stats.nodes
+            seconds = _step(engine, handles)["outside"]
+            if handles[0].stats.nodes == nodes + 1:
+                found[isinstance(drafter, Watched) and drafter.asked()].append(seconds)
+    finally:
+        gc.enable()
+        engine.close()
+    return found

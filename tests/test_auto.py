@@ -20,9 +20,10 @@ from leapahead.drafters.sources.recycling import Adjacency
 from leapahead.models.base import PROMPT_ROWS, Capture, read_prompt
 from leapahead.models.choices import best
 from leapahead.models.toy import ToyTarget
-from leapahead.planner.draft import Step
+from leapahead.planner.draft import Forward, Step
 from leapahead.planner.sizing import LONGEST_BACK_OFF
 from research.oracle import Oracle
+from research.toy_overhead import plain_steps
 
 STEEP = {1: 1.0, 2: 1.9, 4: 3.7, 64: 60.0}
 CHEAP = {1: 1.0, 8: 1.05, 128: 2.0}
@@ -206,6 +207,25 @@ def test_a_fixed_number_of_nodes_is_kept_and_no_time_is_read() -> None:
     engine = Engine(target)
     assert not engine.drafter("auto", nodes=7).plans
     assert engine.drafter("auto").plans
+
+
+@pytest.mark.parametrize(("nodes", "known"), [(7, False), (0, True)])
+def test_the_times_of_steps_are_kept_only_where_a_drafter_plans_with_them(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, known: bool
+) -> None:
+    target = ToyTarget(vocab_size=20, order=2)
+    latency = FixedLatency(target, CHEAP)
+    seen: list[Forward] = []
+    monkeypatch.setattr(latency, "observe", seen.append)
+    done = run(target, Auto(nodes=nodes), [1, 2, 3], stop=StopParams(max_new_tokens=40), latency=latency)
+    assert bool(seen) == known
+    assert done.stats.accepted > 0
+
+
+def test_plain_steps_of_auto_are_measured_with_and_without_asking_the_sources() -> None:
+    for row in plain_steps(batches=(2,), context=100, steps=40):
+        assert 0 < row["share asking"] < 0.5  # nothing pays, so drafting is suspended most of the time
+        assert min(row["plain"], row["auto, suspended"], row["auto, asking"]) > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -115,7 +115,7 @@ class Mutated(SpeculativeSampling):
     def propose(self, sequences: Any, budgets: Any) -> list[Proposal]:
         proposals = super().propose(sequences, budgets)
         return [
-            replace(proposal, judge=self.mutated(proposal.judge, sequence.params.seed))
+            proposal._replace(judge=self.mutated(proposal.judge, sequence.params.seed))
             for proposal, sequence in zip(proposals, sequences, strict=True)
         ]
 

@@ -112,8 +112,9 @@ class GumbelNoise:
     def drop_before(self, before: int) -> None:
         """Drops what is kept of all positions below `before`."""
         for kept in (self._kept, self._asked):
-            for position in [p for p in kept if p < before]:
-                del kept[position]
+            if kept:
+                for position in [p for p in kept if p < before]:
+                    del kept[position]
 
 
 class DeviceNoise:

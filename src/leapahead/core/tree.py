@@ -12,8 +12,8 @@ these two arrays. This module knows neither models nor probabilities.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,7 @@ BoolArray = npt.NDArray[np.bool_]
 UNLIMITED = 1 << 30
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """How large a draft may be.
 
     Attributes:
@@ -155,10 +154,14 @@ class TokenTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` with the token, if there is one; the first of several."""
-        for child in range(node + 1, len(self.parent_list)):
-            if self.parent_list[child] == node and self.token_list[child] == token:
-                return child
-        return None
+        tokens, parents, child = self.token_list, self.parent_list, node
+        try:
+            while True:  # a list's own search is several times as fast as a loop over its elements
+                child = tokens.index(token, child + 1)  # parents stand before their children
+                if parents[child] == node:
+                    return child
+        except ValueError:
+            return None
 
     @cached_property
     def leaves(self) -> IntArray:

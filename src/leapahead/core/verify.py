@@ -7,8 +7,7 @@ tokens before it. (With sampling the noise of the position is part of the choice
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from leapahead.core.tree import TokenTree
 
@@ -19,8 +18,7 @@ class Chosen(Protocol):
     def __getitem__(self, node: int, /) -> int: ...
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What one step commits.
 
     Attributes:
@@ -57,9 +55,8 @@ def verify(tree: TokenTree, chosen: Chosen) -> Verdict:
     """
     node, token = 0, int(chosen[0])
     path, tokens = [node], [token]
-    for child, (parent, drafted) in enumerate(zip(tree.parent_list, tree.token_list, strict=True)):
-        if parent == node and drafted == token:  # parents stand before their children, so one pass finds the path
-            node, token = child, int(chosen[child])
-            path.append(node)
-            tokens.append(token)
+    while (child := tree.child(node, token)) is not None:
+        node, token = child, int(chosen[child])
+        path.append(node)
+        tokens.append(token)
     return Verdict(tuple(path), tuple(tokens), accepted=len(path) - 1)

@@ -145,16 +145,18 @@ class Planned(Drafter):
             source.read_prompt(sequence, rows)
 
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
-        began = self.host.latency.clock()
+        latency, reads_time = self.host.latency, self._reads_time
+        began = latency.clock()
         for sequence, step in zip(sequences, steps, strict=True):
             drafting = self._sequences[sequence]
-            self.host.latency.observe(step.forward)
+            if reads_time:
+                latency.observe(step.forward)
             if not self.nodes:
                 self._judge(step)
             if drafting.asked and drafting.search is not None:
                 drafting.search.observe(step)
             # The tokens of a plain step are read when the sources are asked next.
-        self._observing += self.host.latency.clock() - began
+        self._observing += latency.clock() - began
 
     def _judge(self, step: Step) -> None:
         """Tells the guard of a forward, once the steps of all its sequences were seen."""
@@ -204,24 +206,23 @@ class Planned(Drafter):
 
     # ----------------------------------------------------------------------------------------- the proposal
 
+    @property
+    def _reads_time(self) -> bool:
+        """Whether drafts depend on times: of a fixed number of nodes, only the forwards of draft models do."""
+        return not self.nodes or self.draft_forwards is not None
+
     def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
         began = self.host.latency.clock()
-        found = [Proposal(TokenTree.root(sequence.root)) for sequence in sequences]
         total = max(len(sequences), self.host.running())
-        guard = self._guards.setdefault(total, Guard())
+        if (guard := self._guards.get(total)) is None:
+            guard = self._guards[total] = Guard()
         self._spent = 0.0
-        if not self.nodes:
-            wanted = guard.requests_plain(self.host.latency.profile(total).wants_plain)
-            if wanted or guard.checking:
-                for sequence in sequences:
-                    self._sequences[sequence].asked = False
-                return found
-        active: dict[int, Drafting] = {}
-        for index, (sequence, budget) in enumerate(zip(sequences, budgets, strict=True)):
-            if self._asks(self._sequences[sequence], budget):
-                active[index] = self._sequences[sequence]
+        active = self._active(sequences, budgets, total, guard)
         if not active:
-            return found
+            return _proposals(sequences, {}, {})
+        if not self._reads_time:
+            searches = self._searches(active, budgets)
+            return _proposals(sequences, searches, take_all(searches, self.nodes))
         plan = StepPlan(
             total,
             self.host.info.padded,
@@ -237,7 +238,7 @@ class Planned(Drafter):
             sources = [source for drafting in active.values() for source in drafting.sources]
             forwards = StepForwards(self.draft_forwards, plan, self.host.info.name, sources)
         while True:
-            searches = {index: self._search(drafting, budgets[index]) for index, drafting in active.items()}
+            searches = self._searches(active, budgets)
             if guard.suspended:  # the sources are asked all the same, and compared with what the target chooses
                 kept = {index: 1 for index, search in searches.items() if search.next >= 0.0}
                 break
@@ -246,12 +247,11 @@ class Planned(Drafter):
                 break
         if self.host.info.bucket > 1 and not self.nodes:
             self._observe_gain(searches, kept, plan)
-        for index in active:
-            found[index] = searches[index].proposal(kept[index])
+        found = _proposals(sequences, searches, kept)
         pays = not self.nodes and self._pays(searches, kept, plan, found, forwards.seconds if forwards else 0.0)
-        for index, drafting in active.items():
-            if not self.nodes:
-                longest = plan.longest_back_off(self._drafting_time(0))
+        if not self.nodes:
+            longest = plan.longest_back_off(self._drafting_time(0))
+            for index, drafting in active.items():
                 drafting.back_off.update(paid=pays and kept[index] > 1, longest=longest)
         if not pays and len(sequences) > 1:
             self._suspend_together(sequences)
@@ -262,6 +262,23 @@ class Planned(Drafter):
         self._spent = spent + (forwards.seconds if forwards else 0.0) + self._resized(plan)
         self._drafting_time.observe(spent, sum(kept.values()) - len(kept))
         return found
+
+    def _active(
+        self, sequences: Sequence[SequenceView], budgets: Sequence[Budget], total: int, guard: Guard
+    ) -> dict[int, Drafting]:
+        """The sequences whose sources are asked in this step, by index; none if the step must be a plain one."""
+        drafting = [self._sequences[sequence] for sequence in sequences]
+        if not self.nodes:
+            wanted = guard.requests_plain(self.host.latency.profile(total).wants_plain)
+            if wanted or guard.checking:
+                for each in drafting:
+                    each.asked = False
+                return {}
+        return {
+            index: each
+            for index, (each, budget) in enumerate(zip(drafting, budgets, strict=True))
+            if self._asks(each, budget)
+        }
 
     def _resized(self, plan: StepPlan) -> float:
         """Seconds that a drafted step makes the next plain one longer; each of several in a row is charged once."""
@@ -304,10 +321,14 @@ class Planned(Drafter):
         drafting.asked = True
         return True
 
-    def _search(self, drafting: Drafting, budget: Budget) -> TreeSearch:
-        """The search for the tree of a sequence, with nothing taken."""
+    def _searches(self, active: Mapping[int, Drafting], budgets: Sequence[Budget]) -> dict[int, TreeSearch]:
+        """The searches for the trees of these sequences, with nothing taken."""
+        has_branches = self._has_branches(max(len(self._sequences), self.host.running()))
+        return {index: self._search(drafting, budgets[index], has_branches) for index, drafting in active.items()}
+
+    def _search(self, drafting: Drafting, budget: Budget, has_branches: bool) -> TreeSearch:
         leaves = budget.leaves if TREE in self.host.info.capabilities and not self.chain else 1
-        if self._has_branches(max(len(self._sequences), self.host.running())):
+        if has_branches:
             leaves = min(budget.leaves, MOST_BRANCHES)
         if budget.nodes > self.max_nodes or budget.leaves != leaves:
             budget = Budget(min(budget.nodes, self.max_nodes), budget.depth, leaves)
@@ -356,3 +377,17 @@ class Planned(Drafter):
         rows = plan.rows(kept, [each.tree for each in proposals])
         seconds = plan.seconds(rows) + plan.resizing + plan.drafting(drafted) + spent
         return tokens / seconds > WORTH * plan.sequences / profile(plan.sequences)
+
+
+def _proposals(
+    sequences: Sequence[SequenceView], searches: Mapping[int, TreeSearch], kept: Mapping[int, int]
+) -> list[Proposal]:
+    """The draft of every sequence.
+
+    Args:
+        searches, kept: by index of the sequence: the search, and how many of its nodes are drafted, the root counted.
+    """
+    return [
+        searches[index].proposal(kept[index]) if kept.get(index, 1) > 1 else Proposal(TokenTree.root(sequence.root))
+        for index, sequence in enumerate(sequences)
+    ]

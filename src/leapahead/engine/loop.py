@@ -66,6 +66,7 @@ class Running:
 
     Attributes:
         capture: what its steps read of a forward beside the choices.
+        reading: whether a part of its prompt is still to be read.
         error: what ends it, once something has failed.
     """
 
@@ -81,6 +82,7 @@ class Running:
         self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction)
         self.stopper = Stopper(request.stop, session.tokens, target.info.context_length, text)
         self.error: BaseException | None = None
+        self.reading = session.unread > 0
         self._ending = False
 
     def begin(self, rows: Sequence[PromptRows]) -> None:
@@ -112,6 +114,8 @@ class Running:
         tokens = tree.token_list
         if tokens[0] != root:
             raise DraftError(f"drafter {name!r} drafted over token {tokens[0]}, not {root}")
+        if len(tokens) == 1:
+            return proposal
         if proposal.sources and len(proposal.sources) != len(tokens):
             raise DraftError(f"drafter {name!r} named {len(proposal.sources)} sources for {len(tokens)} nodes")
         if min(tokens) < 0 or max(tokens) >= self.view.vocab_size:
@@ -124,6 +128,7 @@ class Running:
         """Reads one chunk of the prompt; returns its captured rows."""
         began = perf_counter()
         rows = self.target.prefill(self.session, max_tokens)
+        self.reading = self.session.unread > 0
         self.show_prompt(rows)
         self.stats.prefill_forwards += 1
         self.stats.prefill_seconds += perf_counter() - began
@@ -169,13 +174,14 @@ class Running:
 
     def _count(self, step: Step) -> None:
         stats, tree, verdict = self.stats, step.proposal.tree, step.verdict
+        size = len(tree)
         stats.steps += 1
         stats.committed += len(verdict.tokens)
-        stats.nodes += len(tree)
-        if len(tree) == 1:
+        stats.nodes += size
+        if size == 1:
             return
-        sources = step.proposal.sources or (self.drafter.name,) * len(tree)
-        stats.drafted += len(tree) - 1
+        sources = step.proposal.sources or (self.drafter.name,) * size
+        stats.drafted += size - 1
         stats.accepted += verdict.accepted
         stats.drafted_by.update(sources[1:])
         nodes = verdict.path

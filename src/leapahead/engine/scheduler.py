@@ -241,9 +241,7 @@ class Engine:
         return [(running.handle, output) for running, output in outputs]
 
     def _decode(self) -> list[tuple[Running, Output]]:
-        ready = [
-            each for each in self._active if each.error is None and not (each.session.unread or each.handle.paused)
-        ]
+        ready = [each for each in self._active if each.error is None and not (each.reading or each.handle.paused)]
         batch = ready[: self.max_batch]
         if len(ready) > len(batch):  # those left out come first next time
             self._active = [each for each in self._active if each not in batch] + batch
@@ -310,7 +308,9 @@ class Engine:
 
     def _prefill(self) -> None:
         """Reads one chunk of one prompt; while no request is running, chunks of so many prompts as make a large one."""
-        reading = [each for each in self._active if each.session.unread and each.error is None]
+        reading = [each for each in self._active if each.reading and each.error is None]
+        if not reading:
+            return
         alone = len(reading) == len(self._active)
         left = LARGEST
         while reading and left > 0:

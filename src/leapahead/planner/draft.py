@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -69,8 +69,7 @@ class SequenceView:
         return scores
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(NamedTuple):
     """A draft and what is known of it.
 
     Attributes:
@@ -99,8 +98,7 @@ class Forward:
     cost: Cost
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One step of one sequence, as the drafter and the caller see it after the commit.
 
     Attributes:

@@ -100,7 +100,8 @@ class LatencyProfile:
         self._pauses = BUCKET_PAUSES if bucket > 1 else 1
         self._since_plain, self._pause, self._plain_step = 0, self._pauses * FIRST_PAUSE, 0
         self._shapes: list[float] = []  # the prior by rows, as far as it was needed
-        self._plans: list[float] = []  # `planned` by rows; empty where it must be computed anew
+        self._plans: list[float] = []  # `planned` by rows; empty where it must be computed anew, as the next
+        self._breaks: list[int] = []  # `sizes`
 
     @classmethod
     def guessed(cls, bucket: int = 1) -> Self:
@@ -185,8 +186,9 @@ class LatencyProfile:
 
     @property
     def _ends(self) -> tuple[float, float]:
-        """Seconds of a plain step, and of the smallest drafted one."""
-        return exp(self._level), self(self._first + 1)
+        """Seconds of a plain step, and of the smallest drafted one, which counts where sizes are padded to buckets."""
+        plain = exp(self._level)
+        return plain, self(self._first + 1) if self.bucket > 1 else plain
 
     def observe_gain(self, seconds: float) -> None:
         """See `Switches.observe_gain`."""
@@ -195,8 +197,10 @@ class LatencyProfile:
     @property
     def sizes(self) -> list[int]:
         """The numbers of rows at which T changes its slope, rising; at least two."""
-        own = self._prior or [n for n in SIZES if n > self._first] or [2 * self._first]
-        return sorted({self._padded(n) for n in (*own, *(size.rows for size in self._sizes))})
+        if not self._breaks:
+            own = self._prior or [n for n in SIZES if n > self._first] or [2 * self._first]
+            self._breaks = sorted({self._padded(n) for n in (*own, *(size.rows for size in self._sizes))})
+        return self._breaks
 
     def as_dict(self) -> dict[str, float]:
         """Rows -> seconds at every size, for reports."""
@@ -279,6 +283,7 @@ class LatencyProfile:
             self._observe_larger(rows, value)
         if self.steps % STALE == 0:
             self._sizes[1:] = [size for size in self._sizes[1:] if self.steps - size.last <= STALE * size.seen]
+            self._breaks = []
         self._plans = []
 
     def _observe_plain(self, value: float) -> None:
@@ -366,7 +371,7 @@ class LatencyProfile:
         """Puts the assumed line in the place of the prior, without a change of T at the sizes seen."""
         for size in self._sizes[1:]:
             size.correction += log(self._shape(size.rows) / self._line(size.rows))
-        self._prior, self._shapes, self.contradicted = {}, [], True
+        self._prior, self._shapes, self._breaks, self.contradicted = {}, [], [], True
 
     def _learn_noise(self, error: float) -> None:
         self._noise += NOISE_RATE * (1.25 * abs(error) - self._noise)  # of a normal distribution, sigma = 1.25 E|x|
@@ -390,4 +395,5 @@ class LatencyProfile:
             smallest = interval(rows, self._first)
             found = Size(smallest, log(self._relative(smallest) / self._shape(smallest)), self.steps)
             insort(self._sizes, found, key=attrgetter("rows"))
+            self._breaks = []
         return found

@@ -137,8 +137,9 @@ class LatencyProfiles:
             resized = last is None or (last.cost.rows, last.cost.sequences) != (cost.rows, cost.sequences)
             if (profile := self._profiles.get(cost.sequences)) is not None:
                 profile.observe(cost.rows, forward.seconds, resized)
-            if self.clock() - self._written >= WRITE_SECONDS or self._is_refuted():
-                self._written = self.clock()
+            now = self.clock()
+            if now - self._written >= WRITE_SECONDS or self._is_refuted():
+                self._written = now
                 self.keep()
 
     @property
