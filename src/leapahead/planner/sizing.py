@@ -23,7 +23,9 @@ from leapahead.planner.profile import DraftingTime, LatencyProfiles
 from leapahead.planner.tree_search import TreeSearch
 
 LONGEST_BACK_OFF = 32  # steps
-COST_SHARE = 0.02  # of a plain step, that drafts which do not pay may cost on average
+# Of a plain step, that drafts which do not pay may cost on average; where sizes are padded to buckets, a later start of
+# drafting costs more, since drafted steps are to follow each other.
+COST_SHARE, COST_SHARE_BUCKETS = 0.01, 0.02
 AHEAD = 8  # T is evaluated at least this many rows beyond the present number
 MOST = 256  # drafted nodes of a step, whatever the latency profile promises
 
@@ -81,8 +83,9 @@ class StepPlan(NamedTuple):
 
     def longest_back_off(self, seconds: float) -> int:
         """The longest back-off, in steps, of a draft that takes so many seconds."""
-        plain = self.latency.profile(self.sequences)(self.sequences)
-        return min(LONGEST_BACK_OFF, int(seconds / plain / COST_SHARE))
+        profile = self.latency.profile(self.sequences)
+        share = COST_SHARE if profile.bucket == 1 else COST_SHARE_BUCKETS
+        return min(LONGEST_BACK_OFF, int(seconds / profile(self.sequences) / share))
 
 
 class Ahead(NamedTuple):
