@@ -1,0 +1,279 @@
+"""`python -m research serving`: leapahead's server beside llama.cpp's, on one GGUF file, under one client.
+
+    workload    prompts                          what is asked for
+    gsm8k       questions of GSM8K               /v1/completions, greedy
+    chat        first turns of MT-Bench          /v1/chat/completions, temperature 1, a seed for each request
+    edit        HumanEval's functions            /v1/completions, greedy, with `prediction` where the server knows it
+
+A stand-in cannot edit code. So the prediction of an edit is the text that the server itself gives, every tenth word of
+it replaced: a simulated edit, of which about nine tenths stay as they were.
+
+Both servers run all the time and take turns. So many clients as are concurrent send one request after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import httpx
+import numpy as np
+
+from leapahead.bench.conditions import conditions
+from leapahead.cli.command import Command
+from leapahead.core.errors import BadParameter, LeapaheadError
+from research.command_parts import show
+
+START_SECONDS = 120.0
+CONTEXT = 1024  # tokens of each sequence
+CHANGED = 10  # every so manyth word of an edit's prediction is another one
+NAME = "model"
+
+
+@dataclass
+class Server:
+    """A server that runs.
+
+    Attributes:
+        name: of its row.
+        url: where it is.
+        predicts: whether it takes `prediction`.
+    """
+
+    name: str
+    url: str
+    predicts: bool
+
+
+@dataclass
+class Answer:
+    """What a client saw of one request, in seconds from its sending.
+
+    Attributes:
+        tokens: by the server's own count.
+        times: of each piece of the text.
+        text: the whole.
+    """
+
+    tokens: int = 0
+    times: list[float] = field(default_factory=list)
+    text: str = ""
+
+
+@contextmanager
+def running(name: str, command: Sequence[str], port: int, predicts: bool) -> Any:
+    """A server from its start, when it answers /health, to its end."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + START_SECONDS
+        while True:
+            if process.poll() is not None or time.monotonic() > until:
+                process.kill()
+                _, errors = process.communicate()
+                raise LeapaheadError(f"{name} did not start: {' '.join(errors.split()[-40:])}")
+            try:
+                if httpx.get(f"{url}/health", timeout=1.0).status_code == 200:
+                    break
+            except httpx.TransportError:
+                pass
+            time.sleep(0.2)
+        yield Server(name, url, predicts)
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def free_port() -> int:
+    """A port that nothing listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def requests_of(workload: str, data: Path, count: int, tokens: int) -> list[tuple[str, dict[str, Any]]]:
+    """Path and body of each request of a workload."""
+    file = {"gsm8k": "gsm8k_test.jsonl", "chat": "mt_bench.jsonl", "edit": "humaneval.jsonl"}[workload]
+    try:
+        rows = [json.loads(line) for line in (data / file).read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise BadParameter(f"the prompts {str(data / file)!r} cannot be read: {error.strerror}") from None
+    rows = rows[:: max(1, len(rows) // count)][:count]
+    common = {"model": NAME, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens}
+    found: list[tuple[str, dict[str, Any]]] = []
+    for index, row in enumerate(rows):
+        if workload == "chat":
+            messages = [{"role": "user", "content": row["turns"][0]}]
+            found.append(
+                ("/v1/chat/completions", {**common, "messages": messages, "temperature": 1.0, "seed": 1 + index})
+            )
+        else:
+            prompt = row["question"] if workload == "gsm8k" else row["prompt"]
+            found.append(("/v1/completions", {**common, "prompt": prompt, "temperature": 0.0, "ignore_eos": True}))
+    return found
+
+
+async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
+    """Sends one request and reads its stream."""
+    answer, began = Answer(), time.perf_counter()
+    async with client.stream("POST", path, json=body) as response:
+        if response.status_code != 200:
+            raise LeapaheadError(f"{client.base_url}{path} answered {response.status_code}: {await response.aread()!r}")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if usage := event.get("usage"):
+                answer.tokens = usage["completion_tokens"]
+            for choice in event["choices"]:
+                if piece := choice.get("text") or choice.get("delta", {}).get("content"):
+                    answer.times.append(time.perf_counter() - began)
+                    answer.text += piece
+    return answer
+
+
+async def pass_of(server: Server, bodies: Sequence[tuple[str, dict[str, Any]]], concurrent: int) -> dict[str, Any]:
+    """All requests, so many at a time: tokens per second, latencies, and the texts."""
+    answers, waiting = [Answer()] * len(bodies), list(enumerate(bodies))[::-1]
+    limits = httpx.Limits(max_connections=concurrent)
+    async with httpx.AsyncClient(base_url=server.url, timeout=600.0, limits=limits) as client:
+
+        async def one_client() -> None:
+            while waiting:
+                index, (path, body) = waiting.pop()
+                answers[index] = await ask(client, path, body)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(one_client() for _ in range(concurrent)))
+        seconds = time.perf_counter() - began
+    between = [1e3 * gap for answer in answers for gap in np.diff(answer.times)]
+    per_token = [
+        1e3 * (answer.times[-1] - answer.times[0]) / (answer.tokens - 1)
+        for answer in answers
+        if answer.tokens > 1 and len(answer.times) > 1
+    ]
+    return {
+        "tokens_per_second": sum(answer.tokens for answer in answers) / seconds,
+        "first_ms": median(1e3 * answer.times[0] for answer in answers if answer.times),
+        "token_ms": {"p50": float(np.quantile(per_token, 0.5)), "p95": float(np.quantile(per_token, 0.95))},
+        "piece_ms": {"p50": float(np.quantile(between, 0.5)), "p95": float(np.quantile(between, 0.95))},
+        "texts": [answer.text for answer in answers],
+    }
+
+
+def with_predictions(
+    bodies: list[tuple[str, dict[str, Any]]], texts: Sequence[str]
+) -> list[tuple[str, dict[str, Any]]]:
+    """The requests with what the text will be, every tenth word changed."""
+    found = []
+    for (path, body), text in zip(bodies, texts, strict=True):
+        words = text.split(" ")
+        words[CHANGED - 1 :: CHANGED] = ["changed"] * len(words[CHANGED - 1 :: CHANGED])
+        found.append((path, {**body, "prediction": {"type": "content", "content": " ".join(words)}}))
+    return found
+
+
+async def measured(servers: Sequence[Server], bodies: Any, workload: str, concurrent: int, rounds: int) -> list[Any]:
+    """A row for each server: the medians of its rounds, in which the servers take turns."""
+    of_server = {server.name: bodies for server in servers}
+    for server in servers:
+        texts = (await pass_of(server, bodies, concurrent))["texts"]  # not counted: a warm-up
+        if workload == "edit" and server.predicts:
+            of_server[server.name] = with_predictions(bodies, texts)
+    passes: dict[str, list[dict[str, Any]]] = {server.name: [] for server in servers}
+    for turn in range(rounds):
+        for server in servers if turn % 2 == 0 else list(servers)[::-1]:
+            passes[server.name].append(await pass_of(server, of_server[server.name], concurrent))
+    rows = []
+    for name, found in passes.items():
+        row: dict[str, Any] = {"workload": workload, "concurrent": concurrent, "server": name}
+        for key in ("tokens_per_second", "first_ms"):
+            row[key] = median(each[key] for each in found)
+        for key in ("token_ms", "piece_ms"):
+            row[key] = {p: median(each[key][p] for each in found) for p in ("p50", "p95")}
+        row["ratios"] = [
+            each["tokens_per_second"] / other["tokens_per_second"]
+            for each, other in zip(found, passes[servers[-1].name], strict=True)
+        ]
+        rows.append(row)
+    return rows
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+    ratios = row["ratios"]
+    return [
+        row["workload"],
+        str(row["concurrent"]),
+        row["server"],
+        f"{row['tokens_per_second']:.1f}",
+        f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+        f"{row['first_ms']:.0f}",
+        f"{row['token_ms']['p50']:.1f} / {row['token_ms']['p95']:.1f}",
+        f"{row['piece_ms']['p50']:.1f} / {row['piece_ms']['p95']:.1f}",
+    ]
+
+
+COLUMNS = ("workload", "concurrent", "server", "tokens/s", "ratio", "first, ms", "a token, ms", "a piece, ms")
+
+
+@click.command(cls=Command)
+@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--llama-server", required=True, type=click.Path(exists=True, dir_okay=False), help="llama.cpp's server.")
+@click.option("--data", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="FOLDER")
+@click.option(
+    "--concurrent", "levels", multiple=True, type=click.IntRange(min=1), default=(1, 4, 16), show_default=True
+)
+@click.option("--workload", "workloads", multiple=True, default=("gsm8k", "chat", "edit"), show_default=True)
+@click.option("--requests", "count", type=click.IntRange(min=1), default=16, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(min=2), default=64, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Write the figures as JSON.")
+def main(
+    model: Path,
+    llama_server: str,
+    data: Path,
+    levels: tuple[int, ...],
+    workloads: tuple[str, ...],
+    count: int,
+    max_tokens: int,
+    rounds: int,
+    threads: int,
+    out: Path | None,
+) -> None:
+    """Measure leapahead's server beside llama.cpp's on a GGUF file: tokens per second and latencies."""
+    most, ports = max(levels), (free_port(), free_port())
+    ours = [sys.executable, "-m", "leapahead", "serve", str(model), "--served-model-name", NAME]
+    ours += ["--port", str(ports[0]), "--max-batch", str(most), "--threads", str(threads)]
+    theirs = [llama_server, "-m", str(model), "--port", str(ports[1]), "-t", str(threads), "-np", str(most)]
+    theirs += ["-c", str(CONTEXT * most), "--alias", NAME]
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(running("leapahead", ours, ports[0], True)),
+            stack.enter_context(running("llama-server", theirs, ports[1], False)),
+        ]
+        for workload in workloads:
+            bodies = requests_of(workload, data, count, max_tokens)
+            for concurrent in levels:
+                rows += asyncio.run(measured(servers, bodies, workload, concurrent, rounds))
+                show(COLUMNS, [cells(row) for row in rows[-2:]])
+    show(COLUMNS, [cells(row) for row in rows])
+    if out is not None:
+        found: dict[str, Any] = {"figure": "serving", "rows": rows}
+        found["conditions"] = conditions(
+            model=model.name, threads=threads, rounds=rounds, requests=count, max_tokens=max_tokens
+        )
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
