@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from helpers import Spelling
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from leapahead import LLM, Grammar
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
@@ -388,6 +390,27 @@ def test_tokenizers_that_cannot_serve_are_refused_by_name(tokenizer: Any) -> Non
         Grammars(Spelling(chr), 300, (0,)).compile(GRAMMARS["regex"])  # type: ignore[arg-type]
     with pytest.raises(Refused, match="names none"):
         Grammars(tokenizer, 300, ()).compile(GRAMMARS["regex"])
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_text_that_reads_like_an_added_token_is_text(tokenizer: Any, special: bool) -> None:
+    """An added token that is special is never chosen for it; another one is a token like others."""
+    added = deepcopy(tokenizer)
+    added.add_tokens([AddedToken("<think>", special=special)])
+    own = LLM(ToyTarget(len(added), sharpness=2.0), tokenizer=added)
+    for grammar in (Grammar.choices(["<think>a</think>"]), Grammar.regex("<think>[ab]</think>")):
+        for drafter in ("plain", "auto"):
+            result = own.generate("a", grammar=grammar, drafter=drafter)
+            assert added.decode(result.tokens) in ("<think>a</think>", "<think>b</think>")
+            assert (added.encode("<think>")[0] in result.tokens) is not special
+
+
+def test_a_text_that_has_left_its_grammar_ends_with_an_error(grammars: Grammars) -> None:
+    committed = [1]
+    followed = state(grammars, GRAMMARS["regex"], committed)
+    committed.append(2)  # never chosen under the grammar
+    assert not followed.mask(2, []).any()
+    assert "does not allow the text" in followed.problem
 
 
 def test_a_grammar_is_compiled_once(grammars: Grammars) -> None:

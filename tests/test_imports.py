@@ -20,6 +20,7 @@ LAYERS = [
     "native",
     "core",
     "grammar",
+    "chat",
     "models",
     "planner",
     "drafters",

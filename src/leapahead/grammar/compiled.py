@@ -17,14 +17,13 @@ import numpy as np
 from leapahead.core.errors import BadParameter, first_line, needing
 from leapahead.core.grammar import BoolArray
 from leapahead.core.text import Tokenizer
-from leapahead.grammar.definition import Grammar
+from leapahead.grammar.definition import WHITESPACE, Grammar
 from leapahead.grammar.vocabulary import vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 KEPT = 64  # compiled grammars that an LLM keeps
-WHITESPACE = r" |\n[ \t]{0,20}"  # between tokens of JSON
 # Units of llguidance: about 50,000 of the first take a millisecond, 14,000 of the second, 20,000 of the third.
 LIMITS = {
     "initial_lexer_fuel": 1_000_000,
@@ -164,7 +163,9 @@ class State:
 
     def mask(self, length: int, path: Sequence[int]) -> BoolArray:
         if not self._move(length, path):
-            return np.ones(self._vocab_size, dtype=np.bool_)
+            # Elsewhere than in a draft it is a defect, which ends the request: no token can be chosen.
+            in_draft = len(self._read) >= length - self._start and not self.problem
+            return np.full(self._vocab_size, in_draft, dtype=np.bool_)
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if self._failed():
             return np.zeros(self._vocab_size, dtype=np.bool_)
@@ -215,6 +216,8 @@ class State:
         end = next((index for index, token in enumerate(rest) if token in eos or token >= known), len(rest))
         done = self._matcher.try_consume_tokens(rest[:end]) if end else 0
         read += rest[:done]
+        if len(read) < goal and not self._failed():
+            self.problem = f"the {self._compiled.grammar.kind} does not allow the text that was written under it"
         return done == len(rest) and not self._failed()
 
     def _failed(self) -> bool:

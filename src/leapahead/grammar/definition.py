@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 LONGEST = 2_000_000  # characters of a definition
+WHITESPACE = r" |\n[ \t]{0,20}"  # that may stand between the tokens of JSON
 SHOWN = 60  # characters of one that a message quotes
 
 
