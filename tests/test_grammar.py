@@ -44,6 +44,7 @@ PERSON = {
 }
 BALANCED = 'start: "(" start ")" | /[ab]{1,3}/'
 GBNF = 'root ::= "yes" | "no" ("," " no")*'
+GBNF_AS_REGEX = "yes|no(, no)*"
 GRAMMARS = {
     "schema": Grammar.json_schema(PERSON),
     "compact": Grammar.json_schema(json.dumps(PERSON), compact=True),
@@ -142,7 +143,7 @@ def test_each_kind_of_grammar_gives_texts_of_its_form(llm: LLM) -> None:
         "compact": lambda text: jsonschema.validate(json.loads(text), PERSON),
         "regex": re.compile(r"[A-Z][a-z]{2,9}( [0-9]{2}){1,4}").fullmatch,
         "lark": lambda text: re.fullmatch(r"[ab]{1,3}", text.strip("()")) and text.count("(") == text.count(")"),
-        "gbnf": re.compile(r"yes|no(, no)*").fullmatch,
+        "gbnf": re.compile(GBNF_AS_REGEX).fullmatch,
         "choices": {"return", "returned", "the quick brown fox", "日本語 😀"}.__contains__,
     }
     ended = 0
@@ -265,8 +266,8 @@ def test_answers_depend_on_the_prefix_only(grammars: Grammars, data: Any) -> Non
         assert followed.ended(len(committed), path) == state(grammars, grammar).ended(0, whole)
         admitted = followed.admitted(len(committed), path)
         if admitted == len(path):
-            tokens = list(range(0, 400, 7))
-            assert followed.allows(len(committed), path, tokens) == mask[tokens].tolist()
+            for tokens in (list(range(0, 290, 3)), list(range(1, 400, 7)), list(range(60, 80))):
+                assert followed.allows(len(committed), path, tokens) == mask[tokens].tolist()
         committed += path[:admitted]
 
 
@@ -445,3 +446,41 @@ def test_other_engines(engine: str, tmp_path: Path) -> None:
             assert llm.tokenizer is not None
             spaced = llm.tokenizer.encode('{"a b" : " , x !"}', add_special_tokens=False)
             assert llm.tokenizer.decode(spaced) == '{"a b" : " , x !"}'
+
+
+# The command line
+
+
+def test_the_options_of_the_command_line(leapahead: Any, tmp_path: Path) -> None:
+    schema, gbnf = tmp_path / "schema.json", tmp_path / "yes.gbnf"
+    schema.write_text(json.dumps({"type": "integer", "minimum": 0, "maximum": 9}))
+    gbnf.write_text(GBNF)
+
+    def text(*options: str) -> str:
+        found = leapahead("generate", "a", "-q", *options)
+        assert found.exit_code == 0, found.stderr
+        return str(found.stdout).strip()
+
+    assert text("--json-schema", str(schema)) in "0123456789"
+    assert text("--json-schema", schema.read_text()) in "0123456789"
+    assert text("--regex", "[xy]{4}").strip("xy") == ""
+    assert text("--choice", "left", "--choice", "right") in ("left", "right")
+    assert re.fullmatch(GBNF_AS_REGEX, text("--grammar", str(gbnf)))
+    assert leapahead("generate", "a", "-q", "--json-object", "--compare", "--rounds", "1").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--regex", "a", "--choice", "b"), "--regex and --choice cannot be given together"),
+        (("--regex", "(a"), 'regular expression cannot be compiled: .*"(a".*unclosed group'),
+        (("--json-schema", "missing.json"), "no such file"),
+        (("--json-schema", "{"), "is not JSON"),
+        (("--regex", "a", "--ignore-eos"), "--ignore-eos=True is not possible with a grammar"),
+        (("--grammar", "missing.lark"), "does not exist"),
+    ],
+)
+def test_wrong_options_of_the_command_line(leapahead: Any, options: tuple[str, ...], message: str) -> None:
+    found = leapahead("generate", "a", *options)
+    assert found.exit_code == 2
+    assert re.search(message.replace("(a", r"\(a"), found.stderr)

@@ -8,7 +8,7 @@ namespace leapahead {
 namespace {
 
 constexpr int kRootCandidates = 8, kCandidates = 4;  // of one source
-constexpr int kWider = 4;                            // so many times as many are asked for where some may be dropped
+constexpr int kWide = 256;                           // candidates of one source where some may be dropped
 constexpr int kRanks = 5;
 constexpr double kMost = 0.97, kOnlyMargin = 9.0;
 constexpr double kMostLogit = 7.0, kRate = 0.01;  // of the mixer
@@ -179,7 +179,7 @@ void Search::filter(int limit) {
 bool Search::ask(int source, int state, int limit, const Scoring &score) {
     candidates_.clear();
     if (mode_ != Mode::sampled) {
-        sources_[source]->candidates(state, filter_ ? kWider * limit : limit, candidates_);
+        sources_[source]->candidates(state, filter_ ? kWide : limit, candidates_);
         filter(limit);
         for (int rank = 0; rank < static_cast<int>(candidates_.size()); ++rank) {
             const Candidate &each = candidates_[rank];
@@ -192,7 +192,7 @@ bool Search::ask(int source, int state, int limit, const Scoring &score) {
         }
         return !candidates_.empty();
     }
-    sources_[source]->seed_aware_candidates(state, limit, score, candidates_);
+    sources_[source]->seed_aware_candidates(state, filter_ ? kWide : limit, score, candidates_);
     filter(static_cast<int>(candidates_.size()));
     rank(source, limit, score);
     return !candidates_.empty();

@@ -13,6 +13,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter, first_line, needing
 from leapahead.core.grammar import BoolArray
@@ -23,6 +24,7 @@ from leapahead.grammar.vocabulary import vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+FEW = 24  # tokens that are looked at faster one by one than in a mask
 KEPT = 64  # compiled grammars that an LLM keeps
 # Units of llguidance: about 50,000 of the first take a millisecond, 14,000 of the second, 20,000 of the third.
 LIMITS = {
@@ -138,9 +140,10 @@ def _converted(grammar: Grammar) -> str:
 
 
 def _sentence(error: str) -> str:
-    """The message of llguidance in one line, without what points at a place of several lines."""
-    lines = [line.strip() for line in error.splitlines() if line.strip().strip("^")]
-    return first_line(ValueError(" ".join(lines)))[:300]
+    """The message of llguidance in one line, without the lines that point at a place of the definition."""
+    first, *others = error.strip().splitlines() or [""]
+    reasons = [line.strip().removeprefix("error: ") for line in others if line.startswith("error: ")]
+    return " ".join([first.strip(), *reasons])[:300]
 
 
 class State:
@@ -159,28 +162,48 @@ class State:
         self._matcher = compiled.matcher()
         self._read: list[int] = []  # the tokens that the matcher has read
         self._same = 0  # how many of them, from the first on, are known to be committed
-        self._bits = np.zeros((compiled.tokens.vocab_size + 31) // 32, dtype=np.uint32)
+        self._length = -1  # of the committed tokens to which the masks belong
+        self._masks: dict[tuple[int, ...], npt.NDArray[np.uint32]] = {}  # after the paths that were asked about
 
     def mask(self, length: int, path: Sequence[int]) -> BoolArray:
-        if not self._move(length, path):
-            # Elsewhere than in a draft it is a defect, which ends the request: no token can be chosen.
-            in_draft = len(self._read) >= length - self._start and not self.problem
-            return np.full(self._vocab_size, in_draft, dtype=np.bool_)
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        if self._failed():
-            return np.zeros(self._vocab_size, dtype=np.bool_)
-        found = np.unpackbits(self._bits.view(np.uint8), count=self._vocab_size, bitorder="little").view(np.bool_)
-        found[self._compiled.tokens.vocab_size :] = False
-        return found
+        bits = self._allowed(length, path)
+        if bits is not None:
+            found = np.unpackbits(bits.view(np.uint8), count=self._vocab_size, bitorder="little").view(np.bool_)
+            found[self._compiled.tokens.vocab_size :] = False
+            return found
+        # Only a draft may leave the grammar. Elsewhere no token can be chosen, which ends the request.
+        in_draft = len(self._read) >= length - self._start and not self.problem
+        return np.full(self._vocab_size, in_draft, dtype=np.bool_)
 
     def allows(self, length: int, path: Sequence[int], tokens: Sequence[int]) -> list[bool]:
+        if len(tokens) > FEW and max(tokens) < self._compiled.tokens.vocab_size:
+            asked = np.asarray(tokens)
+            if (bits := self._allowed(length, path)) is not None:
+                return [bool(bit) for bit in (bits[asked >> 5] >> (asked & 31).astype(np.uint32)) & 1]
+        return [self._allows(length, path, token) for token in tokens]
+
+    def _allows(self, length: int, path: Sequence[int], token: int) -> bool:
         if not self._move(length, path):
-            return [False] * len(tokens)
+            return False
         if self._matcher.is_stopped():
-            return [token in self._compiled.eos for token in tokens]
-        size = self._compiled.tokens.vocab_size
-        found = [token < size and self._matcher.validate_tokens([token]) == 1 for token in tokens]
-        return [False] * len(tokens) if self._failed() else found
+            return token in self._compiled.eos
+        is_allowed = token < self._compiled.tokens.vocab_size and self._matcher.validate_tokens([token]) == 1
+        return is_allowed and not self._failed()
+
+    def _allowed(self, length: int, path: Sequence[int]) -> npt.NDArray[np.uint32] | None:
+        """The allowed tokens, a bit for each; None where the prefix is outside the grammar."""
+        if length != self._length:
+            self._length, self._masks = length, {}
+        key = tuple(path)
+        if key not in self._masks:
+            if not self._move(length, path):
+                return None
+            bits = np.zeros((self._compiled.tokens.vocab_size + 31) // 32, dtype=np.uint32)
+            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            if self._failed():
+                return None
+            self._masks[key] = bits
+        return self._masks[key]
 
     def admitted(self, length: int, path: Sequence[int]) -> int:
         self._move(length, path)

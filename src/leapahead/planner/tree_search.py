@@ -27,7 +27,7 @@ from leapahead.planner.mixer import Parameters, logit, mixed
 from leapahead.planner.source import Candidate, Score, Source
 
 ROOT_CANDIDATES, CANDIDATES = 8, 4  # of one source: below the root, and below any other node
-WIDER = 4  # so many times as many are asked for under a grammar, which may forbid some
+WIDE = 256  # the same under a grammar, which may forbid some; then as many as above are kept
 RANKS = 5  # ranks from this one on share a key
 MOST = 0.97  # upper bound of the sum of P over siblings
 ONLY_MARGIN = 9.0  # the margin of a candidate without a competitor
@@ -201,16 +201,16 @@ class TreeSearch:
         """Asks all sources for candidates below a node whose P is `chance`."""
         depth = self._depths[node]
         limit = ROOT_CANDIDATES if depth == 0 else CANDIDATES
+        wide = limit if self.sequence.grammar is None else WIDE
         score = partial(self.sequence.scores, len(self.sequence.tokens) + depth) if self.mode == "sampled" else None
         asked: list[tuple[str, list[tuple[int, Key]]]] = []  # the sources that have candidates here, and these
         for source, state in zip(self.sources, self._states[node], strict=True):
             if state is None:
                 continue
             if score is None:
-                wider = limit if self.sequence.grammar is None else WIDER * limit
-                keyed = self._keyed(source.name, self._filtered(node, source.candidates(state, wider))[:limit])
+                keyed = self._keyed(source.name, self._filtered(node, source.candidates(state, wide))[:limit])
             else:
-                candidates = self._filtered(node, source.seed_aware_candidates(state, limit, score))
+                candidates = self._filtered(node, source.seed_aware_candidates(state, wide, score))
                 keyed = self._keyed_by_score(source.name, candidates, score, limit)
             if keyed:
                 asked.append((source.name, keyed))
