@@ -24,7 +24,7 @@ from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.grammar import CompiledGrammar
 from leapahead.core.sampling import SamplingParams
 from leapahead.drafters import registry
-from leapahead.grammar import Grammars
+from leapahead.grammar import GrammarProcessor, Grammars
 from leapahead.grammar.compiled import State
 from leapahead.models.toy import ToyTarget
 
@@ -446,6 +446,31 @@ def test_other_engines(engine: str, tmp_path: Path) -> None:
             assert llm.tokenizer is not None
             spaced = llm.tokenizer.encode('{"a b" : " , x !"}', add_special_tokens=False)
             assert llm.tokenizer.decode(spaced) == '{"a b" : " , x !"}'
+
+
+# Transformers' generate
+
+
+@pytest.mark.parametrize("drafter", ["auto", "lookahead"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_generate_of_transformers_under_a_grammar(tiny_model: Any, tokenizer: Any, drafter: str, rows: int) -> None:
+    import torch
+
+    from leapahead import hf
+
+    prompts = torch.tensor([tokenizer.encode(text)[:3] for text in ("def add", "for num", "return ")[:rows]])
+    compiled = Grammars(tokenizer, tiny_model.config.vocab_size, (0,)).compile(GRAMMARS["regex"])
+
+    def texts(**options: Any) -> list[str]:
+        processor = GrammarProcessor(compiled, prompts.shape[1])
+        found = tiny_model.generate(
+            prompts, logits_processor=[processor], max_new_tokens=50, do_sample=False, pad_token_id=0, **options
+        )
+        return [tokenizer.decode(row[prompts.shape[1] :], skip_special_tokens=True) for row in found]
+
+    expected = texts()
+    assert texts(custom_generate=hf.generate, drafter=drafter) == expected
+    assert all(re.match(r"[A-Z][a-z]{2,9}( [0-9]{2})", each) for each in expected)
 
 
 # The command line

@@ -8,5 +8,6 @@ Knows tokenizers and no model.
 
 from leapahead.grammar.compiled import Grammars
 from leapahead.grammar.definition import Grammar
+from leapahead.grammar.processor import GrammarProcessor
 
-__all__ = ["Grammar", "Grammars"]
+__all__ = ["Grammar", "GrammarProcessor", "Grammars"]
