@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -19,7 +20,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from leapahead import LLM, Grammar
+from leapahead import LLM, AsyncLLM, Grammar
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.grammar import CompiledGrammar
 from leapahead.core.sampling import SamplingParams
@@ -132,6 +133,32 @@ def test_the_bundled_model(tiny_bundled: LLM) -> None:
 @pytest.fixture(scope="module")
 def tiny_bundled() -> LLM:
     return LLM()
+
+
+@pytest.mark.filterwarnings("ignore:the draft model")
+def test_draft_models_and_the_rejection_rule(tokenizer: Any) -> None:
+    """The rejection rule keeps the distribution, so that only the form of its texts is known."""
+    size = len(tokenizer) + PADDING
+    drafted = LLM(ToyTarget(size, sharpness=4.0), tokenizer=tokenizer, draft=ToyTarget(size, sharpness=4.0, order=1))
+    for sampling in (GREEDY, SAMPLED):
+        options: dict[str, Any] = {"grammar": GRAMMARS["regex"], "max_new_tokens": 60, **sampling}
+        plain = drafted.generate("number", drafter="plain", **options)
+        assert drafted.generate("number", drafter="draft_model", **options).tokens == plain.tokens
+        assert drafted.generate("number", drafter_options={"nodes": 8}, **options).tokens == plain.tokens
+    sampled = drafted.generate("number", drafter="speculative_sampling", **options)
+    assert re.fullmatch(r"[A-Z][a-z]{2,9}( [0-9]{2}){1,4}", sampled.text)
+
+
+def test_tasks_of_asyncio(llm: LLM) -> None:
+    async def texts() -> list[str]:
+        async with AsyncLLM(llm.target, tokenizer=llm.tokenizer) as shared:
+            asked = [shared.generate("a", grammar=grammar, max_new_tokens=60) for grammar in GRAMMARS.values()]
+            return [result.text for result in await asyncio.gather(*asked)]
+
+    alone = [
+        llm.generate("a", grammar=grammar, max_new_tokens=60, drafter="plain").text for grammar in GRAMMARS.values()
+    ]
+    assert asyncio.run(texts()) == alone
 
 
 # The form of the text
