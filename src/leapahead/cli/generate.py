@@ -40,7 +40,6 @@ INPUT, OUTPUT = "Input options", "Output options"
         'leapahead generate "def fibonacci(n):"',
         "leapahead generate -m model.gguf --chat 'Why is the sky blue?' -t 0.8 --seed 1",
         "leapahead generate -f old.py --prediction old.py -d prediction --compare",
-        "leapahead generate 'A person as JSON: ' --json-schema schema.json",
         "git diff | leapahead generate - -d lookahead -W 7 -N 5 -G 7 --json",
     ),
 )
