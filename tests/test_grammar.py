@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -439,6 +440,12 @@ def test_a_text_that_has_left_its_grammar_ends_with_an_error(grammars: Grammars)
     committed.append(2)  # never chosen under the grammar
     assert not followed.mask(2, []).any()
     assert "does not allow the text" in followed.problem
+
+
+def test_without_llguidance_the_extra_is_named(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(LeapaheadError, match=r"needs llguidance, .*leapahead\[grammar\]"):
+        Grammars(tokenizer, 300, (0,)).compile(GRAMMARS["regex"])
 
 
 def test_a_grammar_is_compiled_once(grammars: Grammars) -> None:
