@@ -53,7 +53,7 @@ class Mixed(Planned):
         return [TableSource(self.table) if name == "table" else SOURCES[name]() for name in self.names]
 
 
-def texts(drafter: Planned, compiled: bool, temperature: float, seed: int, length: int = 60) -> Nodes:
+def texts(drafter: Planned, compiled: bool, temperature: float, seed: int, length: int = 60, **more: Any) -> Nodes:
     """The proposals of several texts that share a drafter cache and an acceptance table."""
     table = (CompiledTable if compiled else AcceptanceTable)(*priors())
     target, cache = ToyTarget(VOCAB, sharpness=6.0), DrafterCache()
@@ -64,7 +64,7 @@ def texts(drafter: Planned, compiled: bool, temperature: float, seed: int, lengt
             target,
             drafter,
             prompt,
-            SamplingParams(temperature=temperature, seed=seed + text),
+            SamplingParams(temperature=temperature, seed=seed + text, **more),
             StopParams(max_new_tokens=length),
             drafter_cache=cache,
             acceptance=table,
@@ -74,6 +74,47 @@ def texts(drafter: Planned, compiled: bool, temperature: float, seed: int, lengt
             numbers = [] if expected is None else expected.tolist()
             found.append((tree.token_list, tree.parent_list, step.proposal.sources, numbers))
     return found
+
+
+class EvenAfterOdd:
+    """A grammar of the toy's tokens: numbers rise or fall by an odd number."""
+
+    def follow(self, tokens: list[int], vocab_size: int) -> Any:
+        return self.State(tokens, vocab_size)
+
+    class State:
+        problem = ""
+
+        def __init__(self, tokens: list[int], vocab_size: int) -> None:
+            self.tokens, self.vocab_size = tokens, vocab_size
+
+        def mask(self, length: int, path: Any) -> Any:
+            last = [*self.tokens[:length], *path][-1]
+            return (np.arange(self.vocab_size) - last) % 2 == 1
+
+        def allows(self, length: int, path: Any, tokens: Any) -> list[bool]:
+            return self.mask(length, path)[list(tokens)].tolist()
+
+        def admitted(self, length: int, path: Any) -> int:
+            good = [self.allows(length, path[:at], [token])[0] for at, token in enumerate(path)]
+            return good.index(False) if False in good else len(good)
+
+        def forced(self, length: int, path: Any) -> list[int]:
+            last = [*self.tokens[:length], *path][-1]
+            return [last + 1] if last % 5 == 0 else []
+
+        def ended(self, length: int, path: Any) -> bool:
+            return False
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_same_nodes_under_a_grammar(temperature: float) -> None:
+    drafter = {"names": ("grammar", "ngram", "suffix", "recycling", "siblings", "table"), "nodes": 9}
+    here = texts(Mixed(**drafter), False, temperature, 1, grammar=EvenAfterOdd())
+    assert texts(Mixed(**drafter), True, temperature, 1, grammar=EvenAfterOdd()) == here
+    assert {source for _, _, sources, _ in here for source in sources[1:]} >= {"grammar", "suffix", "recycling"}
+    for tokens, parents, _, _ in here:
+        assert all((tokens[node] - tokens[parents[node]]) % 2 for node in range(1, len(tokens)))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -228,7 +228,7 @@ def test_a_target_that_no_source_can_serve_is_reported_once_and_decodes_plainly(
         handle = engine.submit(Request(list(PROMPT), drafter, stop=StopParams(max_new_tokens=8)))
         engine.run([handle])
     assert handle.tokens == run(target, stop=StopParams(max_new_tokens=8)).tokens
-    assert set(handle.stats.drafter["left_out"]) == {"prediction", "suffix", "recycling", "siblings"}
+    assert set(handle.stats.drafter["left_out"]) == {"prediction", "grammar", "suffix", "recycling", "siblings"}
 
 
 def test_a_source_that_the_target_cannot_serve_is_reported_by_name() -> None:

@@ -113,7 +113,7 @@ def test_an_impossible_option_is_refused_at_construction(name: str, options: dic
 
 
 def test_an_unknown_source_is_told_with_all() -> None:
-    with pytest.raises(BadParameter, match="there is no source 'ngrams'; there are prediction, ngram, suffix"):
+    with pytest.raises(BadParameter, match="there is no source 'ngrams'; there are prediction, grammar, ngram, suffix"):
         registry.make("auto", sources="suffix, ngrams")
 
 

@@ -33,6 +33,7 @@ from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.output import Output, TokenLogprobs
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.scheduler import Engine
+from leapahead.grammar import Grammar
 from leapahead.models.base import Capture
 from leapahead.planner.draft import Proposal, SequenceView, Step
 from leapahead.results import Piece, Result
@@ -55,6 +56,7 @@ __all__ = [
     "Drafter",
     "DrafterCache",
     "Engine",
+    "Grammar",
     "Handle",
     "LeapaheadError",
     "LogitsProcessor",

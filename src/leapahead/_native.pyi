@@ -114,8 +114,12 @@ class Search:
         seed: int,
         temperature: float,
         correction: float,
+        filter: Callable[[list[int], list[int]], list[bool]] | None,
     ) -> None:
-        """The correction's factor at the beginning; the search keeps it up to date itself."""
+        """The correction's factor at the beginning; the search keeps it up to date itself.
+
+        The filter is given a path below the root and tokens, and tells for each of them whether it may come next.
+        """
     def begin(self, tokens: list[int], nodes: int, depth: int, leaves: int) -> None:
         """Begins the search for the next tree of a text. Its sources read what is new in it."""
     def __len__(self) -> int: ...

@@ -165,6 +165,7 @@ class LLM:
             drafter, drafter_options: for this call, instead of the LLM's.
             prediction: what the text is expected to be: text or token ids, for all prompts, or a list with one (or
                 None) for each. Wrong parts cost time, never text. A drafter that makes no use of it is refused.
+            grammar: the form of the text, see `Grammar`; for all prompts, or a list with one (or None) for each.
 
         Returns:
             A `Result`, or a list of them for a list of prompts. With `n`, a list of n results in place of each.
@@ -229,9 +230,10 @@ class LLM:
         samples = whole("n", options.get("n", 1), least=1)
         all_seeds = seeds(options.get("seed"), len(prompts), samples, options.get("temperature", 0.0) != 0)
         stop = self._inputs.stop(options)
+        grammars = self._inputs.grammar(options, len(prompts))
         found = []
-        for prompt, own_seeds, prediction in zip(prompts, all_seeds, predictions, strict=True):
-            sampling = [self._inputs.sampling(options, seed) for seed in own_seeds]
+        for prompt, own_seeds, prediction, form in zip(prompts, all_seeds, predictions, grammars, strict=True):
+            sampling = [self._inputs.sampling(options, seed, form) for seed in own_seeds]
             request = Request(
                 encode(prompt, self.tokenizer, self.target.info),
                 drafter,

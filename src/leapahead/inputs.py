@@ -6,16 +6,19 @@ import difflib
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypedDict, cast
 
 import numpy as np
 
 from leapahead.core.errors import BadParameter, ContextOverflow
+from leapahead.core.grammar import CompiledGrammar
 from leapahead.core.parameters import is_whole, whole
 from leapahead.core.sampling import LogitsProcessor, SamplingParams
 from leapahead.core.stop import StopParams, check_lengths
 from leapahead.core.text import Tokenizer
 from leapahead.drafters.base import Drafter, SequenceDrafter
+from leapahead.grammar import Grammar, Grammars
 from leapahead.models.base import TargetInfo
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
@@ -48,6 +51,7 @@ class Options(TypedDict, total=False):
     drafter: str | type[Drafter] | type[SequenceDrafter]
     drafter_options: Mapping[str, Any]
     prediction: Prediction | Sequence[Prediction | None] | None
+    grammar: Grammar | Sequence[Grammar | None] | None
 
 
 def check_names(options: Mapping[str, Any]) -> None:
@@ -106,7 +110,22 @@ class Inputs:
             return [self.prediction(each) for each in given]
         return [self.prediction(given)] * count
 
-    def sampling(self, options: Options, seed: int) -> SamplingParams:
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What compiles grammars for this vocabulary."""
+        return Grammars(self.tokenizer, self.info.vocab_size, self.eos_token_ids)
+
+    def grammar(self, options: Options, count: int) -> list[CompiledGrammar | None]:
+        """The grammar of each of `count` prompts: one for all, or a list with one (or None) for each."""
+        given = options.get("grammar")
+        each: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given] * count
+        if len(each) != count:
+            raise BadParameter(f"there are {len(each)} grammars and {count} prompts; give one for all, or one for each")
+        if options.get("ignore_eos", False) and any(one is not None for one in each):
+            raise BadParameter("ignore_eos=True is not possible with a grammar, which decides where the text ends")
+        return [None if one is None else self.grammars.compile(one) for one in each]
+
+    def sampling(self, options: Options, seed: int, grammar: CompiledGrammar | None = None) -> SamplingParams:
         """How the target chooses."""
         return SamplingParams(
             bad_words=tuple(ids for word in _listed("bad_words", options) for ids in self._bad_word(word)),
@@ -116,6 +135,7 @@ class Inputs:
             presence_penalty=options.get("presence_penalty", 0.0),
             frequency_penalty=options.get("frequency_penalty", 0.0),
             processors=_functions("logits_processors", options),
+            grammar=grammar,
             temperature=options.get("temperature", 0.0),
             top_k=options.get("top_k", 0),
             top_p=options.get("top_p", 1.0),

@@ -1,4 +1,5 @@
 // The search, and what is made of it: trees as lists.
+#include <nanobind/stl/function.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -122,11 +123,11 @@ void bind_search(nb::module_ &m) {
             "__init__",
             [](Search *self, std::vector<std::shared_ptr<leapahead::Source>> sources,
                std::shared_ptr<leapahead::AcceptanceTable> table, int mode, uint64_t seed, double temperature,
-               double correction) {
+               double correction, leapahead::Filter filter) {
                 new (self) Search(std::move(sources), std::move(table), static_cast<leapahead::Mode>(mode), seed,
-                                  temperature, leapahead::Correction(correction));
+                                  temperature, leapahead::Correction(correction), std::move(filter));
             },
-            "sources"_a, "table"_a, "mode"_a, "seed"_a, "temperature"_a, "correction"_a)
+            "sources"_a, "table"_a, "mode"_a, "seed"_a, "temperature"_a, "correction"_a, "filter"_a.none())
         .def("begin", &begin, "tokens"_a, "nodes"_a, "depth"_a, "leaves"_a)
         .def("__len__", &Search::size)
         .def_prop_ro("bound", &Search::bound)

@@ -8,6 +8,7 @@ namespace leapahead {
 namespace {
 
 constexpr int kRootCandidates = 8, kCandidates = 4;  // of one source
+constexpr int kWide = 256;                           // candidates of one source where some may be dropped
 constexpr int kRanks = 5;
 constexpr double kMost = 0.97, kOnlyMargin = 9.0;
 constexpr double kMostLogit = 7.0, kRate = 0.01;  // of the mixer
@@ -20,12 +21,13 @@ constexpr double kShares[] = {0x1.064670d979b73p-10, 0x1.af8e8210a415cp-4, 0x1.2
 }  // namespace
 
 Search::Search(std::vector<std::shared_ptr<Source>> sources, std::shared_ptr<AcceptanceTable> table, Mode mode,
-               uint64_t seed, double temperature, Correction correction)
+               uint64_t seed, double temperature, Correction correction, Filter filter)
     : sources_(std::move(sources)),
       table_(std::move(table)),
       mode_(mode),
       scoring_{seed, 0, temperature},
-      correction_(correction) {
+      correction_(correction),
+      filter_(std::move(filter)) {
     for (const auto &source : sources_) ids_.push_back(table_->source(source->name()));
 }
 
@@ -126,6 +128,11 @@ void Search::expand(int node, double chance) {
     found_.clear();
     parameters_.clear();
     num_asked_ = 0;
+    path_.clear();
+    if (filter_) {
+        for (int at = node; at > 0; at = nodes_[at].parent) path_.push_back(nodes_[at].token);
+        std::reverse(path_.begin(), path_.end());
+    }
     for (int i = 0; i < static_cast<int>(sources_.size()); ++i)
         if (const int at = state(node, i); at != Source::kNoState) sources_[i]->prepare(at);
     for (int i = 0; i < static_cast<int>(sources_.size()); ++i) {
@@ -158,10 +165,22 @@ void Search::expand(int node, double chance) {
     if (expanded.end_guess > first) push(entries_[begin]);
 }
 
+void Search::filter(int limit) {
+    if (!filter_ || candidates_.empty()) return;
+    std::vector<int32_t> tokens;
+    for (const Candidate &each : candidates_) tokens.push_back(each.token);
+    const std::vector<bool> allowed = filter_(path_, tokens);
+    size_t kept = 0;
+    for (size_t i = 0; i < candidates_.size() && kept < static_cast<size_t>(limit); ++i)
+        if (i < allowed.size() && allowed[i]) candidates_[kept++] = candidates_[i];
+    candidates_.resize(kept);
+}
+
 bool Search::ask(int source, int state, int limit, const Scoring &score) {
     candidates_.clear();
     if (mode_ != Mode::sampled) {
-        sources_[source]->candidates(state, limit, candidates_);
+        sources_[source]->candidates(state, filter_ ? kWide : limit, candidates_);
+        filter(limit);
         for (int rank = 0; rank < static_cast<int>(candidates_.size()); ++rank) {
             const Candidate &each = candidates_[rank];
             Key key(ids_[source], static_cast<uint32_t>(mode_));
@@ -173,7 +192,8 @@ bool Search::ask(int source, int state, int limit, const Scoring &score) {
         }
         return !candidates_.empty();
     }
-    sources_[source]->seed_aware_candidates(state, limit, score, candidates_);
+    sources_[source]->seed_aware_candidates(state, filter_ ? kWide : limit, score, candidates_);
+    filter(static_cast<int>(candidates_.size()));
     rank(source, limit, score);
     return !candidates_.empty();
 }

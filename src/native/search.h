@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -15,6 +16,9 @@ namespace leapahead {
 struct Limits {
     int64_t nodes, depth, leaves;  // of the draft; the root is not counted
 };
+
+// Which of some tokens may come next after a path below the root, for a text of a given form.
+using Filter = std::function<std::vector<bool>(const std::vector<int32_t> &path, const std::vector<int32_t> &tokens)>;
 
 // A request's factor on the acceptance estimates.
 class Correction {
@@ -37,7 +41,7 @@ class Search {
   public:
     // Sources in the order in which a candidate of several names them.
     Search(std::vector<std::shared_ptr<Source>> sources, std::shared_ptr<AcceptanceTable> table, Mode mode,
-           uint64_t seed, double temperature, Correction correction);
+           uint64_t seed, double temperature, Correction correction, Filter filter);
     // How many of the last tokens of a text the sources are to read.
     size_t unread(size_t length) const;
     // Makes it the search for the next tree.
@@ -104,6 +108,8 @@ class Search {
     Entry pop();
     // Asks all sources for candidates below a node whose P is `chance`.
     void expand(int node, double chance);
+    // Drops those of `candidates_` that may not come next, and of the others all but the first `limit`.
+    void filter(int limit);
     // Asks one source; false where it has no candidates.
     bool ask(int source, int state, int limit, const Scoring &score);
     // Adds those of `candidates_` that have the greatest scores.
@@ -121,6 +127,7 @@ class Search {
     Mode mode_;
     Scoring scoring_;  // of the tokens after the root
     Correction correction_;
+    Filter filter_;
     Limits limits_{};
 
     std::vector<Node> nodes_;
@@ -142,6 +149,7 @@ class Search {
         int next;  // of the same token, or -1
     };
     std::vector<Candidate> candidates_;
+    std::vector<int32_t> path_;  // of the node, where there is a filter
     std::vector<int> order_of_;
     std::vector<int32_t> tokens_;
     std::vector<Proposed> proposed_;  // of each of tokens_

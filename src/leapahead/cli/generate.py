@@ -16,6 +16,7 @@ from leapahead.bench.prompts import DEMO
 from leapahead.cli import screen
 from leapahead.cli.cache import DRAFTER_CACHE, drafter_cache_argument, save_at_exit
 from leapahead.cli.command import DIFFERENT, Command, option
+from leapahead.cli.grammar import GRAMMAR, grammar_argument
 from leapahead.cli.options import (
     DRAFTER,
     EXISTING_FILE,
@@ -54,7 +55,7 @@ INPUT, OUTPUT = "Input options", "Output options"
 @option(
     "--chat", "as_chat", is_flag=True, group=INPUT, help="Send the prompt as a user's message, by the chat template."
 )
-@all_of(MODEL, DRAFTER, DRAFTER_CACHE, TEXT)
+@all_of(MODEL, DRAFTER, DRAFTER_CACHE, TEXT, GRAMMAR)
 @option("--json", "as_json", is_flag=True, group=OUTPUT, help="Print one JSON object with the text and all figures.")
 @option(
     "--compare",
@@ -99,7 +100,7 @@ def generate(
     if not with_plain and click.get_current_context().get_parameter_source("rounds") is ParameterSource.COMMANDLINE:
         raise BadParameter("--rounds counts the rounds of --compare; give --compare too, or leave it out")
     text = prompt_text(prompt, file)
-    options = text_arguments(values)
+    options = {**text_arguments(values), **grammar_argument(values)}
     if prediction is not None:
         options["prediction"] = prompt_text(None, prediction)
     llm = open_llm(values)

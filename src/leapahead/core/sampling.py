@@ -27,6 +27,7 @@ from array_api_compat import array_namespace, device, is_torch_array
 
 from leapahead.core.errors import BadLogits, BadParameter
 from leapahead.core.filters import floors
+from leapahead.core.grammar import CompiledGrammar, GrammarState
 from leapahead.core.noise import DeviceNoise, GumbelNoise
 from leapahead.core.parameters import is_whole, number, token_ids, whole
 from leapahead.core.penalties import Penalties
@@ -79,6 +80,7 @@ class SamplingParams:
         presence_penalty: subtracted once from the logit of every token of the output so far.
         frequency_penalty: subtracted as often as the token is in the output so far.
         processors: the user's own, see `LogitsProcessor`.
+        grammar: the form of the text: tokens that it does not allow are banned. None for any text.
         temperature: 0 for greedy decoding, which skips the filters below, or at least `LEAST_TEMPERATURE`.
         top_k: keep the k likeliest tokens (all tokens that tie with the last of them stay). 0 is off.
         top_p: keep the likeliest tokens until their mass reaches p. 1 is off.
@@ -96,6 +98,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     processors: tuple[LogitsProcessor, ...] = ()
+    grammar: CompiledGrammar | None = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -118,6 +121,8 @@ class SamplingParams:
             raise BadParameter(
                 f"bad_words={self.bad_words!r} is not possible: it must be made of non-empty sequences of token ids"
             )
+        if not (self.grammar is None or isinstance(self.grammar, CompiledGrammar)):
+            raise BadParameter(f"grammar={self.grammar!r} is not possible: it must be a compiled grammar, or None")
         object.__setattr__(self, "bad_words", tuple(tuple(map(int, word)) for word in self.bad_words))
         object.__setattr__(self, "eos_token_ids", token_ids("eos_token_ids", self.eos_token_ids))
         for name in ("min_new_tokens", "top_k", "seed"):
@@ -149,6 +154,7 @@ class Sampler:
 
     Attributes:
         noise: of the positions; None for greedy decoding.
+        grammar: along these tokens; None where the text may have any form.
 
     Raises:
         BadParameter: a token of the parameters is outside the vocabulary.
@@ -173,6 +179,9 @@ class Sampler:
         self.prompt_length = self._counted = len(tokens)
         self.noise = GumbelNoise(params.seed, vocab_size) if params.temperature > 0 else None
         self._device_noise = DeviceNoise(params.seed, vocab_size) if on_device and self.noise is not None else None
+        self.grammar: GrammarState | None = (
+            None if params.grammar is None else params.grammar.follow(tokens, vocab_size)
+        )
         self._to_array, self._from_target, self._on_device = to_array, from_target, on_device
         p = params
         self._penalties: Penalties | None = None
@@ -181,7 +190,7 @@ class Sampler:
                 p.repetition_penalty, p.presence_penalty, p.frequency_penalty, tokens, vocab_size, to_array
             )
         # Without these, a row of scores does not depend on its prefix, and all rows are processed together.
-        self._plain_rows = not (self._penalties or p.bad_words or p.min_new_tokens or p.processors)
+        self._plain_rows = not (self._penalties or p.bad_words or p.min_new_tokens or p.processors or p.grammar)
         self._filtered = 0 < p.top_k < vocab_size or p.top_p < 1 or p.min_p > 0
 
     def committed(self) -> None:
@@ -292,6 +301,9 @@ class Sampler:
             if self._penalties is not None:
                 self._penalties.apply(scores, paths, self.tokens[length : self._counted])
             scores = self._call_processors(scores, tree, nodes, length)
+            if self.grammar is not None:
+                allowed = np.stack([self.grammar.mask(length, path) for path in paths])
+                scores = xp.where(self._to_array(allowed), scores, -math.inf)
         if self.params.temperature > 0 and self.params.temperature != 1:
             with np.errstate(all="ignore"):
                 scores = scores / self.params.temperature
@@ -359,7 +371,7 @@ def checked(chosen: Sequence[int] | IntArray, where: str) -> IntArray:
     if min(chosen, default=0) < 0:
         raise BadLogits(
             f"the logits of {where} are NaN, infinite or all banned, so no token can be chosen; try float32, or look "
-            "for the logits processor, bad word or penalty that bans every token"
+            "for the logits processor, bad word, penalty or grammar that bans every token"
         )
     return np.asarray(chosen, dtype=np.int64)
 

@@ -1,4 +1,4 @@
-"""Where a text ends: EOS, stop tokens, stop strings, criteria, length. Cuts a verdict before it is committed.
+"""Where a text ends: EOS, stop tokens, stop strings, criteria, grammar, length. Cuts a verdict before it is committed.
 
 The tokens of a verdict are checked one by one, as in plain decoding, so that a stop in the middle of an accepted path
 ends the text at the same token. This module knows no tokenizer: stop strings are searched in what `text` returns.
@@ -52,6 +52,7 @@ class Stopper:
         prompt: the prompt's tokens (for criteria).
         context_length: greatest number of tokens, prompt included.
         text: gives the text that the next token adds; needed for stop strings only.
+        complete: given the tokens since the last commit, tells whether a grammar allows nothing after them.
 
     Attributes:
         room: how many tokens the length limit and the context still allow.
@@ -68,6 +69,7 @@ class Stopper:
         prompt: Sequence[int],
         context_length: int = UNLIMITED,
         text: Callable[[int], str] | None = None,
+        complete: Callable[[Sequence[int]], bool] | None = None,
     ) -> None:
         if params.stop_strings and text is None:
             raise BadParameter(
@@ -79,9 +81,9 @@ class Stopper:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._ids = frozenset((*params.eos_token_ids, *params.stop_token_ids))
-        self._only_ids = not (params.stop_strings or params.criteria)
+        self._only_ids = not (params.stop_strings or params.criteria or complete)
         self._seen = list(prompt) if params.criteria else []
-        self._text = text
+        self._text, self._complete = text, complete
         self._tail = ""  # the end of the text, as long as the longest stop string
 
     def cut(self, verdict: Verdict) -> Verdict:
@@ -92,12 +94,13 @@ class Stopper:
         for count, token in enumerate(verdict.tokens, start=1):
             if token < 0:
                 break  # no token could be chosen, which the engine reports
-            self._check(token)
+            self._check(token, verdict.tokens[:count])
             if self.finish_reason is not None:
                 return verdict.cut(count)
         return verdict
 
-    def _check(self, token: int) -> None:
+    def _check(self, token: int, tokens: Sequence[int]) -> None:
+        """Looks at the next token, the last of those that are to be committed."""
         p = self.params
         self.room -= 1
         if token in p.eos_token_ids:
@@ -106,7 +109,7 @@ class Stopper:
             self.finish_reason, self.stop_reason = "stop", token
         elif (found := self._stop_string(token)) is not None:
             self.finish_reason, self.stop_reason = "stop", found
-        elif self._criterion(token):
+        elif self._criterion(token) or (self._complete is not None and self._complete(tokens)):
             self.finish_reason = "stop"
         elif self.room <= 0:
             self.finish_reason = "length"

@@ -10,6 +10,7 @@ from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
 from leapahead.drafters.planned import Planned
 from leapahead.drafters.sources.datastore import Datastore, Store
+from leapahead.drafters.sources.grammar import Forced
 from leapahead.drafters.sources.ngram import Ngrams
 from leapahead.drafters.sources.prediction import Prediction
 from leapahead.drafters.sources.recycling import Recycling
@@ -22,6 +23,7 @@ from leapahead.planner.source import Source
 
 SOURCES: dict[str, type[Source]] = {
     "prediction": Prediction,
+    "grammar": Forced,
     "ngram": Ngrams,
     "suffix": Suffix,
     "recycling": Recycling,
@@ -29,7 +31,7 @@ SOURCES: dict[str, type[Source]] = {
     "table": TableSource,
 }
 # N-grams find nothing that the suffix automaton does not. A lookahead window would bring less than as many nodes.
-DEFAULT = ("prediction", "suffix", "recycling", "siblings", "table")
+DEFAULT = ("prediction", "grammar", "suffix", "recycling", "siblings", "table")
 NO_TABLE = "no token table is stored for this model; `leapahead tune --table` makes one"
 
 
@@ -37,8 +39,8 @@ class Auto(Planned):
     """Drafts as many nodes as pay, from every source that the target can serve; decodes plainly where nothing pays.
 
     Args:
-        sources: their names, divided by commas; by default prediction, suffix, recycling, siblings and table, which is
-            left out where no token table is stored for the target.
+        sources: their names, divided by commas; by default prediction, grammar, suffix, recycling, siblings and table,
+            which is left out where no token table is stored for the target.
         datastore: a file that `leapahead datastore build` has written, as one more source.
         draft: a draft model, as one more source; or several, see `draft_model`.
         nodes: draft exactly so many nodes in every step, as far as there are candidates, whatever they cost; 0 for as
@@ -85,10 +87,15 @@ class Auto(Planned):
         for name in self._names:
             if name == "table":
                 found += [TableSource(self._table)] if self._table is not None else []
-            elif name != "prediction" or sequence is None or sequence.prediction:
+            elif sequence is None or self._has_candidates(name, sequence):
                 found.append(SOURCES[name]())
         if self._store is not None:
             found.append(Datastore(self._store))
         if self.draft_forwards is not None:
             found += self.draft_forwards.sources()
         return found
+
+    @staticmethod
+    def _has_candidates(name: str, sequence: SequenceView) -> bool:
+        """Whether a source ever has candidates for this sequence."""
+        return {"prediction": bool(sequence.prediction), "grammar": sequence.grammar is not None}.get(name, True)

@@ -89,7 +89,7 @@ class Lookahead(SequenceDrafter):
         # By recency; when sampling, with the noise of the position added. A short budget takes the first ones.
         recency = -np.log(np.arange(1, len(tails) + 1))
         for index in sequence.rank(len(sequence.tokens), [tail[0] for tail in tails], recency).tolist():
-            builder.add_path(tails[index])
+            builder.add_path(sequence.allowed(tails[index]))
         guessed = len(builder)
         self._window.add(builder)
         sources = ("",) + ("guess",) * (guessed - 1) + ("window",) * (len(builder) - guessed)

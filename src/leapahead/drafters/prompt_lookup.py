@@ -61,7 +61,8 @@ class PromptLookup(SequenceDrafter):
             if matches:
                 self._hits += 1
                 length = min(self.num_tokens, budget.nodes, budget.depth)
-                return Proposal(TokenTree.chain(sequence.root, self._continuation(sequence, list(matches), length)))
+                draft = sequence.allowed(self._continuation(sequence, list(matches), length))
+                return Proposal(TokenTree.chain(sequence.root, draft))
         return Proposal(TokenTree.root(sequence.root))
 
     @staticmethod

@@ -80,10 +80,15 @@ class Running:
         if request.logprobs is not None:
             self.capture |= Capture(logits=True)
         self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction)
-        self.stopper = Stopper(request.stop, session.tokens, target.info.context_length, text)
+        self.stopper = Stopper(request.stop, session.tokens, target.info.context_length, text, self._complete())
         self.error: BaseException | None = None
         self.reading = session.unread > 0
         self._ending = False
+
+    def _complete(self) -> Callable[[Sequence[int]], bool] | None:
+        """Whether the grammar, if there is one, allows nothing after these tokens, which follow the committed ones."""
+        grammar, tokens = self.view.grammar, self.session.tokens
+        return None if grammar is None else lambda new: grammar.ended(len(tokens), new)
 
     def begin(self, rows: Sequence[PromptRows]) -> None:
         """Shows the drafter the sequence, and those captured rows of its prompt that were read before."""
@@ -147,6 +152,8 @@ class Running:
         position = len(self.session.tokens) - 1
         verdict = self.stopper.cut(proposal.judge(choices) if proposal.judge else verify(proposal.tree, choices))
         if min(verdict.tokens) < 0:  # after the cut: EOS needs no successor
+            if self.view.grammar is not None and self.view.grammar.problem:
+                raise LeapaheadError(self.view.grammar.problem)
             checked(verdict.tokens, f"position {position + len(verdict.tokens)}")
         logprobs = () if request.logprobs is None else self._logprobs(verdict, choices, request.logprobs)
         clock.charge("verify", self.stats, choose=choices.seconds_since())

@@ -101,6 +101,7 @@ class CompiledSearch(TreeSearch):
                 params.seed,
                 params.temperature,
                 self.correction.factor,
+                self.allowed if sequence.grammar is not None else None,
             )
         self.compiled.begin(sequence.tokens, budget.nodes, budget.depth, budget.leaves)
 

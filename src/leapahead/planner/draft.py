@@ -38,6 +38,7 @@ class SequenceView:
             kept for the position that it was drafted for.
         drafter_cache: what drafters keep from one text to the next; None where nothing is to be kept.
         prediction: the tokens that the user expects the text to consist of; empty where nothing is expected.
+        grammar: what tokens may come next, see `leapahead.core.grammar`; None where the text may have any form.
         replay: committed tokens that take rows of the next forward once more; see `Session.replay`.
     """
 
@@ -52,11 +53,16 @@ class SequenceView:
         self.vocab_size = sampler.vocab_size
         self.sampled = sampler.noise is not None
         self.params = sampler.params
+        self.grammar = sampler.grammar
 
     @property
     def root(self) -> int:
         """The last committed token, at position `len(tokens) - 1`."""
         return self.tokens[-1]
+
+    def allowed(self, draft: Sequence[int]) -> Sequence[int]:
+        """The beginning of a draft, up to the first token that the grammar forbids; without a grammar, the whole."""
+        return draft if self.grammar is None else draft[: self.grammar.admitted(len(self.tokens), draft)]
 
     def rank(self, position: int, tokens: npt.ArrayLike, logp: npt.ArrayLike) -> IntArray:
         """The order in which to try candidates for `position`, best first; see `Sampler.rank`."""

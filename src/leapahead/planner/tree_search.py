@@ -3,7 +3,8 @@
     P(node) = P(parent) * p(token | parent)      p is the acceptance estimate of the candidate's key
     key     = (source, mode, rank, ...)          mode: greedy, sampled (seed-aware) or unaware; rank within the source
 
-A token that several sources propose is one candidate: the mixer makes one probability of their estimates.
+A token that several sources propose is one candidate: the mixer makes one probability of their estimates. Candidates
+that the sequence's grammar does not allow are dropped, and count nowhere.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from leapahead.planner.mixer import Parameters, logit, mixed
 from leapahead.planner.source import Candidate, Score, Source
 
 ROOT_CANDIDATES, CANDIDATES = 8, 4  # of one source: below the root, and below any other node
+WIDE = 256  # the same under a grammar, which may forbid some; then as many as above are kept
 RANKS = 5  # ranks from this one on share a key
 MOST = 0.97  # upper bound of the sum of P over siblings
 ONLY_MARGIN = 9.0  # the margin of a candidate without a competitor
@@ -199,15 +201,16 @@ class TreeSearch:
         """Asks all sources for candidates below a node whose P is `chance`."""
         depth = self._depths[node]
         limit = ROOT_CANDIDATES if depth == 0 else CANDIDATES
+        wide = limit if self.sequence.grammar is None else WIDE
         score = partial(self.sequence.scores, len(self.sequence.tokens) + depth) if self.mode == "sampled" else None
         asked: list[tuple[str, list[tuple[int, Key]]]] = []  # the sources that have candidates here, and these
         for source, state in zip(self.sources, self._states[node], strict=True):
             if state is None:
                 continue
             if score is None:
-                keyed = self._keyed(source.name, source.candidates(state, limit))
+                keyed = self._keyed(source.name, self._filtered(node, source.candidates(state, wide))[:limit])
             else:
-                candidates = source.seed_aware_candidates(state, limit, score)
+                candidates = self._filtered(node, source.seed_aware_candidates(state, wide, score))
                 keyed = self._keyed_by_score(source.name, candidates, score, limit)
             if keyed:
                 asked.append((source.name, keyed))
@@ -221,6 +224,22 @@ class TreeSearch:
         self.guesses[node], self._parameters[node] = guesses, parameters
         for guess in guesses:
             heappush(self._heap, (-chance * guess.p * scale, next(self._order), node, guess))
+
+    def allowed(self, path: list[int], tokens: list[int]) -> list[bool]:
+        """Whether the grammar allows each of some tokens after a path below the root."""
+        grammar = self.sequence.grammar
+        return [True] * len(tokens) if grammar is None else grammar.allows(len(self.sequence.tokens), path, tokens)
+
+    def _filtered(self, node: int, candidates: list[Candidate]) -> list[Candidate]:
+        """The candidates that may come next after a node."""
+        if self.sequence.grammar is None or not candidates:
+            return candidates
+        path = []
+        while node:
+            path.append(self._builder.tokens[node])
+            node = self._builder.parents[node]
+        allowed = self.allowed(path[::-1], [candidate.token for candidate in candidates])
+        return [candidate for candidate, is_allowed in zip(candidates, allowed, strict=True) if is_allowed]
 
     def _keyed(self, name: str, candidates: list[Candidate]) -> list[tuple[int, Key]]:
         """Tokens and keys of candidates that come likeliest first."""

@@ -15,6 +15,8 @@ import numpy as np
 
 from leapahead.models.llama_cpp.context import Model
 
+SPECIAL = c.LLAMA_TOKEN_ATTR_CONTROL | c.LLAMA_TOKEN_ATTR_UNKNOWN | c.LLAMA_TOKEN_ATTR_UNUSED
+
 
 class GgufTokenizer:
     """The tokenizer of a loaded file.
@@ -27,6 +29,8 @@ class GgufTokenizer:
     def __init__(self, model: Model) -> None:
         self._model = model  # it owns the vocabulary
         self._vocab = model.vocab
+        # Of byte-pair encodings, llama.cpp's detokenizer may remove spaces before punctuation, as inside a JSON string.
+        self._joins = c.llama_vocab_type(self._vocab) == c.LLAMA_VOCAB_TYPE_BPE
         self.eos_token_id = _or_none(c.llama_vocab_eos(self._vocab))
         self.bos_token_id = _or_none(c.llama_vocab_bos(self._vocab))
 
@@ -52,6 +56,9 @@ class GgufTokenizer:
             size = -count
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        if self._joins:
+            pieces = [self._piece(int(token), not skip_special_tokens) for token in token_ids]
+            return b"".join(pieces).decode("utf-8", "replace")
         ids = np.asarray(token_ids, dtype=np.int32)
         pointer = ids.ctypes.data_as(ctypes.POINTER(c.llama_token))
         size = 16 * len(ids) + 64
@@ -60,6 +67,21 @@ class GgufTokenizer:
             count = c.llama_detokenize(self._vocab, pointer, len(ids), buffer, size, False, not skip_special_tokens)
             if count >= 0:
                 return buffer.raw[:count].decode("utf-8", "replace")
+            size = -count
+
+    def pieces(self) -> tuple[list[bytes], list[int]]:
+        """The bytes of every id, b"" where it stands for no text; and the ids of special tokens."""
+        special = [t for t in range(len(self)) if c.llama_vocab_get_attr(self._vocab, t) & SPECIAL]
+        return [self._piece(token, True) for token in range(len(self))], special
+
+    def _piece(self, token: int, special: bool) -> bytes:
+        """The bytes of a token; of a special one only if `special`."""
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            count = c.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
+            if count >= 0:
+                return buffer.raw[:count]
             size = -count
 
     def apply_chat_template(

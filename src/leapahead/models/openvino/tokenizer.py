@@ -13,7 +13,7 @@ from typing import Any
 
 import openvino_genai
 
-from leapahead.core.errors import BadParameter, first_line
+from leapahead.core.errors import BadParameter, Refused, first_line
 
 
 class OpenVinoTokenizer:
@@ -30,6 +30,7 @@ class OpenVinoTokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         try:
             self._tokenizer: Any = openvino_genai.Tokenizer(str(folder))
         except RuntimeError as error:
@@ -59,6 +60,20 @@ class OpenVinoTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         ids = [int(token) for token in token_ids]
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)) if ids else ""
+
+    def description(self) -> str:
+        """The text of tokenizer.json, from which the graphs were made.
+
+        Raises:
+            Refused: the folder has none.
+        """
+        try:
+            return (self._folder / "tokenizer.json").read_text(encoding="utf-8")
+        except OSError:
+            raise Refused(
+                f"constrained decoding needs tokenizer.json in {str(self._folder)!r}; export the model again from its "
+                "Transformers folder, or decode the GGUF file with llama.cpp"
+            ) from None
 
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool

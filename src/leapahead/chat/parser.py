@@ -1,0 +1,68 @@
+"""Reasoning, content and tool calls of a text that comes in pieces, or as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from leapahead.chat.formats import ReasoningFormat, ToolFormat
+from leapahead.chat.messages import Delta, Message
+from leapahead.chat.reasoning import ReasoningParser
+from leapahead.chat.tool_parser import ToolParser
+
+
+class ChatParser:
+    """Divides what a model writes. Without formats, all of it is content.
+
+    Args:
+        tools: how the model writes tool calls; None where none are to be found.
+        reasoning: how it marks its reasoning; None where all text is the answer.
+        prompt: the text of the prompt, which may end inside the reasoning, see `ReasoningParser`.
+        new_id: gives the ids of tool calls; random ones by default.
+    """
+
+    def __init__(
+        self,
+        tools: ToolFormat | None = None,
+        reasoning: ReasoningFormat | None = None,
+        prompt: str = "",
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        self._reasoning = None if reasoning is None else ReasoningParser(reasoning, prompt)
+        self._tools = None if tools is None else ToolParser(tools, new_id)
+        self.called = False
+
+    def add(self, text: str) -> Delta:
+        """What the next piece of text adds; it may be empty while a marker or a call is not complete."""
+        thought, answer = ("", text) if self._reasoning is None else self._reasoning.add(text)
+        return self._delta(thought, answer)
+
+    def finish(self) -> Delta:
+        """What was held back, at the end of the text."""
+        thought, answer = ("", "") if self._reasoning is None else self._reasoning.finish()
+        found = self._delta(thought, answer)
+        if self._tools is not None:
+            last = self._tools.finish()
+            found.content += last.content
+            for piece in last.tool_calls:
+                found.add_call(piece)
+        return found
+
+    def _delta(self, thought: str, answer: str) -> Delta:
+        found = Delta(answer) if self._tools is None else self._tools.add(answer)
+        found.reasoning_content = thought
+        self.called = self.called or bool(found.tool_calls)
+        return found
+
+
+def parse(
+    text: str,
+    tools: ToolFormat | None = None,
+    reasoning: ReasoningFormat | None = None,
+    prompt: str = "",
+    new_id: Callable[[], str] | None = None,
+) -> Message:
+    """The message of a whole text. Arguments as of `ChatParser`."""
+    parser, found = ChatParser(tools, reasoning, prompt, new_id), Message()
+    found.add(parser.add(text))
+    found.add(parser.finish())
+    return found

@@ -1,0 +1,153 @@
+"""The grammars that make a model call tools, each with arguments of its schema, and those of `response_format`.
+
+    required   the text is calls, one or several
+    auto       the text is free up to the opening marker; behind it stands a call of one of the tools
+
+Where a model reasons, the reasoning before the call is free.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from leapahead.chat.formats import ReasoningFormat, ToolFormat
+from leapahead.chat.markers import special_token
+from leapahead.chat.tools import Tool, ToolChoice
+from leapahead.core.errors import BadParameter
+from leapahead.core.text import Tokenizer
+from leapahead.grammar import Grammar
+from leapahead.grammar.definition import WHITESPACE, literal
+
+MOST_CALLS = 16  # of one text, where several are allowed
+
+
+def tool_grammar(
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    format: ToolFormat,
+    tokenizer: Tokenizer,
+    *,
+    parallel: bool = True,
+    reasoning: ReasoningFormat | None = None,
+    prompt: str = "",
+) -> Grammar | None:
+    """The grammar of a text that may or must call tools.
+
+    Args:
+        tools: that may be called.
+        choice: whether one must be.
+        format: how the model writes calls.
+        tokenizer: of the model, which tells whether a marker is a special token.
+        parallel: whether there may be several calls, at most 16.
+        reasoning: how the model marks its reasoning; None if it does not reason.
+        prompt: the text of the prompt, which may end inside the reasoning.
+
+    Returns:
+        None where nothing is to be enforced: without tools, with the choice "none", and with "auto" in formats whose
+        calls do not begin with a marker.
+    """
+    if not tools or choice.mode == "none" or (choice.mode == "auto" and format.leads):
+        return None
+    if choice.name is not None:
+        tools = [tool for tool in tools if tool.name == choice.name]
+    calls = [f"call_{index}: {_call(tool, format)}" for index, tool in enumerate(tools)]
+    calls.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+    start = "" if format.leads else _marker(tokenizer, format.start)
+    if choice.mode == "auto":
+        answer = _automatic(start, format, parallel)
+    else:
+        answer = [f"answer: {_required(start, format, parallel)}"]
+    lines = ["%llguidance {}", *_start(tokenizer, choice, reasoning, prompt), *answer, *calls, r"TEXT: /(.|\n)*/"]
+    return Grammar.lark("\n".join(lines))
+
+
+def _start(tokenizer: Tokenizer, choice: ToolChoice, reasoning: ReasoningFormat | None, prompt: str) -> list[str]:
+    """The first rules: the answer, and the reasoning before it.
+
+    Where a call is not required, the text may end inside the reasoning; and reasoning that the model begins itself is
+    part of the free text.
+    """
+    if reasoning is None:
+        return ["start: answer"]
+    opened = prompt.rstrip().endswith(reasoning.start)
+    if choice.mode == "auto" and not opened:
+        return ["start: answer"]
+    end = _until(tokenizer, "thought", reasoning.end)
+    if choice.mode == "auto":
+        return ["start: thought answer | TEXT", *end]
+    space = "SPACE: /[ \\n]{1,4}/"
+    if opened:
+        return ["start: thought SPACE? answer", *end, space]
+    return [f"start: ({_marker(tokenizer, reasoning.start)} thought SPACE?)? answer", *end, space]
+
+
+def _automatic(start: str, format: ToolFormat, parallel: bool) -> list[str]:
+    """Free text, and calls wherever it comes to the opening marker."""
+    calls = f'"[" call ("," " "? call){{0,{MOST_CALLS - 1}}} "]"' if format.listed else "call"
+    if format.listed and not parallel:
+        calls = '"[" call "]"'
+    trigger = f"trigger: TEXT {start}" if start.startswith("<[") else f"trigger[lazy]: TEXT {start}"
+    many = parallel and not format.listed
+    return [f"answer: {f'(trigger {calls})* TEXT' if many else f'TEXT | trigger {calls}'}", trigger]
+
+
+def _required(start: str, format: ToolFormat, parallel: bool) -> str:
+    """One call, or up to 16."""
+    if format.listed:
+        more = f' (", " call){{0,{MOST_CALLS - 1}}}' if parallel else ""
+        return f'{start} "[" call{more} "]"'
+    separator = '"; "' if format.leads else r'"\n"'
+    more = f" ({separator} {start} call){{0,{MOST_CALLS - 1}}}" if parallel else ""
+    return f"{start} call{more}"
+
+
+def _call(tool: Tool, format: ToolFormat) -> str:
+    """What stands between the markers of a call of this tool."""
+    schema = {**tool.parameters, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    before, after = f'{{"name": {json.dumps(tool.name)}, "{format.arguments}": ', "}"
+    if format.end:
+        before, after = f"\n{before}", f"{after}\n{format.end}"
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadParameter(f"the parameters of the tool {tool.name!r} are not JSON: {error}") from None
+    return f"{literal(before)} %json {text} {literal(after)}"
+
+
+def _until(tokenizer: Tokenizer, name: str, marker: str) -> list[str]:
+    """A rule for text up to a marker and the marker itself."""
+    found = _marker(tokenizer, marker)
+    return [f"{name}: TEXT {found}" if found.startswith("<[") else f"{name}[lazy]: TEXT {found}"]
+
+
+def _marker(tokenizer: Tokenizer, marker: str) -> str:
+    """A marker in Lark: a special token of the tokenizer, or a text."""
+    token = special_token(tokenizer, marker)
+    return literal(marker) if token is None else f"<[{token}]>"
+
+
+def response_grammar(given: Any) -> Grammar | None:
+    """The grammar of OpenAI's `response_format`; None for text of any form.
+
+    Raises:
+        BadParameter: it is none of {"type": "text"}, {"type": "json_object"} and {"type": "json_schema",
+            "json_schema": {"name": ..., "schema": ...}}.
+    """
+    if given is None:
+        return None
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar.json_object()
+    if kind != "json_schema":
+        raise BadParameter(
+            f'response_format={given!r} is not possible: its type must be "text", "json_object" or "json_schema"'
+        )
+    inner = given.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise BadParameter("response_format.json_schema.schema is not possible: it must be a JSON schema, an object")
+    return Grammar.json_schema(schema)

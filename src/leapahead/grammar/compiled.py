@@ -1,0 +1,253 @@
+"""Grammars compiled for one vocabulary, and their state along a sequence, by llguidance's matchers.
+
+A state has one matcher, which goes back to the common prefix and forward again when it is asked for another prefix:
+going back and reading a token takes about half a microsecond, and a copy of the matcher would forget what it has
+computed. Nothing depends on the order of the questions.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from leapahead.core.errors import BadParameter, first_line, needing
+from leapahead.core.grammar import BoolArray
+from leapahead.core.text import Tokenizer
+from leapahead.grammar.definition import WHITESPACE, Grammar
+from leapahead.grammar.vocabulary import vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+FEW = 24  # tokens that are looked at faster one by one than in a mask
+KEPT = 64  # compiled grammars that an LLM keeps
+# Units of llguidance: about 50,000 of the first take a millisecond, 14,000 of the second, 20,000 of the third.
+LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,  # of 1 to 2 kB
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary, each once. Thread-safe.
+
+    Args:
+        tokenizer: of the model; None is refused by `compile`.
+        vocab_size: length of a row of logits.
+        eos_token_ids: the tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, tuple(eos_token_ids)
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._lock = Lock()
+
+    @property
+    def vocabulary(self) -> LLTokenizer:
+        """The tokens, read when they are first needed."""
+        if self._vocabulary is None:
+            self._vocabulary = vocabulary(self._tokenizer, self._vocab_size, self._eos)
+        return self._vocabulary
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """The grammar for this vocabulary.
+
+        Raises:
+            BadParameter: it is no grammar, cannot be compiled within the limits, or no text has this form.
+            Refused: the tokenizer cannot serve, see `vocabulary`.
+            LeapaheadError: llguidance is not installed.
+        """
+        if not isinstance(grammar, Grammar):
+            raise BadParameter(f"grammar={grammar!r} is not possible: it must be a leapahead.Grammar, or None")
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is None:
+                found = self._compiled[grammar] = Compiled(grammar, self.vocabulary, self._eos)
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            return found
+
+
+class Compiled:
+    """See `leapahead.core.grammar.CompiledGrammar`.
+
+    Args:
+        grammar: to be compiled.
+        tokens: of the vocabulary.
+        eos_token_ids: the tokens that end a text.
+
+    Raises:
+        BadParameter: it cannot be compiled within the limits, or no text has this form.
+    """
+
+    def __init__(self, grammar: Grammar, tokens: LLTokenizer, eos_token_ids: Sequence[int]) -> None:
+        from llguidance import LLMatcher, LLParserLimits
+
+        self.grammar, self.tokens, self.eos = grammar, tokens, frozenset(eos_token_ids)
+        limits: dict[str, Any] = LIMITS
+        try:
+            self._matcher = LLMatcher(tokens, _converted(grammar), log_level=0, limits=LLParserLimits(**limits))
+        except ValueError as error:
+            raise BadParameter(f"the {grammar.kind} cannot be compiled: {_sentence(str(error))}") from None
+        if self._matcher.is_error():
+            raise BadParameter(f"the {grammar.kind} cannot be compiled: {_sentence(self._matcher.get_error())}")
+        state = self.follow([], tokens.vocab_size)
+        allowed = state.mask(0, [])
+        if state.problem:
+            raise BadParameter(f"the {grammar.kind} {grammar.definition[:60]!r} matches no text ({state.problem})")
+        if not allowed.any() or set(np.flatnonzero(allowed).tolist()) <= self.eos:
+            what = "the empty text only" if allowed.any() else "no text"
+            raise BadParameter(f"the {grammar.kind} {grammar.definition[:60]!r} matches {what}; correct it")
+
+    def follow(self, tokens: list[int], vocab_size: int) -> State:
+        """See `CompiledGrammar`."""
+        return State(self, tokens, vocab_size)
+
+    def matcher(self) -> LLMatcher:
+        """A matcher at the beginning of a text."""
+        return self._matcher.deep_copy()
+
+
+def _converted(grammar: Grammar) -> str:
+    """The grammar as llguidance takes it.
+
+    Raises:
+        ValueError: it is no JSON schema, or GBNF that cannot be converted.
+    """
+    with needing("constrained decoding", "grammar", "llguidance"):
+        from llguidance import LLMatcher
+        from llguidance.gbnf_to_lark import any_to_lark
+    if grammar.kind == "JSON schema":
+        options: Any = {"whitespace_flexible": False} if grammar.compact else {"whitespace_pattern": WHITESPACE}
+        return LLMatcher.grammar_from_json_schema(grammar.definition, overrides=options)
+    if grammar.kind == "regular expression":
+        return LLMatcher.grammar_from_regex(grammar.definition)
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(grammar.definition))
+    except Exception as error:  # the converter's own, which is an Exception and nothing else
+        raise ValueError(f"it looks like GBNF, and {first_line(error)}") from None
+
+
+def _sentence(error: str) -> str:
+    """The message of llguidance in one line, without the lines that point at a place of the definition."""
+    first, *others = error.strip().splitlines() or [""]
+    reasons = [line.strip().removeprefix("error: ") for line in others if line.startswith("error: ")]
+    return " ".join([first.strip(), *reasons])[:300]
+
+
+class State:
+    """See `leapahead.core.grammar.GrammarState`.
+
+    Args:
+        compiled: the grammar.
+        tokens: committed tokens, live.
+        vocab_size: length of a mask.
+    """
+
+    def __init__(self, compiled: Compiled, tokens: list[int], vocab_size: int) -> None:
+        self.problem = ""
+        self._compiled, self._committed, self._vocab_size = compiled, tokens, vocab_size
+        self._start = len(tokens)  # of the output
+        self._matcher = compiled.matcher()
+        self._read: list[int] = []  # the tokens that the matcher has read
+        self._same = 0  # how many of them, from the first on, are known to be committed
+        self._length = -1  # of the committed tokens to which the masks belong
+        self._masks: dict[tuple[int, ...], npt.NDArray[np.uint32]] = {}  # after the paths that were asked about
+
+    def mask(self, length: int, path: Sequence[int]) -> BoolArray:
+        bits = self._allowed(length, path)
+        if bits is not None:
+            found = np.unpackbits(bits.view(np.uint8), count=self._vocab_size, bitorder="little").view(np.bool_)
+            found[self._compiled.tokens.vocab_size :] = False
+            return found
+        # Only a draft may leave the grammar. Elsewhere no token can be chosen, which ends the request.
+        in_draft = len(self._read) >= length - self._start and not self.problem
+        return np.full(self._vocab_size, in_draft, dtype=np.bool_)
+
+    def allows(self, length: int, path: Sequence[int], tokens: Sequence[int]) -> list[bool]:
+        if len(tokens) > FEW and max(tokens) < self._compiled.tokens.vocab_size:
+            asked = np.asarray(tokens)
+            if (bits := self._allowed(length, path)) is not None:
+                return [bool(bit) for bit in (bits[asked >> 5] >> (asked & 31).astype(np.uint32)) & 1]
+        return [self._allows(length, path, token) for token in tokens]
+
+    def _allows(self, length: int, path: Sequence[int], token: int) -> bool:
+        if not self._move(length, path):
+            return False
+        if self._matcher.is_stopped():
+            return token in self._compiled.eos
+        is_allowed = token < self._compiled.tokens.vocab_size and self._matcher.validate_tokens([token]) == 1
+        return is_allowed and not self._failed()
+
+    def _allowed(self, length: int, path: Sequence[int]) -> npt.NDArray[np.uint32] | None:
+        """The allowed tokens, a bit for each; None where the prefix is outside the grammar."""
+        if length != self._length:
+            self._length, self._masks = length, {}
+        key = tuple(path)
+        if key not in self._masks:
+            if not self._move(length, path):
+                return None
+            bits = np.zeros((self._compiled.tokens.vocab_size + 31) // 32, dtype=np.uint32)
+            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            if self._failed():
+                return None
+            self._masks[key] = bits
+        return self._masks[key]
+
+    def admitted(self, length: int, path: Sequence[int]) -> int:
+        self._move(length, path)
+        return max(0, len(self._read) - (length - self._start))
+
+    def forced(self, length: int, path: Sequence[int]) -> list[int]:
+        if not self._move(length, path) or self._matcher.is_stopped():
+            return []
+        found = self._matcher.compute_ff_tokens()
+        return [] if self._failed() else [token for token in found if token < self._vocab_size]
+
+    def ended(self, length: int, path: Sequence[int]) -> bool:
+        return self._move(length, path) and self._matcher.is_stopped() and self._matcher.is_accepting()
+
+    def _move(self, length: int, path: Sequence[int]) -> bool:
+        """Moves the matcher behind a prefix, as far as the grammar allows it; whether it is there."""
+        committed, read, goal = self._committed, self._read, length - self._start
+        same = min(self._same, goal, len(read))
+        while same < min(goal, len(read)) and read[same] == committed[self._start + same]:
+            same += 1
+        self._same = at = same
+        if same == goal:
+            drafted = list(path)
+            while at < len(read) and at - goal < len(drafted) and read[at] == drafted[at - goal]:
+                at += 1
+            rest = drafted[at - goal :]
+        else:
+            rest = [*committed[self._start + same : length], *path]
+        if at < len(read):
+            self._matcher.rollback(len(read) - at)
+            del read[at:]
+        known, eos = self._compiled.tokens.vocab_size, self._compiled.eos
+        end = next((index for index, token in enumerate(rest) if token in eos or token >= known), len(rest))
+        done = self._matcher.try_consume_tokens(rest[:end]) if end else 0
+        read += rest[:done]
+        if len(read) < goal and not self._failed():
+            self.problem = f"the {self._compiled.grammar.kind} does not allow the text that was written under it"
+        return done == len(rest) and not self._failed()
+
+    def _failed(self) -> bool:
+        """Whether a limit was reached. The matcher would be of no more use, so that it begins anew."""
+        if not self._matcher.is_error():
+            return False
+        kind, error = self._compiled.grammar.kind, _sentence(self._matcher.get_error())
+        self.problem = f"the {kind} became too complex to follow ({error}); simplify it"
+        self._matcher, self._read, self._same = self._compiled.matcher(), [], 0
+        return True
