@@ -231,8 +231,8 @@ SWITCHING_SIZES = (4, 8, 16, 32)
 
 
 def switching_table(root: Path) -> str:
-    """Times of steps after steps of the same size and of another, from docs/figures/switching.json."""
-    data = json.loads((root / "docs/figures/switching.json").read_text(encoding="utf-8"))
+    """Times of steps after steps of the same size and of another, from docs/bench/openvino/switching.json."""
+    data = json.loads((root / "docs/bench/openvino/switching.json").read_text(encoding="utf-8"))
     rows = []
     for row in data["rows"]:
         same, turns = row["milliseconds"], row["in_turns"]
