@@ -18,6 +18,7 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
@@ -74,25 +75,32 @@ class Answer:
 @contextmanager
 def running(name: str, command: Sequence[str], port: int, predicts: bool) -> Any:
     """A server from its start, when it answers /health, to its end."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    url = f"http://127.0.0.1:{port}"
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+
+        def last_words() -> str:
+            log.seek(0)
+            return " ".join(log.read().split()[-60:])
+
+        try:
+            while not _is_healthy(url):
+                if process.poll() is not None or time.monotonic() > until:
+                    raise LeapaheadError(f"{name} did not start: {last_words()}")
+                time.sleep(0.2)
+            yield Server(name, url, predicts)
+        except httpx.TransportError as error:
+            if process.poll() is None:
+                raise
+            raise LeapaheadError(f"{name} has ended with {process.returncode}: {last_words()}") from error
+        finally:
+            process.terminate()
+
+
+def _is_healthy(url: str) -> bool:
     try:
-        until = time.monotonic() + START_SECONDS
-        while True:
-            if process.poll() is not None or time.monotonic() > until:
-                process.kill()
-                _, errors = process.communicate()
-                raise LeapaheadError(f"{name} did not start: {' '.join(errors.split()[-40:])}")
-            try:
-                if httpx.get(f"{url}/health", timeout=1.0).status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass
-            time.sleep(0.2)
-        yield Server(name, url, predicts)
-    finally:
-        process.terminate()
-        process.communicate()
+        return httpx.get(f"{url}/health", timeout=1.0).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def free_port() -> int:
@@ -146,7 +154,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Ans
 async def pass_of(server: Server, bodies: Sequence[tuple[str, dict[str, Any]]], concurrent: int) -> dict[str, Any]:
     """All requests, so many at a time: tokens per second, latencies, and the texts."""
     answers, waiting = [Answer()] * len(bodies), list(enumerate(bodies))[::-1]
-    limits = httpx.Limits(max_connections=concurrent)
+    limits = httpx.Limits(max_connections=concurrent, max_keepalive_connections=0)  # llama.cpp's server closes them
     async with httpx.AsyncClient(base_url=server.url, timeout=600.0, limits=limits) as client:
 
         async def one_client() -> None:
