@@ -75,9 +75,8 @@ class Engine:
         self._samples: dict[Handle, list[Handle]] = {}  # first of several samples of a prompt -> the others
         self._prompt_rows: dict[Handle, list[PromptRows]] = {}  # captured for those others
         self._active: list[Running] = []
-        self._turn = Turn(target.lock)
+        self._turn, self._closed = Turn(target.lock), False
         self._changed = self._turn.changed  # guards the queue and the handles; held for moments only
-        self._closed = False
 
     # Drafters
 
@@ -96,6 +95,10 @@ class Engine:
         self._drafters.prepare(drafter)
 
     # Requests
+
+    def lengths(self) -> list[int]:
+        """Tokens of each request that has left the queue, prompt and text: about as many cache entries as it takes."""
+        return [len(running.session.tokens) for running in list(self._active)]
 
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Handle:
         """Takes a request. Thread-safe; returns before anything is computed for it.
@@ -219,7 +222,7 @@ class Engine:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the calling thread drives the engine, as criteria, processors and callbacks of requests find it."""
+        """Whether the calling thread drives the engine, as callbacks of requests find it."""
         return self._turn.is_inside
 
     def step(self) -> list[tuple[Handle, Output]]:
@@ -311,8 +314,7 @@ class Engine:
     def _prefill(self) -> None:
         """Reads one chunk of one prompt; while no request is running, chunks of so many prompts as make a large one."""
         reading = [each for each in self._active if each.session.unread and each.error is None]
-        alone = len(reading) == len(self._active)
-        left = LARGEST
+        alone, left = len(reading) == len(self._active), LARGEST
         while reading and left > 0:
             first = reading.pop(0)
             before = first.session.unread

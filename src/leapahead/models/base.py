@@ -95,6 +95,7 @@ class TargetInfo:
             number of rows, so that all trees of up to `max_nodes` nodes cost the same.
         bucket: steps with drafted nodes have a multiple of so many rows, padding included, since a forward of another
             size than the last one takes longer; 1 for no padding.
+        cache_tokens: tokens that the KV cache of all sequences together can hold; 0 where that is not limited.
     """
 
     name: str
@@ -109,6 +110,7 @@ class TargetInfo:
     hidden_size: int = 0
     exact: bool = False
     bucket: int = 1
+    cache_tokens: int = 0
 
 
 @dataclass(frozen=True)

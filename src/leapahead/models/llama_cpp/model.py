@@ -144,6 +144,7 @@ class LlamaCppTarget:
             fingerprint=f"llama.cpp {model.fingerprint} {self.context.fingerprint}",
             layers=model.layers,
             hidden_size=model.hidden_size,
+            cache_tokens=self.context.n_ctx,
         )
         able = self._tested()
         self.info = replace(self.info, capabilities=able, replays=model.stateful and CHAIN in able)

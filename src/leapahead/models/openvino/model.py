@@ -116,6 +116,7 @@ class OpenVinoTarget:
             hidden_size=model.hidden_size,
             exact=exact,
             bucket=BUCKET,
+            cache_tokens=cache_tokens,
         )
         self.info = replace(self.info, capabilities=selftest.capabilities(self, window))
         if exact and (wrong := selftest.differing_bits(self)):

@@ -9,6 +9,7 @@ Knows neither drafters nor text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from threading import RLock
 from typing import Any
 
@@ -157,7 +158,8 @@ class TransformersTarget:
         if isinstance(self.executor, ExactExecutor):
             self.max_nodes = self.executor.step_rows
         if isinstance(self.executor, CachedExecutor):
-            self.executor.cache.limit = cache_tokens or self._usual_tokens(self.executor.cache)
+            self.executor.cache.limit = limit = cache_tokens or self._usual_tokens(self.executor.cache)
+            self.info = replace(self.info, cache_tokens=limit)
         self.executor.forget()  # the entries of the test
         self.eager_choice = self.device.type != "cpu" if eager_choice is None else eager_choice
         self._on_host = self.device.type == "cpu" and not self.eager_choice
