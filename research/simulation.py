@@ -174,7 +174,14 @@ class Target:
         name = world.case.name
         self.info = TargetInfo(name, VOCABULARY, UNLIMITED, 0.0, capabilities, name, padded=world.case.padded)
 
-    def open(self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0) -> Any:
+    def open(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        capture: Capture = NOTHING,
+        reserve: int = 0,
+        owner: str = "",
+    ) -> Any:
         return Session(list(tokens), params)
 
     def prefill(self, session: Session, max_tokens: int) -> PromptRows | None:

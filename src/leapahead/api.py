@@ -1,6 +1,4 @@
-"""Prompts and chat messages in, text out: `LLM`, and `AsyncLLM` for asyncio. Decoding is the engine's.
-
-No backend is imported before `LLM(...)` loads a model."""
+"""Prompts and chat messages in, text out: `LLM`, and `AsyncLLM` for asyncio. A backend is imported by `LLM(...)`."""
 
 from __future__ import annotations
 

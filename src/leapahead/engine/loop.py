@@ -78,7 +78,7 @@ class Running:
         self.capture = self.drafter.capture
         if request.logprobs is not None:
             self.capture |= Capture(logits=True)
-        self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction)
+        self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction, request.owner)
         self.stopper = Stopper(request.stop, session.tokens, target.info.context_length, text)
         self.error: BaseException | None = None
         self._ending = False

@@ -70,8 +70,7 @@ class Engine:
         self.acceptance = acceptance or acceptance_table()
         self._batch_size = 0  # of the step under way
         host = Host(target.info, self.latency, self.acceptance, tokenizer, target, running=lambda: self._batch_size)
-        self._drafters = AttachedDrafters(target, host)
-        self._queue: deque[Handle] = deque()
+        self._drafters, self._queue = AttachedDrafters(target, host), deque[Handle]()
         self._samples: dict[Handle, list[Handle]] = {}  # first of several samples of a prompt -> the others
         self._prompt_rows: dict[Handle, list[PromptRows]] = {}  # captured for those others
         self._active: list[Running] = []
@@ -292,7 +291,8 @@ class Engine:
     def _open(self, handle: Handle) -> None:
         request, new_tokens = handle.request, handle.request.stop.max_new_tokens
         capture = request.drafter.capture if new_tokens > SHORT else replace(request.drafter.capture, top_k=0)
-        session = self.target.open(request.tokens, request.sampling, capture, len(request.tokens) + new_tokens)
+        length = len(request.tokens) + new_tokens
+        session = self.target.open(request.tokens, request.sampling, capture, length, request.owner)
         running = self._start(session, handle)
         if not session.unread:
             self._fork(running)

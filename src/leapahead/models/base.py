@@ -172,7 +172,12 @@ class Target(Protocol):
     def max_nodes(self) -> int: ...
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        capture: Capture = NOTHING,
+        reserve: int = 0,
+        owner: str = "",
     ) -> Session:
         """A session for a prompt, which is not read yet. Returns at once.
 
@@ -182,6 +187,7 @@ class Target(Protocol):
             capture: what `prefill` is to give of the prompt's rows. It must be what the target can give.
             reserve: the length that the sequence may grow to, where it is known. A target whose sessions share a cache
                 of fixed size keeps that much of it free.
+            owner: of the prompt. Cache entries that are kept are shared by prompts of one owner only.
 
         Raises:
             BadParameter: no tokens, or one outside the vocabulary.

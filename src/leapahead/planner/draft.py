@@ -38,13 +38,18 @@ class SequenceView:
             kept for the position that it was drafted for.
         drafter_cache: what drafters keep from one text to the next; None where nothing is to be kept.
         prediction: the tokens that the user expects the text to consist of; empty where nothing is expected.
+        owner: see `Target.open`, for targets that draft.
         replay: committed tokens that take rows of the next forward once more; see `Session.replay`.
     """
 
     def __init__(
-        self, sampler: Sampler, drafter_cache: SectionStore | None = None, prediction: Sequence[int] = ()
+        self,
+        sampler: Sampler,
+        drafter_cache: SectionStore | None = None,
+        prediction: Sequence[int] = (),
+        owner: str = "",
     ) -> None:
-        self.drafter_cache, self.prediction = drafter_cache, tuple(prediction)
+        self.drafter_cache, self.prediction, self.owner = drafter_cache, tuple(prediction), owner
         self.replay = 0
         self._sampler = sampler
         self.tokens = sampler.tokens

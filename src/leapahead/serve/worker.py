@@ -238,7 +238,9 @@ class Worker:
         try:
             await asyncio.wait_for(changed.wait(), left)
         except asyncio.TimeoutError:
-            raise ApiError(504, f"the request took longer than its {batch.seconds:g} seconds", code="deadline") from None
+            raise ApiError(
+                504, f"the request took longer than its {batch.seconds:g} seconds", code="deadline"
+            ) from None
         if clear:
             changed.clear()
 

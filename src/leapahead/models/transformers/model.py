@@ -165,7 +165,12 @@ class TransformersTarget:
         self._on_host = self.device.type == "cpu" and not self.eager_choice
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        capture: Capture = NOTHING,
+        reserve: int = 0,
+        owner: str = "",
     ) -> TransformersSession:
         """See `Target.open`. The entries of a prompt that begins like an earlier one are taken from the cache.
 
@@ -178,7 +183,7 @@ class TransformersTarget:
         again = capture.top_k > 0 and not self.info.replays
         reuse = 0 if self._layers(capture) else max(0, len(prompt) - 1 - again)
         with torch.no_grad(), out_of_memory_in(f"a prompt of {len(prompt)} tokens", 1, self.device):
-            state = self.executor.open(prompt, reuse, min(reserve, self.info.context_length))
+            state = self.executor.open(prompt, reuse, min(reserve, self.info.context_length), owner)
         return TransformersSession(prompt, state, self._sampler(params, prompt), capture)
 
     def prefill(self, session: TransformersSession, max_tokens: int) -> PromptRows | None:
