@@ -5,11 +5,11 @@ A null is what a client sends for a parameter that is not given, so it is left o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic_core import PydanticCustomError
 
-UNSUPPORTED = "unsupported"
+UNSUPPORTED: Literal["unsupported"] = "unsupported"
 NOT_HERE = "is not supported by this server; leave it out"
 GENERATION = {
     name: NOT_HERE
@@ -40,15 +40,16 @@ def refuse(kind: str, data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     if kind == "TextPart" and data.get("type") in PARTS:
-        raise _refusal("type", f"content of type {data['type']!r} {NOT_HERE}")
+        raise refusal("type", f"content of type {data['type']!r} {NOT_HERE}")
     if kind == "ResponseFormat" and data.get("type") in ("json_object", "json_schema"):
-        raise _refusal("type", f"response_format of type {data['type']!r} {NOT_HERE}")
+        raise refusal("type", f"response_format of type {data['type']!r} {NOT_HERE}")
     refused = {name: why for name, why in REFUSED.get(kind, {}).items() if name not in KNOWN.get(kind, ())}
     for name, why in refused.items():
         if data.get(name) is not None:
-            raise _refusal(name, f"{name} {why}")
+            raise refusal(name, f"{name} {why}")
     return {name: value for name, value in data.items() if value is not None or name not in refused}
 
 
-def _refusal(param: str, why: str) -> PydanticCustomError:
-    return PydanticCustomError(UNSUPPORTED, "{why}", {"param": param, "why": why})
+def refusal(param: str, why: str, kind: Literal["unsupported", "invalid"] = UNSUPPORTED) -> PydanticCustomError:
+    """An error of validation that names a parameter, or a part of the one that is validated."""
+    return PydanticCustomError(kind, "{why}", {"param": param, "why": why})

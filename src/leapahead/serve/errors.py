@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from leapahead.core.errors import BadParameter, CacheFull, ContextOverflow, Refused
 from leapahead.serve.constraints import UNSUPPORTED
+from leapahead.serve.schema import ChatRequest, CompletionRequest
 
 SHOWN = 60  # characters of a wrong value that a message shows
 TYPES = {
@@ -23,6 +24,8 @@ TYPES = {
     504: "timeout_error",
 }
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}  # of the library -> of the API
+PARAMETERS = frozenset({*CompletionRequest.model_fields, *ChatRequest.model_fields})
+WORDS = {"bad word": "bad_words", "prediction": "prediction", "stop string": "stop", "prompt": "prompt"}
 A_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -102,9 +105,11 @@ def internal() -> ApiError:
 
 
 def _named(message: str) -> str | None:
-    """The parameter at the beginning of a message: `name=...` or `name has ...`."""
-    found = re.match(r"(?:the )?([a-z_]+)(?=[= ])", message)
-    return found[1] if found else None
+    """The parameter that a message of the library is about: the first that it gives as `name=` or mentions."""
+    for word in re.finditer(r"\b[a-z_]+\b", message):
+        if word[0] in PARAMETERS and ("_" in word[0] or message[word.end() :].startswith("=")):
+            return word[0]
+    return next((name for words, name in WORDS.items() if words in message), None)
 
 
 def of_validation(errors: Sequence[Any]) -> ApiError:
@@ -118,9 +123,9 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
     if kind == "missing":
         what = f"the parameter {param!r}" if param else "a body, which must be a JSON object,"
         return ApiError(400, f"{what} is missing", param, "missing_required_parameter")
-    if kind == UNSUPPORTED:
-        inner = ".".join(part for part in (param, first["ctx"]["param"]) if part)
-        return ApiError(400, first["msg"], inner, "unsupported_parameter")
+    if inner := first.get("ctx", {}).get("param"):
+        code = "unsupported_parameter" if kind == UNSUPPORTED else "invalid_value"
+        return ApiError(400, first["msg"], ".".join(part for part in (param, inner) if part), code)
     reason = first["msg"].removeprefix("Value error, ")
     message = f"{param or 'the body'}={given} is not possible: {reason[:1].lower()}{reason[1:]}"
     return ApiError(400, message, param, "invalid_type" if kind.endswith("_type") else "invalid_value")
@@ -130,7 +135,7 @@ def _param(loc: Sequence[int | str]) -> str | None:
     """The path to a value, such as `messages.0.content`; without pydantic's names of types."""
     found: list[str] = []
     for index, part in enumerate(loc[1:], start=1):
-        is_name = not isinstance(part, str) or A_NAME.fullmatch(part) or (index == len(loc) - 1 and "<" not in part)
+        is_name = not isinstance(part, str) or A_NAME.fullmatch(part) or (index == len(loc) - 1 and part[0] not in "<[")
         if is_name:
             found.append(str(part)[:SHOWN])
     return ".".join(found) or None

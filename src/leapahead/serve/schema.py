@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from leapahead.serve.constraints import refuse
+from leapahead.serve.constraints import refusal, refuse
 
 LARGEST_SEED = 2**63 - 1  # a sample's index is added to it
 MOST_BIASES = 1024
@@ -191,7 +191,7 @@ class Generation(Strict):
     @model_validator(mode="after")
     def _only_streams_have_stream_options(self) -> Generation:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options are possible with stream=true only")
+            raise refusal("stream_options", "stream_options are possible with stream=true only", "invalid")
         return self
 
     @property
@@ -245,7 +245,7 @@ class ChatRequest(Generation):
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs are possible with logprobs=true only")
+            raise refusal("top_logprobs", "top_logprobs are possible with logprobs=true only", "invalid")
         return self
 
     @field_validator("chat_template_kwargs")
