@@ -43,6 +43,17 @@ from leapahead.serve.worker import NO_KEY, Worker
 EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
+class Application(FastAPI):
+    """FastAPI without its own kind of errors, which are answered as all others."""
+
+    def openapi(self) -> dict[str, Any]:
+        if not self.openapi_schema:
+            for path in super().openapi()["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+        return super().openapi()
+
+
 class JsonRequest(Request):
     """A request whose body is strict JSON: UTF-8, no NaN, no lone surrogates, at most some 200 levels deep."""
 
@@ -98,7 +109,7 @@ def make(llm: LLM, settings: Settings) -> tuple[ASGIApp, Worker]:
             logs.event("drafter_cache_saved", file=str(file))
         await asynchronous.close()
 
-    app = FastAPI(
+    app = Application(
         title="leapahead",
         version=__version__,
         description="An OpenAI-compatible API: the text of plain decoding, with several tokens per forward pass.",

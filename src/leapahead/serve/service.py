@@ -86,6 +86,8 @@ class Service:
             prepare: makes the job; called in a thread.
         """
         log = request.state.log
+        if body.user is not None:
+            log["user"] = body.user
         members: Members = {
             "id": f"{prefix}-{request.state.request_id}",
             "created": int(time.time()),
