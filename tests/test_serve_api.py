@@ -257,6 +257,42 @@ def test_logprobs_of_chats(client: openai.OpenAI) -> None:
     assert answer(client, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
 
 
+def test_logprobs_of_an_echoed_prompt(client: openai.OpenAI, llm: LLM) -> None:
+    """Those that the tokens of a text have are those that they have in a prompt."""
+    text = llm.generate(PROMPT, max_new_tokens=8, logprobs=2)
+    prompt = [*text.prompt_tokens, *text.tokens]
+    found = complete(client, prompt=prompt, echo=True, logprobs=2, max_tokens=4)
+    logprobs = found.choices[0].logprobs
+    assert len(logprobs.tokens) == len(prompt) + 4
+    assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+    begin = len(text.prompt_tokens)
+    expected = pytest.approx([entry.logprob for entry in text.logprobs], abs=1e-3)
+    assert logprobs.token_logprobs[begin : begin + 8] == expected
+    assert all(logprob <= 0 for logprob in logprobs.token_logprobs[1:])
+    assert [len(top) for top in logprobs.top_logprobs[1:]] == pytest.approx([2.5] * (len(prompt) + 3), abs=0.5)
+    assert found.choices[0].text[: len(PROMPT)] == PROMPT
+    assert logprobs.text_offset == [len("".join(logprobs.tokens[:at])) for at in range(len(logprobs.tokens))]
+    alone = complete(client, prompt=prompt, echo=True, logprobs=2, max_tokens=0)
+    assert alone.choices[0].logprobs.tokens == logprobs.tokens[: len(prompt)]
+    assert (alone.choices[0].finish_reason, alone.usage.completion_tokens) == ("length", 0)
+    streamed = list(complete(client, prompt=prompt, echo=True, logprobs=2, max_tokens=4, stream=True))
+    assert [token for chunk in streamed for token in chunk.choices[0].logprobs.tokens] == logprobs.tokens
+    one = complete(client, prompt=prompt[:1], echo=True, logprobs=1, max_tokens=1, n=2).choices
+    assert [len(choice.logprobs.tokens) for choice in one] == [2, 2]
+
+
+def test_a_text_of_no_tokens(client: openai.OpenAI) -> None:
+    found = complete(client, max_tokens=0, n=2)
+    assert [(choice.text, choice.finish_reason) for choice in found.choices] == [("", "length")] * 2
+    chunks = list(complete(client, max_tokens=0, stream=True, echo=True))
+    assert [chunk.choices[0].text for chunk in chunks] == [PROMPT, ""]
+
+
+def test_a_text_ends_where_the_context_does(client: openai.OpenAI) -> None:
+    found = complete(client, prompt=[5] * 2040, max_tokens=100, extra_body={"ignore_eos": True})
+    assert (found.usage.completion_tokens, found.choices[0].finish_reason) == (8, "length")
+
+
 def _entries(chunk: Any) -> list[Any]:
     logprobs = chunk.choices[0].logprobs
     return [] if logprobs is None else logprobs.content

@@ -197,9 +197,9 @@ def test_metrics_have_vllm_s_names_and_add_up() -> None:
 def test_gauges_while_requests_run() -> None:
     async def watch(running: Running) -> list[float]:
         async with running.asynchronous() as client:
-            body: Any = {"model": "tiny", "prompt": "a", "max_tokens": 150, "extra_body": {"ignore_eos": True}}
+            body: Any = {"model": "tiny", "prompt": "a", "max_tokens": 60, "extra_body": {"ignore_eos": True}}
             tasks = [asyncio.create_task(client.completions.create(**body)) for _ in range(3)]
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.3)
             names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
             found = [await asyncio.to_thread(running.metric, name) for name in names]
             await asyncio.gather(*tasks)

@@ -78,7 +78,8 @@ BOUNDS = (
     _limit(
         "--max-queue", "Most texts that wait beside those that are decoded; more are answered with 429.", default=256
     ),
-    _limit("--max-sequences", "Most texts of a request: its prompts times `n`.", default=128),
+    _limit("--max-samples", "Greatest `n`: texts of a prompt.", default=16),
+    _limit("--max-prompts", "Most prompts of a request.", default=64),
     _limit("--max-prompt-tokens", "Greatest length of a prompt."),
     _limit("--max-tokens", "Greatest length of a text."),
     _limit("--default-max-tokens", "Length of answers in chats where a request names none; by default the context's."),
@@ -90,10 +91,24 @@ BOUNDS = (
     _limit("--request-seconds", "Longest time for a request, in the queue too.", float, None, "S"),
     _limit("--shutdown-seconds", "How long running requests may go on after SIGTERM.", float, 30.0, "S"),
 )
-NAMES = {"max_queue": "queue", "max_sequences": "sequences", "max_logprobs": "logprobs", "max_stops": "stops"}
+NAMES = {
+    "max_queue": "queue",
+    "max_samples": "samples",
+    "max_prompts": "prompts",
+    "max_logprobs": "logprobs",
+    "max_stops": "stops",
+}
 NAMES |= {"max_body_bytes": "body_bytes", "max_prompt_tokens": "prompt_tokens"}
 OF_LIMITS = (
-    *("max_queue", "max_sequences", "max_prompt_tokens", "max_tokens", "default_max_tokens", "max_logprobs"),
+    *(
+        "max_queue",
+        "max_samples",
+        "max_prompts",
+        "max_prompt_tokens",
+        "max_tokens",
+        "default_max_tokens",
+        "max_logprobs",
+    ),
     *("max_stops", "max_body_bytes", "header_seconds", "body_seconds", "request_seconds", "shutdown_seconds"),
 )
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from leapahead import __version__
 from leapahead.api import LLM, AsyncLLM
 from leapahead.core.errors import LeapaheadError
-from leapahead.serve import chat, completions, errors, logs
+from leapahead.serve import bounds, chat, completions, errors, logs
 from leapahead.serve.errors import ApiError, ErrorReply
 from leapahead.serve.gate import Gate
 from leapahead.serve.keys import Keys
@@ -34,23 +34,32 @@ from leapahead.serve.replies import (
     Models,
     TokenizeReply,
 )
-from leapahead.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from leapahead.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeMessages, TokenizeRequest
 from leapahead.serve.service import Service
 from leapahead.serve.settings import Settings
 from leapahead.serve.streaming import GONE, ClientGone, log_fault
 from leapahead.serve.worker import NO_KEY, Worker
 
-EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}  # of a stream
+EVENTS = {"text/event-stream": {"schema": EVENT}}
 
 
 class Application(FastAPI):
-    """FastAPI without its own kind of errors, which are answered as all others."""
+    """FastAPI without its own kind of errors, which are answered as all others.
+
+    Attributes:
+        service: whose limits its schema tells.
+    """
+
+    service: Service
 
     def openapi(self) -> dict[str, Any]:
         if not self.openapi_schema:
-            for path in super().openapi()["paths"].values():
+            schema = super().openapi()
+            for path in schema["paths"].values():
                 for operation in path.values():
                     operation["responses"].pop("422", None)
+            bounds.apply(schema, self.service.settings.limits, self.service.texts.info)
         return super().openapi()
 
 
@@ -119,6 +128,7 @@ def make(llm: LLM, settings: Settings) -> tuple[ASGIApp, Worker]:
         strict_content_type=False,
         redirect_slashes=False,
     )
+    app.service = service
     app.include_router(generating(service))
     app.include_router(describing(service))
     _handle_errors(app)
@@ -174,9 +184,9 @@ def describing(service: Service) -> APIRouter:
         service.name(body.model)
 
         def ids() -> list[int]:
-            if body.messages is not None:
+            if isinstance(body, TokenizeMessages):
                 return texts.chat(body.messages, body.chat_template_kwargs, body.add_generation_prompt)
-            return texts.ids(body.prompt or "", body.add_special_tokens is not False)
+            return texts.ids(body.prompt, body.add_special_tokens)
 
         found = await asyncio.to_thread(ids)
         strings = list(map(texts.token, found)) if body.return_token_strs else None

@@ -27,7 +27,11 @@ from leapahead.serve.worker import Job
 async def complete(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answers a request."""
     return await service.answer(
-        request, body, "chatcmpl", body.n or 1, lambda: _prepare(service, body, request.state.owner)
+        request,
+        body,
+        "chatcmpl",
+        parameters.samples(body, service.settings),
+        lambda: _prepare(service, body, request.state.owner),
     )
 
 
@@ -36,10 +40,10 @@ def _prepare(service: Service, body: ChatRequest, owner: str) -> tuple[Job, Answ
     found = parameters.options(body, settings, info.vocab_size)
     found["logprobs"] = parameters.chat_logprobs(body, settings)
     prompt = service.texts.chat(body.messages, body.chat_template_kwargs, body.add_generation_prompt)
-    found["max_new_tokens"] = parameters.chat_length(body, prompt, settings, info.context_length)
+    parameters.set_length(found, parameters.chat_length(body, prompt, settings, info.context_length))
     job = Job([prompt], found, owner, body.extension.deadline_seconds)
     chat = Chat(service, body)
-    return job, Answer(chat.whole, chat.opening, chat.chunk, chat.last)
+    return job, Answer(chat.whole, chat.opening, chat.chunk, chat.last, lambda _: None)
 
 
 class Chat:

@@ -10,7 +10,6 @@ from starlette.responses import Response
 from leapahead.engine.output import TokenLogprobs
 from leapahead.results import Piece, Result
 from leapahead.serve import logprobs, parameters
-from leapahead.serve.errors import ApiError
 from leapahead.serve.replies import CompletionChoice, CompletionLogprobs, CompletionReply
 from leapahead.serve.schema import CompletionRequest
 from leapahead.serve.service import Answer, Members, Service
@@ -20,7 +19,8 @@ from leapahead.serve.worker import Job
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
     """Answers a request."""
     prompts = 1 if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else len(body.prompt)
-    sequences = prompts * (body.n or 1)
+    parameters.check_count("prompt", prompts, service.settings.limits.prompts)
+    sequences = prompts * parameters.samples(body, service.settings)
     return await service.answer(request, body, "cmpl", sequences, lambda: _prepare(service, body, request.state.owner))
 
 
@@ -28,15 +28,12 @@ def _prepare(service: Service, body: CompletionRequest, owner: str) -> tuple[Job
     settings, info = service.settings, service.texts.info
     found = parameters.options(body, settings, info.vocab_size)
     found["logprobs"] = parameters.completion_logprobs(body, settings)
-    if body.echo and body.logprobs is not None:
-        raise ApiError(
-            400, "logprobs are not possible with echo=true; ask for one of them", "echo", "unsupported_parameter"
-        )
     prompts = service.texts.prompts(body.prompt, body.add_special_tokens)
-    found["max_new_tokens"] = parameters.completion_length(body, prompts, settings, info.context_length)
-    job = Job(prompts, found, owner, body.extension.deadline_seconds)
+    parameters.set_length(found, parameters.completion_length(body, prompts, settings, info.context_length))
+    scored = bool(body.echo) and body.logprobs is not None
+    job = Job(prompts, found, owner, body.extension.deadline_seconds, scored)
     completion = Completion(service, body, prompts)
-    return job, Answer(completion.whole, completion.opening, completion.chunk, completion.last)
+    return job, Answer(completion.whole, completion.opening, completion.chunk, completion.last, completion.score)
 
 
 class Completion:
@@ -58,14 +55,19 @@ class Completion:
                 text if isinstance(text, str) else self._texts.text(tokens)
                 for text, tokens in zip(given if len(given) == len(prompts) else prompts, prompts, strict=True)
             ]
+        self._scores: Sequence[Sequence[TokenLogprobs]] = [[] for _ in prompts]
         self._offsets = [len(self._echoes[index // self._samples]) for index in range(len(prompts) * self._samples)]
+
+    def score(self, scores: Sequence[Sequence[TokenLogprobs]]) -> None:
+        """Takes the log-probabilities of the prompts."""
+        self._scores = scores
 
     def whole(self, members: Members, results: Sequence[Result]) -> CompletionReply:
         choices = [
             CompletionChoice(
                 index=index,
                 text=self._echoes[index // self._samples] + result.text,
-                logprobs=self._logprobs(index, result.logprobs),
+                logprobs=self._logprobs(index, result.logprobs, echoed=True),
                 finish_reason=result.finish_reason,  # type: ignore[arg-type]
                 stop_reason=result.stop_reason,
             )
@@ -76,7 +78,7 @@ class Completion:
     def opening(self, members: Members) -> list[CompletionReply]:
         """The prompts, where they are echoed."""
         return [
-            CompletionReply(**members, choices=[CompletionChoice(index=index, text=echo)])
+            CompletionReply(**members, choices=[CompletionChoice(index=index, text=echo, logprobs=self._echo(index))])
             for index in range(len(self._offsets))
             if (echo := self._echoes[index // self._samples])
         ]
@@ -94,9 +96,18 @@ class Completion:
     def last(self, members: Members) -> CompletionReply:
         return CompletionReply(**members, choices=[])
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs | None:
+    def _echo(self, index: int) -> CompletionLogprobs | None:
+        """The log-probabilities of an echoed prompt."""
+        scores = self._scores[index // self._samples]
+        return logprobs.completion(scores, self._texts.token, 0, with_none=True) if scores else None
+
+    def _logprobs(
+        self, index: int, entries: Sequence[TokenLogprobs], echoed: bool = False
+    ) -> CompletionLogprobs | None:
         if not self._has_logprobs:
             return None
-        found = logprobs.completion(entries, self._texts.token, self._offsets[index])
-        self._offsets[index] += sum(map(len, found.tokens))
+        scores = self._scores[index // self._samples] if echoed else []
+        offset = 0 if scores else self._offsets[index]
+        found = logprobs.completion([*scores, *entries], self._texts.token, offset, with_none=bool(scores))
+        self._offsets[index] = offset + sum(map(len, found.tokens))
         return found

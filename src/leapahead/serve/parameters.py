@@ -48,10 +48,21 @@ def options(body: Generation, settings: Settings, vocab_size: int) -> Options:
     return found
 
 
+def samples(body: Generation, settings: Settings) -> int:
+    """Number of texts for each prompt."""
+    check_count("n", body.n or 1, settings.limits.samples)
+    return body.n or 1
+
+
+def check_count(name: str, count: int, most: int) -> None:
+    """Refuses more of something than a limit allows."""
+    if count > most:
+        raise ApiError(400, f"{name}: {count} are more than the {most} that this server takes", name, "invalid_value")
+
+
 def _stops(given: str | Sequence[str] | None, most: int) -> list[str]:
     stops = [given] if isinstance(given, str) else list(given or ())
-    if len(stops) > most:
-        raise ApiError(400, f"stop has {len(stops)} strings and this server takes {most}", "stop", "invalid_value")
+    check_count("stop", len(stops), most)
     return stops
 
 
@@ -73,56 +84,43 @@ def _logprobs(name: str, given: int | None, most: int) -> int | None:
     return given
 
 
+def set_length(options: Options, length: int) -> None:
+    """Sets the greatest length of a text. Where it is less than `min_tokens`, there is no end of text before it."""
+    options["max_new_tokens"] = length
+    options["min_new_tokens"] = min(options.get("min_new_tokens", 0), length)
+
+
 def completion_length(body: CompletionRequest, prompts: Sequence[Sequence[int]], settings: Settings, most: int) -> int:
-    """Greatest length of a completion's texts."""
-    if body.max_tokens == 0 and not body.echo:
-        raise ApiError(400, "max_tokens=0 is possible with echo=true only", "max_tokens", "invalid_value")
-    room = most - max(map(len, prompts))
-    default = min(DEFAULT_COMPLETION_TOKENS, room)
-    return _length("max_tokens", body.max_tokens, default, max(map(len, prompts)), settings, most)
+    """Greatest length of a completion's texts, which also end where the context does."""
+    found = _length("max_tokens", body.max_tokens, settings, most)
+    default = min(DEFAULT_COMPLETION_TOKENS, settings.limits.max_tokens or DEFAULT_COMPLETION_TOKENS)
+    return min(default if found is None else found, most - min(map(len, prompts)))
 
 
 def chat_length(body: ChatRequest, prompt: Sequence[int], settings: Settings, most: int) -> int:
-    """Greatest length of a chat's answers."""
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise ApiError(
-            400,
-            "max_tokens and max_completion_tokens mean the same and differ; give one of them",
-            name,
-            "invalid_value",
-        )
-    limits = (most - len(prompt), settings.limits.max_tokens, settings.limits.default_max_tokens)
-    return _length(name, given, min(limit for limit in limits if limit is not None), len(prompt), settings, most)
+    """Greatest length of a chat's answers, which also end where the context does."""
+    limits = settings.limits
+    given = (
+        _length("max_tokens", body.max_tokens, settings, most),
+        _length("max_completion_tokens", body.max_completion_tokens, settings, most),
+    )
+    asked = [length for length in given if length is not None]
+    asked = asked or [length for length in (limits.max_tokens, limits.default_max_tokens) if length is not None]
+    return min([*asked, most - len(prompt)])
 
 
-def _length(name: str, given: int | None, default: int, prompt: int, settings: Settings, most: int) -> int:
-    """The length if it is given, else the default.
+def _length(name: str, given: int | None, settings: Settings, most: int) -> int | None:
+    """The length that is given.
 
-    Args:
-        name: of the parameter.
-        given: its value.
-        default: see above.
-        prompt: length of the longest prompt.
-        settings: of the server.
-        most: greatest length of prompt and text together.
+    Raises:
+        ApiError: it is more than the server's limit, or than the context.
     """
-    if given is None:
-        return default if settings.limits.max_tokens is None else min(default, settings.limits.max_tokens)
-    if settings.limits.max_tokens is not None and given > settings.limits.max_tokens:
+    limit = settings.limits.max_tokens
+    if given is not None and limit is not None and given > limit:
         raise ApiError(
-            400,
-            f"{name}={given} is not possible: this server writes at most {settings.limits.max_tokens} tokens",
-            name,
-            "invalid_value",
+            400, f"{name}={given} is not possible: this server writes at most {limit}", name, "invalid_value"
         )
-    if prompt + given > most:
-        raise ApiError(
-            400,
-            f"{name}={given} is not possible: the prompt has {prompt} tokens and the context {most}; ask for at most "
-            f"{most - prompt}",
-            name,
-            "context_length_exceeded",
-        )
+    if given is not None and given > most:
+        message = f"{name}={given} is not possible: the context of the model has {most} tokens"
+        raise ApiError(400, message, name, "context_length_exceeded")
     return given

@@ -7,17 +7,68 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 
+from leapahead.core.sampling import LEAST_TEMPERATURE
 from leapahead.serve.constraints import refusal, refuse
 
 LARGEST_SEED = 2**63 - 1  # a sample's index is added to it
 MOST_BIASES = 1024
 MOST_IDS = 1024  # of stop_token_ids
 INT32 = 2**31 - 1
-TokenId = Annotated[int, Field(ge=0, le=INT32)]
+LIMIT = "x-limit"  # marks what the server's limits bound further, see `bounds`
+
+
+def _integer(value: Any) -> Any:
+    """In JSON, 3.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _number(limit: str, least: int = 0) -> Any:
+    """A whole number that is bounded by one of the server's limits."""
+    return Field(ge=least, le=INT32, json_schema_extra={LIMIT: limit})
+
+
+def _not_tiny(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise ValueError(f"it must be 0, or at least {LEAST_TEMPERATURE:g}")
+    return value
+
+
+INTEGER = BeforeValidator(_integer)
+TokenId = Annotated[int, _number("vocabulary"), INTEGER]
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+BIAS = Field(ge=-100, le=100)
+Biases = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, BIAS]],
+    Field(max_length=MOST_BIASES),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MOST_BIASES,
+            LIMIT: "biases",
+        }
+    ),
+]
+Visible = Annotated[str, Field(pattern=r"[^\s\x1c-\x1f\x85]")]
+Temperature = Annotated[
+    float,
+    Field(ge=0, le=100),
+    AfterValidator(_not_tiny),
+    WithJsonSchema({"anyOf": [{"const": 0}, {"type": "number", "minimum": LEAST_TEMPERATURE, "maximum": 100}]}),
+]
 
 
 def _kind(value: Any) -> str | None:
@@ -37,15 +88,17 @@ def _either(what: str) -> Discriminator:
 
 
 SEVERAL = Field(min_length=1, fail_fast=True)
+STOPS = Field(fail_fast=True, json_schema_extra={LIMIT: "stops"})
+PROMPTS = Field(min_length=1, fail_fast=True, json_schema_extra={LIMIT: "prompts"})
 Prompt = Annotated[
     Annotated[Text, Tag("<text>")]
-    | Annotated[list[Text], SEVERAL, Tag("<list>")]
+    | Annotated[list[Text], PROMPTS, Tag("<list>")]
     | Annotated[TokenIds, Tag("<ids>")]
-    | Annotated[list[TokenIds], SEVERAL, Tag("<lists>")],
+    | Annotated[list[TokenIds], PROMPTS, Tag("<lists>")],
     _either("text, a list of texts, token ids, or a list of lists of token ids"),
 ]
 Stop = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[list[Text], Field(fail_fast=True), Tag("<list>")],
+    Annotated[Text, Tag("<text>")] | Annotated[list[Text], STOPS, Tag("<list>")],
     _either("text, or a list of texts"),
 ]
 
@@ -123,13 +176,40 @@ class Extension(Strict):
     """
 
     stats: bool = False
-    deadline_seconds: Annotated[float, Field(gt=0, le=86400)] | None = None
+    deadline_seconds: Annotated[float, Field(ge=0.1, le=86400)] | None = None
+
+
+OF_TEMPLATES = ("messages", "conversation", "chat_template", "tokenize", "add_generation_prompt", "tools", "documents")
+
+
+def _not_what_is_set(given: dict[str, Any]) -> dict[str, Any]:
+    for name in given:
+        if name in OF_TEMPLATES:
+            raise ValueError(f"{name!r} cannot be set here")
+    return given
+
+
+Variables = Annotated[
+    dict[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")], Any],
+    AfterValidator(_not_what_is_set),
+    WithJsonSchema(
+        {"type": "object", "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": [*OF_TEMPLATES]}}}
+    ),
+]
 
 
 class ResponseFormat(Strict):
     """The format of the text."""
 
     type: Literal["text"]
+
+
+def _condition(name: str, given: dict[str, Any], needs: str) -> dict[str, Any]:
+    """A schema by which a parameter is possible only where another one is true."""
+    return {
+        "if": {"required": [name], "properties": {name: given}},
+        "then": {"required": [needs], "properties": {needs: {"const": True}}},
+    }
 
 
 class Generation(Strict):
@@ -162,24 +242,22 @@ class Generation(Strict):
     """
 
     model: str | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
+    temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=INT32)
+    top_k: Annotated[int, Field(ge=-1, le=INT32), INTEGER] | None = None
     min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=0, le=LARGEST_SEED)
-    n: int | None = Field(None, ge=1, le=INT32)
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED), INTEGER] | None = None
+    n: Annotated[int, _number("samples", 1), INTEGER] | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_IDS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: int = Field(0, ge=0, le=INT32)
+    min_tokens: Annotated[int, _number("length"), INTEGER] = 0
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    logit_bias: (
-        dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] | None
-    ) = Field(None, max_length=MOST_BIASES)
-    bad_words: Annotated[list[Text], Field(max_length=MOST_IDS, fail_fast=True)] | None = None
+    logit_bias: Biases | None = None
+    bad_words: Annotated[list[Visible], Field(max_length=MOST_IDS, fail_fast=True)] | None = None
     skip_special_tokens: Literal[True] = True
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -187,6 +265,8 @@ class Generation(Strict):
     response_format: ResponseFormat | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
     leapahead: Extension | None = None
+
+    model_config = ConfigDict(json_schema_extra=_condition("stream_options", {"type": "object"}, "stream"))
 
     @model_validator(mode="after")
     def _only_streams_have_stream_options(self) -> Generation:
@@ -204,15 +284,15 @@ class CompletionRequest(Generation):
 
     Attributes:
         prompt: a text, token ids, or a list of either.
-        max_tokens: greatest length of a text; 16 by default. 0 is possible with `echo`.
+        max_tokens: greatest length of a text; 16 by default. A text also ends where the context does.
         logprobs: report the log-probability of every token, and of so many likeliest alternatives.
         echo: begin the text with the prompt.
         add_special_tokens: let the tokenizer begin a prompt as the model expects it.
     """
 
     prompt: Prompt
-    max_tokens: int | None = Field(None, ge=0, le=INT32)
-    logprobs: int | None = Field(None, ge=0, le=INT32)
+    max_tokens: Annotated[int, _number("length"), INTEGER] | None = None
+    logprobs: Annotated[int, _number("logprobs"), INTEGER] | None = None
     echo: bool | None = False
     add_special_tokens: bool = True
     best_of: Literal[1] | None = None
@@ -223,7 +303,8 @@ class ChatRequest(Generation):
 
     Attributes:
         messages: the chat so far.
-        max_tokens, max_completion_tokens: greatest length of a text; by default what the context allows.
+        max_tokens, max_completion_tokens: greatest length of a text, the smaller one if both are given; by default
+            what the context allows.
         logprobs: report the log-probability of every token.
         top_logprobs: and of so many likeliest alternatives.
         add_generation_prompt: let the chat template begin the assistant's message.
@@ -233,14 +314,23 @@ class ChatRequest(Generation):
     """
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_tokens: int | None = Field(None, ge=1, le=INT32)
-    max_completion_tokens: int | None = Field(None, ge=1, le=INT32)
+    max_tokens: Annotated[int, _number("length", 1), INTEGER] | None = None
+    max_completion_tokens: Annotated[int, _number("length", 1), INTEGER] | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=INT32)
+    top_logprobs: Annotated[int, _number("logprobs"), INTEGER] | None = None
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Variables | None = None
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [
+                _condition("stream_options", {"type": "object"}, "stream"),
+                _condition("top_logprobs", {"type": "integer", "minimum": 1}, "logprobs"),
+            ]
+        }
+    )
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatRequest:
@@ -248,49 +338,39 @@ class ChatRequest(Generation):
             raise refusal("top_logprobs", "top_logprobs are possible with logprobs=true only", "invalid")
         return self
 
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _not_what_is_set(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        return check_template_variables(given)
 
-
-OF_TEMPLATES = ("messages", "conversation", "chat_template", "tokenize", "add_generation_prompt", "tools", "documents")
-
-
-def check_template_variables(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Refuses variables of a chat template that the server sets itself, and what is none."""
-    for name in given or {}:
-        if name in OF_TEMPLATES or not name.isidentifier():
-            raise ValueError(f"{name!r} cannot be set here")
-    return given
-
-
-class TokenizeRequest(Strict):
-    """A request of /tokenize: a prompt, or messages.
+class TokenizePrompt(Strict):
+    """A request of /tokenize for a text.
 
     Attributes:
-        add_special_tokens: of a prompt, true by default; the chat template writes those of messages itself.
+        prompt: the text.
+        add_special_tokens: let the tokenizer begin it as the model expects.
         return_token_strs: report the text of each token, too.
     """
 
     model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    prompt: str
+    add_special_tokens: bool = True
     return_token_strs: bool = False
 
-    @model_validator(mode="after")
-    def _either(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
-        return self
 
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _not_what_is_set(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        return check_template_variables(given)
+class TokenizeMessages(Strict):
+    """A request of /tokenize for a chat. See `ChatRequest`."""
+
+    model: str | None = None
+    messages: Annotated[list[Message], SEVERAL]
+    add_generation_prompt: bool = True
+    chat_template_kwargs: Variables | None = None
+    return_token_strs: bool = False
+
+
+def _of_chat(value: Any) -> str:
+    return "<messages>" if isinstance(value, dict) and value.get("messages") is not None else "<prompt>"
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizePrompt, Tag("<prompt>")] | Annotated[TokenizeMessages, Tag("<messages>")], Discriminator(_of_chat)
+]
 
 
 class DetokenizeRequest(Strict):

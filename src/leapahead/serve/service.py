@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from leapahead.engine.output import TokenLogprobs
 from leapahead.results import Piece, Result
 from leapahead.serve.errors import ApiError
 from leapahead.serve.prompts import Texts
@@ -36,12 +37,14 @@ class Answer:
         opening: the first chunks of a stream, given what all chunks have.
         chunk: the chunk of a piece, given what all chunks have, the number of its text, and the piece.
         last: the chunk without choices.
+        score: takes the log-probabilities of the prompts, where the job asks for them.
     """
 
     whole: Callable[[Members, Sequence[Result]], BaseModel]
     opening: Callable[[Members], Sequence[BaseModel]]
     chunk: Callable[[Members, int, Piece], BaseModel]
     last: Callable[[Members], BaseModel]
+    score: Callable[[Sequence[Sequence[TokenLogprobs]]], None]
 
 
 class Service:
@@ -98,6 +101,8 @@ class Service:
             job, answer = await unless_gone(request, asyncio.to_thread(prepare))
             if self.settings.log_prompts:
                 log["prompts"] = [self.texts.text(prompt) for prompt in job.prompts]
+            if job.scored:
+                answer.score(await unless_gone(request, self.worker.score(job)))
             if not body.stream:
                 batch, results = await unless_gone(request, self.worker.whole(job))
                 self._log(log, batch, job)

@@ -20,7 +20,8 @@ class Limits:
         prompt_tokens: greatest length of a prompt; None for what the context allows.
         max_tokens: greatest `max_tokens`; None for what the context allows.
         default_max_tokens: `max_tokens` of chat requests that give none; None for what the context allows.
-        sequences: most texts of a request: prompts times `n`.
+        samples: greatest `n`.
+        prompts: most prompts of a request.
         queue: most texts that wait beside those that are decoded; more are answered with 429.
         logprobs: most alternatives that are reported for each token.
         stops: most stop strings of a request.
@@ -39,7 +40,8 @@ class Limits:
     prompt_tokens: int | None = None
     max_tokens: int | None = None
     default_max_tokens: int | None = None
-    sequences: int = 128
+    samples: int = 16
+    prompts: int = 64
     queue: int = 256
     logprobs: int = 20
     stops: int = 16
@@ -50,7 +52,14 @@ class Limits:
     unread: int = 64
 
     def __post_init__(self) -> None:
-        for name, least in (("body_bytes", 1), ("sequences", 1), ("queue", 0), ("logprobs", 0), ("stops", 0)):
+        for name, least in (
+            ("body_bytes", 1),
+            ("samples", 1),
+            ("prompts", 1),
+            ("queue", 0),
+            ("logprobs", 0),
+            ("stops", 0),
+        ):
             whole(name, getattr(self, name), least)
         whole("unread", self.unread, 1)
         for name in ("prompt_tokens", "max_tokens", "default_max_tokens"):

@@ -16,13 +16,16 @@ from time import perf_counter
 from leapahead.api import LLM, AsyncLLM, check, wake_up
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
+from leapahead.core.stop import StopParams
 from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
+from leapahead.engine.output import TokenLogprobs
 from leapahead.engine.request import Handle, Request
 from leapahead.inputs import Options
 from leapahead.results import Piece, Result
 from leapahead.serve.errors import ApiError
 from leapahead.serve.metrics import Metrics
+from leapahead.serve.scoring import Given
 from leapahead.serve.settings import Settings
 
 RETRY_AFTER = 1  # seconds, what a client is told that finds the queue full
@@ -38,16 +41,23 @@ class Job:
         options: of `LLM.generate`, for all of them.
         owner: id of the client's key.
         deadline_seconds: see `Limits.request_seconds`; None for no limit.
+        scored: whether the log-probabilities of the prompts are wanted, too.
     """
 
     prompts: list[list[int]]
     options: Options
     owner: str
     deadline_seconds: float | None = None
+    scored: bool = False
 
     @property
     def sequences(self) -> int:
         return len(self.prompts) * self.options.get("n", 1)
+
+    @property
+    def length(self) -> int:
+        """Greatest length of a text; 0 where nothing is to be decoded."""
+        return self.options["max_new_tokens"]
 
 
 @dataclass(eq=False)
@@ -137,14 +147,9 @@ class Worker:
             ApiError: 400 if they are too many for one request, 429 if the queue is full, 503 if the server stops.
         """
         most = self.llm.llm.engine.max_batch + self.limits.queue
-        if sequences > min(self.limits.sequences, most):
-            raise ApiError(
-                400,
-                f"{sequences} texts (prompts times n) are more than the {min(self.limits.sequences, most)} that this "
-                "server decodes for one request; send several requests",
-                "n",
-                "invalid_value",
-            )
+        if sequences > most:
+            message = f"{sequences} texts (prompts times n) are more than this server's {most}; send several requests"
+            raise ApiError(400, message, "n", "invalid_value")
         if self.draining:
             raise ApiError(503, "the server is about to stop; try again later", code="shutting_down")
         if self.pending + sequences > most:
@@ -160,13 +165,41 @@ class Worker:
         finally:
             self.pending -= sequences
 
-    async def _submit(self, job: Job, stream: bool, notify: Callable[[], None]) -> Batch:
-        began = perf_counter()
-        limits = [seconds for seconds in (job.deadline_seconds, self.limits.request_seconds) if seconds is not None]
-        requests = await asyncio.to_thread(self._requests, job, stream)
-        batch = Batch([], sum(len(prompt) for prompt in job.prompts), began, min(limits, default=None))
-        self._live.append(batch)
+    async def score(self, job: Job) -> list[list[TokenLogprobs]]:
+        """Log-probabilities of each prompt's tokens. The first token's one says nothing."""
+        engine, (changed, notify) = self.llm.llm.engine, wake_up()
+        drafter = await asyncio.to_thread(engine.drafter, Given)
+        batch = self._batch(job)
         try:
+            for prompt in job.prompts:
+                stop = StopParams(max_new_tokens=len(prompt))  # with a token behind it, since the last is not drafted
+                request = Request(
+                    prompt[:1],
+                    drafter,
+                    stop=stop,
+                    prediction=prompt[1:],
+                    logprobs=job.options.get("logprobs"),
+                    owner=job.owner,
+                )
+                batch.handles += await self.llm.submit(request, [request.sampling], notify)
+            await self._ended(changed, batch)
+            return [
+                [TokenLogprobs(prompt[0], 0.0, ()), *handle.logprobs[: len(prompt) - 1]]
+                for prompt, handle in zip(job.prompts, batch.handles, strict=True)
+            ]
+        finally:
+            self._cancel(batch)
+
+    def _batch(self, job: Job) -> Batch:
+        limits = [seconds for seconds in (job.deadline_seconds, self.limits.request_seconds) if seconds is not None]
+        batch = Batch([], sum(map(len, job.prompts)), perf_counter(), min(limits, default=None))
+        self._live.append(batch)
+        return batch
+
+    async def _submit(self, job: Job, stream: bool, notify: Callable[[], None]) -> Batch:
+        batch = self._batch(job)
+        try:
+            requests = await asyncio.to_thread(self._requests, job, stream) if job.length else []
             for request, sampling in requests:
                 batch.handles += await self.llm.submit(request, sampling, notify)
         except BaseException:
@@ -193,10 +226,9 @@ class Worker:
         changed, notify = wake_up()
         batch = await self._submit(job, False, notify)
         try:
-            while not all(handle.done for handle in batch.handles):
-                await self._wait(changed, batch)
-            for handle in batch.handles:
-                self._check(handle)
+            await self._ended(changed, batch)
+            if not job.length:
+                return batch, [_empty(job, index) for index in range(job.sequences)]
             writer = self.llm.llm.writer
             # Many tokens are turned into text, during which other requests go on.
             texts = await asyncio.to_thread(lambda: [writer(job.options).result(handle) for handle in batch.handles])
@@ -215,6 +247,8 @@ class Worker:
         engine, going = self.llm.llm.engine, list(range(len(batch.handles)))
         try:
             yield batch, 0, None
+            for index in range(job.sequences if not job.length else 0):
+                yield batch, index, Piece("", [], 0, (), "length", _empty(job, index))
             while going:
                 changed.clear()
                 idle = True
@@ -228,11 +262,19 @@ class Worker:
                         self._check(handle)
                         going.remove(index)
                 if idle and going:
-                    await self._wait(changed, batch, clear=False)
+                    await self._wait(changed, batch)
         finally:
             self._end(batch, job)
 
-    async def _wait(self, changed: asyncio.Event, batch: Batch, clear: bool = True) -> None:
+    async def _ended(self, changed: asyncio.Event, batch: Batch) -> None:
+        """Waits for the ends of all texts."""
+        while not all(handle.done for handle in batch.handles):
+            await self._wait(changed, batch)
+            changed.clear()
+        for handle in batch.handles:
+            self._check(handle)
+
+    async def _wait(self, changed: asyncio.Event, batch: Batch) -> None:
         """Waits for news of the engine."""
         left = None if batch.seconds is None else max(0.0, batch.began + batch.seconds - perf_counter())
         try:
@@ -241,8 +283,6 @@ class Worker:
             raise ApiError(
                 504, f"the request took longer than its {batch.seconds:g} seconds", code="deadline"
             ) from None
-        if clear:
-            changed.clear()
 
     def _check(self, handle: Handle) -> None:
         """Raises what ended a text before it was complete."""
@@ -252,13 +292,17 @@ class Worker:
 
     def _end(self, batch: Batch, job: Job) -> None:
         """Cancels what is not over, and counts the request."""
+        self._cancel(batch)
         now, samples = perf_counter(), job.options.get("n", 1)
-        self._live.remove(batch)
         for index, handle in enumerate(batch.handles):
-            self.llm.llm.engine.cancel(handle, wait=False)
             self.metrics.finished(handle, batch.began, now)
             if index % samples == 0 and handle.stats.prompt_tokens:
                 self.metrics.read(handle.stats.prompt_tokens, handle.stats.reused_tokens)
+
+    def _cancel(self, batch: Batch) -> None:
+        self._live.remove(batch)
+        for handle in batch.handles:
+            self.llm.llm.engine.cancel(handle, wait=False)
 
     # The end
 
@@ -268,6 +312,12 @@ class Worker:
         for batch in self._live:
             for handle in batch.handles:
                 self.llm.llm.engine.cancel(handle, wait=False)
+
+
+def _empty(job: Job, index: int) -> Result:
+    """A text of no tokens."""
+    prompt = job.prompts[index // job.options.get("n", 1)]
+    return Result("", [], list(prompt), [], "length", None, 0, Stats())
 
 
 def cache_usage(llm: LLM) -> float:
