@@ -55,6 +55,8 @@ def check(found: httpx.Response, status: int, param: str | None = None, words: s
 
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "max_tokns": 3}, "max_tokns", "no parameter 'max_tokns'"),
+    (COMPLETIONS, {"prompt": "a", "": 3}, "", "no parameter ''"),
+    (COMPLETIONS, {"prompt": "a", "repetition_penalty": 1e-300}, "repetition_penalty", "0.01"),
     (COMPLETIONS, {"prompt": "a", "tools": []}, "tools", "not supported"),
     (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", ""),
     (COMPLETIONS, {}, "prompt", "missing"),

@@ -16,7 +16,7 @@ from leapahead.cli.drafters import describe
 Table = Callable[[str, list[list[str]]], str]
 Records = dict[str, list[tuple[str, str]]]  # group -> (option, help)
 GENERAL = "Options"
-PACKAGES = ("core", "models", "planner", "drafters", "engine", "bench", "integrations", "cli")
+PACKAGES = ("core", "models", "planner", "drafters", "engine", "bench", "integrations", "serve", "cli")
 
 
 def command_line(table: Table) -> str:

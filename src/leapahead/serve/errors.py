@@ -135,10 +135,14 @@ def _param(loc: Sequence[int | str]) -> str | None:
     """The path to a value, such as `messages.0.content`; without pydantic's names of types."""
     found: list[str] = []
     for index, part in enumerate(loc[1:], start=1):
-        is_name = not isinstance(part, str) or A_NAME.fullmatch(part) or (index == len(loc) - 1 and part[0] not in "<[")
+        is_name = (
+            not isinstance(part, str)
+            or A_NAME.fullmatch(part)
+            or (index == len(loc) - 1 and part[:1] not in ("<", "["))
+        )
         if is_name:
             found.append(str(part)[:SHOWN])
-    return ".".join(found) or None
+    return ".".join(found) if found else None
 
 
 def _shown(value: Any) -> str:

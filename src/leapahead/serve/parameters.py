@@ -92,6 +92,7 @@ def set_length(options: Options, length: int) -> None:
 
 def completion_length(body: CompletionRequest, prompts: Sequence[Sequence[int]], settings: Settings, most: int) -> int:
     """Greatest length of a completion's texts, which also end where the context does."""
+    _length("min_tokens", body.min_tokens, settings, most)
     found = _length("max_tokens", body.max_tokens, settings, most)
     default = min(DEFAULT_COMPLETION_TOKENS, settings.limits.max_tokens or DEFAULT_COMPLETION_TOKENS)
     return min(default if found is None else found, most - min(map(len, prompts)))
@@ -100,6 +101,7 @@ def completion_length(body: CompletionRequest, prompts: Sequence[Sequence[int]],
 def chat_length(body: ChatRequest, prompt: Sequence[int], settings: Settings, most: int) -> int:
     """Greatest length of a chat's answers, which also end where the context does."""
     limits = settings.limits
+    _length("min_tokens", body.min_tokens, settings, most)
     given = (
         _length("max_tokens", body.max_tokens, settings, most),
         _length("max_completion_tokens", body.max_completion_tokens, settings, most),

@@ -255,7 +255,7 @@ class Generation(Strict):
     min_tokens: Annotated[int, _number("length"), INTEGER] = 0
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     logit_bias: Biases | None = None
     bad_words: Annotated[list[Visible], Field(max_length=MOST_IDS, fail_fast=True)] | None = None
     skip_special_tokens: Literal[True] = True
