@@ -117,7 +117,7 @@ OF_LIMITS = (
     cls=Command,
     examples=(
         "leapahead serve model.gguf --port 8000",
-        "LEAPAHEAD_API_KEY=secret leapahead serve Qwen/Qwen3-0.6B --host 0.0.0.0",
+        "leapahead serve Qwen/Qwen3-0.6B --host 0.0.0.0 --api-key-file keys.txt",
         "leapahead serve model.gguf --draft draft.gguf --served-model-name my-model --drafter-cache drafts.npz",
     ),
 )

@@ -163,8 +163,8 @@ class StreamOptions(Strict):
         continuous_usage_stats: every chunk reports it; together with `include_usage` only.
     """
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class Extension(Strict):
