@@ -12,7 +12,10 @@ import httpx
 import openai
 import pytest
 
-from leapahead import LLM
+from leapahead import LLM, AsyncLLM
+from leapahead.inputs import Options
+from leapahead.serve.settings import Limits, Settings
+from leapahead.serve.worker import Job, Worker
 from tests.serving import Letters, Running, SlowToy, serving, toy_llm
 
 PROMPTS = [
@@ -216,14 +219,23 @@ def test_a_client_that_leaves_is_cancelled() -> None:
 
 
 def test_a_client_that_does_not_read_is_not_decoded_for() -> None:
-    """Its text stops being decoded, others go on, and it gets the whole text once it reads."""
-    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "temperature": 0, "stream": True}
-    with serving(LLM(SlowToy(), tokenizer=Letters())) as running:
-        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as stream:
-            assert running.post("/v1/completions", {"prompt": "b", "max_tokens": 5}).status_code == 200
-            lines = list(stream.iter_lines())
-        assert lines[-2] == "data: [DONE]"
-        assert running.idle()
+    """Its text stops a few outputs ahead of its reader, and others go on; then it gets the whole text."""
+    settings = Settings(names=("tiny",), limits=Limits(unread=5))
+
+    async def read() -> None:
+        async with AsyncLLM(LLM(SlowToy(), tokenizer=Letters(), drafter="plain")) as llm:
+            worker = Worker(llm, settings)
+            options: Options = {"max_new_tokens": 60, "ignore_eos": True, "n": 1}
+            pieces = worker.pieces(Job([[1, 2, 3]], options, ""))
+            batch, _, _ = await anext(pieces)
+            other = await worker.whole(Job([[4, 5]], options, ""))
+            assert len(other[1][0].tokens) == 60
+            await asyncio.sleep(0.05)
+            assert len(batch.handles[0].tokens) == 5
+            text = "".join([piece.text async for _, _, piece in pieces if piece is not None])
+            assert text == llm.llm.generate([1, 2, 3], max_new_tokens=60, ignore_eos=True).text
+
+    asyncio.run(read())
 
 
 def test_deadlines() -> None:
