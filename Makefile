@@ -17,7 +17,7 @@ LLAMA_CXXFLAGS := -U__AMX_INT8__
 # Further options of llama.cpp's build, such as -DGGML_LLAMAFILE=OFF; docs/research/llama-cpp.md tells what each costs.
 LLAMA_CMAKE_ARGS ?=
 
-.PHONY: demo demo-gguf demo-openvino test test-all lint format types tests figures docs wheel clean
+.PHONY: demo demo-gguf demo-openvino demo-serve test test-all lint format types tests figures docs wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/leapahead demo
@@ -31,6 +31,10 @@ demo-openvino: $(WITH_OPENVINO)
 	@mkdir -p build
 	$(BIN)/leapahead export-openvino --force src/leapahead/assets/tiny build/bundled-openvino --weights f32
 	$(BIN)/leapahead demo --model build/bundled-openvino
+
+# Starts the server on the bundled model, sends a request, and ends it.
+demo-serve: $(INSTALLED)
+	$(BIN)/python examples/serve_request.py
 
 # At most five minutes on two cores once installed; what is slow and rarely fails runs in test-all only.
 test: lint types tests
@@ -190,7 +194,7 @@ $(INSTALLED): pyproject.toml hatch_build.py $(wildcard src/native/*)
 	python3 -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[transformers,bench]' --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[transformers,bench,serve]' --group dev
 	@touch $@
 
 $(WITH_LLAMA): $(INSTALLED)

@@ -191,7 +191,14 @@ class Target:
         )
         self._last = 0  # rows of the last forward
 
-    def open(self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0) -> Any:
+    def open(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        capture: Capture = NOTHING,
+        reserve: int = 0,
+        owner: str = "",
+    ) -> Any:
         return Session(list(tokens), params)
 
     def prefill(self, session: Session, max_tokens: int) -> PromptRows | None:

@@ -175,7 +175,7 @@ class OffByOne(ToySession):
 class BrokenCommit(ToyTarget):
     session: type[ToySession]
 
-    def open(self, tokens: Any, params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0) -> ToySession:
+    def open(self, tokens: Any, params: SamplingParams, capture: Capture = NOTHING, *_: Any, **__: Any) -> ToySession:
         return self.session(self, [int(token) for token in tokens], params, capture)
 
 

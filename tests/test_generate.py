@@ -55,7 +55,7 @@ class SyllableTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return "".join(self.SYLLABLES[t] for t in token_ids if not (skip_special_tokens and t == 9))
 
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, **_: Any) -> str:
         raise ValueError("no template")
 
 

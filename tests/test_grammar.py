@@ -253,7 +253,7 @@ def test_auto_drafts_nothing_that_the_grammar_forbids(llm: LLM, grammars: Gramma
     grammar = GRAMMARS["regex"]
     for drafter, options in (("auto", {"nodes": 12}), ("prompt_lookup", {}), ("recycling", {}), ("lookahead", {})):
         seen = []
-        ((request, _),) = llm._requests(
+        ((request, _),) = llm.requests(
             ["Add 12 34 Add 12 34 Add 12"],
             {"grammar": grammar, "max_new_tokens": 40, "drafter": drafter, "drafter_options": options},
         )

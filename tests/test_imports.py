@@ -37,10 +37,12 @@ LAYERS = [
     "tune",
     "token_table",
     "layer_search",
+    "serve",
     "cli",
     "__main__",
 ]
 CORE = {  # modules of core, and which others of core they may import
+    "bias": set[str](),
     "errors": set[str](),
     "tree": {"errors"},
     "verify": {"tree"},

@@ -67,7 +67,7 @@ class Toy(ToyTarget):
         self.ties = ties
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
+        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, *_: Any, **__: Any
     ) -> ToySession:
         session = self.session(self, list(tokens), params, capture)
         session.sampler = self.sampler(params, session.tokens, self.info.vocab_size)

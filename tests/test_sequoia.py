@@ -325,7 +325,7 @@ class Letters:
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
         return "".join(chr(97 + token + self.shift) for token in token_ids)
 
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, **_: Any) -> str:
         raise NotImplementedError
 
 

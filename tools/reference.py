@@ -16,7 +16,9 @@ from leapahead.cli.drafters import describe
 Table = Callable[[str, list[list[str]]], str]
 Records = dict[str, list[tuple[str, str]]]  # group -> (option, help)
 GENERAL = "Options"
-PACKAGES = ("core", "grammar", "chat", "models", "planner", "drafters", "engine", "bench", "integrations", "cli")
+PACKAGES = (
+    *("core", "grammar", "chat", "models", "planner", "drafters", "engine", "bench", "integrations", "serve", "cli"),
+)
 
 
 def command_line(table: Table) -> str:

@@ -1,7 +1,4 @@
-"""Prompts and chat messages in, text out: `LLM`, and `AsyncLLM` for asyncio.
-
-No backend is imported before `LLM(...)` loads a model. Decoding is the engine's.
-"""
+"""Prompts and chat messages in, text out: `LLM`, and `AsyncLLM` for asyncio. A backend is imported by `LLM(...)`."""
 
 from __future__ import annotations
 
@@ -148,6 +145,7 @@ class LLM:
             max_new_tokens: 128 by default.
             temperature: 0 (greedy) by default. Above 0 the text is a function of the seed.
             top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: see `SamplingParams`.
+            logit_bias: token id -> number that is added to its logits in every step.
             bad_words: strings or token sequences that must not appear. A string is banned as the tokenizer writes it at
                 the beginning of a text and after a space.
             min_new_tokens: before so many no EOS and none of `stop_token_ids`.
@@ -174,7 +172,7 @@ class LLM:
             LeapaheadError: one clear sentence for whatever is wrong.
         """
         single = is_single(prompt)
-        requests = self._requests([prompt] if single else list(prompt), options)
+        requests = self.requests([prompt] if single else list(prompt), options)
         groups: list[list[Handle]] = []
         try:
             for request, sampling in requests:
@@ -185,8 +183,8 @@ class LLM:
             for handle in (handle for group in groups for handle in group):
                 self.engine.cancel(handle)
         for handle in handles:
-            _check(handle)
-        results = [[self._writer(options).result(handle) for handle in group] for group in groups]
+            check(handle)
+        results = [[self.writer(options).result(handle) for handle in group] for group in groups]
         found = results if "n" in options else [group[0] for group in results]
         return found[0] if single else found
 
@@ -198,24 +196,24 @@ class LLM:
             text there.
         """
         request = self._streamed(prompt, options)
-        return self._pieces(request, self._writer(options))
+        return self._pieces(request, self.writer(options))
 
     def _pieces(self, request: Request, writer: Writer) -> Generator[Piece, None, None]:
         handle = self.engine.submit(request)
         for output in self.engine.outputs(handle):
             yield writer.piece(handle, output)
-        _check(handle)
+        check(handle)
 
     def _streamed(self, prompt: Prompt, options: Options) -> Request:
         if not is_single(prompt) or "n" in options:
             raise BadParameter("stream takes one prompt and gives one text; use generate for a list or for n samples")
-        ((request, _),) = self._requests([prompt], options, stream=True)
+        ((request, _),) = self.requests([prompt], options, stream=True)
         return request
 
-    def _requests(
+    def requests(
         self, prompts: list[Prompt], options: Options, stream: bool = False
     ) -> list[tuple[Request, list[SamplingParams]]]:
-        """A request for each prompt, with the parameters of its samples."""
+        """What `generate` submits to the engine: a request for each prompt, with the parameters of its samples."""
         check_names(options)
         drafter = self._drafter
         if "drafter" in options or "drafter_options" in options:
@@ -247,13 +245,13 @@ class LLM:
             found.append((request, sampling))
         return found
 
-    def _writer(self, options: Options) -> Writer:
-        stop = options.get("stop", ())
-        stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
-        return Writer(self.tokenizer, stop_strings, options.get("include_stop", False))
+    def writer(self, options: Options) -> Writer:
+        """Turns the outputs of one request into text."""
+        strings = (stop,) if isinstance(stop := options.get("stop", ()), str) else tuple(stop)
+        return Writer(self.tokenizer, strings, options.get("include_stop", False))
 
     def save_drafter_cache(self, path: str | Path | None = None) -> Path:
-        """Writes the drafter cache to a file, merged with what other processes saved there meanwhile.
+        """Writes the drafter cache to a file, merged with what other processes saved there.
 
         Args:
             path: by default the file that `drafter_cache` named.
@@ -313,12 +311,12 @@ class AsyncLLM:
     async def generate(self, prompt: Any, **options: Unpack[Options]) -> Any:
         """As `LLM.generate`. Cancelling the task cancels its requests."""
         single, llm = is_single(prompt), self.llm
-        requests = await _in_thread(llm._requests, [prompt] if single else list(prompt), options)
-        changed, notify = _event()
+        requests = await _in_thread(llm.requests, [prompt] if single else list(prompt), options)
+        changed, notify = wake_up()
         groups: list[list[Handle]] = []
         try:
             for request, sampling in requests:
-                groups.append(await self._submit(request, sampling, notify))
+                groups.append(await self.submit(request, sampling, notify))
             handles = [handle for group in groups for handle in group]
             while not all(handle.done for handle in handles):
                 await changed.wait()
@@ -327,8 +325,8 @@ class AsyncLLM:
             for handle in (handle for group in groups for handle in group):
                 llm.engine.cancel(handle, wait=False)
         for handle in handles:
-            _check(handle)
-        results = [[llm._writer(options).result(handle) for handle in group] for group in groups]
+            check(handle)
+        results = [[llm.writer(options).result(handle) for handle in group] for group in groups]
         found = results if "n" in options else [group[0] for group in results]
         return found[0] if single else found
 
@@ -336,25 +334,27 @@ class AsyncLLM:
         """As `LLM.stream`. Cancelling the task, or closing the generator, cancels the request."""
         llm = self.llm
         request = await _in_thread(llm._streamed, prompt, options)
-        writer, (changed, notify) = llm._writer(options), _event()
-        (handle,) = await self._submit(request, [request.sampling], notify)
+        writer, (changed, notify) = llm.writer(options), wake_up()
+        (handle,) = await self.submit(request, [request.sampling], notify)
         try:
             while True:
                 changed.clear()
+                over = handle.done  # before it is polled, lest the last output come in between
                 output = llm.engine.poll(handle)
                 if output is not None:
                     yield writer.piece(handle, output)
-                elif handle.done:
-                    _check(handle)
+                elif over:
+                    check(handle)
                     return
                 else:
                     await changed.wait()
         finally:
             llm.engine.cancel(handle, wait=False)
 
-    async def _submit(
+    async def submit(
         self, request: Request, sampling: Sequence[SamplingParams], notify: Callable[[], None]
     ) -> list[Handle]:
+        """As `Engine.submit_samples`; a thread of this object drives the engine."""
         engine = self.llm.engine
         if engine.is_stepping:
             raise LeapaheadError("a criterion, processor or callback cannot wait for a request of its own engine")
@@ -374,9 +374,9 @@ async def _in_thread(function: Callable[..., T], *args: Any) -> T:
     return await asyncio.to_thread(function, *args)
 
 
-def _event() -> tuple[asyncio.Event, Callable[[], None]]:
+def wake_up() -> tuple[asyncio.Event, Callable[[], None]]:
     """An event of the running loop, and a function that sets it from any thread."""
-    import asyncio  # here, since whoever uses no asyncio need not wait for its import
+    import asyncio
 
     loop, event = asyncio.get_running_loop(), asyncio.Event()
 
@@ -387,7 +387,7 @@ def _event() -> tuple[asyncio.Event, Callable[[], None]]:
     return event, notify
 
 
-def _check(handle: Handle) -> None:
+def check(handle: Handle) -> None:
     """Raises what ended a request before its text was complete."""
     if handle.error is not None:
         raise handle.error

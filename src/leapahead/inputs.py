@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from typing import Any, TypedDict, cast
 
 import numpy as np
 
+from leapahead.core.bias import LogitBias
 from leapahead.core.errors import BadParameter, ContextOverflow
 from leapahead.core.grammar import CompiledGrammar
-from leapahead.core.parameters import is_whole, whole
-from leapahead.core.sampling import LogitsProcessor, SamplingParams
+from leapahead.core.parameters import is_whole, number, whole
+from leapahead.core.sampling import LogitsProcessor, PrefixFree, SamplingParams
 from leapahead.core.stop import StopParams, check_lengths
 from leapahead.core.text import Tokenizer
 from leapahead.drafters.base import Drafter, SequenceDrafter
@@ -37,6 +39,7 @@ class Options(TypedDict, total=False):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
+    logit_bias: Mapping[int, float]
     bad_words: Sequence[str | int | Sequence[int]]
     min_new_tokens: int
     seed: int | Sequence[int] | None
@@ -134,7 +137,7 @@ class Inputs:
             repetition_penalty=options.get("repetition_penalty", 1.0),
             presence_penalty=options.get("presence_penalty", 0.0),
             frequency_penalty=options.get("frequency_penalty", 0.0),
-            processors=_functions("logits_processors", options),
+            processors=(*self._bias(options), *_functions("logits_processors", options)),
             grammar=grammar,
             temperature=options.get("temperature", 0.0),
             top_k=options.get("top_k", 0),
@@ -142,6 +145,22 @@ class Inputs:
             min_p=options.get("min_p", 0.0),
             seed=seed,
         )
+
+    def _bias(self, options: Options) -> tuple[LogitsProcessor, ...]:
+        """The processor that `logit_bias` asks for, if it does."""
+        given: Any = options.get("logit_bias", {})
+        if not isinstance(given, Mapping):
+            raise BadParameter(
+                f"logit_bias={given!r} is not possible: it must be a dictionary of token ids and numbers"
+            )
+        for token, bias in given.items():
+            value = number(bias)
+            if value is None or not math.isfinite(value):
+                raise BadParameter(f"logit_bias of token {token} is {bias!r}: it must be a finite number")
+        if not given:
+            return ()
+        tokens = self._ids("logit_bias", list(given))
+        return (PrefixFree(LogitBias(dict(zip(tokens, map(float, given.values()), strict=True)))),)
 
     def stop(self, options: Options) -> StopParams:
         """When the text ends."""
@@ -185,8 +204,21 @@ class Inputs:
         return ids
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer | None, info: TargetInfo) -> list[int]:
+def encode(
+    prompt: Prompt,
+    tokenizer: Tokenizer | None,
+    info: TargetInfo,
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
     """The prompt's token ids.
+
+    Args:
+        prompt: text, token ids, or chat messages.
+        tokenizer: None where prompts must be token ids.
+        info: of the target.
+        add_generation_prompt: let the chat template begin the assistant's message.
+        variables: further ones of the chat template.
 
     Raises:
         BadParameter: what is given is empty, is no prompt, or needs a tokenizer or a chat template that is missing.
@@ -200,7 +232,8 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, info: TargetInfo) -> lis
             raise BadParameter("the prompt holds a lone surrogate, so it is no Unicode text; decode its bytes as UTF-8")
         tokens = tokenizer.encode(prompt) if prompt else []
     elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
-        tokens = _encode_chat(cast(Sequence[Mapping[str, Any]], prompt), tokenizer)
+        messages = cast(Sequence[Mapping[str, Any]], prompt)
+        tokens = _encode_chat(messages, tokenizer, add_generation_prompt, variables or {})
     elif all(is_whole(token) for token in prompt):
         tokens = [int(token) for token in cast(Sequence[int], prompt)]
     else:
@@ -219,7 +252,12 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None, info: TargetInfo) -> lis
     return tokens
 
 
-def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer | None) -> list[int]:
+def _encode_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer | None,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any],
+) -> list[int]:
     if tokenizer is None:
         raise BadParameter("chat messages need a tokenizer; pass tokenizer=..., or a list of token ids")
     for message in messages:
@@ -227,7 +265,9 @@ def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer | N
             raise BadParameter(f'a chat message is {{"role": "user", "content": "..."}}, got {message!r}')
     conversation = [dict(message) for message in messages]
     try:
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+        )
     except Exception as error:  # a template is somebody's program, and may raise anything
         if getattr(tokenizer, "chat_template", None) is None:
             raise BadParameter(

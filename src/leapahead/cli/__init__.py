@@ -17,6 +17,7 @@ from leapahead.cli.export import export_gguf
 from leapahead.cli.export_openvino import export_openvino
 from leapahead.cli.generate import demo, generate
 from leapahead.cli.layer_search import search_layers
+from leapahead.cli.serve import serve
 from leapahead.cli.tune import tune
 
 
@@ -27,7 +28,7 @@ def main() -> None:
 
 
 for command in (
-    *(generate, chat, demo, check, bench, tune, explain, drafters, cache, datastore),
+    *(generate, chat, serve, demo, check, bench, tune, explain, drafters, cache, datastore),
     *(export_gguf, export_openvino, search_layers),
 ):
     main.add_command(command)

@@ -144,14 +144,18 @@ def demo(max_new_tokens: int, rounds: int, **values: Any) -> None:
         raise Exit(DIFFERENT)
 
 
-def open_llm(values: dict[str, Any]) -> LLM:
+def open_llm(values: dict[str, Any], max_batch: int = 1) -> LLM:
     """The model and drafter of a command's values, closed when the command ends."""
     drafter = values.pop("drafter")
     drafter_options = drafter_arguments(values, [drafter])
     model = model_arguments(values)
     with screen.loading(model["model"]):
         llm = LLM(
-            **model, drafter=drafter, max_batch=1, drafter_cache=drafter_cache_argument(values), **drafter_options
+            **model,
+            drafter=drafter,
+            max_batch=max_batch,
+            drafter_cache=drafter_cache_argument(values),
+            **drafter_options,
         )
     click.get_current_context().call_on_close(llm.close)
     attached = llm.engine.drafter(drafter, **drafter_options)

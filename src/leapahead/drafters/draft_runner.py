@@ -52,6 +52,7 @@ class DraftRunner:
         target: the draft model.
         tokens: the committed tokens of the text, live.
         params: of the sampling, for callers that read processed probabilities.
+        owner: see `Target.open`.
 
     Attributes:
         failed: why the draft model cannot follow this text any more (its context is full, a token is outside its
@@ -59,8 +60,10 @@ class DraftRunner:
         forwards, seconds: of all draft forwards and prompt chunks.
     """
 
-    def __init__(self, target: Target, tokens: Sequence[int], params: SamplingParams | None = None) -> None:
-        self.target, self.tokens, self.params = target, tokens, params or SamplingParams()
+    def __init__(
+        self, target: Target, tokens: Sequence[int], params: SamplingParams | None = None, owner: str = ""
+    ) -> None:
+        self.target, self.tokens, self.params, self.owner = target, tokens, params or SamplingParams(), owner
         self.failed = ""
         self.forwards, self.seconds = 0, 0.0
         self._session: Session | None = None
@@ -105,7 +108,7 @@ class DraftRunner:
         try:
             with self.target.lock:
                 if self._session is None:
-                    self._session = self.target.open(list(self.tokens), self.params)
+                    self._session = self.target.open(list(self.tokens), self.params, owner=self.owner)
                 if self._session.unread:
                     self.target.prefill(self._session, CHUNK)
         except LeapaheadError as error:

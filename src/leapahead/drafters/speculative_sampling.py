@@ -134,7 +134,8 @@ class SpeculativeSampling(Drafter):
     def _ready(self, state: Sampling) -> Sampling:
         """With a draft-model runner that has read a further chunk of the prompt if it has not read all of it."""
         if state.runner is None:
-            state.runner = DraftRunner(self._model.target, state.sequence.tokens, state.sequence.params)
+            sequence = state.sequence
+            state.runner = DraftRunner(self._model.target, sequence.tokens, sequence.params, sequence.owner)
         if not state.runner.opened or state.runner.reading:
             state.runner.read_ahead()
         return state

@@ -79,7 +79,7 @@ class Running:
         self.capture = self.drafter.capture
         if request.logprobs is not None:
             self.capture |= Capture(logits=True)
-        self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction)
+        self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction, request.owner)
         self.stopper = Stopper(request.stop, session.tokens, target.info.context_length, text, self._complete())
         self.error: BaseException | None = None
         self.reading = session.unread > 0

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
+from time import perf_counter
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import is_whole
@@ -34,8 +35,10 @@ class Request:
         drafter_cache: what drafters keep from one text to the next; None to keep nothing.
         logprobs: number of likeliest alternatives to report beside the log-probability of each token; None for no
             log-probabilities, 0 for those of the chosen tokens alone.
-        stream: whether somebody reads the outputs one by one. Such a request holds at most one unread output and is
-            not stepped while it has one.
+        stream: whether somebody reads the outputs one by one. Such a request is not stepped while it holds `ahead`
+            unread outputs.
+        ahead: greatest number of unread outputs of a streamed request.
+        owner: requests of different owners never share the cache entries of a prompt.
         on_choices: called in every step before the commit, with what went through the target and what it chose.
         on_step: called in every step after the commit.
     """
@@ -48,6 +51,8 @@ class Request:
     drafter_cache: SectionStore | None = None
     logprobs: int | None = None
     stream: bool = False
+    ahead: int = 1
+    owner: str = ""
     on_choices: Callable[[Proposal, Choices], None] | None = None
     on_step: Callable[[Step], None] | None = None
 
@@ -75,6 +80,7 @@ class Handle:
         done: whether it is over, for whatever reason.
         unread: outputs that nobody has read yet, of a streamed request.
         notify: see `Engine.submit`.
+        times: when each output came, in seconds of `time.perf_counter`.
         thread: that submitted it, or that read it last.
     """
 
@@ -90,12 +96,13 @@ class Handle:
     done: bool = False
     unread: deque[Output] = field(default_factory=deque, repr=False)
     notify: Callable[[], None] | None = field(default=None, repr=False)
+    times: list[float] = field(default_factory=list, repr=False)
     thread: int = field(default_factory=get_ident, repr=False)
 
     @property
     def paused(self) -> bool:
-        """Whether it waits for its reader."""
-        return self.request.stream and bool(self.unread)
+        """Whether a stream waits for its reader."""
+        return self.request.stream and len(self.unread) >= self.request.ahead
 
     def blocks(self, waiting: Handle) -> bool:
         """Whether nobody reads this stream while the thread that submitted another request waits for that one."""
@@ -103,6 +110,7 @@ class Handle:
 
     def add(self, output: Output) -> None:
         """Takes the output of a step, and notifies the reader of a stream."""
+        self.times.append(perf_counter())
         self.tokens += output.tokens
         self.drafted += [True] * output.accepted + [False] * (len(output.tokens) - output.accepted)
         self.logprobs += output.logprobs

@@ -70,14 +70,12 @@ class Engine:
         self.acceptance = acceptance or acceptance_table()
         self._batch_size = 0  # of the step under way
         host = Host(target.info, self.latency, self.acceptance, tokenizer, target, running=lambda: self._batch_size)
-        self._drafters = AttachedDrafters(target, host)
-        self._queue: deque[Handle] = deque()
+        self._drafters, self._queue = AttachedDrafters(target, host), deque[Handle]()
         self._samples: dict[Handle, list[Handle]] = {}  # first of several samples of a prompt -> the others
         self._prompt_rows: dict[Handle, list[PromptRows]] = {}  # captured for those others
         self._active: list[Running] = []
-        self._turn = Turn(target.lock)
+        self._turn, self._closed = Turn(target.lock), False
         self._changed = self._turn.changed  # guards the queue and the handles; held for moments only
-        self._closed = False
 
     # Drafters
 
@@ -96,6 +94,10 @@ class Engine:
         self._drafters.prepare(drafter)
 
     # Requests
+
+    def lengths(self) -> list[int]:
+        """Tokens of each request that has left the queue, prompt and text: about as many cache entries as it takes."""
+        return [len(running.session.tokens) for running in list(self._active)]
 
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Handle:
         """Takes a request. Thread-safe; returns before anything is computed for it.
@@ -219,7 +221,7 @@ class Engine:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the calling thread drives the engine, as criteria, processors and callbacks of requests find it."""
+        """Whether the calling thread drives the engine, as callbacks of requests find it."""
         return self._turn.is_inside
 
     def step(self) -> list[tuple[Handle, Output]]:
@@ -287,7 +289,8 @@ class Engine:
     def _open(self, handle: Handle) -> None:
         request, new_tokens = handle.request, handle.request.stop.max_new_tokens
         capture = request.drafter.capture if new_tokens > SHORT else replace(request.drafter.capture, top_k=0)
-        session = self.target.open(request.tokens, request.sampling, capture, len(request.tokens) + new_tokens)
+        length = len(request.tokens) + new_tokens
+        session = self.target.open(request.tokens, request.sampling, capture, length, request.owner)
         running = self._start(session, handle)
         if not session.unread:
             self._fork(running)
@@ -308,11 +311,9 @@ class Engine:
 
     def _prefill(self) -> None:
         """Reads one chunk of one prompt; while no request is running, chunks of so many prompts as make a large one."""
-        reading = [each for each in self._active if each.reading and each.error is None]
-        if not reading:
+        if not (reading := [each for each in self._active if each.reading and each.error is None]):
             return
-        alone = len(reading) == len(self._active)
-        left = LARGEST
+        alone, left = len(reading) == len(self._active), LARGEST
         while reading and left > 0:
             first = reading.pop(0)
             before = first.session.unread

@@ -95,6 +95,7 @@ class TargetInfo:
             number of rows, so that all trees of up to `max_nodes` nodes cost the same.
         bucket: steps with drafted nodes have a multiple of so many rows, padding included, since a forward of another
             size than the last one takes longer; 1 for no padding.
+        cache_tokens: tokens that the KV cache of all sequences together can hold; 0 where that is not limited.
     """
 
     name: str
@@ -109,6 +110,7 @@ class TargetInfo:
     hidden_size: int = 0
     exact: bool = False
     bucket: int = 1
+    cache_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,12 @@ class Target(Protocol):
     def max_nodes(self) -> int: ...
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        capture: Capture = NOTHING,
+        reserve: int = 0,
+        owner: str = "",
     ) -> Session:
         """A session for a prompt, which is not read yet. Returns at once.
 
@@ -180,6 +187,7 @@ class Target(Protocol):
             capture: what `prefill` is to give of the prompt's rows. It must be what the target can give.
             reserve: the length that the sequence may grow to, where it is known. A target whose sessions share a cache
                 of fixed size keeps that much of it free.
+            owner: of the prompt. Cache entries that are kept are shared by prompts of one owner only.
 
         Raises:
             BadParameter: no tokens, or one outside the vocabulary.

@@ -118,7 +118,12 @@ class ToyTarget:
         self._row = lru_cache(maxsize=1 << 16)(self._compute_row)
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        capture: Capture = NOTHING,
+        reserve: int = 0,
+        owner: str = "",
     ) -> ToySession:
         require(self.info, capture.needs, "this capture")
         return ToySession(self, checked_prompt(tokens, self.info), params, capture)

@@ -39,13 +39,18 @@ class SequenceView:
         drafter_cache: what drafters keep from one text to the next; None where nothing is to be kept.
         prediction: the tokens that the user expects the text to consist of; empty where nothing is expected.
         grammar: what tokens may come next, see `leapahead.core.grammar`; None where the text may have any form.
+        owner: see `Target.open`, for targets that draft.
         replay: committed tokens that take rows of the next forward once more; see `Session.replay`.
     """
 
     def __init__(
-        self, sampler: Sampler, drafter_cache: SectionStore | None = None, prediction: Sequence[int] = ()
+        self,
+        sampler: Sampler,
+        drafter_cache: SectionStore | None = None,
+        prediction: Sequence[int] = (),
+        owner: str = "",
     ) -> None:
-        self.drafter_cache, self.prediction = drafter_cache, tuple(prediction)
+        self.drafter_cache, self.prediction, self.owner = drafter_cache, tuple(prediction), owner
         self.replay = 0
         self._sampler = sampler
         self.tokens = sampler.tokens

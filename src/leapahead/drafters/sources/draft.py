@@ -56,7 +56,7 @@ class DraftSource(Source):
     def runner(self) -> DraftRunner:
         """Made when it is first needed: only then has the target read the prompt, which an early exit shares."""
         if self._runner is None:
-            self._runner = DraftRunner(self.target, self._sequence.tokens)
+            self._runner = DraftRunner(self.target, self._sequence.tokens, owner=self._sequence.owner)
         return self._runner
 
     def read(self, sequence: SequenceView) -> None:

@@ -53,18 +53,20 @@ class Cells:
         """Cells of idle tracks."""
         return sum(track.cells - track.shared for track, _ in self._idle)
 
-    def acquire(self, tokens: Sequence[int], reserve: int, reuse: int) -> Track:
+    def acquire(self, tokens: Sequence[int], reserve: int, reuse: int, owner: str = "") -> Track:
         """A track for a prompt.
 
         Args:
             tokens: of the prompt that its cells are to hold.
             reserve: the number of cells that the sequence may grow to.
             reuse: greatest number of tokens whose cells may be taken over from an idle track with the same beginning.
+            owner: see `Target.open`.
 
         Raises:
             CacheFull: no id, or not enough cells.
         """
-        track = self._with_prefix(tokens[:reuse]) or self._track(self.context, self._spare_id, self._new_id())
+        track = self._with_prefix(tokens[:reuse], owner) or self._track(self.context, self._spare_id, self._new_id())
+        track.owner = owner
         track.prompt, track.reserve = len(tokens), max(reserve, len(tokens) + 1)
         try:
             self._reserve(track, f"a prompt of {len(tokens) + 1} tokens")
@@ -94,7 +96,8 @@ class Cells:
 
     def keep(self, track: Track, tokens: list[int]) -> None:
         """Keeps the state of an open track, which has read just these tokens, for prompts that begin with them."""
-        known = next((index for index, (_, theirs) in enumerate(self._idle) if theirs == tokens), None)
+        same = (at for at, (each, theirs) in enumerate(self._idle) if theirs == tokens and each.owner == track.owner)
+        known = next(same, None)
         if known is not None:
             self._idle.append(self._idle.pop(known))
         elif self._free or self._idle:
@@ -110,7 +113,7 @@ class Cells:
         """A track for the same tokens, which owns no cells yet."""
         twin = self._track(self.context, self._spare_id, self._new_id(track))
         twin.length = twin.shared = track.length
-        twin.parent, twin.top_k = track, track.top_k
+        twin.parent, twin.top_k, twin.owner = track, track.top_k, track.owner
         return twin
 
     def release(self, track: Track, tokens: Sequence[int], keep: bool) -> None:
@@ -205,12 +208,12 @@ class Cells:
         self._free.remove(found := choice(self._free))
         return found
 
-    def _with_prefix(self, tokens: Sequence[int]) -> Track | None:
-        """The idle track that has most in common with `tokens`, cut to that. A state cannot be cut."""
+    def _with_prefix(self, tokens: Sequence[int], owner: str) -> Track | None:
+        """The owner's idle track that has most in common with `tokens`, cut to that. A state cannot be cut."""
         best, most, stateful = -1, 0, self.context.model.stateful
         for index, (track, theirs) in enumerate(self._idle):
             common = common_prefix(theirs, list(tokens), len(tokens)) // self.whole * self.whole
-            if common <= most or (stateful and common < len(theirs)):
+            if common <= most or (stateful and common < len(theirs)) or track.owner != owner:
                 continue
             if stateful or self.context.first_position(track.main) == 0:  # else a window has moved on
                 best, most = index, common

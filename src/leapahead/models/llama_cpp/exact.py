@@ -91,9 +91,14 @@ class ExactLlamaCppTarget(LlamaCppTarget):
         return self.info.capabilities
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        capture: Capture = NOTHING,
+        reserve: int = 0,
+        owner: str = "",
     ) -> LlamaCppSession:
-        session = super().open(tokens, params, capture, reserve)
+        session = super().open(tokens, params, capture, reserve, owner)
         session.chunked = len(session.tokens) - 1
         return session
 

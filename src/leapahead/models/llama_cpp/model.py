@@ -113,9 +113,7 @@ class _Part:
 
 
 class LlamaCppTarget:
-    """A GGUF file; see `leapahead.models.base.Target`.
-
-    Hidden states are those of the last layer (-1): llama.cpp's public interface gives no others.
+    """A GGUF file; see `leapahead.models.base.Target`. Hidden states are those of the last layer (-1) only.
 
     Args:
         model: the file, loaded.
@@ -144,6 +142,7 @@ class LlamaCppTarget:
             fingerprint=f"llama.cpp {model.fingerprint} {self.context.fingerprint}",
             layers=model.layers,
             hidden_size=model.hidden_size,
+            cache_tokens=self.context.n_ctx,
         )
         able = self._tested()
         self.info = replace(self.info, capabilities=able, replays=model.stateful and CHAIN in able)
@@ -171,20 +170,24 @@ class LlamaCppTarget:
         return max(1, room // max(1, len(self._sessions)))
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        capture: Capture = NOTHING,
+        reserve: int = 0,
+        owner: str = "",
     ) -> LlamaCppSession:
         """See `Target.open`. Cells of a closed session whose tokens begin like the prompt are taken over.
 
-        Hidden states are not kept with the cells, so that a prompt whose hidden states are captured is read whole.
-        Top-k tokens are; at least one row of a prompt is read where they are captured, but for a recurrent state, which
-        cannot go back by one token.
+        Hidden states are not kept, so that a prompt whose hidden states are captured is read whole. Top-k tokens are;
+        at least one row is read where they are captured, but for a recurrent state, which cannot go back by a token.
         """
         self._check(capture)
         tokens = checked_prompt(tokens, self.info)
         sampler = Sampler(params, tokens, self.info.vocab_size)
         again = capture.top_k > 0 and not self.model.stateful
         reuse = 0 if capture.hidden else max(0, len(tokens) - 1 - again)
-        session = LlamaCppSession(self, self._cells.acquire(tokens[:-1], reserve, reuse), sampler, capture)
+        session = LlamaCppSession(self, self._cells.acquire(tokens[:-1], reserve, reuse, owner), sampler, capture)
         self._sessions.append(session)
         self._keep_state(session)
         return session

@@ -85,9 +85,9 @@ class GgufTokenizer:
             size = -count
 
     def apply_chat_template(
-        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **variables: Any
     ) -> str:
-        """The text of a conversation; `tokenize` must be false.
+        """The text of a conversation; `tokenize` must be false. `variables` are further ones of the template.
 
         Raises:
             ValueError: the file has no chat template, or the template fails for these messages.
@@ -109,7 +109,7 @@ class GgufTokenizer:
                 bos_token=text(self.bos_token_id),
                 add_generation_prompt=add_generation_prompt,
             )
-            return str(formatter(messages=conversation).prompt)  # type: ignore[arg-type]
+            return str(formatter(messages=conversation, **variables).prompt)  # type: ignore[arg-type]
         except TemplateError as error:
             raise ValueError(f"the chat template of the file fails: {error}") from None
 

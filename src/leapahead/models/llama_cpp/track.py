@@ -40,12 +40,13 @@ class Track:
         top_k: captured after the last rows of its prompt.
         parent: the track that the first `shared` cells are counted with, see `cells.Cells`.
         shared: number of those cells.
+        owner: see `Target.open`.
     """
 
     def __init__(self, context: Context, new_id: NewId, main: int) -> None:
         self.context, self._new_id, self.main = context, new_id, main
         self.copies: dict[int, int] = {}
-        self.prompt, self.reserve = 0, 0
+        self.prompt, self.reserve, self.owner = 0, 0, ""
         self._reset()
 
     def _reset(self) -> None:

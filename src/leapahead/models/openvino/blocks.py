@@ -56,6 +56,7 @@ class Track:
         pending: entries behind them that the last forward wrote.
         reserve: the length that the sequence is expected to grow to.
         top_k: what was captured of the sequence's prompt, of positions below `length`.
+        owner: see `Target.open`.
     """
 
     tokens: list[int]
@@ -64,6 +65,7 @@ class Track:
     pending: int = 0
     reserve: int = 0
     top_k: TopK | None = None
+    owner: str = ""
 
 
 class Pool:
@@ -115,20 +117,21 @@ class Pool:
 
     # Sequences
 
-    def take(self, tokens: list[int], reuse: int, reserve: int = 0) -> Track:
+    def take(self, tokens: list[int], reuse: int, reserve: int = 0, owner: str = "") -> Track:
         """A track for a new sequence, with the entries of as many of its first `reuse` tokens as any track has.
 
         Args:
             reserve: the length that the sequence is expected to grow to.
+            owner: see `Target.open`.
 
         Raises:
             CacheFull: it does not fit beside the open sequences.
         """
         reserve = max(len(tokens), reserve)
         self._admit(len(tokens), reserve)
-        track = Track(tokens, reserve=reserve)
+        track = Track(tokens, reserve=reserve, owner=owner)
         shared, source = 0, None
-        for each in (*self._idle, *self.open):
+        for each in (each for each in (*self._idle, *self.open) if each.owner == owner):
             found = common_prefix(each.tokens, tokens, min(each.length, reuse))
             shared, source = (found, each) if found > shared else (shared, source)
         if source is not None:
@@ -146,7 +149,7 @@ class Pool:
             CacheFull: it does not fit beside the open sequences.
         """
         self._admit(len(tokens), max(track.reserve, len(tokens)))
-        twin = Track(tokens, reserve=track.reserve)
+        twin = Track(tokens, reserve=track.reserve, owner=track.owner)
         self._share(twin, track, track.length)
         self.open.append(twin)
         return twin
@@ -159,7 +162,7 @@ class Pool:
         self.discard(track)
         track.tokens = track.tokens[: track.length]
         for each in list(self._idle):  # a track that begins another one is of no more use
-            if common_prefix(each.tokens, track.tokens, each.length) == each.length:
+            if each.owner == track.owner and common_prefix(each.tokens, track.tokens, each.length) == each.length:
                 self._drop(each)
         if track.length:
             self._idle.append(track)

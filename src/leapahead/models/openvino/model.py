@@ -116,6 +116,7 @@ class OpenVinoTarget:
             hidden_size=model.hidden_size,
             exact=exact,
             bucket=BUCKET,
+            cache_tokens=cache_tokens,
         )
         self.info = replace(self.info, capabilities=selftest.capabilities(self, window))
         if exact and (wrong := selftest.differing_bits(self)):
@@ -143,7 +144,12 @@ class OpenVinoTarget:
         return TREE_ROOM if self._within_window and self._window < UNLIMITED else UNLIMITED
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        capture: Capture = NOTHING,
+        reserve: int = 0,
+        owner: str = "",
     ) -> OpenVinoSession:
         """See `Target.open`. The entries of a prompt that begins like an earlier one are taken from the cache.
 
@@ -154,7 +160,7 @@ class OpenVinoTarget:
         prompt = checked_prompt(tokens, self.info)
         sampler = Sampler(params, prompt, self.info.vocab_size)
         reuse = 0 if capture.hidden else max(0, len(prompt) - 1 - (capture.top_k > 0))
-        track = self.pool.take(sampler.tokens, reuse, min(reserve, self.info.context_length))
+        track = self.pool.take(sampler.tokens, reuse, min(reserve, self.info.context_length), owner)
         session = OpenVinoSession(self, track, sampler, capture)
         self._sessions.append(session)
         return session

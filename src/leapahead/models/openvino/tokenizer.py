@@ -76,9 +76,9 @@ class OpenVinoTokenizer:
             ) from None
 
     def apply_chat_template(
-        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **variables: Any
     ) -> str:
-        """The text of a conversation; `tokenize` must be false.
+        """The text of a conversation; `tokenize` must be false. `variables` are further ones of the template.
 
         Raises:
             ValueError: the folder has no chat template, or the template fails for these messages.
@@ -87,7 +87,8 @@ class OpenVinoTokenizer:
         if self.chat_template is None:
             raise ValueError("the folder has no chat template")
         try:
-            return str(self._tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt))
+            more = {"extra_context": variables} if variables else {}
+            return str(self._tokenizer.apply_chat_template(conversation, add_generation_prompt, **more))
         except RuntimeError as error:
             raise ValueError(f"the chat template of the folder fails: {first_line(error)}") from None
 

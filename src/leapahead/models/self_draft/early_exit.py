@@ -246,8 +246,8 @@ class ExitExecutor:
         self.own, self.halves = own, halves
         self.capabilities = own.capabilities
 
-    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0) -> State:
-        return self.own.open(tokens, reuse, reserve)
+    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0, owner: str = "") -> State:
+        return self.own.open(tokens, reuse, reserve, owner)
 
     def prefill(self, state: Any, count: int, rows: int = 1, layers: Layers = ()) -> Outputs:
         return self.own.prefill(state, count, rows, layers)
@@ -328,11 +328,16 @@ class EarlyExit(TransformersTarget):
         return self.halves is not None and self.halves.handover.row_of(tokens) is not None
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        capture: Capture = NOTHING,
+        reserve: int = 0,
+        owner: str = "",
     ) -> TransformersSession:
         """A session that shares the row of the target's session with this token list, or one with a row of its own."""
         if self.halves is None or (row := self.halves.handover.row_of(tokens)) is None:
-            return super().open(tokens, params, capture, reserve)
+            return super().open(tokens, params, capture, reserve, owner)
         if list(map(id, self._whole.modules())) != self._modules:
             raise LeapaheadError(
                 f"modules of the model were replaced since {self.info.name} was made of it, so it cannot draft; make a "

@@ -94,14 +94,14 @@ class ExactExecutor(CachedExecutor):
     def another(self, model: Any) -> ExactExecutor:
         return ExactExecutor(model, ExactCache(), self.patterns)
 
-    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0) -> CachedState:
-        state = super().open(tokens, reuse, reserve)
+    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0, owner: str = "") -> CachedState:
+        state = super().open(tokens, reuse, reserve, owner)
         assert isinstance(state.row, ExactRow)
         state.row.read = state.row.length
         return state
 
     def fork(self, state: CachedState, tokens: list[int]) -> CachedState:
-        twin = self.open(tokens, 0, state.row.reserved)
+        twin = self.open(tokens, 0, state.row.reserved, state.row.owner)
         assert isinstance(twin.row, ExactRow)
         assert isinstance(state.row, ExactRow)
         self.cache.share(twin.row, state.row, state.length)

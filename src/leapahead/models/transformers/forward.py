@@ -72,11 +72,12 @@ class Executor(Protocol):
 
     capabilities: frozenset[str]
 
-    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0) -> State:
+    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0, owner: str = "") -> State:
         """A state for a sequence, of which at most the first `reuse` tokens are taken from other sequences' entries.
 
         Args:
             reserve: the length that the sequence is expected to grow to.
+            owner: see `Target.open`.
         """
 
     def prefill(self, state: Any, count: int, rows: int = 1, layers: Layers = ()) -> Outputs:
@@ -161,8 +162,8 @@ class CachedExecutor:
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.few_logits = ["logits_to_keep"] if accepts(model, "logits_to_keep") else []
 
-    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0) -> CachedState:
-        return CachedState(self.cache, self.cache.take(tokens, min(reuse, len(tokens) - 1), reserve), tokens)
+    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0, owner: str = "") -> CachedState:
+        return CachedState(self.cache, self.cache.take(tokens, min(reuse, len(tokens) - 1), reserve, owner), tokens)
 
     def prefill(self, state: CachedState, count: int, rows: int = 1, layers: Layers = ()) -> Outputs:
         start = state.length
@@ -177,7 +178,7 @@ class CachedExecutor:
         return outputs
 
     def fork(self, state: CachedState, tokens: list[int]) -> CachedState:
-        return self.open(tokens, state.length, state.row.reserved)
+        return self.open(tokens, state.length, state.row.reserved, state.row.owner)
 
     def forward(
         self,

@@ -55,6 +55,7 @@ class Row:
         busy: whether an open session owns it.
         reserved: the length that its sequence is expected to grow to.
         top_k: what was captured of the sequence's prompt, of positions below `length`.
+        owner: see `Target.open`.
     """
 
     index: int
@@ -66,6 +67,7 @@ class Row:
     busy: bool = False
     reserved: int = 0
     top_k: TopK | None = None
+    owner: str = ""
 
     def common(self, prefix: list[int]) -> int:
         """How many of the first tokens of `prefix`, a list, have their entries in this row."""
@@ -149,11 +151,12 @@ class KVCache(Cache):  # type: ignore[misc]
 
     # Rows
 
-    def take(self, tokens: list[int], reuse: int, reserve: int = 0) -> Row:
+    def take(self, tokens: list[int], reuse: int, reserve: int = 0, owner: str = "") -> Row:
         """A row for a new sequence, with the entries of as many of its first `reuse` tokens as any row has.
 
         Args:
             reserve: the length that the sequence is expected to grow to.
+            owner: see `Target.open`.
 
         Raises:
             CacheFull: it does not fit beside the open sequences.
@@ -161,7 +164,7 @@ class KVCache(Cache):  # type: ignore[misc]
         reserve = max(len(tokens), reserve)
         self._admit(len(tokens), reserve)
         wanted = tokens[:reuse]
-        common = {row: row.common(wanted) for row in self.rows}
+        common = {row: row.common(wanted) if row.owner == owner else 0 for row in self.rows}
         free = [row for row in self.rows if not row.busy]
         if not free:
             self._make_room(len(self.rows) + 1, 0)
@@ -172,7 +175,7 @@ class KVCache(Cache):  # type: ignore[misc]
         shared, own = common[source], common.get(row, 0)
         self.share(row, source if shared > own else row, shared)
         row.tokens, row.pending, row.slots, row.reserved = tokens, 0, None, reserve
-        row.length, row.extent, row.busy = shared, max(row.extent, shared), True
+        row.length, row.extent, row.busy, row.owner = shared, max(row.extent, shared), True, owner
         return row
 
     def share(self, row: Row, source: Row, shared: int) -> None:

@@ -9,6 +9,7 @@ Knows neither drafters nor text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from threading import RLock
 from typing import Any
 
@@ -157,13 +158,19 @@ class TransformersTarget:
         if isinstance(self.executor, ExactExecutor):
             self.max_nodes = self.executor.step_rows
         if isinstance(self.executor, CachedExecutor):
-            self.executor.cache.limit = cache_tokens or self._usual_tokens(self.executor.cache)
+            self.executor.cache.limit = limit = cache_tokens or self._usual_tokens(self.executor.cache)
+            self.info = replace(self.info, cache_tokens=limit)
         self.executor.forget()  # the entries of the test
         self.eager_choice = self.device.type != "cpu" if eager_choice is None else eager_choice
         self._on_host = self.device.type == "cpu" and not self.eager_choice
 
     def open(
-        self, tokens: Sequence[int], params: SamplingParams, capture: Capture = NOTHING, reserve: int = 0
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        capture: Capture = NOTHING,
+        reserve: int = 0,
+        owner: str = "",
     ) -> TransformersSession:
         """See `Target.open`. The entries of a prompt that begins like an earlier one are taken from the cache.
 
@@ -176,7 +183,7 @@ class TransformersTarget:
         again = capture.top_k > 0 and not self.info.replays
         reuse = 0 if self._layers(capture) else max(0, len(prompt) - 1 - again)
         with torch.no_grad(), out_of_memory_in(f"a prompt of {len(prompt)} tokens", 1, self.device):
-            state = self.executor.open(prompt, reuse, min(reserve, self.info.context_length))
+            state = self.executor.open(prompt, reuse, min(reserve, self.info.context_length), owner)
         return TransformersSession(prompt, state, self._sampler(params, prompt), capture)
 
     def prefill(self, session: TransformersSession, max_tokens: int) -> PromptRows | None:

@@ -72,7 +72,7 @@ class NativeExecutor:
         if self.name is None:
             raise Refused("its forward takes no cache")
 
-    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0) -> NativeState:
+    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0, owner: str = "") -> NativeState:
         return NativeState(tokens)
 
     def prefill(self, state: NativeState, count: int, rows: int = 1, layers: Layers = ()) -> Outputs:

@@ -126,14 +126,14 @@ class ReplayExecutor(MaskedExecutor):
         boolean, cache = self.dtype is None, stateful_cache(model)
         return ReplayExecutor(model, cache, self.patterns, boolean, self.config, self.masked, self.settings)
 
-    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0) -> ReplayState:
-        row = self.cache.take(tokens, min(reuse, len(tokens) - 1), reserve)
+    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0, owner: str = "") -> ReplayState:
+        row = self.cache.take(tokens, min(reuse, len(tokens) - 1), reserve, owner)
         assert isinstance(row, StatefulRow)
         return ReplayState(self.cache, row, tokens)
 
     def fork(self, state: CachedState, tokens: list[int]) -> ReplayState:
         assert isinstance(state, ReplayState)
-        fork = self.open(tokens, state.row.length, state.row.reserved)
+        fork = self.open(tokens, state.row.length, state.row.reserved, state.row.owner)
         fork.row.replay = state.length - fork.row.length
         return fork
 

@@ -1,0 +1,199 @@
+"""`leapahead serve`: an OpenAI-compatible server. What it needs beside the library is imported when it starts."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from leapahead.api import LLM
+from leapahead.cli.cache import DRAFTER_CACHE
+from leapahead.cli.command import Command, option
+from leapahead.cli.generate import open_llm
+from leapahead.cli.options import DRAFTER, EXISTING_FILE, MODEL, all_of
+from leapahead.core.errors import BadParameter, needing
+
+SERVER, LIMITS, ACCESS = "Server options", "Limits", "Access options"
+PACKAGES = ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "h11")
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of a generation_config that are taken
+
+ADDRESS = (
+    option("--host", default="127.0.0.1", metavar="HOST", group=SERVER, help="Address to listen at."),
+    option("--port", type=click.IntRange(0, 65535), default=8000, metavar="N", group=SERVER, help="0 is any free one."),
+    option(
+        "--served-model-name",
+        "names",
+        multiple=True,
+        metavar="NAME",
+        group=SERVER,
+        show_default="the model as given",
+        help="Name of the model in requests. May be repeated.",
+    ),
+    option("--max-batch", type=int, default=8, metavar="N", group=SERVER, help="Most texts that are decoded together."),
+    option(
+        "--generation-config",
+        is_flag=True,
+        group=SERVER,
+        help="Take sampling parameters that a request leaves out from the model's generation_config, not OpenAI's.",
+    ),
+    option("--log-prompts", is_flag=True, group=SERVER, help="Let the log contain prompts and texts."),
+)
+WHO = (
+    option(
+        "--api-key",
+        "api_keys",
+        multiple=True,
+        metavar="KEY",
+        group=ACCESS,
+        help="A key that requests must have. May be repeated. Other users of the machine can see it here; "
+        "LEAPAHEAD_API_KEY and --api-key-file hide it.",
+    ),
+    option("--api-key-file", type=EXISTING_FILE, metavar="FILE", group=ACCESS, help="A file with a key in each line."),
+    option("--no-auth", is_flag=True, group=ACCESS, help="Listen at other addresses than loopback without any key."),
+    option(
+        "--allowed-origin",
+        "origins",
+        multiple=True,
+        metavar="ORIGIN",
+        group=ACCESS,
+        help="An origin whose pages may call the server from a browser; `*` is all. May be repeated.",
+    ),
+    option(
+        "--shared-drafter-cache",
+        is_flag=True,
+        group=ACCESS,
+        help="Let drafts for one key come from texts of other keys, too.",
+    ),
+)
+
+
+def _limit(name: str, help_text: str, kind: Any = int, default: Any = None, unit: str = "N") -> Any:
+    return option(name, type=kind, default=default, metavar=unit, group=LIMITS, help=help_text)
+
+
+BOUNDS = (
+    _limit(
+        "--max-queue", "Most texts that wait beside those that are decoded; more are answered with 429.", default=256
+    ),
+    _limit("--max-samples", "Greatest `n`: texts of a prompt.", default=16),
+    _limit("--max-prompts", "Most prompts of a request.", default=64),
+    _limit("--max-prompt-tokens", "Greatest length of a prompt."),
+    _limit("--max-tokens", "Greatest length of a text."),
+    _limit("--default-max-tokens", "Length of answers in chats where a request names none; by default the context's."),
+    _limit("--max-logprobs", "Most alternatives that are reported for each token.", default=20),
+    _limit("--max-stops", "Most stop strings of a request.", default=16),
+    _limit("--max-body-bytes", "Greatest size of a request's body.", default=4 * 2**20),
+    _limit("--header-seconds", "Longest time for the headers of a request.", float, 10.0, "S"),
+    _limit("--body-seconds", "Longest time for the body of a request.", float, 60.0, "S"),
+    _limit("--request-seconds", "Longest time for a request, in the queue too.", float, None, "S"),
+    _limit("--shutdown-seconds", "How long running requests may go on after SIGTERM.", float, 30.0, "S"),
+)
+NAMES = {
+    "max_queue": "queue",
+    "max_samples": "samples",
+    "max_prompts": "prompts",
+    "max_logprobs": "logprobs",
+    "max_stops": "stops",
+}
+NAMES |= {"max_body_bytes": "body_bytes", "max_prompt_tokens": "prompt_tokens"}
+OF_LIMITS = (
+    *(
+        "max_queue",
+        "max_samples",
+        "max_prompts",
+        "max_prompt_tokens",
+        "max_tokens",
+        "default_max_tokens",
+        "max_logprobs",
+    ),
+    *("max_stops", "max_body_bytes", "header_seconds", "body_seconds", "request_seconds", "shutdown_seconds"),
+)
+
+
+@click.command(
+    cls=Command,
+    examples=(
+        "leapahead serve model.gguf --port 8000",
+        "leapahead serve Qwen/Qwen3-0.6B --host 0.0.0.0 --api-key-file keys.txt",
+        "leapahead serve model.gguf --draft draft.gguf --served-model-name my-model --drafter-cache drafts.npz",
+    ),
+)
+@click.argument("name", required=False, metavar="[MODEL]")
+@all_of(ADDRESS, MODEL, DRAFTER, DRAFTER_CACHE, WHO, BOUNDS)
+def serve(
+    name: str | None,
+    host: str,
+    port: int,
+    names: tuple[str, ...],
+    max_batch: int,
+    generation_config: bool,
+    log_prompts: bool,
+    api_keys: tuple[str, ...],
+    api_key_file: Path | None,
+    no_auth: bool,
+    origins: tuple[str, ...],
+    shared_drafter_cache: bool,
+    **values: Any,
+) -> None:
+    """Serve MODEL by the API of OpenAI, at /v1/completions and /v1/chat/completions.
+
+    The texts are those of plain decoding, whatever is drafted and however many are decoded together. Requests can say
+    what they expect (`prediction`). Logs are lines of JSON on standard error, metrics are at /metrics. SIGTERM or
+    Ctrl-C ends the server when running requests are answered.
+    """
+    with needing("leapahead serve", "serve", *PACKAGES):
+        from leapahead.serve import app, keys, logs, server, settings
+    if name is not None and values["model"] is not None:
+        raise BadParameter(f"the model is given twice, as {name!r} and as --model {values['model']}; give it once")
+    values["model"] = name = name if name is not None else values["model"]
+    given = keys.given(api_keys, api_key_file, os.environ.get(keys.ENVIRONMENT))
+    if not given and not no_auth and not is_loopback(host):
+        raise BadParameter(
+            f"--host {host} lets other machines in, which needs an API key: set {keys.ENVIRONMENT}, or give "
+            "--api-key-file; --no-auth lets everybody in"
+        )
+    bounds = {key: values.pop(key) for key in OF_LIMITS}
+    limits = settings.Limits(**{NAMES.get(key, key): value for key, value in bounds.items()})
+    listening = server.bound(host, port)
+    with listening:
+        llm = open_llm(values, max_batch)
+        chosen = settings.Settings(
+            names=names or (str(name or "bundled"),),
+            keys=given,
+            cors=origins,
+            share_drafter_cache=shared_drafter_cache,
+            log_prompts=log_prompts,
+            defaults=model_defaults(llm) if generation_config else {},
+            limits=limits,
+        )
+        logs.set_up()
+        application, worker = app.make(llm, chosen)
+        server.run(application, worker, limits, listening)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def model_defaults(llm: LLM) -> dict[str, float]:
+    """The sampling parameters of a model's generation_config.
+
+    Raises:
+        BadParameter: the model has none.
+    """
+    config = getattr(getattr(llm.target, "model", None), "generation_config", None)  # of Transformers only
+    if config is None:
+        raise BadParameter(
+            f"--generation-config is not possible with {llm.target.info.name}, which has none; leave it out"
+        )
+    if getattr(config, "do_sample", None) is False:
+        return {"temperature": 0.0}
+    found = {name: getattr(config, name, None) for name in DEFAULTS}
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,45 @@
+"""The server's limits in the OpenAPI schema, so that it tells what will be refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from leapahead.models.base import TargetInfo
+from leapahead.serve.schema import LIMIT
+from leapahead.serve.settings import Limits
+
+
+def longest(limits: Limits, info: TargetInfo) -> int:
+    """Greatest `max_tokens` that a request may give."""
+    return info.context_length if limits.max_tokens is None else min(info.context_length, limits.max_tokens)
+
+
+def apply(schema: Any, limits: Limits, info: TargetInfo) -> None:
+    """Writes the limits into the parts of a schema that are marked by `LIMIT`."""
+    known: dict[str, dict[str, Any]] = {
+        "vocabulary": {"maximum": info.vocab_size - 1},
+        "biases": {"propertyNames": {"pattern": below(info.vocab_size)}},
+        "length": {"maximum": longest(limits, info)},
+        "samples": {"maximum": limits.samples},
+        "prompts": {"maxItems": limits.prompts},
+        "logprobs": {"maximum": limits.logprobs},
+        "stops": {"maxItems": limits.stops},
+    }
+    if isinstance(schema, dict):
+        schema.update(known.get(schema.pop(LIMIT, ""), {}))
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        apply(part, limits, info)
+
+
+def below(size: int) -> str:
+    """A pattern of the decimal numbers from 0 to `size` - 1."""
+    digits = str(size - 1)
+    count = len(digits)
+    choices = [digits]
+    if count > 1:
+        choices.append(f"[0-9]{{1,{count - 1}}}")
+    for index, digit in enumerate(digits):
+        if digit != "0":
+            rest = count - index - 1
+            choices.append(f"{digits[:index]}[0-{int(digit) - 1}]" + (f"[0-9]{{{rest}}}" if rest else ""))
+    return f"^({'|'.join(choices)})$"

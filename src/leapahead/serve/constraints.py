@@ -1,0 +1,55 @@
+"""Parameters of OpenAI and vLLM that this server does not have, refused by their names.
+
+A null is what a client sends for a parameter that is not given, so it is left out here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic_core import PydanticCustomError
+
+UNSUPPORTED: Literal["unsupported"] = "unsupported"
+NOT_HERE = "is not supported by this server; leave it out"
+GENERATION = {
+    name: NOT_HERE
+    for name in (
+        *("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "structured_outputs"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "suffix", "use_beam_search"),
+        *("length_penalty", "prompt_logprobs", "truncate_prompt_tokens", "priority", "audio", "metadata"),
+        *("reasoning_effort", "service_tier", "web_search_options", "verbosity", "prompt_cache_key"),
+        *("safety_identifier", "chat_template", "continue_final_message", "documents", "echo", "best_of"),
+    )
+}
+MESSAGE = {name: NOT_HERE for name in ("tool_calls", "tool_call_id", "function_call", "audio", "refusal")}
+PARTS = ("image_url", "input_audio", "video_url", "audio_url", "file", "image", "refusal")
+REFUSED = {"CompletionRequest": GENERATION, "ChatRequest": GENERATION, "Message": MESSAGE}
+KNOWN = {"CompletionRequest": ("echo", "best_of")}  # that the other endpoint lacks
+
+
+def refuse(kind: str, data: Any) -> Any:
+    """The members of a JSON object without those that are null and not supported.
+
+    Args:
+        kind: name of the model that it is to become.
+        data: the object, or something else, which validation refuses.
+
+    Raises:
+        PydanticCustomError: it has something that is not supported, of the type `UNSUPPORTED`.
+    """
+    if not isinstance(data, dict):
+        return data
+    if kind == "TextPart" and data.get("type") in PARTS:
+        raise refusal("type", f"content of type {data['type']!r} {NOT_HERE}")
+    if kind == "ResponseFormat" and data.get("type") in ("json_object", "json_schema"):
+        raise refusal("type", f"response_format of type {data['type']!r} {NOT_HERE}")
+    refused = {name: why for name, why in REFUSED.get(kind, {}).items() if name not in KNOWN.get(kind, ())}
+    for name, why in refused.items():
+        if data.get(name) is not None:
+            raise refusal(name, f"{name} {why}")
+    return {name: value for name, value in data.items() if value is not None or name not in refused}
+
+
+def refusal(param: str, why: str, kind: Literal["unsupported", "invalid"] = UNSUPPORTED) -> PydanticCustomError:
+    """An error of validation that names a parameter, or a part of the one that is validated."""
+    return PydanticCustomError(kind, "{why}", {"param": param, "why": why})

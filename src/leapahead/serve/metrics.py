@@ -1,0 +1,111 @@
+"""Metrics in the format of Prometheus, under the names that vLLM gives them, so that its dashboards work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from leapahead.engine.request import Handle
+from leapahead.planner.draft import Step
+
+LABELS = ("model_name", "engine")
+SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+LONG = (0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+MOST_POSITIONS = 64  # depths of drafts that have a series of their own
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own.
+
+    Args:
+        model: the value of the label `model_name`.
+        running: number of texts that are being decoded.
+        waiting: number of texts that wait.
+        cache_usage: used part of the KV cache, from 0 to 1.
+    """
+
+    def __init__(
+        self, model: str, running: Callable[[], float], waiting: Callable[[], float], cache_usage: Callable[[], float]
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model, "engine": "0"}
+        self._gauge("num_requests_running", "Texts that are being decoded.", running)
+        self._gauge("num_requests_waiting", "Texts that wait to be decoded.", waiting)
+        self._gauge("kv_cache_usage_perc", "Used part of the KV cache; 1 is all of it.", cache_usage)
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.cached_tokens = self._counter("prefix_cache_hits", "Tokens of prompts that were in the cache already.")
+        self.queried_tokens = self._counter("prefix_cache_queries", "Tokens of prompts that were looked up in it.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens of texts.")
+        self.drafts = self._counter("spec_decode_num_drafts", "Steps of texts that had a draft.")
+        self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
+        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        per_position = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by their position in the draft; 0 is the first.",
+            (*LABELS, "position"),
+            registry=self.registry,
+        )
+        self._positions = [per_position.labels(**self._labels, position=str(at)) for at in range(MOST_POSITIONS)]
+        self._finished = Counter(
+            "vllm:request_success", "Finished texts.", (*LABELS, "finished_reason"), registry=self.registry
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self._finished.labels(**self._labels, finished_reason=reason)
+        self.first_token = self._histogram("time_to_first_token_seconds", "From the request to the first token.", LONG)
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between the tokens of one step of a text and those of the next.", SHORT
+        )
+        self.whole = self._histogram("e2e_request_latency_seconds", "From the request to the end of the text.", LONG)
+
+    def text(self) -> bytes:
+        """All of them, in the text format of Prometheus."""
+        return generate_latest(self.registry)
+
+    def observe(self, step: Step) -> None:
+        """To be called after every step of a text."""
+        self.generation_tokens.inc(len(step.tokens))
+        drafted, accepted = len(step.tree) - 1, step.verdict.accepted
+        if drafted:
+            self.drafts.inc()
+            self.draft_tokens.inc(drafted)
+            self.accepted_tokens.inc(accepted)
+            for position in range(min(accepted, MOST_POSITIONS)):
+                self._positions[position].inc()
+
+    def finished(self, handle: Handle, began: float, now: float) -> None:
+        """To be called at the end of a text.
+
+        Args:
+            handle: of the text.
+            began: when the request came, in seconds of `time.perf_counter`.
+            now: the same clock.
+        """
+        reason = "error" if handle.error is not None else handle.finish_reason
+        reason = reason if reason in ("stop", "length", "error") else "abort"
+        self._finished.labels(**self._labels, finished_reason=reason).inc()
+        if not handle.times:
+            return
+        self.first_token.observe(handle.times[0] - began)
+        for one, other in zip(handle.times, handle.times[1:], strict=False):
+            self.inter_token.observe(other - one)
+        if reason in ("stop", "length"):
+            self.whole.observe(now - began)
+
+    def read(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """To be called once for every prompt that was read."""
+        self.prompt_tokens.inc(prompt_tokens)
+        self.queried_tokens.inc(prompt_tokens)
+        self.cached_tokens.inc(cached_tokens)
+
+    def _gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
+        gauge = Gauge(f"vllm:{name}", help_text, LABELS, registry=self.registry)
+        gauge.labels(**self._labels).set_function(value)
+
+    def _counter(self, name: str, help_text: str) -> Counter:
+        return Counter(f"vllm:{name}", help_text, LABELS, registry=self.registry).labels(**self._labels)
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"vllm:{name}", help_text, LABELS, buckets=buckets, registry=self.registry).labels(
+            **self._labels
+        )

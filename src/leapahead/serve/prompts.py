@@ -1,0 +1,121 @@
+"""Prompts, chats and predictions as token ids. Runs in threads: tokenizing a long text takes a while."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from leapahead.api import LLM
+from leapahead.inputs import Prompt, encode
+from leapahead.serve.errors import ApiError, of
+from leapahead.serve.schema import Message, joined
+
+KEPT_TOKENS = 1 << 16  # token ids whose text is kept
+
+
+class Texts:
+    """Turns text into token ids and back, within the server's limits.
+
+    Args:
+        llm: the model.
+        most: greatest length of a prompt; None for what the context allows.
+    """
+
+    def __init__(self, llm: LLM, most: int | None = None) -> None:
+        self.llm, self.tokenizer, self.info = llm, llm.tokenizer, llm.target.info
+        self._most = most
+        self.token = lru_cache(KEPT_TOKENS)(self._token)
+
+    def prompts(self, given: str | Sequence[Any], add_special_tokens: bool = True) -> list[list[int]]:
+        """The token ids of each prompt of a completion.
+
+        Raises:
+            ApiError: a prompt is empty, too long, or has a token id outside the vocabulary.
+        """
+        single = isinstance(given, str) or not isinstance(given[0], (str, list))
+        each: Sequence[Any] = [given] if single else given
+        return [self._prompt(prompt, add_special_tokens) for prompt in each]
+
+    def chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """The token ids of a chat, by the tokenizer's chat template.
+
+        Raises:
+            ApiError: there is no template, it does not take these messages, or the chat is too long.
+        """
+        return self._limited("messages", conversation(messages, self.template), add_generation_prompt, variables or {})
+
+    @property
+    def template(self) -> str:
+        """The chat template; "" where there is none."""
+        return str(getattr(self.tokenizer, "chat_template", None) or "")
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, special tokens included; "" without a tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        known = [token for token in tokens if token < len(self.tokenizer)]
+        return self.tokenizer.decode(known, skip_special_tokens=False)
+
+    def ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text; none for an empty one.
+
+        Raises:
+            ApiError: there is no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ApiError(400, "the model has no tokenizer, so it takes token ids only", "prompt", "invalid_value")
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens)) if text else []
+
+    def checked_text(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, special tokens included.
+
+        Raises:
+            ApiError: one is outside the vocabulary.
+        """
+        if outside := [token for token in tokens if token >= self.info.vocab_size]:
+            message = f"tokens has {outside[0]}, which is outside the vocabulary of {self.info.vocab_size}"
+            raise ApiError(400, message, "tokens", "invalid_value")
+        return self.text(tokens)
+
+    def _token(self, token: int) -> str:
+        return self.text([token])
+
+    def _prompt(self, prompt: Any, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str) and not add_special_tokens and self.tokenizer is not None:
+            prompt = self.tokenizer.encode(prompt, add_special_tokens=False)
+        return self._limited("prompt", prompt)
+
+    def _limited(
+        self, param: str, prompt: Prompt, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        try:
+            tokens = encode(prompt, self.tokenizer, self.info, add_generation_prompt, variables)
+        except Exception as error:
+            found = of(error)
+            raise ApiError(found.status_code, found.detail, param, found.code) from error
+        if self._most is not None and len(tokens) > self._most:
+            raise ApiError(
+                400,
+                f"the prompt has {len(tokens)} tokens and this server takes {self._most}; shorten it",
+                param,
+                "context_length_exceeded",
+            )
+        return tokens
+
+
+def conversation(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
+    """Messages as a chat template takes them; developers' ones are system messages for templates that do not know them.
+
+    Args:
+        messages: as the client sent them.
+        template: the source of the chat template.
+    """
+    found = []
+    for message in messages:
+        role = "system" if message.role == "developer" and "developer" not in template else message.role
+        entry = {"role": role, "content": joined(message.content)}
+        found.append(entry if message.name is None else {**entry, "name": message.name})
+    return found

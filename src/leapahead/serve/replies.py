@@ -1,0 +1,205 @@
+"""What responses consist of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, Field
+
+from leapahead import __version__
+
+FINGERPRINT = f"leapahead-{__version__}"
+FinishReason = Literal["stop", "length"]
+T = TypeVar("T")
+IfSet = Annotated[T | None, Field(exclude_if=lambda value: value is None)]  # left out of the JSON where it is None
+
+
+class PromptTokensDetails(BaseModel):
+    """Of the prompt's tokens, those whose cache entries were kept from earlier requests."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    """Of the prediction's tokens, those that were drafted and accepted, and those that were drafted in vain."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+
+class Speculation(BaseModel):
+    """What drafting did for a request, all its texts together.
+
+    Attributes:
+        steps: forwards of the model after the prompt.
+        drafted: tokens that were drafted.
+        accepted: tokens of the texts that had been drafted.
+        acceptance_length: tokens per step; 1 without drafting.
+        accepted_by: source of drafts -> its accepted tokens.
+    """
+
+    steps: int
+    drafted: int
+    accepted: int
+    acceptance_length: float
+    accepted_by: dict[str, int]
+
+
+class Reply(BaseModel):
+    """What all responses with texts have in common."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str = FINGERPRINT
+    usage: IfSet[Usage] = None
+    leapahead: IfSet[Speculation] = None
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities of a completion; an entry for each token. The first token of an echoed prompt has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One text of a completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: None = None
+
+
+class CompletionReply(Reply):
+    """The response of /v1/completions, and a chunk of its stream."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+
+
+class TopLogprob(BaseModel):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """The token that was chosen, and the likeliest ones."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of a message."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(BaseModel):
+    """The answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer of a chat."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+class ChatReply(Reply):
+    """The response of /v1/chat/completions."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    prompt_logprobs: None = None
+
+
+class Delta(BaseModel):
+    """What a chunk adds to an answer."""
+
+    role: IfSet[Literal["assistant"]] = None
+    content: IfSet[str] = None
+
+
+class ChatChunkChoice(BaseModel):
+    """What a chunk adds to one answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatChunk(Reply):
+    """A chunk of a stream of /v1/chat/completions."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+
+
+class Model(BaseModel):
+    """A name of the model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["leapahead"] = "leapahead"
+    root: str
+    parent: None = None
+    max_model_len: int
+    permission: list[Any] = []
+
+
+class Models(BaseModel):
+    """The response of /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class TokenizeReply(BaseModel):
+    """The response of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: IfSet[list[str]] = None
+
+
+class DetokenizeReply(BaseModel):
+    """The response of /detokenize."""
+
+    prompt: str
+
+
+class Health(BaseModel):
+    """The response of /health."""
+
+    status: Literal["ok"] = "ok"

@@ -1,0 +1,380 @@
+"""What requests consist of. An unknown parameter is refused by its name; `constraints` refuses what is not supported.
+
+The types are strict: a number in quotes is no number, true is not 1, and there is no NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+
+from leapahead.core.sampling import LEAST_TEMPERATURE
+from leapahead.serve.constraints import refusal, refuse
+
+LARGEST_SEED = 2**63 - 1  # a sample's index is added to it
+MOST_BIASES = 1024
+MOST_IDS = 1024  # of stop_token_ids
+INT32 = 2**31 - 1
+LIMIT = "x-limit"  # marks what the server's limits bound further, see `bounds`
+
+
+def _integer(value: Any) -> Any:
+    """In JSON, 3.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _number(limit: str, least: int = 0) -> Any:
+    """A whole number that is bounded by one of the server's limits."""
+    return Field(ge=least, le=INT32, json_schema_extra={LIMIT: limit})
+
+
+def _not_tiny(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise ValueError(f"it must be 0, or at least {LEAST_TEMPERATURE:g}")
+    return value
+
+
+INTEGER = BeforeValidator(_integer)
+TokenId = Annotated[int, _number("vocabulary"), INTEGER]
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+BIAS = Field(ge=-100, le=100)
+Biases = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, BIAS]],
+    Field(max_length=MOST_BIASES),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MOST_BIASES,
+            LIMIT: "biases",
+        }
+    ),
+]
+Visible = Annotated[str, Field(pattern=r"[^\s\x1c-\x1f\x85]")]
+Temperature = Annotated[
+    float,
+    Field(ge=0, le=100),
+    AfterValidator(_not_tiny),
+    WithJsonSchema({"anyOf": [{"const": 0}, {"type": "number", "minimum": LEAST_TEMPERATURE, "maximum": 100}]}),
+]
+
+
+def _kind(value: Any) -> str | None:
+    """Which of several types a value is meant to be, so that the error of that one is reported."""
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else ""
+    if isinstance(first, list):
+        return "<lists>"
+    return "<ids>" if isinstance(first, (int, float)) else "<list>"
+
+
+def _either(what: str) -> Discriminator:
+    return Discriminator(_kind, "kind", f"it must be {what}")
+
+
+SEVERAL = Field(min_length=1, fail_fast=True)
+STOPS = Field(fail_fast=True, json_schema_extra={LIMIT: "stops"})
+PROMPTS = Field(min_length=1, fail_fast=True, json_schema_extra={LIMIT: "prompts"})
+Prompt = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[list[Text], PROMPTS, Tag("<list>")]
+    | Annotated[TokenIds, Tag("<ids>")]
+    | Annotated[list[TokenIds], PROMPTS, Tag("<lists>")],
+    _either("text, a list of texts, token ids, or a list of lists of token ids"),
+]
+Stop = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[list[Text], STOPS, Tag("<list>")],
+    _either("text, or a list of texts"),
+]
+
+
+class Strict(BaseModel):
+    """A JSON object without unknown members."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        return refuse(cls.__name__, data)
+
+
+class TextPart(Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], SEVERAL, Tag("<list>")],
+    _either("text, or a list of parts with text"),
+]
+
+
+def joined(content: str | list[TextPart], separator: str = "\n") -> str:
+    """The text of a message's content; vLLM separates parts by newlines, too."""
+    if isinstance(content, str):
+        return content
+    return separator.join(part.text for part in content)
+
+
+class Message(Strict):
+    """A message of a chat.
+
+    Attributes:
+        role: of who wrote it.
+        content: a text, or parts of type "text", which are joined by newlines.
+        name: of who wrote it, for chat templates that show it.
+    """
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: str | None = None
+
+
+class Prediction(Strict):
+    """What the text is expected to be, as for an edit. Wrong parts cost time and never change the text."""
+
+    type: Literal["content"]
+    content: Content
+
+
+class StreamOptions(Strict):
+    """What a stream contains beside the text.
+
+    Attributes:
+        include_usage: a last chunk without choices reports the usage.
+        continuous_usage_stats: every chunk reports it; together with `include_usage` only.
+    """
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class Extension(Strict):
+    """Leapahead's own parameters.
+
+    Attributes:
+        stats: report what drafting did, as `leapahead` in the response or in the last chunk of a stream.
+        deadline_seconds: cancel the request if it takes longer, its time in the queue included.
+    """
+
+    stats: bool = False
+    deadline_seconds: Annotated[float, Field(ge=0.1, le=86400)] | None = None
+
+
+OF_TEMPLATES = ("messages", "conversation", "chat_template", "tokenize", "add_generation_prompt", "tools", "documents")
+
+
+def _not_what_is_set(given: dict[str, Any]) -> dict[str, Any]:
+    for name in given:
+        if name in OF_TEMPLATES:
+            raise ValueError(f"{name!r} cannot be set here")
+    return given
+
+
+Variables = Annotated[
+    dict[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")], Any],
+    AfterValidator(_not_what_is_set),
+    WithJsonSchema(
+        {"type": "object", "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": [*OF_TEMPLATES]}}}
+    ),
+]
+
+
+class ResponseFormat(Strict):
+    """The format of the text."""
+
+    type: Literal["text"]
+
+
+def _condition(name: str, given: dict[str, Any], needs: str) -> dict[str, Any]:
+    """A schema by which a parameter is possible only where another one is true."""
+    return {
+        "if": {"required": [name], "properties": {name: given}},
+        "then": {"required": [needs], "properties": {needs: {"const": True}}},
+    }
+
+
+class Generation(Strict):
+    """What completions and chats have in common.
+
+    Attributes:
+        model: one of the names at /v1/models; the first of them by default.
+        temperature: 0 is greedy decoding.
+        top_p: the likeliest tokens whose probabilities add up to it.
+        top_k: so many of the likeliest tokens; 0 and -1 for all.
+        min_p: tokens that are at least so many times as likely as the likeliest.
+        seed: the same seed and parameters give the same text.
+        n: number of texts for each prompt. Text i has the seed plus i.
+        stop: strings before which the text ends.
+        stop_token_ids: token ids after which the text ends.
+        include_stop_str_in_output: let the text end after the stop string.
+        ignore_eos: continue after the model's end of text.
+        min_tokens: no end of text before so many tokens.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens that the text has.
+        repetition_penalty: above 1, tokens of prompt and text become less likely.
+        logit_bias: token id -> number that is added to its logits.
+        bad_words: strings that must not be written.
+        skip_special_tokens: texts have no special tokens.
+        stream: send the text piece by piece, as server-sent events.
+        stream_options: see `StreamOptions`.
+        prediction: see `Prediction`.
+        response_format: see `ResponseFormat`.
+        user: written to the log, nothing else.
+        leapahead: see `Extension`.
+    """
+
+    model: str | None = None
+    temperature: Temperature | None = None
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: Annotated[int, Field(ge=-1, le=INT32), INTEGER] | None = None
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED), INTEGER] | None = None
+    n: Annotated[int, _number("samples", 1), INTEGER] | None = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_IDS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: Annotated[int, _number("length"), INTEGER] = 0
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    logit_bias: Biases | None = None
+    bad_words: Annotated[list[Visible], Field(max_length=MOST_IDS, fail_fast=True)] | None = None
+    skip_special_tokens: Literal[True] = True
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    prediction: Prediction | None = None
+    response_format: ResponseFormat | None = None
+    user: Annotated[str, Field(max_length=256)] | None = None
+    leapahead: Extension | None = None
+
+    model_config = ConfigDict(json_schema_extra=_condition("stream_options", {"type": "object"}, "stream"))
+
+    @model_validator(mode="after")
+    def _only_streams_have_stream_options(self) -> Generation:
+        if self.stream_options is not None and not self.stream:
+            raise refusal("stream_options", "stream_options are possible with stream=true only", "invalid")
+        return self
+
+    @property
+    def extension(self) -> Extension:
+        return self.leapahead or Extension()
+
+
+class CompletionRequest(Generation):
+    """A request of /v1/completions.
+
+    Attributes:
+        prompt: a text, token ids, or a list of either.
+        max_tokens: greatest length of a text; 16 by default. A text also ends where the context does.
+        logprobs: report the log-probability of every token, and of so many likeliest alternatives.
+        echo: begin the text with the prompt.
+        add_special_tokens: let the tokenizer begin a prompt as the model expects it.
+    """
+
+    prompt: Prompt
+    max_tokens: Annotated[int, _number("length"), INTEGER] | None = None
+    logprobs: Annotated[int, _number("logprobs"), INTEGER] | None = None
+    echo: bool | None = False
+    add_special_tokens: bool = True
+    best_of: Literal[1] | None = None
+
+
+class ChatRequest(Generation):
+    """A request of /v1/chat/completions.
+
+    Attributes:
+        messages: the chat so far.
+        max_tokens, max_completion_tokens: greatest length of a text, the smaller one if both are given; by default
+            what the context allows.
+        logprobs: report the log-probability of every token.
+        top_logprobs: and of so many likeliest alternatives.
+        add_generation_prompt: let the chat template begin the assistant's message.
+        chat_template_kwargs: further variables of the chat template.
+        modalities: of the answer.
+        store: keep the answer.
+    """
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_tokens: Annotated[int, _number("length", 1), INTEGER] | None = None
+    max_completion_tokens: Annotated[int, _number("length", 1), INTEGER] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, _number("logprobs"), INTEGER] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: Variables | None = None
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] | None = None
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [
+                _condition("stream_options", {"type": "object"}, "stream"),
+                _condition("top_logprobs", {"type": "integer", "minimum": 1}, "logprobs"),
+            ]
+        }
+    )
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise refusal("top_logprobs", "top_logprobs are possible with logprobs=true only", "invalid")
+        return self
+
+
+class TokenizePrompt(Strict):
+    """A request of /tokenize for a text.
+
+    Attributes:
+        prompt: the text.
+        add_special_tokens: let the tokenizer begin it as the model expects.
+        return_token_strs: report the text of each token, too.
+    """
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeMessages(Strict):
+    """A request of /tokenize for a chat. See `ChatRequest`."""
+
+    model: str | None = None
+    messages: Annotated[list[Message], SEVERAL]
+    add_generation_prompt: bool = True
+    chat_template_kwargs: Variables | None = None
+    return_token_strs: bool = False
+
+
+def _of_chat(value: Any) -> str:
+    return "<messages>" if isinstance(value, dict) and value.get("messages") is not None else "<prompt>"
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizePrompt, Tag("<prompt>")] | Annotated[TokenizeMessages, Tag("<messages>")], Discriminator(_of_chat)
+]
+
+
+class DetokenizeRequest(Strict):
+    """A request of /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -1,0 +1,43 @@
+"""Log-probabilities of a prompt: it is decoded as a text whose tokens are given.
+
+prompt  a b c d      the text begins after a; b, c and d are drafted, and committed whatever the target chooses
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar
+
+from leapahead.core.tree import Budget, TokenTree
+from leapahead.core.verify import Verdict
+from leapahead.drafters.base import Drafter
+from leapahead.models.base import CHAIN, LOGITS
+from leapahead.models.choices import Choices
+from leapahead.planner.draft import Proposal, SequenceView
+
+CHUNK = 64  # tokens of a step: their logits are all in memory
+
+
+class Given(Drafter):
+    """Commits the prediction, token by token, after a prompt of one token. The tokens behind it are the target's."""
+
+    name: ClassVar[str] = "given"
+    needs: ClassVar[frozenset[str]] = frozenset({CHAIN, LOGITS})
+    same_text: ClassVar[bool] = False
+    takes_prediction: ClassVar[bool] = True
+
+    def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
+        return [_proposal(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+
+
+def _proposal(sequence: SequenceView, budget: Budget) -> Proposal:
+    done = len(sequence.tokens) - 1
+    tokens = tuple(sequence.prediction[done : done + min(CHUNK, budget.nodes, budget.depth) + 1])
+    if not tokens:
+        return Proposal(TokenTree.root(sequence.root))
+    return Proposal(TokenTree.chain(sequence.root, tokens[:-1]), judge=partial(_verdict, tokens))
+
+
+def _verdict(tokens: tuple[int, ...], _: Choices) -> Verdict:
+    return Verdict(tuple(range(len(tokens))), tokens, len(tokens) - 1)

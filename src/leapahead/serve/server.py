@@ -1,0 +1,162 @@
+"""Runs the application under uvicorn: timeouts of headers, errors of HTTP itself, and an orderly end.
+
+SIGTERM, SIGINT ──> /health is 503, no further requests ──> running ones end, or their time is over ──> exit 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from functools import partial
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from leapahead.core.errors import BadParameter
+from leapahead.serve import logs
+from leapahead.serve.errors import ApiError
+from leapahead.serve.settings import Limits
+from leapahead.serve.worker import Worker
+
+LAST_SECONDS = 2  # that cancelled requests have for their last words
+BACKLOG = 1024
+
+
+class Protocol(H11Protocol):
+    """A connection that must not take long for the headers of a request.
+
+    Args:
+        header_seconds: see `Limits`.
+    """
+
+    def __init__(self, *args: Any, header_seconds: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._header_seconds = header_seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        self._expect()
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP with an error object."""
+        error = ApiError(400, f"{msg.rstrip('.')}: the connection is closed", code="invalid_http")
+        body = json.dumps(error.body()).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        events = (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage())
+        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        self.transport.close()
+
+    def _expect(self) -> None:
+        if self._timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._timer = self.loop.call_later(self._header_seconds, self._close)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _close(self) -> None:
+        self._timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """A server that ends in order.
+
+    Args:
+        app: see `app.make`.
+        worker: of the application.
+        limits: see there.
+    """
+
+    def __init__(self, app: Any, worker: Worker, limits: Limits) -> None:
+        protocol: Any = partial(Protocol, header_seconds=limits.header_seconds)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=LAST_SECONDS,
+            )
+        )
+        self._worker, self._limits = worker, limits
+        self._ends: float | None = None
+
+    def end(self) -> None:
+        """Takes no further requests, and stops when the running ones are over, or their time is."""
+        self._ends = monotonic() + self._limits.shutdown_seconds
+        self._worker.draining = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal is a request to end, another one an order."""
+        if self._ends is None:
+            self.end()
+        else:
+            self._ends = 0.0
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._ends is not None:
+            if self._worker.pending and monotonic() > self._ends:
+                logs.event("shutdown_cancels", texts=self._worker.pending)
+                self._worker.stop()
+                return True
+            if not self._worker.pending:
+                return True
+        return await super().on_tick(counter)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket of that address, before the model is loaded.
+
+    Raises:
+        BadParameter: the address is not this machine's, or in use.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except OSError:
+            found.close()
+            raise
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise BadParameter(f"host={host!r} and port={port} are not possible: {reason}; choose others") from None
+    return found
+
+
+def address(listening: socket.socket) -> str:
+    """The URL of a bound socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run(app: Any, worker: Worker, limits: Limits, listening: socket.socket) -> None:
+    """Serves until a signal ends it."""
+    logs.event("listening", url=address(listening))
+    Server(app, worker, limits).run(sockets=[listening])
+    logs.event("stopped")

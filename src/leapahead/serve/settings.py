@@ -1,0 +1,103 @@
+"""What an operator chooses: names, keys, limits, timeouts. Knows neither HTTP nor models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import number, whole
+
+LONGEST_NAME = 256  # characters of a model's name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a request may ask for, and how long it may take.
+
+    Attributes:
+        body_bytes: greatest size of a request's body.
+        prompt_tokens: greatest length of a prompt; None for what the context allows.
+        max_tokens: greatest `max_tokens`; None for what the context allows.
+        default_max_tokens: `max_tokens` of chat requests that give none; None for what the context allows.
+        samples: greatest `n`.
+        prompts: most prompts of a request.
+        queue: most texts that wait beside those that are decoded; more are answered with 429.
+        logprobs: most alternatives that are reported for each token.
+        stops: most stop strings of a request.
+        header_seconds: a connection is closed if the headers of a request take longer.
+        body_seconds: a request whose body takes longer is answered with 408.
+        request_seconds: a request that takes longer, its time in the queue included, is cancelled and answered with
+            504; None for no such limit. A request may ask for less.
+        shutdown_seconds: how long running requests may go on once the server was asked to stop.
+        unread: outputs that a client may be behind before its text is no longer decoded.
+
+    Raises:
+        BadParameter: a value is impossible; the message names it.
+    """
+
+    body_bytes: int = 4 * 2**20
+    prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    default_max_tokens: int | None = None
+    samples: int = 16
+    prompts: int = 64
+    queue: int = 256
+    logprobs: int = 20
+    stops: int = 16
+    header_seconds: float = 10.0
+    body_seconds: float = 60.0
+    request_seconds: float | None = None
+    shutdown_seconds: float = 30.0
+    unread: int = 64
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("body_bytes", 1),
+            ("samples", 1),
+            ("prompts", 1),
+            ("queue", 0),
+            ("logprobs", 0),
+            ("stops", 0),
+        ):
+            whole(name, getattr(self, name), least)
+        whole("unread", self.unread, 1)
+        for name in ("prompt_tokens", "max_tokens", "default_max_tokens"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), 1)
+        for name in ("header_seconds", "body_seconds", "request_seconds", "shutdown_seconds"):
+            value = getattr(self, name)
+            if value is not None and (number(value) is None or not value >= 0):
+                raise BadParameter(f"{name}={value!r} is not possible: it must be a number of seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a server is run.
+
+    Attributes:
+        names: by which requests name the model; the first is the one that responses name.
+        keys: API keys; without any, requests need none.
+        cors: origins whose pages may call the server from a browser; "*" for all.
+        share_drafter_cache: whether requests with different keys share one drafter cache.
+        log_prompts: whether logs contain prompts and texts.
+        defaults: sampling parameters of requests that do not give them, instead of OpenAI's.
+        limits: see `Limits`.
+
+    Raises:
+        BadParameter: a value is impossible; the message names it.
+    """
+
+    names: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+    cors: tuple[str, ...] = ()
+    share_drafter_cache: bool = False
+    log_prompts: bool = False
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not self.names or not all(0 < len(name) <= LONGEST_NAME and name.isprintable() for name in self.names):
+            raise BadParameter(
+                f"served_model_name={list(self.names)} is not possible: give at least one name, of printable characters"
+            )

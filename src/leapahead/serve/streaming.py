@@ -1,0 +1,92 @@
+"""Server-sent events, and what ends the work for a client that has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from leapahead.serve import logs
+from leapahead.serve.errors import ApiError, of
+
+T = TypeVar("T")
+DONE = "data: [DONE]\n\n"
+GONE = 499  # the status in the log where the client has closed the connection
+
+
+def chunk(model: BaseModel) -> str:
+    """An event with this object."""
+    return f"data: {model.model_dump_json()}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """A stream of events. However it ends, the generator is closed and the resources are released.
+
+    Args:
+        events: gives them as text. An exception becomes a last event with an error object.
+        resources: released at the end.
+        request_id: for the log.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None], resources: AsyncExitStack, request_id: str) -> None:
+        self._events, self._resources, self._request_id = events, resources, request_id
+        super().__init__(self._guarded(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+            await self._resources.aclose()
+
+    async def _guarded(self) -> AsyncGenerator[str, None]:
+        try:
+            async for event in self._events:
+                yield event
+        except Exception as error:
+            known = of(error)
+            log_fault(known, error, self._request_id)
+            yield f"data: {json.dumps(known.body())}\n\n"
+        yield DONE
+
+
+def log_fault(known: ApiError, error: BaseException, request_id: str) -> None:
+    """Writes the traceback of what is not the client's fault."""
+    if known.status_code == 500:
+        logs.event("fault", level=40, error=error, request_id=request_id)
+
+
+class ClientGone(Exception):
+    """The client has closed the connection."""
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of the work, which is cancelled if the client closes the connection.
+
+    Raises:
+        ClientGone: it has.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

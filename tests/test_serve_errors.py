@@ -1,0 +1,323 @@
+"""Bad input and faults: OpenAI's error object with the right status, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from leapahead import LLM
+from leapahead.core.errors import BadLogits
+from leapahead.models.toy import ToyTarget
+from tests.serving import Letters, Running, SlowToy, serving, toy_llm
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    limits = {
+        "body_bytes": 20_000,
+        "body_seconds": 0.5,
+        "header_seconds": 0.5,
+        "samples": 8,
+        "prompts": 4,
+        "prompt_tokens": 500,
+    }
+    with serving(toy_llm(), {**limits, "max_tokens": 600, "stops": 4}) as found:
+        yield found
+        assert found.idle()
+
+
+@pytest.fixture(autouse=True)
+def _it_goes_on(running: Running) -> Iterator[None]:
+    yield
+    assert running.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}).status_code == 200
+
+
+def check(found: httpx.Response, status: int, param: str | None = None, words: str = "") -> None:
+    assert found.status_code == status, found.text
+    assert set(found.json()) == {"error"}
+    error = found.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    assert words in error["message"], error
+    assert "Traceback" not in found.text
+    assert len(error["message"]) < 400
+
+
+WRONG: list[tuple[str, dict[str, Any], str, str]] = [
+    (COMPLETIONS, {"prompt": "a", "max_tokns": 3}, "max_tokns", "no parameter 'max_tokns'"),
+    (COMPLETIONS, {"prompt": "a", "": 3}, "", "no parameter ''"),
+    (COMPLETIONS, {"prompt": "a", "repetition_penalty": 1e-300}, "repetition_penalty", "0.01"),
+    (COMPLETIONS, {"prompt": "a", "tools": []}, "tools", "not supported"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", ""),
+    (COMPLETIONS, {}, "prompt", "missing"),
+    (COMPLETIONS, {"prompt": ""}, "prompt", ""),
+    (COMPLETIONS, {"prompt": []}, "prompt", ""),
+    (COMPLETIONS, {"prompt": [""]}, "prompt.0", ""),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt.0", ""),
+    (COMPLETIONS, {"prompt": None}, "prompt", ""),
+    (COMPLETIONS, {"prompt": 3}, "prompt", "it must be text"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt.1", ""),
+    (COMPLETIONS, {"prompt": [True]}, "prompt.0", ""),
+    (COMPLETIONS, {"prompt": [1.5]}, "prompt.0", ""),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt.0", ""),
+    (COMPLETIONS, {"prompt": [5, 96]}, "prompt", "96"),
+    (COMPLETIONS, {"prompt": [10**30]}, "prompt.0", ""),
+    (COMPLETIONS, {"prompt": "a" * 501}, "prompt", "501"),
+    (COMPLETIONS, {"prompt": "a" * 2000}, "prompt", "2000"),
+    (COMPLETIONS, {"prompt": "a", "temperature": "1"}, "temperature", "'1'"),
+    (COMPLETIONS, {"prompt": "a", "temperature": True}, "temperature", ""),
+    (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature", ""),
+    (COMPLETIONS, {"prompt": "a", "temperature": 1e-9}, "temperature", ""),
+    (COMPLETIONS, {"prompt": "a", "temperature": 10**400}, "temperature", ""),
+    (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p", ""),
+    (COMPLETIONS, {"prompt": "a", "top_p": 1.1}, "top_p", ""),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 1.5}, "max_tokens", ""),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens", ""),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 601}, "max_tokens", "600"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 10**40}, "max_tokens", ""),
+    (COMPLETIONS, {"prompt": "a", "n": 0}, "n", ""),
+    (COMPLETIONS, {"prompt": "a", "n": 9}, "n", "9"),
+    (COMPLETIONS, {"prompt": ["a"] * 5}, "prompt", "5"),
+    (COMPLETIONS, {"prompt": [[1]] * 5}, "prompt", "5"),
+    (COMPLETIONS, {"prompt": "a", "n": True}, "n", ""),
+    (COMPLETIONS, {"prompt": "a", "seed": -1}, "seed", ""),
+    (COMPLETIONS, {"prompt": "a", "seed": 2**63}, "seed", ""),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "20"),
+    (COMPLETIONS, {"prompt": "a", "stop": ""}, "stop", ""),
+    (COMPLETIONS, {"prompt": "a", "stop": ["a", ""]}, "stop.1", ""),
+    (COMPLETIONS, {"prompt": "a", "stop": list("abcde")}, "stop", "5"),
+    (COMPLETIONS, {"prompt": "a", "stop": 3}, "stop", ""),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [96]}, "stop_token_ids", "96"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias.a", ""),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1", ""),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"96": 1}}, "logit_bias", "96"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": [1]}, "logit_bias", ""),
+    (COMPLETIONS, {"prompt": "a", "bad_words": [" "]}, "bad_words.0", ""),
+    (COMPLETIONS, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream", ""),
+    (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", ""),
+    (COMPLETIONS, {"prompt": "a", "leapahead": {"deadline_seconds": 0.05}}, "leapahead.deadline_seconds", ""),
+    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_object"}}, "response_format.type", "json_object"),
+    (COMPLETIONS, {"prompt": "a", "prediction": {"type": "content"}}, "prediction.content", "missing"),
+    (COMPLETIONS, {"prompt": "a", "prediction": {"type": "content", "content": "b"}}, "prediction", "suffix"),
+    (CHAT, {}, "messages", "missing"),
+    (CHAT, {"messages": None}, "messages", ""),
+    (CHAT, {"messages": "string"}, "messages", ""),
+    (CHAT, {"messages": []}, "messages", ""),
+    (CHAT, {"messages": [123]}, "messages.0", ""),
+    (CHAT, {"messages": [{}]}, "messages.0.role", "missing"),
+    (CHAT, {"messages": [{"role": 123}]}, "messages.0.role", ""),
+    (CHAT, {"messages": [{"role": "king", "content": "a"}]}, "messages.0.role", "king"),
+    (CHAT, {"messages": [{"role": "user", "content": 123}]}, "messages.0.content", ""),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content", ""),
+    (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages.0.content", ""),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "missing"),
+    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools", "not supported"),
+    (CHAT, {"messages": USER, "functions": []}, "functions", "not supported"),
+    (CHAT, {"messages": USER, "top_logprobs": 3}, "top_logprobs", "logprobs=true"),
+    (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+    (CHAT, {"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens", ""),
+    (CHAT, {"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
+    (CHAT, {"messages": USER, "store": True}, "store", ""),
+    (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "messages", "500"),
+    ("/tokenize", {}, "prompt", "missing"),
+    ("/tokenize", {"messages": []}, "messages", ""),
+    ("/detokenize", {"tokens": [96]}, "tokens", "96"),
+    ("/detokenize", {"tokens": ["a"]}, "tokens.0", ""),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "words"), WRONG, ids=lambda value: str(value)[:60])
+def test_bad_values_are_named(running: Running, path: str, body: Any, param: str | None, words: str) -> None:
+    check(running.post(path, body), 400, param, words)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
+def test_parts_that_are_no_text_are_refused_by_name(running: Running, kind: str) -> None:
+    content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "data:,"}}]
+    found = running.post(CHAT, {"messages": [{"role": "user", "content": content}]})
+    check(found, 400, "messages.0.content.1.type", kind)
+
+
+def test_a_null_is_a_parameter_that_is_not_given(running: Running) -> None:
+    nulls = dict.fromkeys(
+        ("temperature", "top_p", "stop", "n", "seed", "stream", "tools", "user", "logit_bias", "echo")
+    )
+    assert running.post(COMPLETIONS, {"prompt": "a", **nulls}).status_code == 200
+    assert running.post(CHAT, {"messages": USER, "max_tokens": 3, **nulls}).status_code == 200
+
+
+BODIES = {
+    "no JSON": b"{",
+    "nothing": b"",
+    "binary": bytes(range(256)),
+    "not UTF-8": b'{"prompt": "\xff\xfe"}',
+    "NaN": b'{"prompt": "a", "temperature": NaN}',
+    "infinity": b'{"prompt": "a", "temperature": Infinity}',
+    "huge exponent": b'{"prompt": "a", "temperature": 1e999}',
+    "huge number": b'{"prompt": "a", "max_tokens": ' + b"9" * 10_000 + b"}",
+    "deep list": b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    "deep object": b'{"chat_template_kwargs": ' + b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"}",
+    "half a surrogate": b'{"prompt": "\\ud800"}',
+    "a list": b"[]",
+    "a string": b'"prompt"',
+    "null": b"null",
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+def test_bodies_that_are_no_requests(running: Running, path: str, name: str) -> None:
+    found = httpx.post(running.url + path, content=BODIES[name], headers={"Content-Type": "application/json"})
+    assert found.status_code == 400, found.text
+    assert set(found.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_methods_paths_models_and_types(running: Running) -> None:
+    check(running.get(COMPLETIONS), 405, None, "GET")
+    assert running.get(COMPLETIONS).headers["allow"] == "POST"
+    check(running.post("/health", {}), 405, None)
+    for path in ("/v1/embeddings", "/v1/responses", "/", "/docs", "/redoc", "/v1/completions/", "/nothing"):
+        check(running.post(path, {"input": "a"}), 404, None, path)
+    check(running.post(COMPLETIONS, {"prompt": "a", "model": "gpt"}), 404, "model", "'tiny'")
+    check(running.post(COMPLETIONS, {"prompt": "a", "model": ""}), 404, "model")
+    check(httpx.post(running.url + COMPLETIONS, data={"prompt": "a"}), 415, None, "application/json")
+    check(httpx.post(running.url + COMPLETIONS, content=b"{}"), 415, None)
+
+
+def test_a_body_that_is_too_large(running: Running) -> None:
+    check(running.post(COMPLETIONS, {"prompt": "a" * 10_000_000}), 413, None, "20000")
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(40):
+            yield b"a" * 1000
+
+    found = httpx.post(running.url + COMPLETIONS, content=chunks(), headers={"Content-Type": "application/json"})
+    check(found, 413, None)
+
+
+def connected(running: Running, data: bytes) -> socket.socket:
+    host, port = running.url.removeprefix("http://").split(":")
+    found = socket.create_connection((host, int(port)), timeout=5)
+    found.sendall(data)
+    return found
+
+
+def everything(connection: socket.socket) -> bytes:
+    with connection:
+        found = b""
+        while data := connection.recv(1 << 16):
+            found += data
+        return found
+
+
+def test_headers_and_bodies_must_not_take_long(running: Running) -> None:
+    """Connections that say nothing, half of the headers, or half of the body."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    silent, slow, half = (
+        connected(running, data) for data in (b"", head, head + b'Content-Length: 100\r\n\r\n{"prompt": ')
+    )
+    began = time.monotonic()
+    assert everything(silent) == b""
+    assert everything(slow) == b""
+    answer = everything(half)
+    assert b" 408 " in answer
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "body_timeout"
+    assert time.monotonic() - began < 4
+
+
+def test_a_body_that_comes_drop_by_drop(running: Running) -> None:
+    """Every drop comes in time, and the whole does not."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    connection = connected(running, head)
+    began = time.monotonic()
+    answer = b""
+    connection.settimeout(0.05)
+    while not answer and time.monotonic() < began + 4:
+        try:
+            connection.sendall(b" ")
+            answer = connection.recv(1 << 16)
+        except TimeoutError:
+            continue
+    connection.close()
+    assert b" 408 " in answer
+
+
+def test_a_second_request_of_a_connection_must_not_take_long_either(running: Running) -> None:
+    connection = connected(running, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    connection.sendall(b"GET /hea")
+    began = time.monotonic()
+    assert b"200" not in everything(connection)
+    assert time.monotonic() - began < 4
+
+
+def test_what_is_not_http(running: Running) -> None:
+    answer = everything(connected(running, b"\x16\x03\x01 hello\r\n\r\n"))
+    assert b" 400 " in answer
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "invalid_http"
+
+
+# ------------------------------------------------------------------------------------------------------------- faults
+
+
+def test_a_fault_of_the_engine(running: Running) -> None:
+    """Of a whole answer and of a stream; nothing of it is told to the client."""
+    target = running.llm.target
+    assert isinstance(target, SlowToy)
+    target.fail = RuntimeError("the secret reason")
+    try:
+        found = running.post(COMPLETIONS, {"prompt": "abc"})
+        streamed = running.post(COMPLETIONS, {"prompt": "abc", "stream": True})
+        target.fail = BadLogits("the logits of position 3 are NaN")
+        bad = running.post(CHAT, {"messages": USER})
+    finally:
+        target.fail = None
+    for each in (found, bad):
+        check(each, 500, None, "its log")
+    assert "secret" not in found.text + streamed.text
+    assert streamed.status_code == 200
+    *_, error, done = [line for line in streamed.text.splitlines() if line]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert done == "data: [DONE]"
+    target.fail = RuntimeError("again")
+    try:
+        with pytest.raises(openai.APIError, match="failed to answer"):
+            list(running.client().completions.create(model="tiny", prompt="a", stream=True))
+    finally:
+        target.fail = None
+
+
+def test_a_model_without_a_chat_template_or_a_tokenizer() -> None:
+    class Plain(Letters):
+        chat_template = None  # type: ignore[assignment]
+
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            raise ValueError("no template")
+
+    with serving(LLM(SlowToy(), tokenizer=Plain())) as running:
+        check(running.post(CHAT, {"messages": USER}), 400, "messages", "chat template")
+        assert running.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3}).status_code == 200
+    with serving(LLM(ToyTarget(context_length=200))) as running:
+        check(running.post(COMPLETIONS, {"prompt": "a"}), 400, "prompt", "token ids")
+        check(running.post(CHAT, {"messages": USER}), 400, "messages", "tokenizer")
+        check(running.post("/tokenize", {"prompt": "a"}), 400, "prompt", "tokenizer")
+        found = running.post(COMPLETIONS, {"prompt": [1, 2], "max_tokens": 3}).json()
+        assert (found["choices"][0]["text"], found["usage"]["completion_tokens"]) == ("", 3)
+
+
+def test_variables_of_the_chat_template(running: Running) -> None:
+    body = {"messages": USER, "chat_template_kwargs": {"enable_thinking": False}}
+    tokens = running.post("/tokenize", body).json()["tokens"]
+    assert running.post("/detokenize", {"tokens": tokens}).json()["prompt"].startswith("[enable_thinking=False]|user")
+    assert running.post(CHAT, {**body, "max_tokens": 3}).json()["usage"]["prompt_tokens"] == len(tokens)

@@ -1,0 +1,272 @@
+"""Many requests at once: every text is that of the library alone, whatever joins, leaves and fails beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from leapahead import LLM, AsyncLLM
+from leapahead.inputs import Options
+from leapahead.serve.settings import Limits, Settings
+from leapahead.serve.worker import Job, Worker
+from tests.serving import Letters, Running, SlowToy, serving, toy_llm
+
+PROMPTS = [
+    "the quick brown fox",
+    "def add(a, b):",
+    "1 2 3 4 1 2 3 4 1 2",
+    "once upon a time there was",
+    "abc abc abc abd",
+]
+
+
+def case(index: int) -> dict[str, Any]:
+    """The parameters of a request, of many kinds."""
+    rng = random.Random(index)
+    found: dict[str, Any] = {"prompt": rng.choice(PROMPTS) + str(index % 7), "max_tokens": rng.choice([1, 5, 20, 60])}
+    found["temperature"] = rng.choice([0, 0, 0.7, 1.0])
+    if found["temperature"]:
+        found["seed"] = index
+    if rng.random() < 0.3:
+        found["stop"] = rng.sample(["e", "th", "q!", "  ", "Z"], 2)
+    if rng.random() < 0.3:
+        found["n"] = rng.choice([2, 3])
+    if rng.random() < 0.2:
+        found["presence_penalty"] = 0.7
+    if rng.random() < 0.2:
+        found["prediction"] = {"type": "content", "content": "the fox jumps over"}
+    return found
+
+
+def alone(llm: LLM, given: dict[str, Any]) -> list[str]:
+    options = dict(given)
+    prompt, options["max_new_tokens"], samples = options.pop("prompt"), options.pop("max_tokens"), options.pop("n", 1)
+    options.pop("prediction", None)  # never changes a text
+    return [each.text for each in llm.generate(prompt, n=samples, **options)]
+
+
+async def whole(client: openai.AsyncOpenAI, given: dict[str, Any]) -> tuple[list[str], int]:
+    found = await client.completions.create(model="tiny", **_body(given))
+    return [choice.text for choice in found.choices], found.usage.completion_tokens
+
+
+async def streamed(
+    client: openai.AsyncOpenAI, given: dict[str, Any], stop_after: int = 1 << 30
+) -> tuple[list[str], int]:
+    texts, tokens = [""] * given.get("n", 1), 0
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    async with await client.completions.create(model="tiny", **_body(given), **options) as stream:
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+            tokens = chunk.usage.completion_tokens if chunk.usage else 0
+            stop_after -= 1
+            if stop_after < 0:
+                break
+    return texts, tokens
+
+
+def _body(given: dict[str, Any]) -> dict[str, Any]:
+    body = dict(given)
+    extra = {name: body.pop(name) for name in ("prediction", "ignore_eos") if name in body}
+    return {**body, "extra_body": extra}
+
+
+async def crowd(running: Running, count: int, aborts: int) -> int:
+    """Requests that come at random times, some of which leave before their end. Returns tokens of the others."""
+    rng = random.Random(0)
+    with LLM(SlowToy(), tokenizer=running.llm.tokenizer, drafter="plain") as plain:
+        expected = [alone(plain, case(index)) for index in range(count)]
+    total = 0
+    async with running.asynchronous() as client:
+
+        async def one(index: int) -> None:
+            nonlocal total
+            await asyncio.sleep(rng.random())
+            make = whole if index % 2 else streamed
+            texts, tokens = await make(client, case(index))
+            assert texts == expected[index], case(index)
+            total += tokens
+
+        async def abort(index: int) -> None:
+            given = {**case(index), "max_tokens": 500, "stop": None}
+            await asyncio.sleep(rng.random())
+            if index % 2:
+                await streamed(client, given, stop_after=rng.randrange(4))
+            else:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(whole(client, given), rng.random() * 0.1)
+
+        await asyncio.gather(*map(one, range(count)), *map(abort, range(aborts)))
+    return total
+
+
+def check_crowd(count: int, aborts: int, seconds: float) -> None:
+    with serving(LLM(SlowToy(seconds), tokenizer=Letters()), {"queue": 10_000}) as running:
+        total = asyncio.run(crowd(running, count, aborts))
+        assert running.idle()
+        assert running.metric("num_requests_running") == running.metric("num_requests_waiting") == 0
+        assert running.metric("kv_cache_usage_perc") == 0
+        assert running.metric("generation_tokens_total") >= total
+        if not aborts:
+            assert running.metric("generation_tokens_total") == total
+
+
+def test_every_text_of_a_crowd_is_that_of_the_library() -> None:
+    check_crowd(60, 30, 0.0005)
+
+
+def test_usage_adds_up_to_the_counters() -> None:
+    check_crowd(20, 0, 0.0)
+
+
+@pytest.mark.slow
+def test_every_text_of_a_large_crowd() -> None:
+    check_crowd(200, 1000, 0.0005)
+
+
+def test_the_bundled_model_with_others_beside_it() -> None:
+    """Real caches: rows are shared, copied and freed."""
+    prompts = ["def add(a, b):\n", "def add(a, c):\n", "1, 2, 3, 4,"]
+    with LLM() as llm:
+        expected = {
+            (prompt, seed): llm.generate(
+                prompt, max_new_tokens=16, temperature=0.0 if seed < 1 else 0.9, seed=seed
+            ).text
+            for prompt in prompts
+            for seed in range(3)
+        }
+
+    async def all_of_them(running: Running) -> None:
+        async with running.asynchronous() as client:
+
+            async def one(prompt: str, seed: int) -> None:
+                given = {"prompt": prompt, "max_tokens": 16, "temperature": 0 if seed < 1 else 0.9, "seed": seed}
+                texts, _ = await (streamed if seed % 2 else whole)(client, given)
+                assert texts == [expected[prompt, seed]]
+
+            async def abort(prompt: str) -> None:
+                await streamed(client, {"prompt": prompt, "max_tokens": 500}, stop_after=3)
+
+            await asyncio.gather(*(one(*key) for key in expected), *map(abort, prompts))
+
+    with serving(LLM()) as running:
+        asyncio.run(all_of_them(running))
+        assert running.idle()
+        assert not any(row.busy for row in running.llm.target.executor.cache.rows)  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------------ queue and time
+
+
+def test_a_full_queue_is_answered_with_429() -> None:
+    async def flood(running: Running) -> list[int]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            body = {"prompt": "a", "max_tokens": 30, "ignore_eos": True}
+
+            async def one() -> httpx.Response:
+                return await client.post(f"{running.url}/v1/completions", json=body)
+
+            found = await asyncio.gather(*(one() for _ in range(10)))
+            refused = [each for each in found if each.status_code == 429]
+            assert all(int(each.headers["retry-after"]) >= 1 for each in refused)
+            assert all(each.json()["error"]["code"] == "queue_full" for each in refused)
+            return sorted(each.status_code for each in found)
+
+    with serving(toy_llm(0.002, max_batch=2), {"queue": 3}) as running:
+        assert asyncio.run(flood(running)) == [200] * 5 + [429] * 5
+        too_many = running.post("/v1/completions", {"prompt": "a", "n": 6})
+        assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
+
+
+def test_first_come_first_served() -> None:
+    async def in_turn(running: Running) -> list[int]:
+        done: list[int] = []
+        async with running.asynchronous() as client:
+
+            async def one(index: int) -> None:
+                await asyncio.sleep(index * 0.02)
+                await whole(client, {"prompt": "a", "max_tokens": 40, "seed": 1})
+                done.append(index)
+
+            await asyncio.gather(*map(one, range(5)))
+        return done
+
+    with serving(toy_llm(0.002, max_batch=1)) as running:
+        assert asyncio.run(in_turn(running)) == list(range(5))
+
+
+def test_a_client_that_leaves_is_cancelled() -> None:
+    """Before the answer, and in the middle of a stream."""
+    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
+    with serving(toy_llm(0.01)) as running:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{running.url}/v1/completions", json=body, timeout=0.2)
+        assert running.idle(2)
+        with httpx.stream("POST", f"{running.url}/v1/completions", json={**body, "stream": True}) as stream:
+            next(stream.iter_lines())
+        assert running.idle(2)
+        assert running.metric("request_success_total") == 2
+        assert 'finished_reason="abort",model_name="tiny"} 2.0' in running.get("/metrics").text
+        assert running.metric("generation_tokens_total") < 200
+
+
+def test_a_client_that_does_not_read_is_not_decoded_for() -> None:
+    """Its text stops a few outputs ahead of its reader, and others go on; then it gets the whole text."""
+    settings = Settings(names=("tiny",), limits=Limits(unread=5))
+
+    async def read() -> None:
+        async with AsyncLLM(LLM(SlowToy(), tokenizer=Letters(), drafter="plain")) as llm:
+            worker = Worker(llm, settings)
+            options: Options = {"max_new_tokens": 60, "ignore_eos": True, "n": 1}
+            pieces = worker.pieces(Job([[1, 2, 3]], options, ""))
+            batch, _, _ = await anext(pieces)
+            other = await worker.whole(Job([[4, 5]], options, ""))
+            assert len(other[1][0].tokens) == 60
+            await asyncio.sleep(0.05)
+            assert len(batch.handles[0].tokens) == 5
+            text = "".join([piece.text async for _, _, piece in pieces if piece is not None])
+            assert text == llm.llm.generate([1, 2, 3], max_new_tokens=60, ignore_eos=True).text
+
+    asyncio.run(read())
+
+
+def test_deadlines() -> None:
+    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "leapahead": {"deadline_seconds": 0.2}}
+    with serving(toy_llm(0.01), {"request_seconds": 0.4}) as running:
+        for seconds, given in ((0.2, body), (0.4, {**body, "leapahead": None})):
+            began = time.monotonic()
+            found = running.post("/v1/completions", given)
+            assert (found.status_code, found.json()["error"]["code"]) == (504, "deadline")
+            assert f"{seconds:g} seconds" in found.json()["error"]["message"]
+            assert seconds <= time.monotonic() - began < seconds + 2
+            assert running.idle(1)
+        streamed_body = running.post("/v1/completions", {**body, "stream": True}).text
+        assert '"code": "deadline"' in streamed_body
+        assert running.idle(1)
+
+
+def test_requests_join_while_others_are_decoded() -> None:
+    """A short text that comes later is finished long before a long one."""
+
+    async def both(running: Running) -> list[str]:
+        done: list[str] = []
+        async with running.asynchronous() as client:
+
+            async def one(name: str, tokens: int, wait: float) -> None:
+                await asyncio.sleep(wait)
+                await whole(client, {"prompt": "a", "max_tokens": tokens, "ignore_eos": True})
+                done.append(name)
+
+            await asyncio.gather(one("long", 300, 0.0), one("short", 3, 0.1))
+        return done
+
+    with serving(LLM(SlowToy(0.003), tokenizer=Letters(), drafter="plain")) as running:
+        assert asyncio.run(both(running)) == ["short", "long"]

@@ -1,0 +1,424 @@
+"""What an operator relies on: keys, drafter caches, metrics, logs, CORS, the schema, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from leapahead import LLM
+from leapahead.core.errors import BadParameter
+from leapahead.models.toy import ToyTarget
+from leapahead.serve import keys, server
+from leapahead.serve.settings import Limits, Settings
+from tests.serving import Letters, Running, SlowToy, serving, toy_llm
+
+COMPLETIONS = "/v1/completions"
+BODY = {"prompt": "a", "max_tokens": 5}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+# --------------------------------------------------------------------------------------------------------------- keys
+
+
+def test_requests_need_a_key() -> None:
+    with serving(toy_llm(), keys=("one", "two")) as running:
+        for key in ("one", "two"):
+            assert running.post(COMPLETIONS, BODY, headers=bearer(key)).status_code == 200
+            assert running.client(key).completions.create(model="tiny", prompt="a").choices
+        for headers in ({}, bearer("three"), bearer("onetwo"), bearer("o"), {"Authorization": "Basic one"}):
+            for path in (COMPLETIONS, "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/nothing"):
+                found = running.post(path, BODY, headers=headers)
+                assert (found.status_code, found.json()["error"]["code"]) == (401, "invalid_api_key")
+                assert found.headers["www-authenticate"] == "Bearer"
+        assert running.get("/v1/models").status_code == 401
+        for path in ("/health", "/metrics", "/openapi.json"):
+            assert running.get(path).status_code == 200
+
+
+def test_where_keys_come_from(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\n\n  second \nthird\n")
+    assert keys.given(["first"], file, "fourth, first") == ("first", "second", "third", "fourth")
+    assert keys.given([], None, None) == keys.given([], None, " ") == ()
+    for given in (["a b"], [""], ["é"]):
+        with pytest.raises(BadParameter, match="visible ASCII"):
+            keys.given(given, None, None)
+    file.write_text("# none\n")
+    with pytest.raises(BadParameter, match="has no key"):
+        keys.given([], file, None)
+    with pytest.raises(BadParameter, match="cannot be read"):
+        keys.given([], tmp_path / "nothing", None)
+
+
+def test_drafter_caches_and_prefixes_of_keys_are_apart(tmp_path: Path) -> None:
+    """What one key's texts teach is drafted for that key only, and survives a restart."""
+    file = tmp_path / "drafts.npz"
+    body = {"prompt": "def add(a, b): return", "max_tokens": 40, "temperature": 0, "leapahead": {"stats": True}}
+
+    def accepted(running: Running, key: str) -> int:
+        found = running.post(COMPLETIONS, body, headers=bearer(key) if key else {})
+        return int(found.json()["leapahead"]["accepted"])
+
+    with serving(toy_llm(drafter_cache=file), keys=("one", "two")) as running:
+        fresh = accepted(running, "one")
+        assert accepted(running, "one") > fresh
+        assert accepted(running, "two") == fresh
+    files = sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".npz")
+    names = [f"drafts-{keys.identity(key)}.npz" for key in ("one", "two")]
+    assert files == sorted([*names, "drafts.npz"])
+    with serving(toy_llm(drafter_cache=file), keys=("one", "three")) as running:
+        assert accepted(running, "one") > fresh
+        assert accepted(running, "three") == fresh
+    with serving(toy_llm(), keys=("one", "two"), share_drafter_cache=True) as running:
+        accepted(running, "one")
+        assert accepted(running, "two") > fresh
+
+
+def test_cache_entries_of_prompts_are_shared_within_a_key() -> None:
+    with serving(LLM(), keys=("one", "two")) as running:
+
+        def cached(key: str) -> int:
+            body = {"prompt": "def add(a, b):\n    return a + b\n\n" * 3, "max_tokens": 3}
+            found = running.post(COMPLETIONS, body, headers=bearer(key)).json()
+            return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert cached("one") == 0
+        assert cached("one") > 20
+        assert cached("two") == 0
+        assert cached("two") > 20
+
+
+@pytest.mark.parametrize("engine", ["transformers", "llama.cpp", "openvino"])
+def test_every_target_keeps_the_entries_of_owners_apart(engine: str, request: pytest.FixtureRequest) -> None:
+    """The owner is what opens a session; a fork has that of its first session."""
+    from leapahead.core.sampling import SamplingParams
+    from leapahead.models.base import read_prompt
+
+    tokens, greedy = [5, 6, 7, 8, 9, 10, 11, 12, 13], SamplingParams()
+    if engine != "transformers":
+        pytest.importorskip({"llama.cpp": "llama_cpp", "openvino": "openvino"}[engine])
+    target: Any = _loaded(engine, request).target
+
+    def opened(owner: str) -> Any:
+        session = target.open(tokens, greedy, owner=owner)
+        unread.append(session.unread)
+        if session.unread:
+            read_prompt(target, session)
+        return session
+
+    unread: list[int] = []
+    with target.lock:
+        for _ in range(2):
+            both = [opened(owner) for owner in ("a", "b")]
+            for session in both:
+                session.close()
+        assert unread == [8, 8, 0, 0]
+        one = opened("c")
+        twin = target.fork(one, greedy)
+        one.close()
+        again = [opened(owner) for owner in ("d", "c")]
+        assert unread[4:] == [8, 8, 0]
+        for session in (twin, *again):
+            session.close()
+
+
+def _loaded(engine: str, request: pytest.FixtureRequest) -> LLM:
+    if engine == "transformers":
+        return LLM()
+    folder = request.getfixturevalue("tmp_path")
+    from click.testing import CliRunner
+
+    from leapahead.cli import main
+    from leapahead.models.loading import bundled
+
+    if engine == "openvino":
+        result = CliRunner().invoke(main, ["export-openvino", bundled(), str(folder / "tiny"), "--weights", "f32"])
+        assert result.exit_code == 0, result.output
+        return LLM(folder / "tiny")
+    result = CliRunner().invoke(main, ["export-gguf", bundled(), str(folder / "tiny.gguf"), "--type", "f32"])
+    assert result.exit_code == 0, result.output
+    return LLM(folder / "tiny.gguf")
+
+
+# --------------------------------------------------------------------------------------------------- metrics and logs
+
+NAMES = (
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total"),
+    *("generation_tokens_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count"),
+    *("e2e_request_latency_seconds_count", "request_success_total", "spec_decode_num_drafts_total"),
+    *("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
+    "spec_decode_num_accepted_tokens_per_pos_total",
+)
+
+
+def test_metrics_have_vllm_s_names_and_add_up() -> None:
+    with serving(toy_llm()) as running:
+        text = running.get("/metrics").text
+        for name in NAMES:
+            assert re.search(rf"^vllm:{name}{{.*model_name=\"tiny\"", text, re.M), name
+        found = [
+            running.post(
+                COMPLETIONS, {"prompt": "abc" * 5, "max_tokens": 30, "n": 2, "leapahead": {"stats": True}}
+            ).json()
+            for _ in range(3)
+        ]
+        assert running.idle()
+        usage = [each["usage"] for each in found]
+        assert running.metric("prompt_tokens_total") == sum(each["prompt_tokens"] for each in usage)
+        assert running.metric("generation_tokens_total") == sum(each["completion_tokens"] for each in usage)
+        for ours, theirs in (("draft", "drafted"), ("accepted", "accepted")):
+            total = sum(each["leapahead"][theirs] for each in found)
+            assert running.metric(f"spec_decode_num_{ours}_tokens_total") == total
+        accepted = running.metric("spec_decode_num_accepted_tokens_total")
+        assert running.metric("spec_decode_num_accepted_tokens_per_pos_total") == accepted > 0
+        assert running.metric("request_success_total") == running.metric("time_to_first_token_seconds_count") == 6
+        steps = sum(each["leapahead"]["steps"] for each in found)
+        assert running.metric("inter_token_latency_seconds_count") == steps - 6
+
+
+def test_gauges_while_requests_run() -> None:
+    async def watch(running: Running) -> list[float]:
+        async with running.asynchronous() as client:
+            body: Any = {"model": "tiny", "prompt": "a", "max_tokens": 60, "extra_body": {"ignore_eos": True}}
+            tasks = [asyncio.create_task(client.completions.create(**body)) for _ in range(3)]
+            await asyncio.sleep(0.3)
+            names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            found = [await asyncio.to_thread(running.metric, name) for name in names]
+            await asyncio.gather(*tasks)
+            return found
+
+    with serving(LLM(SlowToy(0.01), tokenizer=Letters(), drafter="plain", max_batch=2)) as running:
+        executing, waiting, usage = asyncio.run(watch(running))
+        assert (executing, waiting) == (2, 1)
+        assert 0 < usage < 1
+
+
+@contextmanager
+def logged() -> Iterator[list[dict[str, Any]]]:
+    """The lines that the server logs meanwhile."""
+    from leapahead.serve import logs
+
+    found: list[dict[str, Any]] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(json.loads(logs.JsonLines().format(record)))
+
+    handler = Lines()
+    logs.logger.addHandler(handler)
+    level = logs.logger.level
+    logs.logger.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        logs.logger.removeHandler(handler)
+        logs.logger.setLevel(level)
+
+
+def test_logs_have_no_prompts_unless_asked() -> None:
+    secret = {"prompt": "my secret", "max_tokens": 5, "user": "somebody"}
+    for asked in (False, True):
+        llm = toy_llm()
+        target: Any = llm.target
+        with logged() as lines, serving(llm, keys=("key",), log_prompts=asked) as running:
+            found = running.post(COMPLETIONS, secret, headers={**bearer("key"), "X-Request-Id": "one"})
+            running.post(COMPLETIONS, {**secret, "stream": True}, headers=bearer("key"))
+            running.post(COMPLETIONS, {**secret, "n": 0}, headers=bearer("key"))
+            running.post("/nothing", {}, headers=bearer("wrong"))
+            target.fail = RuntimeError("broken")
+            running.post(COMPLETIONS, {"prompt": "b"}, headers=bearer("key"))
+        requests = [line for line in lines if line["event"] == "request"]
+        assert [line["status"] for line in requests] == [200, 200, 400, 401, 500]
+        first = requests[0]
+        assert (first["request_id"], first["key"], first["path"]) == ("one", keys.identity("key"), COMPLETIONS)
+        assert first["completion_tokens"] == found.json()["usage"]["completion_tokens"]
+        assert first["user"] == "somebody"
+        assert ("my secret" in json.dumps(lines)) == asked
+        assert '"key"' in json.dumps(first)
+        assert "wrong" not in json.dumps(lines)
+        (fault,) = [line for line in lines if line["event"] == "fault"]
+        assert "broken" in fault["exception"]
+        assert fault["request_id"] == requests[-1]["request_id"]
+        if asked:
+            assert first["texts"] == [found.json()["choices"][0]["text"]]
+
+
+def test_origins(tmp_path: Path) -> None:
+    with serving(toy_llm(), cors=("https://a.example",), keys=("k",)) as running:
+        asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+        found = httpx.options(running.url + COMPLETIONS, headers=asked)
+        assert found.headers["access-control-allow-origin"] == "https://a.example"
+        found = running.post(COMPLETIONS, BODY, headers={"Origin": "https://a.example"})
+        assert (found.status_code, found.headers["access-control-allow-origin"]) == (401, "https://a.example")
+        asked["Origin"] = "https://b.example"
+        assert httpx.options(running.url + COMPLETIONS, headers=asked).status_code == 400
+    with serving(toy_llm()) as running:
+        found = running.post(COMPLETIONS, BODY, headers={"Origin": "https://a.example"})
+        assert "access-control-allow-origin" not in found.headers
+
+
+def test_the_schema_is_complete_and_loads_nothing() -> None:
+    with serving(toy_llm()) as running:
+        schema = running.get("/openapi.json").json()
+        assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= set(schema["paths"])
+        assert set(schema["components"]["schemas"]) >= {"CompletionRequest", "ChatRequest", "ErrorReply"}
+        statuses = {
+            status for path in schema["paths"].values() for each in path.values() for status in each["responses"]
+        }
+        assert statuses == {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503", "504"}
+        for path in ("/docs", "/redoc"):
+            assert running.get(path).status_code == 404
+
+
+def test_settings_are_checked() -> None:
+    for name, value in (
+        ("queue", -1),
+        ("body_bytes", 0),
+        ("header_seconds", float("nan")),
+        ("max_tokens", 0),
+        ("unread", 0),
+    ):
+        with pytest.raises(BadParameter, match=name):
+            Limits(**{name: value})
+    for names in ((), ("",), ("a\nb",)):
+        with pytest.raises(BadParameter, match="served_model_name"):
+            Settings(names=names)
+
+
+# ------------------------------------------------------------------------------------------------------------ the end
+
+
+def test_running_requests_end_before_the_server() -> None:
+    """/health says so, further requests are refused, streams go to their end."""
+    body = {"prompt": "a", "max_tokens": 60, "ignore_eos": True, "stream": True}
+    with serving(LLM(SlowToy(0.01), tokenizer=Letters(), drafter="plain")) as running:
+        with httpx.stream("POST", running.url + COMPLETIONS, json=body, timeout=30) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            running.server.end()
+            assert running.get("/health").status_code == 503
+            refused = running.post(COMPLETIONS, BODY)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            rest = list(lines)
+        assert rest[-2] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-4]
+        running.thread.join(10)
+        assert not running.thread.is_alive()
+
+
+def test_requests_that_take_too_long_are_cancelled_at_the_end() -> None:
+    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
+    with serving(LLM(SlowToy(0.01), tokenizer=Letters(), drafter="plain"), {"shutdown_seconds": 0.2}) as running:
+
+        async def talk() -> list[httpx.Response]:
+            async with httpx.AsyncClient(timeout=30) as client:
+                url = running.url + COMPLETIONS
+                tasks = [asyncio.create_task(client.post(url, json={**body, "stream": each})) for each in (False, True)]
+                await asyncio.sleep(0.3)
+                running.server.end()
+                return await asyncio.gather(*tasks)
+
+        began = time.monotonic()
+        whole, stream = asyncio.run(talk())
+        assert (whole.status_code, whole.json()["error"]["code"]) == (503, "shutting_down")
+        assert "shutting_down" in stream.text
+        running.thread.join(10)
+        assert time.monotonic() - began < 8
+
+
+@contextmanager
+def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`leapahead serve` in a process of its own, and its URL."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "leapahead", "serve", "--port", "0", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if '"listening"' in line:
+                break
+        yield process, json.loads(line)["url"]
+    finally:
+        process.kill()
+        process.stderr.close()
+        process.wait()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_the_command(sig: signal.Signals, tmp_path: Path) -> None:
+    """A signal ends it with exit code 0 after the drafter cache was saved."""
+    file = tmp_path / "drafts.npz"
+    arguments = ("--drafter-cache", str(file), "--served-model-name", "mine", "-d", "suffix", "--generation-config")
+    with command(*arguments, LEAPAHEAD_API_KEY="secret") as (process, url):
+        body = {"model": "mine", "prompt": "def add(a, b):", "max_tokens": 20}
+        assert httpx.post(url + COMPLETIONS, json=body, timeout=60).status_code == 401
+        found = httpx.post(url + COMPLETIONS, json=body, headers=bearer("secret"), timeout=60)
+        with LLM() as llm:
+            assert found.json()["choices"][0]["text"] == llm.generate("def add(a, b):", max_new_tokens=20).text
+        process.send_signal(sig)
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        events = [json.loads(line)["event"] for line in process.stderr]
+        assert events == ["request", "request", "drafter_cache_saved", "drafter_cache_saved", "stopped"]
+    assert file.exists()
+
+
+def test_what_the_command_refuses(leapahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(keys.ENVIRONMENT, raising=False)
+    for arguments, words in (
+        (("--host", "0.0.0.0"), "--no-auth"),
+        (("--host", "no.such.host.invalid", "--no-auth"), "--host='no.such.host.invalid'"),
+        (("model", "--model", "other"), "given twice"),
+        (("--max-queue", "-1"), "queue=-1"),
+        (("--api-key", "a b"), "visible ASCII"),
+        (("--max-batch", "0"), "--max-batch=0"),
+        (("--served-model-name", ""), "served_model_name"),
+    ):
+        result = leapahead("serve", *arguments)
+        assert result.exit_code == 2, arguments
+        assert words in result.stderr, (arguments, result.stderr)
+        assert len(result.stderr.strip().splitlines()) == 1
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = leapahead("serve", "--port", str(taken.getsockname()[1]))
+        assert "in use" in result.stderr
+    assert "/v1/completions" in leapahead("serve", "--help").stdout
+
+
+def test_addresses() -> None:
+    with server.bound("127.0.0.1", 0) as one:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", server.address(one))
+    with server.bound("::1", 0) as six:
+        assert server.address(six).startswith("http://[::1]:")
+
+
+def test_a_server_of_a_target_with_a_limited_cache() -> None:
+    """A prompt that can never fit is refused; others are decoded."""
+    from leapahead.models.loading import bundled
+
+    with serving(LLM(bundled(), cache_tokens=64, drafter="plain")) as running:
+        found = running.post(COMPLETIONS, {"prompt": "word " * 100, "max_tokens": 5})
+        assert found.status_code == 400, found.text
+        assert "cache" in found.json()["error"]["message"]
+        assert running.post(COMPLETIONS, {"prompt": "word", "max_tokens": 5}).status_code == 200
+    assert ToyTarget().info.cache_tokens == 0
