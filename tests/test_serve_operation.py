@@ -365,7 +365,7 @@ def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
         process.wait()
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_the_command(sig: signal.Signals, tmp_path: Path) -> None:
     """A signal ends it with exit code 0 after the drafter cache was saved."""
     file = tmp_path / "drafts.npz"
@@ -390,7 +390,7 @@ def test_what_the_command_refuses(leapahead: Any, tmp_path: Path, monkeypatch: p
         (("--host", "0.0.0.0"), "--no-auth"),
         (("--host", "no.such.host.invalid", "--no-auth"), "--host='no.such.host.invalid'"),
         (("model", "--model", "other"), "given twice"),
-        (("--max-queue", "-1"), "queue=-1"),
+        (("--max-queue", "-1"), "--max-queue"),
         (("--api-key", "a b"), "visible ASCII"),
         (("--max-batch", "0"), "--max-batch=0"),
         (("--served-model-name", ""), "served_model_name"),
@@ -398,7 +398,7 @@ def test_what_the_command_refuses(leapahead: Any, tmp_path: Path, monkeypatch: p
         result = leapahead("serve", *arguments)
         assert result.exit_code == 2, arguments
         assert words in result.stderr, (arguments, result.stderr)
-        assert len(result.stderr.strip().splitlines()) == 1
+        assert "Traceback" not in result.stderr
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = leapahead("serve", "--port", str(taken.getsockname()[1]))
         assert "in use" in result.stderr

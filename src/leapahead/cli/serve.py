@@ -70,26 +70,30 @@ WHO = (
 )
 
 
-def _limit(name: str, help_text: str, kind: Any = int, default: Any = None, unit: str = "N") -> Any:
-    return option(name, type=kind, default=default, metavar=unit, group=LIMITS, help=help_text)
+def _count(name: str, help_text: str, default: int | None = None, least: int = 1) -> Any:
+    kind = click.IntRange(min=least)
+    return option(name, type=kind, default=default, metavar="N", group=LIMITS, help=help_text)
+
+
+def _seconds(name: str, help_text: str, default: float | None = None) -> Any:
+    kind = click.FloatRange(min=0.0)
+    return option(name, type=kind, default=default, metavar="SECONDS", group=LIMITS, help=help_text)
 
 
 BOUNDS = (
-    _limit(
-        "--max-queue", "Most texts that wait beside those that are decoded; more are answered with 429.", default=256
-    ),
-    _limit("--max-samples", "Greatest `n`: texts of a prompt.", default=16),
-    _limit("--max-prompts", "Most prompts of a request.", default=64),
-    _limit("--max-prompt-tokens", "Greatest length of a prompt."),
-    _limit("--max-tokens", "Greatest length of a text."),
-    _limit("--default-max-tokens", "Length of answers in chats where a request names none; by default the context's."),
-    _limit("--max-logprobs", "Most alternatives that are reported for each token.", default=20),
-    _limit("--max-stops", "Most stop strings of a request.", default=16),
-    _limit("--max-body-bytes", "Greatest size of a request's body.", default=4 * 2**20),
-    _limit("--header-seconds", "Longest time for the headers of a request.", float, 10.0, "S"),
-    _limit("--body-seconds", "Longest time for the body of a request.", float, 60.0, "S"),
-    _limit("--request-seconds", "Longest time for a request, in the queue too.", float, None, "S"),
-    _limit("--shutdown-seconds", "How long running requests may go on after SIGTERM.", float, 30.0, "S"),
+    _count("--max-queue", "Most texts that wait beside those that are decoded; more are answered with 429.", 256, 0),
+    _count("--max-samples", "Greatest `n`: texts of a prompt.", 16),
+    _count("--max-prompts", "Most prompts of a request.", 64),
+    _count("--max-prompt-tokens", "Greatest length of a prompt."),
+    _count("--max-tokens", "Greatest length of a text."),
+    _count("--default-max-tokens", "Length of answers in chats where a request names none; by default the context's."),
+    _count("--max-logprobs", "Most alternatives that are reported for each token.", 20, 0),
+    _count("--max-stops", "Most stop strings of a request.", 16, 0),
+    _count("--max-body-bytes", "Greatest size of a request's body.", 4 * 2**20),
+    _seconds("--header-seconds", "Longest time for the headers of a request.", 10.0),
+    _seconds("--body-seconds", "Longest time for the body of a request.", 60.0),
+    _seconds("--request-seconds", "Longest time for a request, in the queue too."),
+    _seconds("--shutdown-seconds", "How long running requests may go on after SIGTERM.", 30.0),
 )
 NAMES = {
     "max_queue": "queue",

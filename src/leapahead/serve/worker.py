@@ -276,9 +276,11 @@ class Worker:
 
     async def _wait(self, changed: asyncio.Event, batch: Batch) -> None:
         """Waits for news of the engine."""
-        left = None if batch.seconds is None else max(0.0, batch.began + batch.seconds - perf_counter())
+        if batch.seconds is None:
+            await changed.wait()
+            return
         try:
-            await asyncio.wait_for(changed.wait(), left)
+            await asyncio.wait_for(changed.wait(), max(0.0, batch.began + batch.seconds - perf_counter()))
         except asyncio.TimeoutError:
             raise ApiError(
                 504, f"the request took longer than its {batch.seconds:g} seconds", code="deadline"
