@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from leapahead.core import openmp
 from leapahead.drafters import registry
 from leapahead.drafters.base import Drafter, Host
 from leapahead.models.base import Target
@@ -34,6 +35,7 @@ class AttachedDrafters:
         with self.target.lock:
             found = drafter if isinstance(drafter, Drafter) else registry.make(drafter, **options)
             found.attach(self.host)
+            openmp.release()  # of the forwards that test draft models
             found = self._drafters.setdefault(key, found)
             while len(self._drafters) > MOST:
                 self._prepared.discard(self._drafters.pop(next(iter(self._drafters))))
@@ -45,9 +47,12 @@ class AttachedDrafters:
             return
         with self.target.lock:
             if drafter not in self._prepared:
-                if drafter.plans:
-                    self.host.latency.prepare(self.target)
-                drafter.prepare()
+                try:
+                    if drafter.plans:
+                        self.host.latency.prepare(self.target)
+                    drafter.prepare()
+                finally:
+                    openmp.release()
                 self._prepared.add(drafter)
 
 

@@ -18,6 +18,7 @@ from functools import partial
 from threading import get_ident
 from typing import Any
 
+from leapahead.core import openmp
 from leapahead.core.errors import CacheFull, LeapaheadError
 from leapahead.core.parameters import whole
 from leapahead.core.sampling import SamplingParams
@@ -47,8 +48,7 @@ class Engine:
         max_batch: greatest number of requests stepped together.
         prefill_chunk: greatest number of prompt tokens read between two steps of running requests. By default as many
             as take about four plain steps, by the latency profile.
-        latency: how long forwards of the target take, where it is known already.
-        acceptance: how often drafted tokens were accepted, where that is to be shared with other engines.
+        latency, acceptance: what is known already of forwards and drafts, to be shared with other engines.
     """
 
     def __init__(
@@ -132,14 +132,14 @@ class Engine:
         Args:
             wait: return when it has ended. Without, whichever thread drives the engine next ends it.
         """
+        openmp.release()  # every request ends here, and with it, perhaps, the driving of this thread
         with self._changed:
             if handle.done:
                 return
             handle.cancelled = True
             self._changed.notify_all()
-        if not wait or self.is_stepping:  # the step that this is called from ends the request when it is over
-            return
-        while not handle.done:
+        # The step that this is called from, if it is, ends the request when it is over.
+        while wait and not (handle.done or self.is_stepping):
             self._turn.drive(partial(self._retire, handle))
 
     def close(self) -> None:
@@ -166,8 +166,7 @@ class Engine:
         """
         while not handle.unread and not handle.done:
             self._turn.drive(self.step)
-        output = self.poll(handle)
-        if output is None and handle.error is not None:
+        if (output := self.poll(handle)) is None and handle.error is not None:
             raise handle.error
         return output
 
@@ -208,7 +207,9 @@ class Engine:
         """Drives the engine until it is closed, for a thread of the caller's own."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._has_work())
+                if not self._has_work():
+                    openmp.release()
+                    self._changed.wait_for(lambda: self._closed or self._has_work())
                 if self._closed:
                     return
             try:
@@ -226,10 +227,10 @@ class Engine:
 
     def step(self) -> list[tuple[Handle, Output]]:
         """At most one chunk of prefill, and one target forward for all running requests. Returns their outputs."""
-        if self._turn.stepping == get_ident():
+        if self._turn.stepping == (thread := get_ident()):
             raise LeapaheadError("a criterion, processor or callback cannot step its own engine")
         with self.target.lock:
-            self._turn.stepping = get_ident()
+            self._turn.stepping = thread
             try:
                 self._retire()
                 self._admit()
@@ -315,8 +316,7 @@ class Engine:
             return
         alone, left = len(reading) == len(self._active), LARGEST
         while reading and left > 0:
-            first = reading.pop(0)
-            before = first.session.unread
+            before = (first := reading.pop(0)).session.unread
             self._read(first, self._chunk(alone))
             left = left - (before - first.session.unread) if alone else 0
             if first.session.unread and len(self._active) > 1:  # prompts take turns

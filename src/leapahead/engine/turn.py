@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from threading import Condition, get_ident
 
+from leapahead.core import openmp
 from leapahead.core.errors import LeapaheadError
 
 STALLED = 0.01  # seconds between two attempts of an engine that waits for the readers of its streams
@@ -52,6 +53,7 @@ class Turn:
                 if self.stalled and self._driver is None:
                     self.changed.wait(STALLED)
                 if self._driver is not None:
+                    openmp.release()  # of this thread, which may have driven before
                     self.changed.wait()
                     return
                 self._driver = thread

@@ -1,0 +1,48 @@
+"""Threads of OpenMP: a thread that has computed leaves none behind, which would slow down all others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from leapahead.core import openmp
+
+SCRIPT = """
+import os, sys
+from threading import Thread
+from leapahead import LLM
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+llm, most = LLM(drafter="plain", dtype="float32"), []
+loaded = threads()
+def generate():
+    llm.generate([5, 6, 7], max_new_tokens=4, criteria=[lambda tokens: most.append(threads()) is not None])
+generate()
+print(loaded, max(most), threads())
+most.clear()
+other = Thread(target=generate)
+other.start()
+other.join()
+print(loaded, max(most) - 1, threads())  # without the thread itself
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
+def test_a_thread_leaves_no_pool_behind() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "3"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, timeout=300)
+    for line in done.stdout.splitlines():
+        loaded, most, after = map(int, line.split())
+        assert after == loaded < most
+
+
+def test_releasing_is_harmless_where_nothing_was_computed() -> None:
+    openmp.find()
+    openmp.release()
+    openmp.release()
