@@ -9,6 +9,9 @@ all these cases.
 The texts are decoded once more with the bundled draft model alone: how often a candidate of a given draft probability
 is accepted carries over to other draft models. How often a draft model's first choice is accepted does not, so it has
 no prior.
+
+And once more with predictions, which are simulated edits: the text itself with spans of it replaced, inserted and
+removed; one in `WRONG` is another text. The other sources draft too, with what was learned of them before.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import click
 from rich.console import Console
@@ -37,6 +41,9 @@ NODES, LENGTH = 16, 96
 DRAFTED, DEPTH = 24, 3  # nodes and draft forwards per step
 TEMPERATURES = (0.0, 0.7, 1.0)
 LEAST_TRIALS = 40  # of a key
+EDITS = (0.01, 0.03, 0.1)  # spans that are changed, for each token of a text
+SPAN = 6  # tokens of a span, at most
+WRONG = 12
 TRAIN = "gsm8k_train.jsonl"
 # The texts of this module have no grammar. In 96 texts of JSON of the bundled model and of its GGUF file, 2,481 forced
 # tokens were drafted and accepted, and along the committed paths the target chose no other token than the forced one.
@@ -58,9 +65,17 @@ def main(model: str | None, data: Path, prompts: int, out: Path) -> None:
     loaded = loading.load(model, dtype="float32")
     texts = read_texts(loaded, data, prompts)
     found, drafts = measured(loaded, texts)
-    kept = [*found.rows(), *(row for row in drafts.rows() if row["key"][0] == "draft")]
+    others = {tuple(row["key"]): row["p"] for row in found.rows() if row["trials"] >= LEAST_TRIALS}
+    predictions = predicted(loaded, texts, AcceptanceTable(others, found.mixer.rows()))
+    kept = [*found.rows(), *of_source(drafts, "draft"), *of_source(predictions, "prediction")]
     estimates = [FORCED] + [[row["key"], row["p"]] for row in kept if row["trials"] >= LEAST_TRIALS]
-    mixer = [*found.mixer.rows(), *(row for row in drafts.mixer.rows() if row[2] == "draft")]
+    mixer = list(found.mixer.rows())
+    mixer += [
+        row
+        for table, name in ((drafts, "draft"), (predictions, "prediction"))
+        for row in table.mixer.rows()
+        if row[2] == name
+    ]
     lines = [",\n".join(json.dumps(row) for row in rows) for rows in (estimates, mixer)]
     out.write_text(f'{{"estimates": [\n{lines[0]}\n],\n"mixer": [\n{lines[1]}\n]}}\n', encoding="utf-8")
     click.echo(f"{out}: {len(estimates)} keys, {len(mixer)} rows of the mixer")
@@ -97,3 +112,42 @@ def measured(loaded: loading.Loaded, texts: list[list[int]]) -> tuple[Acceptance
                     kept = cache if engine is alone else None
                     engine.run([engine.submit(Request(tokens, drafter, sampling, stop, drafter_cache=kept))])
     return found, drafts
+
+
+def of_source(table: AcceptanceTable, name: str) -> list[dict[str, Any]]:
+    """The estimates of one source."""
+    return [row for row in table.rows() if row["key"][0] == name]
+
+
+def predicted(loaded: loading.Loaded, texts: list[list[int]], found: AcceptanceTable) -> AcceptanceTable:
+    """Lets a table learn of predictions that are simulated edits of the texts. Returns the table."""
+    rng, others = Random(0), list[list[int]]()
+    engine = Engine(loaded.target, tokenizer=loaded.tokenizer, max_batch=1, acceptance=found)
+    plain, drafter = engine.drafter("plain"), engine.drafter(Auto, nodes=NODES)
+    stop = StopParams(max_new_tokens=LENGTH, eos_token_ids=loaded.eos_token_ids)
+    with Progress(console=Console(stderr=True)) as bar:
+        for index, tokens in enumerate(bar.track(texts, description="predictions")):
+            for temperature in TEMPERATURES:
+                sampling = SamplingParams(temperature=temperature, seed=index)
+                handle = engine.submit(Request(tokens, plain, sampling, stop))
+                engine.run([handle])
+                is_wrong = others and rng.randrange(WRONG) == 0
+                own = rng.choice(others) if is_wrong else edited(handle.tokens, rng, loaded.target.info.vocab_size)
+                others.append(handle.tokens)
+                if own:
+                    engine.run([engine.submit(Request(tokens, drafter, sampling, stop, prediction=own))])
+    return found
+
+
+def edited(tokens: list[int], rng: Random, vocab_size: int) -> list[int]:
+    """A text with spans replaced, inserted and removed."""
+    rate, found, at = rng.choice(EDITS), list[int](), 0
+    while at < len(tokens):
+        if rng.random() < rate:
+            kind, length = rng.choice(("replaced", "inserted", "removed")), rng.randint(1, SPAN)
+            at += length if kind != "inserted" else 0
+            found += [rng.randrange(vocab_size) for _ in range(length if kind != "removed" else 0)]
+        if at < len(tokens):
+            found.append(tokens[at])
+        at += 1
+    return found

@@ -5,10 +5,11 @@
     chat        first turns of MT-Bench          /v1/chat/completions, temperature 1, a seed for each request
     edit        HumanEval's functions            /v1/completions, greedy, with `prediction` where the server knows it
 
-A stand-in cannot edit code. So the prediction of an edit is the text that the server itself gives, every tenth word of
+A stand-in cannot edit code. So the prediction of an edit is the text that llama.cpp's server gives, every tenth word of
 it replaced: a simulated edit, of which about nine tenths stay as they were.
 
-Both servers run all the time and take turns. So many clients as are concurrent send one request after the other.
+Both servers run all the time and take turns. So many clients as are concurrent send one request after the other. Every
+pass has prompts of its own, so that nothing is known from an earlier one.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,6 +42,7 @@ START_SECONDS = 120.0
 CONTEXT = 1024  # tokens of each sequence
 CHANGED = 10  # every so manyth word of an edit's prediction is another one
 NAME = "model"
+Question = tuple[str, dict[str, Any]]  # path and body of a request
 
 
 @dataclass
@@ -49,12 +52,12 @@ class Server:
     Attributes:
         name: of its row.
         url: where it is.
-        predicts: whether it takes `prediction`.
+        extra: further members of each request.
     """
 
     name: str
     url: str
-    predicts: bool
+    extra: dict[str, Any]
 
 
 @dataclass
@@ -73,7 +76,7 @@ class Answer:
 
 
 @contextmanager
-def running(name: str, command: Sequence[str], port: int, predicts: bool) -> Any:
+def running(name: str, command: Sequence[str], port: int, extra: dict[str, Any]) -> Any:
     """A server from its start, when it answers /health, to its end."""
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
@@ -87,7 +90,7 @@ def running(name: str, command: Sequence[str], port: int, predicts: bool) -> Any
                 if process.poll() is not None or time.monotonic() > until:
                     raise LeapaheadError(f"{name} did not start: {last_words()}")
                 time.sleep(0.2)
-            yield Server(name, url, predicts)
+            yield Server(name, url, extra)
         except httpx.TransportError as error:
             if process.poll() is None:
                 raise
@@ -110,16 +113,15 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def requests_of(workload: str, data: Path, count: int, tokens: int) -> list[tuple[str, dict[str, Any]]]:
-    """Path and body of each request of a workload."""
+def requests_of(workload: str, data: Path, tokens: int) -> list[Question]:
+    """Path and body of each request of a workload; as many as there are prompts."""
     file = {"gsm8k": "gsm8k_test.jsonl", "chat": "mt_bench.jsonl", "edit": "humaneval.jsonl"}[workload]
     try:
         rows = [json.loads(line) for line in (data / file).read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise BadParameter(f"the prompts {str(data / file)!r} cannot be read: {error.strerror}") from None
-    rows = rows[:: max(1, len(rows) // count)][:count]
     common = {"model": NAME, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens}
-    found: list[tuple[str, dict[str, Any]]] = []
+    found: list[Question] = []
     for index, row in enumerate(rows):
         if workload == "chat":
             messages = [{"role": "user", "content": row["turns"][0]}]
@@ -151,7 +153,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Ans
     return answer
 
 
-async def pass_of(server: Server, bodies: Sequence[tuple[str, dict[str, Any]]], concurrent: int) -> dict[str, Any]:
+async def pass_of(server: Server, bodies: Sequence[Question], concurrent: int) -> dict[str, Any]:
     """All requests, so many at a time: tokens per second, latencies, and the texts."""
     answers, waiting = [Answer()] * len(bodies), list(enumerate(bodies))[::-1]
     limits = httpx.Limits(max_connections=concurrent, max_keepalive_connections=0)  # llama.cpp's server closes them
@@ -160,7 +162,7 @@ async def pass_of(server: Server, bodies: Sequence[tuple[str, dict[str, Any]]], 
         async def one_client() -> None:
             while waiting:
                 index, (path, body) = waiting.pop()
-                answers[index] = await ask(client, path, body)
+                answers[index] = await ask(client, path, {**body, **server.extra})
 
         began = time.perf_counter()
         await asyncio.gather(*(one_client() for _ in range(concurrent)))
@@ -180,9 +182,7 @@ async def pass_of(server: Server, bodies: Sequence[tuple[str, dict[str, Any]]], 
     }
 
 
-def with_predictions(
-    bodies: list[tuple[str, dict[str, Any]]], texts: Sequence[str]
-) -> list[tuple[str, dict[str, Any]]]:
+def with_predictions(bodies: Sequence[Question], texts: Sequence[str]) -> list[Question]:
     """The requests with what the text will be, every tenth word changed."""
     found = []
     for (path, body), text in zip(bodies, texts, strict=True):
@@ -192,30 +192,42 @@ def with_predictions(
     return found
 
 
-async def measured(servers: Sequence[Server], bodies: Any, workload: str, concurrent: int, rounds: int) -> list[Any]:
-    """A row for each server: the medians of its rounds, in which the servers take turns."""
-    of_server = {server.name: bodies for server in servers}
-    for server in servers:
-        texts = (await pass_of(server, bodies, concurrent))["texts"]  # not counted: a warm-up
-        if workload == "edit" and server.predicts:
-            of_server[server.name] = with_predictions(bodies, texts)
-    passes: dict[str, list[dict[str, Any]]] = {server.name: [] for server in servers}
-    for turn in range(rounds):
-        for server in servers if turn % 2 == 0 else list(servers)[::-1]:
-            passes[server.name].append(await pass_of(server, of_server[server.name], concurrent))
+async def measured(
+    ours: Server, theirs: Server, questions: Iterator[list[Question]], workload: str, concurrent: int, rounds: int
+) -> list[dict[str, Any]]:
+    """A row for each server: the medians of its rounds, in which the servers take turns. The first round is a warm-up.
+
+    Args:
+        ours, theirs: the servers.
+        questions: of each pass.
+    """
+    passes: dict[str, list[dict[str, Any]]] = {ours.name: [], theirs.name: []}
+    for turn in range(rounds + 1):
+        bodies = asked = next(questions)
+        if workload == "edit":
+            asked = with_predictions(bodies, (await pass_of(theirs, bodies, concurrent))["texts"])
+        for server in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
+            found = await pass_of(server, asked if server is ours else bodies, concurrent)
+            if turn:
+                passes[server.name].append(found)
     rows = []
-    for name, found in passes.items():
+    for name, done in passes.items():
         row: dict[str, Any] = {"workload": workload, "concurrent": concurrent, "server": name}
         for key in ("tokens_per_second", "first_ms"):
-            row[key] = median(each[key] for each in found)
+            row[key] = median(each[key] for each in done)
         for key in ("token_ms", "piece_ms"):
-            row[key] = {p: median(each[key][p] for each in found) for p in ("p50", "p95")}
-        row["ratios"] = [
-            each["tokens_per_second"] / other["tokens_per_second"]
-            for each, other in zip(found, passes[servers[-1].name], strict=True)
-        ]
+            row[key] = {p: median(each[key][p] for each in done) for p in ("p50", "p95")}
+        pairs = zip(done, passes[theirs.name], strict=True)
+        row["ratios"] = [each["tokens_per_second"] / other["tokens_per_second"] for each, other in pairs]
         rows.append(row)
     return rows
+
+
+def in_passes(questions: Sequence[Question], count: int) -> Iterator[list[Question]]:
+    """So many questions for each pass, each asked once; from the beginning again when all were asked."""
+    endless = cycle(questions)
+    while True:
+        yield [next(endless) for _ in range(count)]
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -269,14 +281,12 @@ def main(
     theirs += ["-c", str(CONTEXT * most), "--alias", NAME]
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        servers = [
-            stack.enter_context(running("leapahead", ours, ports[0], True)),
-            stack.enter_context(running("llama-server", theirs, ports[1], False)),
-        ]
+        first = stack.enter_context(running("leapahead", ours, ports[0], {}))
+        second = stack.enter_context(running("llama-server", theirs, ports[1], {"cache_prompt": False}))
         for workload in workloads:
-            bodies = requests_of(workload, data, count, max_tokens)
+            questions = in_passes(requests_of(workload, data, max_tokens), count)
             for concurrent in levels:
-                rows += asyncio.run(measured(servers, bodies, workload, concurrent, rounds))
+                rows += asyncio.run(measured(first, second, questions, workload, concurrent, rounds))
                 show(COLUMNS, [cells(row) for row in rows[-2:]])
     show(COLUMNS, [cells(row) for row in rows])
     if out is not None:
