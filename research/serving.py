@@ -251,15 +251,35 @@ COLUMNS = ("workload", "concurrent", "server", "tokens/s", "ratio", "first, ms",
 @click.command(cls=Command)
 @click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--llama-server", required=True, type=click.Path(exists=True, dir_okay=False), help="llama.cpp's server.")
-@click.option("--data", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="FOLDER")
 @click.option(
-    "--concurrent", "levels", multiple=True, type=click.IntRange(min=1), default=(1, 4, 16), show_default=True
+    "--data",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Folder of gsm8k_test.jsonl, mt_bench.jsonl and humaneval.jsonl.",
 )
-@click.option("--workload", "workloads", multiple=True, default=("gsm8k", "chat", "edit"), show_default=True)
-@click.option("--requests", "count", type=click.IntRange(min=1), default=16, show_default=True)
-@click.option("--max-tokens", type=click.IntRange(min=2), default=64, show_default=True)
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option(
+    "--concurrent",
+    "levels",
+    multiple=True,
+    type=click.IntRange(min=1),
+    default=(1, 4, 16),
+    show_default=True,
+    help="Requests at a time; may be repeated.",
+)
+@click.option(
+    "--workload",
+    "workloads",
+    multiple=True,
+    type=click.Choice(("gsm8k", "chat", "edit")),
+    default=("gsm8k", "chat", "edit"),
+    show_default=True,
+    help="What is asked for; may be repeated.",
+)
+@click.option("--requests", "count", type=click.IntRange(min=1), default=16, show_default=True, help="Of a pass.")
+@click.option("--max-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Of an answer.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Passes that are counted.")
+@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Of each server.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the figures as JSON.")
 def main(
     model: Path,
