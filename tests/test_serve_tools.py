@@ -302,6 +302,8 @@ def test_models_without_tools() -> None:
         for choice in ("auto", "none", "required"):
             body = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": choice}
             check(plain.post(CHAT, body), 400, "tools", "--tool-call-parser")
+        tokenized = plain.post("/tokenize", {"messages": MESSAGES, "tools": [WEATHER]})
+        check(tokenized, 400, "tools", "--tool-call-parser")
         parts = plain.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]
         assert parts["tools"]["anyOf"] == [{"type": "null"}]
         assert len(parts["response_format"]["anyOf"]) == 2

@@ -188,6 +188,7 @@ def describing(service: Service) -> APIRouter:
 
         def ids() -> list[int]:
             if isinstance(body, TokenizeMessages):
+                service.formats.check(body.tools)
                 return texts.chat(body.messages, body.chat_template_kwargs, body.add_generation_prompt, body.tools)
             return texts.ids(body.prompt, body.add_special_tokens)
 

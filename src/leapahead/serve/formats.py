@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -25,7 +25,7 @@ from leapahead.core.text import Tokenizer
 from leapahead.grammar import Grammar
 from leapahead.serve import forms
 from leapahead.serve.errors import ApiError, of
-from leapahead.serve.messages import NamedTool
+from leapahead.serve.messages import NamedTool, ToolParam
 from leapahead.serve.prompts import Texts
 from leapahead.serve.schema import ChatRequest, Generation
 from leapahead.serve.settings import Settings
@@ -105,22 +105,26 @@ class Formats:
             return "tools"
         return "response_format" if body.structured_outputs is None else "structured_outputs"
 
+    def check(self, given: Sequence[ToolParam] | None) -> None:
+        """Refuses tools where the model's way to call them is not known."""
+        if given and self.tools is None:
+            message = (
+                "tools are not possible: the chat template of the model has no known format of tool calls; "
+                "the server's option --tool-call-parser names one"
+            )
+            raise ApiError(400, message, "tools", "unsupported_parameter")
+
     def available(self, body: ChatRequest) -> tuple[list[Tool], ToolChoice]:
         """The tools of a request, and whether one is to be called.
 
         Raises:
             ApiError: they are no tools, or the model's way to call them is not known.
         """
+        self.check(body.tools)
         found = _about("tools", lambda: tools([tool.model_dump() for tool in body.tools or ()]))
         choice = body.tool_choice
         asked = choice.model_dump() if isinstance(choice, NamedTool) else choice
         chosen = _about("tool_choice", lambda: tool_choice(asked, found))
-        if found and self.tools is None:
-            message = (
-                "tools are not possible: the chat template of the model has no known format of tool calls; "
-                "the server's option --tool-call-parser names one"
-            )
-            raise ApiError(400, message, "tools", "unsupported_parameter")
         return found, chosen
 
     def reading(self, body: ChatRequest, choice: ToolChoice, available: bool, prompt: list[int]) -> Reading:

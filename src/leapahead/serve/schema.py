@@ -184,12 +184,13 @@ class Generation(Strict):
         bad_words: strings that must not be written.
         skip_special_tokens: texts have no special tokens.
         stream: send the text piece by piece, as server-sent events.
-        stream_options: see `StreamOptions`.
-        prediction: see `Prediction`.
+        stream_options: `include_usage` lets a last chunk report the usage; `continuous_usage_stats`, every chunk.
+        prediction: what the text is expected to be. Wrong parts cost time and never change the text.
         response_format: text of any form, any JSON object, or JSON of a schema. The text has this form in any case.
-        structured_outputs: see `StructuredOutputs`; not together with a form in `response_format`.
+        structured_outputs: one of `json`, `json_object`, `regex`, `choice`, `grammar`, as vLLM has them; not together
+            with a form in `response_format`.
         user: written to the log, nothing else.
-        leapahead: see `Extension`.
+        leapahead: an object with the server's own parameters.
     """
 
     model: str | None = None
@@ -242,6 +243,7 @@ class CompletionRequest(Generation):
         logprobs: report the log-probability of every token, and of so many likeliest alternatives.
         echo: begin the text with the prompt.
         add_special_tokens: let the tokenizer begin a prompt as the model expects it.
+        best_of: accepted for older clients.
     """
 
     prompt: Prompt
@@ -266,8 +268,8 @@ class ChatRequest(Generation):
         tools: functions that the model may call.
         tool_choice: "none", "auto" (the default where there are tools), "required", or the function to be called.
         parallel_tool_calls: whether an answer may have several calls.
-        modalities: of the answer.
-        store: keep the answer.
+        modalities: of the answer, which is text.
+        store: whether to keep the answer, which the server does not.
     """
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -321,7 +323,7 @@ class TokenizeMessages(Strict):
     messages: Annotated[list[Message], SEVERAL]
     add_generation_prompt: bool = True
     chat_template_kwargs: Variables | None = None
-    tools: ToolParams | None = None
+    tools: Annotated[ToolParams | None, Field(json_schema_extra={LIMIT: "tools"})] = None
     return_token_strs: bool = False
 
 
