@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -134,6 +135,25 @@ WRONG: Sequence[tuple[dict[str, Any], str, str]] = [
 def test_what_is_refused(plain: Running, body: dict[str, Any], param: str, words: str) -> None:
     check(plain.post(CHAT, {"messages": MESSAGES, "max_tokens": 20, **body}), 400, param, words)
     check(plain.post(COMPLETIONS, {"prompt": "a", **body}), 400, param, words)
+
+
+def test_requests_with_forms_at_the_same_time(plain: Running, llm: LLM) -> None:
+    """Beside each other and beside text of any form, as streams of the asynchronous client."""
+    jobs = [(FORMS[name], seed) for seed in range(2) for name in FORMS] + [(({}, None), 7)]
+
+    async def one(client: Any, given: dict[str, Any], seed: int) -> str:
+        stream = await client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=24, temperature=1, seed=seed, stream=True, extra_body=given
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def every() -> list[str]:
+        async with plain.asynchronous() as client:
+            return await asyncio.gather(*(one(client, given, seed) for (given, _), seed in jobs))
+
+    for ((_, grammar), seed), text in zip(jobs, asyncio.run(every()), strict=True):
+        options: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_new_tokens": 24, "drafter": "plain"}
+        assert text == llm.generate(MESSAGES, grammar=grammar, **options).text
 
 
 def test_tokenizers_that_cannot_serve() -> None:
