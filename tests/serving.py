@@ -20,6 +20,14 @@ from leapahead.serve.worker import Worker
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # id 0 is the end of text as well
 
+TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}{% for message in messages %}<|{{ message.role }}|>
+{{ message.reasoning_content }}{{ message.content }}
+{% for call in message.tool_calls %}<tool_call>{{ call.function.name }} {{ call.function.arguments.city }}
+{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+
 
 class Letters:
     """A tokenizer with a token for each character."""
@@ -62,6 +70,14 @@ class SlowToy(ToyTarget):
         if self.fail is not None:
             raise self.fail
         return super().step(*given, **options)
+
+
+def calling_llm() -> LLM:
+    """The bundled model with a chat template for tools and, with `enable_thinking`, for reasoning."""
+    found = LLM()
+    assert found.tokenizer is not None
+    found.tokenizer.chat_template = TEMPLATE  # type: ignore[attr-defined]
+    return found
 
 
 def toy_llm(seconds: float = 0.0, **options: Any) -> LLM:
@@ -127,3 +143,15 @@ def serving(llm: LLM, limits: dict[str, Any] | None = None, **settings: Any) -> 
             running.end()
             thread.join(60)
             assert not thread.is_alive()
+
+
+def check(found: httpx.Response, status: int, param: str | None = None, words: str = "") -> None:
+    """Checks an error object."""
+    assert found.status_code == status, found.text
+    assert set(found.json()) == {"error"}
+    error = found.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    assert words in error["message"], error
+    assert "Traceback" not in found.text
+    assert len(error["message"]) < 400

@@ -15,7 +15,7 @@ import pytest
 from leapahead import LLM
 from leapahead.core.errors import BadLogits
 from leapahead.models.toy import ToyTarget
-from tests.serving import Letters, Running, SlowToy, serving, toy_llm
+from tests.serving import Letters, Running, SlowToy, check, serving, toy_llm
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
@@ -40,17 +40,6 @@ def running() -> Iterator[Running]:
 def _it_goes_on(running: Running) -> Iterator[None]:
     yield
     assert running.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}).status_code == 200
-
-
-def check(found: httpx.Response, status: int, param: str | None = None, words: str = "") -> None:
-    assert found.status_code == status, found.text
-    assert set(found.json()) == {"error"}
-    error = found.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["param"] == param, error
-    assert words in error["message"], error
-    assert "Traceback" not in found.text
-    assert len(error["message"]) < 400
 
 
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [
@@ -107,7 +96,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream", ""),
     (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", ""),
     (COMPLETIONS, {"prompt": "a", "leapahead": {"deadline_seconds": 0.05}}, "leapahead.deadline_seconds", ""),
-    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_object"}}, "response_format.type", "json_object"),
+    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "Letters"),
     (COMPLETIONS, {"prompt": "a", "prediction": {"type": "content"}}, "prediction.content", "missing"),
     (COMPLETIONS, {"prompt": "a", "prediction": {"type": "content", "content": "b"}}, "prediction", "suffix"),
     (CHAT, {}, "messages", "missing"),
@@ -122,8 +111,8 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content", ""),
     (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages.0.content", ""),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "missing"),
-    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools", "not supported"),
-    (CHAT, {"messages": USER, "functions": []}, "functions", "not supported"),
+    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools.0.function", "missing"),
+    (CHAT, {"messages": USER, "functions": []}, "functions", "use tools"),
     (CHAT, {"messages": USER, "top_logprobs": 3}, "top_logprobs", "logprobs=true"),
     (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     (CHAT, {"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens", ""),
@@ -187,7 +176,7 @@ def test_methods_paths_models_and_types(running: Running) -> None:
     check(running.get(COMPLETIONS), 405, None, "GET")
     assert running.get(COMPLETIONS).headers["allow"] == "POST"
     check(running.post("/health", {}), 405, None)
-    for path in ("/v1/embeddings", "/v1/responses", "/", "/docs", "/redoc", "/v1/completions/", "/nothing"):
+    for path in ("/v1/embeddings", "/v1/responses", "/docs", "/redoc", "/v1/completions/", "/nothing"):
         check(running.post(path, {"input": "a"}), 404, None, path)
     check(running.post(COMPLETIONS, {"prompt": "a", "model": "gpt"}), 404, "model", "'tiny'")
     check(running.post(COMPLETIONS, {"prompt": "a", "model": ""}), 404, "model")

@@ -176,7 +176,7 @@ def test_metrics_have_vllm_s_names_and_add_up() -> None:
             assert re.search(rf"^vllm:{name}{{.*model_name=\"tiny\"", text, re.M), name
         found = [
             running.post(
-                COMPLETIONS, {"prompt": "abc" * 5, "max_tokens": 30, "n": 2, "leapahead": {"stats": True}}
+                COMPLETIONS, {"prompt": "abc" * 5, "max_tokens": 30, "n": 2, "seed": 1, "leapahead": {"stats": True}}
             ).json()
             for _ in range(3)
         ]

@@ -1,21 +1,28 @@
-"""Generated pages about the code: the command line, the drafters with their options, and the list of files."""
+"""Generated pages about the code: the command line, the server's parameters, the drafters, and the list of files."""
 
 from __future__ import annotations
 
 import ast
+import inspect
+import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
+from pydantic import BaseModel
 
 from leapahead import drafters
 from leapahead.cli import main as program
 from leapahead.cli.command import EXIT_CODES, Command, Option
 from leapahead.cli.drafters import describe
+from leapahead.serve.schema import ChatRequest, CompletionRequest, Extension, Generation
 
 Table = Callable[[str, list[list[str]]], str]
 Records = dict[str, list[tuple[str, str]]]  # group -> (option, help)
 GENERAL = "Options"
+BOUNDLESS = 2**31 - 1  # limits from here on say only which numbers are representable
 PACKAGES = (
     *("core", "grammar", "chat", "models", "planner", "drafters", "engine", "bench", "integrations", "serve", "cli"),
 )
@@ -136,10 +143,62 @@ def file_list(root: Path, table: Table) -> str:
     return "\n\n".join(parts)
 
 
+def request_parameters(table: Table) -> str:
+    """The parameters of the server's requests, from the models by which they are validated."""
+    common = set(Generation.model_fields)
+    kinds: list[tuple[str, type[BaseModel], set[str]]] = [
+        ("### Completions and chats", Generation, set()),
+        ("### Completions only", CompletionRequest, common),
+        ("### Chats only", ChatRequest, common),
+        ("### `leapahead`", Extension, set()),
+    ]
+    parts = []
+    for heading, model, known in kinds:
+        meanings = _attributes(inspect.getdoc(model) or "")
+        schema = model.model_json_schema()
+        required = schema.get("required", [])
+        rows = []
+        for name in (name for name in model.model_fields if name not in known):
+            given = schema["properties"][name]
+            default = "required" if name in required else json.dumps(given.get("default"))
+            rows.append([f"`{name}`", _bounds(given), f"`{default}`", _cell(meanings.get(name, ""))])
+        parts += [heading, table("parameter | JSON | default | meaning", rows)]
+    return "\n\n".join(parts)
+
+
+def _attributes(doc: str) -> dict[str, str]:
+    """The meanings in the section "Attributes" of a docstring; several names may share one."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in doc.partition("Attributes:\n")[2].splitlines():
+        if head := re.match(r" {4}([\w, ]+): (.*)", line):
+            names = head[1].split(", ")
+            found |= dict.fromkeys(names, head[2])
+        elif line.strip():
+            found |= {name: f"{found[name]} {line.strip()}" for name in names}
+    return found
+
+
+def _bounds(given: dict[str, Any]) -> str:
+    """The type of a value in JSON, with its limits."""
+    if "$ref" in given:
+        return "object"
+    if "const" in given or "enum" in given:
+        return " or ".join(f"`{json.dumps(each)}`" for each in given.get("enum", [given.get("const")]))
+    choices = given.get("anyOf") or given.get("oneOf") or []
+    if choices:
+        return " or ".join(dict.fromkeys(_bounds(each) for each in choices if each.get("type") != "null"))
+    least, most = given.get("minimum", given.get("exclusiveMinimum")), given.get("maximum")
+    limits = [f"{'above' if 'exclusiveMinimum' in given else 'from'} {least:g}"] if least is not None else []
+    limits += [f"to {most:g}"] if most is not None and most < BOUNDLESS else []
+    return " ".join([given.get("type", "any"), *limits])
+
+
 def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
     """Name of a block -> what writes it."""
     return {
         "command-line": lambda _: command_line(table),
         "drafters": lambda _: drafter_list(table),
+        "request-parameters": lambda _: request_parameters(table),
         "file-tour": lambda root: file_list(root, table),
     }

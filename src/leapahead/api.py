@@ -62,8 +62,8 @@ class LLM:
 
     Attributes:
         target: the loaded model.
-        tokenizer: its tokenizer; None where there is none.
-        eos_token_ids: the ids that end a text.
+        tokenizer, eos_token_ids: its tokenizer, None where there is none, and the ids that end a text.
+        inputs: turns prompts and options into token ids and parameters, and compiles grammars.
         drafter_name: name of the default drafter.
         engine: the engine that decodes.
         drafter_cache: what drafters keep between texts; None where nothing is kept.
@@ -109,7 +109,7 @@ class LLM:
         self._draft = {} if draft is None else {"draft": given(draft, **backend)}
         self._drafter = self.engine.drafter(drafter, **options, **self._draft)
         self.drafter_name = self._drafter.name
-        self._inputs = Inputs(self.target.info, self.tokenizer, self.eos_token_ids)
+        self.inputs = Inputs(self.target.info, self.tokenizer, self.eos_token_ids)
         if self.drafter_cache is not None:
             name = partial(_vocabulary, self.tokenizer, self.target.info.vocab_size)
             self.drafter_cache.belong(name if drafter_cache is True else name(), self.target.info.vocab_size)
@@ -224,14 +224,14 @@ class LLM:
             drafter = self.engine.drafter(chosen, **given)
         if options.get("prediction") is not None and not drafter.takes_prediction:
             raise BadParameter(f"drafter {drafter.name!r} makes no use of a prediction; use auto or prediction")
-        predictions = self._inputs.predictions(options.get("prediction"), len(prompts))
+        predictions = self.inputs.predictions(options.get("prediction"), len(prompts))
         samples = whole("n", options.get("n", 1), least=1)
         all_seeds = seeds(options.get("seed"), len(prompts), samples, options.get("temperature", 0.0) != 0)
-        stop = self._inputs.stop(options)
-        grammars = self._inputs.grammar(options, len(prompts))
+        stop = self.inputs.stop(options)
+        grammars = self.inputs.grammar(options, len(prompts))
         found = []
         for prompt, own_seeds, prediction, form in zip(prompts, all_seeds, predictions, grammars, strict=True):
-            sampling = [self._inputs.sampling(options, seed, form) for seed in own_seeds]
+            sampling = [self.inputs.sampling(options, seed, form) for seed in own_seeds]
             request = Request(
                 encode(prompt, self.tokenizer, self.target.info),
                 drafter,
@@ -245,10 +245,10 @@ class LLM:
             found.append((request, sampling))
         return found
 
-    def writer(self, options: Options) -> Writer:
-        """Turns the outputs of one request into text."""
+    def writer(self, options: Options, tokenizer: Tokenizer | None = None) -> Writer:
+        """Turns the outputs of one request into text, by another tokenizer than the model's if one is given."""
         strings = (stop,) if isinstance(stop := options.get("stop", ()), str) else tuple(stop)
-        return Writer(self.tokenizer, strings, options.get("include_stop", False))
+        return Writer(tokenizer or self.tokenizer, strings, options.get("include_stop", False))
 
     def save_drafter_cache(self, path: str | Path | None = None) -> Path:
         """Writes the drafter cache to a file, merged with what other processes saved there.

@@ -18,7 +18,7 @@ from leapahead.chat.formats import (
 from leapahead.chat.markers import WithMarkers
 from leapahead.chat.messages import Delta, Function, Message, ToolCall, ToolCallDelta
 from leapahead.chat.parser import ChatParser, parse
-from leapahead.chat.tool_grammar import response_grammar, tool_grammar
+from leapahead.chat.tool_grammar import json_grammar, response_grammar, tool_grammar
 from leapahead.chat.tools import Tool, ToolChoice, tool_choice, tools
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "ToolChoice",
     "ToolFormat",
     "WithMarkers",
+    "json_grammar",
     "parse",
     "reasoning_format",
     "response_grammar",

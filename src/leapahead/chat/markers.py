@@ -42,10 +42,10 @@ class WithMarkers:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True) if len(token_ids) else ""
 
     def apply_chat_template(
-        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **variables: Any
     ) -> str:
         return self._tokenizer.apply_chat_template(
-            conversation, tokenize=tokenize, add_generation_prompt=add_generation_prompt
+            conversation, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **variables
         )
 
 

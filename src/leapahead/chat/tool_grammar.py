@@ -105,15 +105,20 @@ def _required(start: str, format: ToolFormat, parallel: bool) -> str:
 
 def _call(tool: Tool, format: ToolFormat) -> str:
     """What stands between the markers of a call of this tool."""
-    schema = {**tool.parameters, "x-guidance": {"whitespace_pattern": WHITESPACE}}
     before, after = f'{{"name": {json.dumps(tool.name)}, "{format.arguments}": ', "}"
     if format.end:
         before, after = f"\n{before}", f"{after}\n{format.end}"
     try:
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        schema = _json(tool.parameters)
     except (ValueError, TypeError, RecursionError) as error:
         raise BadParameter(f"the parameters of the tool {tool.name!r} are not JSON: {error}") from None
-    return f"{literal(before)} %json {text} {literal(after)}"
+    return f"{literal(before)} {schema} {literal(after)}"
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """A JSON schema as a part of a Lark grammar."""
+    given = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return f"%json {json.dumps(given, ensure_ascii=False, allow_nan=False)}"
 
 
 def _until(tokenizer: Tokenizer, name: str, marker: str) -> list[str]:
@@ -126,6 +131,31 @@ def _marker(tokenizer: Tokenizer, marker: str) -> str:
     """A marker in Lark: a special token of the tokenizer, or a text."""
     token = special_token(tokenizer, marker)
     return literal(marker) if token is None else f"<[{token}]>"
+
+
+def json_grammar(
+    schema: Mapping[str, Any] | bool | str,
+    tokenizer: Tokenizer | None = None,
+    reasoning: ReasoningFormat | None = None,
+    prompt: str = "",
+) -> Grammar:
+    """The grammar of JSON of a schema, behind the reasoning of a model that reasons.
+
+    Args:
+        schema: see `Grammar.json_schema`.
+        tokenizer: of the model; needed with `reasoning`.
+        reasoning: how the model marks its reasoning; None if the whole text is to be JSON.
+        prompt: the text of the prompt, which may end inside the reasoning.
+
+    Raises:
+        BadParameter: it is no JSON schema.
+    """
+    plain = Grammar.json_schema(schema)
+    if reasoning is None or tokenizer is None:
+        return plain
+    rules = _start(tokenizer, ToolChoice("required"), reasoning, prompt)
+    answer = f"answer: {_json(json.loads(plain.definition))}"
+    return Grammar.lark("\n".join(["%llguidance {}", *rules, answer, r"TEXT: /(.|\n)*/"]))
 
 
 def response_grammar(given: Any) -> Grammar | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from leapahead.api import LLM
+from leapahead.chat import REASONING_FORMATS, TOOL_FORMATS
 from leapahead.cli.cache import DRAFTER_CACHE
 from leapahead.cli.command import Command, option
 from leapahead.cli.generate import open_llm
@@ -19,6 +21,17 @@ from leapahead.core.errors import BadParameter, needing
 SERVER, LIMITS, ACCESS = "Server options", "Limits", "Access options"
 PACKAGES = ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "h11")
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of a generation_config that are taken
+
+
+def _parser(name: str, what: str, formats: Iterable[str]) -> Any:
+    return option(
+        name,
+        type=click.Choice([*formats, "none"]),
+        group=SERVER,
+        show_default="found by the chat template",
+        help=f"Format of {what} in the model's texts. With `none`, they are not looked for.",
+    )
+
 
 ADDRESS = (
     option("--host", default="127.0.0.1", metavar="HOST", group=SERVER, help="Address to listen at."),
@@ -39,6 +52,8 @@ ADDRESS = (
         group=SERVER,
         help="Take sampling parameters that a request leaves out from the model's generation_config, not OpenAI's.",
     ),
+    _parser("--tool-call-parser", "tool calls", TOOL_FORMATS),
+    _parser("--reasoning-parser", "reasoning", REASONING_FORMATS),
     option("--log-prompts", is_flag=True, group=SERVER, help="Let the log contain prompts and texts."),
 )
 WHO = (
@@ -134,6 +149,8 @@ def serve(
     names: tuple[str, ...],
     max_batch: int,
     generation_config: bool,
+    tool_call_parser: str | None,
+    reasoning_parser: str | None,
     log_prompts: bool,
     api_keys: tuple[str, ...],
     api_key_file: Path | None,
@@ -170,6 +187,8 @@ def serve(
             cors=origins,
             share_drafter_cache=shared_drafter_cache,
             log_prompts=log_prompts,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
             defaults=model_defaults(llm) if generation_config else {},
             limits=limits,
         )

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-from leapahead.core.errors import DraftError, LeapaheadError
+from leapahead.core.errors import BadParameter, DraftError, LeapaheadError
 from leapahead.core.sampling import checked
 from leapahead.core.stats import Stats
 from leapahead.core.stop import Stopper
@@ -153,7 +153,7 @@ class Running:
         verdict = self.stopper.cut(proposal.judge(choices) if proposal.judge else verify(proposal.tree, choices))
         if min(verdict.tokens) < 0:  # after the cut: EOS needs no successor
             if self.view.grammar is not None and self.view.grammar.problem:
-                raise LeapaheadError(self.view.grammar.problem)
+                raise BadParameter(self.view.grammar.problem)
             checked(verdict.tokens, f"position {position + len(verdict.tokens)}")
         logprobs = () if request.logprobs is None else self._logprobs(verdict, choices, request.logprobs)
         clock.charge("verify", self.stats, choose=choices.seconds_since())

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from leapahead import __version__
 from leapahead.api import LLM, AsyncLLM
 from leapahead.core.errors import LeapaheadError
-from leapahead.serve import bounds, chat, completions, errors, logs
+from leapahead.serve import bounds, chat, completions, errors, logs, page
 from leapahead.serve.errors import ApiError, ErrorReply
 from leapahead.serve.gate import Gate
 from leapahead.serve.keys import Keys
@@ -59,7 +59,9 @@ class Application(FastAPI):
             for path in schema["paths"].values():
                 for operation in path.values():
                     operation["responses"].pop("422", None)
-            bounds.apply(schema, self.service.settings.limits, self.service.texts.info)
+            formats, limits = self.service.formats, self.service.settings.limits
+            has_tools = formats.tools is not None and formats.has_grammars
+            bounds.apply(schema, limits, self.service.texts.info, formats.has_grammars, has_tools)
         return super().openapi()
 
 
@@ -131,6 +133,7 @@ def make(llm: LLM, settings: Settings) -> tuple[ASGIApp, Worker]:
     app.service = service
     app.include_router(generating(service))
     app.include_router(describing(service))
+    app.include_router(page.showing())
     _handle_errors(app)
     gate: ASGIApp = Gate(app, keys, settings.limits)
     if settings.cors:
@@ -185,7 +188,8 @@ def describing(service: Service) -> APIRouter:
 
         def ids() -> list[int]:
             if isinstance(body, TokenizeMessages):
-                return texts.chat(body.messages, body.chat_template_kwargs, body.add_generation_prompt)
+                service.formats.check(body.tools)
+                return texts.chat(body.messages, body.chat_template_kwargs, body.add_generation_prompt, body.tools)
             return texts.ids(body.prompt, body.add_special_tokens)
 
         found = await asyncio.to_thread(ids)

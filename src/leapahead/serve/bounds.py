@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from leapahead.models.base import TargetInfo
-from leapahead.serve.schema import LIMIT
+from leapahead.serve.messages import LIMIT
 from leapahead.serve.settings import Limits
 
 
@@ -14,8 +14,18 @@ def longest(limits: Limits, info: TargetInfo) -> int:
     return info.context_length if limits.max_tokens is None else min(info.context_length, limits.max_tokens)
 
 
-def apply(schema: Any, limits: Limits, info: TargetInfo) -> None:
-    """Writes the limits into the parts of a schema that are marked by `LIMIT`."""
+def apply(schema: Any, limits: Limits, info: TargetInfo, has_grammars: bool, has_tools: bool) -> None:
+    """Writes the limits into the parts of a schema that are marked by `LIMIT`.
+
+    Args:
+        schema: is changed.
+        limits: of the server.
+        info: of the model.
+        has_grammars: whether texts can have a form.
+        has_tools: whether the format of the model's tool calls is known.
+    """
+    nothing = {"anyOf": [{"type": "null"}]}
+    text = {"anyOf": [{"$ref": "#/components/schemas/TextFormat"}, {"type": "null"}]}
     known: dict[str, dict[str, Any]] = {
         "vocabulary": {"maximum": info.vocab_size - 1},
         "biases": {"propertyNames": {"pattern": below(info.vocab_size)}},
@@ -24,11 +34,14 @@ def apply(schema: Any, limits: Limits, info: TargetInfo) -> None:
         "prompts": {"maxItems": limits.prompts},
         "logprobs": {"maximum": limits.logprobs},
         "stops": {"maxItems": limits.stops},
+        "forms": {} if has_grammars else text,
+        "structured": {} if has_grammars else nothing,
+        "tools": {} if has_tools else nothing,
     }
     if isinstance(schema, dict):
         schema.update(known.get(schema.pop(LIMIT, ""), {}))
     for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        apply(part, limits, info)
+        apply(part, limits, info, has_grammars, has_tools)
 
 
 def below(size: int) -> str:

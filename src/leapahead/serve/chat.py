@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from leapahead.chat import Delta as Part
+from leapahead.chat import Message
 from leapahead.engine.output import TokenLogprobs
 from leapahead.results import Piece, Result
 from leapahead.serve import logprobs, parameters
+from leapahead.serve.formats import Reading
+from leapahead.serve.prompts import Texts
 from leapahead.serve.replies import (
-    AssistantMessage,
+    AnswerMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatLogprobs,
     ChatReply,
     Delta,
+    FunctionDelta,
+    Span,
+    Spans,
+    ToolCallPiece,
+    ToolCallReply,
 )
 from leapahead.serve.schema import ChatRequest
 from leapahead.serve.service import Answer, Members, Service
@@ -36,13 +46,18 @@ async def complete(service: Service, request: Request, body: ChatRequest) -> Res
 
 
 def _prepare(service: Service, body: ChatRequest, owner: str) -> tuple[Job, Answer]:
-    settings, info = service.settings, service.texts.info
-    found = parameters.options(body, settings, info.vocab_size)
+    settings, texts, formats = service.settings, service.texts, service.formats
+    found = parameters.options(body, settings, texts.info.vocab_size)
     found["logprobs"] = parameters.chat_logprobs(body, settings)
-    prompt = service.texts.chat(body.messages, body.chat_template_kwargs, body.add_generation_prompt)
-    parameters.set_length(found, parameters.chat_length(body, prompt, settings, info.context_length))
-    job = Job([prompt], found, owner, body.extension.deadline_seconds)
-    chat = Chat(service, body)
+    available, choice = formats.available(body)
+    prompt = texts.chat(body.messages, body.chat_template_kwargs, body.add_generation_prompt, body.tools)
+    parameters.set_length(found, parameters.chat_length(body, prompt, settings, texts.info.context_length))
+    reading = formats.reading(body, choice, bool(available), prompt)
+    found["grammar"] = formats.grammar(body, available, reading)
+    deadline = body.extension.deadline_seconds
+    form = None if found["grammar"] is None else formats.param(body, reading)
+    job = Job([prompt], found, owner, deadline, tokenizer=formats.tokenizer(reading), form=form)
+    chat = Chat(texts, body, reading)
     return job, Answer(chat.whole, chat.opening, chat.chunk, chat.last, lambda _: None)
 
 
@@ -50,45 +65,102 @@ class Chat:
     """Makes the response, or the chunks, of one request.
 
     Args:
-        service: see there.
+        texts: of the model.
         body: of the request.
+        reading: how its answers are read.
     """
 
-    def __init__(self, service: Service, body: ChatRequest) -> None:
-        self._texts, self._samples, self._has_logprobs = service.texts, body.n or 1, bool(body.logprobs)
+    def __init__(self, texts: Texts, body: ChatRequest, reading: Reading) -> None:
+        self._texts, self._samples, self._has_logprobs = texts, body.n or 1, bool(body.logprobs)
+        self._reading, self._has_spans = reading, body.extension.spans
+        self._empty = "" if reading.tools is None else None  # content of chunks without any: calls may stand alone
+        self._parsers = [reading.parser() for _ in range(self._samples)]
 
     def whole(self, members: Members, results: Sequence[Result]) -> ChatReply:
-        choices = [
-            ChatChoice(
-                index=index,
-                message=AssistantMessage(content=result.text),
-                logprobs=self._logprobs(result.logprobs),
-                finish_reason=result.finish_reason,  # type: ignore[arg-type]
-                stop_reason=result.stop_reason,
-            )
-            for index, result in enumerate(results)
-        ]
-        return ChatReply(**members, choices=choices)
+        return ChatReply(**members, choices=[self._choice(index, result) for index, result in enumerate(results)])
+
+    def _choice(self, index: int, result: Result) -> ChatChoice:
+        parser, found = self._parsers[index], Message()
+        found.add(parser.add(result.text))
+        found.add(parser.finish())
+        thought = found.reasoning_content
+        empty = None if found.tool_calls or thought else ""
+        message = AnswerMessage(
+            content=empty if found.content is None else found.content,
+            tool_calls=[ToolCallReply.model_validate(asdict(call)) for call in found.tool_calls] or None,
+            reasoning_content=thought,
+            reasoning=thought,
+        )
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=self._logprobs(result.logprobs),
+            finish_reason=self._reading.finish_reason(result.finish_reason, parser.called),  # type: ignore[arg-type]
+            stop_reason=result.stop_reason,
+        )
 
     def opening(self, members: Members) -> list[ChatChunk]:
         """The role of every answer."""
+        delta = Delta(role="assistant", content=self._empty)
         return [
-            ChatChunk(**members, choices=[ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))])
-            for index in range(self._samples)
+            ChatChunk(**members, choices=[ChatChunkChoice(index=index, delta=delta)]) for index in range(self._samples)
         ]
 
-    def chunk(self, members: Members, index: int, piece: Piece) -> ChatChunk:
+    def chunk(self, members: Members, index: int, piece: Piece) -> ChatChunk | None:
+        parser = self._parsers[index]
+        parts = [(parser.add(text), drafted) for text, drafted in piece.spans]
+        if piece.finish_reason is not None:
+            parts.append((parser.finish(), bool(piece.spans) and piece.spans[-1][1]))
+        if not (piece.finish_reason or piece.logprobs or any(part for part, _ in parts)):
+            return None  # what may become a marker is held back
         choice = ChatChunkChoice(
             index=index,
-            delta=Delta(content=piece.text),
+            delta=_delta([part for part, _ in parts], self._empty),
             logprobs=self._logprobs(piece.logprobs),
-            finish_reason=piece.finish_reason,  # type: ignore[arg-type]
+            finish_reason=self._reading.finish_reason(piece.finish_reason, parser.called),  # type: ignore[arg-type]
             stop_reason=piece.result.stop_reason if piece.result is not None else None,
         )
-        return ChatChunk(**members, choices=[choice])
+        return ChatChunk(**members, choices=[choice], leapahead=_spans(parts) if self._has_spans else None)
 
     def last(self, members: Members) -> ChatChunk:
         return ChatChunk(**members, choices=[])
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         return logprobs.chat(entries, self._texts.token) if self._has_logprobs else None
+
+
+def _delta(parts: Sequence[Part], empty: str | None) -> Delta:
+    """What several parts add together; the content is `empty` where they add nothing."""
+    found = Part()
+    for part in parts:
+        found.content += part.content
+        found.reasoning_content += part.reasoning_content
+        for piece in part.tool_calls:
+            found.add_call(piece)
+    thought = found.reasoning_content or None
+    calls = [
+        ToolCallPiece(
+            index=piece.index,
+            id=piece.id,
+            type=None if piece.id is None else "function",
+            function=FunctionDelta(name=piece.name, arguments=piece.arguments),
+        )
+        for piece in found.tool_calls
+    ]
+    return Delta(
+        content=found.content or (None if calls or thought else empty),
+        tool_calls=calls or None,
+        reasoning_content=thought,
+        reasoning=thought,
+    )
+
+
+def _spans(parts: Sequence[tuple[Part, bool]]) -> Spans:
+    """Which parts had been drafted; text that was held back counts to the part that completes it."""
+    found = []
+    for part, drafted in parts:
+        if part.reasoning_content:
+            found.append(Span(text=part.reasoning_content, drafted=drafted, reasoning=True))
+        if part.content:
+            found.append(Span(text=part.content, drafted=drafted))
+    return Spans(spans=found)

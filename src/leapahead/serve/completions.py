@@ -10,7 +10,7 @@ from starlette.responses import Response
 from leapahead.engine.output import TokenLogprobs
 from leapahead.results import Piece, Result
 from leapahead.serve import logprobs, parameters
-from leapahead.serve.replies import CompletionChoice, CompletionLogprobs, CompletionReply
+from leapahead.serve.replies import CompletionChoice, CompletionLogprobs, CompletionReply, Span, Spans
 from leapahead.serve.schema import CompletionRequest
 from leapahead.serve.service import Answer, Members, Service
 from leapahead.serve.worker import Job
@@ -28,10 +28,12 @@ def _prepare(service: Service, body: CompletionRequest, owner: str) -> tuple[Job
     settings, info = service.settings, service.texts.info
     found = parameters.options(body, settings, info.vocab_size)
     found["logprobs"] = parameters.completion_logprobs(body, settings)
+    found["grammar"] = service.formats.form(body)
     prompts = service.texts.prompts(body.prompt, body.add_special_tokens)
     parameters.set_length(found, parameters.completion_length(body, prompts, settings, info.context_length))
     scored = bool(body.echo) and body.logprobs is not None
-    job = Job(prompts, found, owner, body.extension.deadline_seconds, scored)
+    form = None if found["grammar"] is None else service.formats.param(body)
+    job = Job(prompts, found, owner, body.extension.deadline_seconds, scored, form=form)
     completion = Completion(service, body, prompts)
     return job, Answer(completion.whole, completion.opening, completion.chunk, completion.last, completion.score)
 
@@ -47,7 +49,7 @@ class Completion:
 
     def __init__(self, service: Service, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
         self._texts, self._samples = service.texts, body.n or 1
-        self._has_logprobs = body.logprobs is not None
+        self._has_logprobs, self._has_spans = body.logprobs is not None, body.extension.spans
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         self._echoes = [""] * len(prompts)
         if body.echo:
@@ -91,7 +93,12 @@ class Completion:
             finish_reason=piece.finish_reason,  # type: ignore[arg-type]
             stop_reason=piece.result.stop_reason if piece.result is not None else None,
         )
-        return CompletionReply(**members, choices=[choice])
+        return CompletionReply(**members, choices=[choice], leapahead=self._spans(piece))
+
+    def _spans(self, piece: Piece) -> Spans | None:
+        if not self._has_spans:
+            return None
+        return Spans(spans=[Span(text=text, drafted=drafted) for text, drafted in piece.spans])
 
     def last(self, members: Members) -> CompletionReply:
         return CompletionReply(**members, choices=[])

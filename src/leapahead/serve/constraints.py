@@ -11,20 +11,33 @@ from pydantic_core import PydanticCustomError
 
 UNSUPPORTED: Literal["unsupported"] = "unsupported"
 NOT_HERE = "is not supported by this server; leave it out"
+FUNCTIONS = ("functions", "function_call")
 GENERATION = {
     name: NOT_HERE
     for name in (
-        *("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "structured_outputs"),
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "suffix", "use_beam_search"),
+        *("tools", "tool_choice", "parallel_tool_calls", "suffix", "use_beam_search"),
         *("length_penalty", "prompt_logprobs", "truncate_prompt_tokens", "priority", "audio", "metadata"),
         *("reasoning_effort", "service_tier", "web_search_options", "verbosity", "prompt_cache_key"),
         *("safety_identifier", "chat_template", "continue_final_message", "documents", "echo", "best_of"),
     )
 }
-MESSAGE = {name: NOT_HERE for name in ("tool_calls", "tool_call_id", "function_call", "audio", "refusal")}
+GENERATION |= {
+    f"guided_{kind}": f"is not supported by this server; use structured_outputs={{{kind!r}: ...}}"
+    for kind in ("json", "regex", "choice", "grammar")
+}
+GENERATION |= {name: "is not supported by this server; use tools and tool_choice" for name in FUNCTIONS}
+MESSAGE = {name: NOT_HERE for name in ("function_call", "audio", "refusal", "annotations")}
+MESSAGES = ("GivenMessage", "AssistantMessage", "ToolMessage")
+OF_CALLS = {name: NOT_HERE for name in ("tool_calls", "tool_call_id", "reasoning_content", "reasoning")}
 PARTS = ("image_url", "input_audio", "video_url", "audio_url", "file", "image", "refusal")
-REFUSED = {"CompletionRequest": GENERATION, "ChatRequest": GENERATION, "Message": MESSAGE}
-KNOWN = {"CompletionRequest": ("echo", "best_of")}  # that the other endpoint lacks
+REFUSED = {"CompletionRequest": GENERATION, "ChatRequest": GENERATION}
+REFUSED |= dict.fromkeys(MESSAGES, MESSAGE | OF_CALLS)
+KNOWN = {  # that the others lack
+    "CompletionRequest": ("echo", "best_of"),
+    "ChatRequest": ("tools", "tool_choice", "parallel_tool_calls"),
+    "AssistantMessage": ("tool_calls", "reasoning_content", "reasoning"),
+    "ToolMessage": ("tool_call_id",),
+}
 
 
 def refuse(kind: str, data: Any) -> Any:
@@ -41,8 +54,6 @@ def refuse(kind: str, data: Any) -> Any:
         return data
     if kind == "TextPart" and data.get("type") in PARTS:
         raise refusal("type", f"content of type {data['type']!r} {NOT_HERE}")
-    if kind == "ResponseFormat" and data.get("type") in ("json_object", "json_schema"):
-        raise refusal("type", f"response_format of type {data['type']!r} {NOT_HERE}")
     refused = {name: why for name, why in REFUSED.get(kind, {}).items() if name not in KNOWN.get(kind, ())}
     for name, why in refused.items():
         if data.get(name) is not None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from leapahead.inputs import Options
 from leapahead.serve.errors import ApiError
-from leapahead.serve.schema import ChatRequest, CompletionRequest, Generation, joined
+from leapahead.serve.messages import joined
+from leapahead.serve.schema import ChatRequest, CompletionRequest, Generation
 from leapahead.serve.settings import Settings
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's

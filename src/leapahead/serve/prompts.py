@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from leapahead.api import LLM
 from leapahead.inputs import Prompt, encode
 from leapahead.serve.errors import ApiError, of
-from leapahead.serve.schema import Message, joined
+from leapahead.serve.messages import AssistantMessage, Message, ToolMessage, ToolParam, joined
 
 KEPT_TOKENS = 1 << 16  # token ids whose text is kept
 
@@ -38,14 +39,23 @@ class Texts:
         return [self._prompt(prompt, add_special_tokens) for prompt in each]
 
     def chat(
-        self, messages: Sequence[Message], variables: Mapping[str, Any] | None, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[ToolParam] | None = None,
     ) -> list[int]:
         """The token ids of a chat, by the tokenizer's chat template.
 
         Raises:
             ApiError: there is no template, it does not take these messages, or the chat is too long.
         """
-        return self._limited("messages", conversation(messages, self.template), add_generation_prompt, variables or {})
+        variables = dict(variables or {})
+        if tools:
+            variables["tools"] = [
+                tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in tools
+            ]
+        return self._limited("messages", conversation(messages, self.template), add_generation_prompt, variables)
 
     @property
     def template(self) -> str:
@@ -113,9 +123,36 @@ def conversation(messages: Sequence[Message], template: str) -> list[dict[str, A
         messages: as the client sent them.
         template: the source of the chat template.
     """
-    found = []
-    for message in messages:
-        role = "system" if message.role == "developer" and "developer" not in template else message.role
-        entry = {"role": role, "content": joined(message.content)}
-        found.append(entry if message.name is None else {**entry, "name": message.name})
-    return found
+    return [_entry(message, template) for message in messages]
+
+
+def _entry(message: Message, template: str) -> dict[str, Any]:
+    role = "system" if message.role == "developer" and "developer" not in template else message.role
+    entry: dict[str, Any] = {"role": role, "content": "" if message.content is None else joined(message.content)}
+    if message.name is not None:
+        entry["name"] = message.name
+    if isinstance(message, ToolMessage):
+        entry["tool_call_id"] = message.tool_call_id
+    if isinstance(message, AssistantMessage):
+        thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
+        if thought is not None:
+            entry["reasoning_content"] = thought
+        if message.tool_calls:
+            entry["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": _object(call.function.arguments)},
+                }
+                for call in message.tool_calls
+            ]
+    return entry
+
+
+def _object(text: str) -> Any:
+    """The JSON object of a text, which templates write as their model does; the text where it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from leapahead import __version__
 
 FINGERPRINT = f"leapahead-{__version__}"
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 T = TypeVar("T")
 IfSet = Annotated[T | None, Field(exclude_if=lambda value: value is None)]  # left out of the JSON where it is None
 
@@ -55,6 +55,26 @@ class Speculation(BaseModel):
     accepted_by: dict[str, int]
 
 
+class Span(BaseModel):
+    """A part of a chunk's text.
+
+    Attributes:
+        text: the part.
+        drafted: whether it had been drafted.
+        reasoning: true where it belongs to the reasoning, not to the content.
+    """
+
+    text: str
+    drafted: bool
+    reasoning: IfSet[Literal[True]] = None
+
+
+class Spans(BaseModel):
+    """What drafting did for a chunk: the parts of its content and reasoning, in order."""
+
+    spans: list[Span]
+
+
 class Reply(BaseModel):
     """What all responses with texts have in common."""
 
@@ -63,7 +83,7 @@ class Reply(BaseModel):
     model: str
     system_fingerprint: str = FINGERPRINT
     usage: IfSet[Usage] = None
-    leapahead: IfSet[Speculation] = None
+    leapahead: IfSet[Speculation | Spans] = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -114,19 +134,45 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
-class AssistantMessage(BaseModel):
-    """The answer."""
+class FunctionCall(BaseModel):
+    """What is called: the name of a function, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallReply(BaseModel):
+    """A tool call of an answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class AnswerMessage(BaseModel):
+    """The answer.
+
+    Attributes:
+        role: of the model.
+        content: the text; null where there are tool calls, or reasoning, and no text beside.
+        refusal: always null.
+        tool_calls: that the answer has.
+        reasoning_content, reasoning: what the model wrote before its answer, by both names that vLLM has had for it.
+    """
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: IfSet[list[ToolCallReply]] = None
+    reasoning_content: IfSet[str] = None
+    reasoning: IfSet[str] = None
 
 
 class ChatChoice(BaseModel):
     """One answer of a chat."""
 
     index: int
-    message: AssistantMessage
+    message: AnswerMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
     stop_reason: int | str | None = None
@@ -140,11 +186,30 @@ class ChatReply(Reply):
     prompt_logprobs: None = None
 
 
+class FunctionDelta(BaseModel):
+    """What a chunk adds to a call of a function."""
+
+    name: IfSet[str] = None
+    arguments: str
+
+
+class ToolCallPiece(BaseModel):
+    """What a chunk adds to a tool call; id, type and name come with the call's first piece."""
+
+    index: int
+    id: IfSet[str] = None
+    type: IfSet[Literal["function"]] = None
+    function: FunctionDelta
+
+
 class Delta(BaseModel):
-    """What a chunk adds to an answer."""
+    """What a chunk adds to an answer. See `AnswerMessage`."""
 
     role: IfSet[Literal["assistant"]] = None
     content: IfSet[str] = None
+    tool_calls: IfSet[list[ToolCallPiece]] = None
+    reasoning_content: IfSet[str] = None
+    reasoning: IfSet[str] = None
 
 
 class ChatChunkChoice(BaseModel):

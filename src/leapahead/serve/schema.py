@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -20,13 +19,24 @@ from pydantic import (
 )
 
 from leapahead.core.sampling import LEAST_TEMPERATURE
-from leapahead.serve.constraints import refusal, refuse
+from leapahead.serve.constraints import refusal
+from leapahead.serve.forms import ResponseFormat, StructuredOutputs
+from leapahead.serve.messages import (
+    LIMIT,
+    SEVERAL,
+    Content,
+    Message,
+    Strict,
+    Text,
+    ToolChoiceParam,
+    ToolParams,
+    either,
+)
 
 LARGEST_SEED = 2**63 - 1  # a sample's index is added to it
 MOST_BIASES = 1024
 MOST_IDS = 1024  # of stop_token_ids
 INT32 = 2**31 - 1
-LIMIT = "x-limit"  # marks what the server's limits bound further, see `bounds`
 
 
 def _integer(value: Any) -> Any:
@@ -47,7 +57,6 @@ def _not_tiny(value: float) -> float:
 
 INTEGER = BeforeValidator(_integer)
 TokenId = Annotated[int, _number("vocabulary"), INTEGER]
-Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 BIAS = Field(ge=-100, le=100)
 Biases = Annotated[
@@ -71,23 +80,6 @@ Temperature = Annotated[
 ]
 
 
-def _kind(value: Any) -> str | None:
-    """Which of several types a value is meant to be, so that the error of that one is reported."""
-    if isinstance(value, str):
-        return "<text>"
-    if not isinstance(value, list):
-        return None
-    first = value[0] if value else ""
-    if isinstance(first, list):
-        return "<lists>"
-    return "<ids>" if isinstance(first, (int, float)) else "<list>"
-
-
-def _either(what: str) -> Discriminator:
-    return Discriminator(_kind, "kind", f"it must be {what}")
-
-
-SEVERAL = Field(min_length=1, fail_fast=True)
 STOPS = Field(fail_fast=True, json_schema_extra={LIMIT: "stops"})
 PROMPTS = Field(min_length=1, fail_fast=True, json_schema_extra={LIMIT: "prompts"})
 Prompt = Annotated[
@@ -95,57 +87,12 @@ Prompt = Annotated[
     | Annotated[list[Text], PROMPTS, Tag("<list>")]
     | Annotated[TokenIds, Tag("<ids>")]
     | Annotated[list[TokenIds], PROMPTS, Tag("<lists>")],
-    _either("text, a list of texts, token ids, or a list of lists of token ids"),
+    either("text, a list of texts, token ids, or a list of lists of token ids"),
 ]
 Stop = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[list[Text], STOPS, Tag("<list>")],
-    _either("text, or a list of texts"),
+    either("text, or a list of texts"),
 ]
-
-
-class Strict(BaseModel):
-    """A JSON object without unknown members."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        return refuse(cls.__name__, data)
-
-
-class TextPart(Strict):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], SEVERAL, Tag("<list>")],
-    _either("text, or a list of parts with text"),
-]
-
-
-def joined(content: str | list[TextPart], separator: str = "\n") -> str:
-    """The text of a message's content; vLLM separates parts by newlines, too."""
-    if isinstance(content, str):
-        return content
-    return separator.join(part.text for part in content)
-
-
-class Message(Strict):
-    """A message of a chat.
-
-    Attributes:
-        role: of who wrote it.
-        content: a text, or parts of type "text", which are joined by newlines.
-        name: of who wrote it, for chat templates that show it.
-    """
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-    name: str | None = None
 
 
 class Prediction(Strict):
@@ -172,10 +119,12 @@ class Extension(Strict):
 
     Attributes:
         stats: report what drafting did, as `leapahead` in the response or in the last chunk of a stream.
+        spans: report in every chunk of a stream which parts of its text had been drafted, as `leapahead.spans`.
         deadline_seconds: cancel the request if it takes longer, its time in the queue included.
     """
 
     stats: bool = False
+    spans: bool = False
     deadline_seconds: Annotated[float, Field(ge=0.1, le=86400)] | None = None
 
 
@@ -198,18 +147,19 @@ Variables = Annotated[
 ]
 
 
-class ResponseFormat(Strict):
-    """The format of the text."""
-
-    type: Literal["text"]
-
-
 def _condition(name: str, given: dict[str, Any], needs: str) -> dict[str, Any]:
     """A schema by which a parameter is possible only where another one is true."""
     return {
         "if": {"required": [name], "properties": {name: given}},
         "then": {"required": [needs], "properties": {needs: {"const": True}}},
     }
+
+
+WITH_SPANS = {"type": "object", "required": ["spans"], "properties": {"spans": {"const": True}}}
+OF_STREAMS = (
+    _condition("stream_options", {"type": "object"}, "stream"),
+    _condition("leapahead", WITH_SPANS, "stream"),
+)
 
 
 class Generation(Strict):
@@ -234,11 +184,13 @@ class Generation(Strict):
         bad_words: strings that must not be written.
         skip_special_tokens: texts have no special tokens.
         stream: send the text piece by piece, as server-sent events.
-        stream_options: see `StreamOptions`.
-        prediction: see `Prediction`.
-        response_format: see `ResponseFormat`.
+        stream_options: `include_usage` lets a last chunk report the usage; `continuous_usage_stats`, every chunk.
+        prediction: what the text is expected to be. Wrong parts cost time and never change the text.
+        response_format: text of any form, any JSON object, or JSON of a schema. The text has this form in any case.
+        structured_outputs: one of `json`, `json_object`, `regex`, `choice`, `grammar`, as vLLM has them; not together
+            with a form in `response_format`.
         user: written to the log, nothing else.
-        leapahead: see `Extension`.
+        leapahead: an object with the server's own parameters.
     """
 
     model: str | None = None
@@ -262,16 +214,19 @@ class Generation(Strict):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[ResponseFormat | None, Field(json_schema_extra={LIMIT: "forms"})] = None
+    structured_outputs: Annotated[StructuredOutputs | None, Field(json_schema_extra={LIMIT: "structured"})] = None
     user: Annotated[str, Field(max_length=256)] | None = None
     leapahead: Extension | None = None
 
-    model_config = ConfigDict(json_schema_extra=_condition("stream_options", {"type": "object"}, "stream"))
+    model_config = ConfigDict(json_schema_extra={"allOf": [*OF_STREAMS]})
 
     @model_validator(mode="after")
-    def _only_streams_have_stream_options(self) -> Generation:
+    def _of_streams_only(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise refusal("stream_options", "stream_options are possible with stream=true only", "invalid")
+        if self.extension.spans and not self.stream:
+            raise refusal("leapahead.spans", "leapahead.spans is possible with stream=true only", "invalid")
         return self
 
     @property
@@ -288,6 +243,7 @@ class CompletionRequest(Generation):
         logprobs: report the log-probability of every token, and of so many likeliest alternatives.
         echo: begin the text with the prompt.
         add_special_tokens: let the tokenizer begin a prompt as the model expects it.
+        best_of: accepted for older clients.
     """
 
     prompt: Prompt
@@ -308,9 +264,12 @@ class ChatRequest(Generation):
         logprobs: report the log-probability of every token.
         top_logprobs: and of so many likeliest alternatives.
         add_generation_prompt: let the chat template begin the assistant's message.
-        chat_template_kwargs: further variables of the chat template.
-        modalities: of the answer.
-        store: keep the answer.
+        chat_template_kwargs: further variables of the chat template, such as enable_thinking.
+        tools: functions that the model may call.
+        tool_choice: "none", "auto" (the default where there are tools), "required", or the function to be called.
+        parallel_tool_calls: whether an answer may have several calls.
+        modalities: of the answer, which is text.
+        store: whether to keep the answer, which the server does not.
     """
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -320,13 +279,16 @@ class ChatRequest(Generation):
     top_logprobs: Annotated[int, _number("logprobs"), INTEGER] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: Variables | None = None
+    tools: Annotated[ToolParams | None, Field(json_schema_extra={LIMIT: "tools"})] = None
+    tool_choice: Annotated[ToolChoiceParam | None, Field(json_schema_extra={LIMIT: "tools"})] = None
+    parallel_tool_calls: Annotated[bool | None, Field(json_schema_extra={LIMIT: "tools"})] = None
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
 
     model_config = ConfigDict(
         json_schema_extra={
             "allOf": [
-                _condition("stream_options", {"type": "object"}, "stream"),
+                *OF_STREAMS,
                 _condition("top_logprobs", {"type": "integer", "minimum": 1}, "logprobs"),
             ]
         }
@@ -361,6 +323,7 @@ class TokenizeMessages(Strict):
     messages: Annotated[list[Message], SEVERAL]
     add_generation_prompt: bool = True
     chat_template_kwargs: Variables | None = None
+    tools: Annotated[ToolParams | None, Field(json_schema_extra={LIMIT: "tools"})] = None
     return_token_strs: bool = False
 
 

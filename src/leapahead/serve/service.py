@@ -16,6 +16,7 @@ from starlette.responses import Response
 from leapahead.engine.output import TokenLogprobs
 from leapahead.results import Piece, Result
 from leapahead.serve.errors import ApiError
+from leapahead.serve.formats import Formats
 from leapahead.serve.prompts import Texts
 from leapahead.serve.replies import Speculation, Usage
 from leapahead.serve.schema import Generation
@@ -35,14 +36,15 @@ class Answer:
     Attributes:
         whole: the response, given what all responses have and the results of all texts.
         opening: the first chunks of a stream, given what all chunks have.
-        chunk: the chunk of a piece, given what all chunks have, the number of its text, and the piece.
+        chunk: the chunk of a piece, given what all chunks have, the number of its text, and the piece; None where
+            there is nothing to be sent yet.
         last: the chunk without choices.
         score: takes the log-probabilities of the prompts, where the job asks for them.
     """
 
     whole: Callable[[Members, Sequence[Result]], BaseModel]
     opening: Callable[[Members], Sequence[BaseModel]]
-    chunk: Callable[[Members, int, Piece], BaseModel]
+    chunk: Callable[[Members, int, Piece], BaseModel | None]
     last: Callable[[Members], BaseModel]
     score: Callable[[Sequence[Sequence[TokenLogprobs]]], None]
 
@@ -56,11 +58,13 @@ class Service:
         settings: see there.
 
     Attributes:
+        formats: see there.
         created: when the server was started, in seconds since 1970.
     """
 
     def __init__(self, worker: Worker, texts: Texts, settings: Settings) -> None:
         self.worker, self.texts, self.settings = worker, texts, settings
+        self.formats = Formats(texts, settings)
         self.created = int(time.time())
 
     def name(self, given: str | None) -> str:
@@ -137,7 +141,9 @@ class Service:
             yield chunk(each)
         async for _, index, piece in pieces:
             if piece is not None and (piece.text or piece.logprobs or piece.finish_reason):
-                yield chunk(answer.chunk(current(), index, piece))
+                event = answer.chunk(current(), index, piece)
+                if event is not None:
+                    yield chunk(event)
         if with_usage or body.extension.stats:
             totals = self._totals(batch, job, body)
             if not with_usage:

@@ -82,6 +82,9 @@ class Settings:
         share_drafter_cache: whether requests with different keys share one drafter cache.
         log_prompts: whether logs contain prompts and texts.
         defaults: sampling parameters of requests that do not give them, instead of OpenAI's.
+        tool_call_parser: name of the format of tool calls, see `leapahead.chat.TOOL_FORMATS`; "none" for no tools;
+            None to find it by the chat template.
+        reasoning_parser: the same of reasoning, see `leapahead.chat.REASONING_FORMATS`; with "none", all is content.
         limits: see `Limits`.
 
     Raises:
@@ -94,6 +97,8 @@ class Settings:
     share_drafter_cache: bool = False
     log_prompts: bool = False
     defaults: Mapping[str, float] = field(default_factory=dict)
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

@@ -14,15 +14,17 @@ from pathlib import Path
 from time import perf_counter
 
 from leapahead.api import LLM, AsyncLLM, check, wake_up
+from leapahead.core.errors import BadParameter
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
+from leapahead.core.text import Tokenizer
 from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.output import TokenLogprobs
 from leapahead.engine.request import Handle, Request
 from leapahead.inputs import Options
-from leapahead.results import Piece, Result
+from leapahead.results import Piece, Result, Writer
 from leapahead.serve.errors import ApiError
 from leapahead.serve.metrics import Metrics
 from leapahead.serve.scoring import Given
@@ -42,6 +44,8 @@ class Job:
         owner: id of the client's key.
         deadline_seconds: see `Limits.request_seconds`; None for no limit.
         scored: whether the log-probabilities of the prompts are wanted, too.
+        tokenizer: gives the texts; None for the model's own.
+        form: the parameter that asks for a grammar; None where there is none.
     """
 
     prompts: list[list[int]]
@@ -49,6 +53,8 @@ class Job:
     owner: str
     deadline_seconds: float | None = None
     scored: bool = False
+    tokenizer: Tokenizer | None = None
+    form: str | None = None
 
     @property
     def sequences(self) -> int:
@@ -69,12 +75,14 @@ class Batch:
         prompt_tokens: of all prompts, each counted once.
         began: when the request came, in seconds of `time.perf_counter`.
         seconds: after which it is cancelled; None for never.
+        form: see `Job`.
     """
 
     handles: list[Handle]
     prompt_tokens: int
     began: float
     seconds: float | None = None
+    form: str | None = None
 
     @property
     def stats(self) -> Stats:
@@ -192,7 +200,7 @@ class Worker:
 
     def _batch(self, job: Job) -> Batch:
         limits = [seconds for seconds in (job.deadline_seconds, self.limits.request_seconds) if seconds is not None]
-        batch = Batch([], sum(map(len, job.prompts)), perf_counter(), min(limits, default=None))
+        batch = Batch([], sum(map(len, job.prompts)), perf_counter(), min(limits, default=None), job.form)
         self._live.append(batch)
         return batch
 
@@ -229,9 +237,8 @@ class Worker:
             await self._ended(changed, batch)
             if not job.length:
                 return batch, [_empty(job, index) for index in range(job.sequences)]
-            writer = self.llm.llm.writer
             # Many tokens are turned into text, during which other requests go on.
-            texts = await asyncio.to_thread(lambda: [writer(job.options).result(handle) for handle in batch.handles])
+            texts = await asyncio.to_thread(lambda: [self._writer(job).result(handle) for handle in batch.handles])
             return batch, texts
         finally:
             self._end(batch, job)
@@ -243,7 +250,7 @@ class Worker:
         """
         changed, notify = wake_up()
         batch = await self._submit(job, True, notify)
-        writers = [self.llm.llm.writer(job.options) for _ in batch.handles]
+        writers = [self._writer(job) for _ in batch.handles]
         engine, going = self.llm.llm.engine, list(range(len(batch.handles)))
         try:
             yield batch, 0, None
@@ -259,12 +266,15 @@ class Worker:
                         idle = False
                         yield batch, index, writers[index].piece(handle, output)
                     elif over:
-                        self._check(handle)
+                        self._check(batch, handle)
                         going.remove(index)
                 if idle and going:
                     await self._wait(changed, batch)
         finally:
             self._end(batch, job)
+
+    def _writer(self, job: Job) -> Writer:
+        return self.llm.llm.writer(job.options, job.tokenizer)
 
     async def _ended(self, changed: asyncio.Event, batch: Batch) -> None:
         """Waits for the ends of all texts."""
@@ -272,7 +282,7 @@ class Worker:
             await self._wait(changed, batch)
             changed.clear()
         for handle in batch.handles:
-            self._check(handle)
+            self._check(batch, handle)
 
     async def _wait(self, changed: asyncio.Event, batch: Batch) -> None:
         """Waits for news of the engine."""
@@ -286,11 +296,14 @@ class Worker:
                 504, f"the request took longer than its {batch.seconds:g} seconds", code="deadline"
             ) from None
 
-    def _check(self, handle: Handle) -> None:
+    def _check(self, batch: Batch, handle: Handle) -> None:
         """Raises what ended a text before it was complete."""
         if handle.finish_reason == "cancelled" and self._stopped:
             raise ApiError(503, "the server has stopped before the text was complete", code="shutting_down")
-        check(handle)
+        try:
+            check(handle)
+        except BadParameter as error:  # a grammar that became too complex
+            raise ApiError(400, str(error), batch.form, "invalid_value") from error
 
     def _end(self, batch: Batch, job: Job) -> None:
         """Cancels what is not over, and counts the request."""

@@ -1,0 +1,316 @@
+"""Tool calls and reasoning in the server, as the official client sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from leapahead import LLM
+from leapahead.chat import TOOL_FORMATS, ToolChoice, json_grammar, parse, reasoning_format, tool_grammar
+from leapahead.chat import tools as checked
+from leapahead.results import Piece
+from leapahead.serve.chat import Chat
+from leapahead.serve.formats import Reading
+from leapahead.serve.schema import ChatRequest
+from tests.serving import Running, calling_llm, check, serving
+
+pytest.importorskip("llguidance")
+
+CHAT = "/v1/chat/completions"
+MESSAGES: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS, "strict": True}}
+CLOCK: Any = {
+    "type": "function",
+    "function": {"name": "clock", "description": "Time", "parameters": {}, "strict": True},
+}
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
+
+
+class Weather(pydantic.BaseModel):
+    city: str = pydantic.Field(max_length=8)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """What the server's texts are compared with."""
+    with LLM() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    """A model that calls tools."""
+    with serving(calling_llm(), reasoning_parser="none") as found:
+        yield found
+        assert found.idle()
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[Running]:
+    """A model that calls tools, and reasons where it is asked to."""
+    with serving(calling_llm()) as found:
+        yield found
+        assert found.idle()
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> openai.OpenAI:
+    return running.client()
+
+
+def answer(client: openai.OpenAI, **options: Any) -> Any:
+    given = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 80, **options}
+    return client.chat.completions.create(**given)
+
+
+def prompt(running: Running, **options: Any) -> list[int]:
+    return list(running.post("/tokenize", {"messages": MESSAGES, **options}).json()["tokens"])
+
+
+@pytest.mark.parametrize("choice", ["required", "auto", "none", NAMED], ids=str)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_are_those_of_plain_decoding(
+    running: Running, client: openai.OpenAI, llm: LLM, choice: Any, parallel: bool
+) -> None:
+    """Whole, and as a stream."""
+    tools = checked([WEATHER, CLOCK])
+    named = choice is NAMED
+    asked = ToolChoice("required", "get_weather") if named else ToolChoice(choice)
+    hermes = TOOL_FORMATS["hermes"]
+    assert running.llm.tokenizer is not None
+    grammar = tool_grammar(tools, asked, hermes, running.llm.tokenizer, parallel=parallel and not named)
+    options: Any = {"temperature": 1, "seed": 4}
+    alone = llm.generate(
+        prompt(running, tools=[WEATHER, CLOCK]), max_new_tokens=80, grammar=grammar, drafter="plain", **options
+    )
+    expected = parse(alone.text, None if choice == "none" else hermes)
+    given = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "parallel_tool_calls": parallel, **options}
+    found = answer(client, **given).choices[0]
+    calls = [(call.function.name, call.function.arguments) for call in found.message.tool_calls or ()]
+    assert calls == [(call.function.name, call.function.arguments) for call in expected.tool_calls]
+    assert found.message.content == (expected.content or (None if calls else ""))
+    if alone.finish_reason == "stop":
+        assert found.finish_reason == ("tool_calls" if calls and not named else "stop")
+    assert bool(calls) or choice in ("auto", "none")
+    with client.chat.completions.stream(model="tiny", messages=MESSAGES, max_tokens=80, **given) as stream:
+        try:
+            streamed = stream.get_final_completion().choices[0]
+        except openai.LengthFinishReasonError as error:
+            streamed = error.completion.choices[0]
+    assert [(call.function.name, call.function.arguments) for call in streamed.message.tool_calls or ()] == calls
+    assert streamed.finish_reason == found.finish_reason
+    assert (streamed.message.content or "") == (found.message.content or "")
+
+
+def test_the_shape_of_streamed_calls(client: openai.OpenAI) -> None:
+    chunks = list(answer(client, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert (deltas[0].role, deltas[0].content) == ("assistant", None)
+    pieces = [piece for delta in deltas for piece in delta.tool_calls or ()]
+    assert (pieces[0].index, pieces[0].type, pieces[0].function.name) == (0, "function", "get_weather")
+    assert re.fullmatch("call_[0-9a-f]{24}", pieces[0].id)
+    assert len(pieces) > 2
+    assert all(piece.id is None and piece.function.name is None for piece in pieces[1:])
+    assert set(json.loads("".join(piece.function.arguments for piece in pieces))) == {"city", "unit"}
+    assert [chunk.choices[0].finish_reason for chunk in chunks[-2:]] == [None, "tool_calls"]
+    assert not any(delta.content for delta in deltas)
+
+
+def test_several_answers_with_calls(client: openai.OpenAI) -> None:
+    given: Any = {"tools": [WEATHER], "tool_choice": NAMED, "n": 3, "temperature": 2, "seed": 1}
+    found = answer(client, **given).choices
+    parts: list[str] = ["", "", ""]
+    for chunk in answer(client, stream=True, **given):
+        for piece in chunk.choices[0].delta.tool_calls or ():
+            parts[chunk.choices[0].index] += piece.function.arguments
+    assert parts == [choice.message.tool_calls[0].function.arguments for choice in found]
+    assert len({choice.message.tool_calls[0].id for choice in found}) == 3
+
+
+def test_tools_of_the_official_client_and_asyncio(running: Running) -> None:
+    async def one() -> Any:
+        async with running.asynchronous() as found:
+            given: Any = {"tools": [openai.pydantic_function_tool(Weather)], "tool_choice": "required"}
+            return await found.chat.completions.parse(
+                model="tiny", messages=MESSAGES, parallel_tool_calls=False, max_tokens=60, temperature=0, **given
+            )
+
+    (call,) = asyncio.run(one()).choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+
+
+def test_the_messages_of_a_turn_with_a_tool(running: Running, client: openai.OpenAI) -> None:
+    """The answer is sent back as the client gave it, with the tool's result."""
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    turn = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm", "refusal": None},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "Sunny"}]},
+    ]
+    assert running.llm.tokenizer is not None
+    text = running.llm.tokenizer.decode(prompt(running, messages=turn, tools=[CLOCK]))
+    assert text == (
+        '{"type": "function", "function": {"name": "clock", "description": "Time", "parameters": {}}}\n'
+        f"<|user|>\n{MESSAGES[0]['content']}\n<|assistant|>\nhm\n<tool_call>get_weather Paris\n<|tool|>\nSunny\n"
+        "<|assistant|>\n"
+    )
+    first = answer(client, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False).choices[0].message
+    reply = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "Rain"}
+    again = answer(client, messages=[*MESSAGES, first.model_dump(), reply], tools=[WEATHER])
+    assert again.choices[0].message.role == "assistant"
+
+
+def test_logprobs_are_those_of_all_tokens(client: openai.OpenAI) -> None:
+    given: Any = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "logprobs": True}
+    whole = answer(client, **given)
+    tokens = [entry.token for entry in whole.choices[0].logprobs.content]
+    assert len(tokens) == whole.usage.completion_tokens
+    assert "".join(tokens).startswith("<tool_call>")
+    chunks = list(answer(client, stream=True, **given))
+    streamed = [entry.token for chunk in chunks if (found := chunk.choices[0].logprobs) for entry in found.content]
+    assert streamed == tokens
+
+
+def test_reasoning(thinking: Running, llm: LLM) -> None:
+    client = thinking.client()
+    tokens = prompt(thinking, **THINKING)
+    alone = llm.generate(tokens, max_new_tokens=30)
+    found = answer(client, extra_body=THINKING, max_tokens=30).choices[0]
+    assert found.message.reasoning_content == found.message.reasoning == alone.text
+    assert (found.message.content, found.finish_reason) == (None, alone.finish_reason)
+    deltas = [chunk.choices[0].delta for chunk in answer(client, extra_body=THINKING, max_tokens=30, stream=True)]
+    assert "".join(delta.reasoning_content for delta in deltas if hasattr(delta, "reasoning_content")) == alone.text
+    assert "".join(delta.reasoning for delta in deltas if hasattr(delta, "reasoning")) == alone.text
+    assert not any(delta.content for delta in deltas)
+    free = answer(client, max_tokens=30).choices[0].message
+    assert not hasattr(free, "reasoning_content")
+    assert free.content == llm.generate(prompt(thinking), max_new_tokens=30).text
+
+
+def test_json_stands_behind_the_reasoning(thinking: Running, llm: LLM) -> None:
+    """The reasoning is free, and what stands behind it has the schema."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}
+    tokens = prompt(thinking, **THINKING)
+    grammar = json_grammar(PARAMETERS, thinking.llm.tokenizer, reasoning_format("qwen3"), "<think>\n")
+    for seed in range(3):
+        options: Any = {"temperature": 1, "seed": seed}
+        found = answer(thinking.client(), response_format=form, extra_body=THINKING, max_tokens=60, **options).choices[
+            0
+        ]
+        alone = llm.generate(tokens, max_new_tokens=60, grammar=grammar, drafter="plain", **options)
+        expected = parse(alone.text, None, reasoning_format("qwen3"), "<think>\n")
+        assert (found.message.content, found.message.reasoning_content) == (
+            expected.content,
+            expected.reasoning_content,
+        )
+
+
+def test_content_between_reasoning_and_calls() -> None:
+    """A stream of small pieces, with spans; what is held back because it may be a marker is sent later."""
+    call = '<tool_call>{"name": "clock", "arguments": {"a": 1}}</tool_call>'
+    text = f"<think>a < b</think>It is {call}"
+    body = ChatRequest.model_validate(
+        {"messages": [{"role": "user", "content": "a"}], "stream": True, "leapahead": {"spans": True}}
+    )
+    reading = Reading(TOOL_FORMATS["hermes"], reasoning_format("qwen3"), ToolChoice("auto"), "")
+    chat: Any = Chat(None, body, reading)  # type: ignore[arg-type]
+    members = {"id": "a", "created": 1, "model": "m"}
+    pieces = [text[start : start + 3] for start in range(0, len(text), 3)]
+    chunks = [
+        chat.chunk(members, 0, Piece(part, [], 0, ((part, at % 2 == 0),), "stop" if at == len(pieces) - 1 else None))
+        for at, part in enumerate(pieces)
+    ]
+    assert None in chunks
+    sent = [chunk for chunk in chunks if chunk is not None]
+    deltas = [chunk.choices[0].delta for chunk in sent]
+    assert "".join(delta.reasoning_content or "" for delta in deltas) == "a < b"
+    assert "".join(delta.content or "" for delta in deltas) == "It is"
+    arguments = [piece.function.arguments for delta in deltas for piece in delta.tool_calls or ()]
+    assert "".join(arguments) == '{"a": 1}'
+    spans = [span for chunk in sent for span in chunk.leapahead.spans]
+    assert "".join(span.text for span in spans if span.reasoning) == "a < b"
+    assert "".join(span.text for span in spans if not span.reasoning) == "It is"
+    assert sent[-1].choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("extra", [{}, THINKING], ids=["content", "reasoning"])
+def test_spans_are_the_text_of_their_chunk(thinking: Running, extra: dict[str, Any]) -> None:
+    client = thinking.client()
+    asked = {**extra, "leapahead": {"spans": True, "stats": True}}
+    drafted = 0
+    for _ in range(2):  # what is repeated is drafted
+        chunks = list(answer(client, extra_body=asked, stream=True))
+    for chunk in chunks[1:-1]:
+        delta = chunk.choices[0].delta
+        spans = chunk.leapahead["spans"]
+        assert "".join(span["text"] for span in spans if not span.get("reasoning")) == (delta.content or "")
+        thought = "".join(span["text"] for span in spans if span.get("reasoning"))
+        assert thought == getattr(delta, "reasoning_content", "")
+        drafted += sum(span["drafted"] for span in spans)
+    assert drafted
+    assert chunks[-1].leapahead["accepted"]
+
+
+def test_spans_of_completions(running: Running) -> None:
+    found = running.client().completions.create(
+        model="tiny", prompt="1 2 3 4", max_tokens=8, stream=True, extra_body={"leapahead": {"spans": True}}
+    )
+    assert all("".join(s["text"] for s in chunk.leapahead["spans"]) == chunk.choices[0].text for chunk in found)
+
+
+WRONG_TOOLS: Sequence[tuple[dict[str, Any], str, str]] = [
+    ({"tools": {}}, "tools", ""),
+    ({"tools": [WEATHER, WEATHER]}, "tools", "two functions"),
+    ({"tools": [{"type": "custom"}]}, "tools.0.type", "custom"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "a b"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice", "always"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "'f'"),
+    ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format", "together with tools"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]},
+        "tools",
+        "Invalid type",
+    ),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.tool_call_id", "missing"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages.0.tool_calls", ""),
+    ({"leapahead": {"spans": True}}, "leapahead.spans", "stream=true"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "words"), WRONG_TOOLS, ids=lambda value: str(value)[:60])
+def test_what_is_refused(running: Running, body: dict[str, Any], param: str, words: str) -> None:
+    check(running.post(CHAT, {"messages": MESSAGES, "max_tokens": 20, **body}), 400, param, words)
+
+
+def test_models_without_tools() -> None:
+    with serving(LLM()) as plain:
+        for choice in ("auto", "none", "required"):
+            body = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": choice}
+            check(plain.post(CHAT, body), 400, "tools", "--tool-call-parser")
+        tokenized = plain.post("/tokenize", {"messages": MESSAGES, "tools": [WEATHER]})
+        check(tokenized, 400, "tools", "--tool-call-parser")
+        parts = plain.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]
+        assert parts["tools"]["anyOf"] == [{"type": "null"}]
+        assert len(parts["response_format"]["anyOf"]) == 2
+
+
+@pytest.mark.parametrize("name", ["--tool-call-parser", "--reasoning-parser"])
+def test_the_options_of_the_command(leapahead: Any, name: str) -> None:
+    result = leapahead("serve", name, "pythonic")
+    assert result.exit_code == 2
+    assert "pythonic" in result.stderr
