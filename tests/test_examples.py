@@ -34,6 +34,7 @@ def test_an_example_runs(name: str) -> None:
     assert printed.strip()
 
 
+@pytest.mark.slow
 def test_the_code_edit_gains_by_its_prediction() -> None:
     printed = run("examples/code_edit.py")
     without, with_prediction = (int(count) for count in re.findall(r"in (\d+) forwards", printed))

@@ -151,6 +151,7 @@ def test_openvino_genai_generates_our_greedy_text(folders: Any, tiny_folder: Pat
     assert len(expected) > 10
 
 
+@pytest.mark.slow
 def test_bf16_weights_are_the_checkpoints_bit_for_bit(tiny_folder: Path, tiny_model: Any, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(tiny_folder, source)
@@ -211,6 +212,7 @@ def test_families_that_cannot_be_converted_are_refused_by_name(name: str) -> Non
         graph_module.convert(model)
 
 
+@pytest.mark.slow
 def test_a_graph_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: a mask without the window is noticed."""
     masks = graph_module.Stateless.masks
@@ -224,7 +226,8 @@ def test_a_graph_that_computes_something_else_is_refused(monkeypatch: pytest.Mon
         graph_module.convert(BY_NAME["mistral"].build())
 
 
-@pytest.mark.parametrize("name", [pytest.param("mistral", marks=pytest.mark.slow), "gemma3"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.slow
 def test_windows_are_those_of_paged_attention_too(name: str) -> None:
     model = BY_NAME[name].build()
     graph = graph_module.convert(model)

@@ -454,7 +454,7 @@ def test_a_grammar_is_compiled_once(grammars: Grammars) -> None:
     assert isinstance(one, CompiledGrammar)
 
 
-@pytest.mark.parametrize("engine", ["llama.cpp", "openvino"])
+@pytest.mark.parametrize("engine", ["llama.cpp", pytest.param("openvino", marks=pytest.mark.slow)])
 def test_other_engines(engine: str, tmp_path: Path) -> None:
     from leapahead.models import loading
 

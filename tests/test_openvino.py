@@ -437,6 +437,7 @@ def test_a_full_cache_delays_or_refuses(exported: Path) -> None:
             llm.generate(text(200), max_new_tokens=1)
 
 
+@pytest.mark.slow
 def test_the_weights_digest_tells_models_apart(exported: Path, tmp_path: Path) -> None:
     torch.manual_seed(5)
     other = saved(LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), tmp_path)

@@ -59,6 +59,7 @@ def test_transformers_writes_our_text_and_is_timed_without_its_prefill(
     assert 0 < row["seconds"]["prefill"] < row["seconds"]["prefill"] + row["seconds"]["rest"]
 
 
+@pytest.mark.slow
 def test_transformers_ends_where_we_do_and_pads_a_batch(entry: peers.Entry, prompts: list[list[int]]) -> None:
     plain = Ours("plain", entry.loaded.target, entry.loaded.tokenizer, "plain")
     whole = plain.run(prompts, Setting(max_new_tokens=24)).texts

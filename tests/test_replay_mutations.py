@@ -201,6 +201,7 @@ def state_distance(name: str, dtype: torch.dtype, seed: int) -> float:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "zamba" else pytest.mark.slow) for name in EMPTY_START]
 )
+@pytest.mark.slow
 def test_a_forward_that_begins_with_an_empty_state_is_found_with_margin(name: str, dtype: str) -> None:
     """By the states, where the logits of some weights show less than rounding."""
     for seed in SEEDS:

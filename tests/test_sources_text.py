@@ -592,6 +592,7 @@ def test_a_cancelled_request_teaches_the_next() -> None:
 # --------------------------------------------------------------------------------------- the figure of their growth
 
 
+@pytest.mark.slow
 def test_growth_with_a_clock_of_its_own() -> None:
     now = 0.0
 

@@ -308,6 +308,7 @@ def test_a_hybrid_has_the_sources_logits(make: Make, tmp_path: Path, monkeypatch
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_the_state_of_a_hybrid_matters(make: Make, tmp_path: Path) -> None:
     """That of one token before is wrong, and so is none. Over many tokens it neither grows nor vanishes."""
     standin(make(), HYBRID, tmp_path / "out", dtype="float32")
@@ -332,6 +333,7 @@ def test_the_state_of_a_hybrid_matters(make: Make, tmp_path: Path) -> None:
     assert all(0.01 < size < 100 for size in sizes)
 
 
+@pytest.mark.slow
 def test_a_hybrid_loads(tiny_folder: Path, tmp_path: Path) -> None:
     """Here, and in llama.cpp, with the same logits."""
     llama_cpp = pytest.importorskip("llama_cpp")

@@ -163,6 +163,7 @@ def test_a_name_without_a_network_fails_at_once(unreachable: list[str], what: st
     assert unreachable == ["typo/name"]
 
 
+@pytest.mark.slow
 def test_a_model_that_was_downloaded_loads_without_a_network(
     unreachable: list[str], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
