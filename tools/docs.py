@@ -247,6 +247,33 @@ def switching_table(root: Path) -> str:
     )
 
 
+def serving_table(root: Path) -> str:
+    """Our server beside llama.cpp's: a table for each model of docs/bench/serving."""
+    found = []
+    for file in sorted((root / "docs/bench/serving").glob("*.json")):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        rows = []
+        for ours, theirs in zip(data["rows"][::2], data["rows"][1::2], strict=True):
+            both = [
+                f"{ours[key][part]:.1f} / {theirs[key][part]:.1f}"
+                for key, part in (("token_ms", "p50"), ("token_ms", "p95"), ("piece_ms", "p95"))
+            ]
+            speeds = f"{ours['tokens_per_second']:.0f} / {theirs['tokens_per_second']:.0f}"
+            ratios = ", ".join(f"{ratio:.2f}" for ratio in ours["ratios"])
+            first = f"{ours['first_ms']:.0f} / {theirs['first_ms']:.0f}"
+            rows.append([ours["workload"], str(ours["concurrent"]), speeds, ratios, first, *both])
+        known = data["conditions"]
+        heads = (
+            "workload | at a time | tokens/s | ratio by round | first token, ms | a token, ms | 95 % | a piece, 95 %"
+        )
+        found.append(
+            f"`{known['model']}` (leapahead / llama-server):\n\n{table(heads, rows)}\n\nConditions: "
+            f"{known['requests']} requests a pass, {known['max_tokens']} tokens each, {known['rounds']} rounds after a "
+            f"warm-up; {known['threads']} threads; {known['cpu']}; commit {known['commit']}."
+        )
+    return "\n\n".join(found)
+
+
 MODES = ("trees", "chains", "chains with replay", "plain")
 
 
@@ -278,6 +305,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "gguf-curve": gguf_curve_table,
     "gguf-every-n": gguf_every_n_table,
     "switching": switching_table,
+    "serving": serving_table,
     **claims.blocks(table),
     **benches.blocks(table),
 }
