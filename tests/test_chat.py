@@ -22,7 +22,6 @@ from leapahead.chat import (
     WithMarkers,
     parse,
     reasoning_format,
-    response_grammar,
     tool_choice,
     tool_format,
     tool_grammar,
@@ -320,23 +319,6 @@ def test_choices_that_are_none(choice: Any, message: str) -> None:
         tool_choice(choice, [Tool("f")])
     with pytest.raises(BadParameter, match="needs tools"):
         tool_choice("required", [])
-
-
-def test_response_formats() -> None:
-    assert response_grammar(None) is response_grammar({"type": "text"}) is None
-    assert response_grammar({"type": "json_object"}) == Grammar.json_object()
-    schema = {"type": "integer"}
-    given_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    assert response_grammar(given_format) == Grammar.json_schema(schema)
-    for wrong in (
-        "json",
-        {},
-        {"type": "xml"},
-        {"type": "json_schema"},
-        {"type": "json_schema", "json_schema": {"name": "n"}},
-    ):
-        with pytest.raises(BadParameter, match="response_format"):
-            response_grammar(wrong)
 
 
 # Grammars

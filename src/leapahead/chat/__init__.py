@@ -2,7 +2,7 @@
 
     text of the model ──> ChatParser ──> Delta, Delta, ...       content, reasoning, tool calls; whole: `parse`
     tools, tool_choice ──> tool_grammar ──> Grammar              what a model must write to call a tool
-    response_format ──> response_grammar ──> Grammar
+    a JSON schema ──> json_grammar ──> Grammar                   JSON, also behind reasoning
 
 Pure functions and objects over text: no model, no server, no tokenizer but for the ids of special tokens.
 """
@@ -18,7 +18,7 @@ from leapahead.chat.formats import (
 from leapahead.chat.markers import WithMarkers
 from leapahead.chat.messages import Delta, Function, Message, ToolCall, ToolCallDelta
 from leapahead.chat.parser import ChatParser, parse
-from leapahead.chat.tool_grammar import json_grammar, response_grammar, tool_grammar
+from leapahead.chat.tool_grammar import json_grammar, tool_grammar
 from leapahead.chat.tools import Tool, ToolChoice, tool_choice, tools
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
     "json_grammar",
     "parse",
     "reasoning_format",
-    "response_grammar",
     "tool_choice",
     "tool_format",
     "tool_grammar",

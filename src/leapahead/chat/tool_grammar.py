@@ -156,28 +156,3 @@ def json_grammar(
     rules = _start(tokenizer, ToolChoice("required"), reasoning, prompt)
     answer = f"answer: {_json(json.loads(plain.definition))}"
     return Grammar.lark("\n".join(["%llguidance {}", *rules, answer, r"TEXT: /(.|\n)*/"]))
-
-
-def response_grammar(given: Any) -> Grammar | None:
-    """The grammar of OpenAI's `response_format`; None for text of any form.
-
-    Raises:
-        BadParameter: it is none of {"type": "text"}, {"type": "json_object"} and {"type": "json_schema",
-            "json_schema": {"name": ..., "schema": ...}}.
-    """
-    if given is None:
-        return None
-    kind = given.get("type") if isinstance(given, Mapping) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return Grammar.json_object()
-    if kind != "json_schema":
-        raise BadParameter(
-            f'response_format={given!r} is not possible: its type must be "text", "json_object" or "json_schema"'
-        )
-    inner = given.get("json_schema")
-    schema = inner.get("schema") if isinstance(inner, Mapping) else None
-    if not isinstance(schema, Mapping):
-        raise BadParameter("response_format.json_schema.schema is not possible: it must be a JSON schema, an object")
-    return Grammar.json_schema(schema)

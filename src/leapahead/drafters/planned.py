@@ -246,7 +246,7 @@ class Planned(Drafter):
             if forwards is None or not forwards.more(searches, kept):
                 break
         if self.host.info.bucket > 1 and not self.nodes:
-            self._observe_gain(searches, kept, plan)
+            self._observe_gain(searches, kept, plan, forwards.seconds if forwards else 0.0)
         found = _proposals(sequences, searches, kept)
         pays = not self.nodes and self._pays(searches, kept, plan, found, forwards.seconds if forwards else 0.0)
         if not self.nodes:
@@ -287,10 +287,15 @@ class Planned(Drafter):
         last = self.host.latency.last_rows
         return 0.0 if last is not None and last > plan.sequences else plan.latency.profile(plan.sequences).leaving
 
-    def _observe_gain(self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int], plan: StepPlan) -> None:
+    def _observe_gain(
+        self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int], plan: StepPlan, spent: float
+    ) -> None:
         """Tells the profile what a drafted step gains now, changes of the size apart.
 
         Where the plan is a plain step, this is the gain of trees that fill a bucket.
+
+        Args:
+            spent: seconds that draft forwards have taken in this step.
         """
         profile, bucket = plan.latency.profile(plan.sequences), self.host.info.bucket
         if not any(size > 1 for size in kept.values()):
@@ -299,7 +304,7 @@ class Planned(Drafter):
         drafted = sum(kept.values()) - len(kept)
         tokens = sum(sum(searches[index].expected[1:size]) for index, size in kept.items())
         plain = profile(plan.sequences)
-        longer = profile(plan.sequences + drafted) - plain + plan.drafting(drafted) - plan.drafting(0)
+        longer = profile(plan.sequences + drafted) - plain + plan.drafting(drafted) - plan.drafting(0) + spent
         profile.observe_gain(tokens * plain / plan.sequences - longer)
 
     def _suspend_together(self, sequences: Sequence[SequenceView]) -> None:

@@ -33,6 +33,8 @@ class Turn:
         self.stepping: int | None = None
         self._lock = lock
         self._driver: int | None = None
+        openmp.find()
+        openmp.release()  # of the forwards that have tested the model
 
     @property
     def is_inside(self) -> bool:

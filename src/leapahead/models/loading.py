@@ -13,7 +13,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from leapahead.core import openmp
 from leapahead.core.errors import BadParameter, Refused, needing
 from leapahead.core.text import Tokenizer
 from leapahead.models.base import Target
@@ -112,8 +111,6 @@ def load(
         raise BadParameter(f"tokenizer={tokenizer!r} is not possible: give a loaded tokenizer, or its name or folder")
     elif tokenizer is not None:
         found = tokenizer
-    openmp.find()
-    openmp.release()  # of the forwards that test the model
     return Loaded(target, found, tuple(dict.fromkeys((*ends, *eos_token_ids(target, found)))))
 
 

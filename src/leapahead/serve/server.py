@@ -24,7 +24,6 @@ from leapahead.serve.settings import Limits
 from leapahead.serve.worker import Worker
 
 LAST_SECONDS = 2  # that cancelled requests have for their last words
-BACKLOG = 1024
 
 
 class Protocol(H11Protocol):
