@@ -25,17 +25,22 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from leapahead import native
 from leapahead.bench import tasks
 from leapahead.cli.command import Command
+from leapahead.core.errors import BadParameter
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
+from leapahead.drafters import token_table
 from leapahead.drafters.auto import DEFAULT, Auto
 from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.draft_models import BUNDLED
+from leapahead.drafters.token_table import TokenTable
 from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
 from leapahead.models import loading
 from leapahead.planner.acceptance import PRIORS, AcceptanceTable
+from leapahead.planner.compiled import CompiledTable
 
 NODES, LENGTH = 16, 96
 DRAFTED, DEPTH = 24, 3  # nodes and draft forwards per step
@@ -43,8 +48,10 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 LEAST_TRIALS = 40  # of a key
 EDITS = (0.01, 0.03, 0.1)  # spans that are changed, for each token of a text
 SPAN = 6  # tokens of a span, at most
+PLAUSIBLE = 8  # a new token is one of so many that are likely after the one before
 WRONG = 12
 TRAIN = "gsm8k_train.jsonl"
+TABLE: type[AcceptanceTable] = CompiledTable if native.available else AcceptanceTable
 # The texts of this module have no grammar. In 96 texts of JSON of the bundled model and of its GGUF file, 2,481 forced
 # tokens were drafted and accepted, and along the committed paths the target chose no other token than the forced one.
 FORCED = [["grammar"], 0.99]
@@ -66,16 +73,12 @@ def main(model: str | None, data: Path, prompts: int, out: Path) -> None:
     texts = read_texts(loaded, data, prompts)
     found, drafts = measured(loaded, texts)
     others = {tuple(row["key"]): row["p"] for row in found.rows() if row["trials"] >= LEAST_TRIALS}
-    predictions = predicted(loaded, texts, AcceptanceTable(others, found.mixer.rows()))
+    predictions = predicted(loaded, texts, TABLE(others, found.mixer.rows()))
     kept = [*found.rows(), *of_source(drafts, "draft"), *of_source(predictions, "prediction")]
     estimates = [FORCED] + [[row["key"], row["p"]] for row in kept if row["trials"] >= LEAST_TRIALS]
     mixer = list(found.mixer.rows())
-    mixer += [
-        row
-        for table, name in ((drafts, "draft"), (predictions, "prediction"))
-        for row in table.mixer.rows()
-        if row[2] == name
-    ]
+    mixer += [row for row in drafts.mixer.rows() if row[2] == "draft"]
+    mixer += [row for row in predictions.mixer.rows() if row[1] > 1]  # the places where the prediction has candidates
     lines = [",\n".join(json.dumps(row) for row in rows) for rows in (estimates, mixer)]
     out.write_text(f'{{"estimates": [\n{lines[0]}\n],\n"mixer": [\n{lines[1]}\n]}}\n', encoding="utf-8")
     click.echo(f"{out}: {len(estimates)} keys, {len(mixer)} rows of the mixer")
@@ -94,7 +97,7 @@ def read_texts(loaded: loading.Loaded, data: Path, prompts: int) -> list[list[in
 
 def measured(loaded: loading.Loaded, texts: list[list[int]]) -> tuple[AcceptanceTable, AcceptanceTable]:
     """What was learned of the candidates of `auto`, and of the draft model's, from nothing."""
-    found, drafts = AcceptanceTable(), AcceptanceTable()
+    found, drafts = TABLE(), TABLE()
     alone, drafted = (
         Engine(loaded.target, tokenizer=loaded.tokenizer, max_batch=1, acceptance=table) for table in (found, drafts)
     )
@@ -124,6 +127,9 @@ def predicted(loaded: loading.Loaded, texts: list[list[int]], found: AcceptanceT
     rng, others = Random(0), list[list[int]]()
     engine = Engine(loaded.target, tokenizer=loaded.tokenizer, max_batch=1, acceptance=found)
     plain, drafter = engine.drafter("plain"), engine.drafter(Auto, nodes=NODES)
+    table = token_table.stored(loaded.target)
+    if table is None:
+        raise BadParameter("the model has no token table; `leapahead tune --table` makes one")
     stop = StopParams(max_new_tokens=LENGTH, eos_token_ids=loaded.eos_token_ids)
     with Progress(console=Console(stderr=True)) as bar:
         for index, tokens in enumerate(bar.track(texts, description="predictions")):
@@ -132,21 +138,22 @@ def predicted(loaded: loading.Loaded, texts: list[list[int]], found: AcceptanceT
                 handle = engine.submit(Request(tokens, plain, sampling, stop))
                 engine.run([handle])
                 is_wrong = others and rng.randrange(WRONG) == 0
-                own = rng.choice(others) if is_wrong else edited(handle.tokens, rng, loaded.target.info.vocab_size)
+                own = rng.choice(others) if is_wrong else edited(handle.tokens, rng, table)
                 others.append(handle.tokens)
                 if own:
                     engine.run([engine.submit(Request(tokens, drafter, sampling, stop, prediction=own))])
     return found
 
 
-def edited(tokens: list[int], rng: Random, vocab_size: int) -> list[int]:
-    """A text with spans replaced, inserted and removed."""
+def edited(tokens: list[int], rng: Random, table: TokenTable) -> list[int]:
+    """A text with spans replaced, inserted and removed. New tokens are plausible, as in an earlier version of it."""
     rate, found, at = rng.choice(EDITS), list[int](), 0
     while at < len(tokens):
         if rng.random() < rate:
             kind, length = rng.choice(("replaced", "inserted", "removed")), rng.randint(1, SPAN)
             at += length if kind != "inserted" else 0
-            found += [rng.randrange(vocab_size) for _ in range(length if kind != "removed" else 0)]
+            for _ in range(length if kind != "removed" else 0):
+                found.append(int(table.tokens[found[-1] if found else tokens[0], rng.randrange(PLAUSIBLE)]))
         if at < len(tokens):
             found.append(tokens[at])
         at += 1

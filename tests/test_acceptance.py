@@ -121,7 +121,19 @@ def test_a_token_that_a_good_source_does_not_propose_becomes_unlikely() -> None:
     assert mixed(again, logits) == pytest.approx(mixed(parameters, logits), abs=1e-3)
 
 
+def test_sources_have_parameters_of_their_own_beside_a_prediction() -> None:
+    mixer = Mixer()
+    beside, alone = (
+        mixer.parameters("greedy", 1, ["suffix", "prediction"])[0],
+        mixer.parameters("greedy", 1, ["suffix"])[0],
+    )
+    mixer.learn([beside], (logit(0.5),), 0.5, hit=True)
+    assert alone[0] == [1.0, 0.0, 0.0] != beside[0]
+    assert [place for _, place, _, _ in mixer.rows()] == [1, 3, 3]
+
+
 def test_the_mixer_begins_with_measured_priors() -> None:
     rows = AcceptanceTable.with_priors().mixer.rows()
-    assert {(mode, below) for mode, below, _, _ in rows} >= {(m, b) for m in ("greedy", "sampled") for b in (0, 1)}
+    assert {(mode, place) for mode, place, _, _ in rows} >= {(m, p) for m in ("greedy", "sampled") for p in range(4)}
+    assert {source for _, place, source, _ in rows if place > 1} >= {"prediction", "suffix", "recycling"}
     assert {source for _, _, source, _ in rows} >= {"suffix", "recycling", "siblings", "table"}

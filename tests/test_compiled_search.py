@@ -132,6 +132,24 @@ def test_proposals_are_equal(names: tuple[str, ...], temperature: float) -> None
     assert compiled == reference
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_same_nodes_beside_a_prediction(temperature: float) -> None:
+    params, stop = SamplingParams(temperature=temperature, seed=2), StopParams(max_new_tokens=60)
+    prompt = list(range(9)) * 2
+    plain = run(ToyTarget(VOCAB, sharpness=6.0), None, prompt, params, stop).handle.tokens
+    edited = [*plain[:20], 7, 7, *plain[23:40], *plain[45:]]
+    found = []
+    for kind in (AcceptanceTable, CompiledTable):
+        drafter, table = Mixed(("prediction", "suffix", "recycling", "table"), nodes=8), kind(*priors())
+        target = ToyTarget(VOCAB, sharpness=6.0)
+        done = run(target, drafter, prompt, params, stop, prediction=edited, acceptance=table)
+        found.append([(step.tree.token_list, step.tree.parent_list, step.proposal.sources) for step in done.steps])
+        assert done.handle.tokens == plain
+    assert found[0] == found[1]
+    assert len(found[0]) < 30
+    assert any("prediction" in sources for _, _, sources in found[0])
+
+
 @settings(max_examples=8, deadline=None)
 @given(
     st.integers(0, 1000),

@@ -49,11 +49,11 @@ nb::tuple to_tuple(const AcceptanceTable &table, Key key) {
 
 using MixerRow = std::tuple<std::string, int, std::string, std::vector<std::vector<double>>>;
 
-void set_mixer(AcceptanceTable &self, nb::handle mode, int below, const std::string &source,
+void set_mixer(AcceptanceTable &self, nb::handle mode, int place, const std::string &source,
                const std::vector<std::vector<double>> &values) {
-    leapahead::Mixer::Row row{static_cast<leapahead::Mode>(mode_of(mode)), below, self.source(source), {}};
-    if (below < 0 || below > 1 || values.size() != row.parameters.size())
-        throw nb::value_error("parameters of the mixer are [4, 3], at the root (0) or below it (1)");
+    leapahead::Mixer::Row row{static_cast<leapahead::Mode>(mode_of(mode)), place, self.source(source), {}};
+    if (place < 0 || place >= leapahead::Mixer::kPlaces || values.size() != row.parameters.size())
+        throw nb::value_error("parameters of the mixer are [4, 3], at a place from 0 to 3");
     for (size_t i = 0; i < values.size(); ++i) {
         if (values[i].size() != 3) throw nb::value_error("parameters of the mixer are [4, 3]");
         row.parameters[i] = {values[i][0], values[i][1], values[i][2]};
@@ -63,10 +63,10 @@ void set_mixer(AcceptanceTable &self, nb::handle mode, int below, const std::str
 
 std::vector<MixerRow> mixer_rows(const AcceptanceTable &self) {
     std::vector<MixerRow> found;
-    for (const auto &[mode, below, source, parameters] : self.mixer.rows()) {
+    for (const auto &[mode, place, source, parameters] : self.mixer.rows()) {
         std::vector<std::vector<double>> values;
         for (const auto &each : parameters) values.push_back({each.proposing, each.bias, each.silent});
-        found.emplace_back(kModes[static_cast<uint32_t>(mode)], below, self.name(source), values);
+        found.emplace_back(kModes[static_cast<uint32_t>(mode)], place, self.name(source), values);
     }
     return found;
 }
@@ -95,7 +95,7 @@ void bind_acceptance(nb::module_ &m) {
         .def(
             "learn", [](AcceptanceTable &self, nb::tuple key, bool hit) { self.learn(key_of(self, key), hit); },
             "key"_a, "hit"_a)
-        .def("set_mixer", &set_mixer, "mode"_a, "below"_a, "source"_a, "parameters"_a)
+        .def("set_mixer", &set_mixer, "mode"_a, "place"_a, "source"_a, "parameters"_a)
         .def("mixer_rows", &mixer_rows)
         .def("rows", [](const AcceptanceTable &self, int longest) {
             std::vector<std::tuple<nb::tuple, double, double, double>> found;

@@ -20,6 +20,8 @@ enum class Mode : uint32_t { greedy, sampled, unaware };
 class Mixer {
   public:
     static constexpr int kMostProposing = 4;
+    static constexpr int kPlaces = 4;
+    static constexpr const char *kLeading = "prediction";  // the source with which all have parameters of their own
 
     struct Weights {
         double proposing, bias, silent;  // w, b and u
@@ -27,23 +29,24 @@ class Mixer {
     using Parameters = std::array<Weights, kMostProposing>;  // by the number of sources that propose a token, less one
     struct Row {
         Mode mode;
-        int below;
+        int place;
         uint32_t source;
         Parameters parameters;
     };
 
-    // Of a source, at the root (below = 0) or deeper (1).
-    Parameters &parameters(Mode mode, int below, uint32_t source);
-    void set(const Row &row) { parameters(row.mode, row.below, row.source) = row.parameters; }
+    // Where candidates are: 0 at the root, 1 deeper, and 2 more where the leading source has some.
+    static int place(int depth, bool leading) { return (depth > 0) + 2 * leading; }
+    Parameters &parameters(Mode mode, int place, uint32_t source);
+    void set(const Row &row) { parameters(row.mode, row.place, row.source) = row.parameters; }
     std::vector<Row> rows() const;
 
   private:
-    struct Place {
+    struct Entry {
         bool known = false;
         Parameters parameters;
     };
 
-    std::vector<Place> places_[3][2];  // [mode][below][source]
+    std::vector<Entry> entries_[3][kPlaces];  // [mode][place][source]
 };
 
 }  // namespace leapahead

@@ -28,7 +28,10 @@ Search::Search(std::vector<std::shared_ptr<Source>> sources, std::shared_ptr<Acc
       scoring_{seed, 0, temperature},
       correction_(correction),
       filter_(std::move(filter)) {
-    for (const auto &source : sources_) ids_.push_back(table_->source(source->name()));
+    for (const auto &source : sources_) {
+        if (source->name() == Mixer::kLeading) leading_ = static_cast<int>(ids_.size());
+        ids_.push_back(table_->source(source->name()));
+    }
 }
 
 size_t Search::unread(size_t length) const {
@@ -141,10 +144,11 @@ void Search::expand(int node, double chance) {
         asked_.push_back(i);
         ++num_asked_;
     }
+    const int where = mixer_place(depth, first_asked, static_cast<int>(asked_.size()));
     for (int i = first_asked; i < static_cast<int>(asked_.size()); ++i)
-        table_->mixer.parameters(mode_, depth > 0, ids_[asked_[i]]);  // all are there before their places are kept
+        table_->mixer.parameters(mode_, where, ids_[asked_[i]]);  // all are there before their addresses are kept
     for (int i = first_asked; i < static_cast<int>(asked_.size()); ++i)
-        parameters_.push_back(&table_->mixer.parameters(mode_, depth > 0, ids_[asked_[i]]));
+        parameters_.push_back(&table_->mixer.parameters(mode_, where, ids_[asked_[i]]));
     for (Found &each : found_) each.opinion.p = table_->probability(each.opinion.key, each.opinion.logit);
     double sum = 0.0;
     for (int place = 0; place < static_cast<int>(proposed_.size()); ++place) {
@@ -242,6 +246,11 @@ void Search::add(int32_t token, Key key) {
     }
 }
 
+int Search::mixer_place(int depth, int first_asked, int end_asked) const {
+    const auto end = asked_.begin() + end_asked;
+    return Mixer::place(depth, std::find(asked_.begin() + first_asked, end, leading_) != end);
+}
+
 int Search::proposing(const Guess &guess) const {
     return std::min(guess.end_opinion - guess.first_opinion, Mixer::kMostProposing) - 1;
 }
@@ -299,10 +308,11 @@ void Search::learn(const std::vector<int> &path, const std::vector<int32_t> &tok
 void Search::learn(const Node &node, const Guess &guess, bool hit) {
     const int index = proposing(guess);
     const double change = kRate * (hit - guess.p);
+    const int place = mixer_place(node.depth, node.first_asked, node.end_asked);
     int next = guess.first_opinion;
     for (int i = 0; i < node.end_asked - node.first_asked; ++i) {
         const uint32_t id = ids_[asked_[node.first_asked + i]];
-        Mixer::Weights &weights = table_->mixer.parameters(mode_, node.depth > 0, id)[index];
+        Mixer::Weights &weights = table_->mixer.parameters(mode_, place, id)[index];
         if (next == guess.end_opinion || opinions_[next].asked != i) {
             weights.silent += change;
         } else {

@@ -117,12 +117,15 @@ class Search {
     void add(int32_t token, Key key);
     // The guess on number `place` of `tokens_`, from the opinions of all sources that propose it.
     Guess joined(int place);
+    // Which of the mixer's parameters serve a node of this depth, at which these of `asked_` have candidates.
+    int mixer_place(int depth, int first_asked, int end_asked) const;
     // The index of the mixer's parameters for so many sources that propose its token.
     int proposing(const Guess &guess) const;
     void learn(const Node &node, const Guess &guess, bool hit);
 
     std::vector<std::shared_ptr<Source>> sources_;
     std::vector<uint32_t> ids_;  // of the sources, in the table
+    int leading_ = -1;           // index of the mixer's leading source
     std::shared_ptr<AcceptanceTable> table_;
     Mode mode_;
     Scoring scoring_;  // of the tokens after the root

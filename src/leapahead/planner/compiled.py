@@ -39,8 +39,8 @@ class CompiledMixer(Mixer):
 
     def rows(self) -> list[Row]:
         return [
-            (mode, below, source, [[round(value, 4) for value in values] for values in found])
-            for mode, below, source, found in sorted(self._table.mixer_rows())
+            (mode, place, source, [[round(value, 4) for value in values] for values in found])
+            for mode, place, source, found in sorted(self._table.mixer_rows())
         ]
 
 

@@ -3,8 +3,9 @@
     p = sigmoid( sum over the sources that propose it of (w_s logit(p_s) + b_s)
                + sum over the other sources that have candidates there of u_s )
 
-The parameters w, b and u of a source depend on the mode, on whether the node is the root, and on how many sources
-propose the token: the more there are, the less each adds. They are learned by stochastic gradient descent on the
+The parameters w, b and u of a source depend on the mode, on whether the node is the root, on whether the user's
+prediction has candidates there, and on how many sources propose the token: the more there are, the less each adds. While
+a text follows its prediction, other sources say little, and their silence nothing. The parameters are learned by stochastic gradient descent on the
 logarithmic loss, from the outcome of every guess along the committed path. So a source that adds noise loses its
 weight, and a token is less likely where a good source does not propose it.
 """
@@ -19,9 +20,11 @@ MOST_PROPOSING = 4  # tokens that still more sources propose share their paramet
 LEAST_P = 0.001  # estimates are clipped to [LEAST_P, 1 - LEAST_P]
 MOST_LOGIT = 7.0  # of a mixed probability, in absolute value
 RATE = 0.01  # of learning
+LEADING = "prediction"  # the source with which all have parameters of their own
 
 Parameters = list[list[float]]  # [w, b, u] of one source, by the number of sources that propose the token, less one
-Row = tuple[str, int, str, list[list[float]]]  # mode, 0 at the root and 1 below it, source; and its parameters
+# Mode; place: 0 at the root, 1 below it, and 2 more where the prediction has candidates; source; and its parameters.
+Row = tuple[str, int, str, list[list[float]]]
 Logits = Sequence[float | None]  # of each source that has candidates at a node; None if it does not propose the token
 
 
@@ -35,15 +38,15 @@ class Mixer:
 
     def __init__(self, priors: Iterable[Row] = ()) -> None:
         self._parameters = {
-            (mode, below, source): [list(values) for values in found] for mode, below, source, found in priors
+            (mode, place, source): [list(values) for values in found] for mode, place, source, found in priors
         }
         self._lock = Lock()
 
-    def parameters(self, mode: str, depth: int, sources: Iterable[str]) -> list[Parameters]:
+    def parameters(self, mode: str, depth: int, sources: Sequence[str]) -> list[Parameters]:
         """The parameters of the sources that have candidates below a node of some depth. Live: they are learned."""
-        found, below = [], min(depth, 1)
+        found, place = [], min(depth, 1) + (2 if LEADING in sources else 0)
         for source in sources:
-            key = mode, below, source
+            key = mode, place, source
             if (each := self._parameters.get(key)) is None:
                 initial = [[1.0 / sqrt(count), 0.0, 0.0] for count in range(1, MOST_PROPOSING + 1)]
                 each = self._parameters.setdefault(key, initial)
