@@ -172,8 +172,10 @@ class Engine:
 
     def poll(self, handle: Handle) -> Output | None:
         """The next unread output of a streamed request, if there is one. Does not wait and drives nothing."""
+        if not handle.unread:
+            return None
         with self._changed:
-            if not handle.unread:
+            if not handle.unread:  # another thread has read it
                 return None
             handle.thread = get_ident()
             self._changed.notify_all()  # it may be stepped again
