@@ -37,7 +37,7 @@ class Protocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._header_seconds = header_seconds
         self._timer: asyncio.TimerHandle | None = None
-        self._heading, self._head_bytes = True, 0  # whether headers are due, and how much of them has come
+        self._heading, self._head_bytes = True, 0  # whether headers are due; bytes of them so far
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -45,12 +45,11 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._expect()
-        heading = self._heading
-        super().data_received(data)
-        if heading and self._heading:
+        if self._heading:
             self._head_bytes += len(data)
-            if self._head_bytes > MOST_HEADERS and not self.transport.is_closing():
-                self.send_400_response("The headers of the request are too long.")
+        super().data_received(data)
+        if self._head_bytes > MOST_HEADERS and not self.transport.is_closing():
+            self.send_400_response("The headers of the request are too long.")
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop()
 
