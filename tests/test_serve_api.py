@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import openai
 import pytest
 
 from leapahead import LLM
+from leapahead.serve.replies import CompletionChoice, CompletionReply
+from leapahead.serve.streaming import TextEvent
 from tests.serving import Running, serving
 
 PROMPT = "def add(a, b):\n"
@@ -168,6 +171,18 @@ def test_the_roles_and_contents_of_messages(client: openai.OpenAI, llm: LLM, run
 
 
 # ---------------------------------------------------------------------------------------------------------- streaming
+
+
+@pytest.mark.parametrize("text", ["", "a", '"\\\n\t\0\x7f', "ä€😀\u2028", "</script>"])
+def test_events_of_text_are_those_of_the_schema(text: str) -> None:
+    def reply(text: str) -> CompletionReply:
+        return CompletionReply(id="\\u0000", created=1, model="m", choices=[CompletionChoice(index=2, text=text)])
+
+    found = TextEvent(reply(TextEvent.MARK)).of(text)
+    assert found.startswith("data: ")
+    assert found.endswith("}\n\n")
+    assert found.count("\n") == 2
+    assert json.loads(found.removeprefix("data: ")) == reply(text).model_dump()
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1, "seed": 4, "n": 3}, {"stop": ["e"]}], ids=str)

@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -255,6 +256,28 @@ def test_what_is_not_http(running: Running) -> None:
     answer = everything(connected(running, b"\x16\x03\x01 hello\r\n\r\n"))
     assert b" 400 " in answer
     assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "invalid_http"
+
+
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"], ids=["without an end", "complete"])
+def test_headers_must_not_be_long(running: Running, end: bytes) -> None:
+    with connected(running, b"GET /health HTTP/1.1\r\nHost: a\r\nX: ") as connection:
+        with suppress(OSError):  # the server may close before everything is sent
+            for _ in range(70):
+                connection.sendall(b"a" * 1024)
+            connection.sendall(end)
+        answer = connection.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "invalid_http"
+
+
+def test_long_bodies_are_no_headers(running: Running) -> None:
+    """Several requests in one go, whose bodies together are longer than headers may be."""
+    body = b'{"prompt": "a", "max_tokens": 1}' + b" " * 15_000
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: "
+    one = head + str(len(body)).encode() + b"\r\n\r\n" + body
+    last = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    answer = everything(connected(running, 6 * one + last))
+    assert answer.count(b"HTTP/1.1 200") == 7
 
 
 # ------------------------------------------------------------------------------------------------------------- faults

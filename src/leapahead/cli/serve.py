@@ -19,7 +19,7 @@ from leapahead.cli.options import DRAFTER, EXISTING_FILE, MODEL, all_of
 from leapahead.core.errors import BadParameter, needing
 
 SERVER, LIMITS, ACCESS = "Server options", "Limits", "Access options"
-PACKAGES = ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "h11")
+PACKAGES = ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "httptools")
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of a generation_config that are taken
 
 

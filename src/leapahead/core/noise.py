@@ -40,9 +40,15 @@ TOGETHER, MOST_TOGETHER = 2**20, 16  # noises and positions that a device makes 
 
 def gumbel(words: Array) -> Array:
     """float32, the noise of some words: unsigned 32-bit integers in any integer type."""
+    if isinstance(words, np.ndarray):  # without what finds the library, which takes longer than few words do
+        return _noise(words.astype(np.float64), np).astype(np.float32)
     xp = array_namespace(words)
-    uniform = (xp.astype(words, xp.float64) + 0.5) * 2.0**-32  # in the open interval (0, 1)
-    return xp.astype(-xp.log(-xp.log(uniform)), xp.float32)
+    return xp.astype(_noise(xp.astype(words, xp.float64), xp), xp.float32)
+
+
+def _noise(words: Array, xp: Any) -> Array:
+    uniform = (words + 0.5) * 2.0**-32  # in the open interval (0, 1)
+    return -xp.log(-xp.log(uniform))
 
 
 def all_words(seed: int, position: int, vocab_size: int) -> Words:

@@ -288,10 +288,7 @@ class Sampler:
 
     def unfiltered(self, logits: Array, tree: TokenTree, nodes: IntArray, length: int) -> Array:
         """float32 or float64 [rows, vocab], the scores before top-k, top-p and min-p; perhaps the logits themselves."""
-        logits = self._from_target(logits)
-        xp = array_namespace(logits)
-        dtype = logits.dtype if logits.dtype == xp.float64 else xp.float32
-        scores = xp.astype(logits, dtype, copy=not self._plain_rows)
+        scores = _floats(self._from_target(logits), copy=not self._plain_rows)
         if not self._plain_rows:
             paths = [tree.path_tokens(node) for node in nodes.tolist()]
             banned = [(row, token) for row, path in enumerate(paths) for token in self._banned(path, length)]
@@ -303,7 +300,7 @@ class Sampler:
             scores = self._call_processors(scores, tree, nodes, length)
             if self.grammar is not None:
                 allowed = np.stack([self.grammar.mask(length, path) for path in paths])
-                scores = xp.where(self._to_array(allowed), scores, -math.inf)
+                scores = array_namespace(scores).where(self._to_array(allowed), scores, -math.inf)
         if self.params.temperature > 0 and self.params.temperature != 1:
             with np.errstate(all="ignore"):
                 scores = scores / self.params.temperature
@@ -374,6 +371,14 @@ def checked(chosen: Sequence[int] | IntArray, where: str) -> IntArray:
             "for the logits processor, bad word, penalty or grammar that bans every token"
         )
     return np.asarray(chosen, dtype=np.int64)
+
+
+def _floats(logits: Array, copy: bool) -> Array:
+    """Logits as float32, or float64 where they are: a new array if `copy`, or if they have another type."""
+    if isinstance(logits, np.ndarray):  # without what finds the library: it takes longer, and imports all of numpy
+        return logits.astype(np.float64 if logits.dtype == np.float64 else np.float32, copy=copy)
+    xp = array_namespace(logits)
+    return xp.astype(logits, logits.dtype if logits.dtype == xp.float64 else xp.float32, copy=copy)
 
 
 def _on_host(scores: Array) -> FloatArray:

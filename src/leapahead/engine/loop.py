@@ -243,16 +243,20 @@ def step(
     choices = target.step(sessions, trees, capture=capture)
     forward = Forward(clock.share("forward", batch), cost)
     outputs = []
-    for running, chosen in zip(batch, choices, strict=True):
-        try:
-            output = running.advance(proposals[running], chosen, clock, forward)
-            running.handle.add(output)  # at once: an interrupt in the next sequence does not lose it
-            outputs.append((running, output))
-        except Exception as error:
-            running.error = error
-        except BaseException:  # interrupted, perhaps between two changes of the session
-            running.error = LeapaheadError("decoding was interrupted while a step of this request was committed")
-            raise
+    try:
+        for running, chosen in zip(batch, choices, strict=True):
+            try:
+                output = running.advance(proposals[running], chosen, clock, forward)
+                running.handle.add(output)  # at once: an interrupt in the next sequence does not lose it
+                outputs.append((running, output))
+            except Exception as error:
+                running.error = error
+            except BaseException:  # interrupted, perhaps between two changes of the session
+                running.error = LeapaheadError("decoding was interrupted while a step of this request was committed")
+                raise
+    finally:  # of all together: a thread that is woken takes the interpreter's lock from the other sequences
+        for running, _ in outputs:
+            running.handle.tell()
     return outputs
 
 

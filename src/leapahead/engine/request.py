@@ -109,7 +109,7 @@ class Handle:
         return self.paused and self.notify is None and self.thread == waiting.thread
 
     def add(self, output: Output) -> None:
-        """Takes the output of a step, and notifies the reader of a stream."""
+        """Takes the output of a step."""
         self.times.append(perf_counter())
         self.tokens += output.tokens
         self.drafted += [True] * output.accepted + [False] * (len(output.tokens) - output.accepted)
@@ -117,5 +117,8 @@ class Handle:
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         if self.request.stream:
             self.unread.append(output)
-            if self.notify is not None:
-                self.notify()
+
+    def tell(self) -> None:
+        """Notifies the reader of a stream of what `add` has taken."""
+        if self.request.stream and self.notify is not None:
+            self.notify()

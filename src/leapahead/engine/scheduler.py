@@ -172,12 +172,12 @@ class Engine:
 
     def poll(self, handle: Handle) -> Output | None:
         """The next unread output of a streamed request, if there is one. Does not wait and drives nothing."""
+        if not handle.unread:  # the usual answer, without the lock
+            return None
         with self._changed:
-            if not handle.unread:
-                return None
             handle.thread = get_ident()
             self._changed.notify_all()  # it may be stepped again
-            return handle.unread.popleft()
+            return handle.unread.popleft() if handle.unread else None
 
     def outputs(self, handle: Handle) -> Iterator[Output]:
         """Every output of a streamed request. Closing the iterator cancels it."""

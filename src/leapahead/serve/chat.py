@@ -58,7 +58,7 @@ def _prepare(service: Service, body: ChatRequest, owner: str) -> tuple[Job, Answ
     form = None if found["grammar"] is None else formats.param(body, reading)
     job = Job([prompt], found, owner, deadline, tokenizer=formats.tokenizer(reading), form=form)
     chat = Chat(texts, body, reading)
-    return job, Answer(chat.whole, chat.opening, chat.chunk, chat.last, lambda _: None)
+    return job, Answer(chat.whole, chat.opening, chat.chunk, chat.addition, chat.last, lambda _: None)
 
 
 class Chat:
@@ -106,9 +106,15 @@ class Chat:
             ChatChunk(**members, choices=[ChatChunkChoice(index=index, delta=delta)]) for index in range(self._samples)
         ]
 
-    def chunk(self, members: Members, index: int, piece: Piece) -> ChatChunk | None:
+    def addition(self, members: Members, index: int, text: str) -> ChatChunk:
+        return ChatChunk(**members, choices=[ChatChunkChoice(index=index, delta=Delta(content=text))])
+
+    def chunk(self, members: Members, index: int, piece: Piece) -> ChatChunk | str | None:
         parser = self._parsers[index]
         parts = [(parser.add(text), drafted) for text, drafted in piece.spans]
+        plain = not (piece.finish_reason or self._has_logprobs or self._has_spans)
+        if plain and not any(part.reasoning_content or part.tool_calls for part, _ in parts):
+            return "".join(part.content for part, _ in parts) or None
         if piece.finish_reason is not None:
             parts.append((parser.finish(), bool(piece.spans) and piece.spans[-1][1]))
         if not (piece.finish_reason or piece.logprobs or any(part for part, _ in parts)):

@@ -35,7 +35,14 @@ def _prepare(service: Service, body: CompletionRequest, owner: str) -> tuple[Job
     form = None if found["grammar"] is None else service.formats.param(body)
     job = Job(prompts, found, owner, body.extension.deadline_seconds, scored, form=form)
     completion = Completion(service, body, prompts)
-    return job, Answer(completion.whole, completion.opening, completion.chunk, completion.last, completion.score)
+    return job, Answer(
+        completion.whole,
+        completion.opening,
+        completion.chunk,
+        completion.addition,
+        completion.last,
+        completion.score,
+    )
 
 
 class Completion:
@@ -85,7 +92,12 @@ class Completion:
             if (echo := self._echoes[index // self._samples])
         ]
 
-    def chunk(self, members: Members, index: int, piece: Piece) -> CompletionReply:
+    def addition(self, members: Members, index: int, text: str) -> CompletionReply:
+        return CompletionReply(**members, choices=[CompletionChoice(index=index, text=text)])
+
+    def chunk(self, members: Members, index: int, piece: Piece) -> CompletionReply | str:
+        if piece.finish_reason is None and not (self._has_logprobs or self._has_spans):
+            return piece.text
         choice = CompletionChoice(
             index=index,
             text=piece.text,

@@ -13,9 +13,8 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from leapahead.core.errors import BadParameter
 from leapahead.serve import logs
@@ -24,10 +23,11 @@ from leapahead.serve.settings import Limits
 from leapahead.serve.worker import Worker
 
 LAST_SECONDS = 2  # that cancelled requests have for their last words
+MOST_HEADERS = 64 * 1024  # bytes of a request's headers, and of its URL, together
 
 
-class Protocol(H11Protocol):
-    """A connection that must not take long for the headers of a request.
+class Protocol(HttpToolsProtocol):
+    """A connection whose requests must not take long for their headers, which must not be long either.
 
     Args:
         header_seconds: see `Limits`.
@@ -37,6 +37,7 @@ class Protocol(H11Protocol):
         super().__init__(*args, **options)
         self._header_seconds = header_seconds
         self._timer: asyncio.TimerHandle | None = None
+        self._heading, self._head_bytes = True, 0  # whether headers are due; bytes of them so far
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,7 +45,11 @@ class Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._expect()
+        if self._heading:
+            self._head_bytes += len(data)
         super().data_received(data)
+        if self._head_bytes > MOST_HEADERS and not self.transport.is_closing():
+            self.send_400_response("The headers of the request are too long.")
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop()
 
@@ -52,13 +57,22 @@ class Protocol(H11Protocol):
         self._stop()
         super().connection_lost(exc)
 
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MOST_HEADERS:
+            raise ValueError("the headers of the request are too long")  # which the parser reports as invalid
+        self._heading, self._head_bytes = False, 0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._heading = True
+        super().on_message_complete()
+
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP with an error object."""
         error = ApiError(400, f"{msg.rstrip('.')}: the connection is closed", code="invalid_http")
         body = json.dumps(error.body()).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        events = (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage())
-        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
         self.transport.close()
 
     def _expect(self) -> None:

@@ -21,7 +21,7 @@ from leapahead.serve.prompts import Texts
 from leapahead.serve.replies import Speculation, Usage
 from leapahead.serve.schema import Generation
 from leapahead.serve.settings import Settings
-from leapahead.serve.streaming import EventStream, chunk, unless_gone
+from leapahead.serve.streaming import EventStream, TextEvent, chunk, unless_gone
 from leapahead.serve.usage import speculation, usage
 from leapahead.serve.worker import Batch, Job, Worker
 
@@ -37,14 +37,17 @@ class Answer:
         whole: the response, given what all responses have and the results of all texts.
         opening: the first chunks of a stream, given what all chunks have.
         chunk: the chunk of a piece, given what all chunks have, the number of its text, and the piece; None where
-            there is nothing to be sent yet.
+            there is nothing to be sent yet; a text where the chunk is `addition` with this text.
+        addition: the chunk that adds a text and nothing else, given what all chunks have, the number of the text that
+            it is added to, and the text.
         last: the chunk without choices.
         score: takes the log-probabilities of the prompts, where the job asks for them.
     """
 
     whole: Callable[[Members, Sequence[Result]], BaseModel]
     opening: Callable[[Members], Sequence[BaseModel]]
-    chunk: Callable[[Members, int, Piece], BaseModel | None]
+    chunk: Callable[[Members, int, Piece], BaseModel | str | None]
+    addition: Callable[[Members, int, str], BaseModel]
     last: Callable[[Members], BaseModel]
     score: Callable[[Sequence[Sequence[TokenLogprobs]]], None]
 
@@ -137,13 +140,22 @@ class Service:
         def current() -> Members:
             return {**members, "usage": usage(batch, samples)} if continuous else members
 
+        additions: dict[int, TextEvent] = {}  # of the texts whose chunks have always the same members
         for each in answer.opening(current()):
             yield chunk(each)
         async for _, index, piece in pieces:
-            if piece is not None and (piece.text or piece.logprobs or piece.finish_reason):
-                event = answer.chunk(current(), index, piece)
-                if event is not None:
-                    yield chunk(event)
+            if piece is None or not (piece.text or piece.logprobs or piece.finish_reason):
+                continue
+            event = answer.chunk(current(), index, piece)
+            if isinstance(event, str):
+                if continuous:
+                    yield chunk(answer.addition(current(), index, event))
+                    continue
+                if index not in additions:
+                    additions[index] = TextEvent(answer.addition(members, index, TextEvent.MARK))
+                yield additions[index].of(event)
+            elif event is not None:
+                yield chunk(event)
         if with_usage or body.extension.stats:
             totals = self._totals(batch, job, body)
             if not with_usage:

@@ -26,6 +26,23 @@ def chunk(model: BaseModel) -> str:
     return f"data: {model.model_dump_json()}\n\n"
 
 
+class TextEvent:
+    """Writes the events of chunks that differ in their text alone. It is the same JSON as `chunk` gives.
+
+    Args:
+        model: such a chunk, with the text `MARK`.
+    """
+
+    MARK = "\0"
+
+    def __init__(self, model: BaseModel) -> None:
+        self._before, _, self._behind = chunk(model).rpartition(json.dumps(self.MARK))
+
+    def of(self, text: str) -> str:
+        """The event of this text."""
+        return f"{self._before}{json.dumps(text, ensure_ascii=False)}{self._behind}"
+
+
 class EventStream(StreamingResponse):
     """A stream of events. However it ends, the generator is closed and the resources are released.
 

@@ -29,6 +29,7 @@ class GgufTokenizer:
     def __init__(self, model: Model) -> None:
         self._model = model  # it owns the vocabulary
         self._vocab = model.vocab
+        self._pieces: dict[tuple[int, bool], bytes] = {}  # those that were asked for, by id and whether special
         # Of byte-pair encodings, llama.cpp's detokenizer may remove spaces before punctuation, as inside a JSON string.
         self._joins = c.llama_vocab_type(self._vocab) == c.LLAMA_VOCAB_TYPE_BPE
         self.eos_token_id = _or_none(c.llama_vocab_eos(self._vocab))
@@ -76,13 +77,15 @@ class GgufTokenizer:
 
     def _piece(self, token: int, special: bool) -> bytes:
         """The bytes of a token; of a special one only if `special`."""
+        found = self._pieces.get((token, special))
         size = 64
-        while True:
+        while found is None:
             buffer = ctypes.create_string_buffer(size)
             count = c.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
             if count >= 0:
-                return buffer.raw[:count]
+                found = self._pieces[token, special] = buffer.raw[:count]
             size = -count
+        return found
 
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **variables: Any
