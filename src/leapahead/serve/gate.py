@@ -20,7 +20,7 @@ from leapahead.serve.keys import Keys
 from leapahead.serve.settings import Limits
 from leapahead.serve.streaming import GONE, ClientGone, log_fault
 
-OPEN = ("/", "/health", "/metrics", "/openapi.json")  # paths that need no key
+OPEN = ("/", "/health", "/ping", "/version", "/load", "/metrics", "/openapi.json")  # paths that need no key
 PLAIN_ID = re.compile(r"[\w.:-]{1,64}")  # a client's own request id that is taken
 DISCARDED = 8  # times the limit, what is still read of a body that is too large
 CLOSE = {"Connection": "close"}
