@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -190,6 +191,9 @@ def test_paths(running: Running) -> None:
     assert running.get("/version").json() == {"version": __version__}
     assert running.get("/ping").status_code == 200
     assert running.get("/load").json() == {"server_load": 0}
+    head = httpx.head(f"{running.url}/health")
+    assert (head.status_code, head.content, head.headers["content-type"]) == (200, b"", "application/json")
+    assert httpx.head(f"{running.url}{CHAT}").status_code == 405
     assert running.get("/models").json() == running.get("/v1/models").json()
     assert running.get("/models/tiny").json()["id"] == "tiny"
     body = {"messages": BEGUN, "temperature": 0, "max_tokens": 4}

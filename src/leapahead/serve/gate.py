@@ -51,7 +51,8 @@ class Gate:
             state["owner"] = self._owner(scope, headers)
             body = Body(receive, headers, self._limits)
             await body.check()
-            await self._app(scope, body.receive, answering.send)
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server leaves out the body of HEAD
+            await self._app({**scope, "method": method}, body.receive, answering.send)
         except ClientGone:
             answering.status = GONE
         except Exception as error:
