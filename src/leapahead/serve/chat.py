@@ -80,7 +80,7 @@ class Chat:
         self._echo = joined(last.content) if body.echo and last.role == "assistant" and last.content else ""
         self._held: list[list[int]] = [[] for _ in range(self._samples)]  # tokens of what is not sent yet
         self._reading, self._has_spans = reading, body.extension.spans
-        self._empty = "" if reading.tools is None else None  # content of chunks without any: calls may stand alone
+        self._empty = "" if reading.tools is None else None  # content of the first chunk: calls may stand alone
         self._parsers = [reading.parser() for _ in range(self._samples)]
 
     def score(self, scores: Sequence[Sequence[TokenLogprobs]]) -> None:
@@ -136,7 +136,7 @@ class Chat:
             return None  # what may become a marker is held back
         choice = ChatChunkChoice(
             index=index,
-            delta=_delta([part for part, _ in parts], self._empty),
+            delta=_delta([part for part, _ in parts]),
             logprobs=self._logprobs(piece.logprobs),
             finish_reason=self._reading.finish_reason(piece.finish_reason, parser.called),  # type: ignore[arg-type]
             stop_reason=piece.result.stop_reason if piece.result is not None else None,
@@ -154,8 +154,8 @@ class Chat:
         return logprobs.chat(entries, self._texts.token, bool(self._body.return_tokens_as_token_ids))
 
 
-def _delta(parts: Sequence[Part], empty: str | None) -> Delta:
-    """What several parts add together; the content is `empty` where they add nothing."""
+def _delta(parts: Sequence[Part]) -> Delta:
+    """What several parts add together."""
     found = Part()
     for part in parts:
         found.content += part.content
@@ -173,7 +173,7 @@ def _delta(parts: Sequence[Part], empty: str | None) -> Delta:
         for piece in found.tool_calls
     ]
     return Delta(
-        content=found.content or (None if calls or thought else empty),
+        content=found.content or None,
         tool_calls=calls or None,
         reasoning_content=thought,
         reasoning=thought,
