@@ -65,6 +65,14 @@ FORMS: dict[str, tuple[dict[str, Any], Grammar]] = {
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}},
         Grammar.json_schema(PARAMETERS),
     ),
+    "unnamed schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": PARAMETERS}}},
+        Grammar.json_schema(PARAMETERS),
+    ),
+    "schema of an object": (
+        {"response_format": {"type": "json_object", "schema": PARAMETERS}},
+        Grammar.json_schema(PARAMETERS),
+    ),
     "json": ({"structured_outputs": {"json": json.dumps(PARAMETERS)}}, Grammar.json_schema(PARAMETERS)),
     "null": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [None]}}}},
@@ -104,12 +112,8 @@ WRONG: Sequence[tuple[dict[str, Any], str, str]] = [
     ({"response_format": 5}, "response_format", ""),
     ({"response_format": {"type": "xml"}}, "response_format.type", "text, json_object or json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-        "response_format.json_schema.name",
-        "missing",
-    ),
     ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x", "leave it out"),
+    ({"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema", ""),
     (schema(None), "response_format.json_schema.schema", ""),
     (schema({"type": "nothing"}), "response_format", "Invalid type"),
     (schema({"not": {}}), "response_format", "Unimplemented keys"),

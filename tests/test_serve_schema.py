@@ -16,6 +16,7 @@ from tests.serving import Letters, Running, SlowToy, serving
 PATHS = (
     *("POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /detokenize"),
     *("GET /v1/models", "GET /v1/models/{name}", "GET /health", "GET /metrics"),
+    *("GET /version", "GET /load"),
 )
 
 

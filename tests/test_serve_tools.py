@@ -15,6 +15,7 @@ import pytest
 from leapahead import LLM
 from leapahead.chat import TOOL_FORMATS, ToolChoice, json_grammar, parse, reasoning_format, tool_grammar
 from leapahead.chat import tools as checked
+from leapahead.core.errors import BadParameter
 from leapahead.results import Piece
 from leapahead.serve.chat import Chat
 from leapahead.serve.formats import Reading
@@ -226,7 +227,7 @@ def test_content_between_reasoning_and_calls() -> None:
         {"messages": [{"role": "user", "content": "a"}], "stream": True, "leapahead": {"spans": True}}
     )
     reading = Reading(TOOL_FORMATS["hermes"], reasoning_format("qwen3"), ToolChoice("auto"), "")
-    chat: Any = Chat(None, body, reading)  # type: ignore[arg-type]
+    chat: Any = Chat(None, body, reading, [1])  # type: ignore[arg-type]
     members = {"id": "a", "created": 1, "model": "m"}
     pieces = [text[start : start + 3] for start in range(0, len(text), 3)]
     chunks = [
@@ -285,7 +286,12 @@ WRONG_TOOLS: Sequence[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice", "always"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "'f'"),
-    ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format", "together with tools"),
+    ({"tools": [WEATHER], "structured_outputs": {"regex": "a"}}, "structured_outputs", "together with tools"),
+    (
+        {"tools": [WEATHER], "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
+        "response_format",
+        "Invalid type",
+    ),
     (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]},
         "tools",
@@ -319,3 +325,34 @@ def test_the_options_of_the_command(leapahead: Any, name: str) -> None:
     result = leapahead("serve", name, "pythonic")
     assert result.exit_code == 2
     assert "pythonic" in result.stderr
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_or_a_form(running: Running, client: openai.OpenAI, llm: LLM, seed: int) -> None:
+    """With tools and a form, an answer is calls or JSON of the form, as plain decoding under that grammar."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    hermes = TOOL_FORMATS["hermes"]
+    assert running.llm.tokenizer is not None
+    grammar = tool_grammar(checked([CLOCK]), ToolChoice("auto"), hermes, running.llm.tokenizer, form=schema)
+    options: Any = {"temperature": 2, "seed": seed}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    found = answer(client, tools=[CLOCK], response_format=form, **options).choices[0]
+    alone = llm.generate(prompt(running, tools=[CLOCK]), max_new_tokens=80, grammar=grammar, drafter="plain", **options)
+    expected = parse(alone.text, hermes)
+    assert len(found.message.tool_calls or ()) == len(expected.tool_calls)
+    assert (found.message.content or "") == (expected.content or "")
+    if alone.finish_reason == "stop" and not expected.tool_calls:
+        assert list(json.loads(found.message.content)) == ["a"]
+    required = answer(client, tools=[CLOCK], response_format=form, tool_choice="required", **options).choices[0]
+    assert required.message.tool_calls
+
+
+def test_a_form_where_calls_have_no_marker() -> None:
+    with pytest.raises(BadParameter, match="no marker"):
+        tool_grammar(
+            checked([CLOCK]),
+            ToolChoice("auto"),
+            TOOL_FORMATS["llama3_json"],
+            toy_llm().tokenizer,
+            form={},  # type: ignore[arg-type]
+        )

@@ -233,7 +233,9 @@ def encode(
         tokens = tokenizer.encode(prompt) if prompt else []
     elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
         messages = cast(Sequence[Mapping[str, Any]], prompt)
-        tokens = _encode_chat(messages, tokenizer, add_generation_prompt, variables or {})
+        text = chat_text(messages, tokenizer, add_generation_prompt, variables)
+        assert tokenizer is not None, "it has the template"
+        tokens = tokenizer.encode(text, add_special_tokens=False)  # the template writes them itself
     elif all(is_whole(token) for token in prompt):
         tokens = [int(token) for token in cast(Sequence[int], prompt)]
     else:
@@ -252,12 +254,17 @@ def encode(
     return tokens
 
 
-def _encode_chat(
+def chat_text(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer | None,
-    add_generation_prompt: bool,
-    variables: Mapping[str, Any],
-) -> list[int]:
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a chat by the tokenizer's template. See `encode`.
+
+    Raises:
+        BadParameter: there is no template, or it does not take these messages.
+    """
     if tokenizer is None:
         raise BadParameter("chat messages need a tokenizer; pass tokenizer=..., or a list of token ids")
     for message in messages:
@@ -265,8 +272,8 @@ def _encode_chat(
             raise BadParameter(f'a chat message is {{"role": "user", "content": "..."}}, got {message!r}')
     conversation = [dict(message) for message in messages]
     try:
-        text = tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+        return tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **(variables or {})
         )
     except Exception as error:  # a template is somebody's program, and may raise anything
         if getattr(tokenizer, "chat_template", None) is None:
@@ -274,7 +281,6 @@ def _encode_chat(
                 "the tokenizer has no chat template; give the prompt as text, or set tokenizer.chat_template"
             ) from None
         raise BadParameter(f"the chat template does not take these messages: {error}") from None
-    return tokenizer.encode(text, add_special_tokens=False)  # the template writes them itself
 
 
 def is_single(prompt: Any) -> bool:

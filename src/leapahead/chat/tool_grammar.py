@@ -2,6 +2,7 @@
 
     required   the text is calls, one or several
     auto       the text is free up to the opening marker; behind it stands a call of one of the tools
+    auto, with a form    the text is calls, or JSON of a schema
 
 Where a model reasons, the reasoning before the call is free.
 """
@@ -32,6 +33,7 @@ def tool_grammar(
     parallel: bool = True,
     reasoning: ReasoningFormat | None = None,
     prompt: str = "",
+    form: Mapping[str, Any] | bool | str | None = None,
 ) -> Grammar | None:
     """The grammar of a text that may or must call tools.
 
@@ -43,11 +45,20 @@ def tool_grammar(
         parallel: whether there may be several calls, at most 16.
         reasoning: how the model marks its reasoning; None if it does not reason.
         prompt: the text of the prompt, which may end inside the reasoning.
+        form: JSON schema of an answer without calls, see `Grammar.json_schema`; None where its text is free.
 
     Returns:
         None where nothing is to be enforced: without tools, with the choice "none", and with "auto" in formats whose
         calls do not begin with a marker.
+
+    Raises:
+        BadParameter: the form is no JSON schema, or with "auto" the format's calls do not begin with a marker, so that
+            calls and JSON cannot be told apart.
     """
+    if form is not None and choice.mode == "auto" and format.leads:
+        raise BadParameter(
+            f"the model's tool calls ({format.name}) begin with no marker, so JSON and calls cannot be told apart"
+        )
     if not tools or choice.mode == "none" or (choice.mode == "auto" and format.leads):
         return None
     if choice.name is not None:
@@ -55,8 +66,12 @@ def tool_grammar(
     calls = [f"call_{index}: {_call(tool, format)}" for index, tool in enumerate(tools)]
     calls.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     start = "" if format.leads else _marker(tokenizer, format.start)
-    if choice.mode == "auto":
+    if choice.mode == "auto" and form is None:
         answer = _automatic(start, format, parallel)
+    elif choice.mode == "auto" and form is not None:
+        schema = _json(json.loads(Grammar.json_schema(form).definition))
+        answer = [f"answer: {_required(start, format, parallel)} | form", f"form: {schema}"]
+        choice = ToolChoice("required")  # of both, what stands before is reasoning only
     else:
         answer = [f"answer: {_required(start, format, parallel)}"]
     lines = ["%llguidance {}", *_start(tokenizer, choice, reasoning, prompt), *answer, *calls, r"TEXT: /(.|\n)*/"]

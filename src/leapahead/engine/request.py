@@ -18,7 +18,7 @@ from leapahead.engine.output import Output, TokenLogprobs
 from leapahead.models.choices import Choices
 from leapahead.planner.draft import Proposal, SectionStore, Step
 
-MAX_LOGPROBS = 1024
+MAX_LOGPROBS = 2**18  # all of the largest vocabularies
 GREEDY, UNTIL_FULL = SamplingParams(), StopParams()
 
 

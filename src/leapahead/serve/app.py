@@ -30,14 +30,17 @@ from leapahead.serve.replies import (
     CompletionReply,
     DetokenizeReply,
     Health,
+    Load,
     Model,
     Models,
     TokenizeReply,
+    Version,
 )
-from leapahead.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeMessages, TokenizeRequest
+from leapahead.serve.schema import ChatRequest, CompletionRequest
 from leapahead.serve.service import Service
 from leapahead.serve.settings import Settings
 from leapahead.serve.streaming import GONE, ClientGone, log_fault
+from leapahead.serve.tokenization import DetokenizeRequest, TokenizeMessages, TokenizeRequest
 from leapahead.serve.worker import NO_KEY, Worker
 
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}  # of a stream
@@ -151,11 +154,13 @@ def generating(service: Service) -> APIRouter:
     """The paths that decode."""
     router = APIRouter(route_class=JsonRoute)
 
+    @router.post("/completions", include_in_schema=False)
     @router.post("/v1/completions", responses={200: {"model": CompletionReply, "content": EVENTS}, **DECODING})
     async def complete(request: Request, body: CompletionRequest) -> Response:
         """Completes prompts."""
         return await completions.complete(service, request, body)
 
+    @router.post("/chat/completions", include_in_schema=False)
     @router.post("/v1/chat/completions", responses={200: {"model": ChatReply, "content": EVENTS}, **DECODING})
     async def answer(request: Request, body: ChatRequest) -> Response:
         """Answers a chat."""
@@ -171,11 +176,13 @@ def describing(service: Service) -> APIRouter:
     def model(name: str) -> Model:
         return Model(id=name, created=service.created, root=texts.info.name, max_model_len=texts.info.context_length)
 
+    @router.get("/models", include_in_schema=False)
     @router.get("/v1/models", responses=failures(401))
     async def models() -> Models:
         """The names of the model."""
         return Models(data=[model(name) for name in settings.names])
 
+    @router.get("/models/{name:path}", include_in_schema=False)
     @router.get("/v1/models/{name:path}", responses=failures(401, 404))
     async def one_model(name: str) -> Model:
         """One name of the model."""
@@ -189,11 +196,11 @@ def describing(service: Service) -> APIRouter:
         def ids() -> list[int]:
             if isinstance(body, TokenizeMessages):
                 service.formats.check(body.tools)
-                return texts.chat(body.messages, body.chat_template_kwargs, body.add_generation_prompt, body.tools)
+                return texts.chat(body)
             return texts.ids(body.prompt, body.add_special_tokens)
 
         found = await asyncio.to_thread(ids)
-        strings = list(map(texts.token, found)) if body.return_token_strs else None
+        strings = texts.strings(found) if body.return_token_strs else None
         return TokenizeReply(
             count=len(found), max_model_len=texts.info.context_length, tokens=found, token_strs=strings
         )
@@ -204,12 +211,23 @@ def describing(service: Service) -> APIRouter:
         service.name(body.model)
         return DetokenizeReply(prompt=await asyncio.to_thread(texts.checked_text, body.tokens))
 
+    @router.get("/ping", include_in_schema=False)
     @router.get("/health", responses=failures(503))
     async def health() -> Health:
         """Whether requests are taken."""
         if service.worker.draining:
             raise ApiError(503, "the server is about to stop", code="shutting_down")
         return Health()
+
+    @router.get("/version")
+    async def version() -> Version:
+        """The version of leapahead."""
+        return Version()
+
+    @router.get("/load")
+    async def load() -> Load:
+        """How many texts are waiting or decoded."""
+        return Load(server_load=service.worker.pending)
 
     @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def metrics() -> Response:

@@ -32,7 +32,7 @@ def apply(schema: Any, limits: Limits, info: TargetInfo, has_grammars: bool, has
         "length": {"maximum": longest(limits, info)},
         "samples": {"maximum": limits.samples},
         "prompts": {"maxItems": limits.prompts},
-        "logprobs": {"maximum": limits.logprobs},
+        "logprobs": {"maximum": limits.logprobs, **({} if limits.logprobs >= info.vocab_size else {"minimum": 0})},
         "stops": {"maxItems": limits.stops},
         "forms": {} if has_grammars else text,
         "structured": {} if has_grammars else nothing,

@@ -14,6 +14,7 @@ from leapahead.engine.output import TokenLogprobs
 from leapahead.results import Piece, Result
 from leapahead.serve import logprobs, parameters
 from leapahead.serve.formats import Reading
+from leapahead.serve.messages import joined
 from leapahead.serve.prompts import Texts
 from leapahead.serve.replies import (
     AnswerMessage,
@@ -48,17 +49,18 @@ async def complete(service: Service, request: Request, body: ChatRequest) -> Res
 def _prepare(service: Service, body: ChatRequest, owner: str) -> tuple[Job, Answer]:
     settings, texts, formats = service.settings, service.texts, service.formats
     found = parameters.options(body, settings, texts.info.vocab_size)
-    found["logprobs"] = parameters.chat_logprobs(body, settings)
+    found["logprobs"] = parameters.chat_logprobs(body, settings, texts.info.vocab_size)
+    scored = parameters.prompt_logprobs(body, settings, texts.info.vocab_size)
     available, choice = formats.available(body)
-    prompt = texts.chat(body.messages, body.chat_template_kwargs, body.add_generation_prompt, body.tools)
+    prompt = texts.chat(body, body.truncate_prompt_tokens)
     parameters.set_length(found, parameters.chat_length(body, prompt, settings, texts.info.context_length))
     reading = formats.reading(body, choice, bool(available), prompt)
     found["grammar"] = formats.grammar(body, available, reading)
     deadline = body.extension.deadline_seconds
     form = None if found["grammar"] is None else formats.param(body, reading)
-    job = Job([prompt], found, owner, deadline, tokenizer=formats.tokenizer(reading), form=form)
-    chat = Chat(texts, body, reading)
-    return job, Answer(chat.whole, chat.opening, chat.chunk, chat.addition, chat.last, lambda _: None)
+    job = Job([prompt], found, owner, deadline, scored, formats.tokenizer(reading), form)
+    chat = Chat(texts, body, reading, prompt)
+    return job, Answer(chat.whole, chat.opening, chat.chunk, chat.addition, chat.last, chat.score)
 
 
 class Chat:
@@ -68,25 +70,40 @@ class Chat:
         texts: of the model.
         body: of the request.
         reading: how its answers are read.
+        prompt: token ids of the chat.
     """
 
-    def __init__(self, texts: Texts, body: ChatRequest, reading: Reading) -> None:
-        self._texts, self._samples, self._has_logprobs = texts, body.n or 1, bool(body.logprobs)
+    def __init__(self, texts: Texts, body: ChatRequest, reading: Reading, prompt: list[int]) -> None:
+        self._texts, self._samples, self._body, self._prompt = texts, body.n or 1, body, prompt
+        self._scores: Sequence[TokenLogprobs] = []
+        last = body.messages[-1]
+        self._echo = joined(last.content) if body.echo and last.role == "assistant" and last.content else ""
+        self._held: list[list[int]] = [[] for _ in range(self._samples)]  # tokens of what is not sent yet
         self._reading, self._has_spans = reading, body.extension.spans
-        self._empty = "" if reading.tools is None else None  # content of chunks without any: calls may stand alone
+        self._empty = "" if reading.tools is None else None  # content of the first chunk: calls may stand alone
         self._parsers = [reading.parser() for _ in range(self._samples)]
 
+    def score(self, scores: Sequence[Sequence[TokenLogprobs]]) -> None:
+        """Takes the log-probabilities of the prompt."""
+        self._scores = scores[0]
+
     def whole(self, members: Members, results: Sequence[Result]) -> ChatReply:
-        return ChatReply(**members, choices=[self._choice(index, result) for index, result in enumerate(results)])
+        count = self._body.prompt_logprobs
+        return ChatReply(
+            **members,
+            choices=[self._choice(index, result) for index, result in enumerate(results)],
+            prompt_logprobs=None if count is None else logprobs.prompt(self._scores, self._texts.token, count),
+            prompt_token_ids=self._prompt if self._body.return_token_ids else None,
+        )
 
     def _choice(self, index: int, result: Result) -> ChatChoice:
         parser, found = self._parsers[index], Message()
         found.add(parser.add(result.text))
         found.add(parser.finish())
         thought = found.reasoning_content
-        empty = None if found.tool_calls or thought else ""
+        content = self._echo + (found.content or "")
         message = AnswerMessage(
-            content=empty if found.content is None else found.content,
+            content=content or (None if found.tool_calls or thought else ""),
             tool_calls=[ToolCallReply.model_validate(asdict(call)) for call in found.tool_calls] or None,
             reasoning_content=thought,
             reasoning=thought,
@@ -97,22 +114,27 @@ class Chat:
             logprobs=self._logprobs(result.logprobs),
             finish_reason=self._reading.finish_reason(result.finish_reason, parser.called),  # type: ignore[arg-type]
             stop_reason=result.stop_reason,
+            token_ids=result.tokens if self._body.return_token_ids else None,
         )
 
     def opening(self, members: Members) -> list[ChatChunk]:
-        """The role of every answer."""
-        delta = Delta(role="assistant", content=self._empty)
+        """The role of every answer, and what is echoed."""
+        delta = Delta(role="assistant", content=self._echo or self._empty)
+        ids = self._prompt if self._body.return_token_ids else None
         return [
-            ChatChunk(**members, choices=[ChatChunkChoice(index=index, delta=delta)]) for index in range(self._samples)
+            ChatChunk(**members, choices=[ChatChunkChoice(index=index, delta=delta)], prompt_token_ids=ids)
+            for index in range(self._samples)
         ]
 
     def addition(self, members: Members, index: int, text: str) -> ChatChunk:
         return ChatChunk(**members, choices=[ChatChunkChoice(index=index, delta=Delta(content=text))])
 
     def chunk(self, members: Members, index: int, piece: Piece) -> ChatChunk | str | None:
-        parser = self._parsers[index]
+        parser, held = self._parsers[index], self._held[index]
+        held += piece.tokens
         parts = [(parser.add(text), drafted) for text, drafted in piece.spans]
-        plain = not (piece.finish_reason or self._has_logprobs or self._has_spans)
+        body = self._body
+        plain = not (piece.finish_reason or body.logprobs or body.return_token_ids or self._has_spans)
         if plain and not any(part.reasoning_content or part.tool_calls for part, _ in parts):
             return "".join(part.content for part, _ in parts) or None
         if piece.finish_reason is not None:
@@ -121,22 +143,26 @@ class Chat:
             return None  # what may become a marker is held back
         choice = ChatChunkChoice(
             index=index,
-            delta=_delta([part for part, _ in parts], self._empty),
+            delta=_delta([part for part, _ in parts]),
             logprobs=self._logprobs(piece.logprobs),
             finish_reason=self._reading.finish_reason(piece.finish_reason, parser.called),  # type: ignore[arg-type]
             stop_reason=piece.result.stop_reason if piece.result is not None else None,
+            token_ids=list(held) if self._body.return_token_ids else None,
         )
+        held.clear()
         return ChatChunk(**members, choices=[choice], leapahead=_spans(parts) if self._has_spans else None)
 
     def last(self, members: Members) -> ChatChunk:
         return ChatChunk(**members, choices=[])
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
-        return logprobs.chat(entries, self._texts.token) if self._has_logprobs else None
+        if not self._body.logprobs:
+            return None
+        return logprobs.chat(entries, self._texts.token, bool(self._body.return_tokens_as_token_ids))
 
 
-def _delta(parts: Sequence[Part], empty: str | None) -> Delta:
-    """What several parts add together; the content is `empty` where they add nothing."""
+def _delta(parts: Sequence[Part]) -> Delta:
+    """What several parts add together."""
     found = Part()
     for part in parts:
         found.content += part.content
@@ -154,7 +180,7 @@ def _delta(parts: Sequence[Part], empty: str | None) -> Delta:
         for piece in found.tool_calls
     ]
     return Delta(
-        content=found.content or (None if calls or thought else empty),
+        content=found.content or None,
         tool_calls=calls or None,
         reasoning_content=thought,
         reasoning=thought,

@@ -10,7 +10,14 @@ from starlette.responses import Response
 from leapahead.engine.output import TokenLogprobs
 from leapahead.results import Piece, Result
 from leapahead.serve import logprobs, parameters
-from leapahead.serve.replies import CompletionChoice, CompletionLogprobs, CompletionReply, Span, Spans
+from leapahead.serve.replies import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionReply,
+    PromptLogprobs,
+    Span,
+    Spans,
+)
 from leapahead.serve.schema import CompletionRequest
 from leapahead.serve.service import Answer, Members, Service
 from leapahead.serve.worker import Job
@@ -29,9 +36,10 @@ def _prepare(service: Service, body: CompletionRequest, owner: str) -> tuple[Job
     found = parameters.options(body, settings, info.vocab_size)
     found["logprobs"] = parameters.completion_logprobs(body, settings)
     found["grammar"] = service.formats.form(body)
-    prompts = service.texts.prompts(body.prompt, body.add_special_tokens)
+    prompts = service.texts.prompts(body.prompt, body.add_special_tokens, body.truncate_prompt_tokens)
     parameters.set_length(found, parameters.completion_length(body, prompts, settings, info.context_length))
-    scored = bool(body.echo) and body.logprobs is not None
+    asked = (parameters.prompt_logprobs(body, settings, info.vocab_size), found["logprobs"] if body.echo else None)
+    scored = max((count for count in asked if count is not None), default=None)
     form = None if found["grammar"] is None else service.formats.param(body)
     job = Job(prompts, found, owner, body.extension.deadline_seconds, scored, form=form)
     completion = Completion(service, body, prompts)
@@ -55,13 +63,13 @@ class Completion:
     """
 
     def __init__(self, service: Service, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
-        self._texts, self._samples = service.texts, body.n or 1
+        self._texts, self._samples, self._prompts, self._body = service.texts, body.n or 1, prompts, body
         self._has_logprobs, self._has_spans = body.logprobs is not None, body.extension.spans
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         self._echoes = [""] * len(prompts)
         if body.echo:
             self._echoes = [
-                text if isinstance(text, str) else self._texts.text(tokens)
+                text if isinstance(text, str) and not body.truncate_prompt_tokens else self._texts.text(tokens)
                 for text, tokens in zip(given if len(given) == len(prompts) else prompts, prompts, strict=True)
             ]
         self._scores: Sequence[Sequence[TokenLogprobs]] = [[] for _ in prompts]
@@ -79,24 +87,38 @@ class Completion:
                 logprobs=self._logprobs(index, result.logprobs, echoed=True),
                 finish_reason=result.finish_reason,  # type: ignore[arg-type]
                 stop_reason=result.stop_reason,
+                token_ids=result.tokens if self._body.return_token_ids else None,
+                prompt_logprobs=self._prompt_logprobs(index),
+                prompt_token_ids=self._prompt_ids(index),
             )
             for index, result in enumerate(results)
         ]
         return CompletionReply(**members, choices=choices)
 
     def opening(self, members: Members) -> list[CompletionReply]:
-        """The prompts, where they are echoed."""
-        return [
-            CompletionReply(**members, choices=[CompletionChoice(index=index, text=echo, logprobs=self._echo(index))])
+        """The prompts, where they are echoed, or their token ids are reported."""
+        ids: list[int] | None = [] if self._body.return_token_ids else None
+        choices = [
+            CompletionChoice(
+                index=index,
+                text=self._echoes[index // self._samples],
+                logprobs=self._echo(index),
+                token_ids=ids,
+                prompt_token_ids=self._prompt_ids(index),
+            )
             for index in range(len(self._offsets))
-            if (echo := self._echoes[index // self._samples])
+        ]
+        return [
+            CompletionReply(**members, choices=[choice])
+            for choice in choices
+            if choice.text or choice.prompt_token_ids is not None
         ]
 
     def addition(self, members: Members, index: int, text: str) -> CompletionReply:
         return CompletionReply(**members, choices=[CompletionChoice(index=index, text=text)])
 
     def chunk(self, members: Members, index: int, piece: Piece) -> CompletionReply | str:
-        if piece.finish_reason is None and not (self._has_logprobs or self._has_spans):
+        if piece.finish_reason is None and not (self._has_logprobs or self._has_spans or self._body.return_token_ids):
             return piece.text
         choice = CompletionChoice(
             index=index,
@@ -104,6 +126,7 @@ class Completion:
             logprobs=self._logprobs(index, piece.logprobs),
             finish_reason=piece.finish_reason,  # type: ignore[arg-type]
             stop_reason=piece.result.stop_reason if piece.result is not None else None,
+            token_ids=piece.tokens if self._body.return_token_ids else None,
         )
         return CompletionReply(**members, choices=[choice], leapahead=self._spans(piece))
 
@@ -117,16 +140,36 @@ class Completion:
 
     def _echo(self, index: int) -> CompletionLogprobs | None:
         """The log-probabilities of an echoed prompt."""
+        if not self._has_logprobs:
+            return None
+        return self._entries(self._echoed(index), 0, True)
+
+    def _echoed(self, index: int) -> list[TokenLogprobs]:
+        """What is known of the tokens of an echoed prompt."""
+        most = self._body.logprobs
+        scores = self._scores[index // self._samples] if self._body.echo else []
+        return [TokenLogprobs(entry.token, entry.logprob, entry.top[:most]) for entry in scores]
+
+    def _entries(self, entries: Sequence[TokenLogprobs], offset: int, with_none: bool) -> CompletionLogprobs:
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return logprobs.completion(entries, self._texts.token, offset, with_none, as_ids)
+
+    def _prompt_logprobs(self, index: int) -> PromptLogprobs:
+        if self._body.prompt_logprobs is None:
+            return None
         scores = self._scores[index // self._samples]
-        return logprobs.completion(scores, self._texts.token, 0, with_none=True) if scores else None
+        return logprobs.prompt(scores, self._texts.token, self._body.prompt_logprobs)
+
+    def _prompt_ids(self, index: int) -> list[int] | None:
+        return list(self._prompts[index // self._samples]) if self._body.return_token_ids else None
 
     def _logprobs(
         self, index: int, entries: Sequence[TokenLogprobs], echoed: bool = False
     ) -> CompletionLogprobs | None:
         if not self._has_logprobs:
             return None
-        scores = self._scores[index // self._samples] if echoed else []
+        scores = self._echoed(index) if echoed else []
         offset = 0 if scores else self._offsets[index]
-        found = logprobs.completion([*scores, *entries], self._texts.token, offset, with_none=bool(scores))
-        self._offsets[index] = offset + sum(map(len, found.tokens))
+        found = self._entries([*scores, *entries], offset, bool(scores))
+        self._offsets[index] += sum(len(self._texts.token(entry.token)) for entry in entries)
         return found

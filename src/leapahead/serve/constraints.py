@@ -16,9 +16,9 @@ GENERATION = {
     name: NOT_HERE
     for name in (
         *("tools", "tool_choice", "parallel_tool_calls", "suffix", "use_beam_search"),
-        *("length_penalty", "prompt_logprobs", "truncate_prompt_tokens", "priority", "audio", "metadata"),
-        *("reasoning_effort", "service_tier", "web_search_options", "verbosity", "prompt_cache_key"),
-        *("safety_identifier", "chat_template", "continue_final_message", "documents", "echo", "best_of"),
+        *("length_penalty", "priority", "audio", "reasoning_effort", "web_search_options", "verbosity"),
+        *("prompt_cache_key", "safety_identifier", "chat_template", "continue_final_message", "documents"),
+        *("echo", "best_of"),
     )
 }
 GENERATION |= {
@@ -34,7 +34,7 @@ REFUSED = {"CompletionRequest": GENERATION, "ChatRequest": GENERATION}
 REFUSED |= dict.fromkeys(MESSAGES, MESSAGE | OF_CALLS)
 KNOWN = {  # that the others lack
     "CompletionRequest": ("echo", "best_of"),
-    "ChatRequest": ("tools", "tool_choice", "parallel_tool_calls"),
+    "ChatRequest": ("tools", "tool_choice", "parallel_tool_calls", "continue_final_message", "echo"),
     "AssistantMessage": ("tool_calls", "reasoning_content", "reasoning"),
     "ToolMessage": ("tool_call_id",),
 }

@@ -143,19 +143,19 @@ class Formats:
         """The grammar of an answer; None for text of any form.
 
         Raises:
-            ApiError: it cannot be compiled, or there is a form as well as tools.
+            ApiError: it cannot be compiled, or there is a form of vLLM's as well as tools.
         """
         if reading.tools is None:
             return self.form(body, reading)
-        if body.structured_outputs is not None or (body.response_format and body.response_format.type != "text"):
-            param = self.param(body)
-            message = f'{param} is not possible together with tools that may be called; leave it out, or give "none"'
-            raise ApiError(400, f"{message} as tool_choice", param, "unsupported_parameter")
+        if body.structured_outputs is not None:
+            message = "structured_outputs are not possible together with tools that may be called; leave them out, or"
+            raise ApiError(400, f'{message} give "none" as tool_choice', "structured_outputs", "unsupported_parameter")
+        form = forms.json_schema(body.response_format)
         calls, tokenizer = reading.tools, self._texts.tokenizer
         assert tokenizer is not None, "a chat has passed its template"
         parallel = body.parallel_tool_calls is not False
         return self._compiled(
-            "tools",
+            "tools" if form is None else "response_format",
             lambda: tool_grammar(
                 available,
                 reading.choice,
@@ -164,6 +164,7 @@ class Formats:
                 parallel=parallel and reading.choice.name is None,
                 reasoning=reading.reasoning,
                 prompt=reading.prompt,
+                form=form,
             ),
         )
 

@@ -28,22 +28,28 @@ class TextFormat(Strict):
 
 
 class JsonObjectFormat(Strict):
-    """Any JSON object."""
+    """A JSON object, or JSON of a schema.
+
+    Attributes:
+        type: says so.
+        schema: that the text must have, as llama.cpp's server takes it; any object without one.
+    """
 
     type: Literal["json_object"]
+    definition: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class JsonSchema(Strict):
     """A JSON schema with a name.
 
     Attributes:
-        name: at most 64 letters, digits, underscores and dashes.
+        name: at most 64 letters, digits, underscores and dashes; models do not see it.
         description: accepted; models do not see it.
         schema: that the text must have.
         strict: accepted; the text has the schema in any case.
     """
 
-    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")] | None = None
     description: str | None = None
     definition: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
@@ -100,6 +106,15 @@ class StructuredOutputs(Strict):
         return self
 
 
+def json_schema(given: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> Any:
+    """The JSON schema that a response_format asks for; None for text of any form."""
+    if isinstance(given, JsonSchemaFormat):
+        return given.json_schema.definition
+    if isinstance(given, JsonObjectFormat):
+        return {"type": "object"} if given.definition is None else given.definition
+    return None
+
+
 def grammar(
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None,
     structured: StructuredOutputs | None,
@@ -125,11 +140,8 @@ def grammar(
         return Grammar.choices(structured.choice)
     if structured is not None and structured.grammar is not None:
         return Grammar.lark(structured.grammar)
-    schema: Any = None
     if structured is not None:
         schema = {"type": "object"} if structured.json_object else structured.schema_of_json
-    elif isinstance(response_format, JsonSchemaFormat):
-        schema = response_format.json_schema.definition
-    elif isinstance(response_format, JsonObjectFormat):
-        schema = {"type": "object"}
+    else:
+        schema = json_schema(response_format)
     return None if schema is None else json_grammar(schema, tokenizer, reasoning, prompt)

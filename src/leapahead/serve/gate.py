@@ -20,7 +20,7 @@ from leapahead.serve.keys import Keys
 from leapahead.serve.settings import Limits
 from leapahead.serve.streaming import GONE, ClientGone, log_fault
 
-OPEN = ("/", "/health", "/metrics", "/openapi.json")  # paths that need no key
+OPEN = ("/", "/health", "/ping", "/version", "/load", "/metrics", "/openapi.json")  # paths that need no key
 PLAIN_ID = re.compile(r"[\w.:-]{1,64}")  # a client's own request id that is taken
 DISCARDED = 8  # times the limit, what is still read of a body that is too large
 CLOSE = {"Connection": "close"}
@@ -51,7 +51,8 @@ class Gate:
             state["owner"] = self._owner(scope, headers)
             body = Body(receive, headers, self._limits)
             await body.check()
-            await self._app(scope, body.receive, answering.send)
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server leaves out the body of HEAD
+            await self._app({**scope, "method": method}, body.receive, answering.send)
         except ClientGone:
             answering.status = GONE
         except Exception as error:

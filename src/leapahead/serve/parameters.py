@@ -69,16 +69,25 @@ def _stops(given: str | Sequence[str] | None, most: int) -> list[str]:
 
 def completion_logprobs(body: CompletionRequest, settings: Settings) -> int | None:
     """Number of alternatives that a completion reports; None for no log-probabilities."""
-    return _logprobs("logprobs", body.logprobs, settings.limits.logprobs)
+    return _logprobs("logprobs", body.logprobs, settings.limits.logprobs, None)
 
 
-def chat_logprobs(body: ChatRequest, settings: Settings) -> int | None:
+def chat_logprobs(body: ChatRequest, settings: Settings, vocab_size: int) -> int | None:
     """The same of a chat."""
-    return _logprobs("top_logprobs", (body.top_logprobs or 0) if body.logprobs else None, settings.limits.logprobs)
+    asked = (body.top_logprobs or 0) if body.logprobs else None
+    return _logprobs("top_logprobs", asked, settings.limits.logprobs, vocab_size)
 
 
-def _logprobs(name: str, given: int | None, most: int) -> int | None:
-    if given is not None and given > most:
+def prompt_logprobs(body: Generation, settings: Settings, vocab_size: int) -> int | None:
+    """The same of the tokens of prompts."""
+    return _logprobs("prompt_logprobs", body.prompt_logprobs, settings.limits.logprobs, vocab_size)
+
+
+def _logprobs(name: str, given: int | None, most: int, vocab_size: int | None) -> int | None:
+    """Number of alternatives; where `vocab_size` is given, -1 stands for it."""
+    if given == -1 and vocab_size is not None and vocab_size <= most:
+        return vocab_size
+    if given is not None and not 0 <= given <= most:
         raise ApiError(
             400, f"{name}={given} is not possible: this server reports at most {most}", name, "invalid_value"
         )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from leapahead.api import LLM
-from leapahead.inputs import Prompt, encode
+from leapahead.inputs import Prompt, chat_text, encode
 from leapahead.serve.errors import ApiError, of
-from leapahead.serve.messages import AssistantMessage, Message, ToolMessage, ToolParam, joined
+from leapahead.serve.messages import AssistantMessage, Message, ToolMessage, joined
+from leapahead.serve.schema import ChatRequest
+from leapahead.serve.tokenization import TokenizeMessages
 
+T = TypeVar("T")
 KEPT_TOKENS = 1 << 16  # token ids whose text is kept
 
 
@@ -28,34 +31,34 @@ class Texts:
         self._most = most
         self.token = lru_cache(KEPT_TOKENS)(self._token)
 
-    def prompts(self, given: str | Sequence[Any], add_special_tokens: bool = True) -> list[list[int]]:
-        """The token ids of each prompt of a completion.
+    def prompts(
+        self, given: str | Sequence[Any], add_special_tokens: bool = True, last: int | None = None
+    ) -> list[list[int]]:
+        """The token ids of each prompt of a completion; only the last so many of them, where `last` is given.
 
         Raises:
             ApiError: a prompt is empty, too long, or has a token id outside the vocabulary.
         """
         single = isinstance(given, str) or not isinstance(given[0], (str, list))
         each: Sequence[Any] = [given] if single else given
-        return [self._prompt(prompt, add_special_tokens) for prompt in each]
+        return [self._prompt(prompt, add_special_tokens, last) for prompt in each]
 
-    def chat(
-        self,
-        messages: Sequence[Message],
-        variables: Mapping[str, Any] | None,
-        add_generation_prompt: bool = True,
-        tools: Sequence[ToolParam] | None = None,
-    ) -> list[int]:
-        """The token ids of a chat, by the tokenizer's chat template.
+    def chat(self, body: ChatRequest | TokenizeMessages, last: int | None = None) -> list[int]:
+        """The token ids of a chat, by the tokenizer's chat template; see `prompts`.
 
         Raises:
             ApiError: there is no template, it does not take these messages, or the chat is too long.
         """
-        variables = dict(variables or {})
-        if tools:
+        variables = dict(body.chat_template_kwargs or {})
+        if body.tools:
             variables["tools"] = [
-                tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in tools
+                tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in body.tools
             ]
-        return self._limited("messages", conversation(messages, self.template), add_generation_prompt, variables)
+        messages = conversation(body.messages, self.template)
+        text = _about("messages", lambda: chat_text(messages, self.tokenizer, body.add_generation_prompt, variables))
+        if body.continue_final_message:
+            text = left_open(text, messages[-1]["content"])
+        return self._limited("messages", self.ids(text, body.add_special_tokens), last)
 
     @property
     def template(self) -> str:
@@ -93,19 +96,20 @@ class Texts:
     def _token(self, token: int) -> str:
         return self.text([token])
 
-    def _prompt(self, prompt: Any, add_special_tokens: bool) -> list[int]:
-        if isinstance(prompt, str) and not add_special_tokens and self.tokenizer is not None:
-            prompt = self.tokenizer.encode(prompt, add_special_tokens=False)
-        return self._limited("prompt", prompt)
+    def strings(self, tokens: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them; their texts where the tokenizer has no other form."""
+        convert = getattr(self.tokenizer, "convert_ids_to_tokens", None)
+        return list(map(self.token, tokens)) if convert is None else list(map(str, convert(list(tokens))))
 
-    def _limited(
-        self, param: str, prompt: Prompt, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
-    ) -> list[int]:
-        try:
-            tokens = encode(prompt, self.tokenizer, self.info, add_generation_prompt, variables)
-        except Exception as error:
-            found = of(error)
-            raise ApiError(found.status_code, found.detail, param, found.code) from error
+    def _prompt(self, prompt: Any, add_special_tokens: bool, last: int | None) -> list[int]:
+        if isinstance(prompt, str) and self.tokenizer is not None and (last is not None or not add_special_tokens):
+            prompt = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return self._limited("prompt", prompt, last)
+
+    def _limited(self, param: str, prompt: Prompt, last: int | None) -> list[int]:
+        if last is not None and not isinstance(prompt, str):
+            prompt = cast(Prompt, prompt[-last:])
+        tokens = _about(param, lambda: encode(prompt, self.tokenizer, self.info))
         if self._most is not None and len(tokens) > self._most:
             raise ApiError(
                 400,
@@ -114,6 +118,30 @@ class Texts:
                 "context_length_exceeded",
             )
         return tokens
+
+
+def _about(param: str, work: Callable[[], T]) -> T:
+    """The result of the work; what it refuses is about this parameter."""
+    try:
+        return work()
+    except Exception as error:
+        found = of(error)
+        raise ApiError(found.status_code, found.detail, param, found.code) from error
+
+
+def left_open(text: str, final: str) -> str:
+    """The text of a chat up to the end of its final message, without what the template writes behind it.
+
+    Raises:
+        ApiError: the template does not write that message as it is.
+    """
+    trimmed = final.strip()
+    begin = text.rfind(trimmed)
+    if begin < 0 or not trimmed:
+        message = "the last message is not possible with continue_final_message: the chat template does not show it"
+        raise ApiError(400, message, "messages", "invalid_value")
+    whole = final.lstrip()  # templates may trim messages
+    return text[: begin + len(whole if text.startswith(whole, begin) else trimmed)]
 
 
 def conversation(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:

@@ -95,6 +95,23 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class PromptLogprob(BaseModel):
+    """A token at a position of the prompt.
+
+    Attributes:
+        logprob: its log-probability.
+        rank: 1 for the likeliest; null where it is none of the alternatives.
+        decoded_token: its text.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None] | None  # the first token has none
+
+
 class CompletionChoice(BaseModel):
     """One text of a completion."""
 
@@ -103,7 +120,9 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs = None
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionReply(Reply):
@@ -176,6 +195,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatReply(Reply):
@@ -183,7 +203,8 @@ class ChatReply(Reply):
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
-    prompt_logprobs: None = None
+    prompt_logprobs: PromptLogprobs = None
+    prompt_token_ids: list[int] | None = None
 
 
 class FunctionDelta(BaseModel):
@@ -220,6 +241,7 @@ class ChatChunkChoice(BaseModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    token_ids: IfSet[list[int]] = None
 
 
 class ChatChunk(Reply):
@@ -227,6 +249,7 @@ class ChatChunk(Reply):
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
+    prompt_token_ids: IfSet[list[int]] = None
 
 
 class Model(BaseModel):
@@ -255,13 +278,25 @@ class TokenizeReply(BaseModel):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: IfSet[list[str]] = None
+    token_strs: list[str] | None = None
 
 
 class DetokenizeReply(BaseModel):
     """The response of /detokenize."""
 
     prompt: str
+
+
+class Version(BaseModel):
+    """The response of /version."""
+
+    version: str = __version__
+
+
+class Load(BaseModel):
+    """The response of /load: texts that are waiting or decoded."""
+
+    server_load: int
 
 
 class Health(BaseModel):

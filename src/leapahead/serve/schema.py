@@ -5,13 +5,12 @@ The types are strict: a number in quotes is no number, true is not 1, and there 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     Tag,
     WithJsonSchema,
@@ -23,7 +22,6 @@ from leapahead.serve.constraints import refusal
 from leapahead.serve.forms import ResponseFormat, StructuredOutputs
 from leapahead.serve.messages import (
     LIMIT,
-    SEVERAL,
     Content,
     Message,
     Strict,
@@ -147,6 +145,11 @@ Variables = Annotated[
 ]
 
 
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
 def _condition(name: str, given: dict[str, Any], needs: str) -> dict[str, Any]:
     """A schema by which a parameter is possible only where another one is true."""
     return {
@@ -156,6 +159,18 @@ def _condition(name: str, given: dict[str, Any], needs: str) -> dict[str, Any]:
 
 
 WITH_SPANS = {"type": "object", "required": ["spans"], "properties": {"spans": {"const": True}}}
+Condition = dict[str, Any]
+NOT_OF_STREAMS: Condition = {
+    "if": {"required": ["prompt_logprobs"], "properties": {"prompt_logprobs": {"type": "integer"}}},
+    "then": {"properties": {"stream": {"enum": [False, None]}}},
+}
+CONTINUING: Condition = {
+    "if": {"required": ["continue_final_message"], "properties": {"continue_final_message": {"const": True}}},
+    "then": {
+        "required": ["add_generation_prompt"],
+        "properties": {"add_generation_prompt": {"const": False}},
+    },
+}
 OF_STREAMS = (
     _condition("stream_options", {"type": "object"}, "stream"),
     _condition("leapahead", WITH_SPANS, "stream"),
@@ -189,7 +204,13 @@ class Generation(Strict):
         response_format: text of any form, any JSON object, or JSON of a schema. The text has this form in any case.
         structured_outputs: one of `json`, `json_object`, `regex`, `choice`, `grammar`, as vLLM has them; not together
             with a form in `response_format`.
-        user: written to the log, nothing else.
+        return_token_ids: report the token ids of prompts and texts, too.
+        return_tokens_as_token_ids: log-probabilities name tokens by their ids, as "token_id:17".
+        prompt_logprobs: report the log-probability of every token of the prompts, and of so many likeliest
+            alternatives; -1 for all. Not in streams.
+        truncate_prompt_tokens: only the last so many tokens of a prompt are read.
+        user, metadata: written to the log, nothing else.
+        service_tier: of which there is one only.
         leapahead: an object with the server's own parameters.
     """
 
@@ -216,15 +237,23 @@ class Generation(Strict):
     prediction: Prediction | None = None
     response_format: Annotated[ResponseFormat | None, Field(json_schema_extra={LIMIT: "forms"})] = None
     structured_outputs: Annotated[StructuredOutputs | None, Field(json_schema_extra={LIMIT: "structured"})] = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, _number("logprobs", -1), INTEGER] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32), INTEGER] | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "default"] | None = None
     leapahead: Extension | None = None
 
-    model_config = ConfigDict(json_schema_extra={"allOf": [*OF_STREAMS]})
+    model_config = ConfigDict(json_schema_extra={"allOf": [*OF_STREAMS, NOT_OF_STREAMS]})
 
     @model_validator(mode="after")
     def _of_streams_only(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise refusal("stream_options", "stream_options are possible with stream=true only", "invalid")
+        if self.prompt_logprobs is not None and self.stream:
+            raise refusal("prompt_logprobs", "prompt_logprobs are possible without stream=true only", "invalid")
         if self.extension.spans and not self.stream:
             raise refusal("leapahead.spans", "leapahead.spans is possible with stream=true only", "invalid")
         return self
@@ -262,8 +291,12 @@ class ChatRequest(Generation):
         max_tokens, max_completion_tokens: greatest length of a text, the smaller one if both are given; by default
             what the context allows.
         logprobs: report the log-probability of every token.
-        top_logprobs: and of so many likeliest alternatives.
+        top_logprobs: and of so many likeliest alternatives; -1 for all.
+        echo: begin the answer with the last message, if it is the assistant's.
         add_generation_prompt: let the chat template begin the assistant's message.
+        continue_final_message: continue the last message, which the chat template leaves open; needs
+            add_generation_prompt=false.
+        add_special_tokens: let the tokenizer begin the chat as the model expects it, where the template does not.
         chat_template_kwargs: further variables of the chat template, such as enable_thinking.
         tools: functions that the model may call.
         tool_choice: "none", "auto" (the default where there are tools), "required", or the function to be called.
@@ -276,8 +309,11 @@ class ChatRequest(Generation):
     max_tokens: Annotated[int, _number("length", 1), INTEGER] | None = None
     max_completion_tokens: Annotated[int, _number("length", 1), INTEGER] | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, _number("logprobs"), INTEGER] | None = None
+    top_logprobs: Annotated[int, _number("logprobs", -1), INTEGER] | None = None
+    echo: bool | None = False
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
     chat_template_kwargs: Variables | None = None
     tools: Annotated[ToolParams | None, Field(json_schema_extra={LIMIT: "tools"})] = None
     tool_choice: Annotated[ToolChoiceParam | None, Field(json_schema_extra={LIMIT: "tools"})] = None
@@ -289,7 +325,9 @@ class ChatRequest(Generation):
         json_schema_extra={
             "allOf": [
                 *OF_STREAMS,
-                _condition("top_logprobs", {"type": "integer", "minimum": 1}, "logprobs"),
+                NOT_OF_STREAMS,
+                _condition("top_logprobs", {"type": "integer", "not": {"const": 0}}, "logprobs"),
+                CONTINUING,
             ]
         }
     )
@@ -300,44 +338,21 @@ class ChatRequest(Generation):
             raise refusal("top_logprobs", "top_logprobs are possible with logprobs=true only", "invalid")
         return self
 
-
-class TokenizePrompt(Strict):
-    """A request of /tokenize for a text.
-
-    Attributes:
-        prompt: the text.
-        add_special_tokens: let the tokenizer begin it as the model expects.
-        return_token_strs: report the text of each token, too.
-    """
-
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    @model_validator(mode="after")
+    def _continues_or_begins(self) -> ChatRequest:
+        check_continuing(self)
+        return self
 
 
-class TokenizeMessages(Strict):
-    """A request of /tokenize for a chat. See `ChatRequest`."""
+class Continuing(Protocol):
+    """A chat whose last message may be continued."""
 
-    model: str | None = None
-    messages: Annotated[list[Message], SEVERAL]
-    add_generation_prompt: bool = True
-    chat_template_kwargs: Variables | None = None
-    tools: Annotated[ToolParams | None, Field(json_schema_extra={LIMIT: "tools"})] = None
-    return_token_strs: bool = False
+    add_generation_prompt: bool
+    continue_final_message: bool
 
 
-def _of_chat(value: Any) -> str:
-    return "<messages>" if isinstance(value, dict) and value.get("messages") is not None else "<prompt>"
-
-
-TokenizeRequest = Annotated[
-    Annotated[TokenizePrompt, Tag("<prompt>")] | Annotated[TokenizeMessages, Tag("<messages>")], Discriminator(_of_chat)
-]
-
-
-class DetokenizeRequest(Strict):
-    """A request of /detokenize."""
-
-    model: str | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+def check_continuing(body: Continuing) -> None:
+    """Refuses a message that is to be continued as well as a new one begun."""
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "continue_final_message needs add_generation_prompt=false"
+        raise refusal("continue_final_message", message, "invalid")

@@ -96,8 +96,9 @@ class Service:
             prepare: makes the job; called in a thread.
         """
         log = request.state.log
-        if body.user is not None:
-            log["user"] = body.user
+        for name in ("user", "metadata"):
+            if (given := getattr(body, name)) is not None:
+                log[name] = given
         members: Members = {
             "id": f"{prefix}-{request.state.request_id}",
             "created": int(time.time()),
@@ -108,7 +109,7 @@ class Service:
             job, answer = await unless_gone(request, asyncio.to_thread(prepare))
             if self.settings.log_prompts:
                 log["prompts"] = [self.texts.text(prompt) for prompt in job.prompts]
-            if job.scored:
+            if job.scored is not None:
                 answer.score(await unless_gone(request, self.worker.score(job)))
             if not body.stream:
                 batch, results = await unless_gone(request, self.worker.whole(job))

@@ -43,7 +43,8 @@ class Job:
         options: of `LLM.generate`, for all of them.
         owner: id of the client's key.
         deadline_seconds: see `Limits.request_seconds`; None for no limit.
-        scored: whether the log-probabilities of the prompts are wanted, too.
+        scored: number of alternatives of the prompts' tokens that are reported; None where their log-probabilities
+            are not wanted.
         tokenizer: gives the texts; None for the model's own.
         form: the parameter that asks for a grammar; None where there is none.
     """
@@ -52,7 +53,7 @@ class Job:
     options: Options
     owner: str
     deadline_seconds: float | None = None
-    scored: bool = False
+    scored: int | None = None
     tokenizer: Tokenizer | None = None
     form: str | None = None
 
@@ -186,7 +187,7 @@ class Worker:
                     drafter,
                     stop=stop,
                     prediction=prompt[1:],
-                    logprobs=job.options.get("logprobs"),
+                    logprobs=job.scored,
                     owner=job.owner,
                 )
                 batch.handles += await self.llm.submit(request, [request.sampling], notify)
