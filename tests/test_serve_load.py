@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 import time
 from contextlib import suppress
 from typing import Any
@@ -290,3 +291,38 @@ def test_requests_join_while_others_are_decoded() -> None:
 
     with serving(LLM(SlowToy(0.003), tokenizer=Letters(), drafter="plain")) as running:
         assert asyncio.run(both(running)) == ["short", "long"]
+
+
+def test_a_client_that_never_reads_is_cancelled() -> None:
+    """Its text fills the socket's buffers and stops; then the connection is closed and the cache entries are free."""
+    body = json.dumps({"prompt": "a", "max_tokens": 900, "stream": True, "ignore_eos": True})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    with serving(toy_llm(), {"send_seconds": 0.5, "unread": 2}) as running, socket.socket() as client:
+        running.server.servers[0].sockets[0].setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+        )  # of connections, too
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(("127.0.0.1", httpx.URL(running.url).port))
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        ends = time.monotonic() + 10
+        while not running.metric("num_requests_running"):
+            assert time.monotonic() < ends
+        assert running.idle(20)
+        assert 0 < running.metric("generation_tokens_total") < 900
+        assert 'finished_reason="abort",model_name="tiny"} 1.0' in running.get("/metrics").text
+
+
+def test_a_client_that_reads_slowly_gets_its_whole_text() -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 900, "stream": True, "ignore_eos": True})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    with serving(toy_llm(), {"send_seconds": 0.5}) as running, socket.socket() as client:
+        running.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(("127.0.0.1", httpx.URL(running.url).port))
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        found, began = b"", time.monotonic()
+        while piece := client.recv(4096):
+            found += piece
+            if time.monotonic() - began < 2:
+                time.sleep(0.1)
+        assert b"data: [DONE]" in found

@@ -107,6 +107,7 @@ BOUNDS = (
     _count("--max-body-bytes", "Greatest size of a request's body.", 4 * 2**20),
     _seconds("--header-seconds", "Longest time for the headers of a request.", 10.0),
     _seconds("--body-seconds", "Longest time for the body of a request.", 60.0),
+    _seconds("--send-seconds", "A client that reads nothing of its answer for so long is cancelled.", 60.0),
     _seconds("--request-seconds", "Longest time for a request, in the queue too."),
     _seconds("--shutdown-seconds", "How long running requests may go on after SIGTERM.", 30.0),
 )
@@ -128,7 +129,15 @@ OF_LIMITS = (
         "default_max_tokens",
         "max_logprobs",
     ),
-    *("max_stops", "max_body_bytes", "header_seconds", "body_seconds", "request_seconds", "shutdown_seconds"),
+    *(
+        "max_stops",
+        "max_body_bytes",
+        "header_seconds",
+        "body_seconds",
+        "send_seconds",
+        "request_seconds",
+        "shutdown_seconds",
+    ),
 )
 
 
