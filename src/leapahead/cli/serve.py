@@ -47,6 +47,14 @@ ADDRESS = (
     ),
     option("--max-batch", type=int, default=8, metavar="N", group=SERVER, help="Most texts that are decoded together."),
     option(
+        "--prefill-chunk",
+        type=click.IntRange(min=1),
+        metavar="N",
+        group=SERVER,
+        show_default="as many as take about four plain steps",
+        help="Most tokens of a prompt that are read between two steps of running requests.",
+    ),
+    option(
         "--generation-config",
         is_flag=True,
         group=SERVER,
@@ -157,6 +165,7 @@ def serve(
     port: int,
     names: tuple[str, ...],
     max_batch: int,
+    prefill_chunk: int | None,
     generation_config: bool,
     tool_call_parser: str | None,
     reasoning_parser: str | None,
@@ -189,7 +198,7 @@ def serve(
     limits = settings.Limits(**{NAMES.get(key, key): value for key, value in bounds.items()})
     listening = server.bound(host, port)
     with listening:
-        llm = open_llm(values, max_batch)
+        llm = open_llm(values, max_batch, prefill_chunk)
         chosen = settings.Settings(
             names=names or (str(name or "bundled"),),
             keys=given,
