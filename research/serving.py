@@ -53,11 +53,13 @@ class Server:
         name: of its row.
         url: where it is.
         extra: further members of each request.
+        process_id: of the server.
     """
 
     name: str
     url: str
     extra: dict[str, Any]
+    process_id: int
 
 
 @dataclass
@@ -76,7 +78,7 @@ class Answer:
 
 
 @contextmanager
-def running(name: str, command: Sequence[str], port: int, extra: dict[str, Any]) -> Any:
+def running(name: str, command: Sequence[str], port: int, extra: dict[str, Any]) -> Iterator[Server]:
     """A server from its start, when it answers /health, to its end."""
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
     with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
@@ -90,7 +92,7 @@ def running(name: str, command: Sequence[str], port: int, extra: dict[str, Any])
                 if process.poll() is not None or time.monotonic() > until:
                     raise LeapaheadError(f"{name} did not start: {last_words()}")
                 time.sleep(0.2)
-            yield Server(name, url, extra)
+            yield Server(name, url, extra, process.pid)
         except httpx.TransportError as error:
             if process.poll() is None:
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import sys
@@ -543,3 +544,17 @@ def test_wrong_options_of_the_command_line(leapahead: Any, options: tuple[str, .
     found = leapahead("generate", "a", *options)
     assert found.exit_code == 2
     assert re.search(message.replace("(a", r"\(a"), found.stderr)
+
+
+def test_nothing_of_a_request_outlives_it(tokenizer: Any) -> None:
+    """Compiled objects are not seen by the garbage collector, so a cycle through one would live for ever."""
+
+    def states() -> int:
+        gc.collect()
+        return sum(type(each) is State for each in gc.get_objects())
+
+    with LLM(ToyTarget(len(tokenizer)), tokenizer=tokenizer) as llm:
+        before = states()
+        for _ in range(3):
+            llm.generate("a", grammar=Grammar.json_object(), max_new_tokens=20)
+        assert states() <= before + 1  # the last one's drafter may still be in a frame

@@ -92,6 +92,21 @@ def test_drafter_caches_and_prefixes_of_keys_are_apart(tmp_path: Path) -> None:
         assert accepted(running, "two") > fresh
 
 
+def test_a_drafter_cache_that_cannot_be_written_is_one_error_of_the_log(tmp_path: Path) -> None:
+    """The others are saved."""
+    folder = tmp_path / "caches"
+    folder.mkdir()
+    with logged() as lines, serving(toy_llm(drafter_cache=folder / "drafts.npz"), keys=("one", "two")) as running:
+        for key in ("one", "two"):
+            assert running.post(COMPLETIONS, BODY, headers=bearer(key)).status_code == 200
+        file = folder / f"drafts-{keys.identity('one')}.npz"
+        file.mkdir()
+    ends = {line["file"]: line for line in lines if line["event"].startswith("drafter_cache")}
+    assert [line["event"] for line in ends.values()].count("drafter_cache_saved") == 2
+    assert (ends[str(file)]["event"], ends[str(file)]["level"]) == ("drafter_cache_not_saved", "error")
+    assert "cannot" in ends[str(file)]["reason"]
+
+
 def test_cache_entries_of_prompts_are_shared_within_a_key() -> None:
     with serving(LLM(), keys=("one", "two")) as running:
 

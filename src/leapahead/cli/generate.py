@@ -144,7 +144,7 @@ def demo(max_new_tokens: int, rounds: int, **values: Any) -> None:
         raise Exit(DIFFERENT)
 
 
-def open_llm(values: dict[str, Any], max_batch: int = 1) -> LLM:
+def open_llm(values: dict[str, Any], max_batch: int = 1, prefill_chunk: int | None = None) -> LLM:
     """The model and drafter of a command's values, closed when the command ends."""
     drafter = values.pop("drafter")
     drafter_options = drafter_arguments(values, [drafter])
@@ -154,6 +154,7 @@ def open_llm(values: dict[str, Any], max_batch: int = 1) -> LLM:
             **model,
             drafter=drafter,
             max_batch=max_batch,
+            prefill_chunk=prefill_chunk,
             drafter_cache=drafter_cache_argument(values),
             **drafter_options,
         )

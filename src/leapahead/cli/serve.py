@@ -47,6 +47,14 @@ ADDRESS = (
     ),
     option("--max-batch", type=int, default=8, metavar="N", group=SERVER, help="Most texts that are decoded together."),
     option(
+        "--prefill-chunk",
+        type=click.IntRange(min=1),
+        metavar="N",
+        group=SERVER,
+        show_default="as many as take about four plain steps",
+        help="Most tokens of a prompt that are read between two steps of running requests.",
+    ),
+    option(
         "--generation-config",
         is_flag=True,
         group=SERVER,
@@ -107,6 +115,7 @@ BOUNDS = (
     _count("--max-body-bytes", "Greatest size of a request's body.", 4 * 2**20),
     _seconds("--header-seconds", "Longest time for the headers of a request.", 10.0),
     _seconds("--body-seconds", "Longest time for the body of a request.", 60.0),
+    _seconds("--send-seconds", "A client that reads nothing of its answer for so long is cancelled.", 60.0),
     _seconds("--request-seconds", "Longest time for a request, in the queue too."),
     _seconds("--shutdown-seconds", "How long running requests may go on after SIGTERM.", 30.0),
 )
@@ -128,7 +137,15 @@ OF_LIMITS = (
         "default_max_tokens",
         "max_logprobs",
     ),
-    *("max_stops", "max_body_bytes", "header_seconds", "body_seconds", "request_seconds", "shutdown_seconds"),
+    *(
+        "max_stops",
+        "max_body_bytes",
+        "header_seconds",
+        "body_seconds",
+        "send_seconds",
+        "request_seconds",
+        "shutdown_seconds",
+    ),
 )
 
 
@@ -148,6 +165,7 @@ def serve(
     port: int,
     names: tuple[str, ...],
     max_batch: int,
+    prefill_chunk: int | None,
     generation_config: bool,
     tool_call_parser: str | None,
     reasoning_parser: str | None,
@@ -180,7 +198,7 @@ def serve(
     limits = settings.Limits(**{NAMES.get(key, key): value for key, value in bounds.items()})
     listening = server.bound(host, port)
     with listening:
-        llm = open_llm(values, max_batch)
+        llm = open_llm(values, max_batch, prefill_chunk)
         chosen = settings.Settings(
             names=names or (str(name or "bundled"),),
             keys=given,

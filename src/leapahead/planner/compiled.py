@@ -8,8 +8,9 @@ Both give the same trees and the same numbers, which the tests compare.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -101,7 +102,7 @@ class CompiledSearch(TreeSearch):
                 params.seed,
                 params.temperature,
                 self.correction.factor,
-                self.allowed if sequence.grammar is not None else None,
+                _filter(self) if sequence.grammar is not None else None,
             )
         self.compiled.begin(sequence.tokens, budget.nodes, budget.depth, budget.leaves)
 
@@ -158,6 +159,22 @@ class CompiledSearch(TreeSearch):
             verdict.tokens,
             step.choices.top_k,
         )
+
+
+def _filter(search: TreeSearch) -> Callable[[list[int], list[int]], list[bool]]:
+    """`TreeSearch.allowed` for the compiled search, which is part of this one.
+
+    It holds no reference back: the garbage collector does not see those of compiled objects, and the cycle would live
+    for ever.
+    """
+    weak = ref(search)
+
+    def allowed(path: list[int], tokens: list[int]) -> list[bool]:
+        found = weak()
+        assert found is not None, "the compiled search is used by this one only"
+        return found.allowed(path, tokens)
+
+    return allowed
 
 
 def _adapter(source: Source, sequence: SequenceView) -> native.module.Source:

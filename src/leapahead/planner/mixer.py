@@ -4,10 +4,10 @@
                + sum over the other sources that have candidates there of u_s )
 
 The parameters w, b and u of a source depend on the mode, on whether the node is the root, on whether the user's
-prediction has candidates there, and on how many sources propose the token: the more there are, the less each adds. While
-a text follows its prediction, other sources say little, and their silence nothing. The parameters are learned by stochastic gradient descent on the
-logarithmic loss, from the outcome of every guess along the committed path. So a source that adds noise loses its
-weight, and a token is less likely where a good source does not propose it.
+prediction has candidates there, and on how many sources propose the token: the more there are, the less each adds.
+While a text follows its prediction, other sources say little, and their silence nothing. The parameters are learned by
+stochastic gradient descent on the logarithmic loss, from the outcome of every guess along the committed path. So a
+source that adds noise loses its weight, and a token is less likely where a good source does not propose it.
 """
 
 from __future__ import annotations

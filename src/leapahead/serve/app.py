@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from leapahead import __version__
 from leapahead.api import LLM, AsyncLLM
 from leapahead.core.errors import LeapaheadError
-from leapahead.serve import bounds, chat, completions, errors, logs, page
+from leapahead.serve import bounds, chat, completions, errors, page
 from leapahead.serve.errors import ApiError, ErrorReply
 from leapahead.serve.gate import Gate
 from leapahead.serve.keys import Keys
@@ -119,8 +119,7 @@ def make(llm: LLM, settings: Settings) -> tuple[ASGIApp, Worker]:
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         yield
-        for file in await asyncio.to_thread(worker.save_caches):
-            logs.event("drafter_cache_saved", file=str(file))
+        await asyncio.to_thread(worker.save_caches)
         await asynchronous.close()
 
     app = Application(

@@ -1,4 +1,4 @@
-"""Runs the application under uvicorn: timeouts of headers, errors of HTTP itself, and an orderly end.
+"""Runs the application under uvicorn: timeouts of connections, errors of HTTP itself, and an orderly end.
 
 SIGTERM, SIGINT ──> /health is 503, no further requests ──> running ones end, or their time is over ──> exit 0
 """
@@ -27,17 +27,19 @@ MOST_HEADERS = 64 * 1024  # bytes of a request's headers, and of its URL, togeth
 
 
 class Protocol(HttpToolsProtocol):
-    """A connection whose requests must not take long for their headers, which must not be long either.
+    """A connection that must not take long for the headers of a request, which must not be long either, nor for reading
+    the answer.
 
     Args:
-        header_seconds: see `Limits`.
+        header_seconds, send_seconds: see `Limits`.
     """
 
-    def __init__(self, *args: Any, header_seconds: float, **options: Any) -> None:
+    def __init__(self, *args: Any, header_seconds: float, send_seconds: float, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._header_seconds = header_seconds
+        self._header_seconds, self._send_seconds = header_seconds, send_seconds
         self._timer: asyncio.TimerHandle | None = None
         self._heading, self._head_bytes = True, 0  # whether headers are due; bytes of them so far
+        self._writing: asyncio.TimerHandle | None = None  # while the client does not read fast enough
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -55,6 +57,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self._stop_writing()
         super().connection_lost(exc)
 
     def on_headers_complete(self) -> None:
@@ -66,6 +69,14 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._heading = True
         super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        self._stop_writing()
+        super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP with an error object."""
@@ -84,6 +95,24 @@ class Protocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    def _expect_reading(self) -> None:
+        """Drops a client that has read nothing when the time is over: its texts would hold cache entries for ever."""
+        self._stop_writing()
+        before = self.transport.get_write_buffer_size()
+
+        def check() -> None:
+            if self.transport.get_write_buffer_size() < before:
+                self._expect_reading()
+            else:
+                self.transport.abort()
+
+        self._writing = self.loop.call_later(self._send_seconds, check)
+
+    def _stop_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+
     def _close(self) -> None:
         self._timer = None
         if self.cycle is None or self.cycle.response_complete:
@@ -100,7 +129,8 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: Any, worker: Worker, limits: Limits) -> None:
-        protocol: Any = partial(Protocol, header_seconds=limits.header_seconds)
+        seconds = {"header_seconds": limits.header_seconds, "send_seconds": limits.send_seconds}
+        protocol: Any = partial(Protocol, **seconds)
         super().__init__(
             uvicorn.Config(
                 app,

@@ -27,6 +27,8 @@ class Limits:
         stops: most stop strings of a request.
         header_seconds: a connection is closed if the headers of a request take longer.
         body_seconds: a request whose body takes longer is answered with 408.
+        send_seconds: a connection is closed, and its request cancelled, if its client reads nothing of an answer for
+            so long while more is waiting for it.
         request_seconds: a request that takes longer, its time in the queue included, is cancelled and answered with
             504; None for no such limit. A request may ask for less.
         shutdown_seconds: how long running requests may go on once the server was asked to stop.
@@ -47,6 +49,7 @@ class Limits:
     stops: int = 16
     header_seconds: float = 10.0
     body_seconds: float = 60.0
+    send_seconds: float = 60.0
     request_seconds: float | None = None
     shutdown_seconds: float = 30.0
     unread: int = 64
@@ -65,7 +68,7 @@ class Limits:
         for name in ("prompt_tokens", "max_tokens", "default_max_tokens"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), 1)
-        for name in ("header_seconds", "body_seconds", "request_seconds", "shutdown_seconds"):
+        for name in ("header_seconds", "body_seconds", "send_seconds", "request_seconds", "shutdown_seconds"):
             value = getattr(self, name)
             if value is not None and (number(value) is None or not value >= 0):
                 raise BadParameter(f"{name}={value!r} is not possible: it must be a number of seconds")

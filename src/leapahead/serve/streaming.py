@@ -56,12 +56,14 @@ class EventStream(StreamingResponse):
 
     def __init__(self, events: AsyncGenerator[str, None], resources: AsyncExitStack, request_id: str) -> None:
         self._events, self._resources, self._request_id = events, resources, request_id
-        super().__init__(self._guarded(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._guard = self._guarded()
+        super().__init__(self._guard, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-        finally:
+        finally:  # in this order, lest the garbage collector closes them at once
+            await self._guard.aclose()
             await self._events.aclose()
             await self._resources.aclose()
 

@@ -7,14 +7,14 @@ count needs no lock.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from time import perf_counter
 
 from leapahead.api import LLM, AsyncLLM, check, wake_up
-from leapahead.core.errors import BadParameter
+from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
@@ -25,6 +25,7 @@ from leapahead.engine.output import TokenLogprobs
 from leapahead.engine.request import Handle, Request
 from leapahead.inputs import Options
 from leapahead.results import Piece, Result, Writer
+from leapahead.serve import logs
 from leapahead.serve.errors import ApiError
 from leapahead.serve.metrics import Metrics
 from leapahead.serve.scoring import Given
@@ -128,10 +129,16 @@ class Worker:
         for owner in owners:
             self._cache(owner)
 
-    def save_caches(self) -> list[Path]:
-        """Saves those that have a file. Returns the files."""
+    def save_caches(self) -> None:
+        """Saves those that have a file. If one cannot be written, that is logged, and the others are saved."""
         found = {id(cache): cache for cache in (self.llm.llm.drafter_cache, *self._caches.values()) if cache}
-        return [cache.save() for cache in found.values() if cache.path is not None and cache.vocab_size]
+        for cache in found.values():
+            if cache.path is None or not cache.vocab_size:
+                continue
+            try:
+                logs.event("drafter_cache_saved", file=str(cache.save()))
+            except LeapaheadError as error:
+                logs.event("drafter_cache_not_saved", level=logging.ERROR, file=str(cache.path), reason=str(error))
 
     def _cache(self, owner: str) -> DrafterCache | None:
         """What the requests of an owner learn from each other; None where nothing is kept."""
