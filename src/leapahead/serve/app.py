@@ -134,6 +134,7 @@ def make(llm: LLM, settings: Settings) -> tuple[ASGIApp, Worker]:
     )
     app.service = service
     app.include_router(generating(service))
+    app.include_router(tokenizing(service))
     app.include_router(describing(service))
     app.include_router(page.showing())
     _handle_errors(app)
@@ -169,7 +170,7 @@ def generating(service: Service) -> APIRouter:
 
 
 def describing(service: Service) -> APIRouter:
-    """All other paths."""
+    """The names of the model, and the state of the server."""
     router, texts, settings = APIRouter(route_class=JsonRoute), service.texts, service.settings
 
     def model(name: str) -> Model:
@@ -186,29 +187,6 @@ def describing(service: Service) -> APIRouter:
     async def one_model(name: str) -> Model:
         """One name of the model."""
         return model(service.name(name))
-
-    @router.post("/tokenize", responses=WITH_BODY)
-    async def tokenize(body: TokenizeRequest) -> TokenizeReply:
-        """The token ids of a prompt or a chat."""
-        service.name(body.model)
-
-        def ids() -> list[int]:
-            if isinstance(body, TokenizeMessages):
-                service.formats.check(body.tools)
-                return texts.chat(body)
-            return texts.ids(body.prompt, body.add_special_tokens)
-
-        found = await asyncio.to_thread(ids)
-        strings = texts.strings(found) if body.return_token_strs else None
-        return TokenizeReply(
-            count=len(found), max_model_len=texts.info.context_length, tokens=found, token_strs=strings
-        )
-
-    @router.post("/detokenize", responses=WITH_BODY)
-    async def detokenize(body: DetokenizeRequest) -> DetokenizeReply:
-        """The text of token ids."""
-        service.name(body.model)
-        return DetokenizeReply(prompt=await asyncio.to_thread(texts.checked_text, body.tokens))
 
     @router.get("/ping", include_in_schema=False)
     @router.get("/health", responses=failures(503))
@@ -232,6 +210,36 @@ def describing(service: Service) -> APIRouter:
     async def metrics() -> Response:
         """Metrics in the format of Prometheus."""
         return Response(service.worker.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return router
+
+
+def tokenizing(service: Service) -> APIRouter:
+    """The paths that turn text into token ids and back."""
+    router, texts = APIRouter(route_class=JsonRoute), service.texts
+
+    @router.post("/tokenize", responses=WITH_BODY)
+    async def tokenize(body: TokenizeRequest) -> TokenizeReply:
+        """The token ids of a prompt or a chat."""
+        service.name(body.model)
+
+        def ids() -> list[int]:
+            if isinstance(body, TokenizeMessages):
+                service.formats.check(body.tools)
+                return texts.chat(body)
+            return texts.ids(body.prompt, body.add_special_tokens)
+
+        found = await asyncio.to_thread(ids)
+        strings = texts.strings(found) if body.return_token_strs else None
+        return TokenizeReply(
+            count=len(found), max_model_len=texts.info.context_length, tokens=found, token_strs=strings
+        )
+
+    @router.post("/detokenize", responses=WITH_BODY)
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeReply:
+        """The text of token ids."""
+        service.name(body.model)
+        return DetokenizeReply(prompt=await asyncio.to_thread(texts.checked_text, body.tokens))
 
     return router
 
