@@ -282,6 +282,7 @@ COLUMNS = ("workload", "concurrent", "server", "tokens/s", "ratio", "first, ms",
 @click.option("--max-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Of an answer.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Passes that are counted.")
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Of each server.")
+@click.option("--serve-option", "options", multiple=True, help="Given to `leapahead serve`; may be repeated.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the figures as JSON.")
 def main(
     model: Path,
@@ -293,12 +294,13 @@ def main(
     max_tokens: int,
     rounds: int,
     threads: int,
+    options: tuple[str, ...],
     out: Path | None,
 ) -> None:
     """Measure leapahead's server beside llama.cpp's on a GGUF file: tokens per second and latencies."""
     most, ports = max(levels), (free_port(), free_port())
     ours = [sys.executable, "-m", "leapahead", "serve", str(model), "--served-model-name", NAME]
-    ours += ["--port", str(ports[0]), "--max-batch", str(most), "--threads", str(threads)]
+    ours += ["--port", str(ports[0]), "--max-batch", str(most), "--threads", str(threads), *options]
     theirs = [llama_server, "-m", str(model), "--port", str(ports[1]), "-t", str(threads), "-np", str(most)]
     theirs += ["-c", str(CONTEXT * most), "--alias", NAME]
     rows: list[dict[str, Any]] = []
