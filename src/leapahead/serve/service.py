@@ -145,7 +145,7 @@ class Service:
         for each in answer.opening(current()):
             yield chunk(each)
         async for _, index, piece in pieces:
-            if piece is None or not (piece.text or piece.logprobs or piece.finish_reason):
+            if piece is None or not (piece.text or piece.logprobs or piece.finish_reason or body.return_token_ids):
                 continue
             event = answer.chunk(current(), index, piece)
             if isinstance(event, str):
