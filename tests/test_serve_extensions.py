@@ -82,19 +82,20 @@ def test_token_ids_of_chats(running: Running, client: openai.OpenAI) -> None:
     assert [token for each in others for token in each.choices[0].token_ids] == found.choices[0].token_ids
 
 
-def test_token_ids_of_text_that_is_held_back(client: openai.OpenAI) -> None:
+def test_token_ids_of_text_that_is_held_back() -> None:
     """While a stop string may be about to appear, tokens have no text yet."""
-    text = complete(client, max_tokens=12).choices[0].text
-    body = {"max_tokens": 12, "stop": [f"{text[:20]}@"], "extra_body": {"return_token_ids": True}}
-    (whole,) = complete(client, **body).choices
-    chunks = [chunk.choices[0] for chunk in complete(client, stream=True, **body)]
-    assert any(chunk.token_ids and not chunk.text for chunk in chunks)
-    assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
-    (said,) = answer(client, max_tokens=12).choices
-    body["stop"] = [f"{said.message.content[:20]}@"]
-    (whole,) = answer(client, **body).choices
-    chunks = [chunk.choices[0] for chunk in answer(client, stream=True, **body)][1:]
-    assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
+    with serving(LLM(drafter="plain"), names=("tiny",)) as running:
+        client = running.client()
+        text = complete(client, max_tokens=12).choices[0].text
+        body: Any = {"max_tokens": 12, "stop": [f"{text[:20]}@"], "extra_body": {"return_token_ids": True}}
+        (whole,) = complete(client, **body).choices
+        chunks = [chunk.choices[0] for chunk in complete(client, stream=True, **body)]
+        assert any(chunk.token_ids and not chunk.text for chunk in chunks)
+        assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
+        said = answer(client, max_tokens=12).choices[0].message.content
+        (whole,) = answer(client, **{**body, "stop": [f"{said[:20]}@"]}).choices
+        chunks = [chunk.choices[0] for chunk in answer(client, stream=True, **{**body, "stop": [f"{said[:20]}@"]})][1:]
+        assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
 
 
 def test_tokens_as_token_ids(client: openai.OpenAI) -> None:
