@@ -22,7 +22,8 @@ from leapahead.models.llama_cpp.state_track import StateTrack
 from leapahead.models.llama_cpp.track import Track
 from leapahead.models.prefix import common_prefix
 
-LEAST_IDLE = 4  # in 2,048 cells of idle tracks, a forward of a 135M model took 16 to 25 % longer
+# With 2,048 cells of idle tracks, a 135M model read prompts of 130 tokens 1.13 times as long as with 4 such tracks.
+LEAST_IDLE = 4
 
 
 class Cells:
