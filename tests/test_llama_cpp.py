@@ -345,6 +345,23 @@ def test_prompts_wait_for_room_in_the_cache(target: LlamaCppTarget) -> None:
     assert texts == [plain.generate(prompt, max_new_tokens=60, ignore_eos=True).tokens for prompt in prompts]
 
 
+def test_few_texts_stay_for_prompts_to_come() -> None:
+    """The last four, or as many as were open at once."""
+    target = load()
+    prompts = [range(begin, begin + 20) for begin in range(100, 260, 20)]
+    for prompt in prompts:
+        opened(target, prompt).close()
+    assert len(last_positions(target)) == 4
+    for prompt, kept in ((prompts[-1], 19), (prompts[0], 0)):
+        session = target.open(prompt, GREEDY)
+        assert session.track.length == kept
+        session.close()
+    sessions = [opened(target, prompt) for prompt in prompts[:6]]
+    for session in sessions:
+        session.close()
+    assert len(last_positions(target)) == 6
+
+
 def test_an_unread_prompt_has_its_cells() -> None:
     """What others draft, or open, meanwhile does not take them."""
     target = load(n_ctx=256)

@@ -66,14 +66,14 @@ def tool_grammar(
     calls = [f"call_{index}: {_call(tool, format)}" for index, tool in enumerate(tools)]
     calls.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     start = "" if format.leads else _marker(tokenizer, format.start)
-    if choice.mode == "auto" and form is None:
+    if choice.mode != "auto":
+        answer = [f"answer: {_required(start, format, parallel)}"]
+    elif form is None:
         answer = _automatic(start, format, parallel)
-    elif choice.mode == "auto" and form is not None:
+    else:
         schema = _json(json.loads(Grammar.json_schema(form).definition))
         answer = [f"answer: {_required(start, format, parallel)} | form", f"form: {schema}"]
         choice = ToolChoice("required")  # of both, what stands before is reasoning only
-    else:
-        answer = [f"answer: {_required(start, format, parallel)}"]
     lines = ["%llguidance {}", *_start(tokenizer, choice, reasoning, prompt), *answer, *calls, r"TEXT: /(.|\n)*/"]
     return Grammar.lark("\n".join(lines))
 

@@ -131,7 +131,8 @@ class Chat:
 
     def chunk(self, members: Members, index: int, piece: Piece) -> ChatChunk | str | None:
         parser, held = self._parsers[index], self._held[index]
-        held += piece.tokens
+        if self._body.return_token_ids:
+            held += piece.tokens
         parts = [(parser.add(text), drafted) for text, drafted in piece.spans]
         body = self._body
         plain = not (piece.finish_reason or body.logprobs or body.return_token_ids or self._has_spans)

@@ -22,7 +22,6 @@ from leapahead.models.llama_cpp.state_track import StateTrack
 from leapahead.models.llama_cpp.track import Track
 from leapahead.models.prefix import common_prefix
 
-# With 2,048 cells of idle tracks, a 135M model read prompts of 130 tokens 1.13 times as long as with 4 such tracks.
 LEAST_IDLE = 4
 
 
@@ -38,7 +37,7 @@ class Cells:
         self.context = context
         self.open: list[Track] = []
         self.whole = 1
-        self._most_open = LEAST_IDLE
+        self._most_idle = LEAST_IDLE  # or as many as sequences were open at once
         self._idle: list[tuple[Track, list[int]]] = []  # with their tokens, least recently used first
         self._free = list(range(context.n_seq_max))
         self._track = StateTrack if context.model.stateful else Track
@@ -80,7 +79,7 @@ class Cells:
             self._put_back(track, list(tokens[: track.length]))
             raise
         self.open.append(track)
-        self._most_open = max(self._most_open, len(self.open))
+        self._most_idle = max(self._most_idle, len(self.open))
         return track
 
     def fork(self, track: Track) -> Track:
@@ -255,7 +254,7 @@ class Cells:
         self._hand_over(track)
         self._idle.append((track, tokens))
         if not self.context.model.stateful:
-            while len(self._idle) > self._most_open:
+            while len(self._idle) > self._most_idle:
                 self._discard(self._idle.pop(0)[0])
 
     def _discard(self, track: Track) -> None:
