@@ -345,21 +345,62 @@ def test_prompts_wait_for_room_in_the_cache(target: LlamaCppTarget) -> None:
     assert texts == [plain.generate(prompt, max_new_tokens=60, ignore_eos=True).tokens for prompt in prompts]
 
 
-def test_few_texts_stay_for_prompts_to_come() -> None:
-    """The last four, or as many as were open at once."""
+def test_few_texts_stay_in_the_cells() -> None:
+    """As many as were open at once, since attention goes over all; the others, in the machine's memory."""
     target = load()
     prompts = [range(begin, begin + 20) for begin in range(100, 260, 20)]
     for prompt in prompts:
         opened(target, prompt).close()
-    assert len(last_positions(target)) == 4
-    for prompt, kept in ((prompts[-1], 19), (prompts[0], 0)):
+    assert len(last_positions(target)) == 1
+    for prompt in prompts:
         session = target.open(prompt, GREEDY)
-        assert session.track.length == kept
+        assert session.track.length == 19
         session.close()
     sessions = [opened(target, prompt) for prompt in prompts[:6]]
     for session in sessions:
         session.close()
     assert len(last_positions(target)) == 6
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(0, 4), (19, 2), (57, 4), (60, 4), (None, 9)])
+def test_how_many_texts_are_kept(tokens: int | None, kept: int) -> None:
+    """One in the cells; of the others, the last that fit. What a longer text begins with is not kept beside it."""
+    target = load(kept_tokens=tokens)
+    prompts = [range(begin, begin + 20) for begin in range(100, 280, 20)]
+    for prompt in prompts:
+        opened(target, prompt[:10]).close()
+        opened(target, prompt).close()
+    for prompt in reversed(prompts[len(prompts) - kept :]):
+        session = target.open(prompt, GREEDY)
+        assert session.track.length == 19
+        target.release(session)
+        target._cells.texts.most_tokens = 0  # what was loaded is in the cells now, and pushes nothing out
+    target.forget()
+
+
+def test_kept_texts_of_another_owner_are_not_used() -> None:
+    target = load()
+    for prompt, owner in ((PROMPT, "one"), (range(5, 25), "two")):
+        session = target.open(prompt, GREEDY, owner=owner)
+        read_prompt(target, session)
+        session.close()
+    for owner, length in (("two", 0), ("one", 19)):
+        session = target.open(PROMPT, GREEDY, owner=owner)
+        assert session.track.length == length
+        session.close()
+
+
+def test_a_kept_text_without_room_is_read_again() -> None:
+    """It would push out what is open; nothing is lost, and the text is the same."""
+    target = load(n_ctx=256)
+    expected = run(target, None, range(1, 101), stop=StopParams(max_new_tokens=5)).tokens
+    opened(target, range(1, 101)).close()
+    other = opened(target, range(101, 271))
+    with pytest.raises(CacheFull):
+        target.open(range(1, 101), GREEDY)
+    other.close()
+    again = run(target, None, range(1, 101), stop=StopParams(max_new_tokens=5))
+    assert (again.tokens, again.stats.reused_tokens) == (expected, 99)
 
 
 def test_an_unread_prompt_has_its_cells() -> None:

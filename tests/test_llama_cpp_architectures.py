@@ -160,6 +160,24 @@ def test_a_prefix_is_reused(name: str) -> None:
         assert found.stats.reused_tokens == (of_a_state if stateful else common(PROMPTS[0], prompt[:-1]))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_that_has_left_the_cache_comes_back(name: str) -> None:
+    """Its keys, values and states lie in the machine's memory meanwhile; not with a window, which a copy leaves out."""
+    target, stateful = target_of(name), BY_NAME[name].stateful
+    drafter, longer = "prompt_lookup" if stateful else RandomTrees, [*PROMPTS[0], 5, 6, 7]
+    target.forget()
+    expected = run(target, None, longer, stop=STOP).tokens
+    target.forget()
+    run(target, drafter, PROMPTS[0], stop=STOP)
+    for first in range(4):
+        run(target, None, [10 + first, 4, 5], stop=StopParams(max_new_tokens=2))
+    alone, windowed = BY_NAME[name].alone, target.context.windowed
+    kept = not (alone or windowed) and (not stateful or target.context.saves_states)
+    found = run(target, drafter, longer, stop=STOP)
+    assert found.tokens == expected
+    assert found.stats.reused_tokens == (len(PROMPTS[0]) - (1 if stateful else 0) if kept else 0)
+
+
 def common(one: Sequence[int], other: Sequence[int]) -> int:
     return next(i for i in range(len(other) + 1) if i in (len(one), len(other)) or one[i] != other[i])
 

@@ -156,6 +156,14 @@ MODEL: tuple[Option, ...] = (
         help="Type of the cached values: f32, f16, bf16 or q8_0.",
     ),
     option(
+        "--kept-tokens",
+        type=int,
+        metavar="N",
+        group=GGUF_GROUP,
+        show_default="as --ctx-size",
+        help="Tokens of earlier texts that are kept in the machine's memory, beside the cache; 0 for none.",
+    ),
+    option(
         "--weights",
         metavar="TYPE",
         group=OPENVINO_GROUP,

@@ -1,9 +1,11 @@
 """The sequence ids and cells of one KV cache, divided among the tracks of all sequences.
 
 A closed sequence leaves an idle track behind: its cells stay for a prompt that begins with the same tokens, until they
-or its id are needed. Attention goes over all cells, those of idle tracks too, so few tracks stay: `LEAST_IDLE`, or as
-many as sequences were open at once. A forked track owns the same cells as the one that it was forked from. So that a
-cell is counted once, every track may have a parent, with which its first `shared` cells are counted:
+or its id are needed. Attention goes over all cells, those of idle tracks too, so only as many tracks stay as sequences
+were open at once. What leaves the cells is kept in the machine's memory, see `kept`; where it cannot be, at least
+`LEAST_IDLE` tracks stay. A forked track owns the same cells
+as the one that it was forked from. So that a cell is counted once, every track may have a parent, with which its first
+`shared` cells are counted:
 
     cells taken  =  sum over tracks of (cells - shared)         an open track's parent is open
 
@@ -17,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 from leapahead.core.errors import CacheFull
 from leapahead.models.llama_cpp.context import Context
+from leapahead.models.llama_cpp.kept import KeptTexts
 from leapahead.models.llama_cpp.options import MOST_SEQUENCES
 from leapahead.models.llama_cpp.state_track import StateTrack
 from leapahead.models.llama_cpp.track import Track
@@ -31,13 +34,18 @@ class Cells:
     Attributes:
         open: those of open sequences.
         whole: cells are taken over in multiples of so many.
+        texts: earlier texts, in the machine's memory.
+
+    Args:
+        context: that they are in.
+        most_tokens: of the texts in the machine's memory.
     """
 
-    def __init__(self, context: Context) -> None:
-        self.context = context
+    def __init__(self, context: Context, most_tokens: int) -> None:
+        self.context, self.texts = context, KeptTexts(context, most_tokens)
         self.open: list[Track] = []
         self.whole = 1
-        self._most_idle = LEAST_IDLE  # or as many as sequences were open at once
+        self._most_open = 1  # at once
         self._idle: list[tuple[Track, list[int]]] = []  # with their tokens, least recently used first
         self._free = list(range(context.n_seq_max))
         self._track = StateTrack if context.model.stateful else Track
@@ -79,7 +87,7 @@ class Cells:
             self._put_back(track, list(tokens[: track.length]))
             raise
         self.open.append(track)
-        self._most_idle = max(self._most_idle, len(self.open))
+        self._most_open = max(self._most_open, len(self.open))
         return track
 
     def fork(self, track: Track) -> Track:
@@ -150,7 +158,8 @@ class Cells:
             self.reset(track)
 
     def forget(self) -> None:
-        """Discards all idle tracks."""
+        """Discards all idle tracks and kept texts."""
+        self.texts.forget()
         while self._idle:
             self._discard(self._idle.pop(0)[0])
 
@@ -168,7 +177,7 @@ class Cells:
             return
         n_ctx = self.context.n_ctx
         while self._idle and self.taken + self.kept + need > n_ctx:
-            self._discard(self._idle.pop(0)[0])
+            self._put_away()
         if self.taken + reserved + need > n_ctx:
             raise CacheFull(
                 f"the KV cache of {n_ctx} cells is full: other sequences take {self.taken + reserved}, and {what} "
@@ -200,7 +209,7 @@ class Cells:
 
     def _take(self, wanting: Track | None, choice: Callable[[list[int]], int]) -> int:
         if not self._free and self._idle:
-            self._discard(self._idle.pop(0)[0])
+            self._put_away()
         if not self._free:
             others = [track for track in self.open if track is not wanting]
             share = self.context.n_seq_max // (len(others) + 1)
@@ -214,16 +223,18 @@ class Cells:
         return found
 
     def _with_prefix(self, tokens: Sequence[int], owner: str) -> Track | None:
-        """The owner's idle track that has most in common with `tokens`, cut to that. A state cannot be cut."""
-        best, most, stateful = -1, 0, self.context.model.stateful
-        for index, (track, theirs) in enumerate(self._idle):
-            common = common_prefix(theirs, list(tokens), len(tokens)) // self.whole * self.whole
-            if common <= most or (stateful and common < len(theirs)) or track.owner != owner:
-                continue
-            if stateful or self.context.first_position(track.main) == 0:  # else a window has moved on
-                best, most = index, common
+        """A track of what the owner's earlier texts have in common with `tokens`, if one has something.
+
+        It is the idle track that has most, cut to that, unless a text in the machine's memory has more. A state cannot
+        be cut.
+        """
+        _, most = self._best_idle(tokens, owner)
+        if (loaded := self._loaded(tokens, owner, most)) is not None:
+            return loaded
+        best, most = self._best_idle(tokens, owner)  # again: making room may have put tracks away
         if best < 0:
             return None
+        stateful = self.context.model.stateful
         track, theirs = self._idle.pop(best)
         if stateful and (self._free or self._idle):  # it stays for others
             self._idle.append((track, theirs))
@@ -235,6 +246,38 @@ class Cells:
             self.context.remove(track.main, most)
         track.length, track.shared = most, min(track.shared, most)
         track.top_k = track.top_k and track.top_k.between(0, most)
+        return track
+
+    def _best_idle(self, tokens: Sequence[int], owner: str) -> tuple[int, int]:
+        """Which of the owner's idle tracks has most in common with `tokens`, and how much; -1 for none."""
+        best, most, stateful = -1, 0, self.context.model.stateful
+        for index, (track, theirs) in enumerate(self._idle):
+            common = common_prefix(theirs, list(tokens), len(tokens)) // self.whole * self.whole
+            if common <= most or (stateful and common < len(theirs)) or track.owner != owner:
+                continue
+            if stateful or self.context.first_position(track.main) == 0:  # else a window has moved on
+                best, most = index, common
+        return best, most
+
+    def _loaded(self, tokens: Sequence[int], owner: str, more_than: int) -> Track | None:
+        """A track of what a text in the machine's memory has in common with `tokens`, if that is more."""
+        text, common = self.texts.find(tokens, owner, more_than)
+        if text is None:
+            return None
+        reserved = sum(max(each.reserve - each.cells, 0) for each in self.open)
+        try:
+            self.make_room(len(text.tokens), "an earlier text", reserved)
+            main = self._new_id()
+        except CacheFull:
+            return None
+        if not self.texts.load(text, main):
+            self._free.append(main)
+            return None
+        if not self.context.model.stateful:
+            self.context.remove(main, common)
+        track = self._track(self.context, self._spare_id, main)
+        track.length, track.owner = common, owner
+        track.top_k = text.top_k and text.top_k.between(0, common)
         return track
 
     def _lead(self, track: Track) -> None:
@@ -254,8 +297,14 @@ class Cells:
         self._hand_over(track)
         self._idle.append((track, tokens))
         if not self.context.model.stateful:
-            while len(self._idle) > self._most_idle:
-                self._discard(self._idle.pop(0)[0])
+            while len(self._idle) > max(self._most_open, 0 if self.texts.able else LEAST_IDLE):
+                self._put_away()
+
+    def _put_away(self) -> None:
+        """Takes the idle track that was used least recently out of the cells, into the machine's memory."""
+        track, tokens = self._idle.pop(0)
+        self.texts.save(track.main, tokens, track.owner, track.top_k)
+        self._discard(track)
 
     def _discard(self, track: Track) -> None:
         """Frees the cells of a track, but for those that others share, and its id."""

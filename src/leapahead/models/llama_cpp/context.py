@@ -291,18 +291,19 @@ class Context:
         """The highest position of the sequence, -1 for none."""
         return int(c.llama_memory_seq_pos_max(self.memory, sequence))
 
-    def save_state(self, sequence: int) -> State:
-        """A copy of the recurrent state of a sequence."""
-        kind = c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+    def save_state(self, sequence: int, whole: bool = False) -> State:
+        """A copy of the recurrent state of a sequence; `whole`, of its keys and values too."""
+        kind = 0 if whole else c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         state = np.empty(c.llama_state_seq_get_size_ext(self.pointer, sequence, kind), np.uint8)
         data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         if c.llama_state_seq_get_data_ext(self.pointer, data, len(state), sequence, kind) != len(state):
             raise LeapaheadError(f"llama.cpp could not save the state of a sequence: {log.reason()}")
         return state
 
-    def load_state(self, sequence: int, state: State) -> None:
-        """Puts a copy back. Attention cells stay as they are."""
-        kind, data = c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY, state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+    def load_state(self, sequence: int, state: State, whole: bool = False) -> None:
+        """Puts a copy back. Attention cells stay as they are, unless it is a `whole` one, which takes cells anew."""
+        kind = 0 if whole else c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         if c.llama_state_seq_set_data_ext(self.pointer, data, len(state), sequence, kind) == 0:
             raise LeapaheadError(f"llama.cpp could not restore the state of a sequence: {log.reason()}")
 

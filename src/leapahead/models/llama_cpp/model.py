@@ -129,7 +129,7 @@ class LlamaCppTarget:
         options = options or LlamaCppOptions()
         self.model, self.lock = model, RLock()
         self.context = self._make_context(model, options)
-        self._cells = Cells(self.context)
+        self._cells = Cells(self.context, self.context.n_ctx if options.kept_tokens is None else options.kept_tokens)
         self._sessions: list[LlamaCppSession] = []
         self._given: list[Choices] = []  # of the last step: their logits are llama.cpp's memory
         self._chunk = self.context.n_batch  # greatest number of tokens of a prompt in one forward

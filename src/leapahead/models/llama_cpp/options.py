@@ -36,6 +36,9 @@ class LlamaCppOptions:
         n_seq_max: sequence ids, of which every leaf of every tree of a step takes one; at most 256; by default 64, and
             8 for recurrent and hybrid models, which have a state for each; a draft takes a second one for the state
             before it.
+        kept_tokens: greatest number of tokens of earlier texts whose keys and values are kept in the machine's memory
+            when others need their cells, for prompts that begin with the same tokens; by default `n_ctx`, so that they
+            take no more memory than the KV cache; 0 for none.
 
     Raises:
         BadParameter: a value is not possible.
@@ -54,6 +57,7 @@ class LlamaCppOptions:
     type_k: str | None = None
     type_v: str | None = None
     n_seq_max: int | None = None
+    kept_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._check("n_ctx", 0, None)
@@ -63,6 +67,7 @@ class LlamaCppOptions:
         self._check("n_threads_batch", 1, 4096)
         self._check("n_gpu_layers", -1, None)
         self._check("n_seq_max", 1, MOST_SEQUENCES)
+        self._check("kept_tokens", 0, None)
         if self.n_ctx is not None and 0 < self.n_ctx < SMALLEST_CONTEXT:
             raise BadParameter(
                 f"n_ctx={self.n_ctx} is not possible: llama.cpp's smallest context has {SMALLEST_CONTEXT} tokens; give "
