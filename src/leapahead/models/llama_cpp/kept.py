@@ -56,7 +56,7 @@ class KeptTexts:
         return self.most_tokens > 0 and not context.windowed and (not context.model.stateful or context.saves_states)
 
     def save(self, sequence: int, tokens: list[int], owner: str, top_k: TopK | None) -> None:
-        """Copies the entries of a sequence, which are those of `tokens`. Nothing is kept where memory does not allow."""
+        """Copies the entries of a sequence, which are those of `tokens`. Nothing is kept if memory is short."""
         if not self.able or not 0 < len(tokens) <= self.most_tokens:
             return
         stateful = self.context.model.stateful
