@@ -2,7 +2,7 @@
 
     workload    prompts                          what is asked for
     gsm8k       questions of GSM8K               /v1/completions, greedy
-    chat        first turns of MT-Bench          /v1/chat/completions, temperature 1, a seed for each request
+    chat        short tasks of Spec-Bench        /v1/chat/completions, temperature 1, a seed for each request
     edit        HumanEval's functions            /v1/completions, greedy, with `prediction` where the server knows it
 
 A stand-in cannot edit code. So the prediction of an edit is the text that llama.cpp's server gives, every tenth word of
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -24,7 +25,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,6 +41,7 @@ from research.command_parts import show
 START_SECONDS = 120.0
 CONTEXT = 1024  # tokens of each sequence
 CHANGED = 10  # every so manyth word of an edit's prediction is another one
+LONG = ("summarization", "rag")  # tasks of Spec-Bench with prompts of a thousand tokens
 NAME = "model"
 Question = tuple[str, dict[str, Any]]  # path and body of a request
 
@@ -117,11 +118,14 @@ def free_port() -> int:
 
 def requests_of(workload: str, data: Path, tokens: int) -> list[Question]:
     """Path and body of each request of a workload; as many as there are prompts."""
-    file = {"gsm8k": "gsm8k_test.jsonl", "chat": "mt_bench.jsonl", "edit": "humaneval.jsonl"}[workload]
+    file = {"gsm8k": "gsm8k_test.jsonl", "chat": "spec_bench.jsonl", "edit": "humaneval.jsonl"}[workload]
     try:
         rows = [json.loads(line) for line in (data / file).read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise BadParameter(f"the prompts {str(data / file)!r} cannot be read: {error.strerror}") from None
+    if workload == "chat":
+        rows = [row for row in rows if row["category"] not in LONG]
+        random.Random(0).shuffle(rows)  # the file has them by category
     common = {"model": NAME, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens}
     found: list[Question] = []
     for index, row in enumerate(rows):
@@ -226,10 +230,14 @@ async def measured(
 
 
 def in_passes(questions: Sequence[Question], count: int) -> Iterator[list[Question]]:
-    """So many questions for each pass, each asked once; from the beginning again when all were asked."""
-    endless = cycle(questions)
-    while True:
-        yield [next(endless) for _ in range(count)]
+    """So many questions for each pass, each asked once: what a server has answered before it may know.
+
+    Raises:
+        BadParameter: there are no more.
+    """
+    for start in range(0, len(questions) - count + 1, count):
+        yield questions[start : start + count]
+    raise BadParameter(f"the {len(questions)} prompts are not enough; give fewer --concurrent, --requests or --rounds")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -258,7 +266,7 @@ COLUMNS = ("workload", "concurrent", "server", "tokens/s", "ratio", "first, ms",
     required=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Folder of gsm8k_test.jsonl, mt_bench.jsonl and humaneval.jsonl.",
+    help="Folder of gsm8k_test.jsonl, spec_bench.jsonl and humaneval.jsonl.",
 )
 @click.option(
     "--concurrent",

@@ -36,8 +36,9 @@ import llama_cpp
 
 from leapahead.models.llama_cpp import model
 from leapahead.models.llama_cpp.context import Context
-from leapahead.models.llama_cpp.model import LlamaCppSession, LlamaCppTarget
+from leapahead.models.llama_cpp.model import LlamaCppTarget
 from leapahead.models.llama_cpp.options import LlamaCppOptions
+from leapahead.models.llama_cpp.session import LlamaCppSession
 from leapahead.models.llama_cpp.track import Track
 
 PROMPT = tuple(range(300, 320))

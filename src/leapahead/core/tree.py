@@ -190,6 +190,14 @@ class TokenTree:
         """The drafted tokens from below the root to `node` (empty for the root)."""
         return [self.token_list[i] for i in self.path(node)[1:]]
 
+    def behind(self, tokens: list[int]) -> TokenTree:
+        """The tree under a chain of tokens, the first of which becomes the root."""
+        if not (n := len(tokens)):
+            return self
+        parents = [*range(-1, n - 1), *(parent + n for parent in self.parent_list)]
+        depths = [*range(n), *(depth + n for depth in self.depth_list)]
+        return TokenTree.of_lists([*tokens, *self.token_list], parents, depths)
+
     @property
     def is_chain(self) -> bool:
         """Whether the tree is one path, its nodes in order."""

@@ -161,6 +161,8 @@ class Planned(Drafter):
     def _judge(self, step: Step) -> None:
         """Tells the guard of a forward, once the steps of all its sequences were seen."""
         forward = step.forward
+        if forward.cost.read:  # its time says nothing of drafts
+            return
         last, seen, tokens = self._reported
         seen, tokens = (seen + 1, tokens + len(step.tokens)) if last is forward else (1, len(step.tokens))
         self._reported = forward, seen, tokens

@@ -12,19 +12,21 @@ it and ends that sequence alone. Queues and threads are the scheduler's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 from leapahead.core.errors import BadParameter, DraftError, LeapaheadError
 from leapahead.core.sampling import checked
 from leapahead.core.stats import Stats
 from leapahead.core.stop import Stopper
+from leapahead.core.text import Detokenizer, Tokenizer
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.core.verify import Verdict, verify
 from leapahead.drafters.base import Drafter
 from leapahead.engine.output import Output, TokenLogprobs
 from leapahead.engine.request import Handle
-from leapahead.models.base import Capture, Session, Target
+from leapahead.models.base import Capture, Cost, ReadsInSteps, Session, Target
 from leapahead.models.choices import Choices, PromptRows
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 
@@ -46,12 +48,11 @@ class Clock:
         stats.seconds[phase] += self.last - last - choose
         stats.seconds["choose"] += choose
 
-    def share(self, phase: str, batch: Sequence[Running]) -> float:
-        """Charges several sequences in equal shares. Returns the seconds since the last charge."""
+    def share(self, phase: str, batch: Sequence[Running], part: float = 1.0) -> float:
+        """Charges several sequences with equal shares of `part` of the seconds since the last charge. Returns these."""
         last, self.last = self.last, self._now()
-        share = (self.last - last) / len(batch)
         for running in batch:
-            running.stats.seconds[phase] += share
+            running.stats.seconds[phase] += part * (self.last - last) / len(batch)
         return self.last - last
 
 
@@ -62,7 +63,7 @@ class Running:
         target: that decodes it.
         session: of that target.
         handle: where its outputs go.
-        text: the text that a token adds, for stop strings.
+        tokenizer: for stop strings.
 
     Attributes:
         capture: what its steps read of a forward beside the choices.
@@ -70,9 +71,7 @@ class Running:
         error: what ends it, once something has failed.
     """
 
-    def __init__(
-        self, target: Target, session: Session, handle: Handle, text: Callable[[int], str] | None = None
-    ) -> None:
+    def __init__(self, target: Target, session: Session, handle: Handle, tokenizer: Tokenizer | None = None) -> None:
         self.target, self.session, self.handle = target, session, handle
         request = handle.request
         self.drafter, self.stats = request.drafter, handle.stats
@@ -80,6 +79,7 @@ class Running:
         if request.logprobs is not None:
             self.capture |= Capture(logits=True)
         self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction, request.owner)
+        text = Detokenizer(tokenizer).add if tokenizer is not None else None
         self.stopper = Stopper(request.stop, session.tokens, target.info.context_length, text, self._complete())
         self.error: BaseException | None = None
         self.reading = session.unread > 0
@@ -105,6 +105,11 @@ class Running:
     @property
     def finished(self) -> bool:
         return self.stopper.finish_reason is not None or self.error is not None
+
+    @property
+    def reads_in_step(self) -> bool:
+        """Whether its prompt may be read in the forward of a step."""
+        return self.target.info.reads_in_steps and not self.capture.hidden
 
     def checked(self, proposal: Proposal, budget: Budget) -> Proposal:
         """The proposal, if the target may be given it.
@@ -218,7 +223,10 @@ class Running:
 
 
 def step(
-    target: Target, batch: Sequence[Running], now: Callable[[], float] = perf_counter
+    target: Target,
+    batch: Sequence[Running],
+    now: Callable[[], float] = perf_counter,
+    reads: Mapping[Running, int] | None = None,
 ) -> list[tuple[Running, Output]]:
     """ONE forward for the whole batch. A sequence that fails has its `error` set and gives no output.
 
@@ -226,12 +234,16 @@ def step(
         target: that runs it.
         batch: its sequences.
         now: gives the time in seconds.
+        reads: of sequences of the batch whose prompts are not read: how many tokens of them the forward may read. For
+            a target that `ReadsInSteps`.
 
     Raises:
         Exception: what the forward itself raises; it concerns all sequences, whose sessions are as before.
     """
-    clock = Clock(now)
-    proposals = propose(target, batch, clock)
+    clock, reads = Clock(now), reads or {}
+    later = [running for running, most in reads.items() if most < running.session.unread]  # their prompts go on
+    proposals = propose(target, [running for running in batch if running not in later], clock, reads)
+    proposals |= {running: Proposal(TokenTree.root(running.view.root)) for running in later}
     batch = [running for running in batch if running in proposals]
     if not batch:
         return []
@@ -240,12 +252,21 @@ def step(
     capture = _union([running.capture for running in batch])
     cost = target.cost(sessions, trees)
     clock.share("draft", batch)
-    choices = target.step(sessions, trees, capture=capture)
-    forward = Forward(clock.share("forward", batch), cost)
+    if reads and isinstance(target, ReadsInSteps):
+        unread = [session.unread for session in sessions]
+        choices = target.step_and_read(sessions, trees, [reads.get(running, 0) for running in batch], capture)
+        forward = _share(clock, batch, choices, unread, cost)
+    else:
+        choices = target.step(sessions, trees, capture=capture)
+        forward = Forward(clock.share("forward", batch), cost)
     outputs = []
     try:
         for running, chosen in zip(batch, choices, strict=True):
             try:
+                running.show_prompt(chosen.prompt)
+                running.reading = running.reading and not chosen.took_part and running.session.unread > 0
+                if not chosen.took_part:
+                    continue
                 output = running.advance(proposals[running], chosen, clock, forward)
                 running.handle.add(output)  # at once: an interrupt in the next sequence does not lose it
                 outputs.append((running, output))
@@ -260,6 +281,28 @@ def step(
     return outputs
 
 
+def _share(
+    clock: Clock, batch: Sequence[Running], choices: Sequence[Choices], unread: Sequence[int], cost: Cost
+) -> Forward:
+    """Charges a forward that read prompts too: the prompts by their tokens, what remains to those that took part.
+
+    Args:
+        unread: tokens of each prompt that were unread before.
+    """
+    decoded = [running for running, chosen in zip(batch, choices, strict=True) if chosen.took_part]
+    read = [
+        before if before and chosen.took_part else before - running.session.unread
+        for running, chosen, before in zip(batch, choices, unread, strict=True)
+    ]
+    rows = sum(read) + cost.rows
+    seconds = clock.share("forward", decoded, cost.rows / rows)
+    for running, tokens in zip(batch, read, strict=True):
+        if tokens:
+            running.stats.prefill_forwards += 1
+            running.stats.prefill_seconds += seconds * tokens / rows
+    return Forward(seconds, replace(cost, read=sum(read)))
+
+
 def _union(captures: Sequence[Capture]) -> Capture:
     """What serves all of them; usually they are one object."""
     found = captures[0]
@@ -269,14 +312,20 @@ def _union(captures: Sequence[Capture]) -> Capture:
     return found
 
 
-def propose(target: Target, batch: Sequence[Running], clock: Clock) -> dict[Running, Proposal]:
-    """A draft for each sequence, which ends where the text must end. Those of one drafter are drafted together."""
+def propose(
+    target: Target, batch: Sequence[Running], clock: Clock, reads: Mapping[Running, int]
+) -> dict[Running, Proposal]:
+    """A draft for each sequence, which ends where the text must end. Those of one drafter are drafted together.
+
+    Args:
+        reads: see `step`; so many nodes fewer are drafted.
+    """
     found: dict[Running, Proposal] = {}
     groups: dict[Drafter, list[tuple[Running, Budget]]] = {}
-    nodes, leaves = target.max_nodes - 1, target.max_leaves
+    most, leaves = target.max_nodes - 1, target.max_leaves
     for running in batch:
-        depth = running.stopper.room - 1
-        if nodes == 0 or depth == 0:
+        nodes, depth = most - reads.get(running, 0), running.stopper.room - 1
+        if nodes <= 0 or depth == 0:
             found[running] = Proposal(TokenTree.root(running.view.root))
         else:
             groups.setdefault(running.drafter, []).append((running, Budget(nodes, depth, leaves)))

@@ -22,7 +22,7 @@ from leapahead.core import openmp
 from leapahead.core.errors import CacheFull, LeapaheadError
 from leapahead.core.parameters import whole
 from leapahead.core.sampling import SamplingParams
-from leapahead.core.text import Detokenizer, Tokenizer
+from leapahead.core.text import Tokenizer
 from leapahead.drafters.base import Drafter, Host
 from leapahead.engine.attached import AttachedDrafters
 from leapahead.engine.loop import Running, step
@@ -234,8 +234,7 @@ class Engine:
             try:
                 self._retire()
                 self._admit()
-                self._prefill()
-                outputs = self._decode()
+                outputs = self._decode(self._prefill())
             finally:
                 try:
                     self._retire()
@@ -243,18 +242,19 @@ class Engine:
                     self._turn.stepping = None
         return [(running.handle, output) for running, output in outputs]
 
-    def _decode(self) -> list[tuple[Running, Output]]:
+    def _decode(self, reads: dict[Running, int]) -> list[tuple[Running, Output]]:
+        """One forward for the running requests, and for those tokens of prompts."""
         ready = [each for each in self._active if each.error is None and not (each.reading or each.handle.paused)]
         batch = ready[: self.max_batch]
         if len(ready) > len(batch):  # those left out come first next time
             self._active = [each for each in self._active if each not in batch] + batch
-        if not batch:
+        if not batch and not reads:
             return []
-        self._batch_size = len(batch)
+        self._batch_size = max(len(batch), 1)
         try:
-            return step(self.target, batch, self.latency.clock)
+            return step(self.target, [*batch, *reads], self.latency.clock, reads)
         except Exception as error:  # of the forward: it concerns the whole batch
-            for running in batch:
+            for running in (*batch, *reads):
                 running.error = running.error or error
             return []
 
@@ -299,8 +299,7 @@ class Engine:
     def _start(self, session: Session, handle: Handle, rows: Sequence[PromptRows] = ()) -> Running:
         """A request with its session. What its drafter raises ends it; `rows` of its prompt were captured before."""
         try:
-            text = Detokenizer(self.tokenizer).add if self.tokenizer is not None else None
-            running = Running(self.target, session, handle, text)
+            running = Running(self.target, session, handle, self.tokenizer)
         except BaseException:
             session.close()
             raise
@@ -310,18 +309,31 @@ class Engine:
         running.begin(rows)
         return running
 
-    def _prefill(self) -> None:
-        """Reads one chunk of one prompt; while no request is running, chunks of so many prompts as make a large one."""
+    def _prefill(self) -> dict[Running, int]:
+        """Reads one chunk of one prompt; while no request is running, chunks of so many prompts as make a large one.
+
+        Returns:
+            What the forward of the step is to read instead, where the target can: tokens of each of these prompts.
+        """
+        reads = dict[Running, int]()
         if not (reading := [each for each in self._active if each.reading and each.error is None]):
-            return
-        alone, left = len(reading) == len(self._active), LARGEST
+            return reads
+        alone = len(reading) == len(self._active)  # no request is running that would wait
+        most = self.prefill_chunk or (LARGEST if alone else chunk_size(self.latency.known(1)))
+        left = LARGEST if alone else most
         while reading and left > 0:
-            before = (first := reading.pop(0)).session.unread
-            self._read(first, self._chunk(alone))
-            left = left - (before - first.session.unread) if alone else 0
-            if first.session.unread and len(self._active) > 1:  # prompts take turns
+            unread, chunk = (first := reading.pop(0)).session.unread, min(left, most)
+            # Other samples wait for the end of their prompt, not of a step.
+            if first.reads_in_step and first.handle not in self._samples and (unread <= chunk or not alone):
+                reads[first] = min(unread, chunk)
+                left -= reads[first]
+            else:
+                self._read(first, most)
+                left = left - (unread - first.session.unread) if alone else 0
+            if unread > chunk and len(self._active) > 1:  # prompts take turns
                 self._active.remove(first)
                 self._active.append(first)
+        return reads
 
     def _read(self, running: Running, max_tokens: int) -> None:
         """Reads one chunk of this prompt; starts the other samples once the whole is read."""
@@ -355,12 +367,6 @@ class Engine:
                 self._queue.append(handle)
         self._prompt_rows.pop(first.handle, None)
         self._samples.pop(first.handle, None)
-
-    def _chunk(self, alone: bool) -> int:
-        """Tokens of a chunk; `alone` where no request is running that would wait for it."""
-        if self.prefill_chunk is not None:
-            return self.prefill_chunk
-        return LARGEST if alone else chunk_size(self.latency.known(1))
 
     # The end of requests
 

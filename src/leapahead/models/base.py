@@ -96,6 +96,7 @@ class TargetInfo:
         bucket: steps with drafted nodes have a multiple of so many rows, padding included, since a forward of another
             size than the last one takes longer; 1 for no padding.
         cache_tokens: tokens that the KV cache of all sequences together can hold; 0 where that is not limited.
+        reads_in_steps: whether tokens of prompts may be read in the forward of a step, see `ReadsInSteps`.
     """
 
     name: str
@@ -111,6 +112,7 @@ class TargetInfo:
     exact: bool = False
     bucket: int = 1
     cache_tokens: int = 0
+    reads_in_steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,13 @@ class Cost:
         rows: token rows of all sequences, padding and replayed tokens included.
         sequences: sequences of the forward.
         context: committed tokens of the longest of them.
+        read: tokens of prompts, beside those rows.
     """
 
     rows: int
     sequences: int
     context: int
+    read: int = 0
 
 
 @runtime_checkable
@@ -235,6 +239,28 @@ class Target(Protocol):
 
     def cost(self, sessions: Sequence[Any], trees: Sequence[TokenTree]) -> Cost:
         """The size of the forward that `step` would run."""
+
+
+@runtime_checkable
+class ReadsInSteps(Protocol):
+    """A target whose steps read prompts too, where its `TargetInfo.reads_in_steps` is true."""
+
+    def step_and_read(
+        self, sessions: Sequence[Any], trees: Sequence[TokenTree], reads: Sequence[int], capture: Capture = NOTHING
+    ) -> list[Choices]:
+        """ONE forward for all trees, as `Target.step`, and for tokens of prompts.
+
+        Args:
+            sessions: of this target. One whose prompt is not read must not capture hidden states.
+            trees: one for each session.
+            reads: for each session, how many unread tokens of its prompt go through the model in front of its tree, at
+                most. A session that has unread tokens left then takes no part in the step: its `Choices` have no rows,
+                and nothing is to be committed.
+            capture: what to keep of the rows of trees beside the choices.
+
+        Returns:
+            The choices; `Choices.prompt` has what the session's own capture request asked for, of the tokens read.
+        """
 
 
 @runtime_checkable

@@ -7,12 +7,14 @@ too. This module knows neither models nor caches.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from leapahead.core.errors import Refused
 from leapahead.core.sampling import Array
 from leapahead.core.tree import IntArray
+from leapahead.models.base import PROMPT_ROWS, Capture
 from leapahead.models.choices import FloatArray, PromptRows
 
 
@@ -67,6 +69,54 @@ def joined(kept: TopK | None, found: TopK, start: int, given: int) -> tuple[TopK
     if kept is not None:
         found = kept.followed_by(found)
     return found.between(start, found.end), found.between(max(start, given), found.end)
+
+
+class HasRows(Protocol):
+    """What a session knows of the captured rows of its prompt.
+
+    Attributes:
+        top_k: what is kept beside the cache entries of the prompt.
+    """
+
+    top_k: TopK | None
+
+
+def first_row(start: int, end: int, last: int, capture: Capture) -> int:
+    """The position of the first row, of a prompt's tokens [start, end), after which the top-k tokens are captured.
+
+    Args:
+        last: position of the prompt's last token.
+    """
+    return min(max(start, last - PROMPT_ROWS), end) if capture.top_k else end
+
+
+def prompt_rows(
+    kept: HasRows,
+    tokens: list[int],
+    bounds: tuple[int, int],
+    given: int,
+    found: TopK | None,
+    hidden: Array = None,
+) -> PromptRows | None:
+    """The captured rows of a chunk of a prompt, those before it included that a reused prefix has; None for none.
+
+    Args:
+        kept: beside the cache entries; gets what is found now.
+        tokens: the prompt.
+        bounds: positions of the chunk, the last one excluded.
+        given: positions up to which rows were returned before.
+        found: of this chunk.
+        hidden: states of the chunk's rows.
+    """
+    start, end = bounds
+    fresh = None
+    if found is not None:
+        kept.top_k, fresh = joined(kept.top_k, found, len(tokens) - 1 - PROMPT_ROWS, given)
+    if hidden is not None:
+        return TopKRows(np.array(tokens[start:end]), start, fresh, hidden)
+    if fresh is None:
+        return None
+    return TopKRows(np.array(tokens[fresh.start : fresh.end]), fresh.start, fresh)
 
 
 class TopKRows(PromptRows):

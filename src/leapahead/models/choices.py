@@ -108,7 +108,14 @@ class Choices(Rows):
         borrowed: see `Rows`.
         num_computed: the node of the first row; those before it went through the target in an earlier step.
         hidden: see `Rows`.
+
+    Attributes:
+        prompt: the captured rows of the prompt's tokens that were read in the same forward; None for none.
+        took_part: false where the prompt was not read to its end by this forward, so that there are no rows.
     """
+
+    prompt: PromptRows | None = None
+    took_part = True
 
     def __init__(
         self,

@@ -129,6 +129,9 @@ class LatencyProfiles:
 
         A forward that several sequences report, one after the other, counts once.
         """
+        if forward.cost.read:  # another kind of forward, since prompts were read in it
+            self.interrupt()
+            return
         with self._lock:
             if forward is self._last:
                 return

@@ -26,8 +26,9 @@ from leapahead.models.base import CHAIN, LOGITS, NOTHING, TOP_K, Capture
 from leapahead.models.choices import Choices
 from leapahead.models.llama_cpp import selftest
 from leapahead.models.llama_cpp.context import Context, Model, Outputs
-from leapahead.models.llama_cpp.model import LlamaCppSession, LlamaCppTarget
+from leapahead.models.llama_cpp.model import LlamaCppTarget
 from leapahead.models.llama_cpp.options import LlamaCppOptions
+from leapahead.models.llama_cpp.session import LlamaCppSession
 
 STEP_ROWS = 8
 CHUNK = 64
@@ -60,7 +61,7 @@ class ExactLlamaCppTarget(LlamaCppTarget):
         if model.stateful:
             raise Refused(f"{model.path!r} cannot be decoded in exact mode (it has recurrent layers); leave out exact")
         super().__init__(model, replace(options, flash_attn=False, n_seq_max=options.n_seq_max or 1), name)
-        self.info = replace(self.info, exact=True, fingerprint=f"{self.info.fingerprint} exact")
+        self.info = replace(self.info, exact=True, reads_in_steps=False, fingerprint=f"{self.info.fingerprint} exact")
         self._cells.whole, self._cells.texts.most_tokens = CHUNK, 0
 
     @property

@@ -6,8 +6,7 @@ How a tree is encoded is in `track`, how the cache is divided in `cells`. This m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from threading import RLock
 
@@ -16,100 +15,28 @@ import numpy as np
 from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refused
 from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import TokenTree
-from leapahead.core.verify import Verdict
 from leapahead.models.base import (
     CHAIN,
     HIDDEN,
     NOTHING,
-    PROMPT_ROWS,
     Capture,
     Cost,
     TargetInfo,
     checked_prompt,
     require,
 )
-from leapahead.models.captured import TopK, TopKRows, joined
+from leapahead.models.captured import TopK, first_row, prompt_rows
 from leapahead.models.choices import Choices, PromptRows, best
 from leapahead.models.llama_cpp import selftest
 from leapahead.models.llama_cpp.cells import Cells
 from leapahead.models.llama_cpp.context import Context, FloatArray, Model, Outputs
 from leapahead.models.llama_cpp.file import weights_digest
 from leapahead.models.llama_cpp.options import LlamaCppOptions
-from leapahead.models.llama_cpp.state_track import CHAINS_ONLY
+from leapahead.models.llama_cpp.session import LlamaCppSession, Part
 from leapahead.models.llama_cpp.tokenizer import GgufTokenizer
 from leapahead.models.llama_cpp.track import Track
 
 LONGEST_REPLAY = 8  # tokens; more are read by themselves, since the next rejection would repeat all of them
-
-
-class LlamaCppSession:
-    """One sequence. Once its prompt is read, its track holds every committed token but the last, the next root.
-
-    A recurrent state may lag behind: the tokens that it has not read are replayed.
-    """
-
-    def __init__(self, target: LlamaCppTarget, track: Track, sampler: Sampler, capture: Capture) -> None:
-        self.tokens, self.track, self.sampler, self.capture = sampler.tokens, track, sampler, capture
-        self.is_read = track.length == len(self.tokens) - 1
-        self.replayed = 0  # tokens in front of the last step's tree
-        self.rows_given = 0  # positions of the prompt up to which captured rows were returned
-        self.chunked = 0  # in exact mode, the first tokens that are read as a prompt
-        self._target = target
-
-    @property
-    def unread(self) -> int:
-        return 0 if self.is_read else len(self.tokens) - 1 - self.track.length
-
-    @property
-    def replay(self) -> int:
-        return len(self.tokens) - 1 - self.track.length if self.is_read else 0
-
-    def commit(self, verdict: Verdict) -> None:
-        ahead = self.replayed
-        self.track.commit([*range(ahead), *(ahead + node for node in verdict.path)] if ahead else verdict.path)
-        self.tokens += verdict.tokens
-        self.sampler.committed()
-        assert 0 <= self.replay <= ahead + len(verdict.path)
-        assert self.replay == 0 or self._target.model.stateful  # else it holds every committed token but the last
-
-    def with_replayed(self, tree: TokenTree) -> TokenTree:
-        """The chain of what is replayed and the tree."""
-        if not self.replayed:
-            return tree
-        if not tree.is_chain:
-            raise BadParameter(CHAINS_ONLY)
-        first, *others = self.tokens[self.track.length : self.track.length + self.replayed]
-        return TokenTree.chain(first, [*others, *tree.token_list])
-
-    def close(self) -> None:
-        self._target.release(self)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One session of a step.
-
-    Attributes:
-        index: of the caller's sessions.
-        num_computed: nodes of the tree that the last step has computed.
-        placed: the tree, behind what is replayed.
-        begin: nodes of `placed` that the last step has computed.
-        wanted: of its other nodes, whether outputs are wanted.
-    """
-
-    index: int
-    session: LlamaCppSession
-    tree: TokenTree
-    num_computed: int
-    placed: TokenTree
-
-    @cached_property
-    def begin(self) -> int:
-        return self.num_computed and self.session.replayed + self.num_computed
-
-    @cached_property
-    def wanted(self) -> list[bool]:
-        return [node >= self.session.replayed for node in range(self.begin, len(self.placed))]
 
 
 class LlamaCppTarget:
@@ -145,7 +72,10 @@ class LlamaCppTarget:
             cache_tokens=self.context.n_ctx,
         )
         able = self._tested()
-        self.info = replace(self.info, capabilities=able, replays=model.stateful and CHAIN in able)
+        reads = CHAIN in able and not model.stateful
+        self.info = replace(
+            self.info, capabilities=able, replays=model.stateful and CHAIN in able, reads_in_steps=reads
+        )
         if HIDDEN in able and not selftest.gives_logits_with_hidden_states(self):
             self.info = replace(self.info, capabilities=able - {HIDDEN})
         if CHAIN not in self.info.capabilities and not selftest.reads_in_chunks(self):
@@ -200,8 +130,8 @@ class LlamaCppTarget:
         end = min(self._chunk_end(start, max_tokens), last)
         if start >= end:
             return None
-        first = max(start, last - PROMPT_ROWS) if capture.top_k else end  # of the rows whose top-k tokens are captured
-        rows = end - start if capture.hidden else max(end - first, 0)
+        first = first_row(start, end, last, capture)
+        rows = end - start if capture.hidden else end - first
         self._cells.make_room(0, f"a prompt of {last + 1} tokens")
         tree = TokenTree.chain(session.tokens[start], session.tokens[start + 1 : end])
         wanted = [index >= end - start - rows for index in range(end - start)]
@@ -209,18 +139,25 @@ class LlamaCppTarget:
         track.commit(range(end - start))
         session.is_read = end == last
         self._keep_state(session)
-        fresh = None
+        return self._prompt_rows(session, start, end, outputs.logits, _copy(outputs))
+
+    def _prompt_rows(
+        self,
+        session: LlamaCppSession,
+        start: int,
+        end: int,
+        logits: FloatArray | None,
+        hidden: FloatArray | None = None,
+    ) -> PromptRows | None:
+        """The captured rows of the tokens [start, end) of a prompt; the logits are those of the last ones."""
+        first = first_row(start, end, len(session.tokens) - 1, session.capture)
+        found = None
         if first < end:
-            assert outputs.logits is not None
-            likeliest = best(outputs.logits[first - end :], min(capture.top_k, self.info.vocab_size))
-            found = TopK(first, *likeliest)
-            track.top_k, fresh = joined(track.top_k, found, last - PROMPT_ROWS, session.rows_given)
-            session.rows_given = found.end
-        if capture.hidden:
-            return TopKRows(tree.tokens, start, fresh, _copy(outputs))
-        if fresh is None:
-            return None
-        return TopKRows(np.array(session.tokens[fresh.start : fresh.end]), fresh.start, fresh)
+            assert logits is not None
+            found = TopK(first, *best(logits[first - end :], min(session.capture.top_k, self.info.vocab_size)))
+        rows = prompt_rows(session.track, session.tokens, (start, end), session.rows_given, found, hidden)
+        session.rows_given = end if found else session.rows_given
+        return rows
 
     def _chunk_end(self, start: int, max_tokens: int) -> int:
         """Where the forward of a prompt ends that begins at this position, if the prompt does not end before."""
@@ -243,26 +180,42 @@ class LlamaCppTarget:
         num_computed: Sequence[int] | None = None,
         capture: Capture = NOTHING,
     ) -> list[Choices]:
+        if any(session.unread for session in sessions):
+            raise LeapaheadError("a session whose prompt is not read cannot be stepped; call target.prefill first")
+        nothing = [0] * len(trees)
+        return self._step(sessions, trees, num_computed or nothing, nothing, capture)
+
+    def step_and_read(
+        self,
+        sessions: Sequence[LlamaCppSession],
+        trees: Sequence[TokenTree],
+        reads: Sequence[int],
+        capture: Capture = NOTHING,
+    ) -> list[Choices]:
+        return self._step(sessions, trees, [0] * len(trees), reads, capture)
+
+    def _step(
+        self,
+        sessions: Sequence[LlamaCppSession],
+        trees: Sequence[TokenTree],
+        num_computed: Sequence[int],
+        reads: Sequence[int],
+        capture: Capture,
+    ) -> list[Choices]:
         self._check(capture)
-        parts, longest = [], min(LONGEST_REPLAY, self.context.n_step // (2 * len(trees)))
-        for index, (session, tree) in enumerate(zip(sessions, trees, strict=True)):
-            first = num_computed[index] if num_computed else 0
-            if first == 0:
-                self._discard_tree(session.track)
-                self._catch_up(session, longest)
-                session.replayed = session.replay
-            parts.append(_Part(index, session, tree, first, session.with_replayed(tree)))
+        parts = self._parts(sessions, trees, num_computed, reads)
         if not self.model.cells:  # llama.cpp computes them side by side where the ids follow one another
             parts.sort(key=lambda part: part.session.track.main)
-        total = sum(len(part.wanted) for part in parts)
+        total = sum(part.new for part in parts)
         if total > max(self.context.n_step, len(trees)):
             raise BadParameter(
                 f"trees of {total} nodes are more than the {self.context.n_step} that a step may have; use smaller "
                 "trees, or load the model with a larger n_batch and n_ubatch"
             )
-        self._cells.make_room(total, f"a step of {total} nodes")
+        need = sum(part.new if part.session.is_read else part.rows for part in parts)  # a prompt has its cells
+        self._cells.make_room(need, f"a step of {total} nodes")
         for part in parts:
-            if len(part.tree) > 1:
+            if len(part.placed) > 1:
                 part.session.track.keep(part.begin)
         outputs = self._forward(
             [part.session for part in parts],
@@ -271,22 +224,66 @@ class LlamaCppTarget:
             [part.begin for part in parts],
             capture,
         )
-        assert outputs.logits is not None
         hidden, found, at = _copy(outputs), dict[int, Choices](), 0
+        logits = np.empty((0, self.info.vocab_size), np.float32) if outputs.logits is None else outputs.logits
         for part in parts:
-            at += 0 if hidden is None else part.wanted.count(False)  # with hidden states, all tokens have outputs
-            rows = slice(at, at + len(part.tree) - part.num_computed)
-            found[part.index] = Choices(
-                outputs.logits[rows],
-                part.tree,
-                part.session.sampler,
-                borrowed=True,
-                num_computed=part.num_computed,
-                hidden=None if hidden is None else hidden[rows],
-            )
-            at = rows.stop
-        self._given = [found[index] for index in range(len(parts))]
+            at += 0 if hidden is None else part.new - part.wanted_rows  # with hidden states, all tokens have outputs
+            found[part.index] = self._chosen(part, logits, hidden, at)
+            at += part.wanted_rows
+        for index, (session, tree) in enumerate(zip(sessions, trees, strict=True)):
+            if index not in found:  # there was no room for its prompt
+                found[index] = Choices(logits[:0], tree, session.sampler)
+                found[index].took_part = False
+        self._given = [found[index] for index in range(len(trees))]
         return self._given
+
+    def _chosen(self, part: Part, logits: FloatArray, hidden: FloatArray | None, at: int) -> Choices:
+        """The choices of one session, whose rows begin at `at`, those captured of its prompt first."""
+        session, track = part.session, part.session.track
+        prompt = None
+        if not session.is_read:
+            start, end = track.length, track.length + session.ahead
+            if part.tree is None:
+                track.commit(range(session.ahead))
+                session.is_read = end == len(session.tokens) - 1
+            prompt = self._prompt_rows(session, start, end, logits[at : at + part.captured])
+        rows = slice(at + part.captured, at + part.wanted_rows)
+        choices = Choices(
+            logits[rows],
+            part.tree or TokenTree.root(session.tokens[-1]),
+            session.sampler,
+            borrowed=True,
+            num_computed=part.num_computed,
+            hidden=None if hidden is None else hidden[rows],
+        )
+        choices.prompt, choices.took_part = prompt, part.tree is not None
+        return choices
+
+    def _parts(
+        self,
+        sessions: Sequence[LlamaCppSession],
+        trees: Sequence[TokenTree],
+        num_computed: Sequence[int],
+        reads: Sequence[int],
+    ) -> list[Part]:
+        """What each session has in a forward: its tree, behind what is replayed or, of its prompt, read."""
+        parts, longest = list[Part](), min(LONGEST_REPLAY, self.context.n_step // (2 * len(trees)))
+        trees_read = sum(len(tree) for session, tree in zip(sessions, trees, strict=True) if session.is_read)
+        room = self.context.n_step - trees_read + sum(num_computed)  # tokens of prompts, and of trees behind them
+        for index, (session, tree, first, most) in enumerate(zip(sessions, trees, num_computed, reads, strict=True)):
+            placed: TokenTree | None = tree
+            if first == 0:
+                self._discard_tree(session.track)
+                if session.is_read:
+                    self._catch_up(session, longest)
+                session.ahead = session.replay or min(session.unread, most, max(room, 0))
+                if not session.is_read:
+                    room -= session.ahead
+                    placed = tree if session.ahead == session.unread and len(tree) <= room else None
+                    room -= len(tree) if placed else 0
+            if placed or session.ahead:
+                parts.append(Part(index, session, placed, first))
+        return parts
 
     def cost(self, sessions: Sequence[LlamaCppSession], trees: Sequence[TokenTree]) -> Cost:
         rows = sum(map(len, trees)) + sum(session.replay for session in sessions)
