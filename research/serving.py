@@ -236,7 +236,7 @@ def in_passes(questions: Sequence[Question], count: int) -> Iterator[list[Questi
         BadParameter: there are no more.
     """
     for start in range(0, len(questions) - count + 1, count):
-        yield questions[start : start + count]
+        yield list(questions[start : start + count])
     raise BadParameter(f"the {len(questions)} prompts are not enough; give fewer --concurrent, --requests or --rounds")
 
 

@@ -240,3 +240,19 @@ def test_the_noise_is_finite_and_rises_with_its_word() -> None:
     assert (np.diff(values) > 0).all()
     assert values[0] > -3.14
     assert values[-1] < 22.88
+
+
+@pytest.mark.skipif(not native.available, reason="the compiled module is not installed")
+@pytest.mark.parametrize("vocab", [1, 7, 8, 127, 128, 129, 1000, 4099])
+def test_compiled_contenders_are_those_of_python(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
+    """Whatever the scores: near the best or far, NaN, infinite, and a vocabulary of no whole number of blocks."""
+    random = np.random.default_rng(vocab)
+    for position in range(40):
+        scores = (random.standard_normal(vocab) * 3).astype(np.float32)
+        scores[random.random(vocab) < 0.05] = random.choice([np.nan, -np.inf, np.inf, 0.0])
+        near, unusual = np.float32([random.choice([-2.0, 3.0, 50.0, np.inf])]), int(random.integers(0, 2**32))
+        found = []
+        for available in (True, False):
+            monkeypatch.setattr(native, "available", available)
+            found.append(GumbelNoise(2**64 - 1, vocab).contenders(position, scores, near, unusual).tolist())
+        assert found[0] == found[1]

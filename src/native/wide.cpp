@@ -1,5 +1,6 @@
 #include "wide.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -12,6 +13,8 @@
 namespace leapahead {
 
 namespace {
+
+constexpr int kBlock = 8;  // tokens, whose words are those of one block
 
 #ifdef LEAPAHEAD_AVX512
 
@@ -28,10 +31,10 @@ inline uint64_t multiply(uint64_t x, uint64_t by, uint64_t &low) {
     return high_x * high_by + (middle >> 32) + (carried >> 32);
 }
 
-// As philox_block, one block for each of kLanes tokens.
-LEAPAHEAD_AVX512 void wide_words(uint64_t seed, uint64_t position, const uint32_t *tokens, uint32_t *words) {
-    uint64_t a[kLanes], b[kLanes] = {}, c[kLanes] = {}, d[kLanes] = {};
-    for (int i = 0; i < kLanes; ++i) a[i] = tokens[i] / 8 + 1;
+// As philox_block: the four numbers of each of kLanes blocks, whose counters are in a.
+LEAPAHEAD_AVX512 inline void wide_blocks(uint64_t seed, uint64_t position, uint64_t *a, uint64_t *b, uint64_t *c,
+                                         uint64_t *d) {
+    for (int i = 0; i < kLanes; ++i) b[i] = c[i] = d[i] = 0;
     for (int round = 0; round < kPhiloxRounds; ++round) {
         for (int i = 0; i < kLanes; ++i) {
             uint64_t low0, low1;
@@ -45,9 +48,36 @@ LEAPAHEAD_AVX512 void wide_words(uint64_t seed, uint64_t position, const uint32_
         seed += kPhiloxWeyl0;
         position += kPhiloxWeyl1;
     }
+}
+
+// One block for each of kLanes tokens.
+LEAPAHEAD_AVX512 void wide_words(uint64_t seed, uint64_t position, const uint32_t *tokens, uint32_t *words) {
+    uint64_t a[kLanes], b[kLanes], c[kLanes], d[kLanes];
+    for (int i = 0; i < kLanes; ++i) a[i] = tokens[i] / 8 + 1;
+    wide_blocks(seed, position, a, b, c, d);
     for (int i = 0; i < kLanes; ++i) {
         const uint64_t low = tokens[i] & 2 ? b[i] : a[i], high = tokens[i] & 2 ? d[i] : c[i];
         words[i] = static_cast<uint32_t>((tokens[i] & 4 ? high : low) >> (32 * (tokens[i] & 1)));
+    }
+}
+
+// Which of kLanes blocks have a token that `contenders` wants, 1 or 0.
+LEAPAHEAD_AVX512 void wide_contenders(const float *scores, float near, uint64_t seed, uint64_t position, int block,
+                                      uint32_t unusual, uint32_t *wanted) {
+    uint64_t a[kLanes], b[kLanes], c[kLanes], d[kLanes];
+    for (int i = 0; i < kLanes; ++i) a[i] = static_cast<uint64_t>(block + i + 1);
+    wide_blocks(seed, position, a, b, c, d);
+    const uint64_t high = static_cast<uint64_t>(unusual) << 32;
+    for (int i = 0; i < kLanes; ++i) {
+        const uint64_t highest = std::max(std::max(a[i], b[i]), std::max(c[i], d[i]));
+        const uint64_t lowest =
+            std::max(std::max(a[i] & 0xFFFFFFFF, b[i] & 0xFFFFFFFF), std::max(c[i] & 0xFFFFFFFF, d[i] & 0xFFFFFFFF));
+        wanted[i] = (highest >= high) | (lowest >= unusual);
+    }
+    for (int i = 0; i < kLanes; ++i) {
+        uint32_t reached = 0;
+        for (int token = 0; token < kBlock; ++token) reached |= scores[kBlock * i + token] >= near;
+        wanted[i] |= reached;
     }
 }
 
@@ -93,6 +123,28 @@ void noise_words(uint64_t seed, uint64_t position, const uint32_t *tokens, int c
     for (; kWide && done + kLanes <= count; done += kLanes) wide_words(seed, position, tokens + done, words + done);
 #endif
     for (; done < count; ++done) words[done] = noise_word(seed, position, tokens[done]);
+}
+
+void contenders(const float *scores, int count, float near, uint64_t seed, uint64_t position, uint32_t unusual,
+                std::vector<int64_t> &found) {
+    const auto look = [&](int block) {
+        const auto numbers = philox_block(seed, position, static_cast<uint64_t>(block) + 1);
+        for (int token = kBlock * block; token < std::min(kBlock * (block + 1), count); ++token) {
+            const uint64_t number = numbers[token / 2 % 4];
+            const auto word = static_cast<uint32_t>(token % 2 ? number >> 32 : number);
+            if (scores[token] >= near || word >= unusual) found.push_back(token);
+        }
+    };
+    int block = 0;
+#ifdef LEAPAHEAD_AVX512
+    uint32_t wanted[kLanes];
+    for (; kWide && kBlock * (block + kLanes) <= count; block += kLanes) {
+        wide_contenders(scores + kBlock * block, near, seed, position, block, unusual, wanted);
+        for (int i = 0; i < kLanes; ++i)
+            if (wanted[i]) look(block + i);
+    }
+#endif
+    for (; kBlock * block < count; ++block) look(block);
 }
 
 double exponentials(const double *logits, int count, double *found) {

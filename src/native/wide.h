@@ -2,11 +2,17 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace leapahead {
 
 // The random words of tokens at a position; see philox.h.
 void noise_words(uint64_t seed, uint64_t position, const uint32_t *tokens, int count, uint32_t *words);
+
+// Appends the tokens, rising, whose score is at least `near` or whose random word at the position is at least
+// `unusual`.
+void contenders(const float *scores, int count, float near, uint64_t seed, uint64_t position, uint32_t unusual,
+                std::vector<int64_t> &found);
 
 // Writes exp(logit - first logit) of falling logits, to about one unit in the last place; returns the sum of them.
 double exponentials(const double *logits, int count, double *found);

@@ -106,6 +106,22 @@ class GumbelNoise:
             kept = self.words(position)
         return np.asarray(gumbel(kept[tokens]))
 
+    def contenders(
+        self, position: int, scores: npt.NDArray[Any], near: npt.NDArray[Any], unusual: int
+    ) -> npt.NDArray[np.int64]:
+        """int64, rising: the tokens with a score of at least `near` or a word of at least `unusual`.
+
+        Args:
+            position: of the noise.
+            scores: float [vocab].
+            near: float [1], of the same dtype.
+            unusual: a word.
+        """
+        if native.available and scores.dtype == near.dtype == np.float32 and scores.flags.c_contiguous:
+            found: npt.NDArray[np.int64] = native.module.contenders(scores, near[0], self.seed, position, unusual)
+            return found
+        return np.flatnonzero((scores >= near) | (self.words(position) >= unusual))
+
     def words(self, position: int) -> Words:
         """uint32 [vocab], the words of a position: noise rises with them. Kept until `drop_before`."""
         kept = self._kept.get(position)

@@ -261,7 +261,7 @@ class Sampler:
         near = reached - UNUSUAL - 0.01
         if not near + (UNUSUAL + 0.001) < reached:  # where scores are huge, rounding exceeds the difference
             return np.arange(len(scores))
-        return np.flatnonzero((scores >= near) | (self.noise.words(position) >= UNUSUAL_WORD))
+        return self.noise.contenders(position, scores, near, UNUSUAL_WORD)
 
     def _sampled_on_device(self, scores: Array, positions: list[int], settle: bool) -> Array:
         assert self._device_noise is not None
