@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from leapahead.models.llama_cpp import model
 from leapahead.models.llama_cpp.context import Context
 from leapahead.models.llama_cpp.model import LlamaCppTarget
 from leapahead.models.llama_cpp.options import LlamaCppOptions
-from leapahead.models.llama_cpp.session import LlamaCppSession
+from leapahead.models.llama_cpp.session import LlamaCppSession, Part
 from leapahead.models.llama_cpp.track import Track
 
 PROMPT = tuple(range(300, 320))
@@ -466,6 +467,120 @@ def test_what_is_kept_for_later_makes_room() -> None:
         run(target, None, range(first, first + 90), stop=StopParams(max_new_tokens=3))
     held = last_positions(target)
     assert sum(held.values()) + len(held) <= 256
+
+
+# ------------------------------------------------------------------------------------------ prompts in steps' forwards
+
+
+@pytest.mark.parametrize("reads", [(19, 30), (7, 30), (100, 100), (1, 1), (19, 0)])
+def test_prompts_are_read_in_steps(target: LlamaCppTarget, reads: tuple[int, int]) -> None:
+    """Beside a tree, and in front of one; what remains unread takes no part. The rows are those of a prompt."""
+    prompts, capture = [list(PROMPT), list(range(40, 71))], Capture(top_k=3)
+    drafting = opened(target, range(100, 130))
+    sessions = [target.open(prompt, GREEDY, capture) for prompt in prompts]
+    drafted = TokenTree(np.array([129, 5, 6, 7]), np.array([-1, 0, 0, 1]))
+    trees = [drafted, TREE_OF_SIX, TokenTree.root(70)]
+    unread = [session.unread for session in sessions]
+    found = target.step_and_read([drafting, *sessions], trees, [0, *reads])
+    rows = [np.array(each.logits) for each in found]
+    for session, tree, choices, before, most, own in zip(
+        sessions, trees[1:], found[1:], unread, reads, rows[1:], strict=True
+    ):
+        assert choices.took_part == (most >= before)
+        assert len(own) == (len(tree) if choices.took_part else 0)
+        read = min(before, most)
+        assert (choices.prompt is None) == (read == 0)
+        assert session.unread == (before if choices.took_part else before - read)  # a step is not committed yet
+        if choices.prompt is not None:
+            assert (choices.prompt.start, choices.prompt.tokens.tolist()) == (0, session.tokens[:read])
+            assert choices.prompt.top_k(3)[0].shape == (read, 3)
+    for session, tree, choices in zip([drafting, *sessions], trees, found, strict=True):
+        if choices.took_part:
+            session.commit(verify(tree, choices))
+            assert (session.unread, session.track.length) == (0, len(session.tokens) - 1)
+    target.forget()
+    for prompt, tree, own in zip([list(range(100, 130)), *prompts], trees, rows, strict=True):
+        for node in range(len(own)):
+            alone = opened(target, [*prompt, *tree.path_tokens(node)])
+            np.testing.assert_allclose(own[node], next_logits(target, alone), atol=1e-4)
+            alone.close()
+    for session in (drafting, *sessions):
+        read_prompt(target, session)
+        row = next_logits(target, session)
+        alone = opened(target, list(session.tokens))
+        np.testing.assert_allclose(row, next_logits(target, alone), atol=1e-4)
+        alone.close()
+        session.close()
+
+
+def test_rows_of_a_prompt_read_in_steps_are_those_of_prefill(target: LlamaCppTarget) -> None:
+    prompt, capture = np.random.default_rng(3).integers(3, 4095, 300).tolist(), Capture(top_k=4)
+    other, session = opened(target, PROMPT), target.open(prompt, GREEDY, capture)
+    found = []
+    while session.unread:
+        trees = [TokenTree.root(each.tokens[-1]) for each in (other, session)]
+        choices = target.step_and_read([other, session], trees, [0, 64])
+        found.append(choices[1].prompt)
+        other.commit(verify(trees[0], choices[0]))
+        if choices[1].took_part:
+            session.commit(verify(trees[1], choices[1]))
+    assert [rows is None for rows in found] == [False] * 5
+    session.close()
+    other.close()
+    target.forget()
+    expected = read_prompt(target, target.open(prompt, GREEDY, capture))
+    for part in (0, 1):
+        one, two = (np.concatenate([rows.top_k(4)[part] for rows in all_]) for all_ in (found, expected))
+        np.testing.assert_allclose(one, two, atol=1e-4)
+
+
+def test_prompts_wait_where_a_step_has_no_room() -> None:
+    """A forward of so few tokens takes what fits; nothing stands still, and the texts are the same."""
+    small = load(n_ctx=256, n_batch=8, n_ubatch=8, n_seq_max=8)
+    prompts = [list(range(10 * i + 1, 10 * i + 21)) for i in range(8)]
+    options: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True}
+    for drafter in ("plain", "auto", "prompt_lookup"):
+        texts = [result.tokens for result in LLM(small, drafter=drafter, max_batch=8).generate(prompts, **options)]
+        alone = LLM(load(), drafter="plain")
+        assert texts == [alone.generate(prompt, **options).tokens for prompt in prompts]
+
+
+def test_a_prompt_and_its_first_token_take_one_forward(target: LlamaCppTarget) -> None:
+    llm = LLM(target, drafter="plain")
+    decode, sizes = target.context.decode, []
+    target.context.decode = lambda tokens, *rest: (sizes.append(len(tokens)), decode(tokens, *rest))[1]  # type: ignore
+    try:
+        llm.generate([*PROMPT], max_new_tokens=3, ignore_eos=True)
+        assert sizes == [len(PROMPT), 1, 1]
+        sizes.clear()
+        results = llm.generate([[*PROMPT, 5], [7, *PROMPT]], max_new_tokens=2, ignore_eos=True)
+        assert sizes == [1 + 21, 2]  # the first one was in the cache, but for its last token
+        assert [result.stats.prefill_forwards for result in results] == [0, 1]
+        sizes.clear()
+        llm.generate([9, *PROMPT], max_new_tokens=2, ignore_eos=True, n=2)
+        assert sizes == [20, 2, 2]  # samples share the prompt, which is read by itself
+    finally:
+        del target.context.decode
+
+
+def in_front_of_another(self: Part, placed: Any = Part.placed.func) -> TokenTree:
+    """The tree hangs over the last token but one of the prompt."""
+    tree = placed(self)
+    if self.tree is None or self.session.is_read or self.session.ahead < 2:
+        return tree
+    at = self.session.ahead
+    parents = [*tree.parent_list[:at], at - 2, *tree.parent_list[at + 1 :]]
+    return TokenTree(np.array(tree.token_list), np.array(parents))
+
+
+def test_a_tree_in_a_wrong_place_behind_its_prompt_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load()
+    prompts = [[*PROMPT, i] for i in range(30, 40)]
+    expected = [LLM(target, drafter="plain").generate(prompt, max_new_tokens=8).tokens for prompt in prompts]
+    monkeypatch.setattr(Part, "placed", cached_property(in_front_of_another))
+    Part.placed.__set_name__(Part, "placed")
+    llm = LLM(load(), drafter="plain")
+    assert is_noticed(lambda: [llm.generate(prompt, max_new_tokens=8).tokens for prompt in prompts] == expected)
 
 
 # ---------------------------------------------------------------------------------------------------- wrong on purpose

@@ -17,9 +17,9 @@ class Stats:
 
     Attributes:
         prompt_tokens: length of the prompt.
-        prefill_forwards: target forwards that read the prompt; they are not steps.
+        prefill_forwards: target forwards that read some of the prompt; the last of them may be a step, too.
         reused_tokens: prompt tokens whose cache entries were kept from earlier requests.
-        prefill_seconds: wall-clock seconds of the prefill.
+        prefill_seconds: wall-clock seconds of the prefill; of a step that read a part of it, its share by tokens.
         steps: target forwards after the prefill (a batched forward is one step of each of its sequences).
         committed: tokens that steps emitted.
         nodes: tree nodes that went through the target, roots included.

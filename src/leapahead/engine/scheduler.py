@@ -4,9 +4,10 @@
                  │             at most `max_batch` requests are stepped together
                  └── waits while the batch or the cache is full
 
-Every `step()` reads at most one chunk of one prompt, and runs ONE target forward for all running requests, so a running
-request never waits longer than for one chunk. The engine has no thread of its own: callers that wait for output drive
-`step()`, one of them at a time, while the others sleep. Any thread may submit and cancel at any time.
+Every `step()` reads at most one chunk of a prompt, and runs ONE target forward for all running requests, so a running
+request never waits longer than for one chunk. Where the target can, that forward reads the chunk, too. The engine has
+no thread of its own: callers that wait for output drive `step()`, one of them at a time, while the others sleep. Any
+thread may submit and cancel at any time.
 """
 
 from __future__ import annotations
@@ -77,8 +78,6 @@ class Engine:
         self._turn, self._closed = Turn(target.lock), False
         self._changed = self._turn.changed  # guards the queue and the handles; held for moments only
 
-    # Drafters
-
     def drafter(self, drafter: str | type[Any] | Drafter, **options: Any) -> Drafter:
         """The drafter of that name (or class) with these options; one object for each, attached to the target.
 
@@ -92,8 +91,6 @@ class Engine:
     def prepare(self, drafter: Drafter) -> None:
         """What a drafter measures once, before its first request: the latency profile of the target, and of its own."""
         self._drafters.prepare(drafter)
-
-    # Requests
 
     def lengths(self) -> list[int]:
         """Tokens of each request that has left the queue, prompt and text: about as many cache entries as it takes."""
@@ -217,8 +214,6 @@ class Engine:
             except Exception as error:  # nobody else would hear of it
                 for running in self._active:
                     running.error = running.error or error
-
-    # The step
 
     @property
     def is_stepping(self) -> bool:
@@ -367,8 +362,6 @@ class Engine:
                 self._queue.append(handle)
         self._prompt_rows.pop(first.handle, None)
         self._samples.pop(first.handle, None)
-
-    # The end of requests
 
     def _retire(self, handle: Handle | None = None) -> None:
         """Ends what is finished, failed or cancelled, and releases its cache rows; and this one, wherever it waits."""
