@@ -28,6 +28,7 @@ COMMANDS = {  # name -> where it is, and what it does
     "curve": ("research.curve:main", "Draw T(n) of GGUF files for every n, under builds and options of llama.cpp."),
     "switching": ("research.switching:main", "Measure steps after steps of the same size and of another."),
     "serving": ("research.serving:main", "Compare leapahead's server with llama.cpp's, under one client."),
+    "serving-stall": ("research.serving_stall:main", "Measure what running streams notice of a long prompt."),
     "serving-memory": ("research.serving_memory:main", "Read the memory of leapahead's server over many requests."),
     "cost": ("research.commands:cost", "Draw the latency profile."),
     "compression": ("research.commands:compression", "Draw lookahead's step compression."),

@@ -19,7 +19,6 @@ from leapahead.core.verify import Verdict
 from leapahead.models.base import (
     ALL,
     NOTHING,
-    PROMPT_ROWS,
     TREE,
     Capture,
     Cost,
@@ -27,7 +26,7 @@ from leapahead.models.base import (
     checked_prompt,
     require,
 )
-from leapahead.models.captured import TopK, TopKRows, joined
+from leapahead.models.captured import TopK, first_row, prompt_rows
 from leapahead.models.choices import Choices, FloatArray, PromptRows, best
 from leapahead.models.openvino import selftest
 from leapahead.models.openvino.blocks import Pool, Track
@@ -174,23 +173,18 @@ class OpenVinoTarget:
         assert end > start, "the prompt is read already"
         # Committed tokens that must be read again, after an interrupt, were captured before.
         capture = session.capture if len(session.tokens) == session.sampler.prompt_length else NOTHING
-        first = max(start, last - PROMPT_ROWS) if capture.top_k else end  # of the rows whose top-k tokens are captured
+        first = first_row(start, end, last, capture)
         rows = range(min(first, end - 1) - start, end - start)
         tokens = session.tokens[start:end]
         part = self._padded(Part(track, start, tokens, range(start, end), None))
         logits, hidden = self._forward([part], rows)
         self._last_rows = 0
         self.pool.keep(track, range(end - start))
-        fresh = None
-        if first < end:
-            found = TopK(first, *best(logits, min(capture.top_k, self.info.vocab_size)))
-            track.top_k, fresh = joined(track.top_k, found, last - PROMPT_ROWS, session.rows_given)
-            session.rows_given = found.end
-        if capture.hidden:
-            return TopKRows(np.array(tokens), start, fresh, np.array(hidden[: end - start]))
-        if fresh is None:
-            return None
-        return TopKRows(np.array(session.tokens[fresh.start : fresh.end]), fresh.start, fresh)
+        found = TopK(first, *best(logits, min(capture.top_k, self.info.vocab_size))) if first < end else None
+        states = np.array(hidden[: end - start]) if capture.hidden else None
+        captured = prompt_rows(track, session.tokens, (start, end), session.rows_given, found, states)
+        session.rows_given = end if found else session.rows_given
+        return captured
 
     def fork(self, session: OpenVinoSession, params: SamplingParams) -> OpenVinoSession:
         if session.unread:
