@@ -324,6 +324,11 @@ def main(
     if out is not None:
         found: dict[str, Any] = {"figure": "serving", "rows": rows}
         found["conditions"] = conditions(
-            model=model.name, threads=threads, rounds=rounds, requests=count, max_tokens=max_tokens
+            model=model.name,
+            threads=threads,
+            rounds=rounds,
+            requests=count,
+            max_tokens=max_tokens,
+            options=list(options),
         )
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -266,12 +266,46 @@ def serving_table(root: Path) -> str:
         heads = (
             "workload | at a time | tokens/s | ratio by round | first token, ms | a token, ms | 95 % | a piece, 95 %"
         )
+        options = f" with `{' '.join(known['options'])}`" if known.get("options") else ""
         found.append(
-            f"`{known['model']}` (leapahead / llama-server):\n\n{table(heads, rows)}\n\nConditions: "
+            f"`{known['model']}` (leapahead{options} / llama-server):\n\n{table(heads, rows)}\n\nConditions: "
             f"{known['requests']} requests a pass, {known['max_tokens']} tokens each, {known['rounds']} rounds after a "
             f"warm-up; {known['threads']} threads; {known['cpu']}; commit {known['commit']}."
         )
     return "\n\n".join(found)
+
+
+def stall_table(root: Path) -> str:
+    """What running streams notice of a long prompt, from docs/bench/serving-stall.json."""
+    data = json.loads((root / "docs/bench/serving-stall.json").read_text(encoding="utf-8"))
+    rows = [
+        [
+            row["server"],
+            f"{row['before_ms']['p50']:.0f}, {row['before_ms']['p95']:.0f}",
+            f"{row['meanwhile_ms']['p50']:.0f}, {row['meanwhile_ms']['p95']:.0f}",
+            f"{row['longest_ms']:.0f}",
+            f"{row['first_seconds']:.1f}",
+        ]
+        for row in data["rows"]
+    ]
+    known, row = data["conditions"], data["rows"][0]
+    heads = "server | before: median, 95 %, ms | meanwhile: median, 95 %, ms | longest, ms | its first token, s"
+    return table(heads, rows) + (
+        f"\n\nConditions: `{known['model']}`, {row['running']} streams, a prompt of {row['prompt_tokens']} tokens, "
+        f"{known['rounds']} rounds after a warm-up; {known['threads']} threads; {known['cpu']}; "
+        f"commit {known['commit']}."
+    )
+
+
+def memory_table(root: Path) -> str:
+    """Resident memory of the server, from docs/bench/serving-memory.json."""
+    data = json.loads((root / "docs/bench/serving-memory.json").read_text(encoding="utf-8"))
+    rows = [[str(row["requests"]), f"{row['resident_mb']:.0f}"] for row in data["rows"]]
+    known = data["conditions"]
+    return table("requests | resident, MB", rows) + (
+        f"\n\nConditions: model {known['model']}, {known['concurrent']} requests at a time, "
+        f"{100 * known['aborts']:.0f} % of the clients leave before the end; commit {known['commit']}."
+    )
 
 
 MODES = ("trees", "chains", "chains with replay", "plain")
@@ -306,6 +340,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "gguf-every-n": gguf_every_n_table,
     "switching": switching_table,
     "serving": serving_table,
+    "serving-stall": stall_table,
+    "serving-memory": memory_table,
     **claims.blocks(table),
     **benches.blocks(table),
 }
