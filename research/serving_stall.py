@@ -46,9 +46,13 @@ async def measured(server: Server, questions: list[dict[str, Any]], long: str, p
             await asyncio.sleep(0.01)
         sent = time.perf_counter() - began
         common = {"model": NAME, "stream": True, "stream_options": {"include_usage": True}, **OPTIONS, **server.extra}
-        answer = await ask(client, "/v1/completions", {**common, "prompt": long})
+        try:
+            answer = await ask(client, "/v1/completions", {**common, "prompt": long})
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
         first = sent + answer.times[0]
-        await asyncio.gather(*tasks)
     before = [gap for times in streams for at, gap in _gaps(times) if at < sent]
     meanwhile = [gap for times in streams for at, gap in _gaps(times) if sent <= at and at - gap / 1e3 < first]
     if any(times[-1] < first for times in streams):
@@ -107,6 +111,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 @click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True, help="Passes of each server.")
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Of each server.")
 @click.option("--serve-option", "options", multiple=True, help="Given to `leapahead serve`; may be repeated.")
+@click.option("--llama-option", "llama_options", multiple=True, help="Given to llama.cpp's server; may be repeated.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the figures as JSON.")
 def main(
     model: Path,
@@ -118,6 +123,7 @@ def main(
     rounds: int,
     threads: int,
     options: tuple[str, ...],
+    llama_options: tuple[str, ...],
     out: Path | None,
 ) -> None:
     """Measure the inter-token latency of running streams while a long prompt enters, beside llama.cpp's server."""
@@ -126,7 +132,7 @@ def main(
     ours = [sys.executable, "-m", "leapahead", "serve", str(model), "--served-model-name", NAME, *options]
     ours += ["--port", str(ports[0]), "--max-batch", str(slots), "--threads", str(threads), "-c", str(context)]
     theirs = [llama_server, "-m", str(model), "--port", str(ports[1]), "-t", str(threads), "-np", str(slots), "-kvu"]
-    theirs += ["-c", str(context), "--alias", NAME]
+    theirs += ["-c", str(context), "--alias", NAME, *llama_options]
     rows = []
     with ExitStack() as stack:
         servers = [

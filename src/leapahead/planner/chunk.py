@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from leapahead.planner.latency import LatencyProfile
 
-LARGEST, SMALLEST, UNKNOWN = 512, 32, 128  # tokens; the last where no latency profile is known
+# Tokens; the last where no latency profile is known. Below 64, llama.cpp's attention over a long text takes twice as long
+# for each token.
+LARGEST, SMALLEST, UNKNOWN = 512, 64, 128
 STEPS = 4.0  # a chunk may take as long as this many plain steps
 
 
 def chunk_size(profile: LatencyProfile | None) -> int:
-    """Prompt tokens of one chunk: as many as take about four plain steps, from 32 to 512."""
+    """Prompt tokens of one chunk: as many as take about four plain steps, from 64 to 512."""
     if profile is None:
         return UNKNOWN
     size = LARGEST
