@@ -292,7 +292,7 @@ def stall_table(root: Path) -> str:
     heads = "server | before: median, 95 %, ms | meanwhile: median, 95 %, ms | longest, ms | its first token, s"
     return table(heads, rows) + (
         f"\n\nConditions: `{known['model']}`, {row['running']} streams, a prompt of {row['prompt_tokens']} tokens, "
-        f"{known['rounds']} rounds after a warm-up; {known['threads']} threads; {known['cpu']}; "
+        f"rounds after a warm-up: {known['rounds']}; {known['threads']} threads; {known['cpu']}; "
         f"commit {known['commit']}."
     )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from leapahead.planner.latency import LatencyProfile
 
-# Tokens; the last where no latency profile is known. Below 64, llama.cpp's attention over a long text takes twice as long
-# for each token.
+# Tokens; the last where no latency profile is known. Below 64, a token takes llama.cpp's attention over a long text twice
+# as long.
 LARGEST, SMALLEST, UNKNOWN = 512, 64, 128
 STEPS = 4.0  # a chunk may take as long as this many plain steps
 
