@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from leapahead.planner.latency import LatencyProfile
 
-# Tokens; the last where no latency profile is known. Below 64, a token takes llama.cpp's attention over a long text twice
-# as long.
+# Tokens; the last where no latency profile is known. In smaller chunks than 64, a token of a long text takes twice as
+# long in the attention of llama.cpp.
 LARGEST, SMALLEST, UNKNOWN = 512, 64, 128
 STEPS = 4.0  # a chunk may take as long as this many plain steps
 
