@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.sampling import Sampler
@@ -12,11 +12,17 @@ from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.base import Capture
 from leapahead.models.captured import first_row
+from leapahead.models.llama_cpp.context import Model
 from leapahead.models.llama_cpp.state_track import CHAINS_ONLY
 from leapahead.models.llama_cpp.track import Track
 
-if TYPE_CHECKING:
-    from leapahead.models.llama_cpp.model import LlamaCppTarget
+
+class Owner(Protocol):
+    """The target that a session belongs to."""
+
+    model: Model
+
+    def release(self, session: LlamaCppSession) -> None: ...
 
 
 class LlamaCppSession:
@@ -31,7 +37,7 @@ class LlamaCppSession:
         chunked: in exact mode, the first tokens that are read as a prompt.
     """
 
-    def __init__(self, target: LlamaCppTarget, track: Track, sampler: Sampler, capture: Capture) -> None:
+    def __init__(self, target: Owner, track: Track, sampler: Sampler, capture: Capture) -> None:
         self.tokens, self.track, self.sampler, self.capture = sampler.tokens, track, sampler, capture
         self.is_read = track.length == len(self.tokens) - 1
         self.ahead = self.rows_given = self.chunked = 0
