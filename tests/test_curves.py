@@ -444,7 +444,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "growth")) for name in RUNS])
 def test_a_command_writes_its_files(lab: Any, tmp_path: Path, name: str) -> None:
     args, word = RUNS[name]
     result = lab(name, *args, "--out", str(tmp_path / "v1.2"))

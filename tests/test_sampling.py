@@ -326,7 +326,14 @@ def test_neighbouring_positions_and_seeds_are_independent(seed_step: int, positi
     assert chi_square(pairs, {(a, b): n * p[a] * p[b] for a in range(4) for b in range(4)}) > THRESHOLD
 
 
-@pytest.mark.parametrize(("drafter", "temperature"), [("plain", 0.7), ("random", 1.4), ("scattered", 0.7)])
+@pytest.mark.parametrize(
+    ("drafter", "temperature"),
+    [
+        pytest.param("plain", 0.7, marks=pytest.mark.slow),
+        ("random", 1.4),
+        pytest.param("scattered", 0.7, marks=pytest.mark.slow),
+    ],
+)
 def test_three_tokens_through_the_loop_have_their_joint_distribution(drafter: str, temperature: float) -> None:
     """Most bugs leave the first token right and bias the second; the oracle aims at one fixed text, so it is wrong."""
     target, n = ToyTarget(vocab_size=4, order=3, sharpness=1.0), 1500
