@@ -113,8 +113,8 @@ class Running:
     @property
     def reads_in_step(self) -> bool:
         """Whether its prompt may be read in the forward of a step, and gains by it."""
-        begun = len(self.session.tokens) - self.session.unread < MOST_READ
-        return begun and self.target.info.reads_in_steps and not self.capture.hidden
+        able = self.target.info.reads_in_steps and isinstance(self.target, ReadsInSteps) and not self.capture.hidden
+        return able and len(self.session.tokens) - self.session.unread < MOST_READ
 
     def checked(self, proposal: Proposal, budget: Budget) -> Proposal:
         """The proposal, if the target may be given it.
