@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -258,16 +258,32 @@ def cells(row: dict[str, Any]) -> list[str]:
 COLUMNS = ("workload", "concurrent", "server", "tokens/s", "ratio", "first, ms", "a token, ms", "a piece, ms")
 
 
+def compared(files: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The options of a command that compares the two servers on a model.
+
+    Args:
+        files: that the data folder must have, for the help.
+    """
+    file, folder = click.Path(exists=True, dir_okay=False, path_type=Path), click.Path(exists=True, file_okay=False)
+    options = (
+        click.argument("model", type=file),
+        click.option("--llama-server", required=True, type=file, help="llama.cpp's server."),
+        click.option("--data", required=True, type=folder, metavar="FOLDER", help=f"Folder of {files}."),
+        click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Of each server."),
+        click.option("--serve-option", "options", multiple=True, help="Given to `leapahead serve`; may be repeated."),
+        click.option("--out", type=click.Path(path_type=Path), help="Write the figures as JSON."),
+    )
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
 @click.command(cls=Command)
-@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--llama-server", required=True, type=click.Path(exists=True, dir_okay=False), help="llama.cpp's server.")
-@click.option(
-    "--data",
-    required=True,
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    metavar="FOLDER",
-    help="Folder of gsm8k_test.jsonl, spec_bench.jsonl and humaneval.jsonl.",
-)
+@compared("gsm8k_test.jsonl, spec_bench.jsonl and humaneval.jsonl")
 @click.option(
     "--concurrent",
     "levels",
@@ -289,13 +305,10 @@ COLUMNS = ("workload", "concurrent", "server", "tokens/s", "ratio", "first, ms",
 @click.option("--requests", "count", type=click.IntRange(min=1), default=16, show_default=True, help="Of a pass.")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Of an answer.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Passes that are counted.")
-@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Of each server.")
-@click.option("--serve-option", "options", multiple=True, help="Given to `leapahead serve`; may be repeated.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the figures as JSON.")
 def main(
     model: Path,
-    llama_server: str,
-    data: Path,
+    llama_server: Path,
+    data: str,
     levels: tuple[int, ...],
     workloads: tuple[str, ...],
     count: int,
@@ -309,14 +322,14 @@ def main(
     most, ports = max(levels), (free_port(), free_port())
     ours = [sys.executable, "-m", "leapahead", "serve", str(model), "--served-model-name", NAME]
     ours += ["--port", str(ports[0]), "--max-batch", str(most), "--threads", str(threads), *options]
-    theirs = [llama_server, "-m", str(model), "--port", str(ports[1]), "-t", str(threads), "-np", str(most)]
+    theirs = [str(llama_server), "-m", str(model), "--port", str(ports[1]), "-t", str(threads), "-np", str(most)]
     theirs += ["-c", str(CONTEXT * most), "--alias", NAME]
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         first = stack.enter_context(running("leapahead", ours, ports[0], {}))
         second = stack.enter_context(running("llama-server", theirs, ports[1], {"cache_prompt": False}))
         for workload in workloads:
-            questions = in_passes(requests_of(workload, data, max_tokens), count)
+            questions = in_passes(requests_of(workload, Path(data), max_tokens), count)
             for concurrent in levels:
                 rows += asyncio.run(measured(first, second, questions, workload, concurrent, rounds))
                 show(COLUMNS, [cells(row) for row in rows[-2:]])

@@ -22,7 +22,7 @@ from leapahead.bench.conditions import conditions
 from leapahead.cli.command import Command
 from leapahead.core.errors import BadParameter
 from research.command_parts import show
-from research.serving import NAME, Server, ask, free_port, requests_of, running
+from research.serving import NAME, Server, ask, compared, free_port, requests_of, running
 
 WARM_UP = 20  # pieces of each stream before the long prompt is sent
 OPTIONS = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
@@ -94,29 +94,18 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 @click.command(cls=Command)
-@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--llama-server", required=True, type=click.Path(exists=True, dir_okay=False), help="llama.cpp's server.")
-@click.option(
-    "--data",
-    required=True,
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    metavar="FOLDER",
-    help="Folder of gsm8k_test.jsonl.",
-)
+@compared("gsm8k_test.jsonl")
 @click.option("--running", "streams", type=click.IntRange(min=1), default=3, show_default=True, help="Streams.")
 @click.option(
     "--prompt", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens of the long prompt."
 )
 @click.option("--max-tokens", type=click.IntRange(min=32), default=400, show_default=True, help="Of each stream.")
 @click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True, help="Passes of each server.")
-@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Of each server.")
-@click.option("--serve-option", "options", multiple=True, help="Given to `leapahead serve`; may be repeated.")
 @click.option("--llama-option", "llama_options", multiple=True, help="Given to llama.cpp's server; may be repeated.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the figures as JSON.")
 def main(
     model: Path,
-    llama_server: str,
-    data: Path,
+    llama_server: Path,
+    data: str,
     streams: int,
     prompt: int,
     max_tokens: int,
@@ -127,11 +116,22 @@ def main(
     out: Path | None,
 ) -> None:
     """Measure the inter-token latency of running streams while a long prompt enters, beside llama.cpp's server."""
-    questions = [body for _, body in requests_of("gsm8k", data, max_tokens)]
+    questions = [body for _, body in requests_of("gsm8k", Path(data), max_tokens)]
     ports, slots, context = (free_port(), free_port()), streams + 1, 2 * (prompt + max_tokens + 512)
     ours = [sys.executable, "-m", "leapahead", "serve", str(model), "--served-model-name", NAME, *options]
     ours += ["--port", str(ports[0]), "--max-batch", str(slots), "--threads", str(threads), "-c", str(context)]
-    theirs = [llama_server, "-m", str(model), "--port", str(ports[1]), "-t", str(threads), "-np", str(slots), "-kvu"]
+    theirs = [
+        str(llama_server),
+        "-m",
+        str(model),
+        "--port",
+        str(ports[1]),
+        "-t",
+        str(threads),
+        "-np",
+        str(slots),
+        "-kvu",
+    ]
     theirs += ["-c", str(context), "--alias", NAME, *llama_options]
     rows = []
     with ExitStack() as stack:
