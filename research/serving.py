@@ -229,15 +229,18 @@ async def measured(
     return rows
 
 
-def in_passes(questions: Sequence[Question], count: int) -> Iterator[list[Question]]:
+def in_passes(questions: Sequence[Question], count: int, passes: int, workload: str) -> Iterator[list[Question]]:
     """So many questions for each pass, each asked once: what a server has answered before it may know.
 
     Raises:
-        BadParameter: there are no more.
+        BadParameter: there are not enough of them.
     """
-    for start in range(0, len(questions) - count + 1, count):
-        yield list(questions[start : start + count])
-    raise BadParameter(f"the {len(questions)} prompts are not enough; give fewer --concurrent, --requests or --rounds")
+    if count * passes > len(questions):
+        raise BadParameter(
+            f"{passes} passes of {count} requests need {count * passes} prompts, and there are {len(questions)} of "
+            f"{workload}; give fewer --concurrent, --requests or --rounds"
+        )
+    return iter([list(questions[start : start + count]) for start in range(0, count * passes, count)])
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -264,7 +267,8 @@ def compared(files: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     Args:
         files: that the data folder must have, for the help.
     """
-    file, folder = click.Path(exists=True, dir_okay=False, path_type=Path), click.Path(exists=True, file_okay=False)
+    file = click.Path(exists=True, dir_okay=False, path_type=Path)
+    folder = click.Path(exists=True, file_okay=False, path_type=Path)
     options = (
         click.argument("model", type=file),
         click.option("--llama-server", required=True, type=file, help="llama.cpp's server."),
@@ -289,7 +293,7 @@ def compared(files: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     "levels",
     multiple=True,
     type=click.IntRange(min=1),
-    default=(1, 4, 16),
+    default=(1, 4),
     show_default=True,
     help="Requests at a time; may be repeated.",
 )
@@ -302,13 +306,13 @@ def compared(files: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     show_default=True,
     help="What is asked for; may be repeated.",
 )
-@click.option("--requests", "count", type=click.IntRange(min=1), default=16, show_default=True, help="Of a pass.")
+@click.option("--requests", "count", type=click.IntRange(min=1), default=8, show_default=True, help="Of a pass.")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Of an answer.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Passes that are counted.")
 def main(
     model: Path,
     llama_server: Path,
-    data: str,
+    data: Path,
     levels: tuple[int, ...],
     workloads: tuple[str, ...],
     count: int,
@@ -324,14 +328,17 @@ def main(
     ours += ["--port", str(ports[0]), "--max-batch", str(most), "--threads", str(threads), *options]
     theirs = [str(llama_server), "-m", str(model), "--port", str(ports[1]), "-t", str(threads), "-np", str(most)]
     theirs += ["-c", str(CONTEXT * most), "--alias", NAME]
+    passes = len(levels) * (rounds + 1)
+    questions = {
+        workload: in_passes(requests_of(workload, data, max_tokens), count, passes, workload) for workload in workloads
+    }
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         first = stack.enter_context(running("leapahead", ours, ports[0], {}))
         second = stack.enter_context(running("llama-server", theirs, ports[1], {"cache_prompt": False}))
         for workload in workloads:
-            questions = in_passes(requests_of(workload, Path(data), max_tokens), count)
             for concurrent in levels:
-                rows += asyncio.run(measured(first, second, questions, workload, concurrent, rounds))
+                rows += asyncio.run(measured(first, second, questions[workload], workload, concurrent, rounds))
                 show(COLUMNS, [cells(row) for row in rows[-2:]])
     show(COLUMNS, [cells(row) for row in rows])
     if out is not None:

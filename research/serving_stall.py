@@ -20,7 +20,7 @@ import numpy as np
 
 from leapahead.bench.conditions import conditions
 from leapahead.cli.command import Command
-from leapahead.core.errors import BadParameter
+from leapahead.core.errors import BadParameter, LeapaheadError
 from research.command_parts import show
 from research.serving import NAME, Server, ask, compared, free_port, requests_of, running
 
@@ -37,12 +37,14 @@ async def measured(server: Server, questions: list[dict[str, Any]], long: str, p
 
         async def stream(times: list[float], body: dict[str, Any]) -> None:
             async with client.stream("POST", "/v1/completions", json={**body, **server.extra}) as response:
+                if response.status_code != 200:
+                    raise LeapaheadError(f"{server.name} answered {response.status_code}: {await response.aread()!r}")
                 async for line in response.aiter_lines():
                     if line.startswith("data: {") and json.loads(line[6:])["choices"]:
                         times.append(time.perf_counter() - began)
 
         tasks = [asyncio.create_task(stream(*each)) for each in zip(streams, questions, strict=True)]
-        while min(map(len, streams)) < WARM_UP:
+        while min(map(len, streams)) < WARM_UP and not any(task.done() for task in tasks):
             await asyncio.sleep(0.01)
         sent = time.perf_counter() - began
         common = {"model": NAME, "stream": True, "stream_options": {"include_usage": True}, **OPTIONS, **server.extra}
@@ -105,7 +107,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 def main(
     model: Path,
     llama_server: Path,
-    data: str,
+    data: Path,
     streams: int,
     prompt: int,
     max_tokens: int,
@@ -116,7 +118,7 @@ def main(
     out: Path | None,
 ) -> None:
     """Measure the inter-token latency of running streams while a long prompt enters, beside llama.cpp's server."""
-    questions = [body for _, body in requests_of("gsm8k", Path(data), max_tokens)]
+    questions = [body for _, body in requests_of("gsm8k", data, max_tokens)]
     ports, slots, context = (free_port(), free_port()), streams + 1, 2 * (prompt + max_tokens + 512)
     ours = [sys.executable, "-m", "leapahead", "serve", str(model), "--served-model-name", NAME, *options]
     ours += ["--port", str(ports[0]), "--max-batch", str(slots), "--threads", str(threads), "-c", str(context)]
@@ -154,5 +156,12 @@ def main(
     show(COLUMNS, [cells(row) for row in rows])
     if out is not None:
         report: dict[str, Any] = {"figure": "serving-stall", "rows": rows}
-        report["conditions"] = conditions(model=model.name, threads=threads, rounds=rounds, max_tokens=max_tokens)
+        report["conditions"] = conditions(
+            model=model.name,
+            threads=threads,
+            rounds=rounds,
+            max_tokens=max_tokens,
+            options=list(options),
+            llama_options=list(llama_options),
+        )
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -30,10 +30,6 @@ from leapahead.models.base import Capture, Cost, ReadsInSteps, Session, Target
 from leapahead.models.choices import Choices, PromptRows
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 
-# A prompt of which so many tokens are read goes on in forwards of its own: llama.cpp's flash attention over a long text
-# takes longer for rows of several sequences than for those of each alone.
-MOST_READ = 1024
-
 
 class Clock:
     """Charges the time since the last charge to a phase of `Stats.seconds`.
@@ -112,9 +108,10 @@ class Running:
 
     @property
     def reads_in_step(self) -> bool:
-        """Whether its prompt may be read in the forward of a step, and gains by it."""
-        able = self.target.info.reads_in_steps and isinstance(self.target, ReadsInSteps) and not self.capture.hidden
-        return able and len(self.session.tokens) - self.session.unread < MOST_READ
+        """Whether its prompt may be read in the forward of a step."""
+        if self.capture.hidden or not isinstance(self.target, ReadsInSteps):
+            return False
+        return len(self.session.tokens) - self.session.unread < self.target.info.reads_in_steps
 
     def checked(self, proposal: Proposal, budget: Budget) -> Proposal:
         """The proposal, if the target may be given it.

@@ -96,7 +96,8 @@ class TargetInfo:
         bucket: steps with drafted nodes have a multiple of so many rows, padding included, since a forward of another
             size than the last one takes longer; 1 for no padding.
         cache_tokens: tokens that the KV cache of all sequences together can hold; 0 where that is not limited.
-        reads_in_steps: whether tokens of prompts may be read in the forward of a step, see `ReadsInSteps`.
+        reads_in_steps: how many tokens of a prompt, its first ones, are read in the forwards of steps, see
+            `ReadsInSteps`; those behind them in forwards of their own. 0 for none.
     """
 
     name: str
@@ -112,7 +113,7 @@ class TargetInfo:
     exact: bool = False
     bucket: int = 1
     cache_tokens: int = 0
-    reads_in_steps: bool = False
+    reads_in_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ class Target(Protocol):
 
 @runtime_checkable
 class ReadsInSteps(Protocol):
-    """A target whose steps read prompts too, where its `TargetInfo.reads_in_steps` is true."""
+    """A target whose steps read prompts too, up to its `TargetInfo.reads_in_steps`."""
 
     def step_and_read(
         self, sessions: Sequence[Any], trees: Sequence[TokenTree], reads: Sequence[int], capture: Capture = NOTHING

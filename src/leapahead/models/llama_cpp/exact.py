@@ -61,7 +61,7 @@ class ExactLlamaCppTarget(LlamaCppTarget):
         if model.stateful:
             raise Refused(f"{model.path!r} cannot be decoded in exact mode (it has recurrent layers); leave out exact")
         super().__init__(model, replace(options, flash_attn=False, n_seq_max=options.n_seq_max or 1), name)
-        self.info = replace(self.info, exact=True, reads_in_steps=False, fingerprint=f"{self.info.fingerprint} exact")
+        self.info = replace(self.info, exact=True, reads_in_steps=0, fingerprint=f"{self.info.fingerprint} exact")
         self._cells.whole, self._cells.texts.most_tokens = CHUNK, 0
 
     @property

@@ -36,6 +36,9 @@ from leapahead.models.llama_cpp.session import LlamaCppSession, Part
 from leapahead.models.llama_cpp.tokenizer import GgufTokenizer
 from leapahead.models.llama_cpp.track import Track
 
+# First tokens of a prompt that are read in the forwards of steps. Over a longer text, flash attention takes longer for
+# rows of several sequences together than for those of each alone.
+READ_IN_STEPS = 1024
 LONGEST_REPLAY = 8  # tokens; more are read by themselves, since the next rejection would repeat all of them
 
 
@@ -72,10 +75,8 @@ class LlamaCppTarget:
             cache_tokens=self.context.n_ctx,
         )
         able = self._tested()
-        reads = CHAIN in able and not model.stateful
-        self.info = replace(
-            self.info, capabilities=able, replays=model.stateful and CHAIN in able, reads_in_steps=reads
-        )
+        replays, reads = model.stateful and CHAIN in able, CHAIN in able and not model.stateful
+        self.info = replace(self.info, capabilities=able, replays=replays, reads_in_steps=READ_IN_STEPS * reads)
         if HIDDEN in able and not selftest.gives_logits_with_hidden_states(self):
             self.info = replace(self.info, capabilities=able - {HIDDEN})
         if CHAIN not in self.info.capabilities and not selftest.reads_in_chunks(self):
@@ -268,8 +269,8 @@ class LlamaCppTarget:
     ) -> list[Part]:
         """What each session has in a forward: its tree, behind what is replayed or, of its prompt, read."""
         parts, longest = list[Part](), min(LONGEST_REPLAY, self.context.n_step // (2 * len(trees)))
-        trees_read = sum(len(tree) for session, tree in zip(sessions, trees, strict=True) if session.is_read)
-        room = self.context.n_step - trees_read + sum(num_computed)  # tokens of prompts, and of trees behind them
+        nodes = sum(len(tree) for session, tree in zip(sessions, trees, strict=True) if session.is_read)
+        room = self.context.n_step - nodes + sum(num_computed)  # for tokens of prompts, and trees behind them
         for index, (session, tree, first, most) in enumerate(zip(sessions, trees, num_computed, reads, strict=True)):
             placed: TokenTree | None = tree
             if first == 0:

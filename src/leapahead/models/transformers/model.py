@@ -34,7 +34,7 @@ from leapahead.models.base import (
     checked_prompt,
     require,
 )
-from leapahead.models.captured import TopK, TopKRows, joined
+from leapahead.models.captured import TopK, prompt_rows
 from leapahead.models.choices import Choices, PromptRows, best
 from leapahead.models.transformers import executors, families, require_version, selftest, weights
 from leapahead.models.transformers.exact import ExactExecutor
@@ -204,16 +204,14 @@ class TransformersTarget:
             return PromptRows(np.array(session.tokens[start:end]), start, logits, hidden)
         return self._top_k_rows(session, first, logits[first - end :]) if capture.top_k and first < end else None
 
-    def _top_k_rows(self, session: TransformersSession, first: int, logits: Tensor) -> PromptRows:
+    def _top_k_rows(self, session: TransformersSession, first: int, logits: Tensor) -> PromptRows | None:
         """The captured rows from position `first`, behind those that are kept with the reused entries before it."""
         assert isinstance(session.state, CachedState)
         row = session.state.row
         found = TopK(first, *best(logits, min(session.capture.top_k, self.info.vocab_size)))
-        start = len(session.tokens) - 1 - PROMPT_ROWS
-        row.top_k, fresh = joined(row.top_k, found, start, session.rows_given)
-        assert fresh is not None
-        session.rows_given = fresh.end
-        return TopKRows(np.array(session.tokens[fresh.start : fresh.end]), fresh.start, fresh)
+        rows = prompt_rows(row, session.tokens, (first, found.end), session.rows_given, found)
+        session.rows_given = found.end
+        return rows
 
     def fork(self, session: TransformersSession, params: SamplingParams) -> TransformersSession:
         assert session.unread == 0, "a session is forked when its prompt is read"
