@@ -43,12 +43,19 @@ def run(command: list[str], folder: Path) -> tuple[bytes, str, float | None]:
 
 
 def _peak(process: int) -> float | None:
-    """Peak memory in MiB. Resource usage of a child would include the peak of its parent."""
+    """Peak memory of a child in MiB. Resource usage of a child would include the peak of its parent.
+
+    None where /proc does not know it: no Linux, or in a container /proc may be of the machine, where another process
+    has its number.
+    """
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
         return None
-    return next((round(int(line.split()[1]) / 1024, 1) for line in lines if line.startswith("VmHWM:")), None)
+    known = dict(line.split(":", 1) for line in lines if ":" in line)
+    if "VmHWM" not in known or int(known["PPid"]) != os.getpid():
+        return None
+    return round(int(known["VmHWM"].split()[0]) / 1024, 1)
 
 
 def _variables() -> dict[str, str]:
