@@ -31,7 +31,7 @@ from leapahead.core.errors import BadParameter
 from leapahead.grammar import Grammar, Grammars
 from leapahead.models.toy import ToyTarget
 
-HERMES, LLAMA, MISTRAL = (TOOL_FORMATS[name] for name in ("hermes", "llama3_json", "mistral"))
+HERMES, LLAMA, MISTRAL, QWEN, DEEPSEEK, DEEPSEEK_V31 = TOOL_FORMATS.values()
 THINK = REASONING_FORMATS["qwen3"]
 WEATHER = Tool(
     "get_weather",
@@ -95,6 +95,13 @@ CASES: list[tuple[str, Any, str, str | None, list[tuple[str, str]]]] = [
         [("f", r'{"a": "\"}\\"}')],
     ),
     ("cut off in the arguments", HERMES, '<tool_call>{"name": "f", "arguments": {"a": ', None, [("f", '{"a": ')]),
+    (
+        "a missing bracket",
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"</tool_call>So',
+        "So",
+        [("f", '{"a": "</tool_call>"')],
+    ),
     ("cut off before", HERMES, 'x <tool_call>{"name": "f", "argu', 'x <tool_call>{"name": "f", "argu', []),
     ("no JSON", HERMES, "<tool_call>hello</tool_call>", "<tool_call>hello</tool_call>", []),
     ("no name", HERMES, '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
@@ -255,7 +262,10 @@ def test_calls_inside_the_reasoning_are_none() -> None:
         ("{{ '<|python_tag|>' }}", "llama3_json", None),
         ('<|start_header_id|> {"name": x, "parameters": y}', "llama3_json", None),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS] [THINK]", "mistral", "mistral"),
-        ("<tool_call><function=f>", None, None),
+        ("<tool_call><function=f>", "qwen3_coder", None),
+        ("<tool_call>f<arg_key>", None, None),
+        ("<｜tool▁calls▁begin｜> + '```' + 'json' </think>", "deepseek_v3", "deepseek_r1"),
+        ("<｜tool▁calls▁begin｜>", "deepseek_v31", None),
         ("<|im_start|>", None, None),
         (None, None, None),
     ],

@@ -180,7 +180,9 @@ NAMES = (
     *("generation_tokens_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count"),
     *("e2e_request_latency_seconds_count", "request_success_total", "spec_decode_num_drafts_total"),
     *("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
-    "spec_decode_num_accepted_tokens_per_pos_total",
+    *("spec_decode_num_accepted_tokens_per_pos_total", "num_preemptions_total", "request_decode_time_seconds_count"),
+    *("request_prompt_tokens_bucket", "request_generation_tokens_sum", "request_params_n_sum"),
+    "request_params_max_tokens_sum",
 )
 
 
@@ -205,6 +207,12 @@ def test_metrics_have_vllm_s_names_and_add_up() -> None:
         accepted = running.metric("spec_decode_num_accepted_tokens_total")
         assert running.metric("spec_decode_num_accepted_tokens_per_pos_total") == accepted > 0
         assert running.metric("request_success_total") == running.metric("time_to_first_token_seconds_count") == 6
+        assert running.metric("request_prompt_tokens_sum") == 2 * sum(each["prompt_tokens"] for each in usage)
+        assert running.metric("request_generation_tokens_sum") == running.metric("generation_tokens_total")
+        assert running.metric("request_params_max_tokens_sum") == 6 * 30
+        assert (running.metric("request_params_n_sum"), running.metric("request_params_n_count")) == (6, 3)
+        assert running.metric("request_decode_time_seconds_count") == 6
+        assert running.metric("request_decode_time_seconds_sum") < running.metric("e2e_request_latency_seconds_sum")
         steps = sum(each["leapahead"]["steps"] for each in found)
         assert running.metric("inter_token_latency_seconds_count") == steps - 6
 

@@ -234,8 +234,8 @@ def test_content_between_reasoning_and_calls() -> None:
         chat.chunk(members, 0, Piece(part, [], 0, ((part, at % 2 == 0),), "stop" if at == len(pieces) - 1 else None))
         for at, part in enumerate(pieces)
     ]
-    assert None in chunks
-    sent = [chunk for chunk in chunks if chunk is not None]
+    assert [] in chunks
+    sent = [chunk for found in chunks for chunk in found]
     deltas = [chunk.choices[0].delta for chunk in sent]
     assert "".join(delta.reasoning_content or "" for delta in deltas) == "a < b"
     assert "".join(delta.content or "" for delta in deltas) == "It is"
@@ -245,6 +245,24 @@ def test_content_between_reasoning_and_calls() -> None:
     assert "".join(span.text for span in spans if span.reasoning) == "a < b"
     assert "".join(span.text for span in spans if not span.reasoning) == "It is"
     assert sent[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_each_chunk_has_one_call_at_most() -> None:
+    """A step may end one call and begin another; clients read the first call of a chunk only."""
+    call = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    body = ChatRequest.model_validate(
+        {"messages": [{"role": "user", "content": "a"}], "stream": True, "leapahead": {"spans": True}}
+    )
+    members = {"id": "a", "created": 1, "model": "m"}
+    for parallel in (True, False):
+        reading = Reading(TOOL_FORMATS["hermes"], None, ToolChoice("auto"), "", parallel=parallel)
+        chat: Any = Chat(None, body, reading, [1])  # type: ignore[arg-type]
+        sent = chat.chunk(members, 0, Piece(f"Hm {call}{call}", [], 0, ((f"Hm {call}{call}", True),), "stop"))
+        deltas = [chunk.choices[0].delta for chunk in sent]
+        assert [[piece.index for piece in delta.tool_calls] for delta in deltas] == ([[0], [1]] if parallel else [[0]])
+        assert [delta.content for delta in deltas] == (["Hm", None] if parallel else ["Hm"])
+        assert [chunk.choices[0].finish_reason for chunk in sent] == [None, "tool_calls"][-len(sent) :]
+        assert [len(chunk.leapahead.spans) for chunk in sent] == [1, 0][: len(sent)]
 
 
 @pytest.mark.parametrize("extra", [{}, THINKING], ids=["content", "reasoning"])

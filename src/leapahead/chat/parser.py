@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from leapahead.chat.deepseek_calls import DeepSeekCalls
 from leapahead.chat.formats import ReasoningFormat, ToolFormat
-from leapahead.chat.messages import Delta, Message
+from leapahead.chat.json_calls import JsonCalls
+from leapahead.chat.messages import Delta, Message, ToolCallDelta
 from leapahead.chat.reasoning import ReasoningParser
 from leapahead.chat.tool_parser import ToolParser
+from leapahead.chat.tools import Tool
+from leapahead.chat.xml_calls import XmlCalls
+
+CALLS: dict[str, type[ToolParser]] = {"json": JsonCalls, "xml": XmlCalls, "deepseek": DeepSeekCalls}  # by style
 
 
 class ChatParser:
@@ -18,6 +24,9 @@ class ChatParser:
         reasoning: how it marks its reasoning; None where all text is the answer.
         prompt: the text of the prompt, which may end inside the reasoning, see `ReasoningParser`.
         new_id: gives the ids of tool calls; random ones by default.
+        functions: tools that may be called. Their schemas tell which arguments are numbers, objects and so on in
+            formats that write them as text; without them, those are strings.
+        parallel: whether several calls are given; else only the first one is.
     """
 
     def __init__(
@@ -26,9 +35,12 @@ class ChatParser:
         reasoning: ReasoningFormat | None = None,
         prompt: str = "",
         new_id: Callable[[], str] | None = None,
+        functions: Sequence[Tool] = (),
+        parallel: bool = True,
     ) -> None:
         self._reasoning = None if reasoning is None else ReasoningParser(reasoning, prompt)
-        self._tools = None if tools is None else ToolParser(tools, new_id)
+        self._tools = None if tools is None else CALLS[tools.style](tools, new_id, functions)
+        self._parallel = parallel
         self.called = False
 
     def add(self, text: str) -> Delta:
@@ -43,15 +55,19 @@ class ChatParser:
         if self._tools is not None:
             last = self._tools.finish()
             found.content += last.content
-            for piece in last.tool_calls:
+            for piece in self._allowed(last.tool_calls):
                 found.add_call(piece)
         return found
 
     def _delta(self, thought: str, answer: str) -> Delta:
         found = Delta(answer) if self._tools is None else self._tools.add(answer)
         found.reasoning_content = thought
+        found.tool_calls = self._allowed(found.tool_calls)
         self.called = self.called or bool(found.tool_calls)
         return found
+
+    def _allowed(self, pieces: list[ToolCallDelta]) -> list[ToolCallDelta]:
+        return pieces if self._parallel else [piece for piece in pieces if piece.index == 0]
 
 
 def parse(
@@ -60,9 +76,10 @@ def parse(
     reasoning: ReasoningFormat | None = None,
     prompt: str = "",
     new_id: Callable[[], str] | None = None,
+    functions: Sequence[Tool] = (),
 ) -> Message:
     """The message of a whole text. Arguments as of `ChatParser`."""
-    parser, found = ChatParser(tools, reasoning, prompt, new_id), Message()
+    parser, found = ChatParser(tools, reasoning, prompt, new_id, functions), Message()
     found.add(parser.add(text))
     found.add(parser.finish())
     return found

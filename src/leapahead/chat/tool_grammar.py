@@ -10,16 +10,18 @@ Where a model reasons, the reasoning before the call is free.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from leapahead.chat.formats import ReasoningFormat, ToolFormat
 from leapahead.chat.markers import special_token
+from leapahead.chat.text_grammar import json_part, text_arguments
 from leapahead.chat.tools import Tool, ToolChoice
 from leapahead.core.errors import BadParameter
 from leapahead.core.text import Tokenizer
 from leapahead.grammar import Grammar
-from leapahead.grammar.definition import WHITESPACE, literal
+from leapahead.grammar.definition import literal
 
 MOST_CALLS = 16  # of one text, where several are allowed
 
@@ -63,16 +65,16 @@ def tool_grammar(
         return None
     if choice.name is not None:
         tools = [tool for tool in tools if tool.name == choice.name]
-    calls = [f"call_{index}: {_call(tool, format)}" for index, tool in enumerate(tools)]
+    calls = [rule for index, tool in enumerate(tools) for rule in _call(tool, f"call_{index}", format, tokenizer)]
     calls.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     start = "" if format.leads else _marker(tokenizer, format.start)
     if choice.mode != "auto":
-        answer = [f"answer: {_required(start, format, parallel)}"]
+        answer = [f"answer: {_required(start, format, tokenizer, parallel)}"]
     elif form is None:
-        answer = _automatic(start, format, parallel)
+        answer = _automatic(start, format, tokenizer, parallel)
     else:
-        schema = _json(json.loads(Grammar.json_schema(form).definition))
-        answer = [f"answer: {_required(start, format, parallel)} | form", f"form: {schema}"]
+        schema = json_part(json.loads(Grammar.json_schema(form).definition))
+        answer = [f"answer: {_required(start, format, tokenizer, parallel)} | form", f"form: {schema}"]
         choice = ToolChoice("required")  # of both, what stands before is reasoning only
     lines = ["%llguidance {}", *_start(tokenizer, choice, reasoning, prompt), *answer, *calls, r"TEXT: /(.|\n)*/"]
     return Grammar.lark("\n".join(lines))
@@ -98,42 +100,40 @@ def _start(tokenizer: Tokenizer, choice: ToolChoice, reasoning: ReasoningFormat 
     return [f"start: ({_marker(tokenizer, reasoning.start)} thought SPACE?)? answer", *end, space]
 
 
-def _automatic(start: str, format: ToolFormat, parallel: bool) -> list[str]:
+def _automatic(start: str, format: ToolFormat, tokenizer: Tokenizer, parallel: bool) -> list[str]:
     """Free text, and calls wherever it comes to the opening marker."""
-    calls = f'"[" call ("," " "? call){{0,{MOST_CALLS - 1}}} "]"' if format.listed else "call"
-    if format.listed and not parallel:
-        calls = '"[" call "]"'
     trigger = f"trigger: TEXT {start}" if start.startswith("<[") else f"trigger[lazy]: TEXT {start}"
-    many = parallel and not format.listed
-    return [f"answer: {f'(trigger {calls})* TEXT' if many else f'TEXT | trigger {calls}'}", trigger]
+    if format.listed:
+        return [f"answer: TEXT | trigger {_list(format, tokenizer, parallel)}", trigger]
+    return ["answer: " + ("(trigger call)* TEXT" if parallel else "TEXT | trigger call"), trigger]
 
 
-def _required(start: str, format: ToolFormat, parallel: bool) -> str:
+def _required(start: str, format: ToolFormat, tokenizer: Tokenizer, parallel: bool) -> str:
     """One call, or up to 16."""
     if format.listed:
-        more = f' (", " call){{0,{MOST_CALLS - 1}}}' if parallel else ""
-        return f'{start} "[" call{more} "]"'
-    separator = '"; "' if format.leads else r'"\n"'
-    more = f" ({separator} {start} call){{0,{MOST_CALLS - 1}}}" if parallel else ""
+        return f"{start} {_list(format, tokenizer, parallel)}"
+    more = f" ({literal(format.between)} {start} call){{0,{MOST_CALLS - 1}}}" if parallel else ""
     return f"{start} call{more}"
 
 
-def _call(tool: Tool, format: ToolFormat) -> str:
-    """What stands between the markers of a call of this tool."""
-    before, after = f'{{"name": {json.dumps(tool.name)}, "{format.arguments}": ', "}"
-    if format.end:
-        before, after = f"\n{before}", f"{after}\n{format.end}"
+def _list(format: ToolFormat, tokenizer: Tokenizer, parallel: bool) -> str:
+    """What stands behind a marker that stands once before all calls."""
+    before, after = (_marked(tokenizer, format, text) for text in format.around)
+    more = f" ({_marked(tokenizer, format, format.between)} call){{0,{MOST_CALLS - 1}}}" if parallel else ""
+    return f"{before} call{more} {after}"
+
+
+def _call(tool: Tool, rule: str, format: ToolFormat, tokenizer: Tokenizer) -> list[str]:
+    """The rules of a call of this tool, behind the opening marker."""
+    before, after = (_marked(tokenizer, format, text.replace("%s", tool.name)) for text in format.call)
     try:
-        schema = _json(tool.parameters)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise BadParameter(f"the parameters of the tool {tool.name!r} are not JSON: {error}") from None
-    return f"{literal(before)} {schema} {literal(after)}"
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    """A JSON schema as a part of a Lark grammar."""
-    given = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-    return f"%json {json.dumps(given, ensure_ascii=False, allow_nan=False)}"
+        if format.style == "xml":
+            return [f"{rule}: {before} {rule}_arguments {after}", *text_arguments(tool, f"{rule}_arguments")]
+        return [f"{rule}: {before} {json_part(tool.parameters)} {after}"]
+    except BadParameter:
+        raise
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise BadParameter(f"the parameters of the tool {tool.name!r} are not JSON, or no schema: {error}") from None
 
 
 def _until(tokenizer: Tokenizer, name: str, marker: str) -> list[str]:
@@ -146,6 +146,12 @@ def _marker(tokenizer: Tokenizer, marker: str) -> str:
     """A marker in Lark: a special token of the tokenizer, or a text."""
     token = special_token(tokenizer, marker)
     return literal(marker) if token is None else f"<[{token}]>"
+
+
+def _marked(tokenizer: Tokenizer, format: ToolFormat, text: str) -> str:
+    """A text in Lark, in which the format's markers may be special tokens."""
+    parts = re.split("|".join(f"({re.escape(marker)})" for marker in format.markers), text)
+    return " ".join(_marker(tokenizer, part) if part in format.markers else literal(part) for part in parts if part)
 
 
 def json_grammar(
@@ -169,5 +175,5 @@ def json_grammar(
     if reasoning is None or tokenizer is None:
         return plain
     rules = _start(tokenizer, ToolChoice("required"), reasoning, prompt)
-    answer = f"answer: {_json(json.loads(plain.definition))}"
+    answer = f"answer: {json_part(json.loads(plain.definition))}"
     return Grammar.lark("\n".join(["%llguidance {}", *rules, answer, r"TEXT: /(.|\n)*/"]))

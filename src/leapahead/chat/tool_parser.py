@@ -1,29 +1,22 @@
-"""Finds tool calls in what a model writes, piece by piece.
+"""What the parsers of tool calls have in common: the content around calls, and how pieces are given on.
 
-    content ── start ──> call ── end ──> content ...        hermes
-                          │ key ──> value, key ──> arguments ...      arguments are given on as they come
+    content ── start ──> a call, read by the format's own class ──> content ...
 
-What looks like a call and is none (a JSON answer, unfinished JSON) is content, markers included. The result does not
+What looks like a call and is none (a JSON answer, an unfinished call) is content, markers included. The result does not
 depend on how the text is divided into pieces: every decision waits until the text that it needs is there.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 from leapahead.chat.formats import ToolFormat
 from leapahead.chat.messages import Delta, ToolCallDelta
 from leapahead.chat.reasoning import unfinished
-
-STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-PARTS = re.compile(r'"(?:[^"\\]|\\.)*"|"|[{}\[\]]', re.DOTALL)  # of JSON, as far as its nesting is concerned
-SCALAR = re.compile(r"[-+.\w]+")
-ARGUMENTS = ("arguments", "parameters")  # models mix the two
-NAME = re.compile(r"[\w.:/-]+")
-BEFORE_ARGUMENTS = "[ARGS]"  # of later Mistral models, between name and arguments
+from leapahead.chat.tools import Tool
 
 
 class NotACall(Exception):
@@ -34,56 +27,32 @@ class MoreText(Exception):
     """The next decision needs more text."""
 
 
-def value_end(text: str, start: int) -> int:
-    """The index after a JSON value. Its brackets are matched, nothing else is checked.
-
-    Raises:
-        MoreText: the value is not complete.
-        NotACall: there is none.
-    """
-    if start >= len(text):
-        raise MoreText
-    if text[start] == '"':
-        if found := STRING.match(text, start):
-            return found.end()
-        raise MoreText
-    if text[start] in "{[":
-        depth = 0
-        for part in PARTS.finditer(text, start):
-            depth += (part[0] in "{[") - (part[0] in "}]")
-            if part[0] == '"':
-                break
-            if depth == 0:
-                return part.end()
-        raise MoreText
-    found = SCALAR.match(text, start)
-    if found is None:
-        raise NotACall
-    if found.end() == len(text):
-        raise MoreText
-    return found.end()
-
-
-class ToolParser:
+class ToolParser(ABC):
     """Gives content and tool calls.
+
+    A parser is a state machine: `_do` is the state, a method that takes text from the front of `_text`, or raises
+    `MoreText`.
 
     Args:
         format: of the model.
         new_id: gives the ids of calls; random ones by default.
+        functions: tools that may be called, whose schemas tell the types of values that the format writes as text.
     """
 
-    def __init__(self, format: ToolFormat, new_id: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self, format: ToolFormat, new_id: Callable[[], str] | None = None, functions: Sequence[Tool] = ()
+    ) -> None:
         self._format = format
+        self._functions = {tool.name: tool for tool in functions}
+        self._starts = tuple(each for each in (format.start, format.alone) if each)
         self._new_id = new_id or self._random_id
         self._text = ""  # not decided yet
         self._calls = 0
         self._delta = Delta()
-        self._do: Callable[[], None] = self._beginning if format.leads else self._content
+        self._do: Callable[[], None] = self._content
         self._raw = ""  # of a call whose name is not given yet: its text so far
-        self._name: str | None = None
-        self._arguments: str | None = None  # of a call whose name comes after them
-        self._given = False  # whether the name of the call that is read was given
-        self._depth, self._in_string, self._escaped = 0, False, False  # inside the arguments
+        self._given = False  # whether the text that is read belongs to a call whose name was given
+        self._depth, self._in_string, self._escaped = 0, False, False  # inside arguments that are JSON
 
     def add(self, text: str) -> Delta:
         """Takes more text of the model."""
@@ -95,11 +64,14 @@ class ToolParser:
         """The end of the model's text."""
         self._advance()
         rest = self._raw + self._text
-        between = self._do == self._item or not rest.strip()
-        if not (self._given or (between and self._calls)):
+        if not (self._given or (self._calls and not rest.strip())):
             self._delta.content += rest
         self._text = self._raw = ""
         return self._take()
+
+    @abstractmethod
+    def _open(self, start: str) -> Callable[[], None]:
+        """The state behind a marker with which calls begin."""
 
     def _advance(self) -> None:
         try:
@@ -120,50 +92,23 @@ class ToolParser:
 
     def _content(self) -> None:
         """Text up to the next call. White space before and after calls is left out."""
-        before, found, after = self._text.partition(self._format.start)
+        found = [(at, start) for start in self._starts if (at := self._text.find(start)) >= 0]
         if not found:
-            kept = unfinished(self._text, self._format.start)
-            kept += len(before[: len(before) - kept]) - len(before[: len(before) - kept].rstrip())
-            given, self._text = self._text[: len(self._text) - kept], self._text[len(self._text) - kept :]
-            self._delta.content += given
+            kept = max(unfinished(self._text, start) for start in self._starts)
+            before = self._text[: len(self._text) - kept].rstrip()
+            self._delta.content += before
+            self._text = self._text[len(before) :]
             raise MoreText
-        self._delta.content += before.rstrip()
-        self._raw, self._text = before[len(before.rstrip()) :] + found, after
-        self._begin(self._listed if self._format.listed else self._object)
-
-    def _beginning(self) -> None:
-        """A text that begins with a call, or has none."""
-        text, start = self._text.lstrip(), self._format.start
-        if text.startswith(start):
-            at = self._text.index(start) + len(start)
-            self._raw, self._text = self._text[:at], self._text[at:]
-            self._begin(self._object)
-        elif text.startswith("{"):
-            self._begin(self._object)
-        elif not start.startswith(text):  # the empty text waits
-            self._do = self._rest
-        else:
-            raise MoreText
-
-    def _after(self) -> None:
-        """Behind a call of a text that begins with one: another one may follow."""
-        text = self._text.lstrip(" \t\r\n;,")
-        if not text:
-            raise MoreText
-        if text.startswith("{"):
-            self._raw, self._text = self._text[: len(self._text) - len(text)], text
-            self._begin(self._object)
-        else:
-            self._do = self._rest
-
-    def _rest(self) -> None:
-        self._delta.content += self._text
-        self._text = ""
+        at, start = min(found)
+        before = self._text[:at].rstrip()
+        self._delta.content += before
+        self._raw, self._text = self._text[len(before) : at + len(start)], self._text[at + len(start) :]
+        self._begin(self._open(start))
 
     # Calls
 
     def _begin(self, state: Callable[[], None]) -> None:
-        self._name, self._arguments, self._given = None, None, False
+        self._given = False
         self._do = state
 
     def _skip(self, count: int) -> None:
@@ -178,117 +123,30 @@ class ToolParser:
         if not self._text:
             raise MoreText
 
-    def _listed(self) -> None:
-        """After Mistral's marker: a JSON array of calls, or a name and its arguments."""
-        self._space()
-        if self._text[0] == "[":
-            self._skip(1)
-            self._do = self._item
-            return
-        found = NAME.match(self._text)
-        if found is None:
-            self._give_up()
-            return
-        behind = self._text[found.end() :].lstrip()
-        if not behind or (behind != BEFORE_ARGUMENTS and BEFORE_ARGUMENTS.startswith(behind)):
+    def _next(self, *markers: str) -> str | None:
+        """Which of the markers the text begins with; None for none of them."""
+        for marker in markers:
+            if self._text.startswith(marker):
+                return marker
+        if any(marker.startswith(self._text) for marker in markers):
             raise MoreText
-        if behind.startswith(BEFORE_ARGUMENTS):
-            behind = behind[len(BEFORE_ARGUMENTS) :].lstrip()
-            if not behind:
-                raise MoreText
-        if not behind.startswith("{"):
-            self._give_up()
-            return
-        self._name = found[0]
-        self._text = behind
-        self._announce()
-        self._do = self._streamed_alone
+        return None
 
-    def _item(self) -> None:
-        """Between the calls of an array."""
-        self._space()
-        if self._text[0] == "]":
-            self._skip(1)
-            self._raw, self._do = "", self._content
-        elif self._text[0] == ",":
-            self._skip(1)
-        else:
-            self._begin(self._object)
-
-    def _object(self) -> None:
-        """Before the object of a call."""
-        self._space()
-        if self._text[0] != "{":
-            self._give_up()
-            return
-        self._skip(1)
-        self._do = self._member
-
-    def _member(self) -> None:
-        """Before a key of a call's object, or at its end."""
-        try:
-            self._space()
-            if self._text[0] == "}":
-                self._skip(1)
-                self._complete()
-            elif self._text[0] == ",":
-                self._skip(1)
-            else:
-                self._read_member()
-        except NotACall:
-            self._give_up()
-        except ValueError:  # a string that is no JSON
-            self._give_up()
-
-    def _read_member(self) -> None:
-        """A key and its value; the arguments are given on as they come, once the name is known."""
-        if self._text[0] != '"':
-            raise NotACall
-        end = value_end(self._text, 0)
-        key = json.loads(self._text[:end], strict=False)
-        colon = len(self._text) - len(self._text[end:].lstrip())
-        if colon >= len(self._text):
-            raise MoreText
-        if self._text[colon] != ":":
-            raise NotACall
-        start = len(self._text) - len(self._text[colon + 1 :].lstrip())
-        if start >= len(self._text):
-            raise MoreText
-        if key in ARGUMENTS and self._name is not None and not self._given and self._text[start] == "{":
-            self._text = self._text[start:]
-            self._announce()
-            self._do = self._streamed
-            return
-        end = value_end(self._text, start)
-        value = self._text[start:end]
-        if key == "name" and self._name is None:
-            name = json.loads(value, strict=False)
-            if not isinstance(name, str) or not name:
-                raise NotACall
-            self._name = name
-        elif key in ARGUMENTS and not self._given:
-            self._arguments = json.loads(value, strict=False) if value[0] == '"' else value
-        self._skip(end)
-
-    def _announce(self) -> None:
+    def _announce(self, name: str) -> None:
         """Gives the name of the call."""
-        assert self._name is not None, "a call is announced when its name is known"
-        self._delta.add_call(ToolCallDelta(self._calls, self._new_id(), self._name))
+        self._delta.add_call(ToolCallDelta(self._calls, self._new_id(), name))
         self._calls += 1
         self._given, self._raw = True, ""
 
-    def _streamed(self) -> None:
-        if self._stream():
-            self._do = self._member
-
-    def _streamed_alone(self) -> None:
-        """Arguments without an object around them."""
-        if self._stream():
-            self._given = False
-            self._do = self._content
+    def _give_arguments(self, text: str) -> None:
+        self._delta.add_call(ToolCallDelta(self._calls - 1, arguments=text))
 
     def _stream(self) -> bool:
-        """Gives on what there is of the arguments; whether that is all of them."""
+        """Gives on what there is of arguments that are JSON; whether that is all of them.
+
+        Arguments whose brackets do not match end at the marker behind the call. In a string it is text.
+        """
+        end = self._format.end
         for at, character in enumerate(self._text):
             if self._in_string:
                 if self._escaped or character == "\\":
@@ -296,6 +154,13 @@ class ToolParser:
                 else:
                     self._in_string = character != '"'
                 continue
+            if end and character == end[0] and (self._text.startswith(end, at) or end.startswith(self._text[at:])):
+                self._give_arguments(self._text[:at])
+                self._text = self._text[at:]
+                if len(self._text) < len(end):
+                    raise MoreText
+                self._depth = 0
+                return True
             self._in_string = character == '"'
             self._depth += (character in "{[") - (character in "}]")
             if self._depth == 0:
@@ -306,43 +171,23 @@ class ToolParser:
         self._text = ""
         return False
 
-    def _give_arguments(self, text: str) -> None:
-        self._delta.add_call(ToolCallDelta(self._calls - 1, arguments=text))
-
-    def _complete(self) -> None:
-        """At the end of a call's object."""
-        if not self._given:
-            if self._name is None or (self._format.leads and self._arguments is None):
-                raise NotACall
-            self._announce()
-            self._give_arguments("{}" if self._arguments in (None, "null") else self._arguments or "")
-        self._leave()
-
-    def _give_up(self) -> None:
-        """This is no call: its text is content. Behind a name that was given, the rest of the call is left out."""
-        if self._given:
-            self._leave()
-            return
+    def _give_up(self, state: Callable[[], None] | None = None) -> None:
+        """This is no call: its text is content, and the parser goes on in that state, by default with content."""
         self._delta.content += self._raw
         self._raw = ""
-        self._do = self._rest if self._format.leads else self._content
+        self._do = state or self._content
 
-    def _leave(self) -> None:
-        """Behind a call."""
-        self._given, self._raw = False, ""
-        if self._format.end:
-            self._given, self._do = True, self._end
-        elif self._format.listed:
-            self._do = self._item
-        else:
-            self._do = self._after
+    def _leave(self, state: Callable[[], None] | None = None, given: bool = False) -> None:
+        """Goes on behind a call, by default with content. With `given`, what follows still belongs to the call."""
+        self._given, self._raw = given, ""
+        self._do = state or self._content
 
-    def _end(self) -> None:
-        """Up to the marker behind a call, or up to the next call where that is missing."""
-        start, end = self._format.start, self._format.end
-        found = re.search(f"{re.escape(end)}|(?={re.escape(start)})", self._text)
+    def _drop_until(self, ends: Sequence[str], starts: Sequence[str]) -> None:
+        """Leaves out text up to a marker that ends calls, that one too, or up to one that begins them."""
+        choices = [re.escape(end) for end in ends] + [f"(?={re.escape(start)})" for start in starts]
+        found = re.search("|".join(choices), self._text)
         if found is None:
-            kept = max(unfinished(self._text, end), unfinished(self._text, start))
+            kept = max(unfinished(self._text, marker) for marker in (*ends, *starts))
             self._text = self._text[len(self._text) - kept :]
             raise MoreText
-        self._text, self._given, self._do = self._text[found.end() :], False, self._content
+        self._text = self._text[found.end() :]

@@ -54,8 +54,8 @@ def _prepare(service: Service, body: ChatRequest, owner: str) -> tuple[Job, Answ
     available, choice = formats.available(body)
     prompt = texts.chat(body, body.truncate_prompt_tokens)
     parameters.set_length(found, parameters.chat_length(body, prompt, settings, texts.info.context_length))
-    reading = formats.reading(body, choice, bool(available), prompt)
-    found["grammar"] = formats.grammar(body, available, reading)
+    reading = formats.reading(body, choice, available, prompt)
+    found["grammar"] = formats.grammar(body, reading)
     deadline = body.extension.deadline_seconds
     form = None if found["grammar"] is None else formats.param(body, reading)
     job = Job([prompt], found, owner, deadline, scored, formats.tokenizer(reading), form)
@@ -129,29 +129,36 @@ class Chat:
     def addition(self, members: Members, index: int, text: str) -> ChatChunk:
         return ChatChunk(**members, choices=[ChatChunkChoice(index=index, delta=Delta(content=text))])
 
-    def chunk(self, members: Members, index: int, piece: Piece) -> ChatChunk | str | None:
-        parser, held = self._parsers[index], self._held[index]
-        if self._body.return_token_ids:
+    def chunk(self, members: Members, index: int, piece: Piece) -> list[ChatChunk] | str:
+        parser, held, body = self._parsers[index], self._held[index], self._body
+        if body.return_token_ids:
             held += piece.tokens
         parts = [(parser.add(text), drafted) for text, drafted in piece.spans]
-        body = self._body
         plain = not (piece.finish_reason or body.logprobs or body.return_token_ids or self._has_spans)
         if plain and not any(part.reasoning_content or part.tool_calls for part, _ in parts):
-            return "".join(part.content for part, _ in parts) or None
+            text = "".join(part.content for part, _ in parts)
+            return text or []
         if piece.finish_reason is not None:
             parts.append((parser.finish(), bool(piece.spans) and piece.spans[-1][1]))
         if not (piece.finish_reason or piece.logprobs or any(part for part, _ in parts)):
-            return None  # what may become a marker is held back
+            return []  # what may become a marker is held back
+        first, *others = _deltas([part for part, _ in parts])
         choice = ChatChunkChoice(
             index=index,
-            delta=_delta([part for part, _ in parts]),
+            delta=first,
             logprobs=self._logprobs(piece.logprobs),
-            finish_reason=self._reading.finish_reason(piece.finish_reason, parser.called),  # type: ignore[arg-type]
-            stop_reason=piece.result.stop_reason if piece.result is not None else None,
-            token_ids=list(held) if self._body.return_token_ids else None,
+            token_ids=list(held) if body.return_token_ids else None,
         )
         held.clear()
-        return ChatChunk(**members, choices=[choice], leapahead=_spans(parts) if self._has_spans else None)
+        choices = [choice, *(ChatChunkChoice(index=index, delta=delta) for delta in others)]
+        choices[-1].finish_reason = self._reading.finish_reason(piece.finish_reason, parser.called)  # type: ignore[assignment]
+        choices[-1].stop_reason = piece.result.stop_reason if piece.result is not None else None
+        chunks = [ChatChunk(**members, choices=[each]) for each in choices]
+        if self._has_spans:
+            chunks[0].leapahead = _spans(parts)
+            for each in chunks[1:]:
+                each.leapahead = Spans(spans=[])
+        return chunks
 
     def last(self, members: Members) -> ChatChunk:
         return ChatChunk(**members, choices=[])
@@ -162,8 +169,8 @@ class Chat:
         return logprobs.chat(entries, self._texts.token, bool(self._body.return_tokens_as_token_ids))
 
 
-def _delta(parts: Sequence[Part]) -> Delta:
-    """What several parts add together."""
+def _deltas(parts: Sequence[Part]) -> list[Delta]:
+    """What several parts add together. Each delta has one call at most, since clients read the first one only."""
     found = Part()
     for part in parts:
         found.content += part.content
@@ -171,21 +178,18 @@ def _delta(parts: Sequence[Part]) -> Delta:
         for piece in part.tool_calls:
             found.add_call(piece)
     thought = found.reasoning_content or None
-    calls = [
-        ToolCallPiece(
+    deltas = [Delta(content=found.content or None, reasoning_content=thought, reasoning=thought)]
+    for at, piece in enumerate(found.tool_calls):
+        call = ToolCallPiece(
             index=piece.index,
             id=piece.id,
             type=None if piece.id is None else "function",
             function=FunctionDelta(name=piece.name, arguments=piece.arguments),
         )
-        for piece in found.tool_calls
-    ]
-    return Delta(
-        content=found.content or None,
-        tool_calls=calls or None,
-        reasoning_content=thought,
-        reasoning=thought,
-    )
+        if at:
+            deltas.append(Delta())
+        deltas[-1].tool_calls = [call]
+    return deltas
 
 
 def _spans(parts: Sequence[tuple[Part, bool]]) -> Spans:

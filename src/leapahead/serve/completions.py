@@ -117,7 +117,7 @@ class Completion:
     def addition(self, members: Members, index: int, text: str) -> CompletionReply:
         return CompletionReply(**members, choices=[CompletionChoice(index=index, text=text)])
 
-    def chunk(self, members: Members, index: int, piece: Piece) -> CompletionReply | str:
+    def chunk(self, members: Members, index: int, piece: Piece) -> list[CompletionReply] | str:
         if piece.finish_reason is None and not (self._has_logprobs or self._has_spans or self._body.return_token_ids):
             return piece.text
         choice = CompletionChoice(
@@ -128,7 +128,7 @@ class Completion:
             stop_reason=piece.result.stop_reason if piece.result is not None else None,
             token_ids=piece.tokens if self._body.return_token_ids else None,
         )
-        return CompletionReply(**members, choices=[choice], leapahead=self._spans(piece))
+        return [CompletionReply(**members, choices=[choice], leapahead=self._spans(piece))]
 
     def _spans(self, piece: Piece) -> Spans | None:
         if not self._has_spans:

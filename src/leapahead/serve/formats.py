@@ -43,16 +43,20 @@ class Reading:
         reasoning: how its reasoning is marked; None where all is content.
         choice: whether a tool is to be called.
         prompt: the end of the prompt's text, which may have begun the reasoning.
+        available: tools that may be called.
+        parallel: whether there may be several calls.
     """
 
     tools: ToolFormat | None
     reasoning: ReasoningFormat | None
     choice: ToolChoice
     prompt: str
+    available: tuple[Tool, ...] = ()
+    parallel: bool = True
 
     def parser(self) -> ChatParser:
         """Reads one answer."""
-        return ChatParser(self.tools, self.reasoning, self.prompt)
+        return ChatParser(self.tools, self.reasoning, self.prompt, functions=self.available, parallel=self.parallel)
 
     def finish_reason(self, given: str | None, called: bool) -> str | None:
         """As of OpenAI: where the request has named the function, a call is no reason of its own."""
@@ -127,7 +131,7 @@ class Formats:
         chosen = _about("tool_choice", lambda: tool_choice(asked, found))
         return found, chosen
 
-    def reading(self, body: ChatRequest, choice: ToolChoice, available: bool, prompt: list[int]) -> Reading:
+    def reading(self, body: ChatRequest, choice: ToolChoice, available: list[Tool], prompt: list[int]) -> Reading:
         """How the answers of a request are read.
 
         A text that a regular expression, a choice or a grammar forms as a whole has no reasoning.
@@ -137,9 +141,10 @@ class Formats:
         reasoning = None if whole else self.reasoning
         end = "" if reasoning is None else self._texts.text(prompt[-len(reasoning.start) - 8 :])
         calls = self.tools if available and choice.mode != "none" else None
-        return Reading(calls, reasoning, choice, end)
+        parallel = body.parallel_tool_calls is not False and choice.name is None
+        return Reading(calls, reasoning, choice, end, tuple(available), parallel)
 
-    def grammar(self, body: ChatRequest, available: list[Tool], reading: Reading) -> Grammar | None:
+    def grammar(self, body: ChatRequest, reading: Reading) -> Grammar | None:
         """The grammar of an answer; None for text of any form.
 
         Raises:
@@ -153,15 +158,14 @@ class Formats:
         form = forms.json_schema(body.response_format)
         calls, tokenizer = reading.tools, self._texts.tokenizer
         assert tokenizer is not None, "a chat has passed its template"
-        parallel = body.parallel_tool_calls is not False
         return self._compiled(
             "tools" if form is None else "response_format",
             lambda: tool_grammar(
-                available,
+                reading.available,
                 reading.choice,
                 calls,
                 tokenizer,
-                parallel=parallel and reading.choice.name is None,
+                parallel=reading.parallel,
                 reasoning=reading.reasoning,
                 prompt=reading.prompt,
                 form=form,
@@ -170,9 +174,9 @@ class Formats:
 
     def tokenizer(self, reading: Reading) -> Tokenizer | None:
         """What gives the texts, with the markers that are looked for; None for the model's own tokenizer."""
-        calls = () if reading.tools is None else (reading.tools.start, reading.tools.end)
+        calls = () if reading.tools is None else reading.tools.markers
         thought = () if reading.reasoning is None else (reading.reasoning.start, reading.reasoning.end)
-        markers = tuple(marker for marker in (*calls, *thought) if marker)
+        markers = (*calls, *thought)
         if not markers or self._texts.tokenizer is None:
             return None
         return WithMarkers(self._texts.tokenizer, markers)

@@ -12,6 +12,8 @@ from leapahead.planner.draft import Step
 LABELS = ("model_name", "engine")
 SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 LONG = (0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
 MOST_POSITIONS = 64  # depths of drafts that have a series of their own
 
 
@@ -37,6 +39,7 @@ class Metrics:
         self.cached_tokens = self._counter("prefix_cache_hits", "Tokens of prompts that were in the cache already.")
         self.queried_tokens = self._counter("prefix_cache_queries", "Tokens of prompts that were looked up in it.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens of texts.")
+        self._counter("num_preemptions", "Texts that were interrupted for others, which this server does not do.")
         self.drafts = self._counter("spec_decode_num_drafts", "Steps of texts that had a draft.")
         self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
         self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
@@ -57,6 +60,11 @@ class Metrics:
             "inter_token_latency_seconds", "Between the tokens of one step of a text and those of the next.", SHORT
         )
         self.whole = self._histogram("e2e_request_latency_seconds", "From the request to the end of the text.", LONG)
+        self.decoding = self._histogram("request_decode_time_seconds", "From the first token to the end.", LONG)
+        self.prompt = self._histogram("request_prompt_tokens", "Tokens of the prompt of a text.", COUNTS)
+        self.generated = self._histogram("request_generation_tokens", "Tokens of a text.", COUNTS)
+        self.most = self._histogram("request_params_max_tokens", "Greatest length that a text may have.", COUNTS)
+        self.samples = self._histogram("request_params_n", "Texts for each prompt.", SAMPLES)
 
     def text(self) -> bytes:
         """All of them, in the text format of Prometheus."""
@@ -73,11 +81,12 @@ class Metrics:
             for position in range(min(accepted, MOST_POSITIONS)):
                 self._positions[position].inc()
 
-    def finished(self, handle: Handle, began: float, now: float) -> None:
+    def finished(self, handle: Handle, most: int, began: float, now: float) -> None:
         """To be called at the end of a text.
 
         Args:
             handle: of the text.
+            most: greatest length that it could have.
             began: when the request came, in seconds of `time.perf_counter`.
             now: the same clock.
         """
@@ -91,9 +100,20 @@ class Metrics:
             self.inter_token.observe(other - one)
         if reason in ("stop", "length"):
             self.whole.observe(now - began)
+            self.decoding.observe(handle.times[-1] - handle.times[0])
+            self.prompt.observe(handle.stats.prompt_tokens)
+            self.generated.observe(len(handle.tokens))
+            self.most.observe(most)
 
-    def read(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """To be called once for every prompt that was read."""
+    def read(self, prompt_tokens: int, cached_tokens: int, samples: int) -> None:
+        """To be called once for every prompt that was read.
+
+        Args:
+            prompt_tokens: its length.
+            cached_tokens: those of its tokens that were in the cache already.
+            samples: number of its texts.
+        """
+        self.samples.observe(samples)
         self.prompt_tokens.inc(prompt_tokens)
         self.queried_tokens.inc(prompt_tokens)
         self.cached_tokens.inc(cached_tokens)

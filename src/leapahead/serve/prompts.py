@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import Any, TypeVar, cast
 
 from leapahead.api import LLM
+from leapahead.core.errors import BadParameter
 from leapahead.inputs import Prompt, chat_text, encode
 from leapahead.serve.errors import ApiError, of
 from leapahead.serve.messages import AssistantMessage, Message, ToolMessage, joined
@@ -16,6 +19,9 @@ from leapahead.serve.tokenization import TokenizeMessages
 
 T = TypeVar("T")
 KEPT_TOKENS = 1 << 16  # token ids whose text is kept
+NO_CONTENT = re.compile(
+    r"content['\"]?\]?\s+is\s+(?:not\s+)?none", re.IGNORECASE
+)  # in a template that has a case for it
 
 
 class Texts:
@@ -54,11 +60,27 @@ class Texts:
             variables["tools"] = [
                 tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in body.tools
             ]
-        messages = conversation(body.messages, self.template)
-        text = _about("messages", lambda: chat_text(messages, self.tokenizer, body.add_generation_prompt, variables))
+        text = _about("messages", lambda: self._chat_text(body.messages, body.add_generation_prompt, variables))
         if body.continue_final_message:
-            text = left_open(text, messages[-1]["content"])
+            text = left_open(text, joined(body.messages[-1].content or ""))
         return self._limited("messages", self.ids(text, body.add_special_tokens), last)
+
+    def _chat_text(self, messages: Sequence[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
+        """The text of a chat. Messages with tool calls are given in the ways that templates expect, one after another.
+
+        Arguments of calls are objects, or text for templates that join them to other text. No content is null for
+        templates that have a case for it, if the tokenizer lets it pass, or an empty text.
+        """
+        called = any(isinstance(message, AssistantMessage) and message.tool_calls for message in messages)
+        nulls = (True, False) if called and NO_CONTENT.search(self.template) else (False,)
+        errors = []
+        for null, as_text in product(nulls, (False, True) if called else (False,)):
+            given = conversation(messages, self.template, null, as_text)
+            try:
+                return chat_text(given, self.tokenizer, add_generation_prompt, variables)
+            except BadParameter as error:
+                errors.append(error)
+        raise errors[0]
 
     @property
     def template(self) -> str:
@@ -144,17 +166,21 @@ def left_open(text: str, final: str) -> str:
     return text[: begin + len(whole if text.startswith(whole, begin) else trimmed)]
 
 
-def conversation(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
+def conversation(
+    messages: Sequence[Message], template: str, null: bool = False, as_text: bool = False
+) -> list[dict[str, Any]]:
     """Messages as a chat template takes them; developers' ones are system messages for templates that do not know them.
 
     Args:
         messages: as the client sent them.
         template: the source of the chat template.
+        null: give null as the content of messages that have calls and nothing else; an empty text otherwise.
+        as_text: leave the arguments of calls JSON text, which some templates join to other text.
     """
-    return [_entry(message, template) for message in messages]
+    return [_entry(message, template, null, as_text) for message in messages]
 
 
-def _entry(message: Message, template: str) -> dict[str, Any]:
+def _entry(message: Message, template: str, null: bool, as_text: bool) -> dict[str, Any]:
     role = "system" if message.role == "developer" and "developer" not in template else message.role
     entry: dict[str, Any] = {"role": role, "content": "" if message.content is None else joined(message.content)}
     if message.name is not None:
@@ -166,11 +192,16 @@ def _entry(message: Message, template: str) -> dict[str, Any]:
         if thought is not None:
             entry["reasoning_content"] = thought
         if message.tool_calls:
+            if null and message.content is None:
+                entry["content"] = None
             entry["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.function.name, "arguments": _object(call.function.arguments)},
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": call.function.arguments if as_text else _object(call.function.arguments),
+                    },
                 }
                 for call in message.tool_calls
             ]

@@ -36,7 +36,7 @@ class Answer:
     Attributes:
         whole: the response, given what all responses have and the results of all texts.
         opening: the first chunks of a stream, given what all chunks have.
-        chunk: the chunk of a piece, given what all chunks have, the number of its text, and the piece; None where
+        chunk: the chunks of a piece, given what all chunks have, the number of its text, and the piece; none where
             there is nothing to be sent yet; a text where the chunk is `addition` with this text.
         addition: the chunk that adds a text and nothing else, given what all chunks have, the number of the text that
             it is added to, and the text.
@@ -46,7 +46,7 @@ class Answer:
 
     whole: Callable[[Members, Sequence[Result]], BaseModel]
     opening: Callable[[Members], Sequence[BaseModel]]
-    chunk: Callable[[Members, int, Piece], BaseModel | str | None]
+    chunk: Callable[[Members, int, Piece], Sequence[BaseModel] | str]
     addition: Callable[[Members, int, str], BaseModel]
     last: Callable[[Members], BaseModel]
     score: Callable[[Sequence[Sequence[TokenLogprobs]]], None]
@@ -147,16 +147,16 @@ class Service:
         async for _, index, piece in pieces:
             if piece is None or not (piece.text or piece.logprobs or piece.finish_reason or body.return_token_ids):
                 continue
-            event = answer.chunk(current(), index, piece)
-            if isinstance(event, str):
-                if continuous:
-                    yield chunk(answer.addition(current(), index, event))
-                    continue
+            found = answer.chunk(current(), index, piece)
+            if not isinstance(found, str):
+                for each in found:
+                    yield chunk(each)
+            elif continuous:
+                yield chunk(answer.addition(current(), index, found))
+            else:
                 if index not in additions:
                     additions[index] = TextEvent(answer.addition(members, index, TextEvent.MARK))
-                yield additions[index].of(event)
-            elif event is not None:
-                yield chunk(event)
+                yield additions[index].of(found)
         if with_usage or body.extension.stats:
             totals = self._totals(batch, job, body)
             if not with_usage:

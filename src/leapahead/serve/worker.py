@@ -318,9 +318,9 @@ class Worker:
         self._cancel(batch)
         now, samples = perf_counter(), job.options.get("n", 1)
         for index, handle in enumerate(batch.handles):
-            self.metrics.finished(handle, batch.began, now)
+            self.metrics.finished(handle, job.length, batch.began, now)
             if index % samples == 0 and handle.stats.prompt_tokens:
-                self.metrics.read(handle.stats.prompt_tokens, handle.stats.reused_tokens)
+                self.metrics.read(handle.stats.prompt_tokens, handle.stats.reused_tokens, samples)
 
     def _cancel(self, batch: Batch) -> None:
         self._live.remove(batch)
