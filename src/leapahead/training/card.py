@@ -1,0 +1,153 @@
+"""The model card of a trained head, and the curves of its training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from leapahead.bench import plots
+from leapahead.bench.conditions import Data
+from leapahead.drafters.heads.config import EAGLE, EAGLE3, MEDUSA
+from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES, Evaluation
+from leapahead.training.loop import State
+from leapahead.training.recipes import Recipe
+from leapahead.training.settings import Settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAMES = {MEDUSA: "Medusa", EAGLE: "EAGLE", EAGLE3: "EAGLE-3"}
+PAPERS = {MEDUSA: "2401.10774", EAGLE: "2401.15077", EAGLE3: "2503.01840"}
+FORMATS = {MEDUSA: "vLLM's", EAGLE: "EAGLE's own", EAGLE3: "speculators"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a model card tells of a training.
+
+    Attributes:
+        settings: complete.
+        texts, tokens: number of texts that were trained on, and of tokens of their answers.
+        sampled: share of these texts that were sampled at temperature 1.
+        data: name of the file of prompts.
+        state: at the end.
+        evaluations: of the trained head.
+        conditions: of the measurements, see `leapahead.bench.conditions`.
+        command: that was given; "" where there was none.
+    """
+
+    settings: Settings
+    texts: int
+    tokens: int
+    sampled: float
+    data: str
+    state: State
+    evaluations: Sequence[Evaluation]
+    conditions: Data
+    command: str = ""
+
+
+def text(recipe: Recipe, run: Run) -> str:
+    """The content of `README.md`."""
+    config = recipe.config
+    name = NAMES[config.kind]
+    parameters = sum(each.numel() for each in recipe.parameters.values())
+    vocabulary = f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"
+    rows = [
+        ("Target", f"`{config.target}`"),
+        ("Kind", f"{name} ({PAPERS[config.kind]}), in {FORMATS[config.kind]} format"),
+        ("Parameters", f"{parameters:,}, {str(recipe.target.output.dtype).removeprefix('torch.')}"),
+        ("Vocabulary", "all tokens" if recipe.vocabulary is None else vocabulary),
+        *([("Hidden states", ", ".join(map(str, config.layers)))] if config.kind == EAGLE3 else []),
+        *([("Heads", str(config.depths))] if config.kind == MEDUSA else []),
+    ]
+    body = [
+        f"# {name} head for {config.target}\n",
+        f"A trained drafter for `{config.target}`. It predicts several tokens ahead from the hidden states of that "
+        "model, which\nverifies them in one forward pass: the text is the model's own, and comes faster.\n",
+        "| | |\n| --- | --- |\n" + "".join(f"| {key} | {value} |\n" for key, value in rows),
+        "## Use\n",
+        "    leapahead generate -m MODEL --head FOLDER PROMPT\n",
+        f"## Training\n\n{_training(run)}",
+        "![Loss and agreement](curves.png)\n",
+        f"## Measured\n\n{_measured(run.evaluations)}",
+    ]
+    if run.command:
+        body += [f"## Command\n\n    {run.command}\n"]
+    front = (
+        f"---\nlibrary_name: leapahead\nbase_model: {config.target}\ntags: [speculative-decoding, {config.kind}]\n---\n"
+    )
+    return front + "\n".join([*body, f"Trained with leapahead {run.conditions['versions']['leapahead']}.\n"])
+
+
+def _training(run: Run) -> str:
+    settings, state = run.settings, run.state
+    texts = settings.batch * settings.accumulate
+    method = {
+        MEDUSA: "Every head starts as a copy of the target's output layer; the loss of head k has the weight 0.8^k; "
+        f"loss {settings.loss}.",
+        EAGLE: f"Loss: smooth L1 of the states + 0.1 {settings.loss}; uniform noise of width 0.2 on the states.",
+        EAGLE3: f"The head is continued from its own states for {settings.depths} steps, whose losses have the weights "
+        f"0.8^step; loss {settings.loss}.",
+    }[settings.kind]
+    return (
+        f"{run.texts:,} texts of the target, {run.tokens:,} tokens of its answers to the prompts of `{run.data}`;\n"
+        f"{run.sampled:.0%} of them sampled at temperature 1, the others greedy. {state.step:,} steps of {texts} texts "
+        f"({state.step * texts / max(1, run.texts):.1f} epochs)\nin {state.seconds / 60:.1f} minutes on "
+        f"{run.conditions['gpu'] or run.conditions['cpu']}. AdamW, learning rate {settings.lr:g}, warm-up and "
+        f"{settings.schedule} decay.\n{method}\n"
+    )
+
+
+def _measured(evaluations: Sequence[Evaluation]) -> str:
+    """A table with a row for every set of texts."""
+    if not evaluations:
+        return "No texts were held out.\n"
+    depths = " | ".join(str(depth) for depth in range(1, DEPTH + 1))
+    lines = [
+        "The head drafts once at every place of texts that it was not trained on. Columns 1 to 5: how often the token "
+        "at that\ndepth of a chain is right where those before it are. Tokens a pass: of the target, 1 without drafts; "
+        f"the tree has the\n{NODES} likeliest nodes, with {CANDIDATES} candidates after each of {FRONTIER} nodes of a "
+        "level.\n",
+        f"| Texts | Number | Tokens | {depths} | Tokens a pass, chain of {DEPTH} | Tree of {NODES} |",
+        f"| --- | ---: | ---: | {' | '.join(['---:'] * DEPTH)} | ---: | ---: |",
+    ]
+    for each in evaluations:
+        rates = " | ".join(f"{rate:.2f}" for rate in each.depths)
+        lines.append(f"| {each.name} | {each.texts} | {each.tokens} | {rates} | {each.chain:.2f} | {each.tree:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def figures(run: Run) -> Data:
+    """The data of `curves`."""
+    return {
+        "kind": NAMES[run.settings.kind],
+        "points": run.state.points,
+        "held_out": run.state.held_out,
+        "evaluations": [asdict(each) for each in run.evaluations],
+        "conditions": run.conditions,
+    }
+
+
+def curves(data: Data) -> Figure:
+    """The loss over the steps, and how often each depth was right; lines of the training, markers of held-out texts."""
+    note = "lines: batches of the training, means of 10 steps; markers: held-out texts"
+    figure, (left, right) = plots.subplots(2, data, note)
+    points, held = data["points"], data["held_out"]
+    left.plot([row[0] for row in points], [row[1] for row in points], color=plots.COLOURS[0], label="training")
+    left.plot([row[0] for row in held], [row[1] for row in held], "o", color=plots.COLOURS[1], label="held out")
+    left.set(title=f"Loss of {data['kind']}", xlabel="step", ylabel="loss")
+    left.set_ylim(bottom=0)
+    left.legend()
+    depths = len((points or held)[0]) - 2 if points or held else 0
+    for depth in range(depths):
+        colour, marker = plots.COLOURS[depth % len(plots.COLOURS)], plots.MARKERS[depth % len(plots.MARKERS)]
+        right.plot([row[0] for row in points], [row[2 + depth] for row in points], color=colour, linewidth=1)
+        right.plot(
+            [row[0] for row in held], [row[2 + depth] for row in held], marker, color=colour, label=f"depth {depth + 1}"
+        )
+    right.set(title="Likeliest token is the text's, each depth alone", xlabel="step", ylabel="share of places")
+    right.set_ylim(0, 1)
+    right.legend()
+    return figure

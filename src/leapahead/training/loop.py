@@ -1,0 +1,254 @@
+"""The optimization of a head, the same for all kinds: AdamW, warm-up and decay, checkpoints, an end by steps or clock.
+
+Everything that a step depends on is in the checkpoint or a function of the step's number, so that a training of so
+many steps that was interrupted and resumed ends with the same weights as one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from leapahead.core.errors import BadParameter
+from leapahead.training.batches import Batch, Order, batch_of
+from leapahead.training.features import Features
+from leapahead.training.recipes import Recipe
+from leapahead.training.settings import Settings
+from leapahead.training.texts import Progress
+
+BETAS, WEIGHT_DECAY, MOST_GRADIENT = (0.9, 0.95), 0.01, 1.0
+WARM_UP = 0.03  # of the training
+CHECKPOINT_SECONDS = 150.0
+POINT = 10  # steps whose mean is a point of the curves
+STATE = "state"  # of a checkpoint's metadata
+OPTIMIZER = "optimizer."  # what the names of the optimizer's tensors begin with
+
+Row = list[float]  # the loss, then the agreement at each depth
+
+
+@dataclass
+class State:
+    """How far a training is.
+
+    Attributes:
+        step: optimizer steps that were taken.
+        seconds: that they took.
+        recent: the rows of the last steps, of which there is no point yet.
+        points: the number of a step, then the mean of the rows of `POINT` steps up to it.
+        held_out: the number of a step, then the row of the held-out texts after it.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    recent: list[Row] = field(default_factory=list)
+    points: list[Row] = field(default_factory=list)
+    held_out: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        """Notes a step that was taken."""
+        self.step += 1
+        self.recent.append(row)
+        if len(self.recent) == POINT:
+            self.points.append([self.step, *(sum(column) / POINT for column in zip(*self.recent, strict=True))])
+            self.recent = []
+
+    @property
+    def loss(self) -> float:
+        """The mean of the last steps."""
+        if self.recent:
+            return sum(row[0] for row in self.recent) / len(self.recent)
+        return self.points[-1][1] if self.points else math.nan
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a training tells, and what tells it to stop.
+
+    Attributes:
+        progress: is called after every step.
+        say: is called with a line after every checkpoint.
+        interrupts: a context that gives a function, which says whether to end after the step such that the training
+            can be resumed; see `leapahead.cli.screen.interrupts_between_steps`.
+        clock: in seconds.
+    """
+
+    progress: Progress
+    say: Callable[[str], None]
+    interrupts: Callable[[], AbstractContextManager[Callable[[], bool]]] = lambda: nullcontext(lambda: False)
+    clock: Callable[[], float] = perf_counter
+
+
+class Training:
+    """One training of a head, from its checkpoint if there is one.
+
+    Args:
+        recipe: with the head.
+        order: of the texts to train on.
+        features: gives their hidden states.
+        settings: complete.
+        checkpoint: the file.
+        held_out: texts on which the loss is measured at every checkpoint; None for none.
+
+    Attributes:
+        state: how far it is.
+
+    Raises:
+        BadParameter: the checkpoint is of another head, or cannot be read.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        order: Order,
+        features: Features,
+        settings: Settings,
+        checkpoint: Path,
+        held_out: Batch | None = None,
+    ) -> None:
+        self.recipe, self.order, self.features, self.settings = recipe, order, features, settings
+        self.checkpoint, self.held_out = checkpoint, held_out
+        self.parameters = recipe.parameters
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=settings.lr, betas=BETAS, weight_decay=WEIGHT_DECAY
+        )
+        self.state = self._load() if checkpoint.exists() else State()
+
+    @property
+    def share(self) -> float:
+        """How much of the training is done, from 0 to 1."""
+        if self.settings.steps is not None:
+            return self.state.step / self.settings.steps
+        assert self.settings.minutes is not None, "the settings are complete"
+        return self.state.seconds / (60 * self.settings.minutes)
+
+    @property
+    def is_done(self) -> bool:
+        return self.share >= 1
+
+    def run(self, watch: Watch) -> State:
+        """Trains to the end, or until it is told to stop; writes a checkpoint then, and every few minutes.
+
+        Raises:
+            BadParameter: the loss is not a finite number, or a checkpoint cannot be written.
+        """
+        if self.is_done:
+            return self.state
+        self.recipe.module.train()
+        started = watch.clock() - self.state.seconds
+        saved = watch.clock()
+        with watch.interrupts() as stop:
+            while not self.is_done and not stop():
+                self.state.add(self._step())
+                now = watch.clock()
+                self.state.seconds = now - started
+                watch.progress(f"training, loss {self.state.loss:.3f}", *self._done())
+                if now - saved >= CHECKPOINT_SECONDS:
+                    self._save(watch.say)
+                    saved = watch.clock()
+            self._save(watch.say)
+        return self.state
+
+    def _done(self) -> tuple[int, int]:
+        """Steps or seconds that are done, and how many there are."""
+        if self.settings.steps is not None:
+            return self.state.step, self.settings.steps
+        return int(self.state.seconds), int(60 * (self.settings.minutes or 0))
+
+    def _rate(self) -> float:
+        """The learning rate of the next step."""
+        share = min(1.0, self.share + (0.5 / self.settings.steps if self.settings.steps else 0.0))
+        falling = 1 - share if self.settings.schedule == "linear" else 0.5 + 0.5 * math.cos(math.pi * share)
+        return self.settings.lr * min(1.0, share / WARM_UP) * falling
+
+    def _step(self) -> Row:
+        """One optimizer step; returns its row."""
+        count, step = self.settings.accumulate, self.state.step
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate()
+        generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + step)
+        rows: list[Tensor] = []
+        for number in range(step * count, (step + 1) * count):
+            batch = self._batch(self.order[number])
+            with autocast(self.recipe.target.device):
+                found = self.recipe.loss(batch, generator)
+            (found.loss / count).backward()  # type: ignore[no-untyped-call]
+            rows.append(torch.cat([found.loss.detach()[None], found.agreement]))
+        row: Row = torch.stack(rows).mean(0).tolist()
+        if not math.isfinite(row[0]):
+            raise BadParameter(
+                f"the loss of step {step + 1} is not a finite number; go on from the last checkpoint with --resume and "
+                f"a lower learning rate than lr={self.settings.lr:g}"
+            )
+        nn.utils.clip_grad_norm_(self.parameters.values(), MOST_GRADIENT)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return row
+
+    def _batch(self, texts: Any) -> Batch:
+        return batch_of(texts, self.features, self.settings.prompt_tokens, self.recipe.target.hidden_size)
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    @torch.no_grad()
+    def _save(self, say: Callable[[str], None]) -> None:
+        """Measures the held-out texts and writes the checkpoint, in one step."""
+        state = self.state
+        line = f"step {state.step}, {state.seconds / 60:.1f} minutes: loss {state.loss:.3f}"
+        if self.held_out is not None:
+            with autocast(self.recipe.target.device):
+                found = self.recipe.loss(self.held_out)
+            state.held_out.append([state.step, found.loss.item(), *found.agreement.tolist()])
+            right = " ".join(f"{each:.2f}" for each in state.held_out[-1][2:])
+            line += f"; held-out texts: loss {state.held_out[-1][1]:.3f}, right at each depth {right}"
+        tensors = {name: each.detach() for name, each in self.parameters.items()}
+        kept = self.optimizer.state_dict()["state"]
+        tensors |= {f"{OPTIMIZER}{place}.{name}": each for place, some in kept.items() for name, each in some.items()}
+        part = self.checkpoint.with_suffix(".part")
+        try:
+            save_file(
+                {name: each.cpu().contiguous() for name, each in tensors.items()},
+                part,
+                {STATE: json.dumps(asdict(state))},
+            )
+            part.replace(self.checkpoint)
+        except (OSError, SafetensorError) as error:
+            raise BadParameter(f"the checkpoint {self.checkpoint} cannot be written: {error}") from None
+        say(line)
+
+    def _load(self) -> State:
+        """Fills the head and the optimizer."""
+        try:
+            with safe_open(self.checkpoint, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                state = State(**json.loads(file.metadata()[STATE]))
+            self.recipe.module.load_state_dict(
+                {name: each for name, each in tensors.items() if not name.startswith(OPTIMIZER)}, strict=False
+            )
+            found: dict[int, dict[str, Tensor]] = {}
+            for name in (name for name in tensors if name.startswith(OPTIMIZER)):
+                place, _, which = name.removeprefix(OPTIMIZER).partition(".")
+                found.setdefault(int(place), {})[which] = tensors[name]
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": found})
+        except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise BadParameter(f"the checkpoint {self.checkpoint} cannot be used: {error}") from None
+        return state
+
+
+def autocast(device: torch.device) -> Any:
+    """A context in which matrix products are computed in bfloat16, where the processor has it."""
+    if device.type == "cuda":
+        has = torch.cuda.is_bf16_supported()
+    else:
+        has = device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.autocast(device.type, torch.bfloat16) if has else nullcontext()

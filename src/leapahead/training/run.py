@@ -1,0 +1,133 @@
+"""A training run in order: the target's texts, its hidden states, the training, the evaluation, the files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from leapahead.api import LLM
+from leapahead.bench import plots
+from leapahead.bench.conditions import conditions
+from leapahead.core.errors import BadParameter
+from leapahead.training import card, texts
+from leapahead.training.batches import Order, batch_of
+from leapahead.training.evaluate import Evaluation, evaluate
+from leapahead.training.export import export
+from leapahead.training.features import Features, Online, Stored, training_target
+from leapahead.training.loop import State, Training, Watch
+from leapahead.training.recipes import Recipe, recipe
+from leapahead.training.settings import Folder, Settings
+from leapahead.training.texts import Text, Wish
+
+MOST_HELD_OUT = 40  # texts of each temperature that are evaluated
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training run ended with.
+
+    Attributes:
+        settings: complete.
+        state: of the training.
+        head: the folder of the trained head; None where the training was stopped before its end.
+        evaluations: of the trained head, by set of texts.
+    """
+
+    settings: Settings
+    state: State
+    head: Path | None
+    evaluations: Sequence[Evaluation] = ()
+
+
+def train_head(
+    llm: LLM, settings: Settings, path: Path, watch: Watch, resume: bool = False, command: str = ""
+) -> Trained:
+    """Trains a head for a target and writes it to `path`/head, with a model card and curves.
+
+    Args:
+        llm: the target, which writes the texts with its drafter. It is closed afterwards.
+        settings: of the training.
+        path: the folder of the run, which does not exist yet or is empty.
+        watch: what is told of the progress, and what stops the training.
+        resume: go on with the run that the folder holds.
+        command: for the model card.
+
+    Raises:
+        LeapaheadError: a setting is impossible, no head can be trained for the target, or a file cannot be written.
+    """
+    plots.require()
+    folder = Folder(path)
+    folder.check(settings, resume)
+    target = training_target(llm.target)
+    complete = settings.complete(target.hidden_size)
+    folder.begin(settings)
+    measured = conditions(llm.target)
+    trained, held_out, sets = _texts(llm, settings, folder, watch)
+    llm.close()
+    own = recipe(target, complete, trained)
+    features: Features = Online(target, own.layers)
+    if settings.features == "disk":
+        features = Stored(target, own.layers, folder.features, [*trained, *held_out], watch.progress)
+    some = held_out[: settings.batch]
+    watched = batch_of(some, features, settings.prompt_tokens, target.hidden_size) if some else None
+    order = Order(trained, settings.batch, settings.seed)
+    training = Training(own, order, features, complete, folder.checkpoint, watched)
+    state = training.run(watch)
+    if not training.is_done:
+        return Trained(complete, state, None)
+    sets = {**_by_temperature(held_out), **sets}
+    found = evaluate(own, Online(target, own.layers), sets, watch.progress)
+    run = card.Run(
+        complete,
+        len(trained),
+        sum(len(text.answer) for text in trained),
+        sum(text.temperature > 0 for text in trained) / len(trained),
+        texts.written_for(Path(settings.texts or folder.texts)),
+        state,
+        found,
+        measured,
+        command,
+    )
+    write(own, run, folder.head)
+    return Trained(complete, state, folder.head, found)
+
+
+def write(own: Recipe, run: card.Run, folder: Path) -> None:
+    """Writes the head, its model card and its curves.
+
+    Raises:
+        BadParameter: a file cannot be written.
+    """
+    export(own, folder)
+    try:
+        (folder / "README.md").write_text(card.text(own, run), encoding="utf-8")
+        plots.save(card.curves, card.figures(run), folder / "curves", kinds=("png",))
+    except OSError as error:
+        raise BadParameter(f"{folder} cannot be written: {error.strerror or error}") from None
+
+
+def _texts(
+    llm: LLM, settings: Settings, folder: Folder, watch: Watch
+) -> tuple[list[Text], list[Text], dict[str, list[Text]]]:
+    """The texts to train on, the held-out ones, and those of the files that are evaluated only, by their names."""
+    if settings.texts:
+        found = texts.read(llm, Path(settings.texts))
+    else:
+        wish = Wish(Path(settings.data), settings.max_new_tokens, settings.sampled, settings.seed)
+        found = texts.write(llm, wish, folder.texts, watch.progress)
+    sets = {}
+    for name in settings.evaluate:
+        wish = Wish(Path(name), settings.max_new_tokens, limit=settings.evaluate_prompts)
+        what = Path(name).stem
+        written = texts.write(llm, wish, folder.evaluation(what), watch.progress, f"texts of {what}")
+        sets[what] = [text for text in written if len(text.answer) >= texts.LEAST]
+    return *texts.divide(found, settings.held_out, settings.seed), sets
+
+
+def _by_temperature(held_out: Sequence[Text]) -> dict[str, list[Text]]:
+    names = {0.0: "held out, greedy", 1.0: "held out, temperature 1"}
+    return {
+        name: [text for text in held_out if text.temperature == temperature][:MOST_HELD_OUT]
+        for temperature, name in names.items()
+    }

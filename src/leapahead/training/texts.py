@@ -1,0 +1,219 @@
+"""The target's own texts, on which heads are trained: prompts, and what the target answers, as token ids.
+
+A head is trained on what it will have to predict: the target's answers, not those of a data set. Part of them is
+greedy and part sampled at temperature 1. They are written to a file as they come, so that an interrupted run goes on.
+The first line of the file says which model wrote them:
+
+    {"model": "bundled", "weights": "0f3c...", ...}
+    {"index": 0, "prompt": [5, 8], "answer": [9, 1, 7], "temperature": 0}
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from leapahead.api import LLM, check
+from leapahead.bench import tasks
+from leapahead.core.errors import BadParameter
+from leapahead.engine.request import Handle, Request
+from leapahead.inputs import Options
+from leapahead.models.loading import Loaded
+from leapahead.models.transformers.model import TransformersTarget
+from leapahead.models.transformers.weights import digest
+
+Progress = Callable[[str, int, int], None]  # what is done, how much of it, and how much there is
+AHEAD = 2  # times as many texts as are decoded together are given to the engine
+LEAST = 2  # tokens of an answer that can be trained on: one is drafted from, one is predicted
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and the target's answer.
+
+    Attributes:
+        index: of the prompt in its file.
+        prompt, answer: token ids.
+        temperature: 0 or 1.
+    """
+
+    index: int
+    prompt: list[int]
+    answer: list[int]
+    temperature: float = 0.0
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.answer
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Texts that are wanted of a file of prompts.
+
+    Attributes:
+        data: the file.
+        max_new_tokens: greatest length of an answer.
+        sampled: share of the texts that are sampled at temperature 1.
+        seed: of the first prompt's text; the others have the numbers after it.
+        limit: the most prompts, taken at equal distances; None for all.
+    """
+
+    data: Path
+    max_new_tokens: int
+    sampled: float = 0.0
+    seed: int = 0
+    limit: int | None = None
+
+    def temperature(self, index: int) -> float:
+        """Of the prompt with this index: sampled texts are spread evenly over the file."""
+        return float(int((index + 1) * self.sampled) > int(index * self.sampled))
+
+
+def prompts(llm: LLM, wish: Wish) -> list[list[int]]:
+    """Token ids of the prompts of a file, without repeated ones and those that leave no room for an answer.
+
+    Raises:
+        BadParameter: the file cannot be read, or no prompt is left.
+    """
+    task = tasks.read_file(wish.data, wish.limit)
+    loaded = Loaded(llm.target, llm.tokenizer, llm.eos_token_ids)
+    found = list({tuple(tokens): None for tokens in tasks.encoded(task, loaded, wish.max_new_tokens)})
+    if not found:
+        raise BadParameter(
+            f"{wish.data} holds no prompt that leaves room for max_new_tokens={wish.max_new_tokens} in the context of "
+            f"{llm.target.info.name}"
+        )
+    return [list(tokens) for tokens in found]
+
+
+def write(llm: LLM, wish: Wish, path: Path, progress: Progress, what: str = "the target's texts") -> list[Text]:
+    """The target's texts; those that the file does not hold yet are decoded and added to it.
+
+    Args:
+        llm: the target. Texts are decoded together, with its drafter.
+        wish: which texts.
+        path: the file.
+        progress: is called after every text.
+        what: they are, for `progress`.
+
+    Raises:
+        BadParameter: the file holds texts of another model or of other prompts.
+    """
+    wanted = prompts(llm, wish)
+    head = {**_model(llm), **asdict(wish), "data": wish.data.name}
+    if path.exists():
+        kept = _read(path, head)
+    else:
+        _append(path, {"model": llm.target.info.name, **head})
+        kept = {}
+    left = [index for index in range(len(wanted)) if index not in kept]
+    for index, text in kept.items():
+        if index >= len(wanted) or text.prompt != wanted[index]:
+            raise BadParameter(f"{path} holds texts of other prompts than {wish.data}; give a new folder")
+    for text in _decoded(llm, wish, wanted, left):
+        _append(path, asdict(text))
+        kept[text.index] = text
+        progress(what, len(kept), len(wanted))
+    return [kept[index] for index in sorted(kept)]
+
+
+def read(llm: LLM, path: Path) -> list[Text]:
+    """Texts that an earlier run has written.
+
+    Raises:
+        BadParameter: there are none, or another model wrote them.
+    """
+    return sorted(_read(path, _model(llm)).values(), key=lambda text: text.index)
+
+
+def written_for(path: Path) -> str:
+    """The name of the file of prompts that a file of texts was written for."""
+    with path.open(encoding="utf-8") as file:
+        return str(json.loads(file.readline())["data"])
+
+
+def divide(texts: Sequence[Text], held_out: float, seed: int) -> tuple[list[Text], list[Text]]:
+    """The texts to train on, and the held-out ones; without those that are too short to train on.
+
+    Raises:
+        BadParameter: too few are left.
+    """
+    usable = [text for text in texts if len(text.answer) >= LEAST]
+    count = max(1, round(held_out * len(usable))) if held_out else 0
+    if len(usable) < count + 1:
+        raise BadParameter(
+            f"there are {len(usable)} texts with at least {LEAST} tokens, too few to train a head; give more prompts"
+        )
+    chosen = set(random.Random(seed).sample(range(len(usable)), count))
+    groups: tuple[list[Text], list[Text]] = ([], [])
+    for place, text in enumerate(usable):
+        groups[place in chosen].append(text)
+    return groups
+
+
+def _decoded(llm: LLM, wish: Wish, wanted: Sequence[list[int]], left: Sequence[int]) -> Iterator[Text]:
+    """The texts of some prompts, each when it ends."""
+    engine, waiting = llm.engine, deque(left)
+    running: dict[Handle, int] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < AHEAD * engine.max_batch:
+                index = waiting.popleft()
+                running[engine.submit(_request(llm, wish, wanted, index))] = index
+            engine.step()
+            for handle in [handle for handle in running if handle.done]:
+                check(handle)
+                index = running.pop(handle)
+                yield Text(index, wanted[index], handle.tokens, wish.temperature(index))
+    finally:
+        for handle in running:
+            engine.cancel(handle)
+
+
+def _request(llm: LLM, wish: Wish, wanted: Sequence[list[int]], index: int) -> Request:
+    options: Options = {
+        "max_new_tokens": wish.max_new_tokens,
+        "temperature": wish.temperature(index),
+        "seed": wish.seed + index,
+    }
+    ((request, _),) = llm.requests([wanted[index]], options)
+    return request
+
+
+def _model(llm: LLM) -> dict[str, Any]:
+    """What names the model in the first line; its weights decide whether texts are its own."""
+    assert isinstance(llm.target, TransformersTarget), "only such a target is trained for"
+    return {"weights": digest(llm.target.model)}
+
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    """Adds a line to the file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def _read(path: Path, expected: dict[str, Any]) -> dict[int, Text]:
+    """The texts of a file by their index. A last line that an interrupt left incomplete is removed from the file."""
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadParameter(f"{path} cannot be read: {error}") from None
+    whole = content[: content.rfind("\n") + 1]
+    try:
+        head, *records = [json.loads(line) for line in whole.split("\n") if line]
+        texts = [Text(**record) for record in records]
+        given = {name: head[name] for name in expected}
+    except (ValueError, TypeError, KeyError):
+        raise BadParameter(f"{path} holds no texts of a training run; give one's texts.jsonl") from None
+    for name, value in expected.items():
+        if given[name] != value:
+            raise BadParameter(f"{path} was written with {name} {given[name]!r}, not {value!r}; give a new folder")
+    if len(whole) < len(content):
+        path.write_text(whole, encoding="utf-8")
+    return {text.index: text for text in texts}

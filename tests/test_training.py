@@ -1,0 +1,280 @@
+"""Training of heads: what is trained is what is drafted, and a resumed training is the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import heads  # noqa: E402
+from training_parts import KINDS, QUIET, VOCABULARY, made, model_of, settings_of, texts_of  # noqa: E402
+
+from leapahead import Engine, Request, SamplingParams, StopParams  # noqa: E402
+from leapahead.bench.conditions import silent  # noqa: E402
+from leapahead.core.errors import LeapaheadError  # noqa: E402
+from leapahead.core.stats import Stats  # noqa: E402
+from leapahead.models import loading  # noqa: E402
+from leapahead.planner.acceptance import AcceptanceTable  # noqa: E402
+from leapahead.training import evaluate, export, losses, recipes  # noqa: E402
+from leapahead.training.batches import Order, batch_of  # noqa: E402
+from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES  # noqa: E402
+from leapahead.training.features import Online, TrainingTarget, training_target  # noqa: E402
+from leapahead.training.settings import LOSSES  # noqa: E402
+from leapahead.training.texts import Text  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return model_of()
+
+
+@pytest.fixture(scope="module")
+def target(model: Any) -> TrainingTarget:
+    return training_target(loading.load(model).target)
+
+
+@pytest.fixture(scope="module")
+def texts(model: Any) -> list[Text]:
+    return texts_of(model)
+
+
+# ------------------------------------------------------------------------------------------------------- losses
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_its_formula(name: str) -> None:
+    draw = np.random.default_rng(0)
+    one, other, tokens = draw.normal(size=(6, 9)), draw.normal(size=(6, 9)), draw.integers(0, 9, 6)
+    q, p = (np.exp(each) / np.exp(each).sum(-1, keepdims=True) for each in (one, other))
+    expected = {
+        "ce": -np.log(q[np.arange(6), tokens]),
+        "soft_ce": -(p * np.log(q)).sum(-1),
+        "kl": (p * np.log(p / q)).sum(-1),
+        "reverse_kl": (q * np.log(q / p)).sum(-1),
+        "tv": 1 - np.minimum(p, q).sum(-1),
+    }[name]
+    found = losses.LOSSES[name](torch.tensor(one), torch.tensor(other), torch.tensor(tokens))
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-10)
+
+
+def test_smooth_l1_is_quadratic_near_and_linear_far() -> None:
+    found = losses.smooth_l1(torch.tensor([[0.5, 3.0]]), torch.zeros(1, 2))
+    assert found.tolist() == pytest.approx([(0.5 * 0.25 + 2.5) / 2])
+
+
+# ------------------------------------------------------------------------------------------- what is trained
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_computes_what_drafting_computes(kind: str, model: Any, target: TrainingTarget, texts: Any) -> None:
+    """Every depth of every row, in a batch with texts of other lengths, against the head run over the whole text."""
+    own = recipes.recipe(target, settings_of(kind, depths=3), texts)
+    with torch.no_grad():
+        for each in own.parameters.values():
+            each.add_(0.2 * torch.randn(each.shape, generator=torch.Generator().manual_seed(1)))
+    some = [texts[4], replace(texts[9], answer=texts[9].answer[:9])]
+    batch = batch_of(some, Online(target, own.layers), 100, 32)
+    with torch.no_grad():
+        states = list(own.states(batch, None))
+    checked = 0
+    for depth in range(own.depths):
+        for row, place in zip(*(each.tolist() for each in batch.rows_at(depth)), strict=True):
+            tokens, layers = some[row].tokens, heads.LAYERS[kind]
+            committed, path = tokens[: place + 2], tokens[place + 2 : place + 2 + depth]
+            expected = heads.recomputed(model, own.module, layers, committed, path)
+            found = own.logits(depth, states[depth][row, place - batch.first]).detach()
+            np.testing.assert_allclose(found.numpy(), expected, atol=2e-5 * np.abs(expected).max())
+            checked += 1
+    rows = sum(len(text.answer) - (len(text.prompt) == 1) for text in some)
+    assert checked == sum(rows - depth * len(some) for depth in range(own.depths))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_falls(kind: str, target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
+    _, training = made(target, texts, settings_of(kind), tmp_path / "checkpoint")
+    points = training.run(QUIET).points
+    assert [point[0] for point in points] == [10, 20, 30]
+    assert points[2][1] < 0.9 * points[0][1]
+
+
+def test_a_new_medusa_predicts_what_the_target_does(target: TrainingTarget, texts: Any) -> None:
+    own = recipes.recipe(target, settings_of("medusa"), texts)
+    states = torch.randn(3, 32)
+    for depth in range(5):
+        torch.testing.assert_close(own.module.one(depth, states), target.logits(states))
+
+
+def test_what_is_the_targets_is_not_trained(target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
+    before = [each.clone() for each in (target.embedding, target.output)]
+    own, training = made(target, texts, settings_of("eagle", steps=5), tmp_path / "checkpoint")
+    training.run(QUIET)
+    assert not {"embed_tokens.weight", "lm_head.weight"} & own.parameters.keys()
+    assert torch.equal(before[0], target.embedding)
+    assert torch.equal(before[1], target.output)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_trains(loss: str, target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
+    _, training = made(target, texts, settings_of("eagle3", loss=loss, draft_vocab=40), tmp_path / "checkpoint")
+    points = training.run(QUIET).points
+    assert points[2][1] < points[0][1]
+
+
+def test_the_order_is_a_function_of_the_number(texts: Any) -> None:
+    order = Order(texts, 5, seed=3)
+    numbers = [[text.index for text in order[number]] for number in range(12)]
+    assert [[text.index for text in Order(texts, 5, seed=3)[number]] for number in (11, 2)] == [numbers[11], numbers[2]]
+    for epoch in range(3):
+        seen = [index for batch in numbers[4 * epoch : 4 * epoch + 4] for index in batch]
+        assert len(set(seen)) == len(seen) == 20
+    assert numbers[:4] != numbers[4:8]
+
+
+# --------------------------------------------------------------------------------------------- a resumed training
+
+
+def stopping(after: int) -> Callable[[], Any]:
+    """Interrupts that come after so many steps."""
+
+    @contextmanager
+    def interrupts() -> Iterator[Callable[[], bool]]:
+        left = iter([False] * after)
+        yield lambda: next(left, True)
+
+    return interrupts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_training_is_the_same(kind: str, target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
+    settings = settings_of(kind, steps=9, accumulate=2)
+    whole, training = made(target, texts, settings, tmp_path / "whole")
+    training.run(QUIET)
+    _, first = made(target, texts, settings, tmp_path / "parts")
+    assert first.run(replace(QUIET, interrupts=stopping(4))).step == 4
+    assert not first.is_done
+    resumed, second = made(target, texts, settings, tmp_path / "parts")
+    state = second.run(QUIET)
+    assert (state.step, state.loss) == (9, training.state.loss)
+    for name, each in whole.parameters.items():
+        assert torch.equal(each, resumed.parameters[name]), name
+
+
+def test_a_loss_that_is_no_number_ends_the_training(target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
+    own, training = made(target, texts, settings_of("eagle3"), tmp_path / "checkpoint")
+    own.module.fc.weight.data[0, 0] = torch.nan
+    with pytest.raises(LeapaheadError, match=r"loss of step 1 is not a finite number; .*--resume .* lr=0.005"):
+        training.run(QUIET)
+
+
+def test_a_broken_checkpoint_is_named(target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").write_bytes(b"nothing")
+    with pytest.raises(LeapaheadError, match="checkpoint cannot be used"):
+        made(target, texts, settings_of("eagle3"), tmp_path / "checkpoint")
+
+
+def test_the_end_by_the_clock(target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
+    times = iter(range(0, 10_000, 7))
+    _, training = made(target, texts, settings_of("medusa", steps=None, minutes=1), tmp_path / "checkpoint")
+    state = training.run(replace(QUIET, clock=lambda: float(next(times))))
+    assert state.seconds >= 60
+    assert state.step == 8
+
+
+# ---------------------------------------------------------------------------------------------------- evaluation
+
+
+def naive(
+    logits: Callable[[list[int]], Any], ids: Sequence[int], nodes: int, frontier: int, candidates: int
+) -> list[list[int]]:
+    """The paths of a tree, grown one node at a time."""
+    found: list[tuple[float, list[int]]] = []
+    level: list[tuple[float, list[int]]] = [(0.0, [])]
+    for _ in range(DEPTH):
+        below = []
+        for score, path in level:
+            values = np.asarray(logits(path))
+            logp = values - values.max() - np.log(np.exp(values - values.max()).sum())
+            below += [(score + logp[k], [*path, ids[k]]) for k in np.argsort(-logp, kind="stable")[:candidates]]
+        found += below
+        level = sorted(below, key=lambda each: -each[0])[:frontier]
+    return [path for _, path in sorted(found, key=lambda each: -each[0])[:nodes]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_acceptance_is_that_of_drafting_place_by_place(
+    kind: str, model: Any, target: TrainingTarget, texts: Any, tmp_path: Path
+) -> None:
+    draft_vocab = 0 if kind == "eagle" else 50
+    own, training = made(target, texts, settings_of(kind, draft_vocab=draft_vocab), tmp_path / "checkpoint")
+    training.run(QUIET)
+    text = texts[7]
+    (found,) = evaluate.evaluate(own, Online(target, own.layers), {"one": [text], "none": []}, silent)
+    ids = list(range(VOCABULARY)) if own.vocabulary is None else own.vocabulary.tolist()
+    steps, reached, right = {}, [0] * DEPTH, [0] * DEPTH
+    for shape in ((DEPTH, 1, 1), (NODES, FRONTIER, CANDIDATES)):
+        counts = []
+        for place in range(len(text.prompt) - 1, len(text.tokens) - 1):
+            committed, below = text.tokens[: place + 1], text.tokens[place + 1 :]
+
+            def logits(path: list[int], committed: list[int] = committed) -> Any:
+                return heads.recomputed(model, own.module, heads.LAYERS[kind], committed, path)
+
+            paths = naive(logits, ids, *shape)
+            counts.append(max((len(path) for path in paths if path == below[: len(path)]), default=0))
+            if shape[1] == 1:
+                for depth in range(min(DEPTH, len(below))):
+                    reached[depth] += counts[-1] >= depth
+                    right[depth] += counts[-1] > depth
+        steps[shape[1]] = evaluate.passes(counts)
+    assert found.name == "one"
+    assert found.tokens == len(text.answer)
+    assert found.chain == pytest.approx(found.tokens / steps[1])
+    assert found.tree == pytest.approx(found.tokens / steps[FRONTIER])
+    assert found.depths == pytest.approx([r / max(1, n) for r, n in zip(right, reached, strict=True)])
+    assert found.tree > 1
+
+
+def test_passes() -> None:
+    assert evaluate.passes([0, 0, 0]) == 3
+    assert evaluate.passes([2, 0, 0, 1, 0]) == 2
+    assert evaluate.passes([5]) == 1
+
+
+class ByRank(AcceptanceTable):
+    """Estimates that only know the rank of a candidate, so that a chain consists of first candidates."""
+
+    def estimate(self, key: Any, unknown: float = 0.0) -> float:
+        return 0.6 / (1 + int(key[2])) if len(key) > 2 else 0.6
+
+    def learn(self, key: Any, hit: bool) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_accepts_what_the_evaluation_predicts(
+    kind: str, model: Any, target: TrainingTarget, texts: Any, tmp_path: Path
+) -> None:
+    own, training = made(target, texts, settings_of(kind, steps=40), tmp_path / "checkpoint.safetensors")
+    training.run(QUIET)
+    export.export(own, tmp_path / "head")
+    some = [text for text in texts if len(text.prompt) > 1]  # of one token there is no hidden state to draft from
+    (expected,) = evaluate.evaluate(own, Online(target, own.layers), {"all": some}, silent)
+    engine = Engine(loading.load(model).target, acceptance=ByRank())
+    drafter = engine.drafter("head", head=str(tmp_path / "head"), nodes=DEPTH, depth=DEPTH, chain=True)
+    stats = Stats()
+    for text in some:
+        handle = engine.submit(
+            Request(text.prompt, drafter, SamplingParams(), StopParams(max_new_tokens=len(text.answer)))
+        )
+        engine.run([handle])
+        assert handle.tokens == text.answer
+        stats = stats + handle.stats
+    assert stats.acceptance_length == pytest.approx(expected.chain, rel=0.01)  # of equal logits, either may be first
+    assert expected.chain > 1.05

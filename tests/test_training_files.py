@@ -1,0 +1,309 @@
+"""The files of a training run, and `leapahead train-head`: texts, hidden states, heads that are read, clear errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from training_parts import QUIET, made, model_of, settings_of, texts_of  # noqa: E402
+
+from leapahead import LLM  # noqa: E402
+from leapahead.bench import tasks  # noqa: E402
+from leapahead.bench.conditions import silent  # noqa: E402
+from leapahead.cli import screen  # noqa: E402
+from leapahead.core.errors import LeapaheadError, Refused  # noqa: E402
+from leapahead.drafters.heads import checkpoint, load, modules  # noqa: E402
+from leapahead.models import loading  # noqa: E402
+from leapahead.training import export, texts  # noqa: E402
+from leapahead.training.features import Online, Stored, training_target  # noqa: E402
+from leapahead.training.recipes import draft_vocabulary  # noqa: E402
+from leapahead.training.settings import Folder, Settings  # noqa: E402
+from leapahead.training.texts import Wish  # noqa: E402
+
+PROMPTS = ["def add(a, b):", "The quick brown", "for number in", "print(number,", "jumps over", "return a + b"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    return file
+
+
+# ------------------------------------------------------------------------------------------------------- prompts
+
+
+def test_prompts_of_every_form(tmp_path: Path) -> None:
+    message = {"role": "user", "content": "d"}
+    records = [{"prompt": "a"}, {"question": "b"}, {"turns": ["c", "later"]}, {"messages": [message]}]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, records)))
+    found = tasks.read_file(tmp_path / "some.jsonl")
+    assert found.prompts == ["a", "b", [{"role": "user", "content": "c"}], [message]]
+    (tmp_path / "lines.txt").write_text("one\n\n two\n")
+    assert tasks.read_file(tmp_path / "lines.txt").prompts == ["one", " two"]
+    assert tasks.read_file(tmp_path / "lines.txt", 1).prompts == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no prompts"),
+        ("{", "line 1 is not JSON"),
+        ('{"text": "a"}', "has none of the fields prompt, question, turns, messages"),
+        ('{"prompt": 1}', "the field 'prompt' holds no text"),
+        ('{"messages": []}', "the field 'messages' holds no messages"),
+        ('{"messages": [{"role": "user"}]}', "a message must have the texts 'role' and 'content'"),
+    ],
+)
+def test_prompts_that_are_none(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "some.jsonl").write_text(content)
+    with pytest.raises(LeapaheadError, match=message):
+        tasks.read_file(tmp_path / "some.jsonl")
+
+
+# --------------------------------------------------------------------------------------------------------- texts
+
+
+def test_texts_are_the_targets_and_go_on(tiny_folder: Path, data: Path, tmp_path: Path) -> None:
+    llm = LLM(str(tiny_folder), max_batch=2)
+    wish, file = Wish(data, 12, sampled=0.5, seed=7), tmp_path / "texts.jsonl"
+    found = texts.write(llm, wish, file, silent)
+    assert [text.index for text in found] == list(range(len(PROMPTS)))
+    assert sum(text.temperature for text in found) == 3
+    for text in found:
+        options = {"temperature": text.temperature, "seed": 7 + text.index}
+        expected = llm.generate(PROMPTS[text.index], max_new_tokens=12, drafter="plain", **options)
+        assert (text.prompt, text.answer) == (expected.prompt_tokens, expected.tokens)
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:3]) + lines[3][:20])  # interrupted while it was written
+    assert texts.write(llm, wish, file, silent) == found
+    assert sorted(file.read_text().splitlines()) == sorted("".join(lines).splitlines())
+    assert texts.read(llm, file) == found
+    assert texts.written_for(file) == "prompts.jsonl"
+
+
+def test_texts_of_others_are_refused(tiny_folder: Path, data: Path, tmp_path: Path) -> None:
+    llm, file = LLM(str(tiny_folder)), tmp_path / "texts.jsonl"
+    texts.write(llm, Wish(data, 4), file, silent)
+    with pytest.raises(LeapaheadError, match="was written with max_new_tokens 4, not 5"):
+        texts.write(llm, Wish(data, 5), file, silent)
+    with pytest.raises(LeapaheadError, match="was written with weights"):
+        texts.read(LLM(model_of()), file)
+    with pytest.raises(LeapaheadError, match=r"holds no texts of a training run; give one's texts\.jsonl"):
+        texts.read(llm, data)
+
+
+def test_held_out_texts_are_not_trained_on() -> None:
+    some = texts_of(model_of(), 10)
+    trained, held_out = texts.divide(some, 0.3, seed=1)
+    assert len(held_out) == 3
+    assert sorted(text.index for text in (*trained, *held_out)) == list(range(10))
+    with pytest.raises(LeapaheadError, match="there are 1 texts with at least 2 tokens, too few"):
+        texts.divide(some[:1], 0.3, seed=1)
+
+
+# ------------------------------------------------------------------------------------------------- hidden states
+
+
+def test_hidden_states_on_disk_are_those_computed(tmp_path: Path) -> None:
+    model = model_of()
+    target, some = training_target(loading.load(model).target), texts_of(model, 5)
+    online, stored = Online(target, (0, 1, 2)), Stored(target, (0, 1, 2), tmp_path, some, silent)
+    (file,) = tmp_path.iterdir()
+    with torch.no_grad():
+        states = model(torch.tensor([some[3].tokens]), output_hidden_states=True).hidden_states
+    torch.testing.assert_close(online.of(some)[3], torch.cat(states, dim=-1)[0])
+    for own, other in zip(online.of(some[2:4]), stored.of(some[2:4]), strict=True):
+        assert other.dtype == torch.float16
+        torch.testing.assert_close(other.float(), own, atol=1e-2, rtol=1e-3)
+    written = file.stat().st_mtime_ns
+    Stored(target, (0, 1, 2), tmp_path, some, silent)
+    assert file.stat().st_mtime_ns == written
+
+
+def test_a_target_whose_logits_are_scaled_is_refused() -> None:
+    model = model_of()
+    target = loading.load(model).target
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda states: 0.5 * forward(states)
+    with pytest.raises(Refused, match="its logits are not its last hidden state times its output layer"):
+        training_target(target)
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    ("kind", "draft_vocab"), [("medusa", 0), ("medusa", 20), ("eagle", 0), ("eagle3", 0), ("eagle3", 20)]
+)
+def test_a_written_head_is_read_with_equal_logits(kind: str, draft_vocab: int, tmp_path: Path) -> None:
+    model = model_of()
+    loaded, some = loading.load(model).target, texts_of(model)
+    settings = settings_of(kind, steps=3, draft_vocab=draft_vocab)
+    own, training = made(training_target(loaded), some, settings, tmp_path / "checkpoint")
+    training.run(QUIET)
+    export.export(own, tmp_path / "head")
+    assert len({file.stat().st_mode for file in (tmp_path / "head").iterdir()}) == 1  # whoever reads one reads all
+    found = load.load(*checkpoint.read(tmp_path / "head"), loaded, "head")
+    assert found.config.kind == kind
+    assert (found.config.vocab_size, found.config.draft_vocab_size) == (64, draft_vocab or 64)
+    assert found.layers == ((0, 1, 2) if kind == "eagle3" else (-1,))
+    if draft_vocab:
+        ids = draft_vocabulary(some, draft_vocab, own.target)
+        assert ids is not None
+        np.testing.assert_array_equal(found.target_ids(np.arange(draft_vocab)), ids.numpy())
+        counts = np.bincount([token for text in some for token in text.answer], minlength=64)
+        assert counts[ids].min() >= np.delete(counts, ids).max()
+    states, tokens = torch.randn(1, 4, 96), torch.tensor([[3, 1, 4, 1]])
+    with torch.no_grad():
+        logits = [_logits(module, states, tokens) for module in (own.module, found.module)]
+    assert torch.equal(*logits)
+    with LLM(model, drafter="head", head=str(tmp_path / "head"), nodes=4) as llm:
+        result = llm.generate([5, 6, 7], max_new_tokens=24)
+        assert result.tokens == llm.generate([5, 6, 7], max_new_tokens=24, drafter="plain").tokens
+        assert result.stats.drafted > 0
+
+
+def _logits(module: Any, states: Any, tokens: Any) -> Any:
+    if isinstance(module, modules.Medusa):
+        return module(states[0, :, :32])
+    given = module.fuse(states) if isinstance(module, modules.Eagle3) else states[..., :32]
+
+    def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return module.logits(module(tokens, given, torch.arange(4)[None], attend))
+
+
+# ------------------------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kind": "hydra"}, "kind='hydra' is not possible; choose one of medusa, eagle, eagle3"),
+        ({"texts": "b"}, "give either data"),
+        ({"data": ""}, "give either data"),
+        ({"minutes": 1.0, "steps": 2}, "give either minutes or steps, not both"),
+        ({"minutes": 0.0}, "must be above 0"),
+        ({"lr": -1.0}, "must be above 0"),
+        ({"sampled": 1.5}, "sampled=1.5 is not possible: it must be from 0 to 1"),
+        ({"batch": 0}, "batch=0 is not possible: it must be at least 1"),
+        ({"loss": "mse"}, "loss='mse' is not possible"),
+        ({"kind": "eagle", "draft_vocab": 9}, "draft_vocab is not possible with eagle"),
+        ({"kind": "medusa", "layers": (1,)}, "layers is not possible with medusa"),
+    ],
+)
+def test_impossible_settings(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(LeapaheadError, match=message):
+        Settings(**{"kind": "eagle3", "data": "a", **given})
+
+
+def test_a_run_is_resumed_with_the_same_settings_only(tmp_path: Path) -> None:
+    folder, settings = Folder(tmp_path / "run"), Settings("eagle3", data="a", steps=3)
+    with pytest.raises(LeapaheadError, match="holds no training that could be resumed"):
+        folder.check(settings, resume=True)
+    folder.begin(settings)
+    folder.check(settings, resume=True)
+    folder.check(Settings("eagle3", data="a", steps=9, lr=1e-3), resume=True)
+    with pytest.raises(LeapaheadError, match=r"batch=8 is not possible with --resume, because .* was begun with 16"):
+        folder.check(Settings("eagle3", data="a", batch=8), resume=True)
+    with pytest.raises(LeapaheadError, match="is not empty; give a new folder, or go on with --resume"):
+        folder.check(settings, resume=False)
+
+
+# ---------------------------------------------------------------------------------------------------- the command
+
+
+FEW = ("--max-new-tokens", "8", "--steps", "4", "--batch", "2", "--held-out", "0.3")
+
+
+def test_the_command_trains_a_head(leapahead: Any, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    given = ("train-head", "--kind", "eagle3", "--data", str(data), "--out", str(out), *FEW, "--features", "disk")
+    result = leapahead(*given, "--evaluate", str(data), "--evaluate-prompts", "2")
+    assert result.exit_code == 0, result.stderr
+    assert "4 steps" in result.stdout
+    assert {each.name for each in (out / "head").iterdir()} == {
+        *("config.json", "model.safetensors", "README.md", "curves.png"),
+    }
+    readme = (out / "head" / "README.md").read_text()
+    assert f"--kind eagle3 --data {data}" in readme
+    assert "| prompts | 2 |" in readme
+    text = leapahead("generate", "def add", "--max-new-tokens", "8", "-d", "head", "--head", str(out / "head"))
+    assert text.stdout == leapahead("generate", "def add", "--max-new-tokens", "8", "-d", "plain").stdout
+
+    again = leapahead(*given)
+    assert again.exit_code == 2
+    assert again.stderr == f"error: {out} is not empty; give a new folder, or go on with --resume\n"
+    changed = leapahead(*given, "--seed", "3", "--resume")
+    assert changed.stderr.startswith("error: evaluate=")
+    more = ("--evaluate", str(data), "--evaluate-prompts", "2", "--resume", "--json")
+    found = json.loads(leapahead(*given[:-4], "--held-out", "0.3", "--features", "disk", *more).stdout)
+    assert found["steps"] == 4
+
+
+def test_the_command_uses_the_texts_of_another_run(leapahead: Any, data: Path, tmp_path: Path) -> None:
+    given = ("train-head", "--kind", "medusa", "--data", str(data), "--heads", "2", *FEW)
+    assert leapahead(*given, "--out", str(tmp_path / "one")).exit_code == 0
+    given = ("train-head", "--kind", "eagle", "--texts", str(tmp_path / "one" / "texts.jsonl"), *FEW)
+    assert leapahead(*given, "--out", str(tmp_path / "two")).exit_code == 0
+    assert "prompts of `prompts.jsonl`" in (tmp_path / "two" / "head" / "README.md").read_text()
+
+
+def test_ctrl_c_says_how_to_go_on(leapahead: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def interrupts() -> Iterator[Callable[[], bool]]:
+        left = iter([False, False])
+        yield lambda: next(left, True)
+
+    given = ("train-head", "--kind", "medusa", "--data", str(data), "--out", str(tmp_path / "run"), *FEW)
+    with monkeypatch.context() as patch:
+        patch.setattr(screen, "interrupts_between_steps", interrupts)
+        result = leapahead(*given)
+    assert result.exit_code == 130
+    assert result.stderr.endswith("interrupted after step 2; the same command with --resume goes on\n")
+    resumed = leapahead(*given, "--resume")
+    assert resumed.exit_code == 0
+    assert "4 steps" in resumed.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--data", "missing.jsonl"], "there is no file missing.jsonl"),
+        (["--data", "{empty}"], "holds no prompts"),
+        (["--data", "{data}", "--evaluate", "missing.jsonl"], "there is no file missing.jsonl"),
+        (["--data", "{data}", "--layers", "1,x"], "--layers 1,x is not possible: give numbers of layers"),
+        (["--data", "{data}", "--layers", "1,2,9"], "the head reads the hidden states of layers 1, 2, 9"),
+        (["--data", "{data}", "--heads", "2"], "--heads 2 is not possible with eagle3"),
+        (["--data", "{data}", "--steps", "2", "--minutes", "1"], "give either minutes or steps, not both"),
+        (["--data", "{data}", "--resume"], "holds no training that could be resumed"),
+        (["--data", "{data}", "--max-new-tokens", "600"], "leaves room for --max-new-tokens=600"),
+        ([], "give either data, a file of prompts, or texts"),
+    ],
+)
+def test_what_is_impossible_is_said_in_one_sentence(
+    leapahead: Any, data: Path, tmp_path: Path, args: list[str], message: str
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    given = [each.format(data=data, empty=tmp_path / "empty.jsonl") for each in args]
+    result = leapahead("train-head", "--kind", "eagle3", "--out", str(tmp_path / "run"), *given)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_unknown_kind(leapahead: Any) -> None:
+    result = leapahead("train-head", "--kind", "hydra", "--out", "run")
+    assert result.exit_code == 2
+    assert "'hydra' is not one of" in result.stderr

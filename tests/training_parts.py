@@ -1,0 +1,67 @@
+"""What the tests of training share: a tiny random model, its greedy texts, and a training of a few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from leapahead import LLM
+from leapahead.bench.conditions import silent
+from leapahead.training import recipes
+from leapahead.training.batches import Order
+from leapahead.training.features import Online, TrainingTarget
+from leapahead.training.loop import Training, Watch
+from leapahead.training.recipes import Recipe
+from leapahead.training.settings import Settings
+from leapahead.training.texts import Text
+
+VOCABULARY = 64
+KINDS = ("medusa", "eagle", "eagle3")
+QUIET = Watch(silent, lambda line: None)
+
+
+def model_of(seed: int = 0) -> Any:
+    """A llama of two layers that writes for ever."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.4,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).eval()
+
+
+def texts_of(model: Any, count: int = 24) -> list[Text]:
+    """Greedy texts, some of a single token of prompt."""
+    llm = LLM(model, drafter="plain")
+    prompts = [[1 + (7 * number + place) % 60 for place in range(1 + number % 5)] for number in range(count)]
+    results = llm.generate(prompts, max_new_tokens=20)
+    llm.close()
+    return [Text(number, result.prompt_tokens, result.tokens) for number, result in enumerate(results)]
+
+
+def settings_of(kind: str, **more: Any) -> Settings:
+    given = {"kind": kind, "data": "prompts.jsonl", "steps": 30, "batch": 4, "lr": 5e-3, **more}
+    return Settings(**given).complete(32)
+
+
+def made(
+    target: TrainingTarget, texts: Sequence[Text], settings: Settings, path: Path, **more: Any
+) -> tuple[Recipe, Training]:
+    own = recipes.recipe(target, settings, texts)
+    features = Online(target, own.layers)
+    order = Order(texts, settings.batch, settings.seed)
+    return own, Training(own, order, features, settings, path, **more)
