@@ -39,6 +39,13 @@ RULES: list[Compared] = [
     ("tree, rejection: spectr", "speculative_sampling", {**WIDE, "width": 4, "rule": "spectr"}),
 ]
 TEMPERATURES = (0.3, 0.7, 1.0, 1.5)  # of `RULES`
+# The bundled model's trained head, alone and as one more source.
+HEADS: list[Compared] = [
+    ("recycling", "recycling", {"nodes": 16}),
+    ("head", "head", {"head": "bundled", "nodes": 16}),
+    ("auto", "auto", {"nodes": 16}),
+    ("auto with the head", "auto", {"head": "bundled", "nodes": 16}),
+]
 
 
 def acceptance(

@@ -28,12 +28,12 @@ from leapahead.drafters.pool import NgramPool
 from leapahead.models.loading import Loaded
 from leapahead.planner.profile import processor
 from research import drawn
-from research.acceptance import RULES, TEMPERATURES, acceptance
+from research.acceptance import HEADS, RULES, TEMPERATURES, acceptance
 from research.exactness import exactness
 from research.overhead import cost_curve, overhead, target_135m
 from research.picture import picture
 
-PARTS = ("check", "acceptance", "rules", "overhead", "memory", "example", *drawn.PARTS)
+PARTS = ("check", "acceptance", "rules", "heads", "overhead", "memory", "example", *drawn.PARTS)
 
 
 @click.command(cls=Command)
@@ -121,6 +121,13 @@ def _measured(
             f"stopping at EOS, seed 1, chains of 4 and trees of at most 16 nodes and 4 levels; {machine}."
         }
         return {"rules": acceptance(llm, prompts, TEMPERATURES, configurations=RULES)}, conditions
+    if part == "heads":
+        prompts = _texts(data, limit)
+        conditions = {
+            "heads": f"bundled model and its head, float32, {tasks.in_words(prompts)}, up to 128 new tokens, stopping "
+            f"at EOS, seed 1, at most 16 nodes, with a drafter cache for each row of the table; {machine}."
+        }
+        return {"heads": acceptance(llm, prompts, configurations=HEADS)}, conditions
     if part == "overhead":
         target = target_135m()
         what = "random weights in the shapes of a 135M Llama, bfloat16, batch 1"

@@ -12,6 +12,9 @@ no prior.
 
 And once more with predictions, which are simulated edits: the text itself with spans of it replaced, inserted and
 removed; one in `WRONG` is another text. The other sources draft too, with what was learned of them before.
+
+With `--head` only the estimates of trained heads are measured, beside the other sources as the file has them, on
+prompts that are not of GSM8K's training set, on which the heads may have been trained.
 """
 
 from __future__ import annotations
@@ -66,10 +69,14 @@ FORCED = [["grammar"], 0.99]
     help=f"Folder of prompt sets, with mt_bench.jsonl and {TRAIN}.",
 )
 @click.option("--prompts", default=40, show_default=True, help="Prompts of MT-Bench, and half as many of GSM8K.")
+@click.option("--head", "heads", multiple=True, help="A trained head. May be repeated.")
 @click.option("--out", default=PRIORS, type=click.Path(dir_okay=False, path_type=Path), help="JSON file to write.")
-def main(model: str | None, data: Path, prompts: int, out: Path) -> None:
+def main(model: str | None, data: Path, prompts: int, heads: tuple[str, ...], out: Path) -> None:
     """Measure the acceptance estimates with which the planner starts, and write them."""
     loaded = loading.load(model, dtype="float32")
+    if heads:
+        write(out, *with_heads(loaded, read_texts(loaded, data, prompts, train=False), heads))
+        return
     texts = read_texts(loaded, data, prompts)
     found, drafts = measured(loaded, texts)
     others = {tuple(row["key"]): row["p"] for row in found.rows() if row["trials"] >= LEAST_TRIALS}
@@ -79,17 +86,45 @@ def main(model: str | None, data: Path, prompts: int, out: Path) -> None:
     mixer = list(found.mixer.rows())
     mixer += [row for row in drafts.mixer.rows() if row[2] == "draft"]
     mixer += [row for row in predictions.mixer.rows() if row[1] > 1]  # the places where the prediction has candidates
+    write(out, estimates, mixer)
+
+
+def write(out: Path, estimates: list[Any], mixer: list[Any]) -> None:
+    """Writes the priors: [key, estimate] each, and the mixer's rows."""
     lines = [",\n".join(json.dumps(row) for row in rows) for rows in (estimates, mixer)]
     out.write_text(f'{{"estimates": [\n{lines[0]}\n],\n"mixer": [\n{lines[1]}\n]}}\n', encoding="utf-8")
     click.echo(f"{out}: {len(estimates)} keys, {len(mixer)} rows of the mixer")
 
 
-def read_texts(loaded: loading.Loaded, data: Path, prompts: int) -> list[list[int]]:
+def with_heads(loaded: loading.Loaded, texts: list[list[int]], heads: tuple[str, ...]) -> tuple[list[Any], list[Any]]:
+    """The present priors, with those of heads measured anew: estimates and rows of the mixer."""
+    estimates, mixer = (json.loads(PRIORS.read_text(encoding="utf-8"))[name] for name in ("estimates", "mixer"))
+    for head in heads:
+        start = {tuple(key): p for key, p in estimates}
+        table = TABLE(start, [(mode, place, source, found) for mode, place, source, found in mixer])
+        engine = Engine(loaded.target, tokenizer=loaded.tokenizer, max_batch=1, acceptance=table)
+        drafter = engine.drafter(Auto, nodes=NODES, head=head)
+        assert isinstance(drafter, Auto)
+        assert drafter.draft_forwards is not None
+        (kind,) = (model.source_name for model in drafter.draft_forwards.models)
+        stop = StopParams(max_new_tokens=LENGTH, eos_token_ids=loaded.eos_token_ids)
+        with Progress(console=Console(stderr=True)) as bar:
+            for index, tokens in enumerate(bar.track(texts, description=kind)):
+                for temperature in TEMPERATURES:
+                    sampling = SamplingParams(temperature=temperature, seed=index)
+                    engine.run([engine.submit(Request(tokens, drafter, sampling, stop))])
+        kept = [[row["key"], row["p"]] for row in of_source(table, kind) if row["trials"] >= LEAST_TRIALS]
+        estimates = [row for row in estimates if row[0][0] != kind] + kept
+        mixer = [row for row in mixer if row[2] != kind] + [row for row in table.mixer.rows() if row[2] == kind]
+    return estimates, mixer
+
+
+def read_texts(loaded: loading.Loaded, data: Path, prompts: int, train: bool = True) -> list[list[int]]:
     """Token ids of the bundled prompts, of some of MT-Bench and of GSM8K's training set, in a mixed order."""
     lines = (data / TRAIN).read_text(encoding="utf-8").splitlines()
     chosen = lines[:: max(1, 2 * len(lines) // max(1, prompts))]
-    train = tasks.Task("gsm8k_train", [json.loads(line)["question"] for line in chosen])
-    named = [*tasks.read(None), *tasks.read(data, [f"mt_bench={prompts}"]), train]
+    questions = tasks.Task("gsm8k_train", [json.loads(line)["question"] for line in chosen])
+    named = [*tasks.read(None), *tasks.read(data, [f"mt_bench={prompts}"]), *([questions] if train else [])]
     texts = [tokens for task in named for tokens in tasks.encoded(task, loaded, LENGTH)]
     Random(0).shuffle(texts)
     return texts

@@ -343,10 +343,10 @@ class Watched(Drafter):
 
     def __init__(self, inner: Drafter, nodes: int) -> None:
         self.inner, self.nodes, self.trees = inner, nodes, list[TokenTree]()
-        self.capture = inner.capture
 
     def attach(self, host: Any) -> None:
         self.inner.attach(host)
+        self.capture = self.inner.capture
 
     def prepare(self) -> None:
         self.inner.prepare()

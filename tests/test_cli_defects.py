@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import heads
 import pytest
 
 from leapahead import LLM
@@ -33,11 +34,14 @@ def process(*args: str | bytes, **options: Any) -> subprocess.CompletedProcess[b
 
 
 @pytest.mark.parametrize("name", [name for name in registry.names() if name != "datastore"])
-def test_every_drafter_shows_its_text(leapahead: Any, name: str, tmp_path: Path) -> None:
+def test_every_drafter_shows_its_text(leapahead: Any, name: str, tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "expected.txt").write_text("return a + b")
     more: list[str] = []
     if name in ("draft_model", "speculative_sampling"):
         more = ["--draft", "bundled"]
+    if name == "head":
+        vocabulary = json.loads((tiny_folder / "config.json").read_text())["vocab_size"]
+        more = ["--head", str(heads.write(tmp_path / "head", "medusa", vocabulary)), "-o", "nodes=4"]
     if name == "prediction":
         more = ["--prediction", str(tmp_path / "expected.txt")]
     result = leapahead("generate", PROMPT, *FEW, "-d", name, *more)

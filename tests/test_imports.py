@@ -37,6 +37,7 @@ LAYERS = [
     "tune",
     "token_table",
     "layer_search",
+    "training",
     "serve",
     "cli",
     "__main__",
@@ -64,7 +65,7 @@ ENGINES = {
     "openvino",
     "openvino_genai",
 }  # imported nowhere, not even in a function, but in these:
-ENGINE_LAYERS = {"models", "integrations", "bench", "layer_search"}
+ENGINE_LAYERS = {"models", "integrations", "bench", "layer_search", "training"}
 BACKENDS = ENGINES | {"transformers", "tokenizers", "safetensors", "huggingface_hub"}
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60  # lines
 
@@ -178,7 +179,7 @@ def test_no_module_imports_itself_by_a_detour() -> None:
 
 def test_engines_are_imported_only_where_they_are_needed() -> None:
     for module in FILES:
-        if layer(module) not in ENGINE_LAYERS:
+        if layer(module) not in ENGINE_LAYERS and not module.startswith("leapahead.drafters.heads."):
             assert not {name.split(".")[0] for name in imported(module)} & ENGINES, module
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import heads
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -456,3 +457,22 @@ def test_the_command(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_help_names_every_cost() -> None:
     text = run("--help").stdout
     assert "|".join(COSTS) in text
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
+def test_a_head_drafts_the_same_for_a_stand_in(
+    kind: str, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make()
+    monkeypatch.setattr(loading, "bundled", lambda *_: str(source))
+    standin(source, shapes(), tmp_path / "large", "float32")
+    head = heads.write(tmp_path / "head", kind, 300)
+    result = CliRunner().invoke(research, ["standin-head", str(head), str(tmp_path / "large"), str(tmp_path / "wide")])
+    assert result.exit_code == 0, result.output
+    found = []
+    for model, folder in ((source, head), (tmp_path / "large", tmp_path / "wide")):
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+        llm = LLM(loaded, drafter="head", head=str(folder), nodes=6, drafter_cache=False)
+        states = llm.generate([[5, 6, 7, 8]] * 2, max_new_tokens=12, ignore_eos=True)
+        found.append([(each.tokens, each.stats.drafted, each.stats.accepted, each.stats.steps) for each in states])
+    assert found[0] == found[1]

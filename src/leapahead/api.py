@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.parameters import whole
 from leapahead.core.sampling import SamplingParams
-from leapahead.core.text import Tokenizer, fingerprint
+from leapahead.core.text import Tokenizer
 from leapahead.drafters import cache_sections, registry
 from leapahead.drafters.base import Drafter, SequenceDrafter
 from leapahead.drafters.cache import DrafterCache
@@ -49,14 +49,13 @@ class LLM:
         cache_tokens: the most tokens in the KV cache, but for GGUF files; by default what fits in half the memory.
         exact: compute every token's logits with the same bits, whatever is drafted or decoded beside it.
         trust_remote_code: run Python code that comes with the model.
-        draft: a smaller model that drafts, for the drafters that take one (`draft_model`, `auto`): a name, a folder, a
-            GGUF file, "bundled" for the bundled model's own, or a loaded one; or a list of several. Its tokenizer must
-            be the target's. Loaded with the same options.
+        draft: a smaller model that drafts (for `draft_model` and `auto`): a name, a folder, a GGUF file, "bundled" for
+            the bundled one, or a loaded one; or several. It has the target's tokenizer; loaded with the same options.
+        head: a head trained for this model (for `head`, `auto`): its folder, "bundled" for the bundled one; or several.
         drafter_cache: what drafters learn from one text for the next, which changes speed and never text. True keeps
             it as long as this LLM lives; False keeps nothing; a file is read if it exists, and `save_drafter_cache`
-            writes it; a `DrafterCache` is shared with others of the same vocabulary. It takes an estimated 100 MB when
-            full of sampled texts. It holds pieces of prompts and texts: give users who must not learn of each other's
-            texts a cache each, or none.
+            writes it; a `DrafterCache` is shared with others of the same vocabulary. Full of sampled texts it takes an
+            estimated 100 MB. It holds pieces of texts: users who must not learn of each other's get one each, or none.
         options: of the drafter, for example `window=7, ngram=5, guesses=7`; and of the engine, for example `n_ctx=8192`
             (see `LlamaCppOptions`, `OpenVinoOptions` and `models.loading.load`).
 
@@ -87,14 +86,16 @@ class LLM:
         exact: bool = False,
         trust_remote_code: bool = False,
         draft: Any = None,
+        head: Any = None,
         drafter_cache: DrafterCache | str | Path | bool = True,
         **options: Any,
     ) -> None:
         whole("max_batch", max_batch, least=1)
         backend = {name: options.pop(name) for name in loading.ENGINE_OPTIONS if name in options}
         backend |= {"engine": engine, "dtype": dtype, "device": device}
-        if draft is None:
-            registry.make(drafter, **options)  # refuses what is not possible before the load, which may take long
+        self._networks = {} if head is None else {"head": head}
+        if draft is None:  # refuses what is not possible before the load, which may take long
+            registry.make(drafter, **options, **self._networks)
         self.drafter_cache = cache_sections.given(drafter_cache)
         loaded = loading.load(
             model,
@@ -106,12 +107,13 @@ class LLM:
         )
         self.target, self.tokenizer, self.eos_token_ids = loaded.target, loaded.tokenizer, loaded.eos_token_ids
         self.engine = Engine(self.target, tokenizer=self.tokenizer, max_batch=max_batch, prefill_chunk=prefill_chunk)
-        self._draft = {} if draft is None else {"draft": given(draft, **backend)}
-        self._drafter = self.engine.drafter(drafter, **options, **self._draft)
+        if draft is not None:
+            self._networks["draft"] = given(draft, **backend)
+        self._drafter = self.engine.drafter(drafter, **options, **self._networks)
         self.drafter_name = self._drafter.name
         self.inputs = Inputs(self.target.info, self.tokenizer, self.eos_token_ids)
         if self.drafter_cache is not None:
-            name = partial(_vocabulary, self.tokenizer, self.target.info.vocab_size)
+            name = partial(cache_sections.vocabulary, self.tokenizer, self.target.info.vocab_size)
             self.drafter_cache.belong(name if drafter_cache is True else name(), self.target.info.vocab_size)
 
     def __repr__(self) -> str:
@@ -219,8 +221,7 @@ class LLM:
         if "drafter" in options or "drafter_options" in options:
             chosen, given = options.get("drafter", self.drafter_name), drafter_options(options)
             kind = registry.load(chosen) if isinstance(chosen, str) else chosen
-            if self._draft and "draft" in registry.options(kind):
-                given = {**self._draft, **given}
+            given = {name: each for name, each in self._networks.items() if name in registry.options(kind)} | given
             drafter = self.engine.drafter(chosen, **given)
         if options.get("prediction") is not None and not drafter.takes_prediction:
             raise BadParameter(f"drafter {drafter.name!r} makes no use of a prediction; use auto or prediction")
@@ -393,8 +394,3 @@ def check(handle: Handle) -> None:
         raise handle.error
     if handle.finish_reason == "cancelled":
         raise LeapaheadError("the request was cancelled, since the LLM was closed")
-
-
-def _vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> str:
-    """The name by which a drafter cache identifies a model's tokens."""
-    return f"vocabulary of {vocab_size}" if tokenizer is None else fingerprint(tokenizer)

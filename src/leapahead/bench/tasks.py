@@ -30,6 +30,7 @@ from leapahead.models.loading import Loaded
 FILES = {"humaneval.jsonl": ("humaneval", "prompt"), "gsm8k_test.jsonl": ("gsm8k", "question")}
 TEXTS = tuple(task for task, _ in FILES.values())
 CONVERSATIONS = {"mt_bench.jsonl": "mt_bench", "spec_bench.jsonl": "spec_bench"}
+FIELDS = ("prompt", "question", "turns", "messages")  # of a prompt, in a file of any name
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 Prompt = str | list[dict[str, str]]  # text, or chat messages
@@ -88,6 +89,31 @@ def read(folder: Path | None, names: Sequence[str] = (), limit: int | None = Non
         return [Task(task, _spread(prompts, limit)) for task, prompts in found.items()]
     chosen = {task: [limits[name] for name in limits if _named(task, name)] for task in found}
     return [Task(task, _spread(found[task], some[-1])) for task, some in chosen.items() if some]
+
+
+def read_file(path: Path, limit: int | None = None) -> Task:
+    """The prompts of one file, whatever its name.
+
+    Args:
+        path: a .txt file with a prompt in each line, or JSON lines that have one of the fields `prompt`, `question`,
+            `turns`, of which the first is used, and `messages`, those of a chat.
+        limit: greatest number of prompts, taken at equal distances from the file.
+
+    Raises:
+        BadParameter: the file cannot be read, holds no prompts, or a line without one.
+    """
+    if path.suffix == ".txt":
+        found: list[Prompt] = [line for line in _lines(path) if line.strip()]
+    else:
+        found = []
+        for where, record in _records(path):
+            fields = [field for field in FIELDS if field in record]
+            if not fields:
+                raise BadParameter(f"{where} has none of the fields {', '.join(FIELDS)}")
+            found.append(_prompt(record, fields[0], where))
+    if not found:
+        raise BadParameter(f"{path} holds no prompts")
+    return Task(path.stem, _spread(found, limit))
 
 
 def encoded(task: Task, loaded: Loaded, max_new_tokens: int = 0) -> list[list[int]]:
@@ -176,13 +202,8 @@ def _parts(folder: Path, names: set[str]) -> dict[str, list[Prompt]]:
 
 def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """(file and line, content) of every line that is not empty."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON strings may hold U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise BadParameter(f"{path} cannot be read: {reason}") from None
     records = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if line.strip():
             where = f"{path}, line {number}"
             try:
@@ -195,9 +216,29 @@ def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
     return records
 
 
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON strings may hold U+2028
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise BadParameter(f"{path} cannot be read: {reason}") from None
+
+
 def _prompt(record: dict[str, Any], field: str, where: str) -> Prompt:
     value = record.get(field)
+    if field == "messages":
+        return _messages(value, where)
     first = value[0] if field == "turns" and isinstance(value, list) and value else value
     if not isinstance(first, str) or not first:
         raise BadParameter(f"{where}: the field {field!r} holds no text")
     return [{"role": "user", "content": first}] if field == "turns" else first
+
+
+def _messages(value: Any, where: str) -> Prompt:
+    """The messages of a chat."""
+    if not isinstance(value, list) or not value:
+        raise BadParameter(f"{where}: the field 'messages' holds no messages")
+    for message in value:
+        if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in ("role", "content")):
+            raise BadParameter(f"{where}: a message must have the texts 'role' and 'content'")
+    return [{name: message[name] for name in ("role", "content")} for message in value]

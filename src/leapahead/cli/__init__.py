@@ -10,6 +10,7 @@ from leapahead.cli.cache import cache
 from leapahead.cli.chat import chat
 from leapahead.cli.check import check
 from leapahead.cli.command import Program
+from leapahead.cli.convert_head import convert_head
 from leapahead.cli.datastore import datastore
 from leapahead.cli.drafters import drafters
 from leapahead.cli.explain import explain
@@ -18,6 +19,7 @@ from leapahead.cli.export_openvino import export_openvino
 from leapahead.cli.generate import demo, generate
 from leapahead.cli.layer_search import search_layers
 from leapahead.cli.serve import serve
+from leapahead.cli.train_head import train_head
 from leapahead.cli.tune import tune
 
 
@@ -29,6 +31,6 @@ def main() -> None:
 
 for command in (
     *(generate, chat, serve, demo, check, bench, tune, explain, drafters, cache, datastore),
-    *(export_gguf, export_openvino, search_layers),
+    *(export_gguf, export_openvino, search_layers, convert_head, train_head),
 ):
     main.add_command(command)

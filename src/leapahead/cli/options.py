@@ -17,7 +17,7 @@ from leapahead.models.loading import ENGINE_OPTIONS, ENGINES
 
 Option = Callable[[Any], Any]  # a click decorator
 
-SHORTHANDS = ("window", "ngram", "guesses", "preset", "draft")  # drafter options with a flag of their own
+SHORTHANDS = ("window", "ngram", "guesses", "preset", "draft", "head")  # drafter options with a flag of their own
 MODEL_GROUP, GGUF_GROUP = "Model options", "GGUF options (llama.cpp)"
 OPENVINO_GROUP = "OpenVINO options"
 DRAFTER_GROUP, TEXT_GROUP = "Drafter options", "Text options"
@@ -204,6 +204,13 @@ DRAFTER_OPTIONS: tuple[Option, ...] = (
         group=DRAFTER_GROUP,
         help="A smaller model that drafts, with the tokenizer of the target; several are separated by commas. "
         "`bundled` is the draft model of the bundled one.",
+    ),
+    option(
+        "--head",
+        metavar="FOLDER",
+        group=DRAFTER_GROUP,
+        help="A head that was trained for this model (EAGLE, EAGLE-3, Medusa), see `leapahead train-head`; several are "
+        "separated by commas. `bundled` is the head of the bundled model.",
     ),
     option(
         "-o",

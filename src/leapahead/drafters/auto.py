@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
-from leapahead.drafters import draft_models, token_table
+from leapahead.drafters import draft_models, token_table, trained_heads
 from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
 from leapahead.drafters.planned import Planned
 from leapahead.drafters.sources.datastore import Datastore, Store
+from leapahead.drafters.sources.forward import ForwardModel
 from leapahead.drafters.sources.grammar import Forced
 from leapahead.drafters.sources.ngram import Ngrams
 from leapahead.drafters.sources.prediction import Prediction
@@ -43,6 +44,7 @@ class Auto(Planned):
             which is left out where no token table is stored for the target.
         datastore: a file that `leapahead datastore build` has written, as one more source.
         draft: a draft model, as one more source; or several, see `draft_model`.
+        head: a trained head, as one more source; or several, see `head`.
         nodes: draft exactly so many nodes in every step, as far as there are candidates, whatever they cost; 0 for as
             many as pay.
         max_nodes: never more than so many per sequence; by default 128, or `nodes`.
@@ -57,6 +59,7 @@ class Auto(Planned):
         sources: str = "",
         datastore: str = "",
         draft: Any = None,
+        head: Any = None,
         nodes: int = 0,
         max_nodes: int | None = None,
         seed_aware: bool = True,
@@ -69,12 +72,17 @@ class Auto(Planned):
         self._table: TokenTable | None = None
         self._store = Store(datastore) if datastore else None
         self._drafts = draft_models.parsed(draft) if draft else []
+        self._heads = trained_heads.parsed(head) if head else []
 
     def attach(self, host: Host) -> None:
         if self._store is not None:
             self._store.check(host.tokenizer, host.info.vocab_size)
+        models: list[ForwardModel] = []
         if self._drafts:
-            models = host.draft_models.all(self._drafts, host.target, host.tokenizer)
+            models += host.draft_models.all(self._drafts, host.target, host.tokenizer)
+        if self._heads:
+            models += host.heads.all(self._heads, host.target)
+        if models:
             self.draft_forwards = DraftForwards(models, host.acceptance, self.depth, self.nodes)
         if "table" in self._names:
             self._table = token_table.stored(host.target)

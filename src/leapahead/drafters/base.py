@@ -20,6 +20,7 @@ import numpy.typing as npt
 from leapahead.core.text import Tokenizer
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.draft_models import DraftModels
+from leapahead.drafters.trained_heads import TrainedHeads
 from leapahead.models.base import NOTHING, Capture, Target, TargetInfo, require
 from leapahead.models.choices import PromptRows
 from leapahead.planner.acceptance import AcceptanceTable
@@ -41,6 +42,7 @@ class Host:
         target: the target itself, for draft models that are made of it ("self:skip=2-4") and for measuring it again.
             Drafters never run a forward of it. None where the host has no such object.
         draft_models: the loaded draft models, shared by all drafters of the engine.
+        heads: the loaded trained heads, likewise.
         running: the number of sequences of the forward that is being drafted for, those of other drafters included.
     """
 
@@ -50,6 +52,7 @@ class Host:
     tokenizer: Tokenizer | None = None
     target: Target | None = None
     draft_models: DraftModels = field(default_factory=DraftModels)
+    heads: TrainedHeads = field(default_factory=TrainedHeads)
     running: Callable[[], int] = int
 
 
@@ -85,6 +88,15 @@ class Drafter(ABC):
         """
         require(host.info, self.needs | self.capture.needs, f"drafter {self.name!r}")
         self.host = host
+
+    def capture_of(self, tokens: Sequence[int], owner: str) -> Capture:
+        """What is to be captured of a new sequence's prompt: `capture`, without hidden states that are known already.
+
+        Args:
+            tokens: the prompt.
+            owner: see `Target.open`.
+        """
+        return self.capture
 
     def prepare(self) -> None:  # noqa: B027  (most drafters have nothing to measure)
         """Called before the first request that uses it, outside of every request's time: measurements of its own."""

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.text import Tokenizer, fingerprint
 from leapahead.drafters.cache import DrafterCache, Section
 
 GROUP = "leapahead.cache_sections"
@@ -77,3 +78,8 @@ def given(drafter_cache: DrafterCache | str | Path | bool) -> DrafterCache | Non
     new = DrafterCache()
     new.path = path.absolute()
     return new
+
+
+def vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> str:
+    """The name by which a drafter cache identifies a model's tokens."""
+    return f"vocabulary of {vocab_size}" if tokenizer is None else fingerprint(tokenizer)

@@ -1,4 +1,4 @@
-"""Decides when a draft model runs another forward, and over which paths of the trees.
+"""Decides when a draft model or a trained head runs another forward, and over which paths of the trees.
 
 A draft forward computes paths of the tree of which the draft model has no candidates yet. It pays while
 
@@ -6,8 +6,9 @@ A draft forward computes paths of the tree of which the draft model has no candi
 
 A path is expected to add P(path) x p(one of the draft model's first w candidates is right) x (1 - the sum of p over the
 guesses of other sources there), as if these were independent. The seconds are those of the draft model's rows, and of w
-further rows of the target for each path; w is chosen best. EAGLE-2 (2406.16858) expands by value too, in a fixed number
-of levels of a fixed width; here both follow from the two latency profiles.
+further rows of the target for each path; w is chosen best. Where one forward of a head gives candidates of several
+depths, all of them count, as if they were right equally often at each. EAGLE-2 (2406.16858) expands by value too, in a
+fixed number of levels of a fixed width; here both follow from the two latency profiles.
 
 With a fixed number of nodes no time is read: a draft forward is run while the trees lack nodes and it brings some, or
 while it is expected to replace unlikely nodes by likelier ones. With a fixed number of forwards all of them are run.
@@ -21,9 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, takewhile
 from typing import NamedTuple
 
-from leapahead.drafters.draft_models import DraftModel
-from leapahead.drafters.draft_runner import Path
-from leapahead.drafters.sources.draft import DraftSource
+from leapahead.drafters.sources.forward import ForwardModel, ForwardSource, Path
 from leapahead.models.base import Target
 from leapahead.planner.acceptance import AcceptanceTable
 from leapahead.planner.profile import LatencyProfiles
@@ -45,15 +44,18 @@ class Place(NamedTuple):
 
     Attributes:
         chance: the probability that the text takes it and that no other source knows how it continues.
-        right: the probability that the first of the draft model's candidates is right, or one of the first two, ...
+        right: the probability that the first of the draft model's candidates is right, or one of the first two, ...;
+            where one forward gives candidates of several depths, the number of depths at which that is so in a row.
+        reach: the number of those depths.
         path: from below the root.
         source: of the draft model and the sequence.
     """
 
     chance: float
     right: tuple[float, ...]
+    reach: int
     path: Path
-    source: DraftSource
+    source: ForwardSource
 
     @property
     def value(self) -> float:
@@ -61,7 +63,7 @@ class Place(NamedTuple):
         return self.chance * self.right[0]
 
 
-Usable = tuple[TreeSearch, int, DraftSource]  # the tree so far, and which of its sources the draft model's is
+Usable = tuple[TreeSearch, int, ForwardSource]  # the tree so far, and which of its sources the draft model's is
 
 
 class DraftForwards:
@@ -78,18 +80,24 @@ class DraftForwards:
     """
 
     def __init__(
-        self, models: Sequence[DraftModel], acceptance: AcceptanceTable, depth: int = 0, nodes: int = 0
+        self, models: Sequence[ForwardModel], acceptance: AcceptanceTable, depth: int = 0, nodes: int = 0
     ) -> None:
         self.models, self.acceptance, self.depth, self.nodes = list(models), acceptance, depth, nodes
         self.planned = not (depth or nodes)
-        self._reported: set[DraftModel] = set()  # too slow, and reported
+        self._reported: set[ForwardModel] = set()  # too slow, and reported
 
-    def sources(self) -> list[DraftSource]:
+    def sources(self) -> list[ForwardSource]:
         """New sources, for one sequence."""
-        return [
-            DraftSource(model.target, "draft" if index == 1 else f"draft{index}")
-            for index, model in enumerate(self.models, 1)
-        ]
+        found, counts = [], Counter[str]()
+        for model in self.models:
+            name = model.source_name
+            counts[name] += 1
+            found.append(model.source(name if counts[name] == 1 else f"{name}{counts[name]}"))
+        return found
+
+    def known(self, tokens: Sequence[int], owner: str) -> int:
+        """How many tokens of a prompt there are whose hidden states no head needs."""
+        return min(model.known(tokens, owner) for model in self.models)
 
     def prepare(self, latency: LatencyProfiles, target: Target | None) -> None:
         """Measures the draft models' latency profiles, outside of every request's time.
@@ -100,28 +108,28 @@ class DraftForwards:
         if not self.planned:
             return  # the profiles are not read
         for model in self.models:
-            model.latency.prepare(model.target)
+            model.prepare()
         if target is not None and (slow := self.slow(latency)):
             for model in slow:
-                model.latency.measure(model.target)
+                model.measure()
             latency.measure(target)
 
-    def slow(self, latency: LatencyProfiles, sequences: int = 1) -> list[DraftModel]:
+    def slow(self, latency: LatencyProfiles, sequences: int = 1) -> list[ForwardModel]:
         """The draft models of which a forward over one row per sequence takes as long as one of the target."""
         if not self.planned:
             return []  # their forwards are the user's wish
         plain = latency.profile(sequences)(sequences)
         return [model for model in self.models if model.latency.profile(sequences)(sequences) >= plain]
 
-    def report_slow(self, model: DraftModel, target: str, latency: LatencyProfiles, sequences: int) -> None:
+    def report_slow(self, model: ForwardModel, target: str, latency: LatencyProfiles, sequences: int) -> None:
         """Warns that a draft model is too slow to be used, once."""
         if model in self._reported:
             return
         self._reported.add(model)
         own, whole = (each.profile(sequences)(sequences) for each in (model.latency, latency))
         warnings.warn(
-            f"the draft model {model.target.info.name} takes {1e3 * own:.1f} ms per token and the target {target} "
-            f"{1e3 * whole:.1f} ms, so it cannot make decoding faster; use a smaller draft model",
+            f"{model.title} takes {1e3 * own:.1f} ms per token and the target {target} "
+            f"{1e3 * whole:.1f} ms, so it cannot make decoding faster; use a smaller one",
             UserWarning,
             stacklevel=2,
         )
@@ -143,15 +151,15 @@ class StepForwards:
     def __init__(self, forwards: DraftForwards, plan: StepPlan, target: str, sources: Iterable[Source]) -> None:
         self.forwards, self.plan = forwards, plan
         self.seconds = 0.0
-        drafts = [source for source in sources if isinstance(source, DraftSource)]
-        self._runs: Counter[DraftModel] = Counter()
+        drafts = [source for source in sources if isinstance(source, ForwardSource)]
+        self._runs: Counter[ForwardModel] = Counter()
         self._sizes: dict[Source, int] = {}  # of the tree when a draft model was run for it, the root counted
         for model in forwards.slow(plan.latency, plan.sequences):
             forwards.report_slow(model, target, plan.latency, plan.sequences)
             for source in drafts:
-                if source.target is model.target and not source.runner.failed:
-                    source.runner.fail(TOO_SLOW)
-        self._read_ahead([source for source in drafts if source.runner.reading])
+                if source.model is model and not source.failed:
+                    source.fail(TOO_SLOW)
+        self._read_ahead([source for source in drafts if source.reading])
 
     def more(self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int]) -> bool:
         """Runs the draft forward that pays best, if one does or is still wanted; false if not.
@@ -181,7 +189,7 @@ class StepForwards:
         longest = self.plan.longest_back_off(self.seconds)
         for index, search in searches.items():
             for source in search.sources:
-                if isinstance(source, DraftSource) and source.steps_without == 0:
+                if isinstance(source, ForwardSource) and source.steps_without == 0:
                     source.back_off.update(paid=drafted[index], longest=longest)
 
     def _wanted(self, usable: Sequence[Usable]) -> tuple[float, list[Place]]:
@@ -209,7 +217,7 @@ class StepForwards:
 
     def _gain(
         self,
-        model: DraftModel,
+        model: ForwardModel,
         usable: Sequence[Usable],
         searches: Mapping[int, TreeSearch],
         kept: Mapping[int, int],
@@ -223,23 +231,24 @@ class StepForwards:
         curve, own = plan.latency.profile(plan.sequences), model.latency.profile(plan.sequences)
         missing, opening, probing = 0, 0.0, False
         for search, _, source in usable:
-            if source.runner.opened:
-                missing += source.runner.missing
+            if source.opened:
+                missing += source.missing
             else:  # the prompt is read once, for all tokens that may follow
-                opening += own(source.runner.missing) / max(1, search.budget.depth)
-            if source.steps_without * COST_SHARE * curve(plan.sequences) > own(source.runner.missing + 1):
+                opening += own(source.missing) / max(1, search.budget.depth)
+            if source.steps_without * COST_SHARE * curve(plan.sequences) > own(source.missing + 1):
                 probing |= not self._runs[model]  # it has not paid for long: is that still so?
         rows = plan.rows(kept)
         tokens = float(plan.sequences - len(searches))
         tokens += sum(sum(search.expected[: kept[index]]) for index, search in searches.items())
         rate = tokens / (curve(rows) + plan.drafting(rows - plan.sequences) + self.seconds)
-        best, chosen = 0.0, 0
+        best, chosen, depths = 0.0, 0, 0
         sums = [0.0] * CHOICES  # of tokens, by candidates of each path
         for count, place in enumerate(places, 1):
             seconds = opening + own(missing + count) - curve(rows)
+            depths += place.reach
             for width, right in enumerate(place.right, 1):
                 sums[width - 1] += place.chance * right
-                new = width * count
+                new = width * depths
                 added = plan.sequences * -(-new // len(searches)) if plan.padded else new
                 gain = sums[width - 1] - rate * (seconds + curve(rows + added))
                 if gain > best:
@@ -248,52 +257,57 @@ class StepForwards:
             return float("inf"), [place for place in places if not place.path][:1]
         return best, places[:chosen]
 
-    def _usable(self, model: DraftModel, searches: Mapping[int, TreeSearch]) -> Iterator[Usable]:
+    def _usable(self, model: ForwardModel, searches: Mapping[int, TreeSearch]) -> Iterator[Usable]:
         """The sources of a draft model that may run another forward in this step."""
         limit = self.forwards.depth or self.forwards.nodes
         if limit and self._runs[model] >= limit:
             return
         for search in searches.values():
             for which, source in enumerate(search.sources):
-                if not isinstance(source, DraftSource) or source.target is not model.target:
+                if not isinstance(source, ForwardSource) or source.model is not model:
                     continue
-                if source.runner.failed or source.runner.reading:
+                if source.failed or source.reading:
                     continue
                 if limit or not source.back_off.remaining:
                     yield search, which, source
 
-    def _places(self, search: TreeSearch, which: int, source: DraftSource) -> list[Place]:
+    def _places(self, search: TreeSearch, which: int, source: ForwardSource) -> list[Place]:
         """The paths of a tree that its source number `which` could compute, best first."""
         table, mode = self.forwards.acceptance, search.mode
         first = table.estimate(first_choice(source.name, mode), FIRST_PRIOR)
         others = [table.estimate((source.name, mode, rank), OTHER_PRIOR) for rank in range(1, CHOICES)]
-        right = tuple(min(MOST, total) for total in accumulate((first, *others)))
+        right = [min(MOST, total) for total in accumulate((first, *others))]
         found = [
-            Place(chance * (1.0 - known), right, path, source)
+            Place(chance * (1.0 - known), _in_a_row(right, reach := source.reach(path)), reach, path, source)
             for path, chance, known in search.states(which)
-            if not source.has_candidates(path)
+            if not source.has_candidates(path) and source.computable(path)
         ]
         return sorted(found, key=lambda place: place.value, reverse=True)[:WIDEST]
 
     def _run(self, chosen: Sequence[Place]) -> bool:
         """One draft forward over these paths; false if nothing came of it."""
-        paths: dict[DraftSource, list[Path]] = {}
+        paths: dict[ForwardSource, list[Path]] = {}
         for place in chosen:
             paths.setdefault(place.source, []).append(place.path)
-        self._read_ahead([source for source in paths if not source.runner.opened])
-        ready = [(source, some) for source, some in paths.items() if source.runner.opened and not source.runner.reading]
+        self._read_ahead([source for source in paths if not source.opened])
+        ready = [(source, some) for source, some in paths.items() if source.opened and not source.reading]
         began = self.plan.latency.clock()
-        model = next(model for model in self.forwards.models if model.target is chosen[0].source.target)
-        forward = DraftSource.draft(ready) if ready else None
+        model = chosen[0].source.model
+        forward = type(chosen[0].source).draft(ready) if ready else None
         if forward is not None:
             model.latency.observe(forward)
         self._runs[model] += 1
         self.seconds += self.plan.latency.clock() - began
         return forward is not None
 
-    def _read_ahead(self, sources: Sequence[DraftSource]) -> None:
+    def _read_ahead(self, sources: Sequence[ForwardSource]) -> None:
         """Reads one chunk of each text for its draft model."""
         began = self.plan.latency.clock()
         for source in sources:
-            source.runner.read_ahead()
+            source.read_ahead()
         self.seconds += self.plan.latency.clock() - began if sources else 0.0
+
+
+def _in_a_row(right: Sequence[float], depths: int) -> tuple[float, ...]:
+    """The expected number of depths, of so many, at which one of the candidates is right and was at all before."""
+    return tuple(sum(p**depth for depth in range(1, depths + 1)) for p in right)

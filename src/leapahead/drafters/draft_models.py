@@ -19,6 +19,7 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused, needing
 from leapahead.core.text import Tokenizer, difference
+from leapahead.drafters.sources.draft import DraftSource
 from leapahead.models import loading
 from leapahead.models.base import CHAIN, TOP_K, Target
 from leapahead.models.loading import Loaded
@@ -42,6 +43,30 @@ class DraftModel:
     target: Target
     tokenizer: Tokenizer | None
     latency: LatencyProfiles
+
+    @property
+    def title(self) -> str:
+        return f"the draft model {self.target.info.name}"
+
+    @property
+    def source_name(self) -> str:
+        return "draft"
+
+    def source(self, name: str) -> DraftSource:
+        """See `ForwardModel.source`."""
+        return DraftSource(self, self.target, name)
+
+    def known(self, tokens: Sequence[int], owner: str) -> int:
+        """See `ForwardModel.known`."""
+        return len(tokens)
+
+    def prepare(self) -> None:
+        """See `ForwardModel.prepare`."""
+        self.latency.prepare(self.target)
+
+    def measure(self) -> None:
+        """See `ForwardModel.measure`."""
+        self.latency.measure(self.target)
 
     @classmethod
     def of(cls, loaded: Loaded) -> DraftModel:

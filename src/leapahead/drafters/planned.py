@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import Drafter, Host, Probabilities
 from leapahead.drafters.draft_forwards import DraftForwards, StepForwards
 from leapahead.drafters.sources.compiled import counterpart
-from leapahead.models.base import BRANCHES, TREE
+from leapahead.models.base import BRANCHES, TREE, Capture
 from leapahead.models.choices import PromptRows
 from leapahead.planner.acceptance import Correction
 from leapahead.planner.backoff import BackOff
@@ -35,7 +36,7 @@ from leapahead.planner.guard import Guard
 from leapahead.planner.profile import DraftingTime
 from leapahead.planner.sizing import StepPlan
 from leapahead.planner.source import Source
-from leapahead.planner.tree_search import TreeSearch
+from leapahead.planner.tree_search import TreeSearch, proposals
 
 MOST_BRANCHES = 4  # where each takes as many rows as the longest
 MOST_NODES = 128  # of one sequence, where no limit is given
@@ -128,6 +129,11 @@ class Planned(Drafter):
                 stacklevel=2,
             )
 
+    def capture_of(self, tokens: Sequence[int], owner: str) -> Capture:
+        if not self.capture.hidden or self.draft_forwards is None:
+            return self.capture
+        return replace(self.capture, hidden_from=self.draft_forwards.known(tokens, owner))
+
     def prepare(self) -> None:
         if self.draft_forwards is not None:
             self.draft_forwards.prepare(self.host.latency, self.host.target)
@@ -149,6 +155,9 @@ class Planned(Drafter):
         began = latency.clock()
         for sequence, step in zip(sequences, steps, strict=True):
             drafting = self._sequences[sequence]
+            for source in drafting.sources if self.capture.hidden else ():
+                if source.capture.hidden:
+                    source.committed(sequence, step)
             if reads_time:
                 latency.observe(step.forward)
             if not self.nodes:
@@ -221,10 +230,10 @@ class Planned(Drafter):
         self._spent = 0.0
         active = self._active(sequences, budgets, total, guard)
         if not active:
-            return _proposals(sequences, {}, {})
+            return proposals(sequences, {}, {})
         if not self._reads_time:
             searches = self._searches(active, budgets)
-            return _proposals(sequences, searches, take_all(searches, self.nodes))
+            return proposals(sequences, searches, take_all(searches, self.nodes))
         plan = StepPlan(
             total,
             self.host.info.padded,
@@ -249,7 +258,7 @@ class Planned(Drafter):
                 break
         if self.host.info.bucket > 1 and not self.nodes:
             self._observe_gain(searches, kept, plan, forwards.seconds if forwards else 0.0)
-        found = _proposals(sequences, searches, kept)
+        found = proposals(sequences, searches, kept)
         pays = not self.nodes and self._pays(searches, kept, plan, found, forwards.seconds if forwards else 0.0)
         if not self.nodes:
             longest = plan.longest_back_off(self._drafting_time(0))
@@ -384,17 +393,3 @@ class Planned(Drafter):
         rows = plan.rows(kept, [each.tree for each in proposals])
         seconds = plan.seconds(rows) + plan.resizing + plan.drafting(drafted) + spent
         return tokens / seconds > WORTH * plan.sequences / profile(plan.sequences)
-
-
-def _proposals(
-    sequences: Sequence[SequenceView], searches: Mapping[int, TreeSearch], kept: Mapping[int, int]
-) -> list[Proposal]:
-    """The draft of every sequence.
-
-    Args:
-        searches, kept: by index of the sequence: the search, and how many of its nodes are drafted, the root counted.
-    """
-    return [
-        searches[index].proposal(kept[index]) if kept.get(index, 1) > 1 else Proposal(TokenTree.root(sequence.root))
-        for index, sequence in enumerate(sequences)
-    ]

@@ -30,11 +30,12 @@ BUILT_IN = {
     "datastore": "leapahead.drafters.datastore:DatastoreDrafter",
     "prediction": "leapahead.drafters.prediction:PredictionDrafter",
     "draft_model": "leapahead.drafters.draft_model:DraftModelDrafter",
+    "head": "leapahead.drafters.head:HeadDrafter",
     "speculative_sampling": "leapahead.drafters.speculative_sampling:SpeculativeSampling",
 }
 
 # Drafters that need more than a target: a file, a prediction, another model.
-NEEDING = ("datastore", "prediction", "draft_model", "speculative_sampling")
+NEEDING = ("datastore", "prediction", "draft_model", "head", "speculative_sampling")
 
 DrafterClass = type[Drafter] | type[SequenceDrafter]
 

@@ -140,6 +140,8 @@ class Running:
         """Reads one chunk of the prompt; returns its captured rows."""
         began = perf_counter()
         rows = self.target.prefill(self.session, max_tokens)
+        if rows is not None:
+            rows.layers = self.capture.hidden
         self.reading = self.session.unread > 0
         self.show_prompt(rows)
         self.stats.prefill_forwards += 1
@@ -264,6 +266,7 @@ def step(
     outputs = []
     try:
         for running, chosen in zip(batch, choices, strict=True):
+            chosen.layers = capture.hidden
             try:
                 running.show_prompt(chosen.prompt)
                 running.reading = running.reading and not chosen.took_part and running.session.unread > 0

@@ -284,7 +284,8 @@ class Engine:
 
     def _open(self, handle: Handle) -> None:
         request, new_tokens = handle.request, handle.request.stop.max_new_tokens
-        capture = request.drafter.capture if new_tokens > SHORT else replace(request.drafter.capture, top_k=0)
+        capture = request.drafter.capture_of(request.tokens, request.owner)
+        capture = capture if new_tokens > SHORT else replace(capture, top_k=0)
         length = len(request.tokens) + new_tokens
         session = self.target.open(request.tokens, request.sampling, capture, length, request.owner)
         running = self._start(session, handle)

@@ -52,16 +52,29 @@ class Capture:
         logits: whether unprocessed logits of tree nodes are read. They are of the target's kind and on its device.
         hidden: the layers whose hidden states are wanted, numbered as in Transformers' `output_hidden_states`: 0 is the
             embedding, i the output of layer i, -1 the last state after the final norm. Prompts give them for all rows.
+        hidden_from: the first position of a prompt whose hidden states are wanted. Those of tokens that are taken from
+            the cache are not computed, so no more of a prompt is taken from it.
     """
 
     top_k: int = 0
     logits: bool = False
     hidden: tuple[int, ...] = ()
+    hidden_from: int = 0
 
     def __or__(self, other: Capture) -> Capture:
         """What serves both."""
         hidden = tuple(dict.fromkeys((*self.hidden, *other.hidden)))
         return Capture(max(self.top_k, other.top_k), self.logits or other.logits, hidden)
+
+    def reusable(self, length: int, again: bool) -> int:
+        """How many tokens of a prompt may be taken from the cache; its last one never is.
+
+        Args:
+            length: tokens of the prompt.
+            again: whether at least one more is to be read.
+        """
+        most = max(0, length - 1 - again)
+        return min(most, self.hidden_from) if self.hidden else most
 
     @property
     def needs(self) -> frozenset[str]:

@@ -132,6 +132,8 @@ class TopKRows(PromptRows):
     def __init__(self, tokens: IntArray, start: int, found: TopK | None, hidden: Array = None) -> None:
         super().__init__(tokens, start, None, hidden)
         self._found = found
+        if found is not None:
+            self.top_k_start = found.start
 
     def top_k(self, k: int) -> tuple[IntArray, FloatArray]:
         if self._found is None:

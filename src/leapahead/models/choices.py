@@ -27,7 +27,12 @@ class Rows:
         logits: float [rows, vocab], of the target's kind.
         hidden: float [rows, layers * hidden_size], the captured layers side by side; None where none were captured.
         borrowed: the logits lie in memory that the target's next forward overwrites; it calls `expire` before.
+
+    Attributes:
+        layers: those of `hidden`, in their order; set by whoever made the capture request.
     """
+
+    layers: tuple[int, ...] = ()
 
     def __init__(self, logits: Array, hidden: Array = None, borrowed: bool = False) -> None:
         self._rows, self._hidden, self._borrowed = logits, hidden, borrowed
@@ -64,6 +69,20 @@ class Rows:
             raise Refused("no hidden states were captured; name their layers in Capture(hidden=...)")
         return self._hidden
 
+    def states(self, layers: tuple[int, ...]) -> Array:
+        """The hidden states of some of the captured layers, side by side in this order; otherwise as `hidden`."""
+        hidden = self.hidden
+        if layers == self.layers:
+            return hidden
+        size = hidden.shape[-1] // len(self.layers)
+        columns = [np.arange(size) + size * self.layers.index(layer) for layer in layers]
+        return hidden[:, np.concatenate(columns)]
+
+    @property
+    def width(self) -> int:
+        """Columns of the logits."""
+        return int(self._live().shape[-1])
+
     def seconds_since(self) -> float:
         """Wall-clock seconds spent in choosing and in selecting top-k tokens since the last call of this method."""
         seconds, self._seconds = self._seconds, 0.0
@@ -85,6 +104,10 @@ class PromptRows(Rows):
     Args:
         tokens: int64 [rows], the prompt's tokens of these rows.
         start: the position of the first of them in the sequence.
+        logits: of all rows, or of the last ones where only their top-k tokens were captured, or none of them.
+
+    Attributes:
+        top_k_start: the position of the first row of `top_k`; `end` where there are none.
     """
 
     def __init__(
@@ -92,6 +115,12 @@ class PromptRows(Rows):
     ) -> None:
         super().__init__(logits, hidden, borrowed)
         self.tokens, self.start = tokens, start
+        self.top_k_start = self.end - (0 if logits is None else len(logits))
+
+    @property
+    def end(self) -> int:
+        """The position behind the last row."""
+        return self.start + len(self.tokens)
 
 
 class Choices(Rows):

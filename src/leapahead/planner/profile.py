@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from threading import RLock
@@ -30,7 +30,7 @@ from leapahead.core.storage import cache_directory, write_json
 from leapahead.models.base import KeepsPrefixes, Target, TargetInfo
 from leapahead.planner.draft import Forward
 from leapahead.planner.latency import LatencyProfile
-from leapahead.planner.measurement import agree, fitted, rounds
+from leapahead.planner.measurement import Round, agree, fitted, rounds
 
 FORMAT = 3
 LEAST_STEPS = 30  # after which a corrected profile is written
@@ -74,15 +74,19 @@ class LatencyProfiles:
             Whether it measured.
         """
         with target.lock:
-            if self.known(1) is not None:
-                return False
-            if (stored := self.store.read(1, self._bucket)) is not None:
-                self._profiles.setdefault(1, stored)
+            if self.load():
                 return False
             self.measure(target)
             if isinstance(target, KeepsPrefixes):
                 target.forget()  # the cache rows of the measurement
             return True
+
+    def load(self) -> bool:
+        """Whether the profile of one sequence is in use or stored; a stored one is used from now on."""
+        with self._lock:
+            if self.known(1) is None and (stored := self.store.read(1, self._bucket)) is not None:
+                self._profiles[1] = stored
+            return self.known(1) is not None
 
     def measure(self, target: Target) -> None:
         """Measures the profile of one sequence anew and stores it if the rounds agree.
@@ -96,6 +100,10 @@ class LatencyProfiles:
             with self._lock:
                 self._profiles.setdefault(1, LatencyProfile.guessed(self._bucket))
             return
+        self.use(found)
+
+    def use(self, found: Sequence[Round]) -> None:
+        """Replaces all profiles by what was measured of one sequence, and stores it if the rounds agree."""
         with self._lock:
             self._profiles = {1: LatencyProfile(fitted(found), assumed=not agree(found), bucket=self._bucket)}
             if agree(found):

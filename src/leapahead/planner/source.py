@@ -77,6 +77,9 @@ class Source(ABC):
     def read(self, sequence: SequenceView) -> None:  # noqa: B027
         """Called before `root`: reads tokens that were committed in steps for which `observe` was not called."""
 
+    def committed(self, sequence: SequenceView, step: Step) -> None:  # noqa: B027
+        """Called after every commit, of sources that capture hidden states: those of the step can be read now only."""
+
     def observe(self, sequence: SequenceView, step: Step) -> None:
         """Called after the commit of a step in which `root` was called; `sequence.tokens` contain `step.tokens`."""
         self.read(sequence)

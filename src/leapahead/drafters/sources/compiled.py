@@ -77,8 +77,9 @@ class CompiledRecycling(Recycling):
         self.compiled = native.module.Recycling(self.k, self.longest, shared)
 
     def read_prompt(self, sequence: SequenceView, rows: PromptRows) -> None:
-        first = max(0, rows.start + 1 - self.longest)
-        self.compiled.read_rows(sequence.tokens[first : rows.start + len(rows.tokens)], *rows.top_k(self.k))
+        first = max(0, rows.top_k_start + 1 - self.longest)
+        if rows.top_k_start < rows.end:
+            self.compiled.read_rows(sequence.tokens[first : rows.end], *rows.top_k(self.k))
 
     def figures(self) -> dict[str, Any]:
         return {"contexts": len(self.compiled)}

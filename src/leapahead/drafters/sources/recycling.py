@@ -153,8 +153,10 @@ class Recycling(Source):
             self._shared = sequence.drafter_cache.section(self.name, Adjacency)
 
     def read_prompt(self, sequence: SequenceView, rows: PromptRows) -> None:
+        if rows.top_k_start == rows.end:
+            return
         tokens = sequence.tokens
-        ends = range(rows.start + 1, rows.start + len(rows.tokens) + 1)
+        ends = range(rows.top_k_start + 1, rows.end + 1)
         self._keep([tuple(tokens[max(0, end - self.longest) : end]) for end in ends], *rows.top_k(self.k))
 
     def _keep(self, keys: Sequence[Key], following: npt.NDArray[np.int64], logits: npt.NDArray[np.float64]) -> None:

@@ -117,7 +117,7 @@ class LlamaCppTarget:
         tokens = checked_prompt(tokens, self.info)
         sampler = Sampler(params, tokens, self.info.vocab_size)
         again = capture.top_k > 0 and not self.model.stateful
-        reuse = 0 if capture.hidden else max(0, len(tokens) - 1 - again)
+        reuse = capture.reusable(len(tokens), again)
         session = LlamaCppSession(self, self._cells.acquire(tokens[:-1], reserve, reuse, owner), sampler, capture)
         self._sessions.append(session)
         self._keep_state(session)

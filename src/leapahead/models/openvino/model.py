@@ -152,13 +152,13 @@ class OpenVinoTarget:
     ) -> OpenVinoSession:
         """See `Target.open`. The entries of a prompt that begins like an earlier one are taken from the cache.
 
-        Hidden states are not kept with the entries, so that a prompt whose hidden states are captured is read whole.
+        Hidden states are not kept with the entries, so that no token is taken whose hidden states are captured.
         Top-k tokens are; at least one row of a prompt is read where they are captured.
         """
         self._check(capture)
         prompt = checked_prompt(tokens, self.info)
         sampler = Sampler(params, prompt, self.info.vocab_size)
-        reuse = 0 if capture.hidden else max(0, len(prompt) - 1 - (capture.top_k > 0))
+        reuse = capture.reusable(len(prompt), capture.top_k > 0)
         track = self.pool.take(sampler.tokens, reuse, min(reserve, self.info.context_length), owner)
         session = OpenVinoSession(self, track, sampler, capture)
         self._sessions.append(session)

@@ -174,14 +174,15 @@ class TransformersTarget:
     ) -> TransformersSession:
         """See `Target.open`. The entries of a prompt that begins like an earlier one are taken from the cache.
 
-        Hidden states are not kept with the entries, so that a prompt whose hidden states are captured is read whole.
+        Hidden states are not kept with the entries, so that no token is taken whose hidden states are captured.
         Top-k tokens are; at least one row of a prompt is read where they are captured, but for a recurrent state, which
         cannot go back by one token.
         """
         require(self.info, capture.needs, "this capture")
         prompt = checked_prompt(tokens, self.info)
         again = capture.top_k > 0 and not self.info.replays
-        reuse = 0 if self._layers(capture) else max(0, len(prompt) - 1 - again)
+        self._layers(capture)  # refuses what there is not
+        reuse = capture.reusable(len(prompt), again)
         with torch.no_grad(), out_of_memory_in(f"a prompt of {len(prompt)} tokens", 1, self.device):
             state = self.executor.open(prompt, reuse, min(reserve, self.info.context_length), owner)
         return TransformersSession(prompt, state, self._sampler(params, prompt), capture)
@@ -195,12 +196,12 @@ class TransformersTarget:
         # Committed tokens that must be read again, after an interrupt, were captured before.
         capture = session.capture if len(session.tokens) == session.sampler.prompt_length else NOTHING
         layers = self._layers(capture)
-        first = start if layers else max(start, last - PROMPT_ROWS)
+        first = max(start, last - PROMPT_ROWS)
         rows = max(1, end - first) if capture.top_k else 1
         with torch.no_grad(), out_of_memory_in(f"a prompt of {len(session.tokens)} tokens", 1, self.device):
             logits, hidden = self.executor.prefill(session.state, end - start, rows, layers)
         if layers:
-            logits = logits[-rows:] if capture.top_k else logits[:0]
+            logits = logits[first - end :] if capture.top_k and first < end else logits[:0]
             return PromptRows(np.array(session.tokens[start:end]), start, logits, hidden)
         return self._top_k_rows(session, first, logits[first - end :]) if capture.top_k and first < end else None
 

@@ -1,0 +1,52 @@
+"""The drafter "head": one or several trained heads alone, under exact matching."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from leapahead.core.errors import BadParameter
+from leapahead.drafters import trained_heads
+from leapahead.drafters.base import Host
+from leapahead.drafters.draft_forwards import DraftForwards
+from leapahead.drafters.planned import Planned
+from leapahead.models.base import CHAIN, HIDDEN
+from leapahead.models.loading import BUNDLED
+from leapahead.planner.draft import SequenceView
+from leapahead.planner.source import Source
+
+
+class HeadDrafter(Planned):
+    """A trained head (EAGLE, EAGLE-3, Medusa) drafts from the target's hidden states; the text is plain decoding's.
+
+    Args:
+        head: the folder of the head; several in a list, or divided by commas; "bundled" for the bundled model's, which
+            is the default for that model.
+        nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
+        depth: run exactly so many forwards of the head in every step; 0 for as many as `nodes` needs, or as pay where
+            that is 0 too. One forward of EAGLE is one level of the tree, one of Medusa gives all levels.
+        chain: no branches.
+        seed_aware: rank candidates with the Gumbel noise when sampling; false for comparison.
+    """
+
+    name: ClassVar[str] = "head"
+    needs: ClassVar[frozenset[str]] = frozenset({CHAIN, HIDDEN})
+
+    def __init__(
+        self, head: Any = None, nodes: int = 0, depth: int = 0, chain: bool = False, seed_aware: bool = True
+    ) -> None:
+        super().__init__(nodes, seed_aware=seed_aware, depth=depth, chain=chain)
+        self._heads = trained_heads.parsed(head) if head else None
+
+    def attach(self, host: Host) -> None:
+        if self._heads is None and host.info.name != BUNDLED:
+            raise BadParameter(
+                f"the drafter 'head' needs head=..., the folder of a head that was trained for {host.info.name}; "
+                "`leapahead train-head` trains one"
+            )
+        heads = host.heads.all(self._heads or trained_heads.parsed(BUNDLED), host.target)
+        self.draft_forwards = DraftForwards(heads, host.acceptance, self.depth, self.nodes)
+        super().attach(host)
+
+    def make_sources(self, sequence: SequenceView | None) -> list[Source]:
+        assert self.draft_forwards is not None, "it was not attached"
+        return [*self.draft_forwards.sources()]

@@ -1,0 +1,12 @@
+"""Trained drafters: small networks that read the target's hidden states and predict several tokens ahead.
+
+    config      what a checkpoint says of its head, in every published format; no torch
+    checkpoint  the files of a head: safetensors at run time, pickles only to convert them
+    modules     the networks, with the names of the published weights
+    head        a loaded head: what it needs, and how long its forwards take
+    row_head    EAGLE: one row for every committed token and node, with a cache of its own
+    block_head  Medusa: one forward gives the candidates of all depths
+    load        makes one of them of a checkpoint, beside its target
+
+A head drafts only. Whatever it proposes, the text stays the target's.
+"""

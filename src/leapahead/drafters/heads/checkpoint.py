@@ -1,0 +1,149 @@
+"""The files of a trained head. Weights are read from safetensors; `convert` turns pickles into them.
+
+Tensor names of all published formats become those of `modules`:
+
+    EAGLE          midlayer.* -> layers.0.*
+    Medusa         {k}.{j}.linear.* -> blocks.{k}.layers.{j}.*     {k}.{last}.weight -> lm_heads.{k}.weight
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from leapahead.core.errors import BadParameter, Refused
+from leapahead.drafters.heads import config
+from leapahead.drafters.heads.config import HeadConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+MEDUSA_LAYER = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
+MEDUSA_OUTPUT = re.compile(r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight")
+UNUSED = ("verifier_", "t2d", "rotary_emb.")  # of training only, or derived
+
+
+def canonical(name: str) -> str:
+    """The name that a tensor has in `modules`."""
+    name = name.removeprefix("model.").removeprefix("module.").removeprefix("medusa_heads.")
+    if found := MEDUSA_LAYER.fullmatch(name):
+        head, layer, which = found.groups()
+        return f"blocks.{head}.layers.{layer}.{which}"
+    if found := MEDUSA_OUTPUT.fullmatch(name):
+        return f"lm_heads.{found.group(1)}.weight"
+    return name.replace("midlayer.", "layers.0.")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a head's `config.json`.
+
+    Raises:
+        BadParameter: there is none, or it cannot be read.
+    """
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise BadParameter(f"there is no head at {folder}: a head is a folder with config.json and model.safetensors")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BadParameter(f"{folder} is no head: it has no config.json") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadParameter(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise BadParameter(f"{path} is no configuration: expected an object, not {type(found).__name__}")
+    return found
+
+
+def read(folder: Path) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """A head's configuration and its tensors, by the names of `modules`, on the CPU.
+
+    Raises:
+        BadParameter: no head is there, or a file is broken.
+        Refused: the weights are a pickle, or a kind of head that is not supported.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    found = read_config(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickles = [path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLES]
+        if pickles:
+            raise Refused(
+                f"{folder} has its weights in the pickle {pickles[0]}, which is not loaded since it may run code; "
+                f"convert it once with `leapahead convert-head {folder} NEW_FOLDER`"
+            )
+        raise BadParameter(f"{folder} has no weights: expected model.safetensors")
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            tensors |= load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise BadParameter(f"{path} is not a readable safetensors file: {error}") from error
+    return parsed(found, tensors, str(folder))
+
+
+def parsed(found: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """The configuration that these files describe, and the tensors by the names of `modules`.
+
+    Raises:
+        LeapaheadError: see `config.parse`.
+    """
+    named = {canonical(name): tensor for name, tensor in tensors.items()}
+    named = {name: tensor for name, tensor in named.items() if not name.startswith(UNUSED)}
+    return config.parse(found, {name: tuple(tensor.shape) for name, tensor in named.items()}, where), named
+
+
+def write(folder: Path, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Writes a head: `config.json`, and the tensors as `model.safetensors`.
+
+    Raises:
+        BadParameter: the folder cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(dict(found), indent=2) + "\n", encoding="utf-8")
+        weights = folder / "model.safetensors"
+        save_file({name: each.contiguous() for name, each in tensors.items()}, weights)
+        weights.chmod((folder / "config.json").stat().st_mode)  # safetensors lets nobody else read what it writes
+    except OSError as error:
+        raise BadParameter(f"the head cannot be written to {folder}: {error}") from error
+
+
+def convert(source: Path, destination: Path) -> HeadConfig:
+    """Turns the pickled weights of a head into safetensors, by the names of `modules`.
+
+    Nothing in the pickle is executed (`torch.load(weights_only=True)`).
+
+    Raises:
+        LeapaheadError: no head is there, the pickle holds more than tensors, or the destination is not empty.
+    """
+    import torch
+
+    found = read_config(source)
+    if destination.exists() and any(destination.iterdir()):
+        raise BadParameter(f"{destination} is not empty; give a new folder")
+    tensors: dict[str, Tensor] = {}
+    for path in _weights(source.iterdir()):
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever a broken or malicious pickle raises
+            raise BadParameter(
+                f"{path} cannot be converted: it is broken or holds more than tensors ({type(error).__name__})"
+            ) from error
+        tensors |= {name: value for name, value in dict(loaded).items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise BadParameter(f"{source} has no pickled weights ({', '.join('*' + suffix for suffix in PICKLES)})")
+    described, named = parsed(found, tensors, str(source))
+    write(destination, found, named)
+    return described
+
+
+def _weights(paths: Iterable[Path]) -> list[Path]:
+    return sorted(path for path in paths if path.suffix in PICKLES and path.is_file())

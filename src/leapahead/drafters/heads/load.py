@@ -1,0 +1,123 @@
+"""Makes a loaded head of a checkpoint, beside its target, whose embedding and output layer it may share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from leapahead.core.errors import BadParameter, Refused
+from leapahead.drafters.heads import modules
+from leapahead.drafters.heads.block_head import BlockHead
+from leapahead.drafters.heads.config import LAST, HeadConfig
+from leapahead.drafters.heads.head import Head
+from leapahead.drafters.heads.row_head import RowHead
+from leapahead.models.base import TargetInfo
+
+
+def load(config: HeadConfig, tensors: dict[str, Tensor], target: Any, name: str) -> Head:
+    """A head beside its target.
+
+    Args:
+        config, tensors: of the checkpoint.
+        target: that it drafts for. A head without an embedding or an output layer of its own uses the target's.
+        name: of the head, for messages.
+
+    Raises:
+        LeapaheadError: it was made for another target, or tensors are missing or of the wrong shape.
+    """
+    info: TargetInfo = target.info
+    _check(config, info, name)
+    network = _network(target)
+    if network is None and (layers := config.layers_of(info.layers)) != (LAST,):
+        raise Refused(
+            f"the head {name} reads the hidden states of layers {', '.join(map(str, layers))}, and {info.name} gives "
+            "those of the last one only; use a model of Transformers, or a Medusa head"
+        )
+    tensors = dict(tensors)
+    offsets = tensors.pop("d2t", None)
+    if (mapped := tensors.pop("token_map", None)) is not None:  # vLLM's Medusa: target ids, not offsets
+        offsets = mapped - torch.arange(len(mapped))
+    device, dtype = _place(target, network)
+    tensors = {key: each.to(device, dtype) for key, each in tensors.items()}
+    tensors |= _shared(config, tensors, network, info.name, name)
+    with torch.device("meta"):
+        module = modules.make(config)
+    if isinstance(module, modules.RowModule):
+        module.rotary = LlamaRotaryEmbedding(module.llama).to(device)
+    _check_tensors(module, tensors, name)
+    module.load_state_dict(tensors, strict=False, assign=True)
+    module.d2t = offsets
+    module.requires_grad_(False).eval()
+    kind = RowHead if isinstance(module, modules.RowModule) else BlockHead
+    return kind(config, module, info, name)
+
+
+def _check(config: HeadConfig, info: TargetInfo, name: str) -> None:
+    for what, own, expected in (
+        ("hidden states of width", config.target_hidden_size, info.hidden_size),
+        ("a vocabulary of", config.vocab_size, info.vocab_size),
+    ):
+        if own and expected and own != expected:
+            trained = f"; it was trained for {config.target}" if config.target else ""
+            raise BadParameter(
+                f"the head {name} expects {what} {own}, and the target {info.name} has {expected}{trained}; use a head "
+                "that was trained for this target"
+            )
+    config.layers_of(info.layers)
+
+
+def _network(target: Any) -> Any:
+    """The model of a target of Transformers; None for the others."""
+    found = getattr(target, "model", None)
+    return found if isinstance(found, torch.nn.Module) else None
+
+
+def _place(target: Any, network: Any) -> tuple[torch.device, torch.dtype]:
+    """Where the head computes, and in which type: as a target of Transformers, or in float32 on the CPU."""
+    if network is None:
+        return torch.device("cpu"), torch.float32
+    return torch.device(target.device), next(each.dtype for each in network.parameters() if each.is_floating_point())
+
+
+def _shared(config: HeadConfig, tensors: dict[str, Tensor], network: Any, target: str, name: str) -> dict[str, Tensor]:
+    """The embedding and the output layer of the target, for a head that has none of its own."""
+    wanted = {
+        own: of
+        for own, of in (
+            ("embed_tokens.weight", "get_input_embeddings"),
+            ("lm_head.weight", "get_output_embeddings"),
+            ("lm_heads.0.weight", "get_output_embeddings"),
+        )
+        if own not in tensors and (own != "lm_heads.0.weight") == (config.decoder is not None)
+    }
+    if not wanted:
+        return {}
+    if network is None:
+        raise Refused(
+            f"the head {name} has no {' and no '.join(sorted(wanted))} of its own, and uses those of a model of "
+            f"Transformers, which {target} is not; use a head that has them"
+        )
+    found = {}
+    for own, of in wanted.items():
+        layer = getattr(network, of)()
+        weight = None if layer is None else getattr(layer, "weight", None)
+        if weight is None:
+            raise Refused(f"the head {name} has no {own} of its own, and the target {target} shows none")
+        found[own] = weight.detach()
+    return found
+
+
+def _check_tensors(module: torch.nn.Module, tensors: dict[str, Tensor], name: str) -> None:
+    expected = {key: tuple(each.shape) for key, each in module.state_dict().items() if not key.startswith("rotary.")}
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise BadParameter(f"the head {name} lacks the tensor {missing[0]}; the file is incomplete")
+    if extra := sorted(tensors.keys() - expected.keys()):
+        raise Refused(f"the head {name} has the tensor {extra[0]}, which is not known; it is of another kind")
+    for key, shape in expected.items():
+        if tuple(tensors[key].shape) != shape:
+            raise BadParameter(
+                f"the head {name} has {key} of shape {list(tensors[key].shape)}, where {list(shape)} was expected"
+            )

@@ -1,0 +1,93 @@
+"""Loading of trained heads: `head="folder"`, or several in a list or divided by commas; "bundled" for the bundled one.
+
+A head is loaded beside its target, whose hidden states it reads, once for all drafters of an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from leapahead.core.errors import BadParameter, Refused, needing
+from leapahead.drafters.sources.head import HeadSource
+from leapahead.models import loading
+from leapahead.models.base import HIDDEN, Target, require
+from leapahead.planner.profile import LatencyProfiles
+
+if TYPE_CHECKING:
+    from leapahead.drafters.heads.head import Head
+
+
+def parsed(head: Any) -> list[Path]:
+    """The folders of heads that an option names: one, a list, or several divided by commas. Nothing is read yet.
+
+    Raises:
+        BadParameter: it names none.
+    """
+    names = head.split(",") if isinstance(head, str) else head if isinstance(head, (list, tuple)) else [head]
+    if not all(isinstance(name, (str, Path)) for name in names):
+        raise BadParameter(f"head must be the folder of a trained head, or several, not {head!r}")
+    found = [str(name).strip() for name in names if str(name).strip()]
+    if not found:
+        raise BadParameter("head names no trained head; give its folder, or several divided by commas")
+    return [Path(loading.bundled("tiny-eagle3") if name == loading.BUNDLED else name) for name in found]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedHead:
+    """A loaded head as what drafts. See `ForwardModel`."""
+
+    head: Head
+
+    @property
+    def latency(self) -> LatencyProfiles:
+        return self.head.latency
+
+    @property
+    def title(self) -> str:
+        return f"the head {self.head.name}"
+
+    @property
+    def source_name(self) -> str:
+        return self.head.config.kind
+
+    def source(self, name: str) -> HeadSource:
+        return HeadSource(self, self.head, name)
+
+    def known(self, tokens: Sequence[int], owner: str) -> int:
+        return self.head.known(tokens, owner)
+
+    def prepare(self) -> None:
+        self.head.prepare()
+
+    def measure(self) -> None:
+        self.head.measure()
+
+
+class TrainedHeads:
+    """The heads of one engine. Each folder is loaded once and kept as long as the engine."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Path, TrainedHead] = {}
+
+    def all(self, folders: Sequence[Path], target: Target | None) -> list[TrainedHead]:
+        """Several of them, for one target.
+
+        Raises:
+            LeapaheadError: one cannot be loaded, or was made for another target.
+        """
+        return [self.get(folder, target) for folder in folders]
+
+    def get(self, folder: Path, target: Target | None) -> TrainedHead:
+        """See `all`."""
+        if target is None:
+            raise Refused(f"the head {folder} cannot be loaded, since this host has no target; leave the head out")
+        require(target.info, frozenset({HIDDEN}), f"the head {folder}")
+        if folder not in self._kept:
+            with needing("trained heads", "transformers", "torch", "transformers", "safetensors"):
+                from leapahead.drafters.heads import checkpoint
+                from leapahead.drafters.heads.load import load
+            self._kept[folder] = TrainedHead(load(*checkpoint.read(folder), target, str(folder)))
+        return self._kept[folder]

@@ -1,0 +1,162 @@
+"""Trained heads with random weights for a tiny model, and what they compute without cache, tree or batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from leapahead.drafters.heads import checkpoint, modules
+from leapahead.drafters.heads.config import MEDUSA, TYPE
+from leapahead.drafters.sources.head import HeadSource
+
+EVERY = 1 << 20  # candidates
+LAYERS = {"medusa": (-1,), "eagle": (-1,), "eagle3": (0, 1, 2)}
+DECODER = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def config_of(kind: str, vocabulary: int, **changes: Any) -> dict[str, Any]:
+    """A `config.json` for a head of the tiny model."""
+    decoder = {**DECODER, "vocab_size": vocabulary}
+    found: dict[str, dict[str, Any]] = {
+        "medusa": {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 2, "vocab_size": vocabulary},
+        "eagle": decoder,
+        "eagle3": {
+            TYPE: "eagle3",
+            "transformer_layer_config": {**decoder, "num_hidden_layers": 2},
+            "eagle_aux_hidden_state_layer_ids": list(LAYERS["eagle3"]),
+        },
+    }
+    return {**found[kind], **changes}
+
+
+def tensors_of(
+    kind: str, vocabulary: int, drafted: int = 0, size: int = 32, **variant: bool
+) -> dict[str, torch.Tensor]:
+    """Random weights of a head, whose vocabulary has every second token if `drafted` says how many it has.
+
+    Args:
+        size: of the target's hidden states; another one for Medusa only.
+        variant: fields of `HeadConfig`.
+    """
+    random = torch.Generator().manual_seed(len(kind))
+    rows = drafted or vocabulary
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random) * 0.4
+
+    if kind == MEDUSA:
+        found = {f"blocks.{k}.layers.{j}.weight": matrix(size, size) for k in range(3) for j in range(2)}
+        return {**found, **{f"lm_heads.{k}.weight": matrix(rows, size) for k in range(3)}}
+    layers, wide = (1, 1) if kind == "eagle" else (2, 2)
+    found = {"fc.weight": matrix(size, (2 if kind == "eagle" else 3) * size)}
+    for layer in range(layers):
+        width = size * (wide if layer == 0 else 1)
+        for name, out, into in (("q", 32, width), ("k", 16, width), ("v", 16, width), ("o", size, 32)):
+            found[f"layers.{layer}.self_attn.{name}_proj.weight"] = matrix(out, into)
+        for name, out, into in (("gate", 48, size), ("up", 48, size), ("down", size, 48)):
+            found[f"layers.{layer}.mlp.{name}_proj.weight"] = matrix(out, into)
+        found[f"layers.{layer}.post_attention_layernorm.weight"] = 1 + matrix(size)
+        if kind != "eagle":
+            found[f"layers.{layer}.input_layernorm.weight"] = 1 + matrix(size)
+    if kind == "eagle3":
+        found |= {"norm.weight": 1 + matrix(size), "lm_head.weight": matrix(rows, size)}
+        found |= {"layers.0.hidden_norm.weight": 1 + matrix(size), "embed_tokens.weight": matrix(vocabulary, size)}
+        if variant.get("norm_before_fc"):
+            found["input_norm.weight"] = 1 + matrix(3 * size)
+        if drafted:
+            found["d2t"] = torch.arange(drafted)  # token i is the target's 2 i
+    return found
+
+
+def write(folder: Path, kind: str, vocabulary: int, drafted: int = 0, size: int = 32, **variant: bool) -> Path:
+    """A folder with a head of random weights; arguments as of `tensors_of`."""
+    changes = {name: value for name, value in variant.items() if name != "norm_before_fc"}
+    tensors = tensors_of(kind, vocabulary, drafted, size, **variant)
+    checkpoint.write(folder, config_of(kind, vocabulary, **changes), tensors)
+    return folder
+
+
+def causal(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+@torch.no_grad()
+def recomputed(model: Any, module: Any, layers: Sequence[int], tokens: Sequence[int], path: Sequence[int]) -> Any:
+    """The head's logits after a path, from one forward of the target over the text and none of its caches.
+
+    Returns:
+        float64 [draft vocabulary].
+    """
+    outputs = model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+    states = torch.cat([outputs.hidden_states[layer] for layer in layers], dim=-1)
+    if isinstance(module, modules.Medusa):
+        return module.one(len(path), states[0, -1]).double().numpy()
+    rows, states = list(tokens[1:]), module.fuse(states)
+    for token in (*path, None):
+        found = module(torch.tensor([rows]), states, torch.arange(len(rows))[None], causal)[:, -1:]
+        if token is not None:
+            rows, states = [*rows, token], torch.cat((states, found), dim=1)
+    return module.logits(found[0, 0]).double().numpy()
+
+
+class Computed(NamedTuple):
+    """Candidates that a head gave during decoding.
+
+    Attributes:
+        tokens: of the text at that time.
+        path: after which they are.
+        candidates: target's token -> log-probability among those that were kept.
+    """
+
+    tokens: tuple[int, ...]
+    path: tuple[int, ...]
+    candidates: Mapping[int, float]
+
+
+def recording(monkeypatch: Any) -> list[Computed]:
+    """Records every candidate list that a draft forward of a head gives from now on."""
+    found: list[Computed] = []
+    draft = HeadSource.draft.__func__  # type: ignore[attr-defined]
+
+    def recorded(cls: Any, wanted: Sequence[tuple[HeadSource, Sequence[tuple[int, ...]]]]) -> Any:
+        forward = draft(cls, wanted)
+        for source, paths in wanted:
+            reached = [path + (0,) * depth for path in paths for depth in range(source.reach(path))]
+            for path in reached:
+                candidates = {each.token: each.logp for each in source.candidates(path, EVERY)}
+                found.append(Computed(tuple(source.text.tokens), path, candidates))
+        return forward
+
+    monkeypatch.setattr(HeadSource, "draft", classmethod(recorded))
+    return found
+
+
+def worst(found: Sequence[Computed], model: Any, module: Any, layers: Sequence[int], ids: np.ndarray) -> float:
+    """The greatest difference of a log-probability from the recomputed one.
+
+    Args:
+        ids: the target's id of each token of the head's vocabulary.
+    """
+    errors = [0.0]
+    for computed in found:
+        logits = recomputed(model, module, layers, computed.tokens, computed.path)
+        own = dict(zip(ids.tolist(), logits.tolist(), strict=True))
+        values = np.array([own[token] for token in computed.candidates])
+        values -= np.log(np.exp(values - values.max()).sum()) + values.max()
+        errors.append(float(np.abs(values - np.array([*computed.candidates.values()])).max()))
+        best = sorted(own.values())[-len(values) :]
+        errors.append(float(abs(min(best) - min(own[token] for token in computed.candidates))))
+    return max(errors)

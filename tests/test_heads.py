@@ -1,0 +1,472 @@
+"""Trained heads: what they compute with caches, trees and batches, what they refuse, and that no text changes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import heads
+import numpy as np
+import pytest
+import torch
+from helpers import FixedLatency
+
+from leapahead import LLM, Request
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.drafters.heads import checkpoint, modules
+from leapahead.drafters.heads.config import HeadConfig
+from leapahead.drafters.heads.head import Head
+from leapahead.drafters.heads.row_head import RowText
+from leapahead.drafters.sources.head import HeadSource
+
+pytestmark = pytest.mark.filterwarnings("ignore:the head")  # which may take as long as the tiny model
+
+KINDS = ("medusa", "eagle", "eagle3")
+PROMPTS = ["def add(a, b):\n    return a + b\n\ndef add(", "for number in range(10): print(", "The quick"]
+
+
+@pytest.fixture(scope="session")
+def exact_model(tiny_folder: Path) -> Any:
+    """The tiny model in float64, in which rounding does not hide a wrong entry."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
+
+
+def vocabulary(model: Any) -> int:
+    return int(model.config.vocab_size)
+
+
+def decoded(model: Any, tokenizer: Any, folder: Path, drafter: str = "auto", **options: Any) -> tuple[list[Any], Head]:
+    """The texts of all prompts, drafted with a head, and the head."""
+    temperature = options.pop("temperature", 0.0)
+    llm = LLM(model, tokenizer=tokenizer, drafter=drafter, head=str(folder), **options)
+    found = llm.generate(PROMPTS, max_new_tokens=24, temperature=temperature, seed=5, ignore_eos=True)
+    return found, head_of(llm, folder)
+
+
+def head_of(llm: LLM, folder: Path) -> Head:
+    (model,) = llm.engine.drafter("head", head=str(folder)).draft_forwards.models
+    return model.head
+
+
+def worst(found: list[heads.Computed], model: Any, head: Head, kind: str, ids: np.ndarray | None = None) -> float:
+    ids = np.arange(vocabulary(model)) if ids is None else ids
+    return heads.worst(found, model, head.module, heads.LAYERS[kind], ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_candidates_are_those_of_a_full_recomputation(
+    kind: str, temperature: float, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = heads.write(tmp_path / kind, kind, vocabulary(exact_model))
+    found = heads.recording(monkeypatch)
+    decoded(exact_model, tokenizer, folder, "head", depth=3, nodes=12, temperature=temperature)
+    texts, head = decoded(exact_model, tokenizer, folder, nodes=40, temperature=temperature)
+    plain = LLM(exact_model, tokenizer=tokenizer, drafter="plain").generate(
+        PROMPTS, max_new_tokens=24, temperature=temperature, seed=5, ignore_eos=True
+    )
+    assert [text.tokens for text in texts] == [text.tokens for text in plain]
+    assert max(text.stats.accepted for text in texts) > 4  # entries of drafts were dropped and written anew
+    assert max(len(each.path) for each in found) >= 2
+    assert worst(found, exact_model, head, kind) < 1e-6
+
+
+@pytest.mark.parametrize("variant", ["norm_before_residual", "norm_before_fc"])
+def test_variants_of_eagle3(
+    variant: str, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = heads.write(tmp_path, "eagle3", vocabulary(exact_model), **{variant: True})
+    found = heads.recording(monkeypatch)
+    _, head = decoded(exact_model, tokenizer, folder, "head", nodes=12)
+    assert getattr(head.config, variant)
+    assert worst(found, exact_model, head, "eagle3") < 1e-6
+
+
+def test_a_head_may_know_a_part_of_the_vocabulary(
+    exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = heads.write(tmp_path, "eagle3", vocabulary(exact_model), drafted=100)
+    found = heads.recording(monkeypatch)
+    _, head = decoded(exact_model, tokenizer, folder, "head", nodes=12)
+    assert worst(found, exact_model, head, "eagle3", 2 * np.arange(100)) < 1e-6
+    assert all(token % 2 == 0 for each in found for token in each.candidates)
+
+
+def shifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    append = RowText.append
+    monkeypatch.setattr(RowText, "append", lambda self, states: append(self, states.roll(1, 0)))
+
+
+def stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of drafted nodes stay in the cache instead of being computed from the target's states."""
+
+    def append(self: RowText, states: Any) -> None:
+        kept = min(len(states) - 1, len(self.nodes))
+        self.known += len(states)
+        self.length += kept
+        self._waiting.append(states[kept:])
+
+    monkeypatch.setattr(RowText, "append", append)
+
+
+def wrong_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeadConfig, "layers_of", lambda self, count: (0, 2, 1))
+
+
+def twice_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeadSource, "target_ids", lambda self, ids: np.minimum(4 * ids, 198))
+
+
+@pytest.mark.parametrize("mutation", [shifted, stale, wrong_layers, twice_mapped])
+def test_the_usual_mistakes_are_found(
+    mutation: Callable[[pytest.MonkeyPatch], None],
+    exact_model: Any,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = heads.write(tmp_path, "eagle3", vocabulary(exact_model), drafted=100)
+    found = heads.recording(monkeypatch)
+    mutation(monkeypatch)
+    _, head = decoded(exact_model, tokenizer, folder, nodes=40)
+    assert worst(found, exact_model, head, "eagle3", 2 * np.arange(100)) > 1e-3
+
+
+def test_states_before_the_final_norm_are_found(
+    exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = heads.write(tmp_path, "eagle", vocabulary(exact_model))
+    found = heads.recording(monkeypatch)
+    monkeypatch.setattr(HeadConfig, "layers_of", lambda self, count: (count - 1,))
+    _, head = decoded(exact_model, tokenizer, folder, "head", nodes=12)
+    assert worst(found, exact_model, head, "eagle") > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"nodes": 6}, id="nodes"),
+        pytest.param({"depth": 3}, id="depth"),
+        pytest.param({"nodes": 4, "chain": True}, id="chain", marks=pytest.mark.slow),
+        pytest.param({"seed_aware": False, "nodes": 6}, id="unaware", marks=pytest.mark.slow),
+        pytest.param({}, id="planned"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_no_text_changes(
+    kind: str, options: dict[str, Any], temperature: float, tiny_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    folder = heads.write(tmp_path, kind, vocabulary(tiny_model))
+    given: dict[str, Any] = {"max_new_tokens": 20, "temperature": temperature, "seed": 3, "n": 2}
+    with LLM(tiny_model, tokenizer=tokenizer, drafter="plain") as llm:
+        plain = llm.generate(PROMPTS, **given)
+    with LLM(tiny_model, tokenizer=tokenizer, drafter="head", head=str(folder), max_batch=4, **options) as llm:
+        found = llm.generate(PROMPTS, **given)
+        (one,) = llm.generate(PROMPTS[0], **{**given, "n": 1})
+    assert [[text.tokens for text in some] for some in found] == [[text.tokens for text in some] for some in plain]
+    assert one.tokens == plain[0][0].tokens
+    assert any(text.stats.drafted for some in found for text in some) or "nodes" not in options
+
+
+def test_long_prompts_are_read_in_chunks(
+    exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = heads.write(tmp_path, "eagle3", vocabulary(exact_model))
+    monkeypatch.setattr("leapahead.drafters.sources.head.CHUNK", 7)
+    found = heads.recording(monkeypatch)
+    _, head = decoded(exact_model, tokenizer, folder, "head", nodes=6, prefill_chunk=5)
+    assert found
+    assert worst(found, exact_model, head, "eagle3") < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_beginning_of_a_prompt_is_not_read_again(
+    kind: str, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target takes from its cache no more than the head has rows of, and the head computes the rest."""
+    folder = heads.write(tmp_path, kind, vocabulary(exact_model))
+    found = heads.recording(monkeypatch)
+    llm = LLM(exact_model, tokenizer=tokenizer, drafter="head", head=str(folder), nodes=6, drafter_cache=False)
+    first = llm.generate(PROMPTS[0], max_new_tokens=12, ignore_eos=True)
+    tokens = first.prompt_tokens + first.tokens
+    following = [*tokens[:-3], 50, 51, 52, 53]
+    plain = LLM(exact_model, tokenizer=tokenizer, drafter="plain").generate(following, max_new_tokens=12)
+    again = llm.generate(following, max_new_tokens=12)
+    assert again.tokens == plain.tokens
+    assert again.stats.reused_tokens >= len(tokens) - 6
+    handles = llm.engine.submit(request_of(llm, following, owner="somebody else"))
+    llm.engine.run([handles])
+    assert handles.stats.reused_tokens == 0
+    assert worst(found, exact_model, head_of(llm, folder), kind) < 1e-6
+
+
+def request_of(llm: LLM, tokens: list[int], owner: str) -> Request:
+    ((request, _),) = llm.requests([tokens], {"max_new_tokens": 12, "seed": 1})
+    return replace(request, owner=owner)
+
+
+def test_several_heads_draft_together(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    folders = [heads.write(tmp_path / kind, kind, vocabulary(tiny_model)) for kind in ("eagle", "medusa", "eagle3")]
+    text = LLM(tiny_model, tokenizer=tokenizer, drafter="plain").generate(PROMPTS[0], max_new_tokens=24).text
+    llm = LLM(tiny_model, tokenizer=tokenizer, head=[*folders, folders[0]], nodes=40)
+    found = llm.generate(PROMPTS[0], max_new_tokens=24)
+    assert found.text == text
+    assert {"eagle", "eagle2", "medusa", "eagle3"} <= found.stats.drafter.keys()
+
+
+def test_a_request_may_name_the_head_drafter(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    llm = LLM(tiny_model, tokenizer=tokenizer, head=heads.write(tmp_path, "medusa", vocabulary(tiny_model)))
+    found = llm.generate(PROMPTS[0], max_new_tokens=12, drafter="head", drafter_options={"nodes": 5})
+    assert set(found.stats.drafted_by) == {"medusa"}
+
+
+def test_forwards_are_run_where_they_pay(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """A head that predicts well and costs little is used; one that costs as much as the target is not, and says so."""
+    folder = heads.write(tmp_path, "medusa", vocabulary(tiny_model))
+    for seconds, is_used in ((1e-6, True), (10.0, False)):
+        llm = LLM(tiny_model, tokenizer=tokenizer, drafter="head", head=folder)
+        head = head_of(llm, folder)
+        head.latency = FixedLatency(llm.target, {1: seconds})
+        head.prepare = lambda: None  # type: ignore[method-assign]
+        if is_used:
+            assert llm.generate(PROMPTS[0], max_new_tokens=24).stats.drafter["medusa"]["forwards"] > 0
+        else:
+            with pytest.warns(UserWarning, match="the head .* takes 10000.0 ms"):
+                assert llm.generate(PROMPTS[0], max_new_tokens=8).stats.drafted == 0
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+
+def refused(error: type[LeapaheadError], model: Any, tokenizer: Any, folder: Path | str) -> str:
+    with pytest.raises(error) as found:
+        LLM(model, tokenizer=tokenizer, drafter="head", head=str(folder))
+    assert "\n" not in str(found.value)
+    return str(found.value)
+
+
+def test_heads_of_other_targets_are_refused(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    size = vocabulary(tiny_model)
+    assert f"a vocabulary of {size + 1}" in refused(
+        BadParameter, tiny_model, tokenizer, heads.write(tmp_path / "a", "eagle3", size + 1)
+    )
+    config = heads.config_of("eagle3", size, eagle_aux_hidden_state_layer_ids=[2, 5, 9])
+    checkpoint.write(tmp_path / "b", config, heads.tensors_of("eagle3", size))
+    message = refused(BadParameter, tiny_model, tokenizer, tmp_path / "b")
+    assert "layers 2, 5, 9, and the target has 2 layers" in message
+    narrow = {
+        name: tensor[:, :80] if name == "fc.weight" else tensor
+        for name, tensor in heads.tensors_of("eagle3", size).items()
+    }
+    checkpoint.write(tmp_path / "c", heads.config_of("eagle3", size), narrow)
+    assert "hidden states of width" in refused(BadParameter, tiny_model, tokenizer, tmp_path / "c")
+    checkpoint.write(
+        tmp_path / "d",
+        heads.config_of("eagle3", size, speculators_config={"verifier": {"name_or_path": "meta/other"}}),
+        narrow,
+    )
+    assert "it was trained for meta/other" in refused(BadParameter, tiny_model, tokenizer, tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "it has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "expected an object"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "lack what is needed"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"broken"), "not a readable safetensors file"),
+    ],
+)
+def test_broken_heads_are_refused(
+    change: Callable[[Path], Any], message: str, tiny_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    change(heads.write(tmp_path, "eagle3", vocabulary(tiny_model)))
+    assert message in refused(BadParameter, tiny_model, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_missing_misshapen_and_unknown_tensors_are_refused(
+    kind: str, tiny_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    size = vocabulary(tiny_model)
+    name = "blocks.1.layers.1.weight" if kind == "medusa" else "layers.0.mlp.up_proj.weight"
+    for change, error, message in (
+        (lambda found: found.pop(name), BadParameter, f"lacks the tensor {name}"),
+        (lambda found: found.update({name: found[name][:-1]}), BadParameter, f"has {name} of shape"),
+        (lambda found: found.update({"markov.weight": found[name].clone()}), Refused, "has the tensor markov.weight"),
+    ):
+        tensors = heads.tensors_of(kind, size)
+        change(tensors)
+        folder = tmp_path / message.replace(" ", "-")
+        checkpoint.write(folder, heads.config_of(kind, size), tensors)
+        assert message in refused(error, tiny_model, tokenizer, folder)
+
+
+def test_other_kinds_and_wrong_mappings_are_refused(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    size = vocabulary(tiny_model)
+    tensors = heads.tensors_of("eagle3", size, drafted=100)
+    checkpoint.write(tmp_path / "a", heads.config_of("eagle3", size, speculators_model_type="xpress"), tensors)
+    assert "of kind 'xpress'" in refused(Refused, tiny_model, tokenizer, tmp_path / "a")
+    tensors["d2t"] = torch.full((100,), size)
+    checkpoint.write(tmp_path / "b", heads.config_of("eagle3", size), tensors)
+    assert "the file is broken" in refused(BadParameter, tiny_model, tokenizer, tmp_path / "b")
+    config = heads.config_of("eagle3", size)
+    config["transformer_layer_config"]["model_type"] = "mamba"
+    checkpoint.write(tmp_path / "c", config, heads.tensors_of("eagle3", size))
+    assert "decoder layers of type 'mamba'" in refused(Refused, tiny_model, tokenizer, tmp_path / "c")
+    assert "there is no head at" in refused(BadParameter, tiny_model, tokenizer, tmp_path / "nowhere")
+    with pytest.raises(BadParameter, match="needs head="):
+        LLM(tiny_model, tokenizer=tokenizer, drafter="head")
+    with pytest.raises(BadParameter, match="names no trained head"):
+        LLM(tiny_model, tokenizer=tokenizer, drafter="head", head=",")
+
+
+def test_a_target_without_hidden_states_is_refused(tmp_path: Path) -> None:
+    from leapahead.models.toy import ToyTarget
+
+    with pytest.raises(Refused, match="needs hidden from the target"):
+        LLM(ToyTarget(), head=str(heads.write(tmp_path, "medusa", 8)))
+
+
+def test_what_a_gguf_file_and_exact_mode_do_not_give(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    import gguf_models
+
+    with pytest.raises(Refused, match=r"layers 0, 1, 2, and .* gives those of the last one only"):
+        LLM(gguf_models.llama(), head=str(heads.write(tmp_path / "gguf", "eagle3", 4096)))
+    head = heads.write(tmp_path / "exact", "eagle3", vocabulary(tiny_model))
+    with pytest.raises(Refused, match=r"which .* does not have in exact mode"):
+        LLM(tiny_model, tokenizer=tokenizer, head=str(head), exact=True)
+
+
+class Spy:
+    """An object whose unpickling runs code."""
+
+    def __reduce__(self) -> Any:
+        return open, ("executed", "w")
+
+
+def test_pickles_are_converted_and_never_loaded(
+    tiny_model: Any, tokenizer: Any, tmp_path: Path, leapahead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    size = vocabulary(tiny_model)
+    source = tmp_path / "published"
+    source.mkdir()
+    tensors = heads.tensors_of("eagle3", size, drafted=100)
+    published = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    published["t2d"] = torch.zeros(size, dtype=torch.bool)
+    config = heads.config_of("eagle3", size)
+    (source / "config.json").write_text(json.dumps(config))
+    torch.save(published, source / "pytorch_model.bin")
+    assert "leapahead convert-head" in refused(Refused, tiny_model, tokenizer, source)
+    result = leapahead("convert-head", str(source), "converted")
+    assert result.exit_code == 0, result.output
+    assert "eagle3" in result.stdout
+    assert LLM(tiny_model, tokenizer=tokenizer, drafter="head", head="converted").generate("def", max_new_tokens=4)
+    result = leapahead("convert-head", str(source), "converted")
+    assert (result.exit_code, "is not empty" in result.stderr) == (2, True)
+    (source / "pytorch_model.bin").write_bytes(pickle.dumps(Spy()))
+    result = leapahead("convert-head", str(source), "other")
+    assert (result.exit_code, "holds more than tensors" in result.stderr) == (2, True)
+    assert not Path("executed").exists()
+
+
+def test_published_medusa_weights(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Medusa's own form, whose file says two heads where there are three."""
+    size = vocabulary(tiny_model)
+    random = torch.Generator().manual_seed(0)
+    published = {}
+    for k in range(3):
+        published[f"{k}.0.linear.weight"] = torch.randn(32, 32, generator=random)
+        published[f"{k}.0.linear.bias"] = torch.randn(32, generator=random)
+        published[f"{k}.1.weight"] = torch.randn(size, 32, generator=random)
+    source = tmp_path / "medusa"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "base_model_name_or_path": "tiny"}))
+    torch.save(published, source / "medusa_lm_head.pt")
+    described = checkpoint.convert(source, tmp_path / "converted")
+    assert (described.depths, described.blocks, described.bias, described.target) == (3, 1, True, "tiny")
+    config, tensors = checkpoint.read(tmp_path / "converted")
+    module = modules.make(config)
+    module.load_state_dict(tensors)
+    x = torch.randn(32, generator=random)
+    residual = x + torch.nn.functional.silu(published["2.0.linear.weight"] @ x + published["2.0.linear.bias"])
+    torch.testing.assert_close(module.one(2, x), published["2.1.weight"] @ residual)
+    assert LLM(tiny_model, tokenizer=tokenizer, head=str(tmp_path / "converted")).generate("def", max_new_tokens=4)
+
+
+def test_medusa_with_the_targets_output_layer(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """The default of speculators: no lm_heads in the file."""
+    size = vocabulary(tiny_model)
+    blocks = {name: tensor for name, tensor in heads.tensors_of("medusa", size).items() if name.startswith("blocks")}
+    config = {"speculators_model_type": "medusa", "num_heads": 3, "medusa_vocab_size": size, "original_lm_head": True}
+    checkpoint.write(tmp_path, config, blocks)
+    llm = LLM(tiny_model, tokenizer=tokenizer, drafter="head", head=tmp_path, nodes=5)
+    module = head_of(llm, tmp_path).module
+    assert torch.equal(module.lm_heads[0].weight, tiny_model.lm_head.weight)
+    x = torch.randn(2, 32)
+    assert torch.equal(module(x)[:, 2], tiny_model.lm_head(module.blocks[2](x)))
+    assert llm.generate(PROMPTS[0], max_new_tokens=8).stats.drafted
+
+
+def test_a_reduced_medusa_vocabulary(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """vLLM's form: token_map holds the target's ids."""
+    size = vocabulary(tiny_model)
+    ids = torch.arange(100) * 3
+    tensors = {**heads.tensors_of("medusa", size, drafted=100), "token_map": ids}
+    checkpoint.write(tmp_path, heads.config_of("medusa", size, truncated_vocab_size=100), tensors)
+    llm = LLM(tiny_model, tokenizer=tokenizer, drafter="head", head=tmp_path, nodes=5)
+    assert np.array_equal(head_of(llm, tmp_path).target_ids(np.arange(100)), ids.numpy())
+    assert llm.generate(PROMPTS[0], max_new_tokens=8).stats.drafted
+
+
+def test_eagle_uses_the_layers_of_its_target(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    llm = LLM(
+        tiny_model, tokenizer=tokenizer, drafter="head", head=heads.write(tmp_path, "eagle", vocabulary(tiny_model))
+    )
+    module = head_of(llm, tmp_path).module
+    assert torch.equal(module.lm_head.weight, tiny_model.lm_head.weight)
+    assert module.embed_tokens.weight.data_ptr() == tiny_model.model.embed_tokens.weight.data_ptr()  # not a copy
+
+
+SHORT = "--max-new-tokens 8 --head HEAD"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"generate x {SHORT}",
+        f"generate x {SHORT} -d head -o nodes=4 -t 1 --seed 1",
+        f"explain x {SHORT} --terminal -d head -o nodes=4",
+        f"check -d head -d auto -o nodes=6 --limit 2 --batch 2 {SHORT}",
+        "bench --quick -d plain --config head:head=HEAD,nodes=4 --max-new-tokens 6 --out bench",
+    ],
+)
+def test_commands_take_a_head(
+    command: str, leapahead: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    size = json.loads((tiny_folder / "config.json").read_text())["vocab_size"]
+    folder = heads.write(tmp_path / "head", "eagle3", size)
+    result = leapahead(*command.replace("HEAD", str(folder)).split())
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_bundled_head(temperature: float) -> None:
+    prompt = 'def add(a, b):\n    """Return the sum of a and b."""\n'
+    with LLM(dtype="float32", drafter="head", head="bundled", nodes=16) as llm:
+        given: dict[str, Any] = {"max_new_tokens": 64, "temperature": temperature, "seed": 2}
+        found = llm.generate(prompt, **given)
+        assert found.tokens == llm.generate(prompt, drafter="plain", **given).tokens
+    assert found.stats.acceptance_length > 1.4
