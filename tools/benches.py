@@ -224,6 +224,8 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
         "draft-135m-gguf-sampled": lambda root: overall(root, "draft/135m-gguf", 1.0, table),
         "draft-1b": whole("draft/1b", "1B"),
         "draft-1b-sampled": lambda root: overall(root, "draft/1b", 1.0, table),
+        "heads-135m": whole("heads", "135M"),
+        "heads-135m-sampled": lambda root: overall(root, "heads", 1.0, table),
         "draft-gain": lambda root: gain(root, ("draft/135m", "draft/1b", "draft/135m-gguf"), table),
         "bench-135m": whole("135m", "135M"),
         "bench-135m-sampled": lambda root: overall(root, "135m", 1.0, table),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,17 @@ def acceptance_table(root: Path) -> str:
     return table(heads, rows) + _conditions(data, "acceptance")
 
 
-def rules_table(root: Path) -> str:
-    """Acceptance lengths of the two rules, from docs/figures.json."""
+def lengths_table(root: Path, part: str) -> str:
+    """Acceptance lengths by task and temperature, from a part of docs/figures.json."""
     data = _figures(root)
-    columns = list(dict.fromkeys((row["task"], row["temperature"]) for row in data["rules"]))
-    cells = {(row["name"], row["task"], row["temperature"]): row for row in data["rules"]}
+    columns = list(dict.fromkeys((row["task"], row["temperature"]) for row in data[part]))
+    cells = {(row["name"], row["task"], row["temperature"]): row for row in data[part]}
     rows = [
         [name, *(f"{cells[name, task, temperature]['acceptance_length']:.2f}" for task, temperature in columns)]
-        for name in dict.fromkeys(row["name"] for row in data["rules"])
+        for name in dict.fromkeys(row["name"] for row in data[part])
     ]
     heads = " | ".join(["", *(f"{task}, T = {temperature:g}" for task, temperature in columns)])
-    return table(heads, rows) + _conditions(data, "rules")
+    return table(heads, rows) + _conditions(data, part)
 
 
 def check_table(root: Path) -> str:
@@ -328,7 +329,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "headline": lambda root: headline.headline(root, table),
     **reference.blocks(table),
     "acceptance": acceptance_table,
-    "rules": rules_table,
+    "rules": partial(lengths_table, part="rules"),
+    "heads": partial(lengths_table, part="heads"),
     "check": check_table,
     "overhead": overhead_table,
     "cost-curve": cost_table,
