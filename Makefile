@@ -99,6 +99,7 @@ LLAMA_BIN ?=
 VLLM_PYTHON ?=
 RESUME ?=
 STANDINS := build/standins
+COMMA := ,
 PEERS := --peer transformers --peer transformers-prompt-lookup --peer transformers-assisted
 ifneq ($(LLAMA_BIN),)
 SIMPLE := llama-speculative-simple:path=$(LLAMA_BIN)/llama-speculative-simple
@@ -154,19 +155,29 @@ bench-hybrid: $(WITH_LLAMA) $(foreach kind,bf16.gguf q8_0.gguf,$(STANDINS)/hybri
 		--task gsm8k=5 --max-new-tokens 96 --out docs/bench/hybrid $(RESUME)
 	$(BIN)/python tools/docs.py
 
-# What docs/research/openvino.md shows: OpenVINO beside llama.cpp, each with the same types of weights; a quarter of an hour.
-OPENVINO_PEERS := --peer openvino-genai --peer openvino-prompt-lookup
+# What docs/research/openvino.md shows: OpenVINO beside llama.cpp, each with the same types of weights; an hour. The
+# prompts lie in one folder, with simulated edits of the stand-in's own texts.
+OPENVINO_PEERS := --peer openvino-genai --peer openvino-prompt-lookup $(LOOKUP) \
+	$(if $(LLAMA_BIN),--peer $(SIMPLE)$(COMMA)type=ngram-simple)
 SIDES = $(foreach kind,bf16 int8 int4,-m $(STANDINS)/$(1)-openvino-$(kind)) \
 	$(foreach kind,bf16 q8_0 q4_0,-m $(STANDINS)/$(1)-$(kind).gguf)
 SIDES_OF = $(foreach kind,bf16 int8 int4,$(STANDINS)/$(1)-openvino-$(kind)) \
 	$(foreach kind,bf16 q8_0 q4_0,$(STANDINS)/$(1)-$(kind).gguf)
+WITH_EDITS := build/with-edits
+BESIDE = $(PAIRS) --data $(WITH_EDITS) --out docs/bench/openvino/$(1) $(RESUME)
 .PHONY: bench-openvino
-bench-openvino: $(WITH_LLAMA) $(WITH_OPENVINO) $(call SIDES_OF,135m) $(call SIDES_OF,1b)
-	$(PAIRS) --data $(DATA) $(call SIDES,135m) $(OPENVINO_PEERS) --task humaneval=3 --task gsm8k=3 \
-		--max-new-tokens 96 --out docs/bench/openvino/135m $(RESUME)
-	$(PAIRS) --data $(DATA) $(call SIDES,1b) $(OPENVINO_PEERS) --task humaneval=2 --task gsm8k=2 \
-		--max-new-tokens 48 --out docs/bench/openvino/1b $(RESUME)
+bench-openvino: $(WITH_LLAMA) $(WITH_OPENVINO) $(call SIDES_OF,135m) $(call SIDES_OF,1b) $(WITH_EDITS)/edits.jsonl
+	$(call BESIDE,1b) $(call SIDES,1b) $(OPENVINO_PEERS) --task humaneval=2 --task gsm8k=2 --task edits=2 \
+		--task spec_bench/translation=1 --task spec_bench/qa=1 --max-new-tokens 48
+	$(call BESIDE,135m) $(call SIDES,135m) $(OPENVINO_PEERS) --task humaneval=3 --task gsm8k=3 --task edits=3 \
+		--task spec_bench=1 --max-new-tokens 96
+	$(if $(VLLM_PYTHON),$(foreach cost,135m 1b,$(call BESIDE,vllm-$(cost)) -m $(STANDINS)/$(cost)-bf16 -t 0 \
+		--peer vllm:python=$(VLLM_PYTHON) --task humaneval=2 --task gsm8k=2 --max-new-tokens 48 &&) true)
 	$(BIN)/python tools/docs.py
+$(WITH_EDITS)/edits.jsonl: | $(STANDINS)/135m-bf16.gguf
+	@mkdir -p $(WITH_EDITS)
+	ln -sf $(abspath $(DATA))/*.jsonl $(WITH_EDITS)/
+	$(BIN)/python -m research edits -m $(STANDINS)/135m-bf16.gguf --data $(DATA) --out $@
 
 # Static pattern rules, since make would take the rule of `%-bf16` for `135m-openvino-bf16` where 135m-bf16 is not there.
 COSTS := 135m 1b

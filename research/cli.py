@@ -25,6 +25,7 @@ COMMANDS = {  # name -> where it is, and what it does
     "standin": ("research.standin:main", "Write a stand-in model: a small model's text at a larger one's cost."),
     "standin-head": ("research.standin_head:main", "Write a head of the bundled model as one of a stand-in model."),
     "heads-prompts": ("research.heads:main", "Write the prompts on whose texts the bundled model's heads are trained."),
+    "edits": ("research.edits:main", "Write prompts with simulated predictions of their texts."),
     "hybrid-gguf": ("research.hybrid_gguf:main", "Write a stand-in in a hybrid's shapes as a GGUF file."),
     "llama-bench": ("research.llama_bench:main", "Compare the llama.cpp target with llama.cpp's own programs."),
     "curve": ("research.curve:main", "Draw T(n) of GGUF files for every n, under builds and options of llama.cpp."),

@@ -37,10 +37,10 @@ from leapahead.bench.conditions import conditions
 from leapahead.cli.command import Command
 from leapahead.core.errors import BadParameter, LeapaheadError
 from research.command_parts import show
+from research.edits import simulated
 
 START_SECONDS = 120.0
 CONTEXT = 1024  # tokens of each sequence
-CHANGED = 10  # every so manyth word of an edit's prediction is another one
 LONG = ("summarization", "rag")  # tasks of Spec-Bench with prompts of a thousand tokens
 NAME = "model"
 Question = tuple[str, dict[str, Any]]  # path and body of a request
@@ -192,9 +192,7 @@ def with_predictions(bodies: Sequence[Question], texts: Sequence[str]) -> list[Q
     """The requests with what the text will be, every tenth word changed."""
     found = []
     for (path, body), text in zip(bodies, texts, strict=True):
-        words = text.split(" ")
-        words[CHANGED - 1 :: CHANGED] = ["changed"] * len(words[CHANGED - 1 :: CHANGED])
-        found.append((path, {**body, "prediction": {"type": "content", "content": " ".join(words)}}))
+        found.append((path, {**body, "prediction": {"type": "content", "content": simulated(text)}}))
     return found
 
 

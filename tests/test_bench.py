@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from leapahead import BadParameter, LeapaheadError, Refused, drafters
+from leapahead import LLM, BadParameter, LeapaheadError, Refused, drafters
 from leapahead.bench import cell, peers, record, report, tasks
 from leapahead.bench import run as runner
 from leapahead.bench.contender import Configuration, Contender, Ours, Pass, Setting, Text, aligned
@@ -479,6 +479,24 @@ def results(folder: Path) -> dict[str, Any]:
     return found
 
 
+def test_predictions_are_drafted_and_peers_are_not_told(run: Any, tmp_path: Path, tiny_folder: Path) -> None:
+    folder = tmp_path / "edited"
+    folder.mkdir()
+    llm = LLM(str(tiny_folder), dtype="float32")
+    prompts = ["def add(a, b):", "while True:"]
+    predictions = [result.text for result in llm.generate(prompts, max_new_tokens=24, drafter="plain")]
+    rows = [{"prompt": prompt, "prediction": text} for prompt, text in zip(prompts, predictions, strict=True)]
+    (folder / "edits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run("--data", str(folder), "-d", "prediction", "--max-new-tokens", "24")
+    assert result.exit_code == 0, result.output
+    found = {row["drafter"]: row for row in results(tmp_path / "out")["results"] if row["task"] == "edits"}
+    assert found["prediction"]["mismatches"] == 0
+    assert found["prediction"]["drafted_by"]["prediction"] > 0
+    assert "prediction" not in found["prompt_lookup"]["drafted_by"]
+    changed = tasks.Task("edits", tasks.read(folder)[0].prompts, {prompts[0]: "another text"})
+    assert changed.digest != tasks.read(folder)[0].digest
+
+
 def test_bench_writes_everything(run: Any, tmp_path: Path) -> None:
     result = run("--config", "lookahead:window=3,ngram=3,guesses=2", "-t", "1", "--batch", "1", "--batch", "2")
     assert result.exit_code == 0, result.output
@@ -622,11 +640,14 @@ def test_bad_folders_and_files(run: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "humaneval.jsonl").write_text('{"prompt": "x"}\n{"question": "y"}\n')
+    (tmp_path / "edits").mkdir()
+    (tmp_path / "edits" / "edits.jsonl").write_text('{"prompt": "x", "prediction": 1}\n')
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "bench.json").write_text("[]")
     for args, sentence in [
         (["--data", str(tmp_path / "empty")], "holds prompts in none of the files"),
         (["--data", str(tmp_path / "broken")], "line 2: the field 'prompt' holds no text"),
+        (["--data", str(tmp_path / "edits")], "line 1: an edit must have the texts 'prompt' and 'prediction'"),
         (["--out", str(tmp_path / "file" / "out")], "cannot be written to"),
         (["--out", str(tmp_path / "foreign"), "--resume"], "is not the result of a bench"),
         (["--out", str(tmp_path / "nowhere"), "--report-only"], "cannot be read"),

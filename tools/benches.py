@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -160,23 +160,57 @@ def hybrids(root: Path, table: Table) -> str:
 def precisions(root: Path, table: Table) -> str:
     """`auto` on its fastest engine against plain decoding on its fastest, of OpenVINO and llama.cpp, by width."""
     lines = []
-    for cost in ("135m", "1b"):
-        found = read(root / "docs/bench/openvino" / cost)
-        rows = [row for row in found["results"] if row["task"] == OVERALL]
-        kinds = {name: _type(told) for name, told in found["conditions"]["targets"].items()}
-        for temperature in sorted({row["temperature"] for row in rows}):
-            for bits in dict.fromkeys(BITS[kind] for kind in kinds.values()):
-                some = [r for r in rows if r["temperature"] == temperature and BITS[kinds[r["target"]]] == bits]
-                plain = max((r for r in some if r["drafter"] in (PLAIN, GENAI)), key=lambda r: r["tokens_per_second"])
-                auto = max((r for r in some if r["drafter"] == "auto"), key=lambda r: r["tokens_per_second"])
-                ratio = auto["tokens_per_second"] / plain["tokens_per_second"]
-                where = [_target(found["conditions"], row["target"]) for row in (auto, plain)]
-                where[1] += ", GenAI" * (plain["drafter"] == GENAI)
-                speeds = [f"{row['tokens_per_second']:.1f}" for row in (auto, plain)]
-                name = f"{cost.upper()}, {bits}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}"
-                lines.append([name, where[0], speeds[0], where[1], speeds[1], f"**{ratio:.2f}**"])
+    for name, auto, plain in _fastest(root):
+        whole = auto[OVERALL], plain[OVERALL]
+        speeds = [f"{row['tokens_per_second']:.1f}" for row in whole]
+        lines.append([name, auto["where"], speeds[0], plain["where"], speeds[1], f"**{_ratio(*whole):.2f}**"])
     columns = "cost, weights | `auto` on | tokens/s | fastest plain decoding | tokens/s | ratio"
     return table(columns, lines)
+
+
+def precisions_by_task(root: Path, table: Table) -> str:
+    """The ratios of `precisions`, for every task alone."""
+    found = list(_fastest(root))
+    tasks = list(dict.fromkeys(task for _, auto, _ in found for task in auto if task not in (OVERALL, "where")))
+    lines = [
+        [name, *(f"{_ratio(auto[task], plain[task]):.2f}" if task in auto else "" for task in tasks)]
+        for name, auto, plain in found
+    ]
+    return table(" | ".join(["cost, weights", *tasks]), lines)
+
+
+def _ratio(one: Row, other: Row) -> float:
+    ratio: float = one["tokens_per_second"] / other["tokens_per_second"]
+    return ratio
+
+
+def _fastest(root: Path) -> Iterator[tuple[str, Row, Row]]:
+    """Of each cost, temperature and width: its name, and the rows by task of `auto` and of plain decoding.
+
+    Each is of the target where it is fastest over all tasks; "where" names it.
+    """
+    for cost in ("135m", "1b"):
+        found = read(root / "docs/bench/openvino" / cost)
+        kinds = {name: _type(told) for name, told in found["conditions"]["targets"].items()}
+        for temperature in sorted({row["temperature"] for row in found["results"]}):
+            for bits in dict.fromkeys(BITS[kind] for kind in kinds.values()):
+                some = [
+                    row
+                    for row in found["results"]
+                    if row["temperature"] == temperature and BITS[kinds[row["target"]]] == bits
+                ]
+                name = f"{cost.upper()}, {bits}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}"
+                best = [_best(found, some, names) for names in (("auto",), (PLAIN, GENAI))]
+                yield name, best[0], best[1]
+
+
+def _best(found: Row, rows: list[Row], drafters: Sequence[str]) -> Row:
+    """The rows by task of the fastest of these drafters."""
+    whole = [row for row in rows if row["task"] == OVERALL and row["drafter"] in drafters]
+    best = max(whole, key=lambda row: row["tokens_per_second"])
+    same = [row for row in rows if all(row[key] == best[key] for key in ("target", "drafter"))]
+    where = _target(found["conditions"], best["target"]) + ", GenAI" * (best["drafter"] == GENAI)
+    return {"where": where} | {row["task"]: row for row in same}
 
 
 def engines(root: Path, table: Table) -> str:
@@ -233,6 +267,10 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
         "auto-batches": lambda root: batches(root, table),
         "auto-hybrids": lambda root: hybrids(root, table),
         "openvino-precisions": lambda root: precisions(root, table),
+        "openvino-tasks": lambda root: precisions_by_task(root, table),
+        "openvino-vllm": lambda root: "\n\n".join(
+            f"{cost.upper()}:\n\n" + overall(root, f"openvino/vllm-{cost}", 0.0, table) for cost in ("135m", "1b")
+        ),
         "openvino-targets": lambda root: engines(root, table),
         "bench-again": lambda root: agreement(root, "135m", "again", table),
     }

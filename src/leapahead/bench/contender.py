@@ -6,7 +6,7 @@ A contender reports its texts and its times; the bench computes all rates.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -36,6 +36,7 @@ class Setting:
         max_new_tokens: of a text, at most; see `limit`.
         eos_token_ids: end a text.
         seed: of the sampling, the same for every text.
+        predictions: by the tokens of a prompt, what its text is expected to be. Peers are not told.
     """
 
     temperature: float = 0.0
@@ -43,6 +44,7 @@ class Setting:
     max_new_tokens: int = 64
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    predictions: Mapping[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def params(self) -> SamplingParams:
@@ -225,7 +227,8 @@ class Ours(Contender):
         handles = []
         for tokens in prompts:
             stop = StopParams(max_new_tokens=setting.limit(tokens), eos_token_ids=setting.eos_token_ids)
-            request = Request(tokens, drafter, setting.params, stop, drafter_cache=self.drafter_cache)
+            expected = setting.predictions.get(tuple(tokens), ()) if drafter.takes_prediction else ()
+            request = Request(tokens, drafter, setting.params, stop, expected, drafter_cache=self.drafter_cache)
             handles.append(engine.submit(request))
         owners = {
             handle: (text, Writer(self.tokenizer, (), False)) for handle, text in zip(handles, texts, strict=True)

@@ -19,7 +19,7 @@ from leapahead.bench.conditions import Progress, conditions, describe, silent
 from leapahead.bench.contender import Configuration, Contender, Ours, Setting
 from leapahead.bench.peers import Entry, Peer
 from leapahead.bench.record import Cell, Record
-from leapahead.bench.tasks import Task, encoded, has_template
+from leapahead.bench.tasks import Task, encoded, has_template, predicted
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.models import loading
 from leapahead.models.loading import Loaded
@@ -216,7 +216,8 @@ def _cell(
         )
     if not prompts:
         return []
-    setting = Setting(temperature, batch, plan.max_new_tokens, loaded.eos_token_ids, plan.seed)
+    expected = predicted(task, loaded)
+    setting = Setting(temperature, batch, plan.max_new_tokens, loaded.eos_token_ids, plan.seed, expected)
     able = []
     for each in contenders:
         if reason := each.refusal(prompts, setting):

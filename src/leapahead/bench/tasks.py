@@ -4,6 +4,7 @@
     gsm8k_test.jsonl   field question    gsm8k
     mt_bench.jsonl     field turns       mt_bench
     spec_bench.jsonl   field turns       spec_bench/CATEGORY; its categories from MT-Bench are spec_bench/mt_bench
+    edits.jsonl        field prompt      edits; the field prediction is what drafters are told to expect of the text
 
 A single category of mt_bench has the name mt_bench/CATEGORY.
 
@@ -16,19 +17,20 @@ import difflib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from leapahead.core.errors import BadParameter, ContextOverflow
 from leapahead.core.text import Tokenizer
-from leapahead.inputs import encode
+from leapahead.inputs import Inputs, encode
 from leapahead.models.loading import Loaded
 
 # file -> (task, field of the prompt)
 FILES = {"humaneval.jsonl": ("humaneval", "prompt"), "gsm8k_test.jsonl": ("gsm8k", "question")}
 TEXTS = tuple(task for task, _ in FILES.values())
+EDITS = "edits"
 CONVERSATIONS = {"mt_bench.jsonl": "mt_bench", "spec_bench.jsonl": "spec_bench"}
 FIELDS = ("prompt", "question", "turns", "messages")  # of a prompt, in a file of any name
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
@@ -43,10 +45,12 @@ class Task:
     Attributes:
         name: as in reports.
         prompts: text each, or the messages of a chat.
+        predictions: of prompts that have one, what the text is expected to be.
     """
 
     name: str
     prompts: list[Prompt]
+    predictions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def chat(self) -> bool:
@@ -61,7 +65,8 @@ class Task:
     @property
     def digest(self) -> str:
         """A hash of the prompts, twelve hexadecimal digits."""
-        return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:12]
+        content = [self.prompts, self.predictions] if self.predictions else self.prompts
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
 def read(folder: Path | None, names: Sequence[str] = (), limit: int | None = None) -> list[Task]:
@@ -85,10 +90,13 @@ def read(folder: Path | None, names: Sequence[str] = (), limit: int | None = Non
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise BadParameter(f"there is no task {name!r}{hint}; there are {', '.join(found)}")
-    if not names:
-        return [Task(task, _spread(prompts, limit)) for task, prompts in found.items()]
-    chosen = {task: [limits[name] for name in limits if _named(task, name)] for task in found}
-    return [Task(task, _spread(found[task], some[-1])) for task, some in chosen.items() if some]
+    predictions = _predictions(folder) if folder is not None else {}
+    chosen = {task: [limits[name] for name in limits if _named(task, name)] if names else [limit] for task in found}
+    return [
+        Task(task, _spread(found[task], some[-1]), predictions if task == EDITS else {})
+        for task, some in chosen.items()
+        if some
+    ]
 
 
 def read_file(path: Path, limit: int | None = None) -> Task:
@@ -121,18 +129,28 @@ def encoded(task: Task, loaded: Loaded, max_new_tokens: int = 0) -> list[list[in
 
     Conversations go through the chat template; without one, their messages are separated by empty lines.
     """
-    found = []
-    for prompt in task.prompts:
-        given = prompt
-        if not isinstance(given, str) and not has_template(loaded.tokenizer):
-            given = "\n\n".join(message["content"] for message in given)
-        try:
-            tokens = encode(given, loaded.tokenizer, loaded.target.info)
-        except ContextOverflow:
-            continue
-        if len(tokens) + max_new_tokens <= loaded.target.info.context_length:
-            found.append(tokens)
-    return found
+    room = loaded.target.info.context_length - max_new_tokens
+    return [tokens for prompt in task.prompts if (tokens := _tokens(prompt, loaded)) and len(tokens) <= room]
+
+
+def predicted(task: Task, loaded: Loaded) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Token ids of the predictions, by those of their prompts."""
+    inputs = Inputs(loaded.target.info, loaded.tokenizer, loaded.eos_token_ids)
+    return {
+        tuple(tokens): inputs.prediction(text)
+        for prompt, text in task.predictions.items()
+        if (tokens := _tokens(prompt, loaded))
+    }
+
+
+def _tokens(prompt: Prompt, loaded: Loaded) -> list[int]:
+    """Token ids of a prompt; none if it is longer than the context."""
+    if not isinstance(prompt, str) and not has_template(loaded.tokenizer):
+        prompt = "\n\n".join(message["content"] for message in prompt)
+    try:
+        return encode(prompt, loaded.tokenizer, loaded.target.info)
+    except ContextOverflow:
+        return []
 
 
 def in_words(prompts: Mapping[str, Sequence[object]]) -> str:
@@ -174,9 +192,11 @@ def _bundled() -> dict[str, list[Prompt]]:
 
 def _of_folder(folder: Path) -> dict[str, list[Prompt]]:
     tasks: dict[str, list[Prompt]] = {}
-    for file, (task, field) in FILES.items():
+    for file, (task, name) in FILES.items():
         if (folder / file).is_file():
-            tasks[task] = [_prompt(record, field, where) for where, record in _records(folder / file)]
+            tasks[task] = [_prompt(record, name, where) for where, record in _records(folder / file)]
+    if predictions := _predictions(folder):
+        tasks[EDITS] = [*predictions]
     for file, task in CONVERSATIONS.items():
         if (folder / file).is_file():
             for where, record in _records(folder / file):
@@ -186,8 +206,23 @@ def _of_folder(folder: Path) -> dict[str, list[Prompt]]:
                 tasks.setdefault(name, []).append(_prompt(record, "turns", where))
     tasks = {task: prompts for task, prompts in tasks.items() if prompts}
     if not tasks:
-        raise BadParameter(f"{folder} holds prompts in none of the files {', '.join((*FILES, *CONVERSATIONS))}")
+        raise BadParameter(
+            f"{folder} holds prompts in none of the files {', '.join((*FILES, *CONVERSATIONS, EDITS + '.jsonl'))}"
+        )
     return tasks
+
+
+def _predictions(folder: Path) -> dict[str, str]:
+    """Prompt -> prediction, of the file of edits; empty where there is none."""
+    path = folder / f"{EDITS}.jsonl"
+    if not path.is_file():
+        return {}
+    found = {}
+    for where, record in _records(path):
+        if not all(isinstance(text := record.get(name), str) and text for name in ("prompt", "prediction")):
+            raise BadParameter(f"{where}: an edit must have the texts 'prompt' and 'prediction'")
+        found[record["prompt"]] = record["prediction"]
+    return found
 
 
 def _parts(folder: Path, names: set[str]) -> dict[str, list[Prompt]]:

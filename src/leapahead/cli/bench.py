@@ -99,7 +99,7 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     metavar="FOLDER",
     group=MEASURED,
     show_default="a small built-in set of prompts",
-    help="Folder with humaneval.jsonl, gsm8k_test.jsonl, mt_bench.jsonl or spec_bench.jsonl.",
+    help="Folder with humaneval.jsonl, gsm8k_test.jsonl, mt_bench.jsonl, spec_bench.jsonl or edits.jsonl.",
 )
 @option(
     "--task",
