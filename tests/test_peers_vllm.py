@@ -17,12 +17,13 @@ from leapahead.bench import peers
 from leapahead.bench.cell import measure_cell, tie_on
 from leapahead.bench.contender import Ours, Setting
 from leapahead.bench.peers import vllm
-from leapahead.bench.peers.vllm import Ngram, Plain, Served, Suffix
+from leapahead.bench.peers.vllm import Head, Ngram, Plain, Served, Suffix
 from leapahead.models import loading
 from leapahead.models.loading import Loaded
 from leapahead.models.toy import ToyTarget
 
 REAL = os.environ.get("LEAPAHEAD_VLLM_PYTHON")
+EAGLE3 = str(Path(loading.bundled()).with_name("tiny-eagle3"))
 
 # An engine that counts: behind n comes n + 1. It reads two tokens of a prompt a step, one sequence after another, and
 # with drafts makes three tokens of four read.
@@ -216,6 +217,7 @@ def test_drafts_make_fewer_steps(python: str, entry: peers.Entry, tmp_path: Path
             Suffix(python),
             {"method": "suffix", "num_speculative_tokens": 32, "suffix_decoding_max_cached_requests": 0},
         ),
+        (Head(python, EAGLE3, 3), {"model": EAGLE3, "num_speculative_tokens": 3}),
     ):
         contender = peer.enter("peer:x", entry)
         try:
@@ -225,6 +227,7 @@ def test_drafts_make_fewer_steps(python: str, entry: peers.Entry, tmp_path: Path
         assert text.tokens == list(range(6, 14))
         assert text.stats is not None
         assert (text.timed, text.stats.steps, text.stats.nodes) == (7, 3, 12)
+        assert text.stats.accepted_at == {1: 2, 2: 2}  # three tokens of two steps, one of the last
         assert logged(tmp_path)["args"]["speculative_config"] == config
 
 
@@ -403,6 +406,8 @@ def test_options_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         Ngram(python, 0)
     with pytest.raises(BadParameter, match="prompt_lookup_min=4 and prompt_lookup_max=2 are not possible"):
         Ngram(python, prompt_lookup_max=2)
+    with pytest.raises(BadParameter, match="nowhere is not the folder of a trained head"):
+        Head(python, "nowhere")
 
 
 # ------------------------------------------------------------------------------------------------------ for real

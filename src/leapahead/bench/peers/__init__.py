@@ -32,6 +32,7 @@ PEERS = {
     "vllm": ("vllm", "Plain"),
     "vllm-ngram": ("vllm", "Ngram"),
     "vllm-suffix": ("vllm", "Suffix"),
+    "vllm-head": ("vllm", "Head"),
 }
 
 

@@ -1,4 +1,4 @@
-"""vLLM in an environment of its own: plain decoding, n-gram and suffix drafts. `vllm_worker` runs there.
+"""vLLM in an environment of its own: plain decoding; n-grams, suffixes and trained heads. `vllm_worker` runs there.
 
 vLLM runs with its defaults, its compilation included, except for what would make a second pass cheaper than the first:
 prefix caching is off, and suffix decoding keeps no text of earlier requests.
@@ -158,6 +158,24 @@ class Suffix(Plain):
         }
 
 
+@dataclass(frozen=True)
+class Head(Plain):
+    """A trained head in the format of speculators, or another one that vLLM reads; it drafts chains."""
+
+    name: ClassVar[str] = "vllm-head"
+    head: str = where("the folder of a trained head")
+    num_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least_one(self.num_tokens)
+        if not (Path(self.head) / "config.json").is_file():
+            raise BadParameter(f"{self.head} is not the folder of a trained head: it has no config.json")
+
+    def speculative(self) -> dict[str, Any]:
+        return {"model": str(Path(self.head).resolve()), "num_speculative_tokens": self.num_tokens}
+
+
 class Served(Contender):
     """A worker process, started once, to which groups of prompts are sent.
 
@@ -254,6 +272,7 @@ class Served(Contender):
     def _text(self, answer: dict[str, Any], prefill: int) -> Text:
         timed = answer["timed"]
         stats = Stats(prefill_forwards=prefill, steps=answer["steps"], committed=timed, nodes=answer["nodes"])
+        stats.accepted_at.update({depth: count for depth, count in enumerate(answer["accepted"], 1) if count})
         return Text(answer["tokens"], answer["first_token"], stats, timed)
 
     def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -55,7 +55,8 @@ class Worker:
         deltas = import_module("vllm.sampling_params").RequestOutputKind.DELTA
         self._passes += 1
         texts: list[dict[str, Any]] = [
-            {"tokens": [], "first_token": 0.0, "timed": 0, "steps": 0, "nodes": 0} for _ in request["prompts"]
+            {"tokens": [], "first_token": 0.0, "timed": 0, "steps": 0, "nodes": 0, "accepted": []}
+            for _ in request["prompts"]
         ]
         engine, ids = self._engine, dict[str, int]()
         began = perf_counter()
@@ -88,6 +89,10 @@ class Worker:
                 if first:
                     text["timed"] += len(new)
                     text["steps"] += 1
+                    accepted = text["accepted"]  # by position: all tokens of a step but its last one were drafted
+                    accepted += [0] * (len(new) - 1 - len(accepted))
+                    for position in range(len(new) - 1):
+                        accepted[position] += 1
             if first:
                 for scheduled in self._scheduled:
                     for name, nodes in scheduled.items():
