@@ -183,6 +183,7 @@ NAMES = (
     *("spec_decode_num_accepted_tokens_per_pos_total", "num_preemptions_total", "request_decode_time_seconds_count"),
     *("request_prompt_tokens_bucket", "request_generation_tokens_sum", "request_params_n_sum"),
     "request_params_max_tokens_sum",
+    *(f"request_{part}_time_seconds_count" for part in ("queue", "prefill", "inference")),
 )
 
 
@@ -213,6 +214,10 @@ def test_metrics_have_vllm_s_names_and_add_up() -> None:
         assert (running.metric("request_params_n_sum"), running.metric("request_params_n_count")) == (6, 3)
         assert running.metric("request_decode_time_seconds_count") == 6
         assert running.metric("request_decode_time_seconds_sum") < running.metric("e2e_request_latency_seconds_sum")
+        parts = [running.metric(f"request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode")]
+        assert parts[1] + parts[2] == pytest.approx(running.metric("request_inference_time_seconds_sum"))
+        assert min(parts) > 0
+        assert sum(parts) <= running.metric("e2e_request_latency_seconds_sum")
         steps = sum(each["leapahead"]["steps"] for each in found)
         assert running.metric("inter_token_latency_seconds_count") == steps - 6
 

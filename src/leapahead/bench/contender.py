@@ -18,7 +18,7 @@ from leapahead.core.stop import StopParams
 from leapahead.core.text import REPLACEMENT, Tokenizer
 from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.registry import DrafterClass
-from leapahead.engine.request import Handle, Request
+from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
 from leapahead.models.base import KeepsPrefixes, Target
 from leapahead.planner.compiled import acceptance_table
@@ -233,18 +233,13 @@ class Ours(Contender):
         owners = {
             handle: (text, Writer(self.tokenizer, (), False)) for handle, text in zip(handles, texts, strict=True)
         }
-        opened: dict[Handle, float] = {}  # when a request left the queue
         try:
             while not all(handle.done for handle in handles):
-                before = perf_counter()
                 outputs = engine.step()
                 now = perf_counter()
-                for handle in handles:
-                    if handle.stats.prompt_tokens:  # its session was opened
-                        opened.setdefault(handle, before)
                 for handle, output in outputs:
                     text, writer = owners[handle]
-                    text.first_token = text.first_token or now - opened[handle]
+                    text.first_token = text.first_token or now - handle.opened
                     writer.piece(handle, output)
                 detokenise += perf_counter() - now
         finally:

@@ -80,7 +80,8 @@ class Handle:
         done: whether it is over, for whatever reason.
         unread: outputs that nobody has read yet, of a streamed request.
         notify: see `Engine.submit`.
-        times: when each output came, in seconds of `time.perf_counter`.
+        opened: when its turn came and its prompt began to be read, in seconds of `time.perf_counter`; 0 before that.
+        times: when each output came, on the same clock.
         thread: that submitted it, or that read it last.
     """
 
@@ -96,6 +97,7 @@ class Handle:
     done: bool = False
     unread: deque[Output] = field(default_factory=deque, repr=False)
     notify: Callable[[], None] | None = field(default=None, repr=False)
+    opened: float = field(default=0.0, repr=False)
     times: list[float] = field(default_factory=list, repr=False)
     thread: int = field(default_factory=get_ident, repr=False)
 
@@ -107,6 +109,12 @@ class Handle:
     def blocks(self, waiting: Handle) -> bool:
         """Whether nobody reads this stream while the thread that submitted another request waits for that one."""
         return self.paused and self.notify is None and self.thread == waiting.thread
+
+    def open(self, unread: int) -> None:
+        """Its turn has come: so many tokens of the prompt are still to be read, the last one apart."""
+        self.opened = perf_counter()
+        self.stats.prompt_tokens = len(self.request.tokens)
+        self.stats.reused_tokens = self.stats.prompt_tokens - 1 - unread
 
     def add(self, output: Output) -> None:
         """Takes the output of a step."""

@@ -300,8 +300,7 @@ class Engine:
             session.close()
             raise
         self._active.append(running)
-        handle.stats.prompt_tokens = len(handle.request.tokens)
-        handle.stats.reused_tokens = len(handle.request.tokens) - 1 - session.unread
+        handle.open(session.unread)
         running.begin(rows)
         return running
 

@@ -60,6 +60,9 @@ class Metrics:
             "inter_token_latency_seconds", "Between the tokens of one step of a text and those of the next.", SHORT
         )
         self.whole = self._histogram("e2e_request_latency_seconds", "From the request to the end of the text.", LONG)
+        self.queued = self._histogram("request_queue_time_seconds", "From the request until its turn comes.", LONG)
+        self.reading = self._histogram("request_prefill_time_seconds", "From its turn to the first token.", LONG)
+        self.inference = self._histogram("request_inference_time_seconds", "From its turn to the end.", LONG)
         self.decoding = self._histogram("request_decode_time_seconds", "From the first token to the end.", LONG)
         self.prompt = self._histogram("request_prompt_tokens", "Tokens of the prompt of a text.", COUNTS)
         self.generated = self._histogram("request_generation_tokens", "Tokens of a text.", COUNTS)
@@ -100,6 +103,9 @@ class Metrics:
             self.inter_token.observe(other - one)
         if reason in ("stop", "length"):
             self.whole.observe(now - began)
+            self.queued.observe(handle.opened - began)
+            self.reading.observe(handle.times[0] - handle.opened)
+            self.inference.observe(handle.times[-1] - handle.opened)
             self.decoding.observe(handle.times[-1] - handle.times[0])
             self.prompt.observe(handle.stats.prompt_tokens)
             self.generated.observe(len(handle.tokens))
