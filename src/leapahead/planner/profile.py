@@ -40,6 +40,7 @@ MOST_AGE = 7 * 24 * 3600.0  # seconds; where nothing is drafted, steps do not co
 DRAFTING_RATE = 0.05  # weight of the newest step in the estimate of drafting time
 DRAFTING_BASE, DRAFTING_PER_NODE = 1e-4, 2e-5  # seconds assumed before it was observed
 USUAL_NODES = 8.0  # unit in which nodes are counted, so that both parameters are learned at the same rate
+EXTENSIONS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "avx2", "sve", "asimd")  # best first
 MOST_RATIO = 5.0  # an observation counts as at most so many times the expected time
 
 
@@ -293,10 +294,15 @@ class ProfileStore:
 
 @cache
 def processor() -> str:
-    """The processor's name and the number of cores that the system shows."""
+    """The processor's name, its best extension for matrices, and the number of cores that the system shows.
+
+    Clouds give processors of several generations the same name; their latency differs most by these extensions.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{os.cpu_count()} cores of {model or platform.processor() or platform.machine()}"
+    told = {key.strip().lower(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    flags = f"{told.get('flags', '')} {told.get('features', '')}".split()
+    best = next((f" with {name.upper()}" for name in EXTENSIONS if name in flags), "")
+    return f"{os.cpu_count()} cores of {told.get('model name') or platform.processor() or platform.machine()}{best}"
