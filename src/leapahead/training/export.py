@@ -1,6 +1,6 @@
 """The files of a trained head, in the formats that are published (see `leapahead.drafters.heads.config`).
 
-    EAGLE-3    speculators: `transformer_layer_config`, `eagle_aux_hidden_state_layer_ids`, tensors d2t and t2d
+    EAGLE-3    speculators: `transformer_layer_config`, `eagle_aux_hidden_state_layer_ids`, d2t and t2d if not all tokens
     EAGLE      EAGLE's own: the configuration of one Llama layer
     Medusa     vLLM's: "model_type": "medusa", lm_heads.{k} and, of a draft vocabulary, token_map
 
@@ -37,10 +37,9 @@ def tensors_of(recipe: Recipe) -> dict[str, Tensor]:
     ids, kind = recipe.vocabulary, recipe.config.kind
     if kind == MEDUSA and ids is not None:
         found["token_map"] = ids.cpu()
-    if kind == EAGLE3:
-        count = recipe.config.draft_vocab_size
-        own = torch.arange(count) if ids is None else ids.cpu()
-        found["d2t"] = own - torch.arange(count)
+    if kind == EAGLE3 and ids is not None:  # vLLM refuses them beside a complete vocabulary
+        own = ids.cpu()
+        found["d2t"] = own - torch.arange(len(own))
         found["t2d"] = torch.zeros(recipe.target.vocab_size, dtype=torch.bool).index_fill_(0, own, True)
     return found
 
