@@ -93,6 +93,14 @@ bench-heads: $(INSTALLED) | build/standins/135m-bf16
 		--max-new-tokens 64 -t 0 -t 1 --out docs/bench/heads $(RESUME)
 	$(BIN)/python tools/docs.py
 
+# What docs/guide/trained-heads.md says of vLLM with the same head: acceptance by position, no speed; five minutes.
+.PHONY: bench-heads-vllm
+bench-heads-vllm: $(INSTALLED)
+	$(BIN)/leapahead bench --rounds 1 --dtype float32 -d plain --config head:nodes=4,depth=4,chain=true \
+		--peer vllm-head:python=$(VLLM_PYTHON),head=src/leapahead/assets/tiny-eagle3 --data $(DATA) \
+		--task humaneval=20 --task gsm8k=20 --max-new-tokens 64 -t 0 --out docs/bench/heads-vllm $(RESUME)
+	$(BIN)/python tools/docs.py
+
 # The report under docs/bench: hours, on a machine that does nothing else. Peers whose place is not said are left out;
 # docs/benchmarks.md tells how they are built. A bench that was interrupted goes on with RESUME=--resume.
 LLAMA_BIN ?=

@@ -62,7 +62,7 @@ def _type(told: Row) -> str:
 
 
 def conditions(root: Path, name: str, cost: str, batch: str = ", batch 1") -> str:
-    """One line, from the bench's own."""
+    """One line, from the bench's own; `cost` is that of a stand-in."""
     told = read(root / "docs/bench" / name)["conditions"]
     prompts: dict[str, int] = {}
     for task, each in told["tasks"].items():
@@ -72,8 +72,9 @@ def conditions(root: Path, name: str, cost: str, batch: str = ", batch 1") -> st
     threads = " and ".join(dict.fromkeys(str(each["threads"]) for each in told["targets"].values()))
     versions = ", ".join(f"{package} {number}" for package, number in told["versions"].items() if number)
     versions = "; ".join(filter(None, (versions, ", ".join(dict.fromkeys(told["peers"].values())))))
+    model = "the bundled model" + (f" at the cost of {cost} parameters" if cost else "")
     return (
-        f"Conditions: the bundled model at the cost of {cost} parameters{batch}; {given} prompts, "
+        f"Conditions: {model}{batch}; {given} prompts, "
         f"up to {told['max_new_tokens']} new tokens each (the table says how many prompts each target has had); "
         f"{told['rounds']} round after a warm-up, in which all take turns "
         f"on each prompt; {threads} threads on {told['cpu']}; {versions}; commit {told['commit'][:10]}."
@@ -232,6 +233,20 @@ def engines(root: Path, table: Table) -> str:
     return table(columns, lines) + "\n\n" + notes
 
 
+def positions(root: Path, table: Table) -> str:
+    """How often the drafted token at each position of a chain is accepted, of steps, in ours and in vLLM."""
+    found = read(root / "docs/bench/heads-vllm")
+    lines = []
+    for row in found["results"]:
+        if row["drafter"] == PLAIN or row["task"] == OVERALL:
+            continue
+        who = "vLLM" if row["drafter"].startswith("peer:") else "leapahead"
+        shares = [f"{100 * row['accepted_at'].get(str(depth), 0) / row['steps']:.1f}" for depth in range(1, 5)]
+        lines.append([row["task"], who, *shares, str(row["steps"]), str(row["mismatches"])])
+    columns = "prompts | program | position 1, % | 2, % | 3, % | 4, % | steps | texts that differ"
+    return table(columns, lines) + "\n\n" + conditions(root, "heads-vllm", "")
+
+
 def _samples(rows: Sequence[Row]) -> dict[str, Any]:
     """Of several tasks, as of one: [rounds, prompts]."""
     parts = [row["samples"] for row in rows]
@@ -260,6 +275,7 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
         "draft-1b-sampled": lambda root: overall(root, "draft/1b", 1.0, table),
         "heads-135m": whole("heads", "135M"),
         "heads-135m-sampled": lambda root: overall(root, "heads", 1.0, table),
+        "heads-vllm": lambda root: positions(root, table),
         "draft-gain": lambda root: gain(root, ("draft/135m", "draft/1b", "draft/135m-gguf"), table),
         "bench-135m": whole("135m", "135M"),
         "bench-135m-sampled": lambda root: overall(root, "135m", 1.0, table),

@@ -1,6 +1,6 @@
 """The files of a trained head, in the formats that are published (see `leapahead.drafters.heads.config`).
 
-    EAGLE-3    speculators: `transformer_layer_config`, `eagle_aux_hidden_state_layer_ids`, d2t and t2d if not all tokens
+    EAGLE-3    speculators: `transformer_layer_config`, `eagle_aux_hidden_state_layer_ids`, perhaps d2t and t2d
     EAGLE      EAGLE's own: the configuration of one Llama layer
     Medusa     vLLM's: "model_type": "medusa", lm_heads.{k} and, of a draft vocabulary, token_map
 

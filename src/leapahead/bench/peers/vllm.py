@@ -1,7 +1,7 @@
 """vLLM in an environment of its own: plain decoding; n-grams, suffixes and trained heads. `vllm_worker` runs there.
 
-vLLM runs with its defaults, its compilation included, except for what would make a second pass cheaper than the first:
-prefix caching is off, and suffix decoding keeps no text of earlier requests.
+vLLM runs with its defaults, its compilation included but for trained heads, except for what would make a second pass
+cheaper than the first: prefix caching is off, and suffix decoding keeps no text of earlier requests.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Plain(Peer):
     """Plain decoding."""
 
     name: ClassVar[str] = "vllm"
+    eager: ClassVar[bool] = False  # without its compilation
     python: str = where("the Python of an environment with vLLM")
 
     def __post_init__(self) -> None:
@@ -69,17 +70,20 @@ class Plain(Peer):
         target = entry.loaded.target
         if not isinstance(target, TransformersTarget) or (entry.model is None and target.info.name != loading.BUNDLED):
             raise Refused(f"vLLM runs folders of Transformers models only, which {target.info.name} is not")
+        folder = _of_the_model_alone(loading.bundled()) if entry.model is None else None
         return Served(
             name,
             self.python,
             {
-                "model": loading.bundled() if entry.model is None else entry.model,
+                "model": entry.model if folder is None else folder.name,
                 "dtype": str(target.model.dtype).removeprefix("torch."),
                 "max_model_len": target.info.context_length,
                 "speculative": self.speculative(),
+                "eager": self.eager,
             },
             device=str(target.model.device.type),
             environment=self._environment(entry.threads),
+            folder=folder,
         )
 
     def speculative(self) -> dict[str, Any] | None:
@@ -160,9 +164,13 @@ class Suffix(Plain):
 
 @dataclass(frozen=True)
 class Head(Plain):
-    """A trained head in the format of speculators, or another one that vLLM reads; it drafts chains."""
+    """A trained head in the format of speculators, or another one that vLLM reads; it drafts chains.
+
+    vLLM is not compiled here, since the CPU's version 0.32 fails when it warms up the compiled head.
+    """
 
     name: ClassVar[str] = "vllm-head"
+    eager: ClassVar[bool] = True
     head: str = where("the folder of a trained head")
     num_tokens: int = 4
 
@@ -173,7 +181,12 @@ class Head(Plain):
             raise BadParameter(f"{self.head} is not the folder of a trained head: it has no config.json")
 
     def speculative(self) -> dict[str, Any]:
-        return {"model": str(Path(self.head).resolve()), "num_speculative_tokens": self.num_tokens}
+        given = json.loads((Path(self.head) / "config.json").read_text(encoding="utf-8"))
+        return {
+            "method": given.get("speculators_model_type") or given.get("model_type"),  # it would take a draft model
+            "model": str(Path(self.head).resolve()),
+            "num_speculative_tokens": self.num_tokens,
+        }
 
 
 class Served(Contender):
@@ -185,15 +198,23 @@ class Served(Contender):
         request: the first line for the worker, see `vllm_worker`.
         device: of the target.
         environment: of the worker.
+        folder: that is removed at the end.
 
     Raises:
         Refused: vLLM cannot run this model, or runs on another device.
     """
 
     def __init__(
-        self, name: str, python: str, request: dict[str, Any], *, device: str, environment: dict[str, str]
+        self,
+        name: str,
+        python: str,
+        request: dict[str, Any],
+        *,
+        device: str,
+        environment: dict[str, str],
+        folder: tempfile.TemporaryDirectory[str] | None = None,
     ) -> None:
-        self.name = name
+        self.name, self._folder = name, folder
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- until close
         self._busy, self._rest = True, b""
         self._process = subprocess.Popen(
@@ -268,6 +289,8 @@ class Served(Contender):
             if process.stdout is not None:
                 process.stdout.close()
             self._errors.close()
+            if self._folder is not None:
+                self._folder.cleanup()
 
     def _text(self, answer: dict[str, Any], prefill: int) -> Text:
         timed = answer["timed"]
@@ -319,6 +342,15 @@ class Served(Contender):
         self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - (1 << 16)))
         lines = [line.strip() for line in self._errors.read().decode("utf-8", "replace").splitlines()]
         return next((f"; its last message: {_folded(line)}" for line in reversed(lines) if line), "")
+
+
+def _of_the_model_alone(path: str) -> tempfile.TemporaryDirectory[str]:
+    """A folder with a model's files, but of weights only its own: vLLM reads every file of weights in a folder."""
+    found = tempfile.TemporaryDirectory(prefix="leapahead-vllm-")
+    for file in Path(path).iterdir():
+        if file.suffix != ".safetensors" or file.name == "model.safetensors":
+            (Path(found.name) / file.name).symlink_to(file)
+    return found
 
 
 @cache

@@ -1,6 +1,6 @@
 """A program that runs in vLLM's own environment and serves its engine by lines of JSON. Imports nothing of leapahead.
 
-    {"model", "dtype", "max_model_len", "speculative"}   ->  {"device", "max_model_len", "max_num_seqs"}
+    {"model", "dtype", "max_model_len", "speculative", "eager"}  ->  {"device", "max_model_len", "max_num_seqs"}
     {"prompts", "limits", "ends"}, many times            ->  {"texts", "steps", "seconds", "prefill", "memory"}
     on an error                                          ->  {"error"}, and the program ends
 
@@ -33,6 +33,7 @@ class Worker:
                 dtype=request["dtype"],
                 max_model_len=request["max_model_len"],
                 speculative_config=request["speculative"],
+                enforce_eager=request["eager"],
                 seed=0,
                 skip_tokenizer_init=True,
                 enable_prefix_caching=False,  # a second pass would be cheaper than the first
