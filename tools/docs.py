@@ -331,6 +331,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "acceptance": acceptance_table,
     "rules": partial(lengths_table, part="rules"),
     "heads": partial(lengths_table, part="heads"),
+    "head-kinds": partial(lengths_table, part="head-kinds"),
     "check": check_table,
     "overhead": overhead_table,
     "cost-curve": cost_table,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from leapahead.core.errors import BadParameter
 from leapahead.training.batches import Batch, Order, batch_of
 from leapahead.training.features import Features
-from leapahead.training.recipes import Recipe
+from leapahead.training.recipe import Recipe
 from leapahead.training.settings import Settings
 from leapahead.training.texts import Progress
 

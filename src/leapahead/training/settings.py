@@ -16,15 +16,27 @@ from pathlib import Path
 from typing import Any
 
 from leapahead.core.errors import BadParameter
-from leapahead.drafters.heads.config import EAGLE, EAGLE3, KINDS, MEDUSA
+from leapahead.drafters.heads.config import (
+    DFLASH,
+    DSPARK,
+    EAGLE,
+    EAGLE3,
+    FUSED,
+    HYDRA,
+    HYDRA_PREFIX,
+    HYDRAS,
+    KINDS,
+    MEDUSA,
+)
 
 LOSSES = ("ce", "soft_ce", "kl", "reverse_kl", "tv")
 FEATURES = ("online", "disk")
 SCHEDULES = ("cosine", "linear")
 USUAL_MINUTES = 30.0
-USUAL_LOSS = {MEDUSA: "ce", EAGLE: "soft_ce", EAGLE3: "soft_ce"}
-USUAL_DEPTHS = {MEDUSA: 5, EAGLE: 1, EAGLE3: 4}
-MEDUSA_RATE = 1e-3  # 2401.10774
+TRAINED = tuple(kind for kind in KINDS if kind != DSPARK)
+USUAL_LOSS = {MEDUSA: "ce", HYDRA: "ce"}  # soft_ce of the others
+USUAL_DEPTHS = {MEDUSA: 5, EAGLE: 1, EAGLE3: 4, HYDRA: 5, HYDRA_PREFIX: 5, DFLASH: 7}
+MEDUSA_RATE = 1e-3  # 2401.10774, and of Hydra
 EAGLE_RATE = 0.5  # divided by the hidden size: 2e-3 for 256, 1.2e-4 for 4096
 CHANGEABLE = ("minutes", "steps", "lr")  # when a run is resumed
 
@@ -34,7 +46,7 @@ class Settings:
     """What one training run is told.
 
     Attributes:
-        kind: "medusa", "eagle" or "eagle3".
+        kind: one of `TRAINED`.
         model: name of the target, for the model card.
         data: file of prompts; "" where `texts` is given.
         texts: file of texts that an earlier run has written; "" for none.
@@ -45,9 +57,10 @@ class Settings:
         held_out: share of the texts that are not trained on but evaluated.
         prompt_tokens: the last tokens of a prompt that a head is trained on; the target reads all of them.
         features: "online", computed for every batch, or "disk", computed once.
-        depths: of Medusa, its number of heads; of EAGLE, the steps that it is trained on its own states.
+        depths: of Medusa and Hydra, the number of heads; of DFlash, that of the masks of a block; of EAGLE, the steps
+            that it is trained on its own states.
         draft_vocab: tokens that the head can propose, the most frequent ones of the texts; 0 for all.
-        layers: the hidden states that EAGLE-3 reads; empty for its usual ones.
+        layers: the hidden states that EAGLE-3 and DFlash read; empty for its usual ones.
         loss: one of `LOSSES`.
         lr: greatest learning rate.
         batch, accumulate: texts of a forward, and forwards of an optimizer step.
@@ -80,7 +93,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("kind", KINDS), ("features", FEATURES), ("schedule", SCHEDULES)):
+        for name, known in (("kind", TRAINED), ("features", FEATURES), ("schedule", SCHEDULES)):
             if (value := getattr(self, name)) not in known:
                 raise BadParameter(f"{name}={value!r} is not possible; choose one of {', '.join(known)}")
         if self.loss and self.loss not in LOSSES:
@@ -89,9 +102,9 @@ class Settings:
             raise BadParameter("give either data, a file of prompts, or texts, those that an earlier run has written")
         if self.minutes is not None and self.steps is not None:
             raise BadParameter("give either minutes or steps, not both")
-        if self.kind == EAGLE and self.draft_vocab:
-            raise BadParameter("draft_vocab is not possible with eagle, whose output layer is the target's")
-        if self.kind != EAGLE3 and self.layers:
+        if self.kind in (EAGLE, DFLASH) and self.draft_vocab:
+            raise BadParameter(f"draft_vocab is not possible with {self.kind}, whose output layer is the target's")
+        if self.kind not in FUSED and self.layers:
             raise BadParameter(f"layers is not possible with {self.kind}, which reads the last hidden state")
         for name, least in (("depths", 0), ("draft_vocab", 0), ("batch", 1), ("accumulate", 1), ("steps", 1)):
             value = getattr(self, name)
@@ -105,11 +118,11 @@ class Settings:
 
     def complete(self, hidden_size: int) -> Settings:
         """The settings with the usual values in place of those that were left out, for a target of this width."""
-        rate = MEDUSA_RATE if self.kind == MEDUSA else EAGLE_RATE / hidden_size
+        rate = MEDUSA_RATE if self.kind in (MEDUSA, *HYDRAS) else EAGLE_RATE / hidden_size
         return replace(
             self,
             depths=self.depths or USUAL_DEPTHS[self.kind],
-            loss=self.loss or USUAL_LOSS[self.kind],
+            loss=self.loss or USUAL_LOSS.get(self.kind, "soft_ce"),
             lr=self.lr or rate,
             minutes=USUAL_MINUTES if self.minutes is None and self.steps is None else self.minutes,
         )
