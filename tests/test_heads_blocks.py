@@ -203,7 +203,7 @@ def published_hydra(prefixed: bool, size: int) -> dict[str, torch.Tensor]:
     def matrix(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=random) * 0.3
 
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {"input_embed_fn.weight": matrix(size, 32)}
     for k in range(2):
         shared = {"weight": matrix(32, 32), "bias": matrix(32)}
         places = (1, 3, 5) if prefixed else (0, 1, 2)
@@ -242,6 +242,7 @@ def test_published_hydra_weights(
     described = checkpoint.convert(source, tmp_path / "head")
     assert (described.kind, described.depths, described.blocks, described.target) == (kind, 2, 3, "tiny")
     _, named = checkpoint.read(tmp_path / "head")
+    assert torch.equal(named["embed_tokens.weight"], weights["input_embed_fn.weight"])
     place = 5 if prefixed else 2
     assert torch.equal(named["blocks.1.2.linear.bias"], weights[f"hydra_mlp.1.{place}.linear.bias"])
     assert errors(tmp_path / "head", kind, exact_model, tokenizer, monkeypatch) < 1e-6

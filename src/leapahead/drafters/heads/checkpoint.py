@@ -6,6 +6,7 @@ Tensor names of all published formats become those of `modules`:
     Medusa         {k}.{j}.linear.* -> blocks.{k}.layers.{j}.*     {k}.{last}.weight -> lm_heads.{k}.weight
     Hydra          hydra_mlp.{k}.{j}.{linear, res_connection}.* -> blocks.{k}.{i}.{linear, residual}.*, the i-th j
                    hydra_lm_head.{k}.* -> lm_heads.{k}.*           prefix_embeding_layer.* -> prefix.*
+                   input_embed_fn.weight -> embed_tokens.weight
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ HYDRA_NAMED = re.compile(r"blocks\.(\d+)\.(\d+)\.((?:linear|residual)\.(?:weight
 # Of training only, derived, or not read: DSpark's confidence, which is measured here, and an embedding of Hydra++.
 UNUSED = ("verifier_", "t2d", "confidence_head.", "prefix.embed_tokens.")
 DERIVED = "rotary_emb."
+RENAMED = {"midlayer.": "layers.0.", "prefix_embeding_layer.": "prefix.", "input_embed_fn.": "embed_tokens."}
 
 
 def canonical(name: str) -> str:
@@ -47,7 +49,9 @@ def canonical(name: str) -> str:
         return f"blocks.{head}.{layer}.{'linear' if part == 'linear' else 'residual'}.{which}"
     if found := HYDRA_OUTPUT.fullmatch(name):
         return f"lm_heads.{found.group(1)}.{found.group(2)}"
-    return name.replace("midlayer.", "layers.0.").replace("prefix_embeding_layer.", "prefix.")
+    for published, own in RENAMED.items():
+        name = name.replace(published, own)
+    return name
 
 
 def _numbered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
