@@ -293,3 +293,16 @@ def test_what_is_not_supported_is_refused_by_name(
         LLM(tiny_model, tokenizer=tokenizer, drafter="head", head=str(tmp_path))
     assert message in str(found.value)
     assert "\n" not in str(found.value)
+
+
+def test_a_hydra_of_a_single_head(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Its time is that of forwards from the root, since there are no others."""
+    found = heads.tensors_of("hydra", vocabulary(tiny_model))
+    checkpoint.write(
+        tmp_path,
+        heads.config_of("hydra", vocabulary(tiny_model)),
+        {name: each for name, each in found.items() if name.split(".")[1] == "0"},
+    )
+    with LLM(tiny_model, tokenizer=tokenizer, drafter="head", head=tmp_path) as llm:
+        text = llm.generate(PROMPTS[0], max_new_tokens=12)
+        assert text.tokens == llm.generate(PROMPTS[0], max_new_tokens=12, drafter="plain").tokens
