@@ -86,7 +86,7 @@ $(HEADS)/eagle/head/README.md: | $(HEADS)/eagle3/head/README.md
 $(HEADS)/hydra/head/README.md $(HEADS)/hydra++/head/README.md: $(HEADS)/%/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,$*) --kind $* --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --minutes $(HEAD_MINUTES)
 $(HEADS)/dflash/head/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN,dflash) --kind dflash --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --lr 2e-3 --minutes $(HEAD_MINUTES)
+	$(call TRAIN,dflash) --kind dflash --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --heads 5 --lr 2e-3 --minutes $(HEAD_MINUTES)
 
 # What docs/guide/trained-heads.md shows of speed: five minutes.
 .PHONY: bench-heads
