@@ -29,11 +29,13 @@ from leapahead.models.loading import Loaded
 from leapahead.planner.profile import processor
 from research import drawn
 from research.acceptance import HEADS, RULES, TEMPERATURES, acceptance
+from research.distilled import distilled
 from research.exactness import exactness
 from research.overhead import cost_curve, overhead, target_135m
 from research.picture import picture
 
 PARTS = ("check", "acceptance", "rules", "heads", "overhead", "memory", "example", *drawn.PARTS)
+TRAINED = ("distilled",)  # parts that need models of `make train-draft` and `make train-cllm`
 
 
 @click.command(cls=Command)
@@ -50,7 +52,11 @@ PARTS = ("check", "acceptance", "rules", "heads", "overhead", "memory", "example
     help="JSON file; other parts in it are kept.",
 )
 @click.option(
-    "--part", "parts", multiple=True, type=click.Choice(PARTS), help="Measure only this part; may be repeated."
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice([*PARTS, *TRAINED]),
+    help="Measure only this part; may be repeated.",
 )
 @click.option("--limit", type=int, default=40, show_default=True, help="Prompts of each task.")
 @click.option("--check-limit", type=int, default=30, show_default=True, help="Prompts of each task for the check.")
@@ -128,6 +134,13 @@ def _measured(
             f"at EOS, seed 1, at most 16 nodes, with a drafter cache for each row of the table; {machine}."
         }
         return {"heads": acceptance(llm, prompts, configurations=HEADS)}, conditions
+    if part == "distilled":
+        prompts = _texts(data, limit)
+        conditions = {
+            "distilled": f"bundled model, float32, {tasks.in_words(prompts)}, up to 128 new tokens, stopping at EOS, "
+            f"seed 1, blocks of 8 for Jacobi decoding; {machine}."
+        }
+        return distilled(llm, prompts), conditions
     if part == "overhead":
         target = target_135m()
         what = "random weights in the shapes of a 135M Llama, bfloat16, batch 1"
