@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from leapahead import LLM
 from leapahead.bench.conditions import silent
 from leapahead.training import recipes
-from leapahead.training.batches import Order
+from leapahead.training.batches import Order, batch_of
 from leapahead.training.features import Online, TrainingTarget
 from leapahead.training.loop import Training, Watch
 from leapahead.training.recipes import Recipe
@@ -62,6 +64,22 @@ def made(
     target: TrainingTarget, texts: Sequence[Text], settings: Settings, path: Path, **more: Any
 ) -> tuple[Recipe, Training]:
     own = recipes.recipe(target, settings, texts)
-    features = Online(target, own.layers)
+    batches = partial(
+        batch_of,
+        features=Online(target, own.layers),
+        prompt_tokens=settings.prompt_tokens,
+        width=target.hidden_size,
+    )
     order = Order(texts, settings.batch, settings.seed)
-    return own, Training(own, order, features, settings, path, **more)
+    return own, Training(own, order, batches, settings, path, **more)
+
+
+def stopping(after: int) -> Callable[[], Any]:
+    """Interrupts that come after so many steps."""
+
+    @contextmanager
+    def interrupts() -> Iterator[Callable[[], bool]]:
+        left = iter([False] * after)
+        yield lambda: next(left, True)
+
+    return interrupts

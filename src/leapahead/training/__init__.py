@@ -1,4 +1,4 @@
-"""Training of the heads that `leapahead.drafters.heads` drafts with: Medusa, EAGLE and EAGLE-3.
+"""Training of what drafts: heads (Medusa, EAGLE, EAGLE-3), and draft models, which are distilled.
 
     settings    what a training run is told, and its folder
     texts       the target's own texts, which it is trained on
@@ -13,5 +13,10 @@
     card        its model card and its curves
     run         all of it in order
 
-Only the head is trained. The target is never changed, so whatever the head proposes, the text stays the target's.
+    sequences   whole texts side by side, for models that are trained whole
+    draft_model what a draft model learns: the target's distribution
+    decoding    how many tokens a drafter saves, measured by decoding
+    draft_run   all of a distillation in order
+
+The target is never changed, so whatever is proposed, the text stays the target's.
 """
