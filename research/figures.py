@@ -32,8 +32,9 @@ from research.acceptance import HEADS, RULES, TEMPERATURES, acceptance
 from research.exactness import exactness
 from research.overhead import cost_curve, overhead, target_135m
 from research.picture import picture
+from research.relaxed import relaxed
 
-PARTS = ("check", "acceptance", "rules", "heads", "overhead", "memory", "example", *drawn.PARTS)
+PARTS = ("check", "acceptance", "rules", "heads", "relaxed", "overhead", "memory", "example", *drawn.PARTS)
 
 
 @click.command(cls=Command)
@@ -128,6 +129,14 @@ def _measured(
             f"at EOS, seed 1, at most 16 nodes, with a drafter cache for each row of the table; {machine}."
         }
         return {"heads": acceptance(llm, prompts, configurations=HEADS)}, conditions
+    if part == "relaxed":
+        prompts = _texts(data, limit)
+        conditions = {
+            "relaxed": f"bundled model, float32, {tasks.in_words(prompts)}, up to 128 new tokens, stopping at EOS, "
+            "seed 1, trees of 16 nodes of auto with a drafter cache for each row of the table, chains of up to 4 of "
+            f"the bundled draft model; {machine}."
+        }
+        return {"relaxed": relaxed(llm, prompts)}, conditions
     if part == "overhead":
         target = target_135m()
         what = "random weights in the shapes of a 135M Llama, bfloat16, batch 1"

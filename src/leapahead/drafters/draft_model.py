@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import number
 from leapahead.drafters import draft_models
 from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
@@ -26,17 +27,28 @@ class DraftModelDrafter(Planned):
             needs, or as pay where that is 0 too.
         chain: no branches, so never more nodes than draft forwards.
         seed_aware: rank candidates with the Gumbel noise when sampling; false for comparison.
+        unsure: draft nothing after a path where the draft model's likeliest token has less probability; 0 for never.
+            It is the fallback policy of BiLD (2302.07863).
     """
 
     name: ClassVar[str] = "draft_model"
     needs: ClassVar[frozenset[str]] = DraftSource.needs
 
     def __init__(
-        self, draft: Any = None, nodes: int = 0, depth: int = 0, chain: bool = False, seed_aware: bool = True
+        self,
+        draft: Any = None,
+        nodes: int = 0,
+        depth: int = 0,
+        chain: bool = False,
+        seed_aware: bool = True,
+        unsure: float = 0.0,
     ) -> None:
         super().__init__(nodes, seed_aware=seed_aware, depth=depth, chain=chain)
         if draft is None or draft == "":
             raise BadParameter("the drafter 'draft_model' needs draft=..., the smaller model")
+        if (least := number(unsure)) is None or not 0 <= least <= 1:
+            raise BadParameter(f"unsure={unsure!r} is not possible: it must be a probability")
+        self.unsure = least
         self._drafts = draft_models.parsed(draft)
         if chain and depth and nodes > (most := depth * len(self._drafts)):
             raise BadParameter(
@@ -51,4 +63,7 @@ class DraftModelDrafter(Planned):
 
     def make_sources(self, sequence: SequenceView | None) -> list[Source]:
         assert self.draft_forwards is not None, "it was not attached"
-        return [*self.draft_forwards.sources()]
+        sources = self.draft_forwards.sources()
+        for source in sources:
+            source.unsure = self.unsure
+        return [*sources]
