@@ -33,8 +33,9 @@ from research.distilled import distilled
 from research.exactness import exactness
 from research.overhead import cost_curve, overhead, target_135m
 from research.picture import picture
+from research.relaxed import relaxed
 
-PARTS = ("check", "acceptance", "rules", "heads", "overhead", "memory", "example", *drawn.PARTS)
+PARTS = ("check", "acceptance", "rules", "heads", "relaxed", "overhead", "memory", "example", *drawn.PARTS)
 TRAINED = ("distilled",)  # parts that need models of `make train-draft` and `make train-cllm`
 
 
@@ -141,6 +142,14 @@ def _measured(
             f"seed 1, blocks of 8 for Jacobi decoding; {machine}."
         }
         return distilled(llm, prompts), conditions
+    if part == "relaxed":
+        prompts = _texts(data, limit)
+        conditions = {
+            "relaxed": f"bundled model, float32, {tasks.in_words(prompts)}, up to 128 new tokens, stopping at EOS, "
+            "seed 1, trees of 16 nodes of auto with a drafter cache for each row of the table, chains of up to 4 of "
+            f"the bundled draft model; {machine}."
+        }
+        return {"relaxed": relaxed(llm, prompts)}, conditions
     if part == "overhead":
         target = target_135m()
         what = "random weights in the shapes of a 135M Llama, bfloat16, batch 1"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import whole
+from leapahead.core.parameters import number, whole
 from leapahead.drafters import draft_models
 from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
@@ -34,6 +34,8 @@ class DraftModelDrafter(Planned):
             decoding, 2310.07177); 0 for never. It must be one model of Transformers, loaded by itself.
         learn_rate: learning rate of that; 0 for the usual one, 0.05 divided by the hidden size.
         learned: folder that the trained draft model is written to when the engine is closed; "" for nowhere.
+        unsure: draft nothing after a path where the draft model's likeliest token has less probability; 0 for never.
+            It is the fallback policy of BiLD (2302.07863).
     """
 
     name: ClassVar[str] = "draft_model"
@@ -49,10 +51,14 @@ class DraftModelDrafter(Planned):
         learn: int = 0,
         learn_rate: float = 0.0,
         learned: str = "",
+        unsure: float = 0.0,
     ) -> None:
         super().__init__(nodes, seed_aware=seed_aware, depth=depth, chain=chain)
         if draft is None or draft == "":
             raise BadParameter("the drafter 'draft_model' needs draft=..., the smaller model")
+        if (least := number(unsure)) is None or not 0 <= least <= 1:
+            raise BadParameter(f"unsure={unsure!r} is not possible: it must be a probability")
+        self.unsure = least
         self._drafts = draft_models.parsed(draft)
         self._check_learning(learn, learn_rate, learned)
         if chain and depth and nodes > (most := depth * len(self._drafts)):
@@ -101,8 +107,8 @@ class DraftModelDrafter(Planned):
             self.learner.close(sequence)
 
     def release(self) -> None:
-        if self.learner is not None and self.learner.folder and self.learner.updates:
-            self.learner.save(self.learner.folder)
+        if self.learner is not None:
+            self.learner.release()
 
     def figures(self, sequence: SequenceView) -> dict[str, Any]:
         found = super().figures(sequence)
@@ -110,4 +116,7 @@ class DraftModelDrafter(Planned):
 
     def make_sources(self, sequence: SequenceView | None) -> list[Source]:
         assert self.draft_forwards is not None, "it was not attached"
-        return [*self.draft_forwards.sources()]
+        sources = self.draft_forwards.sources()
+        for source in sources:
+            source.unsure = self.unsure
+        return [*sources]
