@@ -29,14 +29,14 @@ from leapahead.models.loading import Loaded
 from leapahead.planner.profile import processor
 from research import drawn
 from research.acceptance import HEADS, RULES, TEMPERATURES, acceptance
-from research.distilled import distilled
+from research.distilled import distilled, tuned
 from research.exactness import exactness
 from research.overhead import cost_curve, overhead, target_135m
 from research.picture import picture
 from research.relaxed import relaxed
 
 PARTS = ("check", "acceptance", "rules", "heads", "relaxed", "overhead", "memory", "example", *drawn.PARTS)
-TRAINED = ("distilled",)  # parts that need models of `make train-draft` and `make train-cllm`
+TRAINED = ("distilled", "cllm")  # parts that need models of `make train-draft` and `make train-cllm`
 
 
 @click.command(cls=Command)
@@ -135,13 +135,8 @@ def _measured(
             f"at EOS, seed 1, at most 16 nodes, with a drafter cache for each row of the table; {machine}."
         }
         return {"heads": acceptance(llm, prompts, configurations=HEADS)}, conditions
-    if part == "distilled":
-        prompts = _texts(data, limit)
-        conditions = {
-            "distilled": f"bundled model, float32, {tasks.in_words(prompts)}, up to 128 new tokens, stopping at EOS, "
-            f"seed 1, blocks of 8 for Jacobi decoding; {machine}."
-        }
-        return distilled(llm, prompts), conditions
+    if part in TRAINED:
+        return _trained(part, llm, _texts(data, limit), machine)
     if part == "relaxed":
         prompts = _texts(data, limit)
         conditions = {
@@ -164,6 +159,16 @@ def _measured(
     picture(llm, out.parent / "run.svg")
     readme = (out.parent.parent / "README.md").read_text(encoding="utf-8")
     return {"example": _printed(readme)}, {}
+
+
+def _trained(part: str, llm: LLM, prompts: dict[str, list[str]], machine: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """As `_measured`, of the parts that need trained models."""
+    common = f"float32, {tasks.in_words(prompts)}, up to 128 new tokens, stopping at EOS"
+    if part == "distilled":
+        conditions = f"bundled model, {common}, seed 1; {machine}."
+        return {part: distilled(llm, prompts)}, {part: conditions}
+    conditions = f"bundled model and the same tuned for Jacobi decoding, {common}, greedy; {machine}."
+    return {part: tuned(llm, prompts)}, {part: conditions}
 
 
 def _texts(data: Path, limit: int) -> dict[str, list[str]]:
