@@ -230,5 +230,6 @@ def test_the_command_tunes_a_model_and_reports_say_so(leapahead: Any, tmp_path: 
     bench = ("bench", "-m", str(folder), "-d", "jacobi", "--data", str(tmp_path), "--rounds", "1", "--out", str(out))
     measured = leapahead(*bench, "--max-new-tokens", "4", "-t", "0")
     assert measured.exit_code == 0, measured.stderr
+    assert note in measured.stdout
     assert note in (out / "report.md").read_text()
     assert "reference" not in json.loads(leapahead("generate", "a", "--max-new-tokens", "2", "--json").stdout)

@@ -304,6 +304,9 @@ def _show(found: dict[str, Any]) -> None:
         console.print(table)
     for note in report.notes(found["results"]):
         click.echo(note)
+    for each in found["conditions"]["targets"].values():
+        if "reference" in each:
+            click.echo(each["reference"])
     rows = [row for row in found["results"] if row["task"] != record.OVERALL]
     ties = sum(row["ties"] for row in rows if not _peer(row))
     if any(row["mismatches"] for row in rows if not _peer(row)):
