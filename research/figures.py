@@ -29,12 +29,14 @@ from leapahead.models.loading import Loaded
 from leapahead.planner.profile import processor
 from research import drawn
 from research.acceptance import HEADS, RULES, TEMPERATURES, acceptance
+from research.distilled import distilled
 from research.exactness import exactness
 from research.overhead import cost_curve, overhead, target_135m
 from research.picture import picture
 from research.relaxed import relaxed
 
 PARTS = ("check", "acceptance", "rules", "heads", "relaxed", "overhead", "memory", "example", *drawn.PARTS)
+TRAINED = ("distilled",)  # parts that need models of `make train-draft` and `make train-cllm`
 
 
 @click.command(cls=Command)
@@ -51,7 +53,11 @@ PARTS = ("check", "acceptance", "rules", "heads", "relaxed", "overhead", "memory
     help="JSON file; other parts in it are kept.",
 )
 @click.option(
-    "--part", "parts", multiple=True, type=click.Choice(PARTS), help="Measure only this part; may be repeated."
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice([*PARTS, *TRAINED]),
+    help="Measure only this part; may be repeated.",
 )
 @click.option("--limit", type=int, default=40, show_default=True, help="Prompts of each task.")
 @click.option("--check-limit", type=int, default=30, show_default=True, help="Prompts of each task for the check.")
@@ -137,6 +143,13 @@ def _measured(
             f"the bundled draft model; {machine}."
         }
         return {"relaxed": relaxed(llm, prompts)}, conditions
+    if part == "distilled":
+        prompts = _texts(data, limit)
+        conditions = {
+            "distilled": f"bundled model, float32, {tasks.in_words(prompts)}, up to 128 new tokens, stopping at EOS, "
+            f"seed 1, blocks of 8 for Jacobi decoding; {machine}."
+        }
+        return distilled(llm, prompts), conditions
     if part == "overhead":
         target = target_135m()
         what = "random weights in the shapes of a 135M Llama, bfloat16, batch 1"

@@ -12,8 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from training_parts import QUIET, VOCABULARY, model_of, stopping, texts_of  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from training_parts import QUIET, VOCABULARY, model_of, small_model, stopping, texts_of  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from leapahead import LLM  # noqa: E402
 from leapahead.bench.conditions import silent  # noqa: E402
@@ -21,9 +21,10 @@ from leapahead.core.errors import LeapaheadError  # noqa: E402
 from leapahead.models import loading  # noqa: E402
 from leapahead.training import decoding, draft_model  # noqa: E402
 from leapahead.training.batches import Order  # noqa: E402
-from leapahead.training.draft_model import DraftRecipe, Student  # noqa: E402
+from leapahead.training.draft_model import DraftRecipe  # noqa: E402
 from leapahead.training.loop import Training  # noqa: E402
 from leapahead.training.settings import DIVERGENCES, DraftSettings  # noqa: E402
+from leapahead.training.student import Student  # noqa: E402
 from leapahead.training.texts import Text  # noqa: E402
 
 PROMPTS = ["def add(a, b):", "The quick brown", "for number in", "print(number,", "jumps over", "return a + b"]
@@ -41,20 +42,7 @@ def texts() -> list[Text]:
 
 def student_of(vocabulary: int = VOCABULARY) -> Student:
     """A draft model of one layer with random weights."""
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        initializer_range=0.4,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        return Student(LlamaForCausalLM(config).eval(), None, torch.float32, "small")
+    return Student(small_model(vocabulary), None, torch.float32, "small")
 
 
 def settings_of(**more: Any) -> DraftSettings:

@@ -46,6 +46,24 @@ def model_of(seed: int = 0) -> Any:
         return LlamaForCausalLM(config).eval()
 
 
+def small_model(vocabulary: int = VOCABULARY) -> Any:
+    """A llama of one layer with random weights, as a draft model."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.4,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return LlamaForCausalLM(config).eval()
+
+
 def texts_of(model: Any, count: int = 24) -> list[Text]:
     """Greedy texts, some of a single token of prompt."""
     llm = LLM(model, drafter="plain")

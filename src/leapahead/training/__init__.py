@@ -1,4 +1,4 @@
-"""Training of what drafts: heads (Medusa, EAGLE, EAGLE-3), and draft models, which are distilled.
+"""Training: of heads (Medusa, EAGLE, EAGLE-3), of draft models, and of targets for Jacobi decoding.
 
     settings    what a training run is told, and its folder
     texts       the target's own texts, which it is trained on
@@ -13,10 +13,16 @@
     card        its model card and its curves
     run         all of it in order
 
-    sequences   whole texts side by side, for models that are trained whole
-    draft_model what a draft model learns: the target's distribution
-    decoding    how many tokens a drafter saves, measured by decoding
-    draft_run   all of a distillation in order
+Whole models are trained by the same loop:
 
-The target is never changed, so whatever is proposed, the text stays the target's.
+    student       the model that is trained, and its folder
+    sequences     whole texts side by side
+    draft_model   what a draft model learns: the target's distribution
+    trajectories  the states that Jacobi decoding goes through
+    cllm          what a tuned target learns: the text, from each of these states
+    decoding      how many tokens a drafter saves, measured by decoding
+    draft_run, cllm_run   all of it in order
+
+The target is never changed by the training of what drafts, so whatever is proposed, the text stays the target's. A
+tuned target is another model, and its texts are its own.
 """

@@ -14,12 +14,12 @@ from leapahead.drafters.heads.config import EAGLE, EAGLE3, MEDUSA
 from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES, Evaluation
 from leapahead.training.loop import State
 from leapahead.training.recipes import Recipe
-from leapahead.training.settings import DRAFT, RunSettings, Settings
+from leapahead.training.settings import CLLM, DRAFT, RunSettings, Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NAMES = {MEDUSA: "Medusa", EAGLE: "EAGLE", EAGLE3: "EAGLE-3", DRAFT: "the draft model"}
+NAMES = {MEDUSA: "Medusa", EAGLE: "EAGLE", EAGLE3: "EAGLE-3", DRAFT: "the draft model", CLLM: "the tuning"}
 PAPERS = {MEDUSA: "2401.10774", EAGLE: "2401.15077", EAGLE3: "2503.01840"}
 FORMATS = {MEDUSA: "vLLM's", EAGLE: "EAGLE's own", EAGLE3: "speculators"}
 

@@ -11,62 +11,22 @@ data", section 3), sampled at temperature 1 when they are needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from leapahead.core.errors import BadParameter, Refused
-from leapahead.core.text import Tokenizer, difference
+from leapahead.core.text import Tokenizer
 from leapahead.drafters.draft_models import BUNDLED, SELF
 from leapahead.models import loading
 from leapahead.models.base import Target
 from leapahead.models.transformers.model import TransformersTarget
-from leapahead.models.transformers.pretrained import load_files, quiet
 from leapahead.training import losses
 from leapahead.training.recipes import Found
 from leapahead.training.sequences import Sequences
 from leapahead.training.settings import DIVERGENCES, DraftSettings
+from leapahead.training.student import Student
 from leapahead.training.texts import Text
-
-
-@dataclass(frozen=True)
-class Student:
-    """A whole model that is trained.
-
-    Attributes:
-        model: as Transformers loaded it, in float32.
-        tokenizer: its own; None where there is none.
-        dtype: that it was saved in, and will be.
-        name: it was loaded by.
-    """
-
-    model: Any
-    tokenizer: Any
-    dtype: torch.dtype
-    name: str
-
-    @property
-    def hidden_size(self) -> int:
-        """The width of its hidden states."""
-        return int(self.model.get_input_embeddings().weight.shape[-1])
-
-    def save(self, folder: Path) -> None:
-        """Writes it as a folder of Transformers, with its tokenizer.
-
-        Raises:
-            BadParameter: it cannot be written.
-        """
-        try:
-            with quiet():
-                self.model.to(self.dtype).save_pretrained(folder)
-                if self.tokenizer is not None:
-                    self.tokenizer.save_pretrained(folder)
-        except OSError as error:
-            raise BadParameter(f"{folder} cannot be written: {error.strerror or error}") from None
-        self.model.float()
 
 
 def load(name: str, target: Target, tokenizer: Tokenizer | None, trust_remote_code: bool = False) -> Student:
@@ -90,12 +50,9 @@ def load(name: str, target: Target, tokenizer: Tokenizer | None, trust_remote_co
     if name.startswith(SELF):
         raise BadParameter(f"--draft {name} is made of the target, which is not changed; name a smaller model")
     path = loading.bundled("tiny-draft") if name == BUNDLED else name
-    if loading.engine_of(path) != "transformers":
-        raise BadParameter(f"--draft {name} cannot be trained; give the folder of Transformers that it was made from")
-    model, own, _ = load_files(path, "auto", trust_remote_code)
-    if tokenizer is not None and own is not None and (unlike := difference(tokenizer, own)):
-        raise BadParameter(f"the draft model {name} has another vocabulary than the target: {unlike}; use another one")
-    return Student(model.float().to(target.device), own, model.dtype, name)
+    student = Student.load(path, name, target.device, trust_remote_code)
+    student.check_tokenizer(tokenizer)
+    return student
 
 
 class DraftRecipe:

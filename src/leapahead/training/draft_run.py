@@ -12,11 +12,12 @@ from leapahead.bench.conditions import conditions
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.training import card, decoding, draft_model
 from leapahead.training.batches import Order
-from leapahead.training.draft_model import DraftRecipe, Student
+from leapahead.training.draft_model import DraftRecipe
 from leapahead.training.evaluate import DEPTH, NODES, Evaluation
 from leapahead.training.loop import Training, Watch
 from leapahead.training.run import Trained, by_temperature, gathered, run_of
 from leapahead.training.settings import DRAFT, DraftSettings, Folder
+from leapahead.training.student import Student
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ texts.jsonl              the target's own texts
 evaluation-NAME.jsonl    those that are evaluated only
 features/                hidden states, if they are kept on disk
 checkpoint.safetensors   weights and optimizer state of the training, and how far it is
-head/                    the trained head, its model card and its curves; of a draft model, the folder is draft/
+trajectories.jsonl       the states of Jacobi decoding that a target is tuned on
+head/, draft/, tuned/    what is trained, by its kind, with its model card and its curves
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from leapahead.drafters.heads.config import EAGLE, EAGLE3, KINDS, MEDUSA
 
 LOSSES = ("ce", "soft_ce", "kl", "reverse_kl", "jsd", "tv")
 DIVERGENCES = {"forward-kl": "kl", "reverse-kl": "reverse_kl", "jsd": "jsd", "tvd": "tv"}  # the names of the losses
-DRAFT = "draft"  # a draft model is trained
+DRAFT, CLLM = "draft", "cllm"  # a draft model is distilled; a target is tuned for Jacobi decoding
 FEATURES = ("online", "disk")
 SCHEDULES = ("cosine", "linear")
 USUAL_MINUTES = 30.0
@@ -160,6 +161,37 @@ class DraftSettings(RunSettings):
         return replace(self, lr=self.lr or TUNING_RATE / hidden_size, minutes=self.length)
 
 
+@dataclass(frozen=True)
+class CllmSettings(RunSettings):
+    """What the consistency tuning of a target is told (CLLM, 2403.00835).
+
+    Attributes:
+        sampled: 0, since the trajectories are greedy.
+        block: guesses of a state of Jacobi decoding.
+        states: states of each text that are trained in a batch.
+        ar_weight: of the cross entropy of the text, beside the consistency loss.
+    """
+
+    kind: str = CLLM
+    sampled: float = 0.0
+    block: int = 8
+    states: int = 16
+    ar_weight: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_choice(self, kind=(CLLM,))
+        super().__post_init__()
+        check_share(self, "sampled", 0.0)
+        for name in ("block", "states"):
+            check_least(self, name, 1)
+        if self.ar_weight < 0:
+            raise BadParameter(f"ar_weight={self.ar_weight} is not possible: it must be at least 0")
+
+    def complete(self, hidden_size: int) -> CllmSettings:
+        """The settings with the usual values in place of those that were left out, for a model of this width."""
+        return replace(self, lr=self.lr or TUNING_RATE / hidden_size, minutes=self.length)
+
+
 def check_choice(settings: RunSettings, **known: Sequence[str]) -> None:
     """Refuses a setting that is none of the known values."""
     for name, values in known.items():
@@ -206,6 +238,10 @@ class Folder:
     @property
     def checkpoint(self) -> Path:
         return self.path / "checkpoint.safetensors"
+
+    @property
+    def trajectories(self) -> Path:
+        return self.path / "trajectories.jsonl"
 
     @property
     def trained(self) -> Path:
