@@ -146,6 +146,11 @@ class RowModule(nn.Module):
         self.rotary = LlamaRotaryEmbedding(llama)
         self.layers = nn.ModuleList()
 
+    @property
+    def has_attention(self) -> bool:
+        """Whether rows read those before them, so that keys and values of all committed tokens are needed."""
+        return len(self.layers) > 0
+
     def fuse(self, states: Tensor) -> Tensor:
         """The target's hidden states, float [..., layers * target_hidden_size], as the state of a row."""
         return states

@@ -9,47 +9,31 @@ committed, and computed anew from the target's own states (2401.15077, section 3
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from leapahead.drafters.heads.head import Drafted, Head, HeadText, Key, Path
+from leapahead.drafters.heads.cache import KEYS, VALUES, CachedHead, CachedText, Planes
+from leapahead.drafters.heads.head import Drafted, Key, Path
 from leapahead.drafters.heads.modules import RowModule
 from leapahead.models.choices import Rows
 
-FIRST_CAPACITY = 256  # rows of a new text's cache, which doubles when it is full
-KEPT_ROWS = 32_768  # of finished texts; the oldest texts are dropped
 
-
-class RowText(HeadText):
+class RowText(CachedText):
     """One text of a `RowHead`.
 
     Attributes:
-        length: rows of committed tokens in the cache; the nodes' are behind them.
         nodes: path -> its place among the nodes' rows.
         states: path -> output of its row, float [hidden_size]; the empty path is the last committed row's.
-        keys, values: float [layers, key heads, capacity, dim].
     """
 
-    def __init__(self, tokens: Sequence[int], cache: Tensor, known: int) -> None:
-        super().__init__(tokens, known)
-        self.length = known
+    def __init__(self, tokens: Sequence[int], known: int, planes: Planes) -> None:
+        super().__init__(tokens, known, planes)
         self.nodes: dict[Path, int] = {}
         self.states: dict[Path, Tensor] = {}
-        self.keys, self.values = cache, torch.empty_like(cache)
-        self._waiting: list[Tensor] = []  # the target's states of positions from `length` on
-
-    def append(self, states: Tensor) -> None:
-        self.known += len(states)
-        self._waiting.append(states)
-
-    @property
-    def missing(self) -> int:
-        return self.known - self.length
 
     def discard(self) -> None:
         self.nodes = {}
@@ -63,45 +47,6 @@ class RowText(HeadText):
 
     def computable(self, path: Path) -> bool:
         return path[:-1] in self.states if path else self.missing > 0
-
-    def take(self, most: int) -> Tensor | None:
-        """The target's states of the next missing rows, at most so many; None if none are missing."""
-        if not self.missing:
-            return None
-        waiting = self._waiting[0] if len(self._waiting) == 1 else torch.cat(self._waiting)
-        self._waiting = [waiting[most:]] if len(waiting) > most else []
-        return waiting[:most]
-
-    def reserve(self, rows: int) -> None:
-        """Makes room for so many rows."""
-        capacity = self.keys.shape[2]
-        if rows <= capacity:
-            return
-        more = max(capacity, rows - capacity)
-        self.keys, self.values = (F.pad(each, (0, 0, 0, more)) for each in (self.keys, self.values))
-
-
-class Kept(NamedTuple):
-    """The rows of a finished text.
-
-    Attributes:
-        owner: whose text it is, see `Target.open`.
-        tokens: those of its rows, and the one in front of them.
-        keys, values: float [layers, key heads, rows, dim].
-    """
-
-    owner: str
-    tokens: tuple[int, ...]
-    keys: Tensor
-    values: Tensor
-
-    def common(self, tokens: Sequence[int], owner: str) -> int:
-        """How many of its rows a prompt has too; that of its last token is left, so that it can be drafted from."""
-        if owner != self.owner:
-            return 0
-        most = min(len(self.tokens), len(tokens) - 1)
-        same = next((at for at in range(most) if self.tokens[at] != tokens[at]), most)
-        return max(0, same - 1)
 
 
 class Part(NamedTuple):
@@ -126,41 +71,13 @@ class Part(NamedTuple):
     paths: list[Path]
 
 
-class RowHead(Head):
+class RowHead(CachedHead):
     """See the module."""
 
     module: RowModule
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._kept: deque[Kept] = deque()
-
-    def known(self, tokens: Sequence[int], owner: str) -> int:
-        with self.lock:
-            return max((kept.common(tokens, owner) for kept in self._kept), default=0)
-
-    def open(self, tokens: Sequence[int], owner: str = "") -> RowText:
-        llama = self.module.llama
-        shape = (llama.num_hidden_layers, llama.num_key_value_heads, FIRST_CAPACITY, llama.head_dim)
-        cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        with self.lock:
-            known = self.known(tokens, owner)
-            text = RowText(tokens, cache, known)
-            if known:
-                text.reserve(known)
-                kept = next(each for each in self._kept if each.common(tokens, owner) == known)
-                text.keys[:, :, :known], text.values[:, :, :known] = kept.keys[:, :, :known], kept.values[:, :, :known]
-        return text
-
-    def keep(self, text: RowText, owner: str) -> None:
-        rows = text.length
-        kept = Kept(
-            owner, tuple(text.tokens[: rows + 1]), text.keys[:, :, :rows].clone(), text.values[:, :, :rows].clone()
-        )
-        with self.lock:
-            self._kept.append(kept)
-            while sum(len(each.tokens) for each in self._kept) > KEPT_ROWS:
-                self._kept.popleft()
+    def new_text(self, tokens: Sequence[int], known: int, planes: Planes) -> RowText:
+        return RowText(tokens, known, planes)
 
     @torch.no_grad()
     def forward(self, wanted: Sequence[tuple[RowText, Sequence[Path]]]) -> list[Drafted]:
@@ -171,10 +88,19 @@ class RowHead(Head):
             last = own[len(own) - len(part.paths) :]
             part.text.states.update(zip(part.paths, last, strict=True))
             ends.append(last)
-        logits = self.module.logits(torch.cat(ends))
+        logits = self.read_out(torch.cat(ends), [path for part in parts for path in part.paths])
         for part, some in zip(parts, torch.split(logits, [len(part.paths) for part in parts]), strict=True):
             rows.append(Drafted(part.paths, Rows(some)))
         return rows
+
+    def read_out(self, states: Tensor, paths: Sequence[Path]) -> Tensor:
+        """The logits of rows, float [rows, draft vocabulary].
+
+        Args:
+            states: float [rows, hidden_size], their outputs.
+            paths: of the rows.
+        """
+        return self.module.logits(states)
 
     @torch.no_grad()
     def read(self, text: RowText, rows: int) -> None:
@@ -207,21 +133,19 @@ class RowHead(Head):
 
     def _computed(self, parts: Sequence[Part]) -> list[Tensor]:
         """The outputs of the rows of each part, float [rows, hidden_size]; their keys and values are in the caches."""
-        for part in parts:
-            part.text.reserve(part.begin + len(part.tokens))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             found, start = [], 0
             for part in parts:
                 count = len(part.tokens)
-                mine, end = slice(start, start + count), part.begin + count
-                keys, values = part.text.keys[layer], part.text.values[layer]
-                keys[:, part.begin : end], values[:, part.begin : end] = k[0, :, mine], v[0, :, mine]
+                mine = slice(start, start + count)
+                keys = part.text.write((layer, KEYS), part.begin, k[0, :, mine])
+                values = part.text.write((layer, VALUES), part.begin, v[0, :, mine])
                 found.append(
                     F.scaled_dot_product_attention(
                         q[:, :, mine],
-                        keys[None, :, :end],
-                        values[None, :, :end],
+                        keys[None],
+                        values[None],
                         attn_mask=part.mask,
                         enable_gqa=True,
                     )

@@ -1,0 +1,141 @@
+"""The rows that a head keeps of its texts: keys and values of its own layers, one row for every committed token.
+
+    plane    (layer, KEYS) or (layer, VALUES)    float [key heads, rows, dim]
+
+A text has the planes that were written to it: one pair for each layer with attention, or none where a head has no
+attention. The rows of a finished text are kept for prompts that begin like it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leapahead.drafters.heads.head import Head, HeadText
+
+KEYS, VALUES = 0, 1
+Plane = tuple[int, int]  # number of a layer of the head, KEYS or VALUES
+Planes = Mapping[Plane, Tensor]
+FIRST_CAPACITY = 256  # rows of a new plane, which doubles when it is full
+KEPT_ROWS = 32_768  # of finished texts; the oldest texts are dropped
+
+
+class CachedText(HeadText):
+    """One text of a `CachedHead`.
+
+    Args:
+        tokens, known: see `HeadText`.
+        planes: of an earlier text that begins with the same `known` rows.
+
+    Attributes:
+        length: rows of committed tokens that were computed; those of drafted nodes are behind them.
+    """
+
+    def __init__(self, tokens: Sequence[int], known: int, planes: Planes) -> None:
+        super().__init__(tokens, known)
+        self.length = known
+        self._planes: dict[Plane, Tensor] = {}
+        self._waiting: list[Tensor] = []  # the target's states of positions from `length` on
+        for plane, rows in planes.items():
+            self.write(plane, 0, rows[:, :known])
+
+    def append(self, states: Tensor) -> None:
+        self.known += len(states)
+        self._waiting.append(states)
+
+    @property
+    def missing(self) -> int:
+        return self.known - self.length
+
+    def take(self, most: int) -> Tensor | None:
+        """The target's states of the next missing rows, at most so many; None if none are missing."""
+        if not self.missing:
+            return None
+        waiting = self._waiting[0] if len(self._waiting) == 1 else torch.cat(self._waiting)
+        self._waiting = [waiting[most:]] if len(waiting) > most else []
+        return waiting[:most]
+
+    def write(self, plane: Plane, begin: int, rows: Tensor) -> Tensor:
+        """Writes rows of a plane, and gives all rows up to the last of them.
+
+        Args:
+            begin: the place of the first row; all rows before it were written.
+            rows: float [key heads, rows, dim].
+
+        Returns:
+            float [key heads, begin + rows, dim], a view that the next write may change.
+        """
+        heads, count, dim = rows.shape
+        end = begin + count
+        found = self._planes.get(plane)
+        if found is None or found.shape[1] < end:
+            larger = rows.new_zeros(heads, max(end, 2 * found.shape[1] if found is not None else FIRST_CAPACITY), dim)
+            if found is not None:
+                larger[:, :begin] = found[:, :begin]
+            self._planes[plane] = found = larger
+        found[:, begin:end] = rows
+        return found[:, :end]
+
+    def planes(self) -> dict[Plane, Tensor]:
+        """Copies of the rows of committed tokens, float [key heads, length, dim] each."""
+        return {plane: rows[:, : self.length].clone() for plane, rows in self._planes.items()}
+
+
+class Kept(NamedTuple):
+    """The rows of a finished text.
+
+    Attributes:
+        owner: whose text it is, see `Target.open`.
+        tokens: those of its rows, and the one in front of them.
+        planes: its rows.
+    """
+
+    owner: str
+    tokens: tuple[int, ...]
+    planes: Planes
+
+    def common(self, tokens: Sequence[int], owner: str) -> int:
+        """How many of its rows a prompt has too; that of its last token is left, so that it can be drafted from."""
+        if owner != self.owner:
+            return 0
+        most = min(len(self.tokens), len(tokens) - 1)
+        same = next((at for at in range(most) if self.tokens[at] != tokens[at]), most)
+        return max(0, same - 1)
+
+
+class CachedHead(Head):
+    """A head whose texts keep rows. One whose module has no attention (`has_attention`) needs the newest row alone."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._kept: deque[Kept] = deque()
+
+    @abstractmethod
+    def new_text(self, tokens: Sequence[int], known: int, planes: Planes) -> CachedText:
+        """A text of this head; arguments as of `CachedText`."""
+
+    def known(self, tokens: Sequence[int], owner: str) -> int:
+        if not self.module.has_attention:
+            return max(0, len(tokens) - 2)  # the state before the last token is the newest one that there is
+        with self.lock:
+            return max((kept.common(tokens, owner) for kept in self._kept), default=0)
+
+    def open(self, tokens: Sequence[int], owner: str = "") -> CachedText:
+        with self.lock:
+            known = self.known(tokens, owner)
+            same = (kept.planes for kept in self._kept if kept.common(tokens, owner) == known)
+            return self.new_text(tokens, known, next(same, {}) if known else {})
+
+    def keep(self, text: CachedText, owner: str) -> None:
+        if not self.module.has_attention:
+            return
+        kept = Kept(owner, tuple(text.tokens[: text.length + 1]), text.planes())
+        with self.lock:
+            self._kept.append(kept)
+            while sum(len(each.tokens) for each in self._kept) > KEPT_ROWS:
+                self._kept.popleft()

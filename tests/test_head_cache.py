@@ -1,0 +1,98 @@
+"""The rows that heads keep of their texts: any number of planes, which grow, and which later texts take over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from leapahead.drafters.heads import cache  # noqa: E402
+from leapahead.drafters.heads.cache import KEYS, VALUES, CachedHead, CachedText, Planes  # noqa: E402
+from leapahead.drafters.heads.config import HeadConfig  # noqa: E402
+from leapahead.models.base import TargetInfo  # noqa: E402
+
+TOKENS = [5, 6, 7, 8, 9, 10]
+
+
+class ATextOfRows(CachedText):
+    def discard(self) -> None: ...
+
+    def key(self, path: Any) -> Any:
+        return path
+
+    def computable(self, path: Any) -> bool:
+        return True
+
+
+class AHeadOfRows(CachedHead):
+    def new_text(self, tokens: Sequence[int], known: int, planes: Planes) -> CachedText:
+        return ATextOfRows(tokens, known, planes)
+
+    def forward(self, wanted: Any) -> Any:
+        raise NotImplementedError
+
+
+def head_of(has_attention: bool) -> AHeadOfRows:
+    module = SimpleNamespace(has_attention=has_attention, d2t=None, parameters=lambda: iter([torch.zeros(1)]))
+    info = TargetInfo(
+        name="tiny", vocab_size=16, context_length=64, precision=1e-7, capabilities=frozenset(), fingerprint="tiny"
+    )
+    return AHeadOfRows(HeadConfig("medusa", 4, 4, 16, 16), module, info, "head")
+
+
+def rows(count: int, start: int = 0, heads: int = 2) -> Any:
+    """float [heads, count, 3], of which no two entries are equal."""
+    return torch.arange(heads * count * 3, dtype=torch.float32).view(heads, count, 3) + 1000 * start
+
+
+def test_planes_grow_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "FIRST_CAPACITY", 2)
+    text = ATextOfRows(TOKENS, 0, {})
+    expected = []
+    for begin, count in ((0, 1), (1, 3), (4, 9)):
+        expected.append(rows(count, begin))
+        assert torch.equal(text.write((0, KEYS), begin, expected[-1]), torch.cat(expected, dim=1))
+    other = rows(2, 50, heads=1)
+    assert torch.equal(text.write((7, VALUES), 0, other), other)
+    assert torch.equal(text.write((0, KEYS), 2, rows(1, 99))[:, :2], torch.cat(expected, dim=1)[:, :2])
+    text.length = 2
+    kept = text.planes()
+    assert set(kept) == {(0, KEYS), (7, VALUES)}
+    text.write((7, VALUES), 0, 0 * other)
+    assert torch.equal(kept[7, VALUES], other)  # a copy
+
+
+def test_a_text_takes_over_the_rows_of_one_that_begins_like_it() -> None:
+    head = head_of(has_attention=True)
+    first = head.open(TOKENS, "me")
+    first.append(torch.zeros(5, 4))
+    assert (first.length, first.missing) == (0, 5)
+    for plane in ((0, KEYS), (0, VALUES), (3, KEYS)):
+        first.write(plane, 0, rows(7, sum(plane)))  # the last two are of drafted nodes
+    first.length = 5
+    head.keep(first, "me")
+    prompt = [*TOKENS[:4], 1, 2]
+    assert head.known(prompt, "somebody else") == 0
+    assert head.known(prompt, "me") == 3
+    second = head.open(prompt, "me")
+    assert (second.length, second.known) == (3, 3)
+    for plane, found in second.planes().items():
+        assert torch.equal(found, rows(7, sum(plane))[:, :3])
+    assert set(second.planes()) == {(0, KEYS), (0, VALUES), (3, KEYS)}
+    second.write((3, KEYS), 0, rows(3, 77))
+    assert torch.equal(head.open(prompt, "me").planes()[3, KEYS], rows(7, 3)[:, :3])  # no text changes another's
+    assert not head.open(prompt, "somebody else").planes()
+
+
+def test_a_head_without_attention_needs_the_newest_state_alone() -> None:
+    head = head_of(has_attention=False)
+    text = head.open(TOKENS)
+    assert (text.known, text.length, head.known(TOKENS, "")) == (4, 4, 4)
+    text.append(torch.zeros(1, 4))
+    assert text.missing == 1
+    head.keep(text, "me")
+    assert head.known([5], "me") == 0
