@@ -19,9 +19,9 @@ from leapahead.cli.command import INTERRUPTED, Command, option
 from leapahead.cli.options import MODEL, all_of, model_arguments
 from leapahead.cli.screen import Console
 from leapahead.core.errors import BadParameter, needing
-from leapahead.drafters.heads.config import KINDS, MEDUSA
+from leapahead.drafters.heads.config import MEDUSA
 from leapahead.models.loading import BUNDLED
-from leapahead.training.settings import FEATURES, LOSSES, SCHEDULES, Folder, Settings
+from leapahead.training.settings import FEATURES, LOSSES, SCHEDULES, USUAL_LOSS, Folder, Settings
 
 if TYPE_CHECKING:
     from leapahead.training.run import Trained
@@ -42,7 +42,7 @@ AT_LEAST_ONE = click.IntRange(min=1)
     ),
 )
 @all_of(MODEL)
-@option("--kind", type=click.Choice(KINDS), required=True, group=HEAD, help="Kind of the head.")
+@option("--kind", type=click.Choice(tuple(USUAL_LOSS)), required=True, group=HEAD, help="Kind of the head.")
 @option(
     "--data",
     type=FILE,

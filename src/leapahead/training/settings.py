@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from leapahead.core.errors import BadParameter
-from leapahead.drafters.heads.config import EAGLE, EAGLE3, KINDS, MEDUSA
+from leapahead.drafters.heads.config import EAGLE, EAGLE3, MEDUSA
 
 LOSSES = ("ce", "soft_ce", "kl", "reverse_kl", "tv")
 FEATURES = ("online", "disk")
@@ -80,7 +80,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("kind", KINDS), ("features", FEATURES), ("schedule", SCHEDULES)):
+        for name, known in (("kind", tuple(USUAL_LOSS)), ("features", FEATURES), ("schedule", SCHEDULES)):
             if (value := getattr(self, name)) not in known:
                 raise BadParameter(f"{name}={value!r} is not possible; choose one of {', '.join(known)}")
         if self.loss and self.loss not in LOSSES:

@@ -3,6 +3,7 @@
 Tensor names of all published formats become those of `modules`:
 
     EAGLE          midlayer.* -> layers.0.*
+    MTP            mtp_layers.0.* -> layers.0.mtp_block.*, but for the four of `OF_MTP`
     Medusa         {k}.{j}.linear.* -> blocks.{k}.layers.{j}.*     {k}.{last}.weight -> lm_heads.{k}.weight
 """
 
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 MEDUSA_LAYER = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
 MEDUSA_OUTPUT = re.compile(r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight")
+MTP_LAYER = re.compile(r"mtp_layers\.(\d+)\.(\w+)\.(.*)")
+OF_MTP = {
+    "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm",
+    "input_proj": "eh_proj",
+    "final_layernorm": "post_norm",
+}
 UNUSED = ("verifier_", "t2d", "rotary_emb.")  # of training only, or derived
 
 
@@ -35,6 +43,9 @@ def canonical(name: str) -> str:
         return f"blocks.{head}.layers.{layer}.{which}"
     if found := MEDUSA_OUTPUT.fullmatch(name):
         return f"lm_heads.{found.group(1)}.weight"
+    if found := MTP_LAYER.fullmatch(name):
+        layer, part, rest = found.groups()
+        return f"layers.{layer}.{OF_MTP.get(part, f'mtp_block.{part}')}.{rest}"
     return name.replace("midlayer.", "layers.0.")
 
 

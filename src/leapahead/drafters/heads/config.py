@@ -1,6 +1,6 @@
 """What the configuration of a trained head says, in every format that is read.
 
-    speculators         config.json with "speculators_model_type" (eagle3, medusa)
+    speculators         config.json with "speculators_model_type" (eagle3, medusa, mtp)
     EAGLE               config.json of one Llama layer; EAGLE-3 with "draft_vocab_size"
     Medusa              config.json with "medusa_num_heads", or vLLM's with "model_type": "medusa"
 
@@ -15,8 +15,8 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused
 
-MEDUSA, EAGLE, EAGLE3 = "medusa", "eagle", "eagle3"
-KINDS = (MEDUSA, EAGLE, EAGLE3)
+MEDUSA, EAGLE, EAGLE3, MTP = "medusa", "eagle", "eagle3", "mtp"
+KINDS = (MEDUSA, EAGLE, EAGLE3, MTP)
 TYPE = "speculators_model_type"
 LAST = -1  # the last hidden state, after the final norm, as in `Capture.hidden`
 DECODERS = ("llama",)  # model types of the decoder layers of EAGLE
@@ -28,7 +28,7 @@ class HeadConfig:
     """What a trained head is.
 
     Attributes:
-        kind: "medusa", "eagle" or "eagle3".
+        kind: "medusa", "eagle", "eagle3" or "mtp".
         hidden_size: of the head.
         target_hidden_size: width of one hidden state of the target.
         vocab_size: of the target.
@@ -39,7 +39,7 @@ class HeadConfig:
         blocks: of Medusa, the number of residual layers of each head.
         bias: whether the linear layers in front have a bias: Medusa's residual layers, EAGLE's `fc`.
         shared_output: of Medusa, whether all heads share one output layer.
-        decoder: fields of a `LlamaConfig`, of EAGLE's layers.
+        decoder: fields of a `LlamaConfig`, of EAGLE's layers; of MTP, of the configuration of its model type.
         norm_before_residual, norm_before_fc: variants of EAGLE-3: the state is normed before it enters the residual
             stream, and the target's states before they are fused.
         target: name of the model that the head was trained for; "" where the checkpoint does not say.
@@ -115,6 +115,8 @@ def _of_speculators(config: Mapping[str, Any], shapes: Shapes, where: str) -> He
     kind = config[TYPE]
     if kind == MEDUSA:
         return _medusa(config, shapes)
+    if kind == MTP:
+        return _mtp(config, config["transformer_layer_config"])
     if kind == EAGLE3:
         return _eagle(config, config["transformer_layer_config"], shapes)
     raise Refused(f"{where} holds a head of kind {kind!r}, which is not supported; supported are {', '.join(KINDS)}")
@@ -166,6 +168,14 @@ def _eagle(config: Mapping[str, Any], decoder: Mapping[str, Any], shapes: Shapes
         norm_before_fc="input_norm.weight" in shapes,
         target=_verifier(config),
     )
+
+
+def _mtp(config: Mapping[str, Any], decoder: Mapping[str, Any]) -> HeadConfig:
+    """One module, whose embedding and output layer are the target's."""
+    if (count := config.get("num_nextn_predict_layers", 1)) != 1:
+        raise Refused(f"the head has {count} MTP modules, and heads of speculators with one are supported")
+    size, vocabulary = int(decoder["hidden_size"]), int(decoder["vocab_size"])
+    return HeadConfig(MTP, size, size, vocabulary, vocabulary, decoder=dict(decoder), target=_verifier(config))
 
 
 def _verifier(config: Mapping[str, Any]) -> str:

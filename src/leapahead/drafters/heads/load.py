@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from leapahead.core.errors import BadParameter, Refused
-from leapahead.drafters.heads import modules
+from leapahead.drafters.heads import modules, mtp
 from leapahead.drafters.heads.block_head import BlockHead
-from leapahead.drafters.heads.config import LAST, HeadConfig
+from leapahead.drafters.heads.config import LAST, MTP, HeadConfig
 from leapahead.drafters.heads.head import Head
 from leapahead.drafters.heads.row_head import RowHead
 from leapahead.models.base import TargetInfo
@@ -43,16 +43,21 @@ def load(config: HeadConfig, tensors: dict[str, Tensor], target: Any, name: str)
     device, dtype = _place(target, network)
     tensors = {key: each.to(device, dtype) for key, each in tensors.items()}
     tensors |= _shared(config, tensors, network, info.name, name)
-    with torch.device("meta"):
-        module = modules.make(config)
+    module: Any
+    if config.kind == MTP:
+        module = mtp.of_config(config)
+        module.rotary.to(device)
+    else:
+        with torch.device("meta"):
+            module = modules.make(config)
     if isinstance(module, modules.RowModule):
         module.rotary = LlamaRotaryEmbedding(module.llama).to(device)
     _check_tensors(module, tensors, name)
     module.load_state_dict(tensors, strict=False, assign=True)
     module.d2t = offsets
     module.requires_grad_(False).eval()
-    kind = RowHead if isinstance(module, modules.RowModule) else BlockHead
-    return kind(config, module, info, name)
+    kinds: dict[type, type[Head]] = {modules.Medusa: BlockHead, mtp.Mtp: mtp.MtpHead}
+    return kinds.get(type(module), RowHead)(config, module, info, name)
 
 
 def _check(config: HeadConfig, info: TargetInfo, name: str) -> None:
