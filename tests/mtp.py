@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM, Glm4MoeFor
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from leapahead.drafters.heads import mtp as our_mtp
+
 COMPARED = 30  # lists of candidates
 MELLUM = {
     **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
@@ -33,7 +35,7 @@ OF_MELLUM = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc
 
 def published(state: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Weights of modules by the names of checkpoints: DeepSeek's, as layers behind the model's own, or Mellum's."""
-    mellum, first = model.config.model_type == "mellum", int(model.config.num_hidden_layers)
+    mellum, first = model.config.model_type in ("mellum", *our_mtp.UNTOLD), int(model.config.num_hidden_layers)
     found = {}
     for name, tensor in state.items():
         if not name.startswith("layers."):
@@ -64,12 +66,13 @@ def write(folder: Path, name: str, modules: int, complete: bool = True) -> Path:
     """
     architecture = BY_NAME[name] if name != "mellum" else Architecture("mellum", "Mellum", options=MELLUM)
     model = architecture.build()
-    model.config.num_mtp_layers = modules
+    setattr(model.config, our_mtp.UNTOLD.get(model.config.model_type, "num_mtp_layers"), modules)
     model.save_pretrained(folder)
     if complete:
         torch.manual_seed(1)
         weights = load_file(folder / "model.safetensors")
-        weights |= published(sharpen(MtpModel(model, modules)).state_dict(), model)
+        with our_mtp._told(model.config):
+            weights |= published(sharpen(MtpModel(model, modules)).state_dict(), model)
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -97,7 +100,7 @@ def recomputed(model: Any, modules: MtpModel, tokens: Sequence[int], path: Seque
 
     def run(layer: int, states: torch.Tensor) -> torch.Tensor:
         at = torch.arange(layer + 1, layer + 1 + states.shape[1])[None]
-        cache = MtpCache(config=model.config.get_mtp_config())
+        cache = MtpCache(config=modules.config)
         found: torch.Tensor = modules.forward_layer(layer, states, at, cache, input_ids=text[:, at[0]])
         return found
 
@@ -114,7 +117,9 @@ def worst(found: Sequence[Computed], model: Any) -> float:
 
     Of many lists of candidates, some are compared.
     """
-    greatest, modules = 0.0, MtpModel.from_pretrained(model).eval()
+    greatest = 0.0
+    with our_mtp._told(model.config):
+        modules = MtpModel.from_pretrained(model).eval()
     for each in found[:: 1 + len(found) // COMPARED]:
         logits = recomputed(model, modules, each.tokens, each.path)
         values = logits[[*each.candidates]]

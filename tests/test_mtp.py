@@ -29,6 +29,7 @@ PROMPTS = [[5, 7, 9, 11, 3, 5, 7, 9, 11, 3, 5], [40, 41, 40], [8, 30, 31, 32, 8,
 TREE, CHAIN = {"nodes": 12, "depth": 3}, {"nodes": 5, "depth": 5, "chain": True}
 CASES = [("glm4_moe", 1, CHAIN), ("glm4_moe", 3, TREE), ("glm4_moe", 3, CHAIN), ("deepseek_v3", 2, TREE)]
 CASES += [("mellum", 1, TREE), ("glm4_moe", 1, TREE), ("deepseek_v3", 2, CHAIN), ("mellum", 1, CHAIN)]
+CASES += [("qwen3_next", 1, CHAIN), ("qwen3_5", 1, CHAIN), ("qwen3_5_moe", 1, CHAIN)]
 SLOW = 5  # from here on
 MOST_ERROR = 1e-4
 
@@ -75,7 +76,8 @@ def test_candidates_are_those_of_a_full_recomputation(
     llm = LLM(target, drafter="head", head="mtp", **options)
     assert texts(llm, temperature=temperature) == plain(target, temperature=temperature)
     assert {len(each.path) for each in found} >= set(range(5 if "chain" in options else 3))
-    assert mtp.worst(found, target.model) < MOST_ERROR
+    # Qwen's norms multiply by 1 + weight, and its recurrent layers round differently in steps and in one forward.
+    assert mtp.worst(found, target.model) < (1e-3 if name.startswith("qwen") else MOST_ERROR)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,7 @@ def test_models_without_modules_are_refused(tiny_model: Any, tokenizer: Any, mod
     models("glm4_moe", 1)  # so that Transformers knows the numbers of the layers
     with pytest.MonkeyPatch.context() as patch:
         empty = mtp.load(mtp.write(tmp_path / "empty", "glm4_moe", 1, complete=False), patch)
-        with pytest.raises(Refused, match=r"cannot be loaded: .*missing"):
+        with pytest.raises(Refused, match=r"cannot be loaded, .*missing"):
             LLM(empty, head="mtp")
     made = type(empty)(copy.deepcopy(empty.config))
     made.config.name_or_path = ""

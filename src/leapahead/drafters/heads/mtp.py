@@ -14,7 +14,9 @@ for checkpoints with a single module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -30,6 +32,10 @@ from leapahead.drafters.heads.row_head import Part, RowHead
 from leapahead.models.base import TargetInfo
 
 STATES = 2  # a plane beside KEYS and VALUES: outputs of the rows, float [1, rows, hidden_size]
+# Of models whose modules `MtpModel` can load, though their configurations do not say so to Transformers 5.23: the field
+# that counts them, 1 where it is missing.
+UNTOLD = {"qwen3_next": "num_nextn_predict_layers"}
+UNTOLD |= dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "mtp_num_hidden_layers")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -209,6 +215,27 @@ def of_config(config: HeadConfig) -> Mtp:
     return Mtp(own, layers, embedding, output, rotary)
 
 
+def _count(config: Any) -> int:
+    """The number of a model's MTP modules, by the configuration of its text model."""
+    field = UNTOLD.get(config.model_type)
+    untold: int = 0 if field is None else getattr(config, field, 1)
+    return getattr(config, "num_mtp_layers", None) or untold
+
+
+@contextmanager
+def _told(config: Any) -> Iterator[None]:
+    """Inside, a configuration says how many modules there are, where the version of Transformers leaves that out."""
+    if getattr(config, "num_mtp_layers", None) is not None:
+        yield
+        return
+    count = _count(config)
+    config.num_mtp_layers, config.mtp_layer_types = count, [FULL] * count
+    try:
+        yield
+    finally:
+        del config.num_mtp_layers, config.mtp_layer_types
+
+
 def own(target: Any) -> MtpHead:
     """The MTP modules of a target's own checkpoint, for `head="mtp"`.
 
@@ -224,7 +251,7 @@ def own(target: Any) -> MtpHead:
         )
     settings: Any = model.config
     text: Any = settings.get_text_config(decoder=True)
-    if not getattr(text, "num_mtp_layers", None):
+    if not _count(text):
         raise Refused(
             f"{info.name} has no MTP modules that Transformers loads: its configuration ({text.model_type}) has no "
             "num_mtp_layers; use head=FOLDER with a head that was trained for it"
@@ -235,9 +262,12 @@ def own(target: Any) -> MtpHead:
             "its folder, or by its name"
         )
     try:
-        loaded = MtpModel.from_pretrained(model, device_map={"": torch.device(target.device)})
+        with _told(text):
+            loaded = MtpModel.from_pretrained(model, device_map={"": torch.device(target.device)})
     except (RuntimeError, ValueError, OSError, KeyError) as error:
-        raise Refused(f"the MTP modules of {info.name} cannot be loaded: {error}") from error
+        raise Refused(
+            f"the MTP modules of {info.name} cannot be loaded, so use another head or none: {shorten(str(error), 160)}"
+        ) from error
     if loaded.config._attn_implementation not in ("sdpa", "eager"):  # others take no mask
         loaded.config._attn_implementation = "sdpa"
     # The modules alone are changed: the embedding and the output layer are the model's.
