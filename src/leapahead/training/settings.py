@@ -29,6 +29,7 @@ from leapahead.drafters.heads.config import (
     HYDRAS,
     KINDS,
     MEDUSA,
+    MTP,
 )
 
 LOSSES = ("ce", "soft_ce", "kl", "reverse_kl", "jsd", "tv")
@@ -37,7 +38,7 @@ DRAFT, CLLM = "draft", "cllm"  # a draft model is distilled; a target is tuned f
 FEATURES = ("online", "disk")
 SCHEDULES = ("cosine", "linear")
 USUAL_MINUTES = 30.0
-TRAINED = tuple(kind for kind in KINDS if kind != DSPARK)
+TRAINED = tuple(kind for kind in KINDS if kind not in (DSPARK, MTP))
 USUAL_LOSS = {MEDUSA: "ce", HYDRA: "ce"}  # soft_ce of the others
 USUAL_DEPTHS = {MEDUSA: 5, EAGLE: 1, EAGLE3: 4, HYDRA: 5, HYDRA_PREFIX: 5, DFLASH: 7}
 MEDUSA_RATE = 1e-3  # 2401.10774, and of Hydra

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from leapahead.core.errors import BadParameter, Refused
-from leapahead.drafters.heads import networks
+from leapahead.drafters.heads import mtp, networks
 from leapahead.drafters.heads.block_head import BlockHead
 from leapahead.drafters.heads.config import (
     DFLASH,
@@ -21,6 +21,7 @@ from leapahead.drafters.heads.config import (
     HYDRA_PREFIX,
     LAST,
     MEDUSA,
+    MTP,
     HeadConfig,
 )
 from leapahead.drafters.heads.dflash_head import DFlashHead
@@ -38,6 +39,7 @@ HEADS: dict[str, type[Head]] = {
     HYDRA_PREFIX: HydraHead,
     DFLASH: DFlashHead,
     DSPARK: DFlashHead,
+    MTP: mtp.MtpHead,
 }
 
 
@@ -68,8 +70,13 @@ def load(config: HeadConfig, tensors: dict[str, Tensor], target: Any, name: str)
     tensors = {key: each.to(device, dtype) for key, each in tensors.items()}
     if config.kind == HYDRA_PREFIX and config.decoder is None:
         config = replace(config, decoder=_decoder(network, info.name, name))
-    with torch.device("meta"):
-        module: Any = networks.make(config)
+    module: Any
+    if config.kind == MTP:
+        module = mtp.of_config(config)
+        module.rotary.to(device)
+    else:
+        with torch.device("meta"):
+            module = networks.make(config)
     for place, each in list(module.named_modules()):
         if isinstance(each, LlamaRotaryEmbedding):
             module.set_submodule(place, LlamaRotaryEmbedding(each.config).to(device))
