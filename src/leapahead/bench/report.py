@@ -227,6 +227,7 @@ def _conditions(conditions: dict[str, Any]) -> list[str]:
     for name, each in conditions["targets"].items():
         parts = [f"{key} {each[key]}" for key in ("backend", "dtype", "device", "threads") if key in each]
         lines.append(f"- {name}: {', '.join((*parts, 'conversations as ' + each['chat']))}")
+        lines += [f"  - {each['reference']}"] if "reference" in each else []
         lines += [f"  - {drafter} was left out: {why}" for drafter, why in each["refused"].items()]
     return [*lines, f"- {conditions['figures']}"]
 

@@ -245,6 +245,7 @@ def _describe(loaded: Loaded) -> dict[str, Any]:
         "context": info.context_length,
         "precision": info.precision,
         "chat": "chat template" if has_template(loaded.tokenizer) else "plain text",
+        **({"reference": info.reference} if info.reference else {}),
         **describe(loaded.target),
     }
 

@@ -91,6 +91,8 @@ def check(
     model = model_arguments(values)
     with screen.loading(model["model"]):
         loaded = loading.load(**model)
+    if loaded.target.info.reference:
+        screen.say(loaded.target.info.reference)
     reports: list[Report] = []  # the latest is the last
     interrupted = False
     try:

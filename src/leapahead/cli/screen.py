@@ -201,6 +201,7 @@ def as_dict(llm: LLM, result: Result) -> dict[str, Any]:
         "drafter": llm.drafter_name,
         "seed": result.seed,
         **({"lossy": result.lossy} if result.lossy else {}),
+        **({"reference": llm.target.info.reference} if llm.target.info.reference else {}),
         "stats": result.stats.as_dict(),
     }
 
