@@ -210,7 +210,7 @@ DRAFTER_OPTIONS: tuple[Option, ...] = (
         metavar="FOLDER",
         group=DRAFTER_GROUP,
         help="Folder of a head that was trained for this model (EAGLE-3, Medusa, Hydra, DFlash and others), see "
-        "`leapahead train-head`; several are separated by commas. `mtp`: the MTP modules in the model's own checkpoint. "
+        "`leapahead train-head`; several are separated by commas. `mtp`: the MTP modules in its own checkpoint. "
         "`bundled`: the bundled model's head.",
     ),
     option(

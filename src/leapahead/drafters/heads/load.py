@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from leapahead.core.errors import BadParameter, Refused
-from leapahead.drafters.heads import mtp, networks
+from leapahead.drafters.heads import networks
 from leapahead.drafters.heads.block_head import BlockHead
 from leapahead.drafters.heads.config import (
     DFLASH,
@@ -27,6 +27,7 @@ from leapahead.drafters.heads.config import (
 from leapahead.drafters.heads.dflash_head import DFlashHead
 from leapahead.drafters.heads.head import Head
 from leapahead.drafters.heads.hydra_head import HydraHead
+from leapahead.drafters.heads.mtp import MtpHead
 from leapahead.drafters.heads.row_head import RowHead
 from leapahead.models.base import TargetInfo
 from leapahead.models.transformers.families import text_config
@@ -39,7 +40,7 @@ HEADS: dict[str, type[Head]] = {
     HYDRA_PREFIX: HydraHead,
     DFLASH: DFlashHead,
     DSPARK: DFlashHead,
-    MTP: mtp.MtpHead,
+    MTP: MtpHead,
 }
 
 
@@ -70,16 +71,13 @@ def load(config: HeadConfig, tensors: dict[str, Tensor], target: Any, name: str)
     tensors = {key: each.to(device, dtype) for key, each in tensors.items()}
     if config.kind == HYDRA_PREFIX and config.decoder is None:
         config = replace(config, decoder=_decoder(network, info.name, name))
-    module: Any
-    if config.kind == MTP:
-        module = mtp.of_config(config)
-        module.rotary.to(device)
-    else:
-        with torch.device("meta"):
-            module = networks.make(config)
+    with torch.device("meta"):
+        module: Any = networks.make(config)
     for place, each in list(module.named_modules()):
         if isinstance(each, LlamaRotaryEmbedding):
             module.set_submodule(place, LlamaRotaryEmbedding(each.config).to(device))
+    if config.kind == MTP:
+        module.rotary.to(device)
     tensors |= _shared(module, tensors, network, info.name, name)
     _check_tensors(module, tensors, name)
     module.load_state_dict(tensors, strict=False, assign=True)
