@@ -203,7 +203,7 @@ def published_hydra(prefixed: bool, size: int) -> dict[str, torch.Tensor]:
     def matrix(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=random) * 0.3
 
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {"input_embed_fn.weight": matrix(size, 32)}
     for k in range(2):
         shared = {"weight": matrix(32, 32), "bias": matrix(32)}
         places = (1, 3, 5) if prefixed else (0, 1, 2)
@@ -242,6 +242,7 @@ def test_published_hydra_weights(
     described = checkpoint.convert(source, tmp_path / "head")
     assert (described.kind, described.depths, described.blocks, described.target) == (kind, 2, 3, "tiny")
     _, named = checkpoint.read(tmp_path / "head")
+    assert torch.equal(named["embed_tokens.weight"], weights["input_embed_fn.weight"])
     place = 5 if prefixed else 2
     assert torch.equal(named["blocks.1.2.linear.bias"], weights[f"hydra_mlp.1.{place}.linear.bias"])
     assert errors(tmp_path / "head", kind, exact_model, tokenizer, monkeypatch) < 1e-6
@@ -292,3 +293,16 @@ def test_what_is_not_supported_is_refused_by_name(
         LLM(tiny_model, tokenizer=tokenizer, drafter="head", head=str(tmp_path))
     assert message in str(found.value)
     assert "\n" not in str(found.value)
+
+
+def test_a_hydra_of_a_single_head(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Its time is that of forwards from the root, since there are no others."""
+    found = heads.tensors_of("hydra", vocabulary(tiny_model))
+    checkpoint.write(
+        tmp_path,
+        heads.config_of("hydra", vocabulary(tiny_model)),
+        {name: each for name, each in found.items() if name.split(".")[1] == "0"},
+    )
+    with LLM(tiny_model, tokenizer=tokenizer, drafter="head", head=tmp_path) as llm:
+        text = llm.generate(PROMPTS[0], max_new_tokens=12)
+        assert text.tokens == llm.generate(PROMPTS[0], max_new_tokens=12, drafter="plain").tokens

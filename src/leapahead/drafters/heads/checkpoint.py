@@ -7,6 +7,7 @@ Tensor names of all published formats become those of `modules`:
     Medusa         {k}.{j}.linear.* -> blocks.{k}.layers.{j}.*     {k}.{last}.weight -> lm_heads.{k}.weight
     Hydra          hydra_mlp.{k}.{j}.{linear, res_connection}.* -> blocks.{k}.{i}.{linear, residual}.*, the i-th j
                    hydra_lm_head.{k}.* -> lm_heads.{k}.*           prefix_embeding_layer.* -> prefix.*
+                   input_embed_fn.weight -> embed_tokens.weight
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ OF_MTP = {
 # Of training only, derived, or not read: DSpark's confidence, which is measured here, and an embedding of Hydra++.
 UNUSED = ("verifier_", "t2d", "confidence_head.", "prefix.embed_tokens.")
 DERIVED = "rotary_emb."
+RENAMED = {"midlayer.": "layers.0.", "prefix_embeding_layer.": "prefix.", "input_embed_fn.": "embed_tokens."}
 
 
 def canonical(name: str) -> str:
@@ -58,7 +60,9 @@ def canonical(name: str) -> str:
     if found := MTP_LAYER.fullmatch(name):
         layer, part, rest = found.groups()
         return f"layers.{layer}.{OF_MTP.get(part, f'mtp_block.{part}')}.{rest}"
-    return name.replace("midlayer.", "layers.0.").replace("prefix_embeding_layer.", "prefix.")
+    for published, own in RENAMED.items():
+        name = name.replace(published, own)
+    return name
 
 
 def _numbered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
