@@ -18,9 +18,9 @@ from leapahead import LLM  # noqa: E402
 from leapahead.core.errors import LeapaheadError  # noqa: E402
 from leapahead.core.stats import Stats  # noqa: E402
 from leapahead.drafters import learning  # noqa: E402
-from leapahead.drafters.draft_models import DraftModel  # noqa: E402
-from leapahead.drafters.learning import Buffer, Example, Learner  # noqa: E402
+from leapahead.drafters.learning import Buffer  # noqa: E402
 from leapahead.models import loading  # noqa: E402
+from leapahead.models.transformers.online import OnlineTraining, Positions  # noqa: E402
 
 PROMPTS = [[1 + (7 * number + place) % 60 for place in range(1 + number % 4)] for number in range(12)]
 
@@ -74,7 +74,7 @@ def test_the_target_does_not_change() -> None:
 
 
 def test_positions_are_those_where_all_drafts_were_rejected() -> None:
-    seen: list[Example] = []
+    seen: list[Positions] = []
     with chain_llm(learn=1000) as llm:
         drafter: Any = llm.engine.drafter("draft_model", **llm._networks, nodes=3, depth=3, chain=True, learn=1000)
         result = llm.generate([3, 10], max_new_tokens=24)
@@ -95,16 +95,14 @@ def test_positions_are_those_where_all_drafts_were_rejected() -> None:
 
 
 def test_the_loss_is_the_cross_entropy_at_the_rejected_positions() -> None:
-    draft = DraftModel.of(loading.load(small_model()))
-    model: Any = draft.target
-    learner = Learner(draft, 1)
+    model: Any = loading.load(small_model()).target
     random = np.random.default_rng(0)
     examples = []
     for length, places in ((9, [2, 5, 8]), (4, [0])):
         following = np.stack([random.permutation(VOCABULARY)[: learning.TOP_K] for _ in places]).astype(np.int32)
         logits = random.normal(size=following.shape).astype(np.float32)
         tokens = random.integers(0, VOCABULARY, length).astype(np.int32)
-        examples.append(Example(tokens, np.array(places, dtype=np.int32), following, logits))
+        examples.append(Positions(tokens, np.array(places, dtype=np.int32), following, logits))
     expected = []
     for example in examples:
         with torch.no_grad():
@@ -113,7 +111,7 @@ def test_the_loss_is_the_cross_entropy_at_the_rejected_positions() -> None:
             logq = found[place].double().log_softmax(-1).numpy()[following]
             p = np.exp(logits) / np.exp(logits).sum()
             expected.append(-(p * logq).sum())
-    assert learner._loss(examples).item() == pytest.approx(np.mean(expected), rel=1e-5)
+    assert OnlineTraining(model).loss(examples).item() == pytest.approx(np.mean(expected), rel=1e-5)
 
 
 def test_the_memory_is_bounded() -> None:
@@ -121,7 +119,9 @@ def test_the_memory_is_bounded() -> None:
     for number in range(3 * learning.CAPACITY // size):
         places = np.arange(size, dtype=np.int32)
         wide = np.zeros((size, learning.TOP_K))
-        example = Example(np.full(size, number, dtype=np.int32), places, wide.astype(np.int32), wide.astype(np.float32))
+        example = Positions(
+            np.full(size, number, dtype=np.int32), places, wide.astype(np.int32), wide.astype(np.float32)
+        )
         buffer.add(example)
         assert buffer.tokens <= learning.CAPACITY
         assert buffer.nbytes < 13e6
