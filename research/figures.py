@@ -29,7 +29,7 @@ from leapahead.models.loading import Loaded
 from leapahead.planner.profile import processor
 from research import drawn, heads
 from research.acceptance import HEADS, RULES, TEMPERATURES, acceptance
-from research.distilled import distilled
+from research.distilled import distilled, tuned
 from research.exactness import exactness
 from research.overhead import cost_curve, overhead, target_135m
 from research.picture import picture
@@ -39,7 +39,7 @@ PARTS = (
     *("check", "acceptance", "rules", "heads", "head-kinds", "relaxed", "overhead", "memory", "example"),
     *drawn.PARTS,
 )
-TRAINED = ("distilled",)  # parts that need models of `make train-draft` and `make train-cllm`
+TRAINED = ("distilled", "cllm")  # parts that need models of `make train-draft` and `make train-cllm`
 
 
 @click.command(cls=Command)
@@ -152,6 +152,8 @@ def _measured(
             f"at EOS, seed 1, at most 16 nodes, with a drafter cache for each row of the table; {machine}."
         }
         return {"heads": acceptance(llm, prompts, configurations=HEADS)}, conditions
+    if part in TRAINED:
+        return _trained(part, llm, _texts(data, limit), machine)
     if part == "relaxed":
         prompts = _texts(data, limit)
         conditions = {
@@ -160,13 +162,6 @@ def _measured(
             f"the bundled draft model; {machine}."
         }
         return {"relaxed": relaxed(llm, prompts)}, conditions
-    if part == "distilled":
-        prompts = _texts(data, limit)
-        conditions = {
-            "distilled": f"bundled model, float32, {tasks.in_words(prompts)}, up to 128 new tokens, stopping at EOS, "
-            f"seed 1, blocks of 8 for Jacobi decoding; {machine}."
-        }
-        return distilled(llm, prompts), conditions
     if part == "overhead":
         target = target_135m()
         what = "random weights in the shapes of a 135M Llama, bfloat16, batch 1"
@@ -188,6 +183,16 @@ def _machine() -> str:
         f"{processor()}, {torch.get_num_threads()} of them used; leapahead {__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}"
     )
+
+
+def _trained(part: str, llm: LLM, prompts: dict[str, list[str]], machine: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """As `_measured`, of the parts that need trained models."""
+    common = f"float32, {tasks.in_words(prompts)}, up to 128 new tokens, stopping at EOS"
+    if part == "distilled":
+        conditions = f"bundled model, {common}, seed 1; {machine}."
+        return {part: distilled(llm, prompts)}, {part: conditions}
+    conditions = f"bundled model and the same tuned for Jacobi decoding, {common}, greedy; {machine}."
+    return {part: tuned(llm, prompts)}, {part: conditions}
 
 
 def _texts(data: Path, limit: int) -> dict[str, list[str]]:

@@ -30,12 +30,12 @@ class DraftModelDrafter(Planned):
             needs, or as pay where that is 0 too.
         chain: no branches, so never more nodes than draft forwards.
         seed_aware: rank candidates with the Gumbel noise when sampling; false for comparison.
-        unsure: draft nothing after a path where the draft model's likeliest token has less probability; 0 for never.
-            It is the fallback policy of BiLD (2302.07863).
         learn: train the draft model where its drafts are rejected, after every so many texts (online speculative
             decoding, 2310.07177); 0 for never. It must be one model of Transformers, loaded by itself.
         learn_rate: learning rate of that; 0 for the usual one, 0.05 divided by the hidden size.
         learned: folder that the trained draft model is written to when the engine is closed; "" for nowhere.
+        unsure: draft nothing after a path where the draft model's likeliest token has less probability; 0 for never.
+            It is the fallback policy of BiLD (2302.07863).
     """
 
     name: ClassVar[str] = "draft_model"
@@ -48,10 +48,10 @@ class DraftModelDrafter(Planned):
         depth: int = 0,
         chain: bool = False,
         seed_aware: bool = True,
-        unsure: float = 0.0,
         learn: int = 0,
         learn_rate: float = 0.0,
         learned: str = "",
+        unsure: float = 0.0,
     ) -> None:
         super().__init__(nodes, seed_aware=seed_aware, depth=depth, chain=chain)
         if draft is None or draft == "":
@@ -107,8 +107,8 @@ class DraftModelDrafter(Planned):
             self.learner.close(sequence)
 
     def release(self) -> None:
-        if self.learner is not None and self.learner.folder and self.learner.updates:
-            self.learner.save(self.learner.folder)
+        if self.learner is not None:
+            self.learner.release()
 
     def figures(self, sequence: SequenceView) -> dict[str, Any]:
         found = super().figures(sequence)
