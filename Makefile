@@ -65,15 +65,15 @@ figures: $(INSTALLED)
 	$(BIN)/python -m research figures --data $(DATA) --out docs/figures.json
 	$(BIN)/python tools/docs.py
 
-# Heads that draft for the bundled model, in build/heads: the model's own texts, then EAGLE-3, Medusa and EAGLE, each
-# in less than half an hour on two cores. HumanEval and GSM8K's test split are only evaluated. Run again, it goes on.
+# Heads that draft for the bundled model, in build/heads: the model's own texts, then one head of each kind, each in
+# less than half an hour on two cores. HumanEval and GSM8K's test split are only evaluated. Run again, it goes on.
 HEADS := build/heads
 HEAD_PROMPTS ?= 4400
 HEAD_MINUTES ?= 15
 EVALUATED := --evaluate $(DATA)/humaneval.jsonl --evaluate $(DATA)/gsm8k_test.jsonl
 TRAIN = $(BIN)/leapahead train-head --out $(HEADS)/$(1) --features disk $(EVALUATED) $(if $(wildcard $(HEADS)/$(1)/run.json),--resume)
 .PHONY: train-heads
-train-heads: $(foreach kind,eagle3 medusa eagle,$(HEADS)/$(kind)/head/README.md)
+train-heads: $(foreach kind,eagle3 medusa eagle hydra hydra++ dflash,$(HEADS)/$(kind)/head/README.md)
 $(HEADS)/prompts.jsonl: | $(INSTALLED)
 	@mkdir -p $(HEADS)
 	$(BIN)/python -m research heads-prompts --gsm8k $(DATA)/gsm8k_train.jsonl --count $(HEAD_PROMPTS) --out $@
@@ -83,6 +83,10 @@ $(HEADS)/medusa/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,medusa) --kind medusa --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --minutes 5
 $(HEADS)/eagle/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,eagle) --kind eagle --texts $(HEADS)/eagle3/texts.jsonl --minutes $(HEAD_MINUTES)
+$(HEADS)/hydra/head/README.md $(HEADS)/hydra++/head/README.md: $(HEADS)/%/head/README.md: | $(HEADS)/eagle3/head/README.md
+	$(call TRAIN,$*) --kind $* --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --minutes $(HEAD_MINUTES)
+$(HEADS)/dflash/head/README.md: | $(HEADS)/eagle3/head/README.md
+	$(call TRAIN,dflash) --kind dflash --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --lr 2e-3 --minutes $(HEAD_MINUTES)
 
 # A draft model distilled from the bundled model, and the bundled model tuned for Jacobi decoding, in build/distilled, on
 # the texts that the heads are trained on; each in less than half an hour on two cores. Run again, it goes on.

@@ -27,7 +27,7 @@ from leapahead.cli.command import Command
 from leapahead.drafters.pool import NgramPool
 from leapahead.models.loading import Loaded
 from leapahead.planner.profile import processor
-from research import drawn
+from research import drawn, heads
 from research.acceptance import HEADS, RULES, TEMPERATURES, acceptance
 from research.distilled import distilled, tuned
 from research.exactness import exactness
@@ -35,7 +35,10 @@ from research.overhead import cost_curve, overhead, target_135m
 from research.picture import picture
 from research.relaxed import relaxed
 
-PARTS = ("check", "acceptance", "rules", "heads", "relaxed", "overhead", "memory", "example", *drawn.PARTS)
+PARTS = (
+    *("check", "acceptance", "rules", "heads", "head-kinds", "relaxed", "overhead", "memory", "example"),
+    *drawn.PARTS,
+)
 TRAINED = ("distilled", "cllm")  # parts that need models of `make train-draft` and `make train-cllm`
 
 
@@ -61,7 +64,15 @@ TRAINED = ("distilled", "cllm")  # parts that need models of `make train-draft` 
 )
 @click.option("--limit", type=int, default=40, show_default=True, help="Prompts of each task.")
 @click.option("--check-limit", type=int, default=30, show_default=True, help="Prompts of each task for the check.")
-def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit: int) -> None:
+@click.option(
+    "--heads",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("build/heads"),
+    show_default=True,
+    help="Folder of the part head-kinds, see `make train-heads`.",
+)
+def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit: int, folder: Path) -> None:
     """Measure the bundled model and the cost of a step, and write the figures with their conditions.
 
     An interruption keeps the parts that are finished.
@@ -69,13 +80,22 @@ def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit:
     console = Console(stderr=True)
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {"conditions": {}}
     transformers.logging.set_verbosity_error()  # prompts that are too long are left out and counted
+    parts = parts or tuple(part for part in PARTS if part != "head-kinds" or folder.is_dir())
     llm = LLM(dtype="float32", drafter_cache=False)
     loaded = Loaded(llm.target, llm.tokenizer, llm.eos_token_ids)
     try:
-        for part in parts or PARTS:
+        for part in parts:
             console.rule(part)
             if part in drawn.PARTS:
                 _draw(part, loaded, data, out.parent / "figures", console)
+            elif part == "head-kinds":
+                prompts = _texts(data, limit)
+                found[part] = acceptance(llm, prompts, configurations=heads.trained(folder))
+                found["conditions"][part] = (
+                    f"bundled model and heads of `make train-heads`, float32, {tasks.in_words(prompts)}, up to 128 new "
+                    f"tokens, stopping at EOS, seed 1, at most 16 nodes; {_machine()}."
+                )
+                out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             else:
                 values, conditions = _measured(part, llm, data, out, limit, check_limit, console)
                 found.update(values)
@@ -102,10 +122,7 @@ def _measured(
     part: str, llm: LLM, data: Path, out: Path, limit: int, check_limit: int, console: Console
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The figures of a part and their conditions."""
-    machine = (
-        f"{processor()}, {torch.get_num_threads()} of them used; leapahead {__version__}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}"
-    )
+    machine = _machine()
     if part == "check":
         prompts = _texts(data, check_limit)
         conditions = {
@@ -159,6 +176,13 @@ def _measured(
     picture(llm, out.parent / "run.svg")
     readme = (out.parent.parent / "README.md").read_text(encoding="utf-8")
     return {"example": _printed(readme)}, {}
+
+
+def _machine() -> str:
+    return (
+        f"{processor()}, {torch.get_num_threads()} of them used; leapahead {__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, Python {platform.python_version()}"
+    )
 
 
 def _trained(part: str, llm: LLM, prompts: dict[str, list[str]], machine: str) -> tuple[dict[str, Any], dict[str, str]]:

@@ -1,4 +1,4 @@
-"""`python -m research heads-prompts`: the prompts on whose texts the heads of the bundled model are trained.
+"""`python -m research heads-prompts`: the prompts on whose texts the bundled model's heads are trained; those heads.
 
 Half of them are code, the beginnings of functions of Python's standard library up to the end of the docstring, and half
 questions of GSM8K's train split, some in the chat template. HumanEval and GSM8K's test split are only evaluated.
@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+from safetensors import safe_open
 
 from leapahead.cli.command import Command
 from leapahead.cli.screen import write_file
+from leapahead.drafters.heads import checkpoint
+from leapahead.training.loop import STATE
+from leapahead.training.settings import Folder
+from research.acceptance import Compared
 from research.train.data import read_corpus, stdlib_folder
 
 CHARACTERS = (60, 900)  # of a beginning of a function
@@ -52,4 +57,23 @@ def prompts(gsm8k: Path, count: int, seed: int) -> list[dict[str, Any]]:
     half = count // 2
     found = [*code[: count - half], *questions[:half]]
     draw.shuffle(found)
+    return found
+
+
+def trained(folder: Path, nodes: int = 16) -> list[Compared]:
+    """The heads that `make train-heads` has trained in a folder, each as a drafter with its size and time in the name.
+
+    Raises:
+        ClickException: there are none.
+    """
+    found: list[Compared] = []
+    for run in map(Folder, sorted(each for each in folder.glob("*") if (each / "head" / "config.json").is_file())):
+        config, tensors = checkpoint.read(run.trained)
+        with safe_open(run.checkpoint, framework="pt") as file:
+            seconds = json.loads(file.metadata()[STATE])["seconds"]
+        parameters = sum(each.numel() for each in tensors.values())
+        name = f"{config.kind}: {parameters / 1e6:.1f}M parameters, {seconds / 60:.0f} minutes"
+        found.append((name, "head", {"head": str(run.trained), "nodes": nodes}))
+    if not found:
+        raise click.ClickException(f"there are no trained heads in {folder}; make them with `make train-heads`")
     return found

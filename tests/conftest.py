@@ -81,6 +81,15 @@ def tiny_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="session")
+def exact_model(tiny_folder: Path) -> Any:
+    """The tiny model in float64, in which rounding does not hide a wrong entry."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tiny_folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 

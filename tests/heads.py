@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,11 +11,18 @@ import torch
 from torch.nn import functional as F
 
 from leapahead.drafters.heads import checkpoint, modules
-from leapahead.drafters.heads.config import MEDUSA, TYPE
+from leapahead.drafters.heads.config import DFLASH, DSPARK, HYDRA_PREFIX, HYDRAS, MEDUSA, TYPE
+from leapahead.drafters.heads.dflash import DFlash
+from leapahead.drafters.heads.hydra import Hydra
 from leapahead.drafters.sources.head import HeadSource
 
 EVERY = 1 << 20  # candidates
-LAYERS = {"medusa": (-1,), "eagle": (-1,), "eagle3": (0, 1, 2)}
+LAYERS: dict[str, tuple[int, ...]] = {"medusa": (-1,), "eagle": (-1,), "eagle3": (0, 1, 2)}
+LAYERS |= {"hydra": (-1,), "hydra++": (-1,), "dflash": (1, 2), "dspark": (0, 1)}
+ANY_LAYER = "layers.0.mlp.up_proj.weight"
+A_TENSOR = {"medusa": "blocks.1.layers.1.weight", "eagle": ANY_LAYER, "eagle3": ANY_LAYER}  # that a head needs
+A_TENSOR |= {"hydra": "blocks.1.0.residual.weight", "hydra++": "prefix.layers.0.mlp.up_proj.weight"}
+A_TENSOR |= {"dflash": ANY_LAYER, "dspark": "markov_head.markov_w2.weight"}
 DECODER = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -38,7 +45,18 @@ def config_of(kind: str, vocabulary: int, **changes: Any) -> dict[str, Any]:
             "transformer_layer_config": {**decoder, "num_hidden_layers": 2},
             "eagle_aux_hidden_state_layer_ids": list(LAYERS["eagle3"]),
         },
+        "hydra": {"hydra_num_heads": 3, "grounded_heads": True, "base_model_name_or_path": "tiny"},
     }
+    found["hydra++"] = {**found["hydra"], "hydra_head_arch": "prefix-mlp", "transformer_layer_config": decoder}
+    for name in ("dflash", "dspark"):
+        found[name] = {
+            TYPE: name,
+            "transformer_layer_config": {**decoder, "model_type": "qwen3", "num_hidden_layers": 2},
+            "aux_hidden_state_layer_ids": list(LAYERS[name]),
+            "block_size": 4,
+            "mask_token_id": 3,
+            "sample_from_anchor": name == "dspark",
+        }
     return {**found[kind], **changes}
 
 
@@ -60,15 +78,15 @@ def tensors_of(
     if kind == MEDUSA:
         found = {f"blocks.{k}.layers.{j}.weight": matrix(size, size) for k in range(3) for j in range(2)}
         return {**found, **{f"lm_heads.{k}.weight": matrix(rows, size) for k in range(3)}}
+    if kind in HYDRAS:
+        return _hydra(kind, matrix, size, vocabulary)
+    if kind in (DFLASH, DSPARK):
+        return _dflash(kind, matrix, size, vocabulary)
     layers, wide = (1, 1) if kind == "eagle" else (2, 2)
     found = {"fc.weight": matrix(size, (2 if kind == "eagle" else 3) * size)}
     for layer in range(layers):
         width = size * (wide if layer == 0 else 1)
-        for name, out, into in (("q", 32, width), ("k", 16, width), ("v", 16, width), ("o", size, 32)):
-            found[f"layers.{layer}.self_attn.{name}_proj.weight"] = matrix(out, into)
-        for name, out, into in (("gate", 48, size), ("up", 48, size), ("down", size, 48)):
-            found[f"layers.{layer}.mlp.{name}_proj.weight"] = matrix(out, into)
-        found[f"layers.{layer}.post_attention_layernorm.weight"] = 1 + matrix(size)
+        found |= _layer(f"layers.{layer}.", matrix, size, width)
         if kind != "eagle":
             found[f"layers.{layer}.input_layernorm.weight"] = 1 + matrix(size)
     if kind == "eagle3":
@@ -78,6 +96,46 @@ def tensors_of(
             found["input_norm.weight"] = 1 + matrix(3 * size)
         if drafted:
             found["d2t"] = torch.arange(drafted)  # token i is the target's 2 i
+    return found
+
+
+Matrix = Callable[..., torch.Tensor]
+
+
+def _layer(prefix: str, matrix: Matrix, size: int, width: int) -> dict[str, torch.Tensor]:
+    """A decoder layer without its first norm, whose attention reads vectors of this width."""
+    found = {f"{prefix}post_attention_layernorm.weight": 1 + matrix(size)}
+    for name, out, into in (("q", 32, width), ("k", 16, width), ("v", 16, width), ("o", size, 32)):
+        found[f"{prefix}self_attn.{name}_proj.weight"] = matrix(out, into)
+    for name, out, into in (("gate", 48, size), ("up", 48, size), ("down", size, 48)):
+        found[f"{prefix}mlp.{name}_proj.weight"] = matrix(out, into)
+    return found
+
+
+def _hydra(kind: str, matrix: Matrix, size: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for k in range(3):
+        found |= {f"blocks.{k}.0.{each}.weight": matrix(size, (k + 2) * size) for each in ("linear", "residual")}
+        found |= {f"blocks.{k}.0.{each}.bias": matrix(size) for each in ("linear", "residual")}
+        found |= {f"blocks.{k}.1.linear.weight": matrix(size, size), f"blocks.{k}.1.linear.bias": matrix(size)}
+        found |= {f"lm_heads.{k}.weight": matrix(vocabulary, size), f"lm_heads.{k}.bias": matrix(vocabulary)}
+    if kind == HYDRA_PREFIX:
+        found |= _layer("prefix.layers.0.", matrix, size, size)
+        found |= {f"prefix.{name}.weight": 1 + matrix(size) for name in ("norm", "layers.0.input_layernorm")}
+    return found
+
+
+def _dflash(kind: str, matrix: Matrix, size: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    found = {"fc.weight": matrix(size, 2 * size)}
+    for layer in range(2):
+        found |= _layer(f"layers.{layer}.", matrix, size, size)
+        found |= {f"layers.{layer}.self_attn.{name}_norm.weight": 1 + matrix(8) for name in "qk"}
+        found[f"layers.{layer}.input_layernorm.weight"] = 1 + matrix(size)
+    found |= {"norm.weight": 1 + matrix(size), "hidden_norm.weight": 1 + matrix(size)}
+    if kind == DSPARK:
+        found |= {"markov_head.markov_w1.weight": matrix(vocabulary, 6)}
+        found |= {"markov_head.markov_w2.weight": 4 * matrix(vocabulary, 6)}
+        found |= {"confidence_head.proj.weight": matrix(1, size + 6), "confidence_head.proj.bias": matrix(1)}
     return found
 
 
@@ -102,6 +160,11 @@ def recomputed(model: Any, module: Any, layers: Sequence[int], tokens: Sequence[
     """
     outputs = model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
     states = torch.cat([outputs.hidden_states[layer] for layer in layers], dim=-1)
+    if isinstance(module, Hydra):
+        states = module.read(states, torch.arange(len(tokens) - 1)[None], causal)[0, -1]
+        return module.one(len(path), states, torch.tensor([tokens[-1], *path])).double().numpy()
+    if isinstance(module, DFlash):
+        return of_block(module, states, tokens, path).double().numpy()
     if isinstance(module, modules.Medusa):
         return module.one(len(path), states[0, -1]).double().numpy()
     rows, states = list(tokens[1:]), module.fuse(states)
@@ -110,6 +173,21 @@ def recomputed(model: Any, module: Any, layers: Sequence[int], tokens: Sequence[
         if token is not None:
             rows, states = [*rows, token], torch.cat((states, found), dim=1)
     return module.logits(found[0, 0]).double().numpy()
+
+
+def of_block(module: DFlash, states: torch.Tensor, tokens: Sequence[int], path: Sequence[int]) -> torch.Tensor:
+    """The logits after a path of one block, whose layers attend to all that is before it and to the block."""
+    last = len(tokens) - 1
+    context = module.context(states, torch.arange(last)[None])
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys, values = (torch.cat(each, dim=2) for each in zip(context[layer], (k, v), strict=True))
+        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+    block = torch.tensor([[tokens[-1], *[module.config.mask_token] * (module.rows - 1)]])
+    found = module(block, torch.arange(last, last + module.rows)[None], attend)[0]
+    row = found[len(path) + module.rows - module.config.depths]
+    return module.one(row, torch.tensor([*tokens, *path][-1]))
 
 
 class Computed(NamedTuple):
@@ -135,6 +213,9 @@ def recording(monkeypatch: Any) -> list[Computed]:
         forward = draft(cls, wanted)
         for source, paths in wanted:
             reached = [path + (0,) * depth for path in paths for depth in range(source.reach(path))]
+            if source.head.config.markov:  # candidates after the likeliest of the depth before
+                keys: Any = source._rows
+                reached = [key[1:] if len(key) < 2 else (0,) * (key[0] - 1) + key[1:] for key in keys]
             for path in reached:
                 candidates = {each.token: each.logp for each in source.candidates(path, EVERY)}
                 found.append(Computed(tuple(source.text.tokens), path, candidates))

@@ -17,7 +17,7 @@ from helpers import FixedLatency
 
 from leapahead import LLM, Request
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
-from leapahead.drafters.heads import checkpoint, modules
+from leapahead.drafters.heads import checkpoint, networks
 from leapahead.drafters.heads.config import HeadConfig
 from leapahead.drafters.heads.head import Head
 from leapahead.drafters.heads.row_head import RowText
@@ -25,16 +25,8 @@ from leapahead.drafters.sources.head import HeadSource
 
 pytestmark = pytest.mark.filterwarnings("ignore:the head")  # which may take as long as the tiny model
 
-KINDS = ("medusa", "eagle", "eagle3")
+KINDS = tuple(heads.LAYERS)
 PROMPTS = ["def add(a, b):\n    return a + b\n\ndef add(", "for number in range(10): print(", "The quick"]
-
-
-@pytest.fixture(scope="session")
-def exact_model(tiny_folder: Path) -> Any:
-    """The tiny model in float64, in which rounding does not hide a wrong entry."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
 
 
 def vocabulary(model: Any) -> int:
@@ -298,7 +290,7 @@ def test_missing_misshapen_and_unknown_tensors_are_refused(
     kind: str, tiny_model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     size = vocabulary(tiny_model)
-    name = "blocks.1.layers.1.weight" if kind == "medusa" else "layers.0.mlp.up_proj.weight"
+    name = heads.A_TENSOR[kind]
     for change, error, message in (
         (lambda found: found.pop(name), BadParameter, f"lacks the tensor {name}"),
         (lambda found: found.update({name: found[name][:-1]}), BadParameter, f"has {name} of shape"),
@@ -397,7 +389,7 @@ def test_published_medusa_weights(tiny_model: Any, tokenizer: Any, tmp_path: Pat
     described = checkpoint.convert(source, tmp_path / "converted")
     assert (described.depths, described.blocks, described.bias, described.target) == (3, 1, True, "tiny")
     config, tensors = checkpoint.read(tmp_path / "converted")
-    module = modules.make(config)
+    module = networks.make(config)
     module.load_state_dict(tensors)
     x = torch.randn(32, generator=random)
     residual = x + torch.nn.functional.silu(published["2.0.linear.weight"] @ x + published["2.0.linear.bias"])

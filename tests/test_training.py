@@ -25,6 +25,7 @@ from leapahead.training import evaluate, export, losses, recipes  # noqa: E402
 from leapahead.training.batches import Order, batch_of  # noqa: E402
 from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES  # noqa: E402
 from leapahead.training.features import Online, TrainingTarget, training_target  # noqa: E402
+from leapahead.training.recipe import Recipe  # noqa: E402
 from leapahead.training.settings import LOSSES  # noqa: E402
 from leapahead.training.texts import Text  # noqa: E402
 
@@ -86,7 +87,7 @@ def test_training_computes_what_drafting_computes(kind: str, model: Any, target:
     checked = 0
     for depth in range(own.depths):
         for row, place in zip(*(each.tolist() for each in batch.rows_at(depth)), strict=True):
-            tokens, layers = some[row].tokens, heads.LAYERS[kind]
+            tokens, layers = some[row].tokens, own.config.layers_of(2)
             committed, path = tokens[: place + 2], tokens[place + 2 : place + 2 + depth]
             expected = heads.recomputed(model, own.module, layers, committed, path)
             found = own.logits(depth, states[depth][row, place - batch.first]).detach()
@@ -94,6 +95,26 @@ def test_training_computes_what_drafting_computes(kind: str, model: Any, target:
             checked += 1
     rows = sum(len(text.answer) - (len(text.prompt) == 1) for text in some)
     assert checked == sum(rows - depth * len(some) for depth in range(own.depths))
+
+
+def test_a_block_is_trained_as_if_it_were_alone(target: TrainingTarget, texts: Any) -> None:
+    """Blocks side by side do not see one another, and each learns what is behind its own place."""
+    own = recipes.recipe(target, settings_of("dflash", depths=3), texts)
+    batch = batch_of([texts[4], texts[9]], Online(target, own.layers), 100, 32)
+    text, position = (each[::5] for each in batch.rows_at(2))
+    drawn = torch.zeros_like(batch.tokens, dtype=torch.bool)
+    drawn[text, position] = True
+    with torch.no_grad():
+        together = Recipe.loss(own, replace(batch, drawn=drawn)).loss
+        alone = []
+        for row, place in zip(text.tolist(), position.tolist(), strict=True):
+            one = torch.zeros_like(drawn)
+            one[row, place] = True
+            alone.append(Recipe.loss(own, replace(batch, drawn=one)).loss)
+        torch.testing.assert_close(together, torch.stack(alone).mean())
+        few = own.loss(replace(batch), torch.Generator().manual_seed(0))
+    assert len(alone) > 3
+    assert few.agreement.shape == (3,)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,7 +221,7 @@ def naive(
 def test_acceptance_is_that_of_drafting_place_by_place(
     kind: str, model: Any, target: TrainingTarget, texts: Any, tmp_path: Path
 ) -> None:
-    draft_vocab = 0 if kind == "eagle" else 50
+    draft_vocab = 0 if kind in ("eagle", "dflash") else 50
     own, training = made(target, texts, settings_of(kind, draft_vocab=draft_vocab), tmp_path / "checkpoint")
     training.run(QUIET)
     text = texts[7]
@@ -213,7 +234,7 @@ def test_acceptance_is_that_of_drafting_place_by_place(
             committed, below = text.tokens[: place + 1], text.tokens[place + 1 :]
 
             def logits(path: list[int], committed: list[int] = committed) -> Any:
-                return heads.recomputed(model, own.module, heads.LAYERS[kind], committed, path)
+                return heads.recomputed(model, own.module, own.config.layers_of(2), committed, path)
 
             paths = naive(logits, ids, *shape)
             counts.append(max((len(path) for path in paths if path == below[: len(path)]), default=0))

@@ -17,12 +17,12 @@ from leapahead.training import recipes
 from leapahead.training.batches import Order, batch_of
 from leapahead.training.features import Online, TrainingTarget
 from leapahead.training.loop import Training, Watch
-from leapahead.training.recipes import Recipe
+from leapahead.training.recipe import Recipe
 from leapahead.training.settings import Settings
 from leapahead.training.texts import Text
 
 VOCABULARY = 64
-KINDS = ("medusa", "eagle", "eagle3")
+KINDS = ("medusa", "eagle", "eagle3", "hydra", "hydra++", "dflash")
 QUIET = Watch(silent, lambda line: None)
 
 

@@ -355,6 +355,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "rules": partial(lengths_table, part="rules"),
     "relaxed": relaxed_table,
     "heads": partial(lengths_table, part="heads"),
+    "head-kinds": partial(lengths_table, part="head-kinds"),
     "check": check_table,
     "overhead": overhead_table,
     "cost-curve": cost_table,

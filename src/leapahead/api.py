@@ -50,7 +50,8 @@ class LLM:
         trust_remote_code: run Python code that comes with the model.
         draft: a smaller model that drafts (for `draft_model` and `auto`): a name, a folder, a GGUF file, "bundled" for
             the bundled one, or a loaded one; or several. It has the target's tokenizer; loaded with the same options.
-        head: a head trained for this model (for `head`, `auto`): its folder, "bundled" for the bundled one; or several.
+        head: a head trained for this model (for `head`, `auto`): its folder, "mtp" for its own checkpoint's modules,
+            "bundled" for the bundled one; or several.
         drafter_cache: what drafters learn from one text for the next, which changes speed and never text. True keeps
             it as long as this LLM lives; False keeps nothing; a file is read if it exists, and `save_drafter_cache`
             writes it; a `DrafterCache` is shared with others of the same vocabulary. Full of sampled texts it takes an

@@ -23,8 +23,8 @@ from leapahead.core.errors import needing
 def convert_head(source: Path, destination: Path) -> None:
     """Write the head in the folder SOURCE with its weights in safetensors, for --head.
 
-    EAGLE's and Medusa's published weights are pickles, which can run code when they are loaded; leapahead loads none.
-    Nothing in them is executed here. DESTINATION is a new folder.
+    EAGLE's, Medusa's and Hydra's published weights are pickles, which can run code when they are loaded; leapahead
+    loads none. Nothing in them is executed here. DESTINATION is a new folder.
     """
     with needing("trained heads", "transformers", "torch", "transformers", "safetensors"):
         from leapahead.drafters.heads import checkpoint

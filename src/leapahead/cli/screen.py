@@ -200,8 +200,8 @@ def as_dict(llm: LLM, result: Result) -> dict[str, Any]:
         "target": llm.target.info.name,
         "drafter": llm.drafter_name,
         "seed": result.seed,
-        **({"reference": llm.target.info.reference} if llm.target.info.reference else {}),
         **({"lossy": result.lossy} if result.lossy else {}),
+        **({"reference": llm.target.info.reference} if llm.target.info.reference else {}),
         "stats": result.stats.as_dict(),
     }
 

@@ -13,9 +13,9 @@ from leapahead.cli.command import Command, option
 from leapahead.cli.options import MODEL, all_of, model_arguments
 from leapahead.cli.training import AT_LEAST_ONE, TRAINING
 from leapahead.core.errors import BadParameter
-from leapahead.drafters.heads.config import KINDS, MEDUSA
+from leapahead.drafters.heads.config import EAGLE, EAGLE3
 from leapahead.models.loading import BUNDLED
-from leapahead.training.settings import FEATURES, LOSSES, Folder, Settings
+from leapahead.training.settings import FEATURES, LOSSES, TRAINED, Folder, Settings
 
 if TYPE_CHECKING:
     from leapahead.training.loop import Watch
@@ -35,11 +35,18 @@ HEAD = "Head options"
     ),
 )
 @all_of(MODEL)
-@option("--kind", type=click.Choice(KINDS), required=True, group=HEAD, help="Kind of the head.")
+@option("--kind", type=click.Choice(TRAINED), required=True, group=HEAD, help="Kind of the head.")
 @all_of(training.PROMPTS, (training.SAMPLED,), training.EVALUATED)
 @option("--ttt", type=AT_LEAST_ONE, metavar="N", group=HEAD, show_default="4; 1 for eagle",
         help="EAGLE: steps that the head is trained on its own states.")  # fmt: skip
-@option("--heads", type=AT_LEAST_ONE, metavar="N", group=HEAD, show_default="5", help="Medusa: number of heads.")
+@option(
+    "--heads",
+    type=AT_LEAST_ONE,
+    metavar="N",
+    group=HEAD,
+    show_default="5; 7 for dflash",
+    help="Medusa and Hydra: number of heads; DFlash: masks of a block, which has one token more.",
+)
 @option(
     "--draft-vocab",
     type=AT_LEAST_ONE,
@@ -53,11 +60,17 @@ HEAD = "Head options"
     metavar="I,J,K",
     group=HEAD,
     show_default="a low, a middle and a high one",
-    help="EAGLE-3: the layers whose hidden states it reads.",
+    help="EAGLE-3 and DFlash: the layers whose hidden states it reads.",
 )
-@option("--loss", type=click.Choice(LOSSES), group=HEAD, show_default="ce; soft_ce for EAGLE", help="Loss of a token.")
+@option(
+    "--loss",
+    type=click.Choice(LOSSES),
+    group=HEAD,
+    show_default="ce for medusa and hydra; else soft_ce",
+    help="Loss of a token.",
+)
 @all_of(training.LENGTH)
-@option("--lr", type=float, metavar="RATE", group=TRAINING, show_default="1e-3; EAGLE: 0.5 / hidden size",
+@option("--lr", type=float, metavar="RATE", group=TRAINING, show_default="1e-3; EAGLE and DFlash: 0.5 / hidden size",
         help="Greatest learning rate.")  # fmt: skip
 @all_of(training.STEPS)
 @option(
@@ -77,7 +90,7 @@ HEAD = "Head options"
 )
 @all_of((training.SEED,), training.OUT)
 def train_head(out: Path, resume: bool, as_json: bool, text_batch: int, **values: Any) -> None:
-    """Train a head that drafts for a model of Transformers: EAGLE-3, EAGLE or Medusa.
+    """Train a head that drafts for a model of Transformers: EAGLE-3, EAGLE, Medusa, Hydra, Hydra++ or DFlash.
 
     The model first answers the prompts; the head learns to predict these answers from the model's hidden states. The
     model itself does not change. Ctrl-C ends the run such that --resume goes on with it. The folder OUT/head holds the
@@ -105,8 +118,9 @@ def _settings(values: dict[str, Any], model: str | None) -> Settings:
     """The settings that the options mean."""
     layers, kind = values.pop("layers"), values["kind"]
     heads, ttt = values.pop("heads"), values.pop("ttt")
-    if (wrong := ttt if kind == MEDUSA else heads) is not None:
-        raise BadParameter(f"{'--ttt' if kind == MEDUSA else '--heads'} {wrong} is not possible with {kind}")
+    has_steps = kind in (EAGLE, EAGLE3)
+    if (wrong := heads if has_steps else ttt) is not None:
+        raise BadParameter(f"{'--heads' if has_steps else '--ttt'} {wrong} is not possible with {kind}")
     try:
         numbers = tuple(int(layer) for layer in layers.split(",")) if layers else ()
     except ValueError:

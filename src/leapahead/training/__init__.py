@@ -1,4 +1,4 @@
-"""Training: of heads (Medusa, EAGLE, EAGLE-3), of draft models, and of targets for Jacobi decoding.
+"""Training: of heads, of draft models, and of targets for Jacobi decoding.
 
     settings    what a training run is told, and its folder
     texts       the target's own texts, which it is trained on
@@ -6,7 +6,9 @@
     batches     texts side by side, and which rows of them are trained
     losses      how far a prediction is from the target's
     attention   attention of drafted rows, which see their own ancestors only
-    recipes     what each kind of head predicts and how it starts
+    recipe      what the training of all kinds shares
+    recipes     what Medusa and EAGLE predict and how they start; a kind's recipe and its configuration
+    block_recipes  the same of Hydra and DFlash
     loop        the optimization, the same for all kinds
     evaluate    how many tokens a trained head would save
     export      the files of a trained head

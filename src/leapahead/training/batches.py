@@ -35,6 +35,7 @@ class Batch:
         last: float32 [texts, tokens, hidden_size], the target's last hidden state, which gives its logits.
         begin: the position of the first token of every answer.
         starts, ends: of each text, the position of its first token, and the one behind its last.
+        drawn: bool [texts, tokens], the rows of which some are trained; None for all.
     """
 
     tokens: Tensor
@@ -43,6 +44,7 @@ class Batch:
     begin: int
     starts: Tensor
     ends: Tensor
+    drawn: Tensor | None = None
 
     @property
     def first(self) -> int:
@@ -54,6 +56,8 @@ class Batch:
         """Text and position of the rows that are trained: at least one token of the answer is below each."""
         row = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
         is_trained = (row >= self.first) & (row >= self.starts[:, None]) & (row + 2 < self.ends[:, None])
+        if self.drawn is not None:
+            is_trained &= self.drawn
         text, position = is_trained.nonzero(as_tuple=True)
         return text, position
 

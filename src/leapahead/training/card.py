@@ -10,18 +10,42 @@ from typing import TYPE_CHECKING
 from leapahead.bench import plots
 from leapahead.bench.conditions import Data
 from leapahead.core.errors import BadParameter
-from leapahead.drafters.heads.config import EAGLE, EAGLE3, MEDUSA
+from leapahead.drafters.heads.config import DFLASH, EAGLE, EAGLE3, FUSED, HYDRA, HYDRA_PREFIX, MEDUSA
+from leapahead.training.block_recipes import BLOCKS
 from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES, Evaluation
 from leapahead.training.loop import State
-from leapahead.training.recipes import Recipe
+from leapahead.training.recipe import Recipe
 from leapahead.training.settings import CLLM, DRAFT, RunSettings, Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NAMES = {MEDUSA: "Medusa", EAGLE: "EAGLE", EAGLE3: "EAGLE-3", DRAFT: "the draft model", CLLM: "the tuning"}
-PAPERS = {MEDUSA: "2401.10774", EAGLE: "2401.15077", EAGLE3: "2503.01840"}
-FORMATS = {MEDUSA: "vLLM's", EAGLE: "EAGLE's own", EAGLE3: "speculators"}
+NAMES = {
+    MEDUSA: "Medusa",
+    EAGLE: "EAGLE",
+    EAGLE3: "EAGLE-3",
+    HYDRA: "Hydra",
+    HYDRA_PREFIX: "Hydra++",
+    DFLASH: "DFlash",
+    DRAFT: "the draft model",
+    CLLM: "the tuning",
+}
+PAPERS = {
+    MEDUSA: "2401.10774",
+    EAGLE: "2401.15077",
+    EAGLE3: "2503.01840",
+    HYDRA: "2402.05109",
+    HYDRA_PREFIX: "2402.05109",
+    DFLASH: "2602.06036",
+}
+FORMATS = {
+    MEDUSA: "vLLM's",
+    EAGLE: "EAGLE's own",
+    EAGLE3: "speculators",
+    HYDRA: "Hydra's own",
+    HYDRA_PREFIX: "Hydra's own",
+    DFLASH: "speculators",
+}
 
 
 @dataclass(frozen=True)
@@ -61,8 +85,8 @@ def text(recipe: Recipe, run: Run) -> str:
         ("Kind", f"{name} ({PAPERS[config.kind]}), in {FORMATS[config.kind]} format"),
         ("Parameters", f"{parameters:,}, {str(recipe.target.output.dtype).removeprefix('torch.')}"),
         ("Vocabulary", "all tokens" if recipe.vocabulary is None else vocabulary),
-        *([("Hidden states", ", ".join(map(str, config.layers)))] if config.kind == EAGLE3 else []),
-        *([("Heads", str(config.depths))] if config.kind == MEDUSA else []),
+        *([("Hidden states", ", ".join(map(str, config.layers)))] if config.kind in FUSED else []),
+        *([("Tokens of a forward", str(config.depths))] if config.depths else []),
     ]
     body = [
         f"# {name} head for {config.target}\n",
@@ -95,7 +119,15 @@ def whole(body: Sequence[str], run: Run, base: str, tag: str) -> str:
 def _method(settings: RunSettings) -> str:
     """How a head is trained."""
     assert isinstance(settings, Settings), "a head was trained"
+    heads = (
+        "Every head starts with a copy of the target's output layer and reads the tokens of the text before its own; "
+        f"the loss of head k has the weight 0.8^k; loss {settings.loss}."
+    )
     return {
+        HYDRA: heads,
+        HYDRA_PREFIX: f"{heads} A decoder layer over the target's states gives what the heads read.",
+        DFLASH: f"{BLOCKS} blocks of each text in every step; the loss of depth d has the weight 0.8^d; loss "
+        f"{settings.loss}.",
         MEDUSA: "Every head starts as a copy of the target's output layer; the loss of head k has the weight 0.8^k; "
         f"loss {settings.loss}.",
         EAGLE: f"Loss: smooth L1 of the states + 0.1 {settings.loss}; uniform noise of width 0.2 on the states.",

@@ -35,7 +35,7 @@ from leapahead.models.transformers.forward import MaskedExecutor
 from leapahead.models.transformers.masks import Inputs
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.training import losses
-from leapahead.training.recipes import Found
+from leapahead.training.recipe import Found
 from leapahead.training.settings import CllmSettings
 from leapahead.training.student import Student
 from leapahead.training.texts import Text

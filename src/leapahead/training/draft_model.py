@@ -22,7 +22,7 @@ from leapahead.models import loading
 from leapahead.models.base import Target
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.training import losses
-from leapahead.training.recipes import Found
+from leapahead.training.recipe import Found
 from leapahead.training.sequences import Sequences
 from leapahead.training.settings import DIVERGENCES, DraftSettings
 from leapahead.training.student import Student

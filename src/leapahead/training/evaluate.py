@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from torch import Tensor
 from leapahead.drafters.heads.modules import RowModule
 from leapahead.training.attention import DraftedAttention
 from leapahead.training.batches import Batch, batch_of
+from leapahead.training.block_recipes import HydraRecipe
 from leapahead.training.features import Features
-from leapahead.training.recipes import Recipe, RowRecipe
+from leapahead.training.recipe import Recipe
+from leapahead.training.recipes import RowRecipe
 from leapahead.training.texts import Progress, Text
 
 DEPTH, NODES = 5, 16
@@ -66,10 +68,14 @@ class Drafts(ABC):
 
 
 class BlockDrafts(Drafts):
-    """Medusa: the candidates of a depth are the same below every node."""
+    """Medusa and DFlash: the candidates of a depth are the same below every node."""
 
     def __init__(self, recipe: Recipe, batch: Batch, rows: Tensor) -> None:
-        self._recipe, self._states = recipe, batch.last[0, rows]
+        self._recipe = recipe
+        drawn = torch.zeros_like(batch.tokens, dtype=torch.bool)
+        drawn[0, rows] = True
+        found = recipe.states(replace(batch, drawn=drawn), None)
+        self._states = [states[0, rows - batch.first] for states in found]
 
     def first(self) -> Tensor:
         return self._at(0)
@@ -80,8 +86,30 @@ class BlockDrafts(Drafts):
         return self._at(depth).expand(-1, tokens.shape[1], -1)
 
     def _at(self, depth: int) -> Tensor:
-        found: Tensor = self._recipe.module.one(depth, self._states)
-        return found[:, None].float()
+        return self._recipe.logits(depth, self._states[depth])[:, None].float()
+
+
+class HydraDrafts(Drafts):
+    """Hydra: every node is a row of its own, of the state and the tokens before it."""
+
+    def __init__(self, recipe: HydraRecipe, batch: Batch, rows: Tensor) -> None:
+        self._recipe, self._states = recipe, recipe.read(batch)[0, rows]
+        self._paths = batch.tokens[0, rows + 1][:, None, None]  # [places, nodes, tokens]
+
+    def first(self) -> Tensor:
+        return self._at(0)
+
+    def next(self, depth: int, parents: Tensor, tokens: Tensor) -> Tensor:
+        above = self._paths.gather(1, parents[..., None].expand(-1, -1, depth))
+        self._paths = torch.cat((above, tokens[..., None]), dim=-1)
+        if depth >= self._recipe.depths:  # the heads predict no further
+            return torch.zeros(*tokens.shape, self._recipe.config.draft_vocab_size, device=tokens.device)
+        return self._at(depth)
+
+    def _at(self, depth: int) -> Tensor:
+        states = self._states[:, None].expand(-1, self._paths.shape[1], -1)
+        found: Tensor = self._recipe.module.one(depth, states, self._paths)
+        return found.float()
 
 
 class RowDrafts(Drafts):
@@ -108,6 +136,15 @@ class RowDrafts(Drafts):
         positions = (self._rows + depth)[:, None].expand_as(tokens)
         self._states = self._module(tokens, above, positions, self._attend)
         return self._recipe.logits(depth, self._states).float()
+
+
+def drafts_of(recipe: Recipe, batch: Batch, rows: Tensor) -> Drafts:
+    """Drafts below rows of a batch of one text; a row has the state up to its position and the token behind it."""
+    if isinstance(recipe, RowRecipe):
+        return RowDrafts(recipe, batch, rows)
+    if isinstance(recipe, HydraRecipe):
+        return HydraDrafts(recipe, batch, rows)
+    return BlockDrafts(recipe, batch, rows)
 
 
 @dataclass(frozen=True)
@@ -211,12 +248,7 @@ def _measure(recipe: Recipe, batch: Batch, totals: _Totals) -> None:
         below = some[:, None] + 1 + torch.arange(DEPTH, device=some.device)
         truth = torch.where(below < length, batch.tokens[0, below.clamp(max=length - 1)], -1)
         for counts, nodes, frontier, candidates in ((chains, DEPTH, 1, 1), (trees, NODES, FRONTIER, CANDIDATES)):
-            drafts = (
-                RowDrafts(recipe, batch, some - 1)
-                if isinstance(recipe, RowRecipe)
-                else BlockDrafts(recipe, batch, some - 1)
-            )
-            levels = grow(drafts, recipe.vocabulary, DEPTH, frontier, candidates)
+            levels = grow(drafts_of(recipe, batch, some - 1), recipe.vocabulary, DEPTH, frontier, candidates)
             counts.append(accepted(levels, truth, nodes))
     totals.add(torch.cat(chains).tolist(), torch.cat(trees).tolist())
 

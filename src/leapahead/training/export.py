@@ -1,10 +1,12 @@
 """The files of a trained head, in the formats that are published (see `leapahead.drafters.heads.config`).
 
     EAGLE-3    speculators: `transformer_layer_config`, `eagle_aux_hidden_state_layer_ids`, perhaps d2t and t2d
+    DFlash     speculators: `transformer_layer_config`, `aux_hidden_state_layer_ids`, `mask_token_id`, `block_size`
     EAGLE      EAGLE's own: the configuration of one Llama layer
     Medusa     vLLM's: "model_type": "medusa", lm_heads.{k} and, of a draft vocabulary, token_map
+    Hydra      Hydra's own configuration, and of Hydra++ `transformer_layer_config`; token_map as Medusa
 
-The embedding and EAGLE's output layer are not written: they are the target's.
+The embedding and the output layer of EAGLE and DFlash are not written: they are the target's.
 """
 
 from __future__ import annotations
@@ -16,9 +18,19 @@ import torch
 from torch import Tensor
 
 from leapahead.drafters.heads import checkpoint
-from leapahead.drafters.heads.config import EAGLE, EAGLE3, MEDUSA, TYPE
+from leapahead.drafters.heads.config import (
+    DFLASH,
+    EAGLE,
+    EAGLE3,
+    HYDRA,
+    HYDRA_ARCHITECTURES,
+    HYDRA_PREFIX,
+    HYDRAS,
+    MEDUSA,
+    TYPE,
+)
 from leapahead.training.evaluate import DEPTH
-from leapahead.training.recipes import Recipe
+from leapahead.training.recipe import Recipe
 
 
 def export(recipe: Recipe, folder: Path) -> None:
@@ -35,7 +47,7 @@ def tensors_of(recipe: Recipe) -> dict[str, Tensor]:
     dtype = recipe.target.output.dtype
     found = {name: each.detach().to("cpu", dtype) for name, each in recipe.parameters.items()}
     ids, kind = recipe.vocabulary, recipe.config.kind
-    if kind == MEDUSA and ids is not None:
+    if kind in (MEDUSA, *HYDRAS) and ids is not None:
         found["token_map"] = ids.cpu()
     if kind == EAGLE3 and ids is not None:  # vLLM refuses them beside a complete vocabulary
         own = ids.cpu()
@@ -46,7 +58,8 @@ def tensors_of(recipe: Recipe) -> dict[str, Tensor]:
 
 def config_of(recipe: Recipe) -> dict[str, Any]:
     """What `config.json` holds."""
-    return {MEDUSA: _medusa, EAGLE: _eagle, EAGLE3: _speculators}[recipe.config.kind](recipe)
+    makers = {MEDUSA: _medusa, EAGLE: _eagle, EAGLE3: _eagle3, HYDRA: _hydra, HYDRA_PREFIX: _hydra, DFLASH: _dflash}
+    return {**makers[recipe.config.kind](recipe), "torch_dtype": _dtype(recipe)}
 
 
 def _medusa(recipe: Recipe) -> dict[str, Any]:
@@ -62,7 +75,6 @@ def _medusa(recipe: Recipe) -> dict[str, Any]:
         "medusa_fc_bias": config.bias,
         "original_lm_head": False,
         "base_model_name_or_path": config.target,
-        "torch_dtype": _dtype(recipe),
     }
 
 
@@ -73,30 +85,68 @@ def _eagle(recipe: Recipe) -> dict[str, Any]:
         **(config.decoder or {}),
         "bias": config.bias,
         "base_model_name_or_path": config.target,
-        "torch_dtype": _dtype(recipe),
     }
 
 
-def _speculators(recipe: Recipe) -> dict[str, Any]:
+def _hydra(recipe: Recipe) -> dict[str, Any]:
     config = recipe.config
-    proposal = {"proposal_type": "greedy", "speculative_tokens": DEPTH, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    architectures = getattr(recipe.target.config, "architectures", None) or [type(recipe.target.model).__name__]
+    architecture = next(name for name, kind in HYDRA_ARCHITECTURES.items() if kind == config.kind)
+    found = {
+        "hydra_num_heads": config.depths,
+        "hydra_num_layers": config.blocks,
+        "hydra_head_arch": architecture,
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+        "vocab_size": config.vocab_size,
+        "base_model_name_or_path": config.target,
+    }
+    return found | ({"transformer_layer_config": dict(config.decoder)} if config.decoder else {})
+
+
+def _eagle3(recipe: Recipe) -> dict[str, Any]:
+    config = recipe.config
     return {
         "architectures": ["Eagle3Speculator"],
-        TYPE: EAGLE3,
-        "draft_vocab_size": config.draft_vocab_size,
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": list(config.layers),
+        **_speculators(recipe, DEPTH),
+    }
+
+
+def _dflash(recipe: Recipe) -> dict[str, Any]:
+    config = recipe.config
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "aux_hidden_state_layer_ids": list(config.layers),
+        "mask_token_id": config.mask_token,
+        "block_size": config.depths + 1,
+        "sample_from_anchor": False,
+        **_speculators(recipe, config.depths),
+    }
+
+
+def _speculators(recipe: Recipe, tokens: int) -> dict[str, Any]:
+    """What heads in the format of speculators share; `tokens` are drafted by its usual method."""
+    config = recipe.config
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    architectures = getattr(recipe.target.config, "architectures", None) or [type(recipe.target.model).__name__]
+    return {
+        TYPE: config.kind,
+        "draft_vocab_size": config.draft_vocab_size,
         "speculators_config": {
-            "algorithm": EAGLE3,
+            "algorithm": config.kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": config.target, "architectures": list(architectures)},
         },
         "transformer_layer_config": dict(config.decoder or {}),
-        "torch_dtype": _dtype(recipe),
     }
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from leapahead.core.errors import BadParameter
 from leapahead.training.batches import Order
-from leapahead.training.recipes import Found
+from leapahead.training.recipe import Found
 from leapahead.training.settings import RunSettings
 from leapahead.training.texts import Progress, Text
 

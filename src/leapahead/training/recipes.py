@@ -4,168 +4,44 @@
     EAGLE     one row continues the target's states; they and the tokens are its goals   (2401.15077, section 3.2)
     EAGLE-3   the row is continued from its own state several times                      (2503.01840, section 3.2)
 
-The loss of a later depth has a smaller weight, `DECAY` to the power of the depth. The embedding is the target's and is
-not trained, and so is EAGLE's output layer.
+Hydra and DFlash are in `block_recipes`. The embedding is the target's and is not trained, and so is EAGLE's output
+layer.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from leapahead.core.errors import BadParameter
-from leapahead.drafters.heads import modules
-from leapahead.drafters.heads.config import EAGLE, EAGLE3, MEDUSA, HeadConfig
+from leapahead.drafters.heads.config import (
+    DFLASH,
+    EAGLE,
+    EAGLE3,
+    FUSED,
+    HYDRA,
+    HYDRA_PREFIX,
+    HYDRAS,
+    MEDUSA,
+    HeadConfig,
+)
 from leapahead.training import losses
 from leapahead.training.attention import DraftedAttention
 from leapahead.training.batches import Batch
+from leapahead.training.block_recipes import DFlashRecipe, HydraRecipe
 from leapahead.training.features import TrainingTarget
+from leapahead.training.recipe import Goal, Recipe
 from leapahead.training.settings import Settings
 from leapahead.training.texts import Text
 
-DECAY = 0.8
 LOGITS_SHARE = 0.1  # of EAGLE's loss, beside that of the states
 NOISE = 0.2  # width of the uniform noise that is added to EAGLE's states
-SMALL = 0.01  # standard deviation of the weights of a new layer's outputs, which change the residual stream little
-
-
-class Goal(NamedTuple):
-    """What the rows of one depth should predict.
-
-    Attributes:
-        tokens: int64 [rows], of the text, as ids of the draft vocabulary; -1 outside of it.
-        logits: float [rows, draft vocabulary], the target's.
-        states: float [rows, hidden_size], the target's last hidden states, which give these logits.
-    """
-
-    tokens: Tensor
-    logits: Tensor
-    states: Tensor
-
-
-class Found(NamedTuple):
-    """The loss of a batch.
-
-    Attributes:
-        loss: a number, with its gradient.
-        agreement: [depths], how often the likeliest token was that of the text, at each depth alone.
-    """
-
-    loss: Tensor
-    agreement: Tensor
-
-
-class Recipe(ABC):
-    """Trains one kind of head.
-
-    Args:
-        target: that the head is for.
-        config: of the head.
-        settings: complete.
-        vocabulary: int64, the target's ids of the tokens that the head can propose, in order; None for all.
-
-    Attributes:
-        module: the network, in float32, on the target's device.
-        depths: that one row is trained to predict.
-    """
-
-    def __init__(
-        self, target: TrainingTarget, config: HeadConfig, settings: Settings, vocabulary: Tensor | None
-    ) -> None:
-        self.target, self.config, self.vocabulary = target, config, vocabulary
-        self.depths = settings.depths
-        self.loss_of = losses.LOSSES[settings.loss]
-        torch.manual_seed(settings.seed)
-        self.module: Any = modules.make(config).float().to(target.device)
-        self._draft_ids = None
-        if vocabulary is not None:
-            self._draft_ids = torch.full((target.vocab_size,), -1, device=target.device)
-            self._draft_ids[vocabulary] = torch.arange(len(vocabulary), device=target.device)
-        self.start()
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The hidden states that training reads: the head's, then the target's last one, which gives its logits."""
-        count = self.target.layers
-        own = self.config.layers_of(count) if self.config.kind == EAGLE3 else ()
-        return (*own, count)
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is computed."""
-        return self.target.device
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained, by name."""
-        return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
-
-    @abstractmethod
-    def start(self) -> None:
-        """Sets the weights that are not random at the start, and those that are not trained."""
-
-    @abstractmethod
-    def states(self, batch: Batch, generator: torch.Generator | None) -> Iterator[Tensor]:
-        """For each depth, what the output layer reads of the rows from `batch.first` on: [texts, rows, hidden_size].
-
-        Args:
-            batch: of texts.
-            generator: of noise; None for none.
-        """
-
-    @abstractmethod
-    def logits(self, depth: int, states: Tensor) -> Tensor:
-        """Of `states` of a depth, float [..., draft vocabulary]."""
-
-    def row_loss(self, depth: int, states: Tensor, goal: Goal) -> tuple[Tensor, Tensor]:
-        """The loss of every row of a depth, and its likeliest token."""
-        logits = self.logits(depth, states).float()
-        return self.loss_of(logits, goal.logits, goal.tokens), logits.argmax(-1)
-
-    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> Found:
-        """The loss of a batch. Rows whose token the head cannot propose count as misses, and are not trained."""
-        goals, place = self._goals(batch)
-        total, agreement = batch.states.new_zeros(()), []
-        for depth, states in enumerate(self.states(batch, generator)):
-            text, position = batch.rows_at(depth)
-            chosen = place[text, position + 1 + depth]
-            known = goals.tokens[chosen] >= 0
-            if not known.any():
-                break
-            goal = Goal(*(each[chosen[known]] for each in goals))
-            loss, best = self.row_loss(depth, states[text, position - batch.first][known], goal)
-            total = total + DECAY**depth * loss.mean()
-            agreement.append((best == goal.tokens).sum() / len(text))
-        agreement += [torch.zeros_like(total)] * (self.depths - len(agreement))
-        return Found(total, torch.stack(agreement).detach())
-
-    @torch.no_grad()
-    def _goals(self, batch: Batch) -> tuple[Goal, Tensor]:
-        """What the target predicts after the positions that a row of any depth predicts after.
-
-        Returns:
-            The goals, and int64 [texts, tokens], the place of each position among them.
-        """
-        text, position = batch.rows[0], batch.rows[1] + 1
-        place = torch.zeros_like(batch.tokens)
-        place[text, position] = torch.arange(len(text), device=place.device)
-        tokens, states = batch.tokens[text, position + 1], batch.last[text, position]
-        with torch.autocast(self.target.device.type, enabled=False):
-            logits = self.target.logits(states).float()
-        if self.vocabulary is not None and self._draft_ids is not None:
-            tokens, logits = self._draft_ids[tokens], logits[:, self.vocabulary]
-        return Goal(tokens, logits, states), place
-
-    def rows_of_output(self) -> Tensor:
-        """A copy of the rows of the target's output layer that belong to the draft vocabulary."""
-        output = self.target.output.float()
-        return output.clone() if self.vocabulary is None else output[self.vocabulary]
 
 
 class MedusaRecipe(Recipe):
@@ -190,8 +66,7 @@ class RowRecipe(Recipe):
     def start(self) -> None:
         self.module.embed_tokens.weight = nn.Parameter(self.target.embedding, requires_grad=False)
         for layer in self.module.layers:
-            nn.init.normal_(layer.self_attn.o_proj.weight, std=SMALL)
-            nn.init.normal_(layer.mlp.down_proj.weight, std=SMALL)
+            self.start_layer(layer)
 
     @abstractmethod
     def read(self, states: Tensor) -> Tensor:
@@ -257,7 +132,16 @@ class Eagle3Recipe(RowRecipe):
         return found
 
 
-RECIPES: dict[str, type[Recipe]] = {MEDUSA: MedusaRecipe, EAGLE: EagleRecipe, EAGLE3: Eagle3Recipe}
+RECIPES: dict[str, type[Recipe]] = {
+    MEDUSA: MedusaRecipe,
+    EAGLE: EagleRecipe,
+    EAGLE3: Eagle3Recipe,
+    HYDRA: HydraRecipe,
+    HYDRA_PREFIX: HydraRecipe,
+    DFLASH: DFlashRecipe,
+}
+PREFIX_BLOCKS = 4  # residual layers of each head of Hydra++ (2402.05109, section 4)
+MOST_LAYERS = 5  # of DFlash, which has a third of the target's
 
 
 def recipe(target: TrainingTarget, settings: Settings, texts: Sequence[Text]) -> Recipe:
@@ -300,8 +184,22 @@ def _config(target: TrainingTarget, settings: Settings, size: int) -> HeadConfig
     }
     if settings.kind == MEDUSA:
         return HeadConfig(**common, depths=settings.depths)
-    layers = (settings.layers or _usual_layers(target.layers)) if settings.kind == EAGLE3 else ()
-    config = HeadConfig(**common, layers=layers, bias=settings.kind == EAGLE, decoder=_decoder(target))
+    if settings.kind in HYDRAS:
+        is_prefixed = settings.kind == HYDRA_PREFIX
+        return HeadConfig(
+            **common,
+            depths=settings.depths,
+            blocks=PREFIX_BLOCKS if is_prefixed else 1,
+            bias=True,
+            decoder=_decoder(target) if is_prefixed else None,
+        )
+    layers = (settings.layers or _usual_layers(target.layers)) if settings.kind in FUSED else ()
+    decoder = _decoder(target)
+    if settings.kind == DFLASH:
+        decoder["num_hidden_layers"] = max(1, min(MOST_LAYERS, target.layers // 3))
+        decoder["model_type"] = "qwen3"
+        common |= {"depths": settings.depths, "mask_token": target.vocab_size - 1}
+    config = HeadConfig(**common, layers=layers, bias=settings.kind == EAGLE, decoder=decoder)
     config.layers_of(target.layers)  # refuses what the target does not have
     return config
 
@@ -313,7 +211,7 @@ def _usual_layers(count: int) -> tuple[int, ...]:
         BadParameter: it has a single layer.
     """
     if count < 2:
-        raise BadParameter("the target has a single layer, and EAGLE-3 reads three hidden states; train medusa")
+        raise BadParameter("the target has a single layer, and the head reads three hidden states; train medusa")
     if count >= 8:
         return 2, count // 2, count - 3
     return (1, count // 2, count - 1) if count >= 4 else (0, 1, 2)

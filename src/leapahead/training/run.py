@@ -16,7 +16,8 @@ from leapahead.training.evaluate import Evaluation, evaluate
 from leapahead.training.export import export
 from leapahead.training.features import Features, Online, Stored, training_target
 from leapahead.training.loop import State, Training, Watch
-from leapahead.training.recipes import Recipe, recipe
+from leapahead.training.recipe import Recipe
+from leapahead.training.recipes import recipe
 from leapahead.training.settings import Folder, RunSettings, Settings
 from leapahead.training.texts import Text, Wish
 

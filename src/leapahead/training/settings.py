@@ -18,7 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from leapahead.core.errors import BadParameter
-from leapahead.drafters.heads.config import EAGLE, EAGLE3, KINDS, MEDUSA
+from leapahead.drafters.heads.config import (
+    DFLASH,
+    DSPARK,
+    EAGLE,
+    EAGLE3,
+    FUSED,
+    HYDRA,
+    HYDRA_PREFIX,
+    HYDRAS,
+    KINDS,
+    MEDUSA,
+    MTP,
+)
 
 LOSSES = ("ce", "soft_ce", "kl", "reverse_kl", "jsd", "tv")
 DIVERGENCES = {"forward-kl": "kl", "reverse-kl": "reverse_kl", "jsd": "jsd", "tvd": "tv"}  # the names of the losses
@@ -26,9 +38,10 @@ DRAFT, CLLM = "draft", "cllm"  # a draft model is distilled; a target is tuned f
 FEATURES = ("online", "disk")
 SCHEDULES = ("cosine", "linear")
 USUAL_MINUTES = 30.0
-USUAL_LOSS = {MEDUSA: "ce", EAGLE: "soft_ce", EAGLE3: "soft_ce"}
-USUAL_DEPTHS = {MEDUSA: 5, EAGLE: 1, EAGLE3: 4}
-MEDUSA_RATE = 1e-3  # 2401.10774
+TRAINED = tuple(kind for kind in KINDS if kind not in (DSPARK, MTP))
+USUAL_LOSS = {MEDUSA: "ce", HYDRA: "ce"}  # soft_ce of the others
+USUAL_DEPTHS = {MEDUSA: 5, EAGLE: 1, EAGLE3: 4, HYDRA: 5, HYDRA_PREFIX: 5, DFLASH: 7}
+MEDUSA_RATE = 1e-3  # 2401.10774, and of Hydra
 EAGLE_RATE = 0.5  # divided by the hidden size: 2e-3 for 256, 1.2e-4 for 4096
 TUNING_RATE = 0.05  # of whole models, divided by the hidden size: 5e-4 for 96, 5e-5 for 1024
 CHANGEABLE = ("minutes", "steps", "lr")  # when a run is resumed
@@ -96,12 +109,13 @@ class Settings(RunSettings):
     """What the training of a head is told.
 
     Attributes:
-        kind: "medusa", "eagle" or "eagle3".
+        kind: one of `TRAINED`.
         prompt_tokens: the last tokens of a prompt that a head is trained on; the target reads all of them.
         features: "online", computed for every batch, or "disk", computed once.
-        depths: of Medusa, its number of heads; of EAGLE, the steps that it is trained on its own states.
+        depths: of Medusa and Hydra, the number of heads; of DFlash, that of the masks of a block; of EAGLE, the steps
+            that it is trained on its own states.
         draft_vocab: tokens that the head can propose, the most frequent ones of the texts; 0 for all.
-        layers: the hidden states that EAGLE-3 reads; empty for its usual ones.
+        layers: the hidden states that EAGLE-3 and DFlash read; empty for the usual ones.
         loss: one of `LOSSES`.
     """
 
@@ -113,24 +127,24 @@ class Settings(RunSettings):
     loss: str = ""
 
     def __post_init__(self) -> None:
-        check_choice(self, kind=KINDS, features=FEATURES)
+        check_choice(self, kind=TRAINED, features=FEATURES)
         if self.loss:
             check_choice(self, loss=LOSSES)
         super().__post_init__()
-        if self.kind == EAGLE and self.draft_vocab:
-            raise BadParameter("draft_vocab is not possible with eagle, whose output layer is the target's")
-        if self.kind != EAGLE3 and self.layers:
+        if self.kind in (EAGLE, DFLASH) and self.draft_vocab:
+            raise BadParameter(f"draft_vocab is not possible with {self.kind}, whose output layer is the target's")
+        if self.kind not in FUSED and self.layers:
             raise BadParameter(f"layers is not possible with {self.kind}, which reads the last hidden state")
         for name in ("depths", "draft_vocab"):
             check_least(self, name, 0)
 
     def complete(self, hidden_size: int) -> Settings:
         """The settings with the usual values in place of those that were left out, for a target of this width."""
-        rate = MEDUSA_RATE if self.kind == MEDUSA else EAGLE_RATE / hidden_size
+        rate = MEDUSA_RATE if self.kind in (MEDUSA, *HYDRAS) else EAGLE_RATE / hidden_size
         return replace(
             self,
             depths=self.depths or USUAL_DEPTHS[self.kind],
-            loss=self.loss or USUAL_LOSS[self.kind],
+            loss=self.loss or USUAL_LOSS.get(self.kind, "soft_ce"),
             lr=self.lr or rate,
             minutes=self.length,
         )

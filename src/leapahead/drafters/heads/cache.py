@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from leapahead.drafters.heads.head import Head, HeadText
+from leapahead.drafters.heads.modules import Attend
 
 KEYS, VALUES = 0, 1
 Plane = tuple[int, int]  # number of a layer of the head, KEYS or VALUES
@@ -64,7 +66,7 @@ class CachedText(HeadText):
         """Writes rows of a plane, and gives all rows up to the last of them.
 
         Args:
-            begin: the place of the first row; all rows before it were written.
+            begin: the place of the first row. Rows before it that were not written are 0.
             rows: float [key heads, rows, dim].
 
         Returns:
@@ -76,7 +78,7 @@ class CachedText(HeadText):
         if found is None or found.shape[1] < end:
             larger = rows.new_zeros(heads, max(end, 2 * found.shape[1] if found is not None else FIRST_CAPACITY), dim)
             if found is not None:
-                larger[:, :begin] = found[:, :begin]
+                larger[:, : found.shape[1]] = found
             self._planes[plane] = found = larger
         found[:, begin:end] = rows
         return found[:, :end]
@@ -84,6 +86,52 @@ class CachedText(HeadText):
     def planes(self) -> dict[Plane, Tensor]:
         """Copies of the rows of committed tokens, float [key heads, length, dim] each."""
         return {plane: rows[:, : self.length].clone() for plane, rows in self._planes.items()}
+
+
+class Span(NamedTuple):
+    """Rows of one text that a forward computes, among those of other texts.
+
+    Attributes:
+        text: whose rows they are.
+        begin: the cache row of the first of them.
+        rows: number of rows.
+        mask: bool [rows, begin + rows], what each row attends to; None for everything.
+    """
+
+    text: CachedText
+    begin: int
+    rows: int
+    mask: Tensor | None = None
+
+
+def causal(begin: int, count: int, device: torch.device) -> Tensor | None:
+    """The mask of rows that attend to those before them and to themselves; see `Span`."""
+    if count == 1:
+        return None
+    return torch.ones(count, begin + count, dtype=torch.bool, device=device).tril_(begin)
+
+
+def attention(spans: Sequence[Span]) -> Attend:
+    """Attention of rows of several texts, side by side in one batch, each over the rows of its own text.
+
+    Keys and values are written to the texts.
+    """
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found, start = [], 0
+        for span in spans:
+            mine = slice(start, start + span.rows)
+            keys = span.text.write((layer, KEYS), span.begin, k[0, :, mine])
+            values = span.text.write((layer, VALUES), span.begin, v[0, :, mine])
+            found.append(
+                F.scaled_dot_product_attention(
+                    q[:, :, mine], keys[None], values[None], attn_mask=span.mask, enable_gqa=True
+                )
+            )
+            start += span.rows
+        return torch.cat(found, dim=2)
+
+    return attend
 
 
 class Kept(NamedTuple):

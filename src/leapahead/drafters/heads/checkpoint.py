@@ -3,7 +3,11 @@
 Tensor names of all published formats become those of `modules`:
 
     EAGLE          midlayer.* -> layers.0.*
+    MTP            mtp_layers.0.* -> layers.0.mtp_block.*, but for the four of `OF_MTP`
     Medusa         {k}.{j}.linear.* -> blocks.{k}.layers.{j}.*     {k}.{last}.weight -> lm_heads.{k}.weight
+    Hydra          hydra_mlp.{k}.{j}.{linear, res_connection}.* -> blocks.{k}.{i}.{linear, residual}.*, the i-th j
+                   hydra_lm_head.{k}.* -> lm_heads.{k}.*           prefix_embeding_layer.* -> prefix.*
+                   input_embed_fn.weight -> embed_tokens.weight
 """
 
 from __future__ import annotations
@@ -24,7 +28,20 @@ if TYPE_CHECKING:
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 MEDUSA_LAYER = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
 MEDUSA_OUTPUT = re.compile(r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight")
-UNUSED = ("verifier_", "t2d", "rotary_emb.")  # of training only, or derived
+HYDRA_LAYER = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)")
+HYDRA_OUTPUT = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)")
+HYDRA_NAMED = re.compile(r"blocks\.(\d+)\.(\d+)\.((?:linear|residual)\.(?:weight|bias))")
+MTP_LAYER = re.compile(r"mtp_layers\.(\d+)\.(\w+)\.(.*)")
+OF_MTP = {
+    "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm",
+    "input_proj": "eh_proj",
+    "final_layernorm": "post_norm",
+}
+# Of training only, derived, or not read: DSpark's confidence, which is measured here, and an embedding of Hydra++.
+UNUSED = ("verifier_", "t2d", "confidence_head.", "prefix.embed_tokens.")
+DERIVED = "rotary_emb."
+RENAMED = {"midlayer.": "layers.0.", "prefix_embeding_layer.": "prefix.", "input_embed_fn.": "embed_tokens."}
 
 
 def canonical(name: str) -> str:
@@ -35,7 +52,31 @@ def canonical(name: str) -> str:
         return f"blocks.{head}.layers.{layer}.{which}"
     if found := MEDUSA_OUTPUT.fullmatch(name):
         return f"lm_heads.{found.group(1)}.weight"
-    return name.replace("midlayer.", "layers.0.")
+    if found := HYDRA_LAYER.fullmatch(name):
+        head, layer, part, which = found.groups()
+        return f"blocks.{head}.{layer}.{'linear' if part == 'linear' else 'residual'}.{which}"
+    if found := HYDRA_OUTPUT.fullmatch(name):
+        return f"lm_heads.{found.group(1)}.{found.group(2)}"
+    if found := MTP_LAYER.fullmatch(name):
+        layer, part, rest = found.groups()
+        return f"layers.{layer}.{OF_MTP.get(part, f'mtp_block.{part}')}.{rest}"
+    for published, own in RENAMED.items():
+        name = name.replace(published, own)
+    return name
+
+
+def _numbered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with the layers of Hydra's blocks numbered from 0 on: dropout, which has no weights, counts too."""
+    places: dict[str, set[int]] = {}
+    for name in tensors:
+        if found := HYDRA_NAMED.fullmatch(name):
+            places.setdefault(found.group(1), set()).add(int(found.group(2)))
+
+    def renamed(found: re.Match[str]) -> str:
+        head, layer, rest = found.groups()
+        return f"blocks.{head}.{sorted(places[head]).index(int(layer))}.{rest}"
+
+    return {HYDRA_NAMED.sub(renamed, name): tensor for name, tensor in tensors.items()}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -93,8 +134,8 @@ def parsed(found: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) 
     Raises:
         LeapaheadError: see `config.parse`.
     """
-    named = {canonical(name): tensor for name, tensor in tensors.items()}
-    named = {name: tensor for name, tensor in named.items() if not name.startswith(UNUSED)}
+    named = _numbered({canonical(name): tensor for name, tensor in tensors.items()})
+    named = {name: each for name, each in named.items() if not name.startswith(UNUSED) and DERIVED not in name}
     return config.parse(found, {name: tuple(tensor.shape) for name, tensor in named.items()}, where), named
 
 
@@ -137,7 +178,8 @@ def convert(source: Path, destination: Path) -> HeadConfig:
             raise BadParameter(
                 f"{path} cannot be converted: it is broken or holds more than tensors ({type(error).__name__})"
             ) from error
-        tensors |= {name: value for name, value in dict(loaded).items() if isinstance(value, torch.Tensor)}
+        # Copies: Hydra's layers share their weights, and safetensors does not write shared ones.
+        tensors |= {name: value.clone() for name, value in dict(loaded).items() if isinstance(value, torch.Tensor)}
     if not tensors:
         raise BadParameter(f"{source} has no pickled weights ({', '.join('*' + suffix for suffix in PICKLES)})")
     described, named = parsed(found, tensors, str(source))

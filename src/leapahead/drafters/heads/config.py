@@ -1,8 +1,10 @@
 """What the configuration of a trained head says, in every format that is read.
 
-    speculators         config.json with "speculators_model_type" (eagle3, medusa)
+    speculators         config.json with "speculators_model_type" (eagle3, medusa, dflash, dspark, mtp)
     EAGLE               config.json of one Llama layer; EAGLE-3 with "draft_vocab_size"
     Medusa              config.json with "medusa_num_heads", or vLLM's with "model_type": "medusa"
+    Hydra               config.json with "hydra_num_heads" (zankner/Hydra)
+    DFlash              config.json with "dflash_config" (z-lab/dflash)
 
 Imports no torch: shapes are given as tuples.
 """
@@ -15,11 +17,31 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused
 
-MEDUSA, EAGLE, EAGLE3 = "medusa", "eagle", "eagle3"
-KINDS = (MEDUSA, EAGLE, EAGLE3)
+MEDUSA, EAGLE, EAGLE3, MTP = "medusa", "eagle", "eagle3", "mtp"
+HYDRA, HYDRA_PREFIX = "hydra", "hydra++"
+DFLASH, DSPARK = "dflash", "dspark"
+KINDS = (MEDUSA, EAGLE, EAGLE3, HYDRA, HYDRA_PREFIX, DFLASH, DSPARK, MTP)
+HYDRAS = (HYDRA, HYDRA_PREFIX)
+FUSED = (EAGLE3, DFLASH, DSPARK)  # read the hidden states of several layers
+VANILLA, GATED = "vanilla", "gated"  # DSpark's bias of the logits
 TYPE = "speculators_model_type"
 LAST = -1  # the last hidden state, after the final norm, as in `Capture.hidden`
 DECODERS = ("llama",)  # model types of the decoder layers of EAGLE
+HYDRA_ARCHITECTURES = {"mlp": HYDRA, "prefix-mlp": HYDRA_PREFIX}
+# What a Qwen3 configuration means that leaves these out, where a Llama one means something else.
+QWEN3 = {"vocab_size": 151936, "intermediate_size": 22016, "head_dim": 128, "num_key_value_heads": 32}
+READ = (  # of DFlash's decoder layers
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_act",
+    "rms_norm_eps",
+    "attention_bias",
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+    "max_position_embeddings",
+    *QWEN3,
+)
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape
 
 
@@ -28,20 +50,25 @@ class HeadConfig:
     """What a trained head is.
 
     Attributes:
-        kind: "medusa", "eagle" or "eagle3".
+        kind: one of `KINDS`.
         hidden_size: of the head.
         target_hidden_size: width of one hidden state of the target.
         vocab_size: of the target.
         draft_vocab_size: tokens that the head can propose; as many as `vocab_size` where it knows all.
         layers: the target's hidden states that it reads, numbered as in `Capture.hidden`; empty where the checkpoint
             leaves that to the target's number of layers (`layers_of`).
-        depths: of Medusa, the number of heads: how many tokens one forward predicts. 0 for EAGLE.
-        blocks: of Medusa, the number of residual layers of each head.
-        bias: whether the linear layers in front have a bias: Medusa's residual layers, EAGLE's `fc`.
+        depths: of Medusa and Hydra, the number of heads; of DFlash, how many tokens one forward predicts. 0 for EAGLE.
+        blocks: of Medusa and Hydra, the number of residual layers of each head.
+        bias: whether the linear layers in front have a bias: Medusa's and Hydra's residual layers, the others' `fc`.
         shared_output: of Medusa, whether all heads share one output layer.
-        decoder: fields of a `LlamaConfig`, of EAGLE's layers.
+        output_bias: of Hydra, whether the output layers have a bias.
+        decoder: fields of a `LlamaConfig`, of the decoder layers, or of MTP of the configuration of its model type;
+            None where it has none, and of Hydra++ where they are of the target's shape.
         norm_before_residual, norm_before_fc: variants of EAGLE-3: the state is normed before it enters the residual
             stream, and the target's states before they are fused.
+        mask_token: of DFlash, the id of the mask token.
+        from_anchor: of DFlash, whether the row of the last committed token predicts too, as DSpark's does.
+        markov, markov_rank: of DSpark, what its bias of the logits is, "vanilla" or "gated", and its rank; "" for none.
         target: name of the model that the head was trained for; "" where the checkpoint does not say.
     """
 
@@ -58,6 +85,11 @@ class HeadConfig:
     decoder: Mapping[str, Any] | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False
+    output_bias: bool = False
+    mask_token: int = 0
+    from_anchor: bool = False
+    markov: str = ""
+    markov_rank: int = 0
     target: str = ""
 
     def layers_of(self, count: int) -> tuple[int, ...]:
@@ -68,7 +100,7 @@ class HeadConfig:
         Raises:
             BadParameter: the target has no such layers.
         """
-        if self.kind != EAGLE3:
+        if self.kind not in FUSED:
             return (LAST,)
         layers = self.layers or (2, count // 2, count - 3)
         if max(layers) > count or len(set(layers)) < len(layers):
@@ -94,6 +126,10 @@ def parse(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
     try:
         if TYPE in config:
             return _of_speculators(config, shapes, where)
+        if "hydra_num_heads" in config:
+            return _hydra(config, shapes, where)
+        if "dflash_config" in config:
+            return _dflash(config, shapes, where)
         if "medusa_num_heads" in config or config.get("model_type") == MEDUSA or "blocks.0.layers.0.weight" in shapes:
             return _medusa(config, shapes)
         if "fc.weight" in shapes:
@@ -106,8 +142,8 @@ def parse(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
             f"head of kind {', '.join(KINDS)}"
         ) from error
     raise BadParameter(
-        f"{where} holds no head that is known: expected a config.json with {TYPE!r} or 'medusa_num_heads', or weights "
-        "with 'fc.weight' (EAGLE)"
+        f"{where} holds no head that is known: expected a config.json with {TYPE!r}, 'medusa_num_heads', "
+        "'hydra_num_heads' or 'dflash_config', or weights with 'fc.weight' (EAGLE)"
     )
 
 
@@ -115,8 +151,12 @@ def _of_speculators(config: Mapping[str, Any], shapes: Shapes, where: str) -> He
     kind = config[TYPE]
     if kind == MEDUSA:
         return _medusa(config, shapes)
+    if kind == MTP:
+        return _mtp(config, config["transformer_layer_config"])
     if kind == EAGLE3:
         return _eagle(config, config["transformer_layer_config"], shapes)
+    if kind in (DFLASH, DSPARK):
+        return _dflash(config, shapes, where)
     raise Refused(f"{where} holds a head of kind {kind!r}, which is not supported; supported are {', '.join(KINDS)}")
 
 
@@ -139,6 +179,86 @@ def _medusa(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
         bias="blocks.0.layers.0.bias" in shapes,
         shared_output=depths > 1 and "lm_heads.1.weight" not in shapes,
         target=str(config.get("base_model_name_or_path") or _verifier(config)),
+    )
+
+
+def _hydra(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
+    architecture = config.get("hydra_head_arch", "mlp")
+    if architecture not in HYDRA_ARCHITECTURES:
+        raise Refused(
+            f"{where} holds Hydra heads of the architecture {architecture!r}, which is not supported; supported are "
+            f"{', '.join(HYDRA_ARCHITECTURES)}"
+        )
+    for name, expected in (("grounded_heads", True), ("hidden_state_offset", 0)):
+        if config.get(name, 0) != expected:
+            raise Refused(
+                f"{where} holds Hydra heads with {name}={config.get(name, 0)!r}, which is not supported; supported is "
+                f"{expected!r}"
+            )
+    hidden, rows = shapes["blocks.0.0.linear.weight"][0], shapes["lm_heads.0.weight"][0]
+    vocabulary = int(config["vocab_size"]) if "token_map" in shapes else rows
+    decoder = config.get("transformer_layer_config")
+    return HeadConfig(
+        HYDRA_ARCHITECTURES[architecture],
+        hidden,
+        hidden,
+        vocabulary,
+        rows,
+        depths=len({name.split(".")[1] for name in shapes if name.startswith("blocks.")}),
+        blocks=len({name.split(".")[2] for name in shapes if name.startswith("blocks.0.")}),
+        bias="blocks.0.0.linear.bias" in shapes,
+        output_bias="lm_heads.0.bias" in shapes,
+        decoder=None if decoder is None else dict(decoder),
+        target=str(config.get("base_model_name_or_path") or ""),
+    )
+
+
+def _dflash(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
+    """DFlash's own ids count from the output of the first layer, those of speculators from the embedding."""
+    own = config.get("dflash_config")
+    kind = config.get(TYPE, DFLASH)
+    decoder = config if own is not None else config["transformer_layer_config"]
+    if (layer := decoder.get("model_type") or "qwen3") != "qwen3":
+        raise Refused(f"{where} has decoder layers of type {layer!r}, which are not supported; supported is qwen3")
+    if any(each != "full_attention" for each in decoder.get("layer_types") or ()):
+        raise Refused(
+            f"{where} has layers with sliding attention, which are not supported; supported are those with full "
+            "attention (layer_types)"
+        )
+    layers = [each + 1 for each in own["target_layer_ids"]] if own else config["aux_hidden_state_layer_ids"]
+    block = int(config.get("block_size") or (own or {})["block_size"])
+    mask = config["mask_token_id"] if own is None else own["mask_token_id"]
+    hidden, width = shapes["fc.weight"]
+    decoder = {**QWEN3, **{name: decoder[name] for name in READ if decoder.get(name) is not None}}
+    vocabulary = int(decoder["vocab_size"])
+    rows = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else 0
+    if not 0 <= int(mask) < vocabulary or block < 2:
+        raise BadParameter(
+            f"{where} has mask_token_id={mask} and block_size={block}, which is not possible with a vocabulary of "
+            f"{vocabulary}; the file is broken"
+        )
+    anchor = bool(config.get("sample_from_anchor", kind == DSPARK))
+    rank = shapes["markov_head.markov_w1.weight"][1] if "markov_head.markov_w1.weight" in shapes else 0
+    markov = str(config.get("markov_head_type", VANILLA)) if rank else ""
+    if markov not in ("", VANILLA, GATED):
+        raise Refused(
+            f"{where} has markov_head_type={markov!r}, which is not supported; supported are {VANILLA} and {GATED}"
+        )
+    return HeadConfig(
+        kind,
+        hidden,
+        width // max(1, len(layers)),
+        vocabulary,
+        rows or int(config.get("draft_vocab_size") or vocabulary),
+        tuple(int(each) for each in layers),
+        depths=block if anchor else block - 1,
+        bias="fc.bias" in shapes,
+        decoder=decoder,
+        mask_token=int(mask),
+        from_anchor=anchor,
+        markov=markov,
+        markov_rank=rank,
+        target=_verifier(config),
     )
 
 
@@ -166,6 +286,14 @@ def _eagle(config: Mapping[str, Any], decoder: Mapping[str, Any], shapes: Shapes
         norm_before_fc="input_norm.weight" in shapes,
         target=_verifier(config),
     )
+
+
+def _mtp(config: Mapping[str, Any], decoder: Mapping[str, Any]) -> HeadConfig:
+    """One module, whose embedding and output layer are the target's."""
+    if (count := config.get("num_nextn_predict_layers", 1)) != 1:
+        raise Refused(f"the head has {count} MTP modules, and heads of speculators with one are supported")
+    size, vocabulary = int(decoder["hidden_size"]), int(decoder["vocab_size"])
+    return HeadConfig(MTP, size, size, vocabulary, vocabulary, decoder=dict(decoder), target=_verifier(config))
 
 
 def _verifier(config: Mapping[str, Any]) -> str:

@@ -167,7 +167,7 @@ class Head(ABC):
         tokens = [1] * (MEASURED_CONTEXT + 1)
         with self.lock:
             text = self.open(tokens)
-            text.append(torch.zeros(MEASURED_CONTEXT, width, dtype=self.dtype, device=self.device))
+            text.append(torch.zeros(MEASURED_CONTEXT - text.known, width, dtype=self.dtype, device=self.device))
             self.forward([(text, [()])])
             random, found = Random(0), list[Round]()
             for _ in range(ROUNDS):
@@ -179,7 +179,7 @@ class Head(ABC):
     def _timed(self, text: Any, size: int) -> float:
         """Seconds of a forward over so many paths."""
         text.discard()
-        if text.computable(()):
+        if not text.computable((1,)):  # no path but the root's is ever computed
             return self._seconds(text, [()])
         return self._seconds(text, [(token % self.vocab_size,) for token in range(1, size + 1)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,12 +10,38 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from leapahead.core.errors import BadParameter, Refused
-from leapahead.drafters.heads import modules
+from leapahead.drafters.heads import networks
 from leapahead.drafters.heads.block_head import BlockHead
-from leapahead.drafters.heads.config import LAST, HeadConfig
+from leapahead.drafters.heads.config import (
+    DFLASH,
+    DSPARK,
+    EAGLE,
+    EAGLE3,
+    HYDRA,
+    HYDRA_PREFIX,
+    LAST,
+    MEDUSA,
+    MTP,
+    HeadConfig,
+)
+from leapahead.drafters.heads.dflash_head import DFlashHead
 from leapahead.drafters.heads.head import Head
+from leapahead.drafters.heads.hydra_head import HydraHead
+from leapahead.drafters.heads.mtp import MtpHead
 from leapahead.drafters.heads.row_head import RowHead
 from leapahead.models.base import TargetInfo
+from leapahead.models.transformers.families import text_config
+
+HEADS: dict[str, type[Head]] = {
+    MEDUSA: BlockHead,
+    EAGLE: RowHead,
+    EAGLE3: RowHead,
+    HYDRA: HydraHead,
+    HYDRA_PREFIX: HydraHead,
+    DFLASH: DFlashHead,
+    DSPARK: DFlashHead,
+    MTP: MtpHead,
+}
 
 
 def load(config: HeadConfig, tensors: dict[str, Tensor], target: Any, name: str) -> Head:
@@ -42,17 +69,21 @@ def load(config: HeadConfig, tensors: dict[str, Tensor], target: Any, name: str)
         offsets = mapped - torch.arange(len(mapped))
     device, dtype = _place(target, network)
     tensors = {key: each.to(device, dtype) for key, each in tensors.items()}
-    tensors |= _shared(config, tensors, network, info.name, name)
+    if config.kind == HYDRA_PREFIX and config.decoder is None:
+        config = replace(config, decoder=_decoder(network, info.name, name))
     with torch.device("meta"):
-        module = modules.make(config)
-    if isinstance(module, modules.RowModule):
-        module.rotary = LlamaRotaryEmbedding(module.llama).to(device)
+        module: Any = networks.make(config)
+    for place, each in list(module.named_modules()):
+        if isinstance(each, LlamaRotaryEmbedding):
+            module.set_submodule(place, LlamaRotaryEmbedding(each.config).to(device))
+    if config.kind == MTP:
+        module.rotary.to(device)
+    tensors |= _shared(module, tensors, network, info.name, name)
     _check_tensors(module, tensors, name)
     module.load_state_dict(tensors, strict=False, assign=True)
     module.d2t = offsets
     module.requires_grad_(False).eval()
-    kind = RowHead if isinstance(module, modules.RowModule) else BlockHead
-    return kind(config, module, info, name)
+    return HEADS[config.kind](config, module, info, name)
 
 
 def _check(config: HeadConfig, info: TargetInfo, name: str) -> None:
@@ -82,8 +113,22 @@ def _place(target: Any, network: Any) -> tuple[torch.device, torch.dtype]:
     return torch.device(target.device), next(each.dtype for each in network.parameters() if each.is_floating_point())
 
 
-def _shared(config: HeadConfig, tensors: dict[str, Tensor], network: Any, target: str, name: str) -> dict[str, Tensor]:
+def _decoder(network: Any, target: str, name: str) -> dict[str, Any]:
+    """The fields of the decoder layer of a head whose file does not tell them, since it is one of the target's."""
+    found = None if network is None else text_config(network)
+    if found is None or found.model_type != "llama":
+        raise Refused(
+            f"the head {name} has a decoder layer of its target's shape, and {target} has no layers of type llama; use "
+            "a head that was trained for this target"
+        )
+    return dict(found.to_dict())
+
+
+def _shared(
+    module: torch.nn.Module, tensors: dict[str, Tensor], network: Any, target: str, name: str
+) -> dict[str, Tensor]:
     """The embedding and the output layer of the target, for a head that has none of its own."""
+    expected = module.state_dict().keys()
     wanted = {
         own: of
         for own, of in (
@@ -91,7 +136,7 @@ def _shared(config: HeadConfig, tensors: dict[str, Tensor], network: Any, target
             ("lm_head.weight", "get_output_embeddings"),
             ("lm_heads.0.weight", "get_output_embeddings"),
         )
-        if own not in tensors and (own != "lm_heads.0.weight") == (config.decoder is not None)
+        if own in expected and own not in tensors
     }
     if not wanted:
         return {}
@@ -111,7 +156,7 @@ def _shared(config: HeadConfig, tensors: dict[str, Tensor], network: Any, target
 
 
 def _check_tensors(module: torch.nn.Module, tensors: dict[str, Tensor], name: str) -> None:
-    expected = {key: tuple(each.shape) for key, each in module.state_dict().items() if not key.startswith("rotary.")}
+    expected = {key: tuple(each.shape) for key, each in module.state_dict().items() if "rotary." not in key}
     if missing := sorted(expected.keys() - tensors.keys()):
         raise BadParameter(f"the head {name} lacks the tensor {missing[0]}; the file is incomplete")
     if extra := sorted(tensors.keys() - expected.keys()):

@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from leapahead.drafters.heads.config import EAGLE3, HeadConfig
+from leapahead.drafters.heads.config import HeadConfig
 
 # (layer, q [batch, heads, rows, dim], k and v [batch, key heads, rows, dim]) -> [batch, heads, rows, dim]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -80,9 +80,15 @@ class Medusa(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention whose input may be wider than the residual stream."""
+    """Grouped-query attention whose input may be wider than the residual stream.
 
-    def __init__(self, config: LlamaConfig, width: int) -> None:
+    Args:
+        config: of the layer.
+        width: of the input.
+        norms_heads: whether queries and keys are normed, as Qwen3's are.
+    """
+
+    def __init__(self, config: LlamaConfig, width: int, norms_heads: bool = False) -> None:
         super().__init__()
         self.dim = config.head_dim
         self.scale = self.dim**-0.5
@@ -91,13 +97,20 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, config.num_key_value_heads * self.dim, bias=bias)
         self.v_proj = nn.Linear(width, config.num_key_value_heads * self.dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * self.dim, size, bias=bias)
+        self.q_norm: nn.Module = LlamaRMSNorm(self.dim, config.rms_norm_eps) if norms_heads else nn.Identity()
+        self.k_norm: nn.Module = LlamaRMSNorm(self.dim, config.rms_norm_eps) if norms_heads else nn.Identity()
 
     def forward(self, layer: int, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        shape = (*x.shape[:-1], -1, self.dim)
-        q, k, v = (each(x).view(shape).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = apply_rotary_pos_emb(q, k, *angles)
+        q, k, v = self.projected(x, angles)
         found: Tensor = self.o_proj(attend(layer, q, k, v).transpose(1, 2).flatten(-2))
         return found
+
+    def projected(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of rows, [batch, heads or key heads, rows, dim] each."""
+        shape = (*x.shape[:-1], -1, self.dim)
+        q, k, v = (each(x).view(shape) for each in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2), *angles)
+        return q, k, v.transpose(1, 2)
 
 
 class DecoderLayer(nn.Module):
@@ -107,11 +120,12 @@ class DecoderLayer(nn.Module):
         config: of the layer.
         width: of the attention's input.
         norms_input: whether the layer norms what it reads, as all but EAGLE-1's first one do.
+        norms_heads: whether its queries and keys are normed: a Qwen3 layer.
     """
 
-    def __init__(self, config: LlamaConfig, width: int, norms_input: bool = True) -> None:
+    def __init__(self, config: LlamaConfig, width: int, norms_input: bool = True, norms_heads: bool = False) -> None:
         super().__init__()
-        self.self_attn = Attention(config, width)
+        self.self_attn = Attention(config, width, norms_heads)
         self.mlp = LlamaMLP(config)
         if norms_input:
             self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -226,10 +240,3 @@ class Eagle3(RowModule):
     def leave(self, states: Tensor) -> Tensor:
         found: Tensor = self.norm(states)
         return found
-
-
-def make(config: HeadConfig) -> Medusa | RowModule:
-    """The network of a configuration, with weights that are not trained."""
-    if config.decoder is None:
-        return Medusa(config)
-    return Eagle3(config) if config.kind == EAGLE3 else Eagle(config)

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from leapahead.drafters.heads.cache import KEYS, VALUES, CachedHead, CachedText, Planes
+from leapahead.drafters.heads.cache import CachedHead, CachedText, Planes, Span, attention, causal
 from leapahead.drafters.heads.head import Drafted, Key, Path
 from leapahead.drafters.heads.modules import RowModule
 from leapahead.models.choices import Rows
@@ -110,9 +109,7 @@ class RowHead(CachedHead):
         """The rows of committed tokens that are missing, or if there are none, those of nodes."""
         if (waiting := text.take(most)) is not None:
             count, begin = len(waiting), text.length
-            mask = None
-            if count > 1:
-                mask = torch.ones(count, begin + count, dtype=torch.bool, device=self.device).tril_(begin)
+            mask = causal(begin, count, self.device)
             tokens = list(text.tokens[begin + 1 : begin + 1 + count])
             assert len(tokens) == count, "a hidden state was given for a token that is not committed"
             text.length += count
@@ -134,25 +131,7 @@ class RowHead(CachedHead):
     def _computed(self, parts: Sequence[Part]) -> list[Tensor]:
         """The outputs of the rows of each part, float [rows, hidden_size]; their keys and values are in the caches."""
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            found, start = [], 0
-            for part in parts:
-                count = len(part.tokens)
-                mine = slice(start, start + count)
-                keys = part.text.write((layer, KEYS), part.begin, k[0, :, mine])
-                values = part.text.write((layer, VALUES), part.begin, v[0, :, mine])
-                found.append(
-                    F.scaled_dot_product_attention(
-                        q[:, :, mine],
-                        keys[None],
-                        values[None],
-                        attn_mask=part.mask,
-                        enable_gqa=True,
-                    )
-                )
-                start += count
-            return torch.cat(found, dim=2)
-
+        attend = attention([Span(part.text, part.begin, len(part.tokens), part.mask) for part in parts])
         tokens = torch.tensor([[token for part in parts for token in part.tokens]], device=self.device)
         positions = torch.tensor([[position for part in parts for position in part.positions]], device=self.device)
         states = torch.cat([part.states for part in parts])[None]

@@ -1,0 +1,308 @@
+"""Hydra, DFlash and DSpark: their published formats, their networks, the usual mistakes, what they refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import heads
+import pytest
+import torch
+from torch.nn import functional as F
+
+from leapahead import LLM
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.drafters.heads import checkpoint, dflash_head, networks
+from leapahead.drafters.heads.cache import CachedText, Span
+from leapahead.drafters.heads.config import HeadConfig
+from leapahead.drafters.heads.dflash import DFlash
+from leapahead.drafters.heads.dflash_head import DFlashText
+
+pytestmark = pytest.mark.filterwarnings("ignore:the head")  # which may take as long as the tiny model
+
+PROMPTS = ["def add(a, b):\n    return a + b\n\ndef add(", "for number in range(10): print(", "The quick"]
+
+
+def vocabulary(model: Any) -> int:
+    return int(model.config.vocab_size)
+
+
+def errors(folder: Path, kind: str, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> float:
+    """How far the candidates during decoding are from the recomputed ones."""
+    found = heads.recording(monkeypatch)
+    with LLM(model, tokenizer=tokenizer, head=str(folder), nodes=40) as llm:
+        llm.generate(PROMPTS, max_new_tokens=16, ignore_eos=True)
+        drafter: Any = llm.engine.drafter("head", head=str(folder))
+        (model_of,) = drafter.draft_forwards.models
+        ids = torch.arange(vocabulary(model)).numpy()
+        assert found
+        return heads.worst(found, model, model_of.head.module, heads.LAYERS[kind], ids)
+
+
+# ------------------------------------------------------------------------------------------------- usual mistakes
+
+
+def shifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    append = CachedText.append
+    monkeypatch.setattr(CachedText, "append", lambda self, states: append(self, states.roll(1, 0)))
+
+
+def stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of blocks stay in the cache instead of being computed from the target's states."""
+
+    def append(self: Any, states: Any) -> None:
+        kept = min(len(states) - 1, self.depths if self.length else 0)
+        self.known += len(states)
+        self.length += kept
+        self._waiting.append(states[kept:])
+        self.is_computed = False
+
+    monkeypatch.setattr(DFlashText, "append", append)
+
+
+def wrong_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeadConfig, "layers_of", lambda self, count: (0, 2))
+
+
+def wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DFlash, "predicting", lambda self, states: states[..., : self.config.depths, :])
+
+
+def causal_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    span = Span
+    monkeypatch.setattr(
+        dflash_head,
+        "Span",
+        lambda text, begin, rows: span(text, begin, rows, torch.ones(rows, begin + rows, dtype=torch.bool).tril(begin)),
+    )
+
+
+def old_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of the committed tokens begin at position 0 in every forward."""
+    context = DFlash.context
+    monkeypatch.setattr(DFlash, "context", lambda self, states, at: context(self, states, at - at.min()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mutation"),
+    [
+        *(("dflash", each) for each in (shifted, stale, wrong_layers, wrong_rows, causal_blocks, old_positions)),
+        ("hydra++", shifted),
+        ("dspark", shifted),
+    ],
+)
+def test_the_usual_mistakes_are_found(
+    kind: str,
+    mutation: Callable[[pytest.MonkeyPatch], None],
+    exact_model: Any,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = heads.write(tmp_path, kind, vocabulary(exact_model))
+    mutation(monkeypatch)
+    if mutation in (wrong_rows, old_positions):  # which the recomputation would make too
+        monkeypatch.setattr(heads, "of_block", plain_block)
+    assert errors(folder, kind, exact_model, tokenizer, monkeypatch) > 1e-3
+
+
+# --------------------------------------------------------------------------------------------------- the networks
+
+
+def norm(x: Any, weight: Any) -> Any:
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def turned(x: Any, positions: Any) -> Any:
+    """Rotary positions of [rows, heads, dim]."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] / 10000.0 ** (torch.arange(half, dtype=x.dtype) / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    return torch.cat((x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin), dim=-1)
+
+
+def plain_block(module: DFlash, states: torch.Tensor, tokens: Any, path: Any) -> torch.Tensor:
+    """The logits after a path by DFlash's formulas, with nothing of the module but its weights."""
+    w = dict(module.named_parameters())
+    config, last = module.config, len(tokens) - 1
+    rows = config.depths + (not config.from_anchor)
+    fused = norm(states[0] @ w["fc.weight"].T, w["hidden_norm.weight"])
+    x = w["embed_tokens.weight"][[tokens[-1], *[config.mask_token] * (rows - 1)]]
+    places = torch.arange(last + rows, dtype=x.dtype)
+    for layer in range(2):
+        at = f"layers.{layer}."
+        h = norm(x, w[f"{at}input_layernorm.weight"])
+        own = {}
+        for name, read in (("q", h), ("k", torch.cat((fused, h))), ("v", torch.cat((fused, h)))):
+            own[name] = (read @ w[f"{at}self_attn.{name}_proj.weight"].T).view(len(read), -1, 8)
+        q = turned(norm(own["q"], w[f"{at}self_attn.q_norm.weight"]), places[last:])
+        k = turned(norm(own["k"], w[f"{at}self_attn.k_norm.weight"]), places)
+        k, v = (each.repeat_interleave(2, dim=1) for each in (k, own["v"]))
+        weights = (torch.einsum("qhd,khd->hqk", q, k) / 8**0.5).softmax(-1)
+        attended = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+        x = x + attended @ w[f"{at}self_attn.o_proj.weight"].T
+        h = norm(x, w[f"{at}post_attention_layernorm.weight"])
+        gated = F.silu(h @ w[f"{at}mlp.gate_proj.weight"].T) * (h @ w[f"{at}mlp.up_proj.weight"].T)
+        x = x + gated @ w[f"{at}mlp.down_proj.weight"].T
+    row = norm(x, w["norm.weight"])[len(path) + rows - config.depths]
+    found: torch.Tensor = row @ w["lm_head.weight"].T
+    return found
+
+
+def test_dflash_is_computed_by_its_formulas(
+    exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = heads.write(tmp_path, "dflash", vocabulary(exact_model))
+    monkeypatch.setattr(heads, "of_block", plain_block)
+    assert errors(folder, "dflash", exact_model, tokenizer, monkeypatch) < 1e-4  # norms are computed in float32
+
+
+def test_dspark_adds_a_bias_of_the_token_before(tmp_path: Path) -> None:
+    config = heads.config_of("dspark", 40, markov_head_type="gated")
+    tensors = heads.tensors_of("dspark", 40)
+    random = torch.Generator().manual_seed(7)
+    tensors |= {"markov_head.gate_proj.weight": torch.randn(6, 38, generator=random)}
+    tensors |= {"markov_head.gate_proj.bias": torch.randn(6, generator=random)}
+    checkpoint.write(tmp_path, config, tensors)
+    described, named = checkpoint.read(tmp_path)
+    assert (described.depths, described.from_anchor, described.markov, described.markov_rank) == (4, True, "gated", 6)
+    assert not any("confidence" in name for name in named)
+    module: Any = networks.make(described)
+    module.load_state_dict(named, strict=False)
+    state, token = torch.randn(32, generator=random), torch.tensor(11)
+    w1 = named["markov_head.markov_w1.weight"][11]
+    gate = named["markov_head.gate_proj.weight"] @ torch.cat((state, w1)) + named["markov_head.gate_proj.bias"]
+    expected = module.lm_head(state) + named["markov_head.markov_w2.weight"] @ (gate.sigmoid() * w1)
+    torch.testing.assert_close(module.one(state, token), expected)
+
+
+def test_a_new_hydra_reads_the_tokens_of_its_path(tmp_path: Path) -> None:
+    config, tensors = checkpoint.read(heads.write(tmp_path, "hydra", 40))
+    module: Any = networks.make(config)
+    assert not module.has_attention
+    module.load_state_dict({**tensors, "embed_tokens.weight": (e := torch.randn(40, 32))})
+    h, tokens = torch.randn(32), [5, 7, 9]
+    x = torch.cat((h, *(e[token] for token in tokens)))
+    for layer in range(2):
+        name = f"blocks.2.{layer}"
+        kept = tensors[f"{name}.residual.weight"] @ x + tensors[f"{name}.residual.bias"] if layer == 0 else x
+        x = kept + F.silu(tensors[f"{name}.linear.weight"] @ x + tensors[f"{name}.linear.bias"])
+    expected = tensors["lm_heads.2.weight"] @ x + tensors["lm_heads.2.bias"]
+    torch.testing.assert_close(module.one(2, h, torch.tensor(tokens)), expected)
+
+
+# ------------------------------------------------------------------------------------------------------ the files
+
+
+def published_hydra(prefixed: bool, size: int) -> dict[str, torch.Tensor]:
+    """As `torch.save` of Hydra's heads: of two, whose second layer is there twice, with dropout between the layers."""
+    random = torch.Generator().manual_seed(1)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random) * 0.3
+
+    found: dict[str, torch.Tensor] = {"input_embed_fn.weight": matrix(size, 32)}
+    for k in range(2):
+        shared = {"weight": matrix(32, 32), "bias": matrix(32)}
+        places = (1, 3, 5) if prefixed else (0, 1, 2)
+        for part in ("linear", "res_connection"):
+            found[f"hydra_mlp.{k}.{places[0]}.{part}.weight"] = matrix(32, 32 * (k + 2))
+            found[f"hydra_mlp.{k}.{places[0]}.{part}.bias"] = matrix(32)
+        for place in places[1:]:
+            found |= {f"hydra_mlp.{k}.{place}.linear.{name}": each for name, each in shared.items()}
+        output = f"hydra_lm_head.{k}.1" if prefixed else f"hydra_lm_head.{k}"
+        found |= {f"{output}.weight": matrix(size, 32), f"{output}.bias": matrix(size)}
+    if prefixed:
+        prefix = "prefix_embeding_layer."
+        for name, out, into in (("q", 32, 32), ("k", 16, 32), ("v", 16, 32), ("o", 32, 32)):
+            found[f"{prefix}layers.0.self_attn.{name}_proj.weight"] = matrix(out, into)
+        for name, out, into in (("gate", 64, 32), ("up", 64, 32), ("down", 32, 64)):
+            found[f"{prefix}layers.0.mlp.{name}_proj.weight"] = matrix(out, into)
+        for name in ("norm", "layers.0.input_layernorm", "layers.0.post_attention_layernorm"):
+            found[f"{prefix}{name}.weight"] = matrix(32)
+        found[f"{prefix}embed_tokens.weight"] = matrix(size, 32)
+        found[f"{prefix}layers.0.self_attn.rotary_emb.inv_freq"] = matrix(4)
+    return found
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_published_hydra_weights(
+    prefixed: bool, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decoder layer of Hydra++ has the target's shape, which its file does not tell."""
+    source, kind = tmp_path / "published", "hydra++" if prefixed else "hydra"
+    source.mkdir()
+    weights = published_hydra(prefixed, vocabulary(exact_model))
+    architecture = "prefix-mlp" if prefixed else "mlp"
+    config = {"hydra_num_heads": 2, "hydra_num_layers": 3, "hydra_head_arch": architecture, "grounded_heads": True}
+    (source / "config.json").write_text(json.dumps({**config, "base_model_name_or_path": "tiny"}))
+    torch.save(weights, source / "hydra_lm_head.pt")
+    described = checkpoint.convert(source, tmp_path / "head")
+    assert (described.kind, described.depths, described.blocks, described.target) == (kind, 2, 3, "tiny")
+    _, named = checkpoint.read(tmp_path / "head")
+    assert torch.equal(named["embed_tokens.weight"], weights["input_embed_fn.weight"])
+    place = 5 if prefixed else 2
+    assert torch.equal(named["blocks.1.2.linear.bias"], weights[f"hydra_mlp.1.{place}.linear.bias"])
+    assert errors(tmp_path / "head", kind, exact_model, tokenizer, monkeypatch) < 1e-6
+
+
+def test_dflash_in_its_own_form(exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Its ids count from the output of the first layer."""
+    given = heads.config_of("dflash", vocabulary(exact_model))
+    own = {"target_layer_ids": [0, 1], "mask_token_id": 3}
+    config = {**given["transformer_layer_config"], "block_size": 4, "dflash_config": own, "num_target_layers": 2}
+    checkpoint.write(tmp_path, config, heads.tensors_of("dflash", vocabulary(exact_model)))
+    assert checkpoint.read(tmp_path)[0].layers == (1, 2)
+    assert errors(tmp_path, "dflash", exact_model, tokenizer, monkeypatch) < 1e-6
+
+
+def in_decoder(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**config, "transformer_layer_config": {**config["transformer_layer_config"], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "error", "message"),
+    [
+        ("hydra", lambda c: {**c, "hydra_head_arch": "eagle-attn"}, Refused, "of the architecture 'eagle-attn'"),
+        ("hydra", lambda c: {**c, "grounded_heads": False}, Refused, "grounded_heads=False, which is not supported"),
+        ("hydra", lambda c: {**c, "hidden_state_offset": 1}, Refused, "hidden_state_offset=1, which is not supported"),
+        ("dflash", lambda c: in_decoder(c, model_type="llama"), Refused, "decoder layers of type 'llama'"),
+        ("dflash", lambda c: in_decoder(c, layer_types=["sliding_attention"] * 2), Refused, "sliding attention"),
+        ("dflash", lambda c: {**c, "mask_token_id": 1 << 20}, BadParameter, "mask_token_id=1048576"),
+        ("dflash", lambda c: {**c, "block_size": 1}, BadParameter, "block_size=1"),
+        ("dflash", lambda c: {**c, "aux_hidden_state_layer_ids": [1, 7]}, BadParameter, "layers 1, 7, and the target"),
+        ("dflash", lambda c: {**c, "aux_hidden_state_layer_ids": None}, BadParameter, "lack what is needed"),
+        ("dspark", lambda c: {**c, "markov_head_type": "rnn"}, Refused, "markov_head_type='rnn'"),
+        ("dspark", lambda c: {**c, "speculators_model_type": "dflash2"}, Refused, "of kind 'dflash2'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    kind: str,
+    change: Callable[[dict[str, Any]], dict[str, Any]],
+    error: type[LeapaheadError],
+    message: str,
+    tiny_model: Any,
+    tokenizer: Any,
+    tmp_path: Path,
+) -> None:
+    size = vocabulary(tiny_model)
+    checkpoint.write(tmp_path, change(heads.config_of(kind, size)), heads.tensors_of(kind, size))
+    with pytest.raises(error) as found:
+        LLM(tiny_model, tokenizer=tokenizer, drafter="head", head=str(tmp_path))
+    assert message in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_a_hydra_of_a_single_head(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Its time is that of forwards from the root, since there are no others."""
+    found = heads.tensors_of("hydra", vocabulary(tiny_model))
+    checkpoint.write(
+        tmp_path,
+        heads.config_of("hydra", vocabulary(tiny_model)),
+        {name: each for name, each in found.items() if name.split(".")[1] == "0"},
+    )
+    with LLM(tiny_model, tokenizer=tokenizer, drafter="head", head=tmp_path) as llm:
+        text = llm.generate(PROMPTS[0], max_new_tokens=12)
+        assert text.tokens == llm.generate(PROMPTS[0], max_new_tokens=12, drafter="plain").tokens
