@@ -29,11 +29,17 @@ from leapahead.models.loading import Loaded
 from leapahead.planner.profile import processor
 from research import drawn, heads
 from research.acceptance import HEADS, RULES, TEMPERATURES, acceptance
+from research.distilled import distilled, tuned
 from research.exactness import exactness
 from research.overhead import cost_curve, overhead, target_135m
 from research.picture import picture
+from research.relaxed import relaxed
 
-PARTS = ("check", "acceptance", "rules", "heads", "head-kinds", "overhead", "memory", "example", *drawn.PARTS)
+PARTS = (
+    *("check", "acceptance", "rules", "heads", "head-kinds", "relaxed", "overhead", "memory", "example"),
+    *drawn.PARTS,
+)
+TRAINED = ("distilled", "cllm")  # parts that need models of `make train-draft` and `make train-cllm`
 
 
 @click.command(cls=Command)
@@ -50,7 +56,11 @@ PARTS = ("check", "acceptance", "rules", "heads", "head-kinds", "overhead", "mem
     help="JSON file; other parts in it are kept.",
 )
 @click.option(
-    "--part", "parts", multiple=True, type=click.Choice(PARTS), help="Measure only this part; may be repeated."
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice([*PARTS, *TRAINED]),
+    help="Measure only this part; may be repeated.",
 )
 @click.option("--limit", type=int, default=40, show_default=True, help="Prompts of each task.")
 @click.option("--check-limit", type=int, default=30, show_default=True, help="Prompts of each task for the check.")
@@ -142,6 +152,16 @@ def _measured(
             f"at EOS, seed 1, at most 16 nodes, with a drafter cache for each row of the table; {machine}."
         }
         return {"heads": acceptance(llm, prompts, configurations=HEADS)}, conditions
+    if part in TRAINED:
+        return _trained(part, llm, _texts(data, limit), machine)
+    if part == "relaxed":
+        prompts = _texts(data, limit)
+        conditions = {
+            "relaxed": f"bundled model, float32, {tasks.in_words(prompts)}, up to 128 new tokens, stopping at EOS, "
+            "seed 1, trees of 16 nodes of auto with a drafter cache for each row of the table, chains of up to 4 of "
+            f"the bundled draft model; {machine}."
+        }
+        return {"relaxed": relaxed(llm, prompts)}, conditions
     if part == "overhead":
         target = target_135m()
         what = "random weights in the shapes of a 135M Llama, bfloat16, batch 1"
@@ -163,6 +183,16 @@ def _machine() -> str:
         f"{processor()}, {torch.get_num_threads()} of them used; leapahead {__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}"
     )
+
+
+def _trained(part: str, llm: LLM, prompts: dict[str, list[str]], machine: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """As `_measured`, of the parts that need trained models."""
+    common = f"float32, {tasks.in_words(prompts)}, up to 128 new tokens, stopping at EOS"
+    if part == "distilled":
+        conditions = f"bundled model, {common}, seed 1; {machine}."
+        return {part: distilled(llm, prompts)}, {part: conditions}
+    conditions = f"bundled model and the same tuned for Jacobi decoding, {common}, greedy; {machine}."
+    return {part: tuned(llm, prompts)}, {part: conditions}
 
 
 def _texts(data: Path, limit: int) -> dict[str, list[str]]:

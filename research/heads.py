@@ -68,12 +68,12 @@ def trained(folder: Path, nodes: int = 16) -> list[Compared]:
     """
     found: list[Compared] = []
     for run in map(Folder, sorted(each for each in folder.glob("*") if (each / "head" / "config.json").is_file())):
-        config, tensors = checkpoint.read(run.head)
+        config, tensors = checkpoint.read(run.trained)
         with safe_open(run.checkpoint, framework="pt") as file:
             seconds = json.loads(file.metadata()[STATE])["seconds"]
         parameters = sum(each.numel() for each in tensors.values())
         name = f"{config.kind}: {parameters / 1e6:.1f}M parameters, {seconds / 60:.0f} minutes"
-        found.append((name, "head", {"head": str(run.head), "nodes": nodes}))
+        found.append((name, "head", {"head": str(run.trained), "nodes": nodes}))
     if not found:
         raise click.ClickException(f"there are no trained heads in {folder}; make them with `make train-heads`")
     return found

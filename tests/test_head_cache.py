@@ -96,3 +96,14 @@ def test_a_head_without_attention_needs_the_newest_state_alone() -> None:
     assert text.missing == 1
     head.keep(text, "me")
     assert head.known([5], "me") == 0
+
+
+def test_rows_may_be_left_out() -> None:
+    """As those of nodes that a layer of the head does not compute, where the plane grows beyond them."""
+    text = head_of(has_attention=True).open(TOKENS)
+    text.write((0, KEYS), 0, rows(2, 1))
+    end = cache.FIRST_CAPACITY + 3
+    found = text.write((0, KEYS), end, rows(2, 5))
+    assert torch.equal(found[:, :2], rows(2, 1))
+    assert not found[:, 2:end].any()
+    assert torch.equal(found[:, end:], rows(2, 5))

@@ -48,6 +48,7 @@ CORE = {  # modules of core, and which others of core they may import
     "tree": {"errors"},
     "verify": {"tree"},
     "rejection": {"errors", "tree", "verify"},
+    "relaxed": {"errors", "parameters", "tree", "verify"},
     "noise": set[str](),
     "filters": set[str](),
     "grammar": set[str](),

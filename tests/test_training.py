@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import heads  # noqa: E402
-from training_parts import KINDS, QUIET, VOCABULARY, made, model_of, settings_of, texts_of  # noqa: E402
+from training_parts import KINDS, QUIET, VOCABULARY, made, model_of, settings_of, stopping, texts_of  # noqa: E402
 
 from leapahead import Engine, Request, SamplingParams, StopParams  # noqa: E402
 from leapahead.bench.conditions import silent  # noqa: E402
@@ -59,6 +58,7 @@ def test_a_loss_is_its_formula(name: str) -> None:
         "soft_ce": -(p * np.log(q)).sum(-1),
         "kl": (p * np.log(p / q)).sum(-1),
         "reverse_kl": (q * np.log(q / p)).sum(-1),
+        "jsd": 0.5 * (p * np.log(2 * p / (p + q)) + q * np.log(2 * q / (p + q))).sum(-1),
         "tv": 1 - np.minimum(p, q).sum(-1),
     }[name]
     found = losses.LOSSES[name](torch.tensor(one), torch.tensor(other), torch.tensor(tokens))
@@ -159,17 +159,6 @@ def test_the_order_is_a_function_of_the_number(texts: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------- a resumed training
-
-
-def stopping(after: int) -> Callable[[], Any]:
-    """Interrupts that come after so many steps."""
-
-    @contextmanager
-    def interrupts() -> Iterator[Callable[[], bool]]:
-        left = iter([False] * after)
-        yield lambda: next(left, True)
-
-    return interrupts
 
 
 @pytest.mark.parametrize("kind", KINDS)

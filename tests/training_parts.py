@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from leapahead import LLM
 from leapahead.bench.conditions import silent
 from leapahead.training import recipes
-from leapahead.training.batches import Order
+from leapahead.training.batches import Order, batch_of
 from leapahead.training.features import Online, TrainingTarget
 from leapahead.training.loop import Training, Watch
 from leapahead.training.recipe import Recipe
@@ -44,6 +46,24 @@ def model_of(seed: int = 0) -> Any:
         return LlamaForCausalLM(config).eval()
 
 
+def small_model(vocabulary: int = VOCABULARY) -> Any:
+    """A llama of one layer with random weights, as a draft model."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.4,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return LlamaForCausalLM(config).eval()
+
+
 def texts_of(model: Any, count: int = 24) -> list[Text]:
     """Greedy texts, some of a single token of prompt."""
     llm = LLM(model, drafter="plain")
@@ -62,6 +82,22 @@ def made(
     target: TrainingTarget, texts: Sequence[Text], settings: Settings, path: Path, **more: Any
 ) -> tuple[Recipe, Training]:
     own = recipes.recipe(target, settings, texts)
-    features = Online(target, own.layers)
+    batches = partial(
+        batch_of,
+        features=Online(target, own.layers),
+        prompt_tokens=settings.prompt_tokens,
+        width=target.hidden_size,
+    )
     order = Order(texts, settings.batch, settings.seed)
-    return own, Training(own, order, features, settings, path, **more)
+    return own, Training(own, order, batches, settings, path, **more)
+
+
+def stopping(after: int) -> Callable[[], Any]:
+    """Interrupts that come after so many steps."""
+
+    @contextmanager
+    def interrupts() -> Iterator[Callable[[], bool]]:
+        left = iter([False] * after)
+        yield lambda: next(left, True)
+
+    return interrupts

@@ -76,6 +76,29 @@ def lengths_table(root: Path, part: str) -> str:
     return table(heads, rows) + _conditions(data, part)
 
 
+def relaxed_table(root: Path) -> str:
+    """Relaxed rules beside exact matching, from docs/figures.json; costs are against plain decoding's texts."""
+    data = _figures(root)
+    plain = {
+        (row["task"], row["temperature"]): row["log_likelihood"] for row in data["relaxed"] if row["drafter"] == "plain"
+    }
+    rows = [
+        [
+            row["task"],
+            f"{row['temperature']:g}",
+            f"`{row['drafter']}`",
+            f"`{row['rule']}`",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['different']} of {row['prompts']}",
+            f"{row['log_likelihood'] - plain[row['task'], row['temperature']]:+.2f}",
+        ]
+        for row in data["relaxed"]
+        if row["drafter"] != "plain"
+    ]
+    heads = "prompts | temperature | drafter | rule | acceptance length | texts that differ | nats a token"
+    return table(heads, rows) + _conditions(data, "relaxed")
+
+
 def check_table(root: Path) -> str:
     """Equality with plain decoding, from docs/figures.json: a row for each drafter, over all settings."""
     data = _figures(root)
@@ -330,6 +353,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **reference.blocks(table),
     "acceptance": acceptance_table,
     "rules": partial(lengths_table, part="rules"),
+    "relaxed": relaxed_table,
     "heads": partial(lengths_table, part="heads"),
     "head-kinds": partial(lengths_table, part="head-kinds"),
     "check": check_table,

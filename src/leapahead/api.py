@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.parameters import whole
+from leapahead.core.relaxed import EXACT, Relaxed, rule
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.text import Tokenizer
 from leapahead.drafters import cache_sections, registry
-from leapahead.drafters.base import Drafter, SequenceDrafter
 from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.draft_models import given
 from leapahead.engine.request import Handle, Request
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self, Unpack
 
-DrafterClass = type[Drafter] | type[SequenceDrafter]
 T = TypeVar("T")
 
 
@@ -51,11 +50,13 @@ class LLM:
         trust_remote_code: run Python code that comes with the model.
         draft: a smaller model that drafts (for `draft_model` and `auto`): a name, a folder, a GGUF file, "bundled" for
             the bundled one, or a loaded one; or several. It has the target's tokenizer; loaded with the same options.
-        head: a head trained for this model (for `head`, `auto`): its folder, "bundled" for the bundled one; or several.
+        head: a head trained for this model (for `head`, `auto`): its folder, "mtp" for its own checkpoint's modules,
+            "bundled" for the bundled one; or several.
         drafter_cache: what drafters learn from one text for the next, which changes speed and never text. True keeps
             it as long as this LLM lives; False keeps nothing; a file is read if it exists, and `save_drafter_cache`
             writes it; a `DrafterCache` is shared with others of the same vocabulary. Full of sampled texts it takes an
             estimated 100 MB. It holds pieces of texts: users who must not learn of each other's get one each, or none.
+        acceptance: "exact", or a relaxed rule, whose texts are lossy: see `leapahead.core.relaxed`.
         options: of the drafter, for example `window=7, ngram=5, guesses=7`; and of the engine, for example `n_ctx=8192`
             (see `LlamaCppOptions`, `OpenVinoOptions` and `models.loading.load`).
 
@@ -77,7 +78,7 @@ class LLM:
         *,
         engine: str = "auto",
         tokenizer: Tokenizer | str | None = None,
-        drafter: str | DrafterClass = "auto",
+        drafter: str | registry.DrafterClass = "auto",
         dtype: str = "auto",
         device: str = "auto",
         max_batch: int = 8,
@@ -88,9 +89,11 @@ class LLM:
         draft: Any = None,
         head: Any = None,
         drafter_cache: DrafterCache | str | Path | bool = True,
+        acceptance: str | Relaxed = EXACT,
         **options: Any,
     ) -> None:
         whole("max_batch", max_batch, least=1)
+        self._acceptance = rule(acceptance) or EXACT
         backend = {name: options.pop(name) for name in loading.ENGINE_OPTIONS if name in options}
         backend |= {"engine": engine, "dtype": dtype, "device": device}
         self._networks = {} if head is None else {"head": head}
@@ -166,6 +169,7 @@ class LLM:
             prediction: what the text is expected to be: text or token ids, for all prompts, or a list with one (or
                 None) for each. Wrong parts cost time, never text. A drafter that makes no use of it is refused.
             grammar: the form of the text, see `Grammar`; for all prompts, or a list with one (or None) for each.
+            acceptance: for this call, instead of the LLM's.
 
         Returns:
             A `Result`, or a list of them for a list of prompts. With `n`, a list of n results in place of each.
@@ -184,7 +188,10 @@ class LLM:
         finally:
             for handle in (handle for group in groups for handle in group):
                 self.engine.cancel(handle)
-        for handle in handles:
+        return self._results(groups, options, single)
+
+    def _results(self, groups: list[list[Handle]], options: Options, single: bool) -> Any:
+        for handle in (handle for group in groups for handle in group):
             check(handle)
         results = [[self.writer(options).result(handle) for handle in group] for group in groups]
         found = results if "n" in options else [group[0] for group in results]
@@ -242,6 +249,7 @@ class LLM:
                 self.drafter_cache,
                 options.get("logprobs"),
                 stream,
+                acceptance=rule(options.get("acceptance", self._acceptance)),
             )
             found.append((request, sampling))
         return found
@@ -325,11 +333,7 @@ class AsyncLLM:
         finally:
             for handle in (handle for group in groups for handle in group):
                 llm.engine.cancel(handle, wait=False)
-        for handle in handles:
-            check(handle)
-        results = [[llm.writer(options).result(handle) for handle in group] for group in groups]
-        found = results if "n" in options else [group[0] for group in results]
-        return found[0] if single else found
+        return llm._results(groups, options, single)
 
     async def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream`. Cancelling the task, or closing the generator, cancels the request."""

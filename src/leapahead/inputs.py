@@ -16,6 +16,7 @@ from leapahead.core.bias import LogitBias
 from leapahead.core.errors import BadParameter, ContextOverflow
 from leapahead.core.grammar import CompiledGrammar
 from leapahead.core.parameters import is_whole, number, whole
+from leapahead.core.relaxed import Relaxed
 from leapahead.core.sampling import LogitsProcessor, PrefixFree, SamplingParams
 from leapahead.core.stop import StopParams, check_lengths
 from leapahead.core.text import Tokenizer
@@ -55,6 +56,7 @@ class Options(TypedDict, total=False):
     drafter_options: Mapping[str, Any]
     prediction: Prediction | Sequence[Prediction | None] | None
     grammar: Grammar | Sequence[Grammar | None] | None
+    acceptance: str | Relaxed
 
 
 def check_names(options: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ class Result:
         seed: of the Gumbel noise. Given again with the same parameters it gives the same text.
         stats: counters, rates and seconds.
         logprobs: one entry for each of `tokens`, where `logprobs` was given; else empty.
+        lossy: the relaxed rule that the text was decoded with, such as "lossy-bild:rollback=5"; "" if it is exact.
     """
 
     text: str
@@ -35,6 +36,7 @@ class Result:
     seed: int
     stats: Stats = field(repr=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)
+    lossy: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,4 +100,5 @@ class Writer:
             seed=handle.request.sampling.seed,
             stats=handle.stats,
             logprobs=list(handle.logprobs),
+            lossy=handle.request.lossy,
         )

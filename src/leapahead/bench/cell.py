@@ -54,6 +54,7 @@ class Measured:
         texts: of the first measured round.
         forwards: of every sequence in every pass, the warm-up and the prefill included.
         differing: prompt -> whether all its differences are ties.
+        lossy: prompts whose text differs by a relaxed rule; None where the rule is exact.
         memory, gpu_memory: peak in the first measured round, MiB.
     """
 
@@ -67,6 +68,7 @@ class Measured:
     texts: list[list[int]] = field(default_factory=list)
     forwards: int = 0
     differing: dict[int, bool] = field(default_factory=dict)
+    lossy: set[int] | None = None
     memory: float | None = None
     gpu_memory: float | None = None
 
@@ -130,7 +132,7 @@ def measure_cell(
     """
     by_name = {contender.name: contender for contender in contenders}
     plain = contenders[0]
-    found = {name: Measured() for name in by_name}
+    found = {name: Measured(lossy=set() if each.lossy else None) for name, each in by_name.items()}
     comparison = _Comparison(prompts, setting, judge, tokenizer, {} if expected is None else expected)
     for index in range(len(prompts)) if setting.batch > 1 else ():
         if index not in comparison.expected:
@@ -193,6 +195,9 @@ class _Comparison:
             assert self._tokenizer is not None  # it was loaded with the model that the text came from
             text.tokens = aligned(text.written, expected, self._tokenizer, setting)[:limit]
         if text.tokens == expected or (setting.temperature and not contender.same_text):
+            return
+        if measured.lossy is not None:
+            measured.lossy.add(index)
             return
         key = (index, tuple(text.tokens))
         if key not in self._known:
@@ -265,7 +270,8 @@ def row(name: str, mine: Measured, plain: Measured, setting: Setting, groups: in
     """A contender's figures in a cell, as plain types.
 
     `seconds` are the mean over the rounds of one pass over the prompts, by phase; `rest` is the wall clock without the
-    named phases (bookkeeping). `samples` are what the speed-up is computed from.
+    named phases (bookkeeping). `samples` are what the speed-up is computed from. `lossy`, where a relaxed rule decoded,
+    is the number of texts that differ from plain decoding's; they are no mismatches.
     """
     rounds = len(mine.tokens)
     wall = sum(map(sum, mine.seconds))
@@ -287,6 +293,7 @@ def row(name: str, mine: Measured, plain: Measured, setting: Setting, groups: in
         "forwards": mine.forwards,
         "mismatches": sum(not tie for tie in mine.differing.values()),
         "ties": sum(mine.differing.values()),
+        **({} if mine.lossy is None else {"lossy": len(mine.lossy)}),
         "prompts": len(mine.texts),
         "groups": groups,
         "tokens": sum(mine.tokens[0]),
@@ -316,6 +323,7 @@ def overall(rows: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], see
         "peak_gpu_memory_mib": _largest(each["peak_gpu_memory_mib"] for each in rows),
         "distinct_4": round(sum(each["distinct_4"] * each["prompts"] for each in rows) / prompts, 4),
         **{key: sum(each[key] for each in rows) for key in ("forwards", "mismatches", "ties")},
+        **({"lossy": sum(each["lossy"] for each in rows)} if "lossy" in rows[0] else {}),
         "prompts": prompts,
         **{key: sum(each[key] for each in rows) for key in ("groups", "tokens")},
     }

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 from zlib import crc32
 
+from leapahead.core.relaxed import Relaxed
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
@@ -123,10 +124,12 @@ class Contender(ABC):
     Attributes:
         name: in tables; of a peer `peer:NAME`.
         same_text: false where sampled texts are another sample of the same distribution and cannot be compared.
+        lossy: the relaxed rule whose texts may differ; "" where they must not.
     """
 
     name: str
     same_text: bool = True
+    lossy: str = ""
 
     @abstractmethod
     def run(self, prompts: Sequence[list[int]], setting: Setting) -> Pass:
@@ -173,11 +176,18 @@ class Configuration:
 
     drafter: str
     options: dict[str, Any] = field(default_factory=dict)
+    acceptance: Relaxed | None = None
 
     @property
     def name(self) -> str:
         given = ", ".join(f"{key}={value}" for key, value in self.options.items())
-        return f"{self.drafter}({given})" if given else self.drafter
+        name = f"{self.drafter}({given})" if given else self.drafter
+        return name if self.acceptance is None else f"{name}, {self.acceptance}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the conditions of a bench."""
+        rule = {} if self.acceptance is None else {"lossy": str(self.acceptance)}
+        return {"drafter": self.drafter, **self.options, **rule}
 
 
 class Ours(Contender):
@@ -190,9 +200,10 @@ class Ours(Contender):
         drafter: name or class.
         options: of the drafter.
         latency: profiles of the target, shared by all drafters that are measured on it.
+        acceptance: a relaxed rule; None for exact matching.
 
     Raises:
-        Refused: the target cannot give what the drafter needs.
+        Refused: the target cannot give what the drafter or the rule needs.
     """
 
     def __init__(
@@ -203,6 +214,7 @@ class Ours(Contender):
         drafter: str | DrafterClass,
         options: dict[str, Any] | None = None,
         latency: LatencyProfiles | None = None,
+        acceptance: Relaxed | None = None,
     ) -> None:
         self.name, self.target, self.tokenizer = name, target, tokenizer
         self.drafter_cache = DrafterCache()
@@ -210,7 +222,9 @@ class Ours(Contender):
         self._latency = latency or LatencyProfiles(target.info)
         self._acceptance = acceptance_table()
         self._engines: dict[int, Engine] = {}  # batch size -> engine
-        self.same_text = self._engine(1).drafter(drafter, **self._options).same_text
+        own = self._engine(1).drafter(drafter, **self._options)
+        self.same_text, self._rule = own.same_text, acceptance
+        self.lossy = Request([0], own, acceptance=acceptance).lossy  # refuses what is not possible
 
     def begin_round(self) -> None:
         self.drafter_cache = DrafterCache()
@@ -228,8 +242,8 @@ class Ours(Contender):
         for tokens in prompts:
             stop = StopParams(max_new_tokens=setting.limit(tokens), eos_token_ids=setting.eos_token_ids)
             expected = setting.predictions.get(tuple(tokens), ()) if drafter.takes_prediction else ()
-            request = Request(tokens, drafter, setting.params, stop, expected, drafter_cache=self.drafter_cache)
-            handles.append(engine.submit(request))
+            given = (tokens, drafter, setting.params, stop, expected, self.drafter_cache)
+            handles.append(engine.submit(Request(*given, acceptance=self._rule)))
         owners = {
             handle: (text, Writer(self.tokenizer, (), False)) for handle, text in zip(handles, texts, strict=True)
         }

@@ -27,6 +27,11 @@ NO_INTERVAL = (
     "much the speed-up varies."
 )
 
+LOSSY = (
+    "Rows with a lossy rule accept tokens that the target would not have chosen; in place of mismatches they have the "
+    "number of texts that differ from plain decoding's."
+)
+
 
 def groups(results: Sequence[Row]) -> dict[Group, list[Row]]:
     """The rows of each table: the tasks in order, then the overall rows."""
@@ -56,13 +61,16 @@ def cells(row: Row) -> list[str]:
         _number(row["nodes_per_step"], 1),
         f"{1e3 * row['time_to_first_token']:.1f} ms",
         f"{row['distinct_4']:.2f}",
-        *(str(row[key]) for key in ("prompts", "tokens", "mismatches", "ties")),
+        *(str(row[key]) for key in ("prompts", "tokens")),
+        f"lossy: {row['lossy']}" if "lossy" in row else str(row["mismatches"]),
+        str(row["ties"]),
     ]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
     """Remarks below a table."""
-    return [NO_INTERVAL] if any(row["drafter"] != PLAIN and row["speedup"]["low"] is None for row in rows) else []
+    found = [NO_INTERVAL] if any(row["drafter"] != PLAIN and row["speedup"]["low"] is None for row in rows) else []
+    return found + [LOSSY] * any("lossy" in row for row in rows)
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -219,6 +227,7 @@ def _conditions(conditions: dict[str, Any]) -> list[str]:
     for name, each in conditions["targets"].items():
         parts = [f"{key} {each[key]}" for key in ("backend", "dtype", "device", "threads") if key in each]
         lines.append(f"- {name}: {', '.join((*parts, 'conversations as ' + each['chat']))}")
+        lines += [f"  - {each['reference']}"] if "reference" in each else []
         lines += [f"  - {drafter} was left out: {why}" for drafter, why in each["refused"].items()]
     return [*lines, f"- {conditions['figures']}"]
 

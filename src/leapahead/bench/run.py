@@ -97,7 +97,7 @@ class Plan:
                 for task in self.tasks
             },
             "targets": {},
-            "drafters": {each.name: {"drafter": each.drafter, **each.options} for each in self.configurations},
+            "drafters": {each.name: each.as_dict() for each in self.configurations},
             "peers": {peer.label: peer.version() for peer in self.peers},
             "rounds": self.rounds,
             "max_new_tokens": self.max_new_tokens,
@@ -180,7 +180,7 @@ def _entered(plan: Plan, entry: Entry, say: Say, ending: ExitStack) -> tuple[lis
     loaded, latency = entry.loaded, LatencyProfiles(entry.loaded.target.info)
     makers: dict[str, Callable[[], Contender]] = {}
     for each in (Configuration(PLAIN), *plan.configurations):
-        drafter = (each.drafter, each.options, latency)
+        drafter = (each.drafter, each.options, latency, each.acceptance)
         makers[each.name] = partial(Ours, each.name, loaded.target, loaded.tokenizer, *drafter)
     for peer in plan.peers:
         makers[f"peer:{peer.label}"] = partial(peer.enter, f"peer:{peer.label}", entry)
@@ -245,6 +245,7 @@ def _describe(loaded: Loaded) -> dict[str, Any]:
         "context": info.context_length,
         "precision": info.precision,
         "chat": "chat template" if has_template(loaded.tokenizer) else "plain text",
+        **({"reference": info.reference} if info.reference else {}),
         **describe(loaded.target),
     }
 

@@ -19,6 +19,8 @@ from leapahead.cli.export_openvino import export_openvino
 from leapahead.cli.generate import demo, generate
 from leapahead.cli.layer_search import search_layers
 from leapahead.cli.serve import serve
+from leapahead.cli.train_cllm import train_cllm
+from leapahead.cli.train_draft import train_draft
 from leapahead.cli.train_head import train_head
 from leapahead.cli.tune import tune
 
@@ -31,6 +33,6 @@ def main() -> None:
 
 for command in (
     *(generate, chat, serve, demo, check, bench, tune, explain, drafters, cache, datastore),
-    *(export_gguf, export_openvino, search_layers, convert_head, train_head),
+    *(export_gguf, export_openvino, search_layers, convert_head, train_head, train_draft, train_cllm),
 ):
     main.add_command(command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from leapahead.bench import run as runner
 from leapahead.bench.cell import PLAIN
 from leapahead.bench.contender import Configuration
 from leapahead.cli import screen
+from leapahead.cli.acceptance import SPELLED
 from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, option
 from leapahead.cli.options import EXACT, MODEL_GROUP, SHORTHANDS, drafter_arguments
 from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.core.relaxed import rule
 from leapahead.core.sampling import SamplingParams
 
 MEASURED = "What is measured"
@@ -84,6 +87,15 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     metavar="DRAFTER:KEY=VALUE,...",
     group=MEASURED,
     help="A drafter with options, such as lookahead:window=7,ngram=5,guesses=7. May be repeated.",
+)
+@option(
+    "--acceptance",
+    "rules",
+    multiple=True,
+    metavar="RULE",
+    group=MEASURED,
+    show_default="exact",
+    help=f"How drafts are accepted: {SPELLED}. Texts of a lossy rule differ, which is counted. May be repeated.",
 )
 @option(
     "--peer",
@@ -176,6 +188,7 @@ def bench(
     models: tuple[str, ...],
     names: tuple[str, ...],
     configs: tuple[str, ...],
+    rules: tuple[str, ...],
     peers_given: tuple[str, ...],
     data: Path | None,
     names_of_tasks: tuple[str, ...],
@@ -204,7 +217,7 @@ def bench(
     plan = runner.Plan(
         tasks=chosen,
         models=models or (None,),
-        configurations=configurations(names, configs),
+        configurations=configurations(names, configs, rules),
         peers=peers.configured(peers_given),
         data="our own" if data is None else str(data),
         **values,
@@ -236,8 +249,10 @@ def _measure(plan: runner.Plan, kept: record.Record) -> LeapaheadError | Keyboar
     return None
 
 
-def configurations(names: Sequence[str], configs: Sequence[str]) -> list[Configuration]:
+def configurations(names: Sequence[str], configs: Sequence[str], rules: Sequence[str] = ()) -> list[Configuration]:
     """The configurations of -d and --config; if neither is given, all drafters that need nothing but a target.
+
+    Each is measured with each of the acceptance rules.
 
     Raises:
         BadParameter: an unknown drafter or option, or a value that is not possible.
@@ -254,7 +269,8 @@ def configurations(names: Sequence[str], configs: Sequence[str]) -> list[Configu
         found.append(Configuration(name.strip(), drafter_arguments(values, [name.strip()])))
     for each in found:
         registry.make(each.drafter, **each.options)
-    return [each for each in found if each.name != PLAIN]
+    accepted = [rule(text) for text in rules] or [None]
+    return [replace(each, acceptance=one) for each in found if each.drafter != PLAIN for one in accepted]
 
 
 def _report(found: dict[str, Any], out: Path) -> None:
@@ -288,6 +304,9 @@ def _show(found: dict[str, Any]) -> None:
         console.print(table)
     for note in report.notes(found["results"]):
         click.echo(note)
+    for each in found["conditions"]["targets"].values():
+        if "reference" in each:
+            click.echo(each["reference"])
     rows = [row for row in found["results"] if row["task"] != record.OVERALL]
     ties = sum(row["ties"] for row in rows if not _peer(row))
     if any(row["mismatches"] for row in rows if not _peer(row)):
@@ -295,7 +314,8 @@ def _show(found: dict[str, Any]) -> None:
             "MISMATCH: a text differs from that of plain decoding. This is a bug; `leapahead check` shows where."
         )
     elif rows:
-        click.echo("Every text equals that of plain decoding" + (f", except for {ties} numeric ties." if ties else "."))
+        exact = "Every text" if all("lossy" not in row for row in rows) else "Every text of an exact rule"
+        click.echo(f"{exact} equals that of plain decoding" + (f", except for {ties} numeric ties." if ties else "."))
     else:
         click.echo("Nothing was measured.")
     for name in dict.fromkeys(row["drafter"] for row in rows if _peer(row) and row["mismatches"]):

@@ -11,6 +11,7 @@ import click
 
 from leapahead.api import LLM
 from leapahead.cli import screen
+from leapahead.cli.acceptance import ACCEPTANCE
 from leapahead.cli.cache import DRAFTER_CACHE
 from leapahead.cli.command import Command, option
 from leapahead.cli.generate import open_llm
@@ -34,7 +35,7 @@ COMMAND = re.compile(r"/[\w?-]*(\s|$)")  # what is meant as a command; a path su
         "printf 'Hi\\nWhat did I say?\\n' | leapahead chat -q",
     ),
 )
-@all_of(MODEL, DRAFTER, DRAFTER_CACHE, TEXT)
+@all_of(MODEL, DRAFTER, ACCEPTANCE, DRAFTER_CACHE, TEXT)
 @option("--system", callback=utf8_only, metavar="TEXT", group="Chat options", help="A system message to begin with.")
 @option("-q", "--quiet", is_flag=True, group="Chat options", help="No line of figures after each answer.")
 def chat(system: str | None, quiet: bool, **values: Any) -> None:

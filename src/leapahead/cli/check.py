@@ -16,6 +16,7 @@ from leapahead.bench import prompts
 from leapahead.check import Report
 from leapahead.check import check as run_check
 from leapahead.cli import screen
+from leapahead.cli.acceptance import REFUSED
 from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, option
 from leapahead.cli.options import (
     DRAFTER_GROUP,
@@ -53,7 +54,7 @@ SHOWN = 3  # mismatches that are printed of each drafter
     show_default="all that need no file and no other model",
     help="A drafter to check. May be repeated.",
 )
-@all_of(DRAFTER_OPTIONS, [TEMPERATURE])
+@all_of(DRAFTER_OPTIONS, REFUSED, [TEMPERATURE])
 @option("--seed", type=int, default=0, group=TEXT_GROUP, help="Seed of the sampled texts.")
 @option("--max-new-tokens", type=int, default=128, group=TEXT_GROUP, help="Greatest length of each text in tokens.")
 @option(
@@ -90,6 +91,8 @@ def check(
     model = model_arguments(values)
     with screen.loading(model["model"]):
         loaded = loading.load(**model)
+    if loaded.target.info.reference:
+        screen.say(loaded.target.info.reference)
     reports: list[Report] = []  # the latest is the last
     interrupted = False
     try:

@@ -14,6 +14,7 @@ from leapahead.api import LLM
 from leapahead.bench.compare import ROUNDS, Comparison, compare
 from leapahead.bench.prompts import DEMO
 from leapahead.cli import screen
+from leapahead.cli.acceptance import ACCEPTANCE
 from leapahead.cli.cache import DRAFTER_CACHE, drafter_cache_argument, save_at_exit
 from leapahead.cli.command import DIFFERENT, Command, option
 from leapahead.cli.grammar import GRAMMAR, grammar_argument
@@ -29,6 +30,7 @@ from leapahead.cli.options import (
 )
 from leapahead.cli.text_input import prompt_text, utf8_only
 from leapahead.core.errors import BadParameter
+from leapahead.core.relaxed import EXACT
 from leapahead.results import Result
 
 INPUT, OUTPUT = "Input options", "Output options"
@@ -55,7 +57,7 @@ INPUT, OUTPUT = "Input options", "Output options"
 @option(
     "--chat", "as_chat", is_flag=True, group=INPUT, help="Send the prompt as a user's message, by the chat template."
 )
-@all_of(MODEL, DRAFTER, DRAFTER_CACHE, TEXT, GRAMMAR)
+@all_of(MODEL, DRAFTER, ACCEPTANCE, DRAFTER_CACHE, TEXT, GRAMMAR)
 @option("--json", "as_json", is_flag=True, group=OUTPUT, help="Print one JSON object with the text and all figures.")
 @option(
     "--compare",
@@ -156,9 +158,12 @@ def open_llm(values: dict[str, Any], max_batch: int = 1, prefill_chunk: int | No
             max_batch=max_batch,
             prefill_chunk=prefill_chunk,
             drafter_cache=drafter_cache_argument(values),
+            acceptance=values.pop("acceptance", EXACT),
             **drafter_options,
         )
     click.get_current_context().call_on_close(llm.close)
+    if llm.target.info.reference:
+        screen.say(llm.target.info.reference)
     attached = llm.engine.drafter(drafter, **drafter_options)
     if attached.plans and llm.engine.latency.store.read(1) is None:
         with screen.progress("measuring this machine once"):
@@ -194,4 +199,4 @@ def _compare(llm: LLM, prompt: Any, result: Result, rounds: int, options: dict[s
 
 def _show(result: Result, comparison: Comparison) -> None:
     click.echo(screen.figures(result, comparison))
-    click.echo(screen.verdict(comparison))
+    click.echo(screen.verdict(comparison, result.lossy))

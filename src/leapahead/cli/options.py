@@ -209,8 +209,9 @@ DRAFTER_OPTIONS: tuple[Option, ...] = (
         "--head",
         metavar="FOLDER",
         group=DRAFTER_GROUP,
-        help="A head that was trained for this model (EAGLE-3, Medusa, Hydra, DFlash and others), see `leapahead "
-        "train-head`; several are separated by commas. `bundled` is the head of the bundled model.",
+        help="Folder of a head that was trained for this model (EAGLE-3, Medusa, Hydra, DFlash and others), see "
+        "`leapahead train-head`; several are separated by commas. `mtp`: the MTP modules in its own checkpoint. "
+        "`bundled`: the bundled model's head.",
     ),
     option(
         "-o",

@@ -168,14 +168,22 @@ def figures(result: Result, comparison: Comparison | None = None) -> str:
     if comparison is not None:
         low, high = comparison.spread
         line += f", {comparison.ratio:.2f} times plain decoding's speed ({low:.2f} to {high:.2f})"
+    if result.lossy:
+        line += f", lossy text ({result.lossy})"
     reports = {name: each for name, each in stats.drafter.items() if isinstance(each, dict)}
     return "\n".join([line, *(f"{name}: {each['stopped']}" for name, each in reports.items() if "stopped" in each)])
 
 
-def verdict(comparison: Comparison) -> str:
-    """One line: whether the text is that of plain decoding."""
+def verdict(comparison: Comparison, lossy: str = "") -> str:
+    """One line: whether the text is that of plain decoding.
+
+    Args:
+        lossy: the relaxed rule that it was decoded with, if there was one.
+    """
     if comparison.equal:
         return f"The text equals that of plain decoding, token for token ({len(comparison.plain.tokens)} tokens)."
+    if lossy:
+        return f"The text differs from that of plain decoding at token {comparison.first_difference}: {lossy} is lossy."
     return (
         f"The text differs from that of plain decoding at token {comparison.first_difference}; "
         "`leapahead check` distinguishes a numeric tie from an error."
@@ -192,6 +200,8 @@ def as_dict(llm: LLM, result: Result) -> dict[str, Any]:
         "target": llm.target.info.name,
         "drafter": llm.drafter_name,
         "seed": result.seed,
+        **({"lossy": result.lossy} if result.lossy else {}),
+        **({"reference": llm.target.info.reference} if llm.target.info.reference else {}),
         "stats": result.stats.as_dict(),
     }
 

@@ -129,6 +129,9 @@ class Drafter(ABC):
     def close(self, sequence: SequenceView) -> None:  # noqa: B027
         """Called when a text is over: everything held for it is released. Calling it twice is harmless."""
 
+    def release(self) -> None:  # noqa: B027
+        """Called when the engine is closed, or keeps this drafter no longer: what it has learned is written."""
+
     def figures(self, sequence: SequenceView) -> dict[str, Any]:
         """What the drafter reports of a sequence, for `Stats.drafter` (plain types)."""
         return {}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import number, whole
 from leapahead.drafters import draft_models
 from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
+from leapahead.drafters.learning import TOP_K, Learner, learner
 from leapahead.drafters.planned import Planned
 from leapahead.drafters.sources.draft import DraftSource
-from leapahead.planner.draft import SequenceView
+from leapahead.models.base import Capture
+from leapahead.planner.draft import SequenceView, Step
 from leapahead.planner.source import Source
 
 
@@ -26,29 +30,93 @@ class DraftModelDrafter(Planned):
             needs, or as pay where that is 0 too.
         chain: no branches, so never more nodes than draft forwards.
         seed_aware: rank candidates with the Gumbel noise when sampling; false for comparison.
+        learn: train the draft model where its drafts are rejected, after every so many texts (online speculative
+            decoding, 2310.07177); 0 for never. It must be one model of Transformers, loaded by itself.
+        learn_rate: learning rate of that; 0 for the usual one, 0.05 divided by the hidden size.
+        learned: folder that the trained draft model is written to when the engine is closed; "" for nowhere.
+        unsure: draft nothing after a path where the draft model's likeliest token has less probability; 0 for never.
+            It is the fallback policy of BiLD (2302.07863).
     """
 
     name: ClassVar[str] = "draft_model"
     needs: ClassVar[frozenset[str]] = DraftSource.needs
 
     def __init__(
-        self, draft: Any = None, nodes: int = 0, depth: int = 0, chain: bool = False, seed_aware: bool = True
+        self,
+        draft: Any = None,
+        nodes: int = 0,
+        depth: int = 0,
+        chain: bool = False,
+        seed_aware: bool = True,
+        learn: int = 0,
+        learn_rate: float = 0.0,
+        learned: str = "",
+        unsure: float = 0.0,
     ) -> None:
         super().__init__(nodes, seed_aware=seed_aware, depth=depth, chain=chain)
         if draft is None or draft == "":
             raise BadParameter("the drafter 'draft_model' needs draft=..., the smaller model")
+        if (least := number(unsure)) is None or not 0 <= least <= 1:
+            raise BadParameter(f"unsure={unsure!r} is not possible: it must be a probability")
+        self.unsure = least
         self._drafts = draft_models.parsed(draft)
+        self._check_learning(learn, learn_rate, learned)
         if chain and depth and nodes > (most := depth * len(self._drafts)):
             raise BadParameter(
                 f"nodes={nodes} is not possible with depth={depth} and chain=True, since every draft forward adds one "
                 f"node to a chain; give nodes={most}, another depth, or leave one of them out"
             )
 
+    def _check_learning(self, learn: int, rate: float, learned: str) -> None:
+        """Takes the options of learning, or refuses them."""
+        self.learner: Learner | None = None
+        self._learn, self._learn_rate, self._learned = whole("learn", learn, 0), rate, str(learned)
+        if not learn:
+            if rate or learned:
+                raise BadParameter("learn_rate and learned need learn=N, the number of texts between two updates")
+            return
+        if rate < 0:
+            raise BadParameter(f"learn_rate={rate} is not possible: it must be at least 0")
+        if len(self._drafts) > 1:
+            raise BadParameter(f"learn={learn} is not possible with several draft models; give one")
+
     def attach(self, host: Host) -> None:
         models = host.draft_models.all(self._drafts, host.target, host.tokenizer)
+        if self._learn:
+            self.learner = learner(
+                self._drafts[0], models[0], host.target, self._learn, self._learn_rate, self._learned
+            )
+            self.capture |= Capture(top_k=TOP_K)
         self.draft_forwards = DraftForwards(models, host.acceptance, self.depth, self.nodes)
         super().attach(host)
 
+    def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
+        super().observe(sequences, steps)
+        if self.learner is not None:
+            for sequence, step in zip(sequences, steps, strict=True):
+                self.learner.observe(sequence, step)
+
+    def finish(self, sequence: SequenceView) -> None:
+        super().finish(sequence)
+        if self.learner is not None:
+            self.learner.finish(sequence)
+
+    def close(self, sequence: SequenceView) -> None:
+        super().close(sequence)
+        if self.learner is not None:
+            self.learner.close(sequence)
+
+    def release(self) -> None:
+        if self.learner is not None:
+            self.learner.release()
+
+    def figures(self, sequence: SequenceView) -> dict[str, Any]:
+        found = super().figures(sequence)
+        return found if self.learner is None else {**found, "learning": self.learner.figures()}
+
     def make_sources(self, sequence: SequenceView | None) -> list[Source]:
         assert self.draft_forwards is not None, "it was not attached"
-        return [*self.draft_forwards.sources()]
+        sources = self.draft_forwards.sources()
+        for source in sources:
+            source.unsure = self.unsure
+        return [*sources]

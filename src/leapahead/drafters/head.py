@@ -16,13 +16,13 @@ from leapahead.planner.source import Source
 
 
 class HeadDrafter(Planned):
-    """A trained head (EAGLE-3, Medusa, Hydra, DFlash and others) drafts from the target's hidden states.
+    """A trained head (EAGLE-3, MTP, Medusa, Hydra, DFlash and others) drafts from the target's hidden states.
 
     The text is plain decoding's.
 
     Args:
-        head: the folder of the head; several in a list, or divided by commas; "bundled" for the bundled model's, which
-            is the default for that model.
+        head: the folder of the head; several in a list, or divided by commas; "mtp" for the MTP modules in the model's
+            own checkpoint; "bundled" for the bundled model's head, which is the default for that model.
         nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
         depth: run exactly so many forwards of the head in every step; 0 for as many as `nodes` needs, or as pay where
             that is 0 too. One forward of EAGLE or Hydra is one level of the tree; one of Medusa or DFlash gives all.

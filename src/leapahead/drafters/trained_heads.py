@@ -1,4 +1,5 @@
-"""Loading of trained heads: `head="folder"`, or several in a list or divided by commas; "bundled" for the bundled one.
+"""Loading of trained heads: `head="folder"`, or several in a list or divided by commas; "bundled" for the bundled one,
+and "mtp" for the modules in the target's own checkpoint.
 
 A head is loaded beside its target, whose hidden states it reads, once for all drafters of an engine.
 """
@@ -20,8 +21,14 @@ if TYPE_CHECKING:
     from leapahead.drafters.heads.head import Head
 
 
-def parsed(head: Any) -> list[Path]:
+OWN = "mtp"  # the name of the MTP modules in the target's own checkpoint
+
+
+def parsed(head: Any) -> list[Path | None]:
     """The folders of heads that an option names: one, a list, or several divided by commas. Nothing is read yet.
+
+    Returns:
+        None for the modules of the target's own checkpoint.
 
     Raises:
         BadParameter: it names none.
@@ -32,7 +39,8 @@ def parsed(head: Any) -> list[Path]:
     found = [str(name).strip() for name in names if str(name).strip()]
     if not found:
         raise BadParameter("head names no trained head; give its folder, or several divided by commas")
-    return [Path(loading.bundled("tiny-eagle3") if name == loading.BUNDLED else name) for name in found]
+    names = [loading.bundled("tiny-eagle3") if name == loading.BUNDLED else name for name in found]
+    return [None if name == OWN else Path(name) for name in names]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +78,9 @@ class TrainedHeads:
     """The heads of one engine. Each folder is loaded once and kept as long as the engine."""
 
     def __init__(self) -> None:
-        self._kept: dict[Path, TrainedHead] = {}
+        self._kept: dict[Path | None, TrainedHead] = {}
 
-    def all(self, folders: Sequence[Path], target: Target | None) -> list[TrainedHead]:
+    def all(self, folders: Sequence[Path | None], target: Target | None) -> list[TrainedHead]:
         """Several of them, for one target.
 
         Raises:
@@ -80,14 +88,16 @@ class TrainedHeads:
         """
         return [self.get(folder, target) for folder in folders]
 
-    def get(self, folder: Path, target: Target | None) -> TrainedHead:
+    def get(self, folder: Path | None, target: Target | None) -> TrainedHead:
         """See `all`."""
+        name = folder or OWN
         if target is None:
-            raise Refused(f"the head {folder} cannot be loaded, since this host has no target; leave the head out")
-        require(target.info, frozenset({HIDDEN}), f"the head {folder}")
+            raise Refused(f"the head {name} cannot be loaded, since this host has no target; leave the head out")
+        require(target.info, frozenset({HIDDEN}), f"the head {name}")
         if folder not in self._kept:
             with needing("trained heads", "transformers", "torch", "transformers", "safetensors"):
-                from leapahead.drafters.heads import checkpoint
+                from leapahead.drafters.heads import checkpoint, mtp
                 from leapahead.drafters.heads.load import load
-            self._kept[folder] = TrainedHead(load(*checkpoint.read(folder), target, str(folder)))
+            loaded = mtp.own(target) if folder is None else load(*checkpoint.read(folder), target, str(folder))
+            self._kept[folder] = TrainedHead(loaded)
         return self._kept[folder]

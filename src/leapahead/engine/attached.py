@@ -38,8 +38,15 @@ class AttachedDrafters:
             openmp.release()  # of the forwards that test draft models
             found = self._drafters.setdefault(key, found)
             while len(self._drafters) > MOST:
-                self._prepared.discard(self._drafters.pop(next(iter(self._drafters))))
+                oldest = self._drafters.pop(next(iter(self._drafters)))
+                self._prepared.discard(oldest)
+                oldest.release()
             return found
+
+    def release(self) -> None:
+        """Tells all drafters that the engine is closed."""
+        for drafter in dict.fromkeys(self._drafters.values()):
+            drafter.release()
 
     def prepare(self, drafter: Drafter) -> None:
         """See `Engine.prepare`."""

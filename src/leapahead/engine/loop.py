@@ -17,6 +17,7 @@ from dataclasses import replace
 from time import perf_counter
 
 from leapahead.core.errors import BadParameter, DraftError, LeapaheadError
+from leapahead.core.relaxed import verify_relaxed
 from leapahead.core.sampling import checked
 from leapahead.core.stats import Stats
 from leapahead.core.stop import Stopper
@@ -76,7 +77,7 @@ class Running:
         request = handle.request
         self.drafter, self.stats = request.drafter, handle.stats
         self.capture = self.drafter.capture
-        if request.logprobs is not None:
+        if request.logprobs is not None or request.acceptance is not None:
             self.capture |= Capture(logits=True)
         self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction, request.owner)
         text = Detokenizer(tokenizer).add if tokenizer is not None else None
@@ -159,7 +160,7 @@ class Running:
         if request.on_choices is not None:
             request.on_choices(proposal, choices)
         position = len(self.session.tokens) - 1
-        verdict = self.stopper.cut(proposal.judge(choices) if proposal.judge else verify(proposal.tree, choices))
+        verdict = self.stopper.cut(self._verdict(proposal, choices))
         if min(verdict.tokens) < 0:  # after the cut: EOS needs no successor
             if self.view.grammar is not None and self.view.grammar.problem:
                 raise BadParameter(self.view.grammar.problem)
@@ -179,6 +180,15 @@ class Running:
             request.on_step(step)
         stopper = self.stopper
         return Output(verdict.tokens, verdict.accepted, stopper.finish_reason, stopper.stop_reason, logprobs)
+
+    def _verdict(self, proposal: Proposal, choices: Choices) -> Verdict:
+        """By exact matching, unless the request has a relaxed rule or the drafter one of its own."""
+        if proposal.judge is not None:
+            return proposal.judge(choices)
+        rule = self.handle.request.acceptance
+        if rule is None or len(proposal.tree) == 1:
+            return verify(proposal.tree, choices)
+        return verify_relaxed(proposal.tree, choices, choices.log_distribution, rule)
 
     @staticmethod
     def _logprobs(verdict: Verdict, choices: Choices, k: int) -> tuple[TokenLogprobs, ...]:

@@ -10,11 +10,13 @@ from time import perf_counter
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import is_whole
+from leapahead.core.relaxed import Relaxed
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
 from leapahead.drafters.base import Drafter
 from leapahead.engine.output import Output, TokenLogprobs
+from leapahead.models.base import LOGITS, require
 from leapahead.models.choices import Choices
 from leapahead.planner.draft import Proposal, SectionStore, Step
 
@@ -39,6 +41,7 @@ class Request:
             unread outputs.
         ahead: greatest number of unread outputs of a streamed request.
         owner: requests of different owners never share the cache entries of a prompt.
+        acceptance: a relaxed rule, which makes the text lossy; None for exact matching, or for the drafter's own rule.
         on_choices: called in every step before the commit, with what went through the target and what it chose.
         on_step: called in every step after the commit.
     """
@@ -53,6 +56,7 @@ class Request:
     stream: bool = False
     ahead: int = 1
     owner: str = ""
+    acceptance: Relaxed | None = None
     on_choices: Callable[[Proposal, Choices], None] | None = None
     on_step: Callable[[Step], None] | None = None
 
@@ -61,6 +65,18 @@ class Request:
             raise BadParameter(
                 f"logprobs={self.logprobs!r} is not possible: give None, or a whole number from 0 to {MAX_LOGPROBS}"
             )
+        if self.acceptance is not None:
+            if not self.drafter.same_text:
+                raise BadParameter(
+                    f"{self.acceptance.name} is not possible with the drafter {self.drafter.name!r}, which has an "
+                    "acceptance rule of its own; use another drafter"
+                )
+            require(self.drafter.host.info, frozenset({LOGITS}), f"the rule {self.acceptance.name!r}")
+
+    @property
+    def lossy(self) -> str:
+        """The relaxed rule, as it was given; "" where the text is exact."""
+        return "" if self.acceptance is None else str(self.acceptance)
 
 
 @dataclass(eq=False)

@@ -151,6 +151,7 @@ class Engine:
         if isinstance(self.target, KeepsPrefixes) and not self.is_stepping:
             with self.target.lock:
                 self.target.forget()
+        self._drafters.release()
 
     def next(self, handle: Handle) -> Output | None:
         """Waits for the next output of a streamed request, driving the engine while nobody else does.

@@ -111,6 +111,8 @@ class TargetInfo:
         cache_tokens: tokens that the KV cache of all sequences together can hold; 0 where that is not limited.
         reads_in_steps: how many tokens of a prompt, its first ones, are read in the forwards of steps, see
             `ReadsInSteps`; those behind them in forwards of their own. 0 for none.
+        tuned_from: the model that this one was tuned from by `leapahead train-cllm`, which changes its texts; "" where
+            it was not.
     """
 
     name: str
@@ -127,6 +129,17 @@ class TargetInfo:
     bucket: int = 1
     cache_tokens: int = 0
     reads_in_steps: int = 0
+    tuned_from: str = ""
+
+    @property
+    def reference(self) -> str:
+        """What "lossless" refers to where that is not obvious, as a sentence for reports; "" elsewhere."""
+        if not self.tuned_from:
+            return ""
+        return (
+            f"Lossless with respect to the tuned model: {self.name} was tuned from {self.tuned_from}, whose texts are "
+            "others."
+        )
 
 
 @dataclass(frozen=True)

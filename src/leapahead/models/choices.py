@@ -202,6 +202,23 @@ class Choices(Rows):
         self._seconds += perf_counter() - began
         return found
 
+    def log_distribution(self, node: int) -> FloatArray:
+        """float64 [vocab] on the host: log-softmax of the scores after a node, from which the choice there is made.
+
+        The temperature and all filters are applied; greedily, it is the distribution at temperature 1. -inf where a
+        token is banned; nothing but -inf where all are, or where the logits are NaN. For relaxed acceptance rules.
+        """
+        rows, began = self._live(), perf_counter()
+        row = rows[node - self.num_computed :][:1]
+        scores: FloatArray = _host(self._sampler.scores(row, self.tree, np.array([node]), self._length))[0]
+        top = scores.max()
+        if np.isfinite(top):
+            scores -= top + np.log(np.exp(scores - top).sum())
+        else:
+            scores[:] = -np.inf
+        self._seconds += perf_counter() - began
+        return scores
+
     def log_probabilities(
         self, nodes: Sequence[int], tokens: Sequence[int], k: int
     ) -> tuple[FloatArray, IntArray, FloatArray]:

@@ -1,4 +1,4 @@
-"""Training of the heads that `leapahead.drafters.heads` drafts with.
+"""Training: of heads, of draft models, and of targets for Jacobi decoding.
 
     settings    what a training run is told, and its folder
     texts       the target's own texts, which it is trained on
@@ -15,5 +15,16 @@
     card        its model card and its curves
     run         all of it in order
 
-Only the head is trained. The target is never changed, so whatever the head proposes, the text stays the target's.
+Whole models are trained by the same loop:
+
+    student       the model that is trained, and its folder
+    sequences     whole texts side by side
+    draft_model   what a draft model learns: the target's distribution
+    trajectories  the states that Jacobi decoding goes through
+    cllm          what a tuned target learns: the text, from each of these states
+    decoding      how many tokens a drafter saves, measured by decoding
+    draft_run, cllm_run   all of it in order
+
+The target is never changed by the training of what drafts, so whatever is proposed, the text stays the target's. A
+tuned target is another model, and its texts are its own.
 """

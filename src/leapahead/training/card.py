@@ -1,19 +1,21 @@
-"""The model card of a trained head, and the curves of its training."""
+"""The model card of a trained head, and the curves of a training."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from leapahead.bench import plots
 from leapahead.bench.conditions import Data
+from leapahead.core.errors import BadParameter
 from leapahead.drafters.heads.config import DFLASH, EAGLE, EAGLE3, FUSED, HYDRA, HYDRA_PREFIX, MEDUSA
 from leapahead.training.block_recipes import BLOCKS
 from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES, Evaluation
 from leapahead.training.loop import State
 from leapahead.training.recipe import Recipe
-from leapahead.training.settings import Settings
+from leapahead.training.settings import CLLM, DRAFT, RunSettings, Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,6 +27,8 @@ NAMES = {
     HYDRA: "Hydra",
     HYDRA_PREFIX: "Hydra++",
     DFLASH: "DFlash",
+    DRAFT: "the draft model",
+    CLLM: "the tuning",
 }
 PAPERS = {
     MEDUSA: "2401.10774",
@@ -54,12 +58,12 @@ class Run:
         sampled: share of these texts that were sampled at temperature 1.
         data: name of the file of prompts.
         state: at the end.
-        evaluations: of the trained head.
+        evaluations: of what was trained.
         conditions: of the measurements, see `leapahead.bench.conditions`.
         command: that was given; "" where there was none.
     """
 
-    settings: Settings
+    settings: RunSettings
     texts: int
     tokens: int
     sampled: float
@@ -91,26 +95,35 @@ def text(recipe: Recipe, run: Run) -> str:
         "| | |\n| --- | --- |\n" + "".join(f"| {key} | {value} |\n" for key, value in rows),
         "## Use\n",
         "    leapahead generate -m MODEL --head FOLDER PROMPT\n",
-        f"## Training\n\n{_training(run)}",
+        f"## Training\n\n{training(run, _method(run.settings))}",
         "![Loss and agreement](curves.png)\n",
         f"## Measured\n\n{_measured(run.evaluations)}",
     ]
-    if run.command:
-        body += [f"## Command\n\n    {run.command}\n"]
-    front = (
-        f"---\nlibrary_name: leapahead\nbase_model: {config.target}\ntags: [speculative-decoding, {config.kind}]\n---\n"
-    )
-    return front + "\n".join([*body, f"Trained with leapahead {run.conditions['versions']['leapahead']}.\n"])
+    return whole(body, run, config.target, config.kind)
 
 
-def _training(run: Run) -> str:
-    settings, state = run.settings, run.state
-    texts = settings.batch * settings.accumulate
+def whole(body: Sequence[str], run: Run, base: str, tag: str) -> str:
+    """A model card of these paragraphs, with what every one begins and ends with.
+
+    Args:
+        body: its paragraphs.
+        run: that it tells of.
+        base: the model that was trained for, or from.
+        tag: what was trained.
+    """
+    front = f"---\nlibrary_name: leapahead\nbase_model: {base}\ntags: [speculative-decoding, {tag}]\n---\n"
+    command = [f"## Command\n\n    {run.command}\n"] if run.command else []
+    return front + "\n".join([*body, *command, f"Trained with leapahead {run.conditions['versions']['leapahead']}.\n"])
+
+
+def _method(settings: RunSettings) -> str:
+    """How a head is trained."""
+    assert isinstance(settings, Settings), "a head was trained"
     heads = (
         "Every head starts with a copy of the target's output layer and reads the tokens of the text before its own; "
         f"the loss of head k has the weight 0.8^k; loss {settings.loss}."
     )
-    method = {
+    return {
         HYDRA: heads,
         HYDRA_PREFIX: f"{heads} A decoder layer over the target's states gives what the heads read.",
         DFLASH: f"{BLOCKS} blocks of each text in every step; the loss of depth d has the weight 0.8^d; loss "
@@ -121,6 +134,12 @@ def _training(run: Run) -> str:
         EAGLE3: f"The head is continued from its own states for {settings.depths} steps, whose losses have the weights "
         f"0.8^step; loss {settings.loss}.",
     }[settings.kind]
+
+
+def training(run: Run, method: str) -> str:
+    """The paragraph that tells on which texts and how long was trained; `method` is its last sentence."""
+    settings, state = run.settings, run.state
+    texts = settings.batch * settings.accumulate
     return (
         f"{run.texts:,} texts of the target, {run.tokens:,} tokens of its answers to the prompts of `{run.data}`;\n"
         f"{run.sampled:.0%} of them sampled at temperature 1, the others greedy. {state.step:,} steps of {texts} texts "
@@ -128,6 +147,19 @@ def _training(run: Run) -> str:
         f"{run.conditions['gpu'] or run.conditions['cpu']}. AdamW, learning rate {settings.lr:g}, warm-up and "
         f"{settings.schedule} decay.\n{method}\n"
     )
+
+
+def write(folder: Path, content: str, data: Data) -> None:
+    """Writes a model card and its curves into a folder that exists.
+
+    Raises:
+        BadParameter: a file cannot be written.
+    """
+    try:
+        (folder / "README.md").write_text(content, encoding="utf-8")
+        plots.save(curves, data, folder / "curves", kinds=("png",))
+    except OSError as error:
+        raise BadParameter(f"{folder} cannot be written: {error.strerror or error}") from None
 
 
 def _measured(evaluations: Sequence[Evaluation]) -> str:
@@ -149,10 +181,11 @@ def _measured(evaluations: Sequence[Evaluation]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def figures(run: Run) -> Data:
-    """The data of `curves`."""
+def figures(run: Run, agreement: Sequence[str] = ()) -> Data:
+    """The data of `curves`; `agreement` names what was measured beside the loss, by default one depth each."""
     return {
         "kind": NAMES[run.settings.kind],
+        "agreement": list(agreement),
         "points": run.state.points,
         "held_out": run.state.held_out,
         "evaluations": [asdict(each) for each in run.evaluations],
@@ -171,13 +204,13 @@ def curves(data: Data) -> Figure:
     left.set_ylim(bottom=0)
     left.legend()
     depths = len((points or held)[0]) - 2 if points or held else 0
+    names = data["agreement"] or [f"depth {depth + 1}" for depth in range(depths)]
     for depth in range(depths):
         colour, marker = plots.COLOURS[depth % len(plots.COLOURS)], plots.MARKERS[depth % len(plots.MARKERS)]
         right.plot([row[0] for row in points], [row[2 + depth] for row in points], color=colour, linewidth=1)
-        right.plot(
-            [row[0] for row in held], [row[2 + depth] for row in held], marker, color=colour, label=f"depth {depth + 1}"
-        )
-    right.set(title="Likeliest token is the text's, each depth alone", xlabel="step", ylabel="share of places")
+        right.plot([row[0] for row in held], [row[2 + depth] for row in held], marker, color=colour, label=names[depth])
+    title = "Agreement" if data["agreement"] else "Likeliest token is the text's, each depth alone"
+    right.set(title=title, xlabel="step", ylabel="share of places")
     right.set_ylim(0, 1)
     right.legend()
     return figure

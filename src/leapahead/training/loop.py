@@ -1,4 +1,4 @@
-"""The optimization of a head, the same for all kinds: AdamW, warm-up and decay, checkpoints, an end by steps or clock.
+"""The optimization, the same for all that is trained: AdamW, warm-up and decay, checkpoints, an end by steps or clock.
 
 Everything that a step depends on is in the checkpoint or a function of the step's number, so that a training of so
 many steps that was interrupted and resumed ends with the same weights as one that was not.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,11 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from leapahead.core.errors import BadParameter
-from leapahead.training.batches import Batch, Order, batch_of
-from leapahead.training.features import Features
-from leapahead.training.recipe import Recipe
-from leapahead.training.settings import Settings
-from leapahead.training.texts import Progress
+from leapahead.training.batches import Order
+from leapahead.training.recipe import Found
+from leapahead.training.settings import RunSettings
+from leapahead.training.texts import Progress, Text
 
 BETAS, WEIGHT_DECAY, MOST_GRADIENT = (0.9, 0.95), 0.01, 1.0
 WARM_UP = 0.03  # of the training
@@ -35,6 +34,27 @@ STATE = "state"  # of a checkpoint's metadata
 OPTIMIZER = "optimizer."  # what the names of the optimizer's tensors begin with
 
 Row = list[float]  # the loss, then the agreement at each depth
+
+
+class Trainable(Protocol):
+    """What the loop trains: the recipe of a head, or of a whole model.
+
+    Attributes:
+        module: the network, in float32.
+    """
+
+    module: Any
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained, by name."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed."""
+
+    def loss(self, batch: Any, generator: torch.Generator | None = None) -> Found:
+        """The loss of a batch; `generator` is of what is random in training, None for held-out texts."""
 
 
 @dataclass
@@ -90,33 +110,33 @@ class Watch:
 
 
 class Training:
-    """One training of a head, from its checkpoint if there is one.
+    """One training, from its checkpoint if there is one.
 
     Args:
-        recipe: with the head.
+        recipe: with the network.
         order: of the texts to train on.
-        features: gives their hidden states.
+        batches: makes the batch of some texts that `recipe` takes.
         settings: complete.
         checkpoint: the file.
-        held_out: texts on which the loss is measured at every checkpoint; None for none.
+        held_out: a batch on which the loss is measured at every checkpoint; None for none.
 
     Attributes:
         state: how far it is.
 
     Raises:
-        BadParameter: the checkpoint is of another head, or cannot be read.
+        BadParameter: the checkpoint is of another network, or cannot be read.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: Trainable,
         order: Order,
-        features: Features,
-        settings: Settings,
+        batches: Callable[[Sequence[Text]], Any],
+        settings: RunSettings,
         checkpoint: Path,
-        held_out: Batch | None = None,
+        held_out: Any = None,
     ) -> None:
-        self.recipe, self.order, self.features, self.settings = recipe, order, features, settings
+        self.recipe, self.order, self.batches, self.settings = recipe, order, batches, settings
         self.checkpoint, self.held_out = checkpoint, held_out
         self.parameters = recipe.parameters
         self.optimizer = torch.optim.AdamW(
@@ -179,8 +199,8 @@ class Training:
         generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + step)
         rows: list[Tensor] = []
         for number in range(step * count, (step + 1) * count):
-            batch = self._batch(self.order[number])
-            with autocast(self.recipe.target.device):
+            batch = self.batches(self.order[number])
+            with autocast(self.recipe.device):
                 found = self.recipe.loss(batch, generator)
             (found.loss / count).backward()  # type: ignore[no-untyped-call]
             rows.append(torch.cat([found.loss.detach()[None], found.agreement]))
@@ -195,9 +215,6 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         return row
 
-    def _batch(self, texts: Any) -> Batch:
-        return batch_of(texts, self.features, self.settings.prompt_tokens, self.recipe.target.hidden_size)
-
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     @torch.no_grad()
@@ -206,7 +223,7 @@ class Training:
         state = self.state
         line = f"step {state.step}, {state.seconds / 60:.1f} minutes: loss {state.loss:.3f}"
         if self.held_out is not None:
-            with autocast(self.recipe.target.device):
+            with autocast(self.recipe.device):
                 found = self.recipe.loss(self.held_out)
             state.held_out.append([state.step, found.loss.item(), *found.agreement.tolist()])
             right = " ".join(f"{each:.2f}" for each in state.held_out[-1][2:])
@@ -227,7 +244,7 @@ class Training:
         say(line)
 
     def _load(self) -> State:
-        """Fills the head and the optimizer."""
+        """Fills the network and the optimizer."""
         try:
             with safe_open(self.checkpoint, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -4,6 +4,7 @@
     soft_ce      -sum p log q                the gradient is that of kl
     kl           sum p log(p / q)            forward Kullback-Leibler divergence
     reverse_kl   sum q log(q / p)
+    jsd          1/2 kl(p, m) + 1/2 kl(q, m), with m = (p + q) / 2        Jensen-Shannon divergence
     tv           1/2 sum |p - q|             1 - the acceptance of speculative sampling
     smooth_l1    of hidden states, for EAGLE's features (2401.15077, equation 3)
 
@@ -12,8 +13,10 @@ The divergences are those of DistillSpec (2310.08461, section 3).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -38,6 +41,12 @@ def reverse_kl(logits: Tensor, target: Tensor, tokens: Tensor) -> Tensor:
     return kl(target, logits, tokens)
 
 
+def jsd(logits: Tensor, target: Tensor, tokens: Tensor) -> Tensor:
+    q, p = logits.log_softmax(-1), target.log_softmax(-1)
+    middle = torch.logaddexp(p, q) - math.log(2)
+    return 0.5 * (p.exp() * (p - middle) + q.exp() * (q - middle)).sum(-1)
+
+
 def tv(logits: Tensor, target: Tensor, tokens: Tensor) -> Tensor:
     return 0.5 * (target.softmax(-1) - logits.softmax(-1)).abs().sum(-1)
 
@@ -47,4 +56,4 @@ def smooth_l1(states: Tensor, target: Tensor) -> Tensor:
     return F.smooth_l1_loss(states, target, reduction="none").mean(-1)
 
 
-LOSSES: dict[str, Loss] = {"ce": ce, "soft_ce": soft_ce, "kl": kl, "reverse_kl": reverse_kl, "tv": tv}
+LOSSES: dict[str, Loss] = {"ce": ce, "soft_ce": soft_ce, "kl": kl, "reverse_kl": reverse_kl, "jsd": jsd, "tv": tv}

@@ -86,6 +86,11 @@ class Recipe(ABC):
         return (*own, count)
 
     @property
+    def device(self) -> torch.device:
+        """Where it is computed."""
+        return self.target.device
+
+    @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, by name."""
         return {name: each for name, each in self.module.named_parameters() if each.requires_grad}

@@ -1,15 +1,15 @@
-"""A training run in order: the target's texts, its hidden states, the training, the evaluation, the files."""
+"""A training run of a head in order: the target's texts, its hidden states, the training, the evaluation, the files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from leapahead.api import LLM
 from leapahead.bench import plots
-from leapahead.bench.conditions import conditions
-from leapahead.core.errors import BadParameter
+from leapahead.bench.conditions import Data, conditions
 from leapahead.training import card, texts
 from leapahead.training.batches import Order, batch_of
 from leapahead.training.evaluate import Evaluation, evaluate
@@ -18,7 +18,7 @@ from leapahead.training.features import Features, Online, Stored, training_targe
 from leapahead.training.loop import State, Training, Watch
 from leapahead.training.recipe import Recipe
 from leapahead.training.recipes import recipe
-from leapahead.training.settings import Folder, Settings
+from leapahead.training.settings import Folder, RunSettings, Settings
 from leapahead.training.texts import Text, Wish
 
 MOST_HELD_OUT = 40  # texts of each temperature that are evaluated
@@ -31,13 +31,13 @@ class Trained:
     Attributes:
         settings: complete.
         state: of the training.
-        head: the folder of the trained head; None where the training was stopped before its end.
-        evaluations: of the trained head, by set of texts.
+        folder: of what was trained; None where the training was stopped before its end.
+        evaluations: of what was trained, by set of texts.
     """
 
-    settings: Settings
+    settings: RunSettings
     state: State
-    head: Path | None
+    folder: Path | None
     evaluations: Sequence[Evaluation] = ()
 
 
@@ -64,34 +64,48 @@ def train_head(
     complete = settings.complete(target.hidden_size)
     folder.begin(settings)
     measured = conditions(llm.target)
-    trained, held_out, sets = _texts(llm, settings, folder, watch)
+    trained, held_out, sets = gathered(llm, settings, folder, watch)
     llm.close()
     own = recipe(target, complete, trained)
     features: Features = Online(target, own.layers)
     if settings.features == "disk":
         features = Stored(target, own.layers, folder.features, [*trained, *held_out], watch.progress)
+    batches = partial(batch_of, features=features, prompt_tokens=settings.prompt_tokens, width=target.hidden_size)
     some = held_out[: settings.batch]
-    watched = batch_of(some, features, settings.prompt_tokens, target.hidden_size) if some else None
+    watched = batches(some) if some else None
     order = Order(trained, settings.batch, settings.seed)
-    training = Training(own, order, features, complete, folder.checkpoint, watched)
+    training = Training(own, order, batches, complete, folder.checkpoint, watched)
     state = training.run(watch)
     if not training.is_done:
         return Trained(complete, state, None)
-    sets = {**_by_temperature(held_out), **sets}
+    sets = {**by_temperature(held_out), **sets}
     found = evaluate(own, Online(target, own.layers), sets, watch.progress)
-    run = card.Run(
-        complete,
+    run = run_of(complete, trained, folder, state, found, measured, command)
+    write(own, run, folder.trained)
+    return Trained(complete, state, folder.trained, found)
+
+
+def run_of(
+    settings: RunSettings,
+    trained: Sequence[Text],
+    folder: Folder,
+    state: State,
+    evaluations: Sequence[Evaluation],
+    measured: Data,
+    command: str,
+) -> card.Run:
+    """What a model card tells of a run; see `card.Run`."""
+    return card.Run(
+        settings,
         len(trained),
         sum(len(text.answer) for text in trained),
         sum(text.temperature > 0 for text in trained) / len(trained),
         texts.written_for(Path(settings.texts or folder.texts)),
         state,
-        found,
+        evaluations,
         measured,
         command,
     )
-    write(own, run, folder.head)
-    return Trained(complete, state, folder.head, found)
 
 
 def write(own: Recipe, run: card.Run, folder: Path) -> None:
@@ -101,15 +115,11 @@ def write(own: Recipe, run: card.Run, folder: Path) -> None:
         BadParameter: a file cannot be written.
     """
     export(own, folder)
-    try:
-        (folder / "README.md").write_text(card.text(own, run), encoding="utf-8")
-        plots.save(card.curves, card.figures(run), folder / "curves", kinds=("png",))
-    except OSError as error:
-        raise BadParameter(f"{folder} cannot be written: {error.strerror or error}") from None
+    card.write(folder, card.text(own, run), card.figures(run))
 
 
-def _texts(
-    llm: LLM, settings: Settings, folder: Folder, watch: Watch
+def gathered(
+    llm: LLM, settings: RunSettings, folder: Folder, watch: Watch
 ) -> tuple[list[Text], list[Text], dict[str, list[Text]]]:
     """The texts to train on, the held-out ones, and those of the files that are evaluated only, by their names."""
     if settings.texts:
@@ -126,7 +136,8 @@ def _texts(
     return *texts.divide(found, settings.held_out, settings.seed), sets
 
 
-def _by_temperature(held_out: Sequence[Text]) -> dict[str, list[Text]]:
+def by_temperature(held_out: Sequence[Text]) -> dict[str, list[Text]]:
+    """The held-out texts that are evaluated, as one set of texts for each temperature."""
     names = {0.0: "held out, greedy", 1.0: "held out, temperature 1"}
     return {
         name: [text for text in held_out if text.temperature == temperature][:MOST_HELD_OUT]

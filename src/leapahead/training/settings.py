@@ -5,12 +5,14 @@ texts.jsonl              the target's own texts
 evaluation-NAME.jsonl    those that are evaluated only
 features/                hidden states, if they are kept on disk
 checkpoint.safetensors   weights and optimizer state of the training, and how far it is
-head/                    the trained head, its model card and its curves
+trajectories.jsonl       the states of Jacobi decoding that a target is tuned on
+head/, draft/, tuned/    what is trained, by its kind, with its model card and its curves
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,26 +29,30 @@ from leapahead.drafters.heads.config import (
     HYDRAS,
     KINDS,
     MEDUSA,
+    MTP,
 )
 
-LOSSES = ("ce", "soft_ce", "kl", "reverse_kl", "tv")
+LOSSES = ("ce", "soft_ce", "kl", "reverse_kl", "jsd", "tv")
+DIVERGENCES = {"forward-kl": "kl", "reverse-kl": "reverse_kl", "jsd": "jsd", "tvd": "tv"}  # the names of the losses
+DRAFT, CLLM = "draft", "cllm"  # a draft model is distilled; a target is tuned for Jacobi decoding
 FEATURES = ("online", "disk")
 SCHEDULES = ("cosine", "linear")
 USUAL_MINUTES = 30.0
-TRAINED = tuple(kind for kind in KINDS if kind != DSPARK)
+TRAINED = tuple(kind for kind in KINDS if kind not in (DSPARK, MTP))
 USUAL_LOSS = {MEDUSA: "ce", HYDRA: "ce"}  # soft_ce of the others
 USUAL_DEPTHS = {MEDUSA: 5, EAGLE: 1, EAGLE3: 4, HYDRA: 5, HYDRA_PREFIX: 5, DFLASH: 7}
 MEDUSA_RATE = 1e-3  # 2401.10774, and of Hydra
 EAGLE_RATE = 0.5  # divided by the hidden size: 2e-3 for 256, 1.2e-4 for 4096
+TUNING_RATE = 0.05  # of whole models, divided by the hidden size: 5e-4 for 96, 5e-5 for 1024
 CHANGEABLE = ("minutes", "steps", "lr")  # when a run is resumed
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What one training run is told.
+class RunSettings:
+    """What every training run is told, whatever it trains.
 
     Attributes:
-        kind: one of `TRAINED`.
+        kind: what is trained: a kind of head, `DRAFT` or `CLLM`.
         model: name of the target, for the model card.
         data: file of prompts; "" where `texts` is given.
         texts: file of texts that an earlier run has written; "" for none.
@@ -55,13 +61,6 @@ class Settings:
         max_new_tokens: greatest length of the target's answers.
         sampled: share of the texts that are sampled at temperature 1; the others are greedy.
         held_out: share of the texts that are not trained on but evaluated.
-        prompt_tokens: the last tokens of a prompt that a head is trained on; the target reads all of them.
-        features: "online", computed for every batch, or "disk", computed once.
-        depths: of Medusa and Hydra, the number of heads; of DFlash, that of the masks of a block; of EAGLE, the steps
-            that it is trained on its own states.
-        draft_vocab: tokens that the head can propose, the most frequent ones of the texts; 0 for all.
-        layers: the hidden states that EAGLE-3 and DFlash read; empty for its usual ones.
-        loss: one of `LOSSES`.
         lr: greatest learning rate.
         batch, accumulate: texts of a forward, and forwards of an optimizer step.
         schedule: how the learning rate falls, "cosine" or "linear".
@@ -78,12 +77,6 @@ class Settings:
     max_new_tokens: int = 128
     sampled: float = 0.5
     held_out: float = 0.05
-    prompt_tokens: int = 128
-    features: str = "online"
-    depths: int = 0
-    draft_vocab: int = 0
-    layers: tuple[int, ...] = ()
-    loss: str = ""
     lr: float = 0.0
     batch: int = 16
     accumulate: int = 1
@@ -93,28 +86,57 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("kind", TRAINED), ("features", FEATURES), ("schedule", SCHEDULES)):
-            if (value := getattr(self, name)) not in known:
-                raise BadParameter(f"{name}={value!r} is not possible; choose one of {', '.join(known)}")
-        if self.loss and self.loss not in LOSSES:
-            raise BadParameter(f"loss={self.loss!r} is not possible; choose one of {', '.join(LOSSES)}")
+        check_choice(self, schedule=SCHEDULES)
         if bool(self.data) == bool(self.texts):
             raise BadParameter("give either data, a file of prompts, or texts, those that an earlier run has written")
         if self.minutes is not None and self.steps is not None:
             raise BadParameter("give either minutes or steps, not both")
+        for name, least in (("batch", 1), ("accumulate", 1), ("steps", 1)):
+            check_least(self, name, least)
+        for name, most in (("sampled", 1.0), ("held_out", 0.9)):
+            check_share(self, name, most)
+        if self.lr < 0 or (self.minutes is not None and self.minutes <= 0):
+            raise BadParameter("lr and minutes must be above 0")
+
+    @property
+    def length(self) -> float | None:
+        """The minutes of the training, the usual ones where nothing is set; None where its steps are."""
+        return USUAL_MINUTES if self.minutes is None and self.steps is None else self.minutes
+
+
+@dataclass(frozen=True)
+class Settings(RunSettings):
+    """What the training of a head is told.
+
+    Attributes:
+        kind: one of `TRAINED`.
+        prompt_tokens: the last tokens of a prompt that a head is trained on; the target reads all of them.
+        features: "online", computed for every batch, or "disk", computed once.
+        depths: of Medusa and Hydra, the number of heads; of DFlash, that of the masks of a block; of EAGLE, the steps
+            that it is trained on its own states.
+        draft_vocab: tokens that the head can propose, the most frequent ones of the texts; 0 for all.
+        layers: the hidden states that EAGLE-3 and DFlash read; empty for the usual ones.
+        loss: one of `LOSSES`.
+    """
+
+    prompt_tokens: int = 128
+    features: str = "online"
+    depths: int = 0
+    draft_vocab: int = 0
+    layers: tuple[int, ...] = ()
+    loss: str = ""
+
+    def __post_init__(self) -> None:
+        check_choice(self, kind=TRAINED, features=FEATURES)
+        if self.loss:
+            check_choice(self, loss=LOSSES)
+        super().__post_init__()
         if self.kind in (EAGLE, DFLASH) and self.draft_vocab:
             raise BadParameter(f"draft_vocab is not possible with {self.kind}, whose output layer is the target's")
         if self.kind not in FUSED and self.layers:
             raise BadParameter(f"layers is not possible with {self.kind}, which reads the last hidden state")
-        for name, least in (("depths", 0), ("draft_vocab", 0), ("batch", 1), ("accumulate", 1), ("steps", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise BadParameter(f"{name}={value} is not possible: it must be at least {least}")
-        for name, most in (("sampled", 1.0), ("held_out", 0.9)):
-            if not 0 <= getattr(self, name) <= most:
-                raise BadParameter(f"{name}={getattr(self, name)} is not possible: it must be from 0 to {most:g}")
-        if self.lr < 0 or (self.minutes is not None and self.minutes <= 0):
-            raise BadParameter("lr and minutes must be above 0")
+        for name in ("depths", "draft_vocab"):
+            check_least(self, name, 0)
 
     def complete(self, hidden_size: int) -> Settings:
         """The settings with the usual values in place of those that were left out, for a target of this width."""
@@ -124,15 +146,97 @@ class Settings:
             depths=self.depths or USUAL_DEPTHS[self.kind],
             loss=self.loss or USUAL_LOSS.get(self.kind, "soft_ce"),
             lr=self.lr or rate,
-            minutes=USUAL_MINUTES if self.minutes is None and self.steps is None else self.minutes,
+            minutes=self.length,
         )
 
 
 @dataclass(frozen=True)
+class DraftSettings(RunSettings):
+    """What the distillation of a draft model is told (DistillSpec, 2310.08461).
+
+    Attributes:
+        draft: name or folder of the draft model to start from; "bundled" for the bundled one.
+        divergence: between the target's distribution and the draft model's, one of `DIVERGENCES`.
+        on_policy: share of the batches whose answers the draft model samples itself; the others have the target's.
+    """
+
+    kind: str = DRAFT
+    draft: str = "bundled"
+    divergence: str = "forward-kl"
+    on_policy: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice(self, kind=(DRAFT,), divergence=tuple(DIVERGENCES))
+        super().__post_init__()
+        check_share(self, "on_policy", 1.0)
+
+    def complete(self, hidden_size: int) -> DraftSettings:
+        """The settings with the usual values in place of those that were left out, for a model of this width."""
+        return replace(self, lr=self.lr or TUNING_RATE / hidden_size, minutes=self.length)
+
+
+@dataclass(frozen=True)
+class CllmSettings(RunSettings):
+    """What the consistency tuning of a target is told (CLLM, 2403.00835).
+
+    Attributes:
+        sampled: 0, since the trajectories are greedy.
+        block: guesses of a state of Jacobi decoding.
+        states: states of each text that are trained in a batch.
+        ar_weight: of the cross entropy of the text, beside the consistency loss.
+    """
+
+    kind: str = CLLM
+    sampled: float = 0.0
+    block: int = 8
+    states: int = 16
+    ar_weight: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_choice(self, kind=(CLLM,))
+        super().__post_init__()
+        check_share(self, "sampled", 0.0)
+        for name in ("block", "states"):
+            check_least(self, name, 1)
+        if self.ar_weight < 0:
+            raise BadParameter(f"ar_weight={self.ar_weight} is not possible: it must be at least 0")
+
+    def complete(self, hidden_size: int) -> CllmSettings:
+        """The settings with the usual values in place of those that were left out, for a model of this width."""
+        return replace(self, lr=self.lr or TUNING_RATE / hidden_size, minutes=self.length)
+
+
+def check_choice(settings: RunSettings, **known: Sequence[str]) -> None:
+    """Refuses a setting that is none of the known values."""
+    for name, values in known.items():
+        if (value := getattr(settings, name)) not in values:
+            raise BadParameter(f"{name}={value!r} is not possible; choose one of {', '.join(values)}")
+
+
+def check_least(settings: RunSettings, name: str, least: int) -> None:
+    """Refuses a setting that is too small; None is what was left out."""
+    value = getattr(settings, name)
+    if value is not None and value < least:
+        raise BadParameter(f"{name}={value} is not possible: it must be at least {least}")
+
+
+def check_share(settings: RunSettings, name: str, most: float) -> None:
+    """Refuses a setting that is no share up to `most`."""
+    if not 0 <= getattr(settings, name) <= most:
+        raise BadParameter(f"{name}={getattr(settings, name)} is not possible: it must be from 0 to {most:g}")
+
+
+@dataclass(frozen=True)
 class Folder:
-    """The folder of a training run, see the module."""
+    """The folder of a training run, see the module.
+
+    Attributes:
+        path: of the folder.
+        result: name of the folder in it that holds what is trained.
+    """
 
     path: Path
+    result: str = "head"
 
     @property
     def texts(self) -> Path:
@@ -150,10 +254,15 @@ class Folder:
         return self.path / "checkpoint.safetensors"
 
     @property
-    def head(self) -> Path:
-        return self.path / "head"
+    def trajectories(self) -> Path:
+        return self.path / "trajectories.jsonl"
 
-    def check(self, settings: Settings, resume: bool) -> None:
+    @property
+    def trained(self) -> Path:
+        """What is trained."""
+        return self.path / self.result
+
+    def check(self, settings: RunSettings, resume: bool) -> None:
         """Checks that the folder is new, or if it is resumed, that it was begun with the same settings.
 
         Raises:
@@ -166,7 +275,7 @@ class Folder:
         elif self.path.exists() and any(self.path.iterdir()):
             raise BadParameter(f"{self.path} is not empty; give a new folder, or go on with --resume")
 
-    def begin(self, settings: Settings) -> None:
+    def begin(self, settings: RunSettings) -> None:
         """Makes the folder and notes the settings in it.
 
         Raises:
@@ -183,7 +292,7 @@ class Folder:
         return self.path / "run.json"
 
 
-def _plain(settings: Settings) -> dict[str, Any]:
+def _plain(settings: RunSettings) -> dict[str, Any]:
     """The settings as they are read from a JSON file."""
     found: dict[str, Any] = json.loads(json.dumps(asdict(settings)))
     return found

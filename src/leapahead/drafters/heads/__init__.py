@@ -8,6 +8,7 @@
     networks    which network a kind has
     head        a loaded head: what it needs, and how long its forwards take
     cache       the rows that a head keeps of its texts: keys and values of any number of layers
+    mtp         MTP modules: those of a model's own checkpoint, and heads of speculators
     row_head    EAGLE: one row for every committed token and node, with a cache of its own
     block_head  Medusa: one forward gives the candidates of all depths
     hydra_head  Hydra: one row for every path of drafted tokens

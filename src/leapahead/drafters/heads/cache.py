@@ -66,7 +66,7 @@ class CachedText(HeadText):
         """Writes rows of a plane, and gives all rows up to the last of them.
 
         Args:
-            begin: the place of the first row; all rows before it were written.
+            begin: the place of the first row. Rows before it that were not written are 0.
             rows: float [key heads, rows, dim].
 
         Returns:
@@ -78,7 +78,7 @@ class CachedText(HeadText):
         if found is None or found.shape[1] < end:
             larger = rows.new_zeros(heads, max(end, 2 * found.shape[1] if found is not None else FIRST_CAPACITY), dim)
             if found is not None:
-                larger[:, :begin] = found[:, :begin]
+                larger[:, : found.shape[1]] = found
             self._planes[plane] = found = larger
         found[:, begin:end] = rows
         return found[:, :end]

@@ -3,6 +3,7 @@
 Tensor names of all published formats become those of `modules`:
 
     EAGLE          midlayer.* -> layers.0.*
+    MTP            mtp_layers.0.* -> layers.0.mtp_block.*, but for the four of `OF_MTP`
     Medusa         {k}.{j}.linear.* -> blocks.{k}.layers.{j}.*     {k}.{last}.weight -> lm_heads.{k}.weight
     Hydra          hydra_mlp.{k}.{j}.{linear, res_connection}.* -> blocks.{k}.{i}.{linear, residual}.*, the i-th j
                    hydra_lm_head.{k}.* -> lm_heads.{k}.*           prefix_embeding_layer.* -> prefix.*
@@ -30,6 +31,13 @@ MEDUSA_OUTPUT = re.compile(r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight")
 HYDRA_LAYER = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)")
 HYDRA_OUTPUT = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)")
 HYDRA_NAMED = re.compile(r"blocks\.(\d+)\.(\d+)\.((?:linear|residual)\.(?:weight|bias))")
+MTP_LAYER = re.compile(r"mtp_layers\.(\d+)\.(\w+)\.(.*)")
+OF_MTP = {
+    "token_layernorm": "enorm",
+    "hidden_layernorm": "hnorm",
+    "input_proj": "eh_proj",
+    "final_layernorm": "post_norm",
+}
 # Of training only, derived, or not read: DSpark's confidence, which is measured here, and an embedding of Hydra++.
 UNUSED = ("verifier_", "t2d", "confidence_head.", "prefix.embed_tokens.")
 DERIVED = "rotary_emb."
@@ -49,6 +57,9 @@ def canonical(name: str) -> str:
         return f"blocks.{head}.{layer}.{'linear' if part == 'linear' else 'residual'}.{which}"
     if found := HYDRA_OUTPUT.fullmatch(name):
         return f"lm_heads.{found.group(1)}.{found.group(2)}"
+    if found := MTP_LAYER.fullmatch(name):
+        layer, part, rest = found.groups()
+        return f"layers.{layer}.{OF_MTP.get(part, f'mtp_block.{part}')}.{rest}"
     for published, own in RENAMED.items():
         name = name.replace(published, own)
     return name

@@ -1,6 +1,6 @@
 """What the configuration of a trained head says, in every format that is read.
 
-    speculators         config.json with "speculators_model_type" (eagle3, medusa, dflash, dspark)
+    speculators         config.json with "speculators_model_type" (eagle3, medusa, dflash, dspark, mtp)
     EAGLE               config.json of one Llama layer; EAGLE-3 with "draft_vocab_size"
     Medusa              config.json with "medusa_num_heads", or vLLM's with "model_type": "medusa"
     Hydra               config.json with "hydra_num_heads" (zankner/Hydra)
@@ -17,10 +17,10 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused
 
-MEDUSA, EAGLE, EAGLE3 = "medusa", "eagle", "eagle3"
+MEDUSA, EAGLE, EAGLE3, MTP = "medusa", "eagle", "eagle3", "mtp"
 HYDRA, HYDRA_PREFIX = "hydra", "hydra++"
 DFLASH, DSPARK = "dflash", "dspark"
-KINDS = (MEDUSA, EAGLE, EAGLE3, HYDRA, HYDRA_PREFIX, DFLASH, DSPARK)
+KINDS = (MEDUSA, EAGLE, EAGLE3, HYDRA, HYDRA_PREFIX, DFLASH, DSPARK, MTP)
 HYDRAS = (HYDRA, HYDRA_PREFIX)
 FUSED = (EAGLE3, DFLASH, DSPARK)  # read the hidden states of several layers
 VANILLA, GATED = "vanilla", "gated"  # DSpark's bias of the logits
@@ -62,8 +62,8 @@ class HeadConfig:
         bias: whether the linear layers in front have a bias: Medusa's and Hydra's residual layers, the others' `fc`.
         shared_output: of Medusa, whether all heads share one output layer.
         output_bias: of Hydra, whether the output layers have a bias.
-        decoder: fields of a `LlamaConfig`, of the decoder layers; None where it has none, and of Hydra++ where they
-            are of the target's shape.
+        decoder: fields of a `LlamaConfig`, of the decoder layers, or of MTP of the configuration of its model type;
+            None where it has none, and of Hydra++ where they are of the target's shape.
         norm_before_residual, norm_before_fc: variants of EAGLE-3: the state is normed before it enters the residual
             stream, and the target's states before they are fused.
         mask_token: of DFlash, the id of the mask token.
@@ -151,6 +151,8 @@ def _of_speculators(config: Mapping[str, Any], shapes: Shapes, where: str) -> He
     kind = config[TYPE]
     if kind == MEDUSA:
         return _medusa(config, shapes)
+    if kind == MTP:
+        return _mtp(config, config["transformer_layer_config"])
     if kind == EAGLE3:
         return _eagle(config, config["transformer_layer_config"], shapes)
     if kind in (DFLASH, DSPARK):
@@ -284,6 +286,14 @@ def _eagle(config: Mapping[str, Any], decoder: Mapping[str, Any], shapes: Shapes
         norm_before_fc="input_norm.weight" in shapes,
         target=_verifier(config),
     )
+
+
+def _mtp(config: Mapping[str, Any], decoder: Mapping[str, Any]) -> HeadConfig:
+    """One module, whose embedding and output layer are the target's."""
+    if (count := config.get("num_nextn_predict_layers", 1)) != 1:
+        raise Refused(f"the head has {count} MTP modules, and heads of speculators with one are supported")
+    size, vocabulary = int(decoder["hidden_size"]), int(decoder["vocab_size"])
+    return HeadConfig(MTP, size, size, vocabulary, vocabulary, decoder=dict(decoder), target=_verifier(config))
 
 
 def _verifier(config: Mapping[str, Any]) -> str:

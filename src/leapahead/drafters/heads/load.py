@@ -21,11 +21,13 @@ from leapahead.drafters.heads.config import (
     HYDRA_PREFIX,
     LAST,
     MEDUSA,
+    MTP,
     HeadConfig,
 )
 from leapahead.drafters.heads.dflash_head import DFlashHead
 from leapahead.drafters.heads.head import Head
 from leapahead.drafters.heads.hydra_head import HydraHead
+from leapahead.drafters.heads.mtp import MtpHead
 from leapahead.drafters.heads.row_head import RowHead
 from leapahead.models.base import TargetInfo
 from leapahead.models.transformers.families import text_config
@@ -38,6 +40,7 @@ HEADS: dict[str, type[Head]] = {
     HYDRA_PREFIX: HydraHead,
     DFLASH: DFlashHead,
     DSPARK: DFlashHead,
+    MTP: MtpHead,
 }
 
 
@@ -73,6 +76,8 @@ def load(config: HeadConfig, tensors: dict[str, Tensor], target: Any, name: str)
     for place, each in list(module.named_modules()):
         if isinstance(each, LlamaRotaryEmbedding):
             module.set_submodule(place, LlamaRotaryEmbedding(each.config).to(device))
+    if config.kind == MTP:
+        module.rotary.to(device)
     tensors |= _shared(module, tensors, network, info.name, name)
     _check_tensors(module, tensors, name)
     module.load_state_dict(tensors, strict=False, assign=True)

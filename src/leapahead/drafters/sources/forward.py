@@ -62,6 +62,7 @@ class ForwardSource(Source):
     Attributes:
         steps_without: steps since its last draft forward.
         back_off: of its draft forwards.
+        unsure: there are no candidates after a path where the network's likeliest token has less probability.
     """
 
     costs_forward: ClassVar[bool] = True
@@ -71,6 +72,7 @@ class ForwardSource(Source):
         self.name = name  # type: ignore[misc]  # there may be several
         self.steps_without = 0
         self.back_off = BackOff()
+        self.unsure = 0.0
         self._rows: dict[Hashable, Row] = {}
         self._length = 0
         self._limit = 0
@@ -181,14 +183,19 @@ class ForwardSource(Source):
         """Whether a draft forward has computed this path."""
         return self.key(state) in self._rows
 
+    def _sure(self, state: Path) -> Row | None:
+        """The row of a path, unless the network is unsure there."""
+        row = self._rows.get(self.key(state))
+        return None if row is None or np.exp(row[1][:1].sum()) < self.unsure else row
+
     def candidates(self, state: Path, limit: int) -> list[Candidate]:
-        if (row := self._rows.get(self.key(state))) is None:
+        if (row := self._sure(state)) is None:
             return []
         tokens, logp = row
         return self._candidates(state, tokens[:limit], logp[:limit])
 
     def seed_aware_candidates(self, state: Path, limit: int, score: Score) -> list[Candidate]:
-        if (row := self._rows.get(self.key(state))) is None:
+        if (row := self._sure(state)) is None:
             return []
         tokens, logp = row
         if len(tokens) > limit:

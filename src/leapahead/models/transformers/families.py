@@ -29,6 +29,8 @@ class Pattern:
 # Attention implementations that take a 4-D mask, and whether it is boolean.
 MASKS = {"sdpa": True, "eager": False}
 
+TUNED = "leapahead_tuned"  # field of config.json: {"method": "cllm", "from": the name of the model before}
+
 # Layers without attention: they need neither a mask nor a cache.
 STATELESS_LAYERS = {"moe", "mlp", "dummy"}
 # Layers with a state that cannot discard tokens, and the attention that they have beside it.
@@ -107,6 +109,12 @@ def attention_implementation(model: Any) -> str:
             'or call model.set_attn_implementation("sdpa")'
         )
     return name
+
+
+def tuned_from(config: Any) -> str:
+    """The model that a checkpoint was tuned from by `leapahead train-cllm`, by its configuration; "" for others."""
+    found = getattr(config, TUNED, None)
+    return str(found.get("from", "")) if isinstance(found, dict) else ""
 
 
 def patterns(config: Any, recurrent: bool = False) -> dict[str, Pattern] | None:

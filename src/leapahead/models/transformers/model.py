@@ -154,6 +154,7 @@ class TransformersTarget:
             layers=max(0, len(layers) - 1),
             hidden_size=hidden_size,
             exact=exact,
+            tuned_from=families.tuned_from(model.config),
         )
         if isinstance(self.executor, ExactExecutor):
             self.max_nodes = self.executor.step_rows

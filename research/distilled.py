@@ -1,0 +1,71 @@
+"""What training brings a drafter of the bundled model: the distilled draft model, and the target tuned for Jacobi."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from leapahead.api import LLM
+from leapahead.core.errors import BadParameter
+from leapahead.inputs import encode
+from leapahead.training.cllm_run import losses_of
+from leapahead.training.texts import Text
+from research.acceptance import Compared, acceptance
+
+FOLDER = Path("build/distilled")  # of `make train-draft` and `make train-cllm`
+DRAFT, TUNED = FOLDER / "draft" / "draft", FOLDER / "cllm" / "tuned"
+CHAIN, TREE = {"depth": 4, "nodes": 4, "chain": True}, {"depth": 4, "nodes": 16}
+PLAIN: Compared = ("plain", "plain", {})  # what the texts are compared with
+DRAFTS: list[Compared] = [
+    PLAIN,
+    *(
+        (f"{name}, {shape}", "draft_model", {"draft": draft, **options})
+        for shape, options in (("chains of 4", CHAIN), ("trees of 16", TREE))
+        for name, draft in (("bundled draft", "bundled"), ("distilled draft", str(DRAFT)))
+    ),
+]
+JACOBI: list[Compared] = [PLAIN, *((f"Jacobi, blocks of {block}", "jacobi", {"block": block}) for block in (4, 8))]
+
+
+def distilled(llm: LLM, prompts: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Acceptance lengths with the bundled draft model and with the distilled one; rows as of `acceptance`.
+
+    Args:
+        llm: the bundled model.
+        prompts: by task.
+
+    Raises:
+        BadParameter: the distilled draft model is not there.
+    """
+    _require(DRAFT, "train-draft")
+    return acceptance(llm, prompts, configurations=DRAFTS)
+
+
+def tuned(llm: LLM, prompts: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Acceptance lengths of Jacobi decoding with the bundled model and with the tuned one, greedily.
+
+    Args:
+        llm: the bundled model.
+        prompts: by task.
+
+    Returns:
+        Rows as of `acceptance`, and in each `prompt_loss`: nats a token of the prompts, which neither model wrote.
+
+    Raises:
+        BadParameter: the tuned model is not there.
+    """
+    _require(TUNED, "train-cllm")
+    rows = []
+    for name, each in (("bundled model", llm), ("tuned model", LLM(str(TUNED), dtype="float32", drafter_cache=False))):
+        losses = {}
+        for task, texts in prompts.items():
+            tokens = [encode(text, each.tokenizer, each.target.info) for text in texts]
+            losses[task] = round(losses_of(each.target, [Text(0, prompt, []) for prompt in tokens])[0], 3)
+        found = acceptance(each, prompts, (0.0,), configurations=JACOBI)
+        rows += [{**row, "name": f"{row['name']}, {name}", "prompt_loss": losses[row["task"]]} for row in found]
+    return rows
+
+
+def _require(folder: Path, recipe: str) -> None:
+    if not (folder / "config.json").is_file():
+        raise BadParameter(f"there is no {folder}; run `make {recipe}` first")

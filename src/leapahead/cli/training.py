@@ -1,0 +1,211 @@
+"""What the commands that train have in common: options, the command line for the model card, interrupts, the result."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.core import ParameterSource
+from click.exceptions import Exit
+
+from leapahead.api import LLM
+from leapahead.bench import plots
+from leapahead.cli import screen
+from leapahead.cli.command import INTERRUPTED, option
+from leapahead.cli.options import Option
+from leapahead.cli.screen import Console
+from leapahead.core.errors import BadParameter, needing
+from leapahead.training.settings import SCHEDULES, Folder, RunSettings
+
+if TYPE_CHECKING:
+    from leapahead.training.evaluate import Evaluation
+    from leapahead.training.loop import Watch
+    from leapahead.training.run import Trained
+
+Result = TypeVar("Result", bound="Trained")
+FILE = click.Path(path_type=Path)
+TEXTS, TRAINING = "Text options", "Training options"
+AT_LEAST_ONE = click.IntRange(min=1)
+
+PROMPTS: tuple[Option, ...] = (
+    option(
+        "--data",
+        type=FILE,
+        metavar="FILE",
+        group=TEXTS,
+        help="Prompts: a .txt file with one in each line, or JSON lines with one of the fields prompt, question, "
+        "turns, messages.",
+    ),
+    option(
+        "--texts", type=FILE, metavar="FILE", group=TEXTS, help="Texts of an earlier run, its texts.jsonl, instead."
+    ),
+    option(
+        "--max-new-tokens", type=AT_LEAST_ONE, default=128, metavar="N", group=TEXTS, help="Longest answer in tokens."
+    ),
+)
+SAMPLED: Option = option(
+    "--sampled",
+    type=float,
+    default=0.5,
+    metavar="SHARE",
+    group=TEXTS,
+    help="Share of the texts that are sampled at temperature 1; the others are greedy.",
+)
+EVALUATED: tuple[Option, ...] = (
+    option("--text-batch", type=AT_LEAST_ONE, default=16, metavar="N", group=TEXTS, help="Texts decoded together."),
+    option(
+        "--held-out",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        group=TEXTS,
+        help="Share of the texts that are not trained on but evaluated with.",
+    ),
+    option(
+        "--evaluate",
+        type=FILE,
+        multiple=True,
+        metavar="FILE",
+        group=TEXTS,
+        help="Further prompts, whose texts are only evaluated. May be repeated.",
+    ),
+    option(
+        "--evaluate-prompts",
+        type=AT_LEAST_ONE,
+        default=40,
+        metavar="N",
+        group=TEXTS,
+        help="The most prompts of each such file.",
+    ),
+)
+LENGTH: tuple[Option, ...] = (
+    option("--minutes", type=float, metavar="N", group=TRAINING, show_default="30", help="Length, without the texts."),
+    option("--steps", type=AT_LEAST_ONE, metavar="N", group=TRAINING, help="Length in optimizer steps instead."),
+)
+TUNING_RATE: Option = option(
+    "--lr",
+    type=float,
+    metavar="RATE",
+    group=TRAINING,
+    show_default="0.05 / hidden size",
+    help="Greatest learning rate.",
+)
+STEPS: tuple[Option, ...] = (
+    option("--schedule", type=click.Choice(SCHEDULES), default="cosine", group=TRAINING, help="How the rate falls."),
+    option("--batch", type=AT_LEAST_ONE, default=16, metavar="N", group=TRAINING, help="Texts of a forward."),
+    option("--accumulate", type=AT_LEAST_ONE, default=1, metavar="N", group=TRAINING, help="Forwards of a step."),
+)
+SEED: Option = option(
+    "--seed", type=int, default=0, group=TRAINING, help="Seed of the weights, the order and the sampled texts."
+)
+OUT: tuple[Option, ...] = (
+    option(
+        "--out",
+        type=FILE,
+        required=True,
+        metavar="FOLDER",
+        help="New folder for the texts, the checkpoint and what is trained.",
+    ),
+    option("--resume", is_flag=True, help="Go on with the run in the folder --out, which was interrupted."),
+    option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+)
+
+
+def files(values: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, as arguments of settings: files by their names."""
+    given = {name: value for name, value in values.items() if value is not None}
+    for name in ("data", "texts"):
+        given[name] = str(given.get(name, ""))
+    given["evaluate"] = tuple(map(str, given["evaluate"]))
+    return given
+
+
+def train(
+    settings: RunSettings,
+    folder: Folder,
+    resume: bool,
+    text_batch: int,
+    model: dict[str, Any],
+    run: Callable[[LLM, Watch], Result],
+) -> Result:
+    """Loads the target and runs a training; ends the process as interrupted where the training was.
+
+    Args:
+        settings: of the training.
+        folder: of its run.
+        resume: whether it goes on with what the folder holds.
+        text_batch: texts that the target decodes together.
+        model: arguments of `LLM`.
+        run: the training.
+
+    Raises:
+        LeapaheadError: a file or a package is missing, or the training cannot run.
+    """
+    for file in filter(None, (settings.data, settings.texts, *settings.evaluate)):
+        if not Path(file).is_file():
+            raise BadParameter(f"there is no file {file}")
+    folder.check(settings, resume)
+    plots.require()
+    name = str(click.get_current_context().info_name)
+    with needing(name, "transformers", "torch", "transformers", "safetensors"):
+        from leapahead.training.loop import Watch
+    with screen.loading(model["model"]):
+        llm = LLM(**model, max_batch=text_batch)
+    try:
+        with screen.progress(name) as bar:
+            trained = run(llm, Watch(bar, bar.say, screen.interrupts_between_steps))
+    except KeyboardInterrupt:
+        screen.say(f"interrupted; the same command with --resume goes on with what {folder.path} holds")
+        raise Exit(INTERRUPTED) from None
+    if trained.folder is None:
+        screen.say(f"interrupted after step {trained.state.step}; the same command with --resume goes on")
+        raise Exit(INTERRUPTED)
+    return trained
+
+
+def command_line() -> str:
+    """The command line as it was typed, for the model card; without what says only how it ran."""
+    ctx = click.get_current_context()
+    parts = ["leapahead", str(ctx.info_name)]
+    for parameter in ctx.command.params:
+        name = str(parameter.name)
+        if ctx.get_parameter_source(name) != ParameterSource.COMMANDLINE or name in ("resume", "as_json"):
+            continue
+        value, flag = ctx.params[name], max(parameter.opts, key=len)
+        for each in value if isinstance(value, tuple) else (value,):
+            parts += [flag] if each is True else [flag, str(each)]
+    return shlex.join(parts)
+
+
+def show(trained: Trained, result: str, as_json: bool, **more: Any) -> bool:
+    """Prints how the training went, as one JSON object or as the first line; whether tables are to follow.
+
+    Args:
+        trained: of a training that has ended.
+        result: what it calls the folder in JSON.
+        as_json: print one JSON object.
+        more: fields of that object.
+    """
+    state, folder = trained.state, trained.folder
+    if as_json:
+        found = {result: str(folder), "steps": state.step, "seconds": state.seconds, "loss": state.loss}
+        click.echo(json.dumps({**found, "evaluations": [asdict(each) for each in trained.evaluations], **more}))
+        return False
+    click.echo(f"{folder}: {state.step} steps in {state.seconds / 60:.1f} minutes, loss {state.loss:.3f}")
+    return bool(trained.evaluations)
+
+
+def table(rows: Iterable[tuple[str, Evaluation]]) -> None:
+    """Prints evaluations, each with its name."""
+    found = list(rows)
+    depths = [str(depth + 1) for depth in range(len(found[0][1].depths))]
+    shown = screen.new_table(("texts", "tokens", *depths, "chain", "tree"), head=("set",))
+    for name, each in found:
+        rates = (f"{rate:.2f}" for rate in each.depths)
+        shown.add_row(name, str(each.texts), str(each.tokens), *rates, f"{each.chain:.2f}", f"{each.tree:.2f}")
+    Console().print(shown)

@@ -1,0 +1,201 @@
+"""Online speculative decoding: a draft model learns from the target's distribution where its drafts were rejected.
+
+    L = mean over rejected positions t of - sum over x of p(x | y_<t) log q(x | y_<t)      (2310.07177, section 4)
+
+p is the target's distribution, renormalized over its `TOP_K` likeliest tokens, which a step has computed anyway, and q
+the draft model's. Texts with their rejected positions are collected in a buffer of bounded size; after every so many
+texts the draft model takes gradient steps on them, between two steps of the engine, and the buffer is emptied. Only the
+draft model changes, and it only proposes: every text stays the target's.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from leapahead.core.errors import Refused, needing
+from leapahead.drafters.draft_models import SELF, Draft, DraftModel
+from leapahead.models.base import Target
+from leapahead.planner.draft import SequenceView, Step
+
+if TYPE_CHECKING:
+    from leapahead.models.transformers.online import OnlineTraining, Positions
+
+TOP_K = 32  # of the target's likeliest tokens at a rejected position
+LONGEST = 1024  # last tokens of a text that are kept
+CAPACITY = 32_768  # tokens of all texts in the buffer: with all positions rejected at most 13 MB
+TOGETHER = 4096  # tokens of a forward of an update, filled up to one length
+PASSES = 4  # over the buffer, in an update
+
+
+class Rejections:
+    """Where the drafts of one text were rejected; of more than `LONGEST` positions, the last ones."""
+
+    def __init__(self) -> None:
+        self._kept = deque[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float32]]](maxlen=LONGEST)
+
+    def observe(self, step: Step) -> None:
+        """Keeps the target's distribution after the last accepted node, if something was drafted below it in vain."""
+        tree, verdict = step.tree, step.verdict
+        node = verdict.path[-1]
+        if node not in tree.parent_list[1:] or tree.child(node, verdict.tokens[-1]) is not None:
+            return
+        tokens, logits = step.choices.top_k(TOP_K)
+        row = node - step.choices.num_computed
+        place = step.position + tree.depth_list[node]
+        self._kept.append((place, tokens[row].astype(np.int32), logits[row].astype(np.float32)))
+
+    def example(self, tokens: list[int]) -> Positions | None:
+        """The text so far with its rejected positions; None where there are none."""
+        first = max(0, len(tokens) - LONGEST)
+        kept = [each for each in self._kept if each[0] >= first]
+        if not kept:
+            return None
+        from leapahead.models.transformers.online import Positions
+
+        places, following, logits = zip(*kept, strict=True)
+        text = np.array(tokens[first:], dtype=np.int32)
+        return Positions(text, np.array(places, dtype=np.int32) - first, np.stack(following), np.stack(logits))
+
+
+class Buffer:
+    """Texts that were not learned from yet; where they have more than `CAPACITY` tokens, the oldest are dropped."""
+
+    def __init__(self) -> None:
+        self.examples: deque[Positions] = deque()
+        self.tokens = 0
+
+    def add(self, example: Positions) -> None:
+        """Adds a text."""
+        self.examples.append(example)
+        self.tokens += len(example.tokens)
+        while self.tokens > CAPACITY:
+            self.tokens -= len(self.examples.popleft().tokens)
+
+    def take(self) -> list[Positions]:
+        """All texts; the buffer is empty then."""
+        found, self.examples, self.tokens = list(self.examples), deque(), 0
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the texts take."""
+        return sum(example.nbytes for example in self.examples)
+
+
+class Learner:
+    """Trains the draft model of one drafter.
+
+    Args:
+        model: the draft model, whose weights are changed.
+        training: of its weights.
+        every: texts after which there is an update.
+        folder: the draft model is written there when the engine is closed; "" for nowhere.
+
+    Attributes:
+        buffer: texts that were not learned from yet.
+        updates, positions: their numbers so far.
+        loss: of the last update; None before.
+    """
+
+    def __init__(self, model: DraftModel, training: OnlineTraining, every: int, folder: str = "") -> None:
+        self.model, self.training, self.every, self.folder = model, training, every, folder
+        self.buffer = Buffer()
+        self.updates = self.positions = 0
+        self.loss: float | None = None
+        self._texts = 0
+        self._running: dict[SequenceView, Rejections] = {}
+
+    def observe(self, sequence: SequenceView, step: Step) -> None:
+        """Reads a step of a text."""
+        if sequence not in self._running:
+            self._running[sequence] = Rejections()
+        self._running[sequence].observe(step)
+
+    def finish(self, sequence: SequenceView) -> None:
+        """A text is complete; after every so many there is an update."""
+        rejections = self._running.pop(sequence, None)
+        example = rejections.example(sequence.tokens) if rejections is not None else None
+        if example is not None and example.tokens.max() < self.model.target.info.vocab_size:
+            self.buffer.add(example)
+        self._texts += 1
+        if self._texts % self.every == 0:
+            self.update()
+
+    def close(self, sequence: SequenceView) -> None:
+        """A text is over, complete or not."""
+        self._running.pop(sequence, None)
+
+    def update(self) -> None:
+        """Takes gradient steps on the texts of the buffer, and empties it."""
+        examples = self.buffer.take()
+        if not examples:
+            return
+        for group in _groups(examples) * PASSES:
+            self.loss = self.training.step(group)
+            if not math.isfinite(self.loss):
+                warnings.warn(
+                    f"{self.model.title} was not trained on {len(group)} texts, since its loss is not a finite number; "
+                    "give a lower learn_rate",
+                    UserWarning,
+                    stacklevel=2,
+                )
+                return
+        self.training.forget()
+        self.updates += 1
+        self.positions += sum(len(example.places) for example in examples)
+
+    def release(self) -> None:
+        """The engine is closed: writes the draft model, if it has changed and a folder was given for it."""
+        if self.folder and self.updates:
+            self.training.save(self.folder, self.model.tokenizer)
+
+    def figures(self) -> dict[str, Any]:
+        """What it has learned from, as plain types."""
+        loss = None if self.loss is None else round(self.loss, 4)
+        return {"updates": self.updates, "positions": self.positions, "loss": loss, "buffer": self.buffer.tokens}
+
+
+def learner(draft: Draft, model: DraftModel, target: Target | None, every: int, rate: float, folder: str) -> Learner:
+    """What trains a draft model while it drafts.
+
+    Args:
+        draft: how the draft model was named.
+        model: it.
+        target: that it drafts for.
+        every, folder: see `Learner`.
+        rate: the learning rate; 0 for the usual one.
+
+    Raises:
+        Refused: its weights cannot be trained, or are the target's.
+    """
+    with needing("a draft model that learns", "transformers", "torch", "transformers"):
+        from leapahead.models.transformers.model import TransformersTarget
+        from leapahead.models.transformers.online import OnlineTraining
+    if isinstance(draft, str) and draft.startswith(SELF):
+        raise Refused(f"draft={draft!r} cannot learn, since its weights are the target's; name another model")
+    if not isinstance(model.target, TransformersTarget):
+        raise Refused(f"{model.title} cannot learn, which needs a draft model of Transformers; give learn=0")
+    parameters = list(model.target.model.parameters())
+    if any(not each.is_floating_point() for each in parameters):
+        raise Refused(f"{model.title} cannot learn, since its weights are quantised; give another one, or learn=0")
+    own = {each.data_ptr() for each in parameters}
+    if isinstance(target, TransformersTarget) and own & {each.data_ptr() for each in target.model.parameters()}:
+        raise Refused(f"{model.title} cannot learn, since it shares weights with the target; load it by itself")
+    return Learner(model, OnlineTraining(model.target, rate), every, folder)
+
+
+def _groups(examples: list[Positions]) -> list[list[Positions]]:
+    """The texts in groups that have at most `TOGETHER` tokens when filled up to one length; at least one each."""
+    groups: list[list[Positions]] = []
+    for example in sorted(examples, key=lambda each: len(each.tokens)):
+        if groups and len(example.tokens) * (len(groups[-1]) + 1) <= TOGETHER:
+            groups[-1].append(example)
+        else:
+            groups.append([example])
+    return groups

@@ -1,0 +1,83 @@
+"""Whole models that are trained: how they are loaded, and written as folders of Transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from leapahead.core.errors import BadParameter
+from leapahead.core.text import Tokenizer, difference
+from leapahead.models import loading
+from leapahead.models.transformers.pretrained import load_files, quiet
+
+
+@dataclass(frozen=True)
+class Student:
+    """A whole model that is trained.
+
+    Attributes:
+        model: as Transformers loaded it, in float32.
+        tokenizer: its own; None where there is none.
+        dtype: that it was saved in, and will be.
+        name: it was loaded by.
+    """
+
+    model: Any
+    tokenizer: Any
+    dtype: torch.dtype
+    name: str
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of its hidden states."""
+        return int(self.model.get_input_embeddings().weight.shape[-1])
+
+    def save(self, folder: Path) -> None:
+        """Writes it as a folder of Transformers, with its tokenizer.
+
+        Raises:
+            BadParameter: it cannot be written.
+        """
+        try:
+            with quiet():
+                self.model.to(self.dtype).save_pretrained(folder)
+                if self.tokenizer is not None:
+                    self.tokenizer.save_pretrained(folder)
+        except OSError as error:
+            raise BadParameter(f"{folder} cannot be written: {error.strerror or error}") from None
+        self.model.float()
+
+    @classmethod
+    def load(cls, path: str, name: str, device: torch.device, trust_remote_code: bool = False) -> Student:
+        """Loads a model of Transformers for training.
+
+        Args:
+            path: a folder or a hub id.
+            name: for messages and model cards.
+            device: it is trained on.
+            trust_remote_code: whether Python code that comes with the model may run.
+
+        Raises:
+            BadParameter: there is no such model, or it is none of Transformers.
+            Refused: it is no causal language model.
+        """
+        if loading.engine_of(path) != "transformers":
+            raise BadParameter(f"{name} cannot be trained; give the folder of Transformers that it was made from")
+        model, tokenizer, _ = load_files(path, "auto", trust_remote_code)
+        dtype = model.dtype
+        return cls(model.float().to(device), tokenizer, dtype, name)
+
+    def check_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """Refuses a model whose tokenizer is not the target's, where both are known.
+
+        Raises:
+            BadParameter: naming the first difference.
+        """
+        if tokenizer is not None and self.tokenizer is not None and (unlike := difference(tokenizer, self.tokenizer)):
+            raise BadParameter(
+                f"the draft model {self.name} has another vocabulary than the target: {unlike}; use one with the "
+                "target's tokenizer"
+            )

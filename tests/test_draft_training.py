@@ -1,0 +1,200 @@
+"""Distillation of draft models: the loss is that of DistillSpec, and the result drafts with the target's text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from training_parts import QUIET, VOCABULARY, model_of, small_model, stopping, texts_of  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from leapahead import LLM  # noqa: E402
+from leapahead.bench.conditions import silent  # noqa: E402
+from leapahead.core.errors import LeapaheadError  # noqa: E402
+from leapahead.models import loading  # noqa: E402
+from leapahead.training import decoding, draft_model  # noqa: E402
+from leapahead.training.batches import Order  # noqa: E402
+from leapahead.training.draft_model import DraftRecipe  # noqa: E402
+from leapahead.training.loop import Training  # noqa: E402
+from leapahead.training.settings import DIVERGENCES, DraftSettings  # noqa: E402
+from leapahead.training.student import Student  # noqa: E402
+from leapahead.training.texts import Text  # noqa: E402
+
+PROMPTS = ["def add(a, b):", "The quick brown", "for number in", "print(number,", "jumps over", "return a + b"]
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return loading.load(model_of()).target
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[Text]:
+    return texts_of(model_of())
+
+
+def student_of(vocabulary: int = VOCABULARY) -> Student:
+    """A draft model of one layer with random weights."""
+    return Student(small_model(vocabulary), None, torch.float32, "small")
+
+
+def settings_of(**more: Any) -> DraftSettings:
+    given = {"data": "prompts.jsonl", "steps": 60, "batch": 8, "lr": 1e-2, **more}
+    return DraftSettings(**given).complete(16)
+
+
+def made(target: Any, texts: list[Text], settings: DraftSettings, path: Path, ends: Any = ()) -> Any:
+    own = DraftRecipe(student_of(), target, settings, ends)
+    order = Order(texts, settings.batch, settings.seed)
+    return own, Training(own, order, own.batch, settings, path, own.batch(texts[:4]))
+
+
+def logits_of(model: Any, tokens: list[int]) -> Any:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].double()
+
+
+# ---------------------------------------------------------------------------------------------------- the training
+
+
+def test_the_loss_is_the_mean_over_texts_of_the_mean_over_their_answers(target: Any, texts: list[Text]) -> None:
+    own = DraftRecipe(student_of(), target, settings_of(divergence="tvd"), ())
+    some = [texts[4], replace(texts[9], answer=texts[9].answer[:3])]
+    expected, right = [], []
+    for text in some:
+        q, p = (logits_of(model, text.tokens).softmax(-1).numpy() for model in (own.module, target.model))
+        rows = range(len(text.prompt) - 1, len(text.tokens) - 1)
+        expected.append(np.mean([0.5 * np.abs(p[row] - q[row]).sum() for row in rows]))
+        right.append(np.mean([q[row].argmax() == text.tokens[row + 1] for row in rows]))
+    found = own.loss(own.batch(some))
+    assert found.loss.item() == pytest.approx(np.mean(expected), abs=1e-5)
+    assert found.agreement.tolist() == pytest.approx([np.mean(right), 1 - np.mean(expected)], abs=1e-5)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_every_divergence_brings_the_draft_model_nearer(
+    divergence: str, target: Any, texts: list[Text], tmp_path: Path
+) -> None:
+    before = [each.clone() for each in target.model.parameters()]
+    _, training = made(target, texts, settings_of(divergence=divergence), tmp_path / "checkpoint")
+    points = training.run(QUIET).points
+    assert points[-1][1] < 0.9 * points[0][1]
+    assert points[-1][3] > points[0][3] + 0.03  # 1 - total variation distance
+    assert all(torch.equal(one, other) for one, other in zip(before, target.model.parameters(), strict=True))
+
+
+def test_a_smaller_vocabulary_is_compared_as_far_as_it_goes(target: Any, texts: list[Text]) -> None:
+    own = DraftRecipe(student_of(VOCABULARY + 8), target, settings_of(), ())
+    assert own.loss(own.batch(texts[:2])).loss.isfinite()
+
+
+def test_answers_of_the_draft_model_are_its_own(target: Any, texts: list[Text]) -> None:
+    own = DraftRecipe(student_of(), target, settings_of(on_policy=1.0), ())
+    own.module.lm_head.weight.data *= 1000  # its likeliest token has all probability
+    found = own.own_answers(own.batch(texts[3:7]), 5)
+    for text, other in zip(found.texts, texts[3:7], strict=True):
+        assert text.prompt == other.prompt
+        assert len(text.answer) == 20
+        rows = range(len(text.prompt) - 1, len(text.tokens) - 1)
+        assert text.answer == logits_of(own.module, text.tokens).argmax(-1)[list(rows)].tolist()
+
+
+def test_answers_of_the_draft_model_follow_the_seed_and_end(target: Any, texts: list[Text]) -> None:
+    own = DraftRecipe(student_of(), target, settings_of(), ())
+    one, again, other = (own.own_answers(own.batch(texts[:4]), seed).texts for seed in (1, 1, 2))
+    assert [text.answer for text in one] == [text.answer for text in again]
+    assert [text.answer for text in one] != [text.answer for text in other]
+    own.ends = (one[0].answer[4],)
+    for text in own.own_answers(own.batch(texts[:4]), 1).texts:
+        assert set(own.ends) & set(text.answer[:-1]) == set()
+        assert len(text.answer) == 20 or text.answer[-1] in own.ends
+
+
+def test_a_resumed_training_is_the_same(target: Any, texts: list[Text], tmp_path: Path) -> None:
+    settings = settings_of(steps=6, on_policy=0.5, accumulate=2)
+    whole, training = made(target, texts, settings, tmp_path / "whole")
+    training.run(QUIET)
+    _, first = made(target, texts, settings, tmp_path / "parts")
+    assert first.run(replace(QUIET, interrupts=stopping(3))).step == 3
+    resumed, second = made(target, texts, settings, tmp_path / "parts")
+    assert second.run(QUIET).loss == training.state.loss
+    for name, each in whole.parameters.items():
+        assert torch.equal(each, resumed.parameters[name]), name
+
+
+def test_distillation_raises_the_acceptance_and_keeps_the_text(target: Any, texts: list[Text], tmp_path: Path) -> None:
+    own, training = made(target, texts, settings_of(steps=80), tmp_path / "checkpoint")
+    Student(own.module, None, torch.float32, "before").save(tmp_path / "before")
+    training.run(QUIET)
+    Student(own.module, None, torch.float32, "after").save(tmp_path / "after")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "after")
+    torch.testing.assert_close(logits_of(saved, texts[5].tokens), logits_of(own.module, texts[5].tokens))
+    before, after = (
+        decoding.draft_model(target, None, str(tmp_path / name), {"all": texts}, silent, name)[0]
+        for name in ("before", "after")
+    )
+    assert after.chain > 1.1 * before.chain
+    assert after.depths[0] > before.depths[0]
+    with LLM(model_of(), drafter="draft_model", draft=str(tmp_path / "after"), nodes=4) as llm:
+        for text in texts[:4]:
+            assert llm.generate(text.prompt, max_new_tokens=20).tokens == text.answer
+
+
+# ------------------------------------------------------------------------------------------- settings, the command
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"divergence": "l2"}, "divergence='l2' is not possible; choose one of forward-kl, reverse-kl, jsd, tvd"),
+        ({"on_policy": 1.5}, "on_policy=1.5 is not possible: it must be from 0 to 1"),
+        ({"texts": "b"}, "give either data"),
+    ],
+)
+def test_impossible_settings(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(LeapaheadError, match=message):
+        DraftSettings(**{"data": "a", **given})
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    return file
+
+
+def test_the_command_distils_a_draft_model(leapahead: Any, data: Path, tmp_path: Path) -> None:
+    few = ("--max-new-tokens", "8", "--steps", "2", "--batch", "2", "--held-out", "0.3", "--on-policy", "0.5")
+    given = ("train-draft", "--draft", "bundled", "--data", str(data), "--out", str(tmp_path / "run"), *few)
+    result = leapahead(*given)
+    assert result.exit_code == 0, result.stderr
+    assert "2 steps" in result.stdout
+    folder = tmp_path / "run" / "draft"
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "curves.png"} <= {
+        each.name for each in folder.iterdir()
+    }
+    readme = (folder / "README.md").read_text()
+    assert "Divergence: forward-kl" in readme
+    assert "held out" in readme
+    assert readme.count("| distilled |") == readme.count("| as before |") > 0
+    text = leapahead("generate", "def add", "--max-new-tokens", "8", "-d", "draft_model", "--draft", str(folder))
+    assert text.stdout == leapahead("generate", "def add", "--max-new-tokens", "8", "-d", "plain").stdout
+    found = json.loads(leapahead(*given, "--resume", "--json").stdout)
+    assert (found["steps"], found["draft"]) == (2, str(folder))
+    assert len(found["before"]) == len(found["evaluations"]) == readme.count("| distilled |")
+
+
+def test_what_cannot_be_distilled_is_refused(target: Any, tiny_folder: Path) -> None:
+    for name, message in (("self:int8", "is made of the target"), ("small.gguf", "give the folder of Transformers")):
+        with pytest.raises(LeapaheadError, match=message):
+            draft_model.load(name, target, None)
+    tokenizer = loading.load(None).tokenizer
+    with pytest.raises(LeapaheadError, match="has another vocabulary than the target"):
+        draft_model.load(str(tiny_folder), target, tokenizer)

@@ -1,0 +1,177 @@
+"""Online speculative decoding: the draft model learns where it was rejected, in bounded memory, and no text changes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from training_parts import VOCABULARY, model_of, small_model  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from leapahead import LLM  # noqa: E402
+from leapahead.core.errors import LeapaheadError  # noqa: E402
+from leapahead.core.stats import Stats  # noqa: E402
+from leapahead.drafters import learning  # noqa: E402
+from leapahead.drafters.learning import Buffer  # noqa: E402
+from leapahead.models import loading  # noqa: E402
+from leapahead.models.transformers.online import OnlineTraining, Positions  # noqa: E402
+
+PROMPTS = [[1 + (7 * number + place) % 60 for place in range(1 + number % 4)] for number in range(12)]
+
+
+def chain_llm(**options: Any) -> LLM:
+    """Drafts chains of three tokens with a small model of random weights."""
+    given = {"draft": small_model(), "nodes": 3, "depth": 3, "chain": True, **options}
+    return LLM(model_of(), drafter="draft_model", drafter_cache=False, **given)
+
+
+def weights_of(llm: LLM) -> list[Any]:
+    """A copy of the weights of its draft model."""
+    (draft,) = llm._networks["draft"]
+    return [each.detach().clone() for each in draft.target.model.parameters()]
+
+
+def test_the_acceptance_rises_on_repeated_prompts_and_no_text_changes() -> None:
+    with chain_llm(learn=4, learn_rate=3e-3) as llm:
+        rounds = []
+        for number in range(5):
+            results = llm.generate(PROMPTS, max_new_tokens=24, temperature=0.0)
+            rounds.append(sum((result.stats for result in results), Stats()).acceptance_length)
+            if number in (0, 4):
+                plain = llm.generate(PROMPTS, max_new_tokens=24, drafter="plain")
+                assert [result.tokens for result in results] == [result.tokens for result in plain]
+        figures = results[-1].stats.drafter["learning"]
+        assert figures["updates"] == 15
+        assert figures["positions"] > 100
+        assert rounds[-1] > 1.2 * rounds[0]
+        sampled = llm.generate(PROMPTS, max_new_tokens=24, temperature=1.0, seed=7)
+        expected = llm.generate(PROMPTS, max_new_tokens=24, temperature=1.0, seed=7, drafter="plain")
+        assert [result.tokens for result in sampled] == [result.tokens for result in expected]
+
+
+def test_nothing_is_learned_by_default() -> None:
+    with chain_llm() as llm:
+        before = weights_of(llm)
+        results = llm.generate(PROMPTS, max_new_tokens=16)
+        assert all(torch.equal(*pair) for pair in zip(before, weights_of(llm), strict=True))
+        assert "learning" not in results[0].stats.drafter
+
+
+def test_the_target_does_not_change() -> None:
+    with chain_llm(learn=2, learn_rate=1e-2) as llm:
+        target: Any = llm.target
+        before = [each.clone() for each in target.model.parameters()]
+        drafts = weights_of(llm)
+        llm.generate(PROMPTS, max_new_tokens=16)
+        assert all(torch.equal(*pair) for pair in zip(before, target.model.parameters(), strict=True))
+        assert not all(torch.equal(*pair) for pair in zip(drafts, weights_of(llm), strict=True))
+
+
+def test_positions_are_those_where_all_drafts_were_rejected() -> None:
+    seen: list[Positions] = []
+    with chain_llm(learn=1000) as llm:
+        drafter: Any = llm.engine.drafter("draft_model", **llm._networks, nodes=3, depth=3, chain=True, learn=1000)
+        result = llm.generate([3, 10], max_new_tokens=24)
+        seen += drafter.learner.buffer.examples
+        target: Any = llm.target
+        model = target.model
+    (example,) = seen
+    assert example.tokens.tolist() == (result.prompt_tokens + result.tokens)[: len(example.tokens)]
+    with torch.no_grad():
+        logits = model(torch.from_numpy(example.tokens[None].astype(np.int64))).logits[0]
+    best = logits.topk(learning.TOP_K)
+    for place, following, values in zip(example.places, example.following, example.logits, strict=True):
+        np.testing.assert_allclose(values, best.values[place].numpy(), atol=1e-4)
+        assert set(following) == set(best.indices[place].tolist())
+    # Every step but the last ends at such a position, or with its whole draft accepted.
+    whole = result.stats.steps - 1 - len(example.places)
+    assert 0 <= whole <= result.stats.accepted // 3
+
+
+def test_the_loss_is_the_cross_entropy_at_the_rejected_positions() -> None:
+    model: Any = loading.load(small_model()).target
+    random = np.random.default_rng(0)
+    examples = []
+    for length, places in ((9, [2, 5, 8]), (4, [0])):
+        following = np.stack([random.permutation(VOCABULARY)[: learning.TOP_K] for _ in places]).astype(np.int32)
+        logits = random.normal(size=following.shape).astype(np.float32)
+        tokens = random.integers(0, VOCABULARY, length).astype(np.int32)
+        examples.append(Positions(tokens, np.array(places, dtype=np.int32), following, logits))
+    expected = []
+    for example in examples:
+        with torch.no_grad():
+            found = model.model(torch.from_numpy(example.tokens[None].astype(np.int64))).logits[0]
+        for place, following, logits in zip(example.places, example.following, example.logits, strict=True):
+            logq = found[place].double().log_softmax(-1).numpy()[following]
+            p = np.exp(logits) / np.exp(logits).sum()
+            expected.append(-(p * logq).sum())
+    assert OnlineTraining(model).loss(examples).item() == pytest.approx(np.mean(expected), rel=1e-5)
+
+
+def test_the_memory_is_bounded() -> None:
+    buffer, size = Buffer(), learning.LONGEST
+    for number in range(3 * learning.CAPACITY // size):
+        places = np.arange(size, dtype=np.int32)
+        wide = np.zeros((size, learning.TOP_K))
+        example = Positions(
+            np.full(size, number, dtype=np.int32), places, wide.astype(np.int32), wide.astype(np.float32)
+        )
+        buffer.add(example)
+        assert buffer.tokens <= learning.CAPACITY
+        assert buffer.nbytes < 13e6
+    assert [int(each.tokens[0]) for each in buffer.examples][-1] == number  # the newest are kept
+    assert len(buffer.take()) == learning.CAPACITY // size
+    assert (buffer.tokens, buffer.nbytes) == (0, 0)
+
+
+def test_what_was_learned_is_saved_when_the_engine_is_closed(tmp_path: Path) -> None:
+    folder = tmp_path / "learned"
+    llm = chain_llm(learn=4, learn_rate=1e-2, learned=str(folder))
+    llm.generate(PROMPTS, max_new_tokens=16)
+    assert not folder.exists()
+    llm.close()
+    saved = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(*pair) for pair in zip(saved.parameters(), weights_of(llm), strict=True))
+
+
+def test_requests_of_several_threads_learn_together() -> None:
+    with chain_llm(learn=2, learn_rate=1e-3) as llm:
+        expected = [result.tokens for result in llm.generate(PROMPTS, max_new_tokens=12, drafter="plain")]
+        found: dict[int, list[int]] = {}
+
+        def decode(number: int) -> None:
+            found[number] = llm.generate(PROMPTS[number], max_new_tokens=12).tokens
+
+        threads = [threading.Thread(target=decode, args=(number,)) for number in range(len(PROMPTS))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [found[number] for number in range(len(PROMPTS))] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft": "self:skip=1m", "learn": 1}, "cannot learn, since its weights are the target's"),
+        ({"learn": -1}, "learn=-1 is not possible"),
+        ({"learn": 1, "learn_rate": -1.0}, r"learn_rate=-1\.0 is not possible"),
+        ({"learn_rate": 1e-3}, "need learn=N"),
+        ({"learned": "folder"}, "need learn=N"),
+    ],
+)
+def test_what_cannot_learn_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LeapaheadError, match=message):
+        chain_llm(**options)
+
+
+def test_a_draft_model_that_is_the_target_cannot_learn() -> None:
+    model = model_of()
+    with pytest.raises(LeapaheadError, match="shares weights with the target"):
+        LLM(model, drafter="draft_model", draft=model, learn=1)
