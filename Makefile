@@ -92,15 +92,15 @@ $(HEADS)/dflash/head/README.md: | $(HEADS)/eagle3/head/README.md
 # the texts that the heads are trained on; each in less than half an hour on two cores. Run again, it goes on.
 DISTILLED := build/distilled
 TRAIN_ON = $(BIN)/leapahead $(1) --out $(DISTILLED)/$(2) --texts $(HEADS)/eagle3/texts.jsonl $(EVALUATED) $(if $(wildcard $(DISTILLED)/$(2)/run.json),--resume)
-DRAFT_STEPS ?= 3000
-CLLM_STEPS ?= 700
+DRAFT_STEPS ?= 700
+CLLM_STEPS ?= 400
 .PHONY: train-draft train-cllm
 train-draft: $(DISTILLED)/draft/draft/README.md
 train-cllm: $(DISTILLED)/cllm/tuned/README.md
 $(DISTILLED)/draft/draft/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN_ON,train-draft,draft) --draft bundled --steps $(DRAFT_STEPS)
+	$(call TRAIN_ON,train-draft,draft) --draft bundled --lr 2e-3 --steps $(DRAFT_STEPS)
 $(DISTILLED)/cllm/tuned/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN_ON,train-cllm,cllm) --steps $(CLLM_STEPS)
+	$(call TRAIN_ON,train-cllm,cllm) --block 4 --states 32 --ar-weight 1 --lr 6e-4 --steps $(CLLM_STEPS)
 
 # What docs/guide/trained-heads.md shows of speed: five minutes.
 .PHONY: bench-heads

@@ -26,6 +26,7 @@ from leapahead.drafters.sources.head import HeadSource
 pytestmark = pytest.mark.filterwarnings("ignore:the head")  # which may take as long as the tiny model
 
 KINDS = tuple(heads.LAYERS)
+SLOW = pytest.mark.slow
 PROMPTS = ["def add(a, b):\n    return a + b\n\ndef add(", "for number in range(10): print(", "The quick"]
 
 
@@ -51,8 +52,8 @@ def worst(found: list[heads.Computed], model: Any, head: Head, kind: str, ids: n
     return heads.worst(found, model, head.module, heads.LAYERS[kind], ids)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW) if kind == "dspark" else kind for kind in KINDS])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=SLOW), 1.0])
 def test_candidates_are_those_of_a_full_recomputation(
     kind: str, temperature: float, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +179,7 @@ def test_long_prompts_are_read_in_chunks(
     assert worst(found, exact_model, head, "eagle3") < 1e-6
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW) if kind == "dspark" else kind for kind in KINDS])
 def test_the_beginning_of_a_prompt_is_not_read_again(
     kind: str, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ import claims
 import click
 import headline
 import reference
+import trained
 
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -352,9 +353,9 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "headline": lambda root: headline.headline(root, table),
     **reference.blocks(table),
     "acceptance": acceptance_table,
-    "rules": partial(lengths_table, part="rules"),
+    **{part: partial(lengths_table, part=part) for part in ("rules", "heads", "distilled")},
+    "cllm": lambda root: trained.tuned_table(root, table),
     "relaxed": relaxed_table,
-    "heads": partial(lengths_table, part="heads"),
     "head-kinds": partial(lengths_table, part="head-kinds"),
     "check": check_table,
     "overhead": overhead_table,
