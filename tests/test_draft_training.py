@@ -180,6 +180,7 @@ def test_the_command_distils_a_draft_model(leapahead: Any, data: Path, tmp_path:
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "curves.png"} <= {
         each.name for each in folder.iterdir()
     }
+    assert len({each.stat().st_mode for each in folder.iterdir()}) == 1  # whoever reads one file reads all
     readme = (folder / "README.md").read_text()
     assert "Divergence: forward-kl" in readme
     assert "held out" in readme

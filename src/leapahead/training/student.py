@@ -11,7 +11,7 @@ import torch
 from leapahead.core.errors import BadParameter
 from leapahead.core.text import Tokenizer, difference
 from leapahead.models import loading
-from leapahead.models.transformers.pretrained import load_files, quiet
+from leapahead.models.transformers.pretrained import load_files, save
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,7 @@ class Student:
         Raises:
             BadParameter: it cannot be written.
         """
-        try:
-            with quiet():
-                self.model.to(self.dtype).save_pretrained(folder)
-                if self.tokenizer is not None:
-                    self.tokenizer.save_pretrained(folder)
-        except OSError as error:
-            raise BadParameter(f"{folder} cannot be written: {error.strerror or error}") from None
+        save(self.model.to(self.dtype), self.tokenizer, folder)
         self.model.float()
 
     @classmethod

@@ -14,11 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from leapahead.core.errors import BadParameter
 from leapahead.models.base import KeepsPrefixes
 from leapahead.models.transformers.forward import inputs
 from leapahead.models.transformers.model import TransformersTarget
-from leapahead.models.transformers.pretrained import quiet
+from leapahead.models.transformers.pretrained import save
 
 USUAL_RATE = 0.05  # of learning, divided by the hidden size
 MOST_GRADIENT = 1.0
@@ -108,10 +107,5 @@ class OnlineTraining:
         Raises:
             BadParameter: the folder cannot be written.
         """
-        try:
-            with self.target.lock, quiet():
-                self._module.save_pretrained(folder)
-                if (write := getattr(tokenizer, "save_pretrained", None)) is not None:
-                    write(folder)
-        except OSError as error:
-            raise BadParameter(f"{folder} cannot be written: {error.strerror or error}") from None
+        with self.target.lock:
+            save(self._module, tokenizer, folder)

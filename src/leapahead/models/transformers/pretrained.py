@@ -109,6 +109,24 @@ def folder_of(name_or_path: str | Path, trust_remote_code: bool) -> Path:
         raise BadParameter(f"the model {source!r} cannot be downloaded: {first_line(error)}") from error
 
 
+def save(model: Any, tokenizer: Any, folder: str | Path) -> None:
+    """Writes a model as a folder of Transformers, with a tokenizer of Transformers if that is one.
+
+    Raises:
+        BadParameter: the folder cannot be written.
+    """
+    path = Path(folder)
+    try:
+        with quiet():
+            model.save_pretrained(path)
+            if (write := getattr(tokenizer, "save_pretrained", None)) is not None:
+                write(path)
+        for weights in path.glob("*.safetensors"):  # safetensors lets nobody else read what it writes
+            weights.chmod((path / "config.json").stat().st_mode)
+    except OSError as error:
+        raise BadParameter(f"{folder} cannot be written: {error.strerror or error}") from None
+
+
 def load_tokenizer(name_or_path: str, trust_remote_code: bool) -> Any:
     """The tokenizer of a folder or a hub id.
 
