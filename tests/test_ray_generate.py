@@ -36,7 +36,7 @@ def objects(values: Sequence[Any]) -> Any:
 
 def made(**options: Any) -> Generate:
     llm = {"drafter": "suffix", **options.pop("llm", {})}
-    return Generate(ToyTarget(), **{"llm": llm, "max_new_tokens": 12, **options})
+    return Generate(ToyTarget(context_length=300), **{"llm": llm, "max_new_tokens": 12, **options})
 
 
 PROMPTS: list[Any] = [[1, 2, 3], [2, 3], [5], [4, 4, 4, 4], [1, 2, 3], [7, 1]]
@@ -98,7 +98,7 @@ def test_a_seed_of_the_row_itself_counts() -> None:
 def test_a_seed_is_a_function_of_the_row_id_alone() -> None:
     assert row_seed(0, 5) == row_seed(0, 5) != row_seed(1, 5)
     assert row_seed(0, "5") != row_seed(0, 5)
-    assert row_seed(0, "é") == 0x13D4EAD8A1D63C4A or row_seed(0, "é") >= 0
+    assert row_seed(0, 5) == 8843522975208619054  # the same in every version and on every machine
     seeds = {row_seed(seed, identity) for seed in range(20) for identity in range(500)}
     assert len(seeds) == 10_000
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -135,7 +135,9 @@ def test_predictions_of_rows() -> None:
 def test_the_columns_may_have_other_names() -> None:
     names = {"prompt": "question", "row_id": "uuid", "text": "answer", "error": "problem"}
     found = made(columns=names)({"question": np.array([[1, 2]]), "uuid": np.array(["a"]), "text": np.array(["kept"])})
-    assert {"question", "uuid", "text", "answer", "tokens", "finish_reason", "acceptance_length", "problem"} == set(found)
+    assert {"question", "uuid", "text", "answer", "tokens", "finish_reason", "acceptance_length", "problem"} == set(
+        found
+    )
     assert list(found["text"]) == ["kept"]
 
 
@@ -160,7 +162,7 @@ def test_a_bad_row_ends_alone() -> None:
     found = generate({"prompt": objects(prompts)})
     assert list(found["tokens"]) == [good["tokens"][0], *([[]] * len(BAD_ROWS)), good["tokens"][1]]
     for index, (_, message) in enumerate(BAD_ROWS, 1):
-        assert found["error"][index].startswith(message) or message in found["error"][index]
+        assert message in found["error"][index]
         assert "\n" not in found["error"][index]
         assert (found["finish_reason"][index], found["text"][index]) == ("error", "")
         assert np.isnan(found["acceptance_length"][index])
@@ -190,7 +192,7 @@ def test_an_error_while_decoding_ends_its_row() -> None:
     """Logits from which nothing can be chosen, in one row of three."""
 
     def ban(tokens: Any, logits: Any) -> Any:
-        return np.full_like(logits, np.nan) if list(tokens)[0] == 5 else logits
+        return np.where(np.asarray(tokens)[:, :1] == 5, np.nan, logits)
 
     found = made(logits_processors=[ban])({"prompt": objects([[1, 2], [5, 2], [2, 3]])})
     assert [bool(error) for error in found["error"]] == [False, True, False]
@@ -381,7 +383,7 @@ def test_a_dead_actor_is_survived_with_one_warning() -> None:
         "stay the same"
     ]
     assert all(list(each["tokens"]) == list(expected["tokens"]) for each in found)
-    assert hub.calls == 2 + MOST_FAILURES - 1 or hub.calls == 2 + MOST_FAILURES
+    assert hub.calls == 2 + MOST_FAILURES  # one more was answered before the actor died
 
 
 def test_an_actor_that_comes_back_is_used_again() -> None:
@@ -389,8 +391,8 @@ def test_an_actor_that_comes_back_is_used_again() -> None:
     generate = made(exchange=hub, exchange_every=1)
     generate(BATCH)
     hub.alive = False
+    generate(BATCH)  # sends what it knows
     with pytest.warns(UserWarning, match="the exchange of drafter caches failed"):
-        generate(BATCH)
         generate(BATCH)
     hub.actor, hub.alive = DrafterCacheActor(), True  # restarted, and empty
     for _ in range(3):
@@ -403,8 +405,8 @@ def test_an_actor_of_another_vocabulary_is_survived() -> None:
     hub, other = FakeActor(), DrafterCache()
     other.belong("another", 7)
     hub.actor.exchange(other.to_bytes())
+    generate = made(exchange=hub)
     with pytest.warns(UserWarning, match="belongs to the tokenizer|belongs to a vocabulary of 7"):
-        generate = made(exchange=hub, exchange_every=1)
         found = generate(BATCH)
     assert list(found["error"]) == [""]
 
@@ -431,11 +433,19 @@ def test_the_actor_saves_what_it_knows(tmp_path: Path) -> None:
     assert hub.actor.figures()["exchanges"] == 2
 
 
+class Letters(Spelling):
+    """A tokenizer without an end of text."""
+
+    eos_token_id = None
+
+
 def test_stop_strings_end_texts_as_in_generate() -> None:
-    tokenizer = Spelling(lambda token: chr(97 + token % 26))
-    llm = LLM(ToyTarget(), tokenizer=tokenizer)  # type: ignore[arg-type]
+    tokenizer = Letters(lambda token: chr(97 + token % 26))
+    llm = LLM(ToyTarget(), tokenizer=tokenizer)
     text = llm.generate([1, 2, 3], max_new_tokens=12).text
     stop = text[4:6]
-    found = Generate(ToyTarget(), llm={"tokenizer": tokenizer}, max_new_tokens=12, stop=stop)({"prompt": objects([[1, 2, 3]])})
+    found = Generate(ToyTarget(), llm={"tokenizer": tokenizer}, max_new_tokens=12, stop=stop)(
+        {"prompt": objects([[1, 2, 3]])}
+    )
     assert found["text"][0] == text[: text.index(stop)]
     assert found["finish_reason"][0] == "stop"

@@ -112,6 +112,8 @@ def _row(values: dict[str, Any], seed: int) -> Row:
     prompt = values["prompt"]
     if prompt is None:
         raise BadParameter("the prompt is missing; give some text, token ids or chat messages")
+    if prompt in ("", []):
+        raise BadParameter("the prompt is empty; give some text, or at least one token id")
     if not is_single(prompt):
         raise BadParameter("a row takes one prompt; give each prompt a row of its own")
     options = {}
