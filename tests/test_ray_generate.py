@@ -83,6 +83,8 @@ def test_without_row_ids_the_prompt_decides() -> None:
     assert table(again, key="n") == {5: rows[5], 0: rows[0]}
     assert found["acceptance_length"].dtype == np.float64
     assert (found["acceptance_length"] >= 1.0).all()
+    for name in ("prompt", "tokens"):  # of arrays, Ray would make tensors
+        assert all(isinstance(each, list) for each in generate({"prompt": np.array([[1, 2], [3, 4]])})[name])
 
 
 def test_a_seed_of_the_row_itself_counts() -> None:

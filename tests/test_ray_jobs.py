@@ -174,5 +174,5 @@ def test_an_example_runs() -> None:
         [sys.executable, "examples/ray_map_batches.py"], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^\d+ '.*' \d\.\d\d tokens a step$", done.stdout, re.MULTILINE)) == 9
+    assert len(re.findall(r"^\d+ (['\"]).*\1 \d\.\d\d tokens a step$", done.stdout, re.MULTILINE)) == 9
     assert done.stdout.count("the prompt is empty") == 3

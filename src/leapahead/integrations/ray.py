@@ -23,7 +23,7 @@ from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.request import Handle
 from leapahead.inputs import Options, check_names
-from leapahead.integrations.ray_rows import OUTPUTS, Columns, Row, row_seed, rows
+from leapahead.integrations.ray_rows import OUTPUTS, Columns, Row, as_lists, row_seed, rows
 from leapahead.results import Result
 
 __all__ = ["DrafterCacheActor", "Generate", "drafter_cache_actor", "row_seed"]
@@ -114,7 +114,11 @@ class Generate:
         results = self._generate([*rows(found, self._seed)])
         if self._exchange is not None:
             self._exchange.after_batch()
-        return {**batch, **{self._columns.names[name]: _column(name, results) for name in OUTPUTS}}
+        return {
+            **batch,
+            **{self._columns.names[name]: as_lists(found[name]) for name in ("prompt", "prediction") if name in found},
+            **{self._columns.names[name]: _column(name, results) for name in OUTPUTS},
+        }
 
     def _generate(self, listed: Sequence[Row | BadParameter]) -> list[Result | LeapaheadError]:
         """The result of each row, or what ended it. Errors that no row can cause are raised."""
@@ -154,13 +158,9 @@ class Generate:
 
 
 def _column(name: str, results: Sequence[Result | LeapaheadError]) -> np.ndarray[Any, Any]:
-    """A column of results. Lists and strings are objects, since rows of numpy's own arrays have one length."""
+    """A column of results."""
     values = [_value(name, result) for result in results]
-    if name == "acceptance_length":
-        return np.array(values, dtype=np.float64)
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
+    return np.array(values, dtype=np.float64) if name == "acceptance_length" else as_lists(values)
 
 
 def _value(name: str, result: Result | LeapaheadError) -> Any:

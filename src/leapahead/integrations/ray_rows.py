@@ -129,6 +129,16 @@ def _row(values: dict[str, Any], seed: int) -> Row:
     return Row(prompt, own, options)
 
 
+def as_lists(values: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """A column of objects, with lists in place of arrays.
+
+    Ray makes tensors of arrays, of lists of any length one kind of column: blocks of both kinds cannot be put together.
+    """
+    column = np.empty(len(values), dtype=object)
+    column[:] = [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
+    return column
+
+
 def _whole(name: str, value: Any) -> int | None:
     """A whole number or None. A column with missing values holds floats."""
     if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST_FLOAT:
