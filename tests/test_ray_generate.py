@@ -241,6 +241,11 @@ def test_a_batch_of_bad_rows_and_an_empty_batch() -> None:
         ({"exchange": object(), "exchange_every": 0}, "exchange_every=0 is not possible"),
         ({"exchange": object(), "llm": {"drafter_cache": False}}, "keeps nothing that could be exchanged"),
         ({"llm": {"drafter": "sufix"}}, "sufix"),
+        ({"acceptance": "lossy-typical"}, "acceptance='lossy-typical.*' is not possible in a job: its texts depend on"),
+        (
+            {"llm": {"drafter": "speculative_sampling", "draft": ToyTarget()}, "temperature": 1.0},
+            "the drafter 'speculative_sampling' is not possible in a job",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_at_once(options: dict[str, Any], message: str) -> None:

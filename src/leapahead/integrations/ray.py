@@ -93,7 +93,13 @@ class Generate:
         self._columns, self._options = Columns(columns or {}), cast(Options, options)
         every = whole("exchange_every", exchange_every, least=1)
         self.llm = LLM(model, **dict(llm or {}))
-        self.llm.requests([[0]], self._options)  # so that what is wrong with all rows is refused at once
+        ((request, _),) = self.llm.requests([[0]], self._options)  # what is wrong with all rows is refused at once
+        if request.lossy or (request.sampling.temperature > 0 and not request.drafter.same_text):
+            what = f"acceptance={request.lossy!r}" if request.lossy else f"the drafter {request.drafter.name!r}"
+            raise BadParameter(
+                f"{what} is not possible in a job: its texts depend on what is drafted, so that a row that is retried "
+                "would get another one; leave it out"
+            )
         self._exchange: Exchange | None = None
         if exchange is not None:
             if self.llm.drafter_cache is None:
