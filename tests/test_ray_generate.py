@@ -238,6 +238,8 @@ def test_a_batch_of_bad_rows_and_an_empty_batch() -> None:
         ({"temperature": -1}, "temperature"),
         ({"columns": {"prompts": "p"}}, "the key must be one of prompt, row_id"),
         ({"columns": {"prompt": "text"}}, "two of them have the same name"),
+        ({"columns": 3}, "columns=3 is not possible: it must be a dictionary of names and values"),
+        ({"exchange": "leapahead-drafter-cache"}, "give it what drafter_cache_actor"),
         ({"exchange": object(), "exchange_every": 0}, "exchange_every=0 is not possible"),
         ({"exchange": object(), "llm": {"drafter_cache": False}}, "keeps nothing that could be exchanged"),
         ({"llm": {"drafter": "sufix"}}, "sufix"),
@@ -267,6 +269,11 @@ def test_a_batch_without_the_right_columns_is_refused(batch: Any, message: str) 
     if isinstance(batch, dict):
         with pytest.raises(BadParameter, match="there is no column 'uuid' for the row_id"):
             made(columns={"row_id": "uuid"})({"prompt": [[1]]})
+
+
+def test_the_model_s_arguments_are_a_dictionary() -> None:
+    with pytest.raises(BadParameter, match="llm='auto' is not possible: it must be a dictionary of names and values"):
+        Generate(ToyTarget(), llm="auto")  # type: ignore[arg-type]
 
 
 def test_importing_it_imports_neither_ray_nor_a_model() -> None:

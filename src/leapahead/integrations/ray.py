@@ -89,6 +89,9 @@ class Generate:
                 raise BadParameter(f"{name}={options[name]!r} is not possible: a row has one text and no {name}")
         if errors not in ERRORS:
             raise BadParameter(f"errors={errors!r} is not possible: it must be one of {', '.join(ERRORS)}")
+        for name, given in (("llm", llm), ("columns", columns)):
+            if not isinstance(given, Mapping | None):
+                raise BadParameter(f"{name}={given!r} is not possible: it must be a dictionary of names and values")
         self._seed, self._raises = whole("seed", seed), errors == "raise"
         self._columns, self._options = Columns(columns or {}), cast(Options, options)
         every = whole("exchange_every", exchange_every, least=1)
@@ -104,6 +107,8 @@ class Generate:
         if exchange is not None:
             if self.llm.drafter_cache is None:
                 raise BadParameter("drafter_cache=False keeps nothing that could be exchanged; leave out exchange=...")
+            if getattr(exchange, "exchange", None) is None:
+                raise BadParameter(f"exchange={exchange!r} is not possible: give it what drafter_cache_actor() returns")
             self._exchange = Exchange(exchange, self.llm.drafter_cache, every)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
