@@ -206,13 +206,7 @@ class DrafterCache:
             self._merged[contents.file] = contents.id
 
     def _merge_contents(self, contents: Contents) -> None:
-        if not self.vocab_size:
-            self._tokenizer, self.vocab_size = contents.tokenizer, contents.vocab_size
-        elif difference := self._difference(contents.tokenizer, contents.vocab_size):
-            raise BadParameter(
-                f"{contents.file} belongs to {difference[1]} and cannot be merged with "
-                f"{self.path or 'a drafter cache'} of {difference[0]}; use another file for each vocabulary"
-            )
+        self._adopt(contents.file, contents.tokenizer, contents.vocab_size)
         for name, saved in contents.sections.items():
             if (section := self.sections.get(name)) is not None:
                 self._merge_section(name, section, saved)
@@ -223,6 +217,16 @@ class DrafterCache:
                 )
             else:
                 self.unknown[name] = saved
+
+    def _adopt(self, origin: Path | str, tokenizer: str, vocab_size: int) -> None:
+        """Takes the vocabulary of what is merged, if this cache belongs to none yet."""
+        if not self.vocab_size:
+            self._tokenizer, self.vocab_size = tokenizer, vocab_size
+        elif difference := self._difference(tokenizer, vocab_size):
+            raise BadParameter(
+                f"{origin} belongs to {difference[1]} and cannot be merged with {self.path or 'a drafter cache'} of "
+                f"{difference[0]}; use another {'file' if isinstance(origin, Path) else 'exchange'} for each vocabulary"
+            )
 
     def _merge_section(self, name: str, section: Section, saved: SavedSection) -> None:
         if saved.layout != section.layout:
@@ -287,8 +291,8 @@ class DrafterCache:
                 raise ValueError("its header is not valid")
             keys = Ledger(0).arrays()
             received = {str(n): Ledger.of({k: array(f"{n}/{k}") for k in keys}) for n in header["sections"]}
-        self.belong(tokenizer, vocab_size)
         with self._lock:
+            self._adopt(RECEIVED, tokenizer, vocab_size)
             for name, ledger in received.items():
                 self._receive(name, ledger)
 
