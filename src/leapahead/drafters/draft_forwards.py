@@ -35,7 +35,7 @@ CHOICES = 4  # candidates of a path, at most, that are expected to be drafted
 WIDEST = 16  # paths of one sequence in one draft forward
 # With a fixed number of nodes: the tokens that a forward must be expected to add where the tree has all its nodes, and
 # the steps without a forward after which one is run all the same, since the text may have become easier to predict.
-LEAST_GAIN, LONGEST_WITHOUT = 0.05, 64
+LEAST_GAIN, LONGEST_WITHOUT = 0.01, 64
 TOO_SLOW = "it is slower than the target"
 
 
