@@ -36,6 +36,7 @@ BRANCHES = "branches"  # a few branches while one session runs, each at the pric
 LOGITS = "logits"  # logits of every node, given to drafters
 TOP_K = "top_k"  # the k likeliest tokens after every node
 HIDDEN = "hidden"  # hidden states of named layers
+EMBEDDINGS = "embeddings"  # rows whose embeddings were added to the model's, see `AddsEmbeddings`
 ALL = frozenset({CHAIN, TREE, LOGITS, TOP_K, HIDDEN})
 
 # Of a prompt, the top-k tokens are captured after its last rows only: choosing them costs time in every row.
@@ -96,8 +97,8 @@ class TargetInfo:
         context_length: greatest number of tokens of a sequence.
         precision: relative step of the coarsest numbers that it computes with, as 2**-7 for bfloat16: how far two
             computations that are equal in exact arithmetic may part.
-        capabilities: which of "chain", "tree", "branches", "logits", "top_k" and "hidden" it has. Without any, it
-            decodes plainly.
+        capabilities: which of "chain", "tree", "branches", "logits", "top_k", "hidden" and "embeddings" it has.
+            Without any, it decodes plainly.
         fingerprint: what the time of a forward depends on: model, precision, device, threads.
         padded: whether all sequences of a step take as many rows as the longest of them.
         replays: whether it has a recurrent state, which cannot discard tokens: of a draft that was not accepted whole,
@@ -302,6 +303,28 @@ class SharesCache(Protocol):
 
 
 @runtime_checkable
+class AddsEmbeddings(Protocol):
+    """A target whose forwards take rows with embeddings of others than tokens: the probes of trees."""
+
+    def add_embeddings(self, rows: Any) -> range:
+        """Adds embeddings for as long as the target lives.
+
+        Args:
+            rows: float [rows, hidden_size].
+
+        Returns:
+            Their ids, which are those of no token.
+
+        Raises:
+            BadParameter: they have another width than the model's own.
+            Refused: the model does not take embeddings.
+        """
+
+    def embeddings(self) -> range:
+        """The ids of all that were added."""
+
+
+@runtime_checkable
 class KeepsPrefixes(Protocol):
     """A target that keeps the cache of closed sessions, so that a prompt with the same beginning is read faster."""
 
@@ -362,6 +385,7 @@ REASONS = {
     TREE: " (its attention cannot be given a tree mask)",
     CHAIN: " (its recurrent state cannot discard rejected tokens)",
     HIDDEN: " (its backend does not give hidden states)",
+    EMBEDDINGS: " (only models of Transformers with tree attention take other embeddings than those of tokens)",
 }
 ONE_PATH = " (its recurrent layers read the tokens of one path)"
 

@@ -25,6 +25,7 @@ from leapahead.core.sampling import UNSETTLED, Sampler, SamplingParams
 from leapahead.core.tree import UNLIMITED, IntArray, TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.base import (
+    EMBEDDINGS,
     HIDDEN,
     NOTHING,
     PROMPT_ROWS,
@@ -35,8 +36,9 @@ from leapahead.models.base import (
     require,
 )
 from leapahead.models.captured import TopK, prompt_rows
-from leapahead.models.choices import Choices, PromptRows, best
-from leapahead.models.transformers import executors, families, require_version, selftest, weights
+from leapahead.models.choices import Choices, PromptRows, Rows, best
+from leapahead.models.transformers import embeddings, executors, families, require_version, selftest, weights
+from leapahead.models.transformers.embeddings import AddedEmbeddings
 from leapahead.models.transformers.exact import ExactExecutor
 from leapahead.models.transformers.forward import (
     CachedExecutor,
@@ -46,6 +48,7 @@ from leapahead.models.transformers.forward import (
     MaskedExecutor,
     Outputs,
     State,
+    accepts,
 )
 from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
 from leapahead.models.transformers.memory import free_bytes, out_of_memory_in
@@ -147,7 +150,9 @@ class TransformersTarget:
             vocab_size=vocab_size,
             context_length=self.context_length,
             precision=torch.finfo(model.dtype).eps,  # the logits may have been widened
-            capabilities=self.executor.capabilities | ({HIDDEN} if layers else frozenset()),
+            capabilities=self.executor.capabilities
+            | ({HIDDEN} if layers else frozenset())
+            | ({EMBEDDINGS} if self._takes_embeddings else frozenset()),
             fingerprint=families.fingerprint(model, self.device) + " exact" * exact,
             padded=isinstance(self.executor, MaskedExecutor) and self.executor.pads,
             replays=isinstance(self.executor, ReplayExecutor),
@@ -236,18 +241,28 @@ class TransformersTarget:
         context = max(len(session.tokens) for session in sessions)
         with torch.no_grad(), out_of_memory_in(f"a step at {context} tokens of context", len(sessions), self.device):
             states = [session.state for session in sessions]
-            outputs = self.executor.forward(states, trees, num_computed, self._layers(capture))
+            computed = self.executor.forward(
+                states, [tree.computed for tree in trees], num_computed, self._layers(capture)
+            )
+            parts = [
+                _divided(tree, first, output)
+                for tree, first, output in zip(trees, num_computed or [0] * len(trees), computed, strict=True)
+            ]
+            outputs = [nodes for nodes, _ in parts]
             eager = self.eager_choice and num_computed is None  # nobody reads the choices of a draft that grows
             chosen = self._choose(sessions, trees, outputs) if eager else [None] * len(sessions)
-        return [
+        found = [
             Choices(logits, tree, session.sampler, at_once, num_computed=first, hidden=hidden)
             for session, tree, (logits, hidden), at_once, first in zip(
                 sessions, trees, outputs, chosen, num_computed or [0] * len(trees), strict=True
             )
         ]
+        for choices, (_, probes) in zip(found, parts, strict=True):
+            choices.probes = probes
+        return found
 
     def cost(self, sessions: Sequence[TransformersSession], trees: Sequence[TokenTree]) -> Cost:
-        rows = self.executor.rows([session.state for session in sessions], trees)
+        rows = self.executor.rows([session.state for session in sessions], [tree.computed for tree in trees])
         return Cost(rows, len(trees), max(len(session.tokens) for session in sessions))
 
     def forget(self) -> None:
@@ -257,6 +272,26 @@ class TransformersTarget:
     def weights_digest(self) -> str:
         """See `IdentifiesWeights`."""
         return weights.digest(self.model)
+
+    def add_embeddings(self, rows: Any) -> range:
+        """See `AddsEmbeddings`. That the model takes embeddings is tested when the first ones are added."""
+        require(self.info, frozenset({EMBEDDINGS}), "what adds embeddings")
+        assert isinstance(self.executor, MaskedExecutor), "no other has the capability"
+        with self.lock:
+            if self.executor.added is None:
+                embeddings.check(self.model, self._ids, self._name)
+                self.executor.added = AddedEmbeddings(self.model, self.info.vocab_size)
+            return self.executor.added.add(rows)
+
+    def embeddings(self) -> range:
+        """See `AddsEmbeddings`."""
+        added = self.executor.added if isinstance(self.executor, MaskedExecutor) else None
+        return range(0) if added is None else added.ids
+
+    @property
+    def _takes_embeddings(self) -> bool:
+        """Whether rows of a forward may have other embeddings than those of tokens."""
+        return isinstance(self.executor, MaskedExecutor) and accepts(self.model, "inputs_embeds")
 
     def ordinary_ids(self) -> IntArray:
         """Token ids without a special meaning, unlike those of padding or images; for tests and measurements."""
@@ -338,6 +373,15 @@ class TransformersTarget:
         """How many tokens fit in the cache's part of the free memory."""
         share = CACHE_SHARE.get(self.device.type, CACHE_SHARE["cpu"])
         return max(FIRST_CAPACITY, int(share * free_bytes(self.device)) // max(1, cache.bytes_per_token))
+
+
+def _divided(tree: TokenTree, first: int, outputs: Outputs) -> tuple[Outputs, tuple[Rows, ...]]:
+    """The rows of a tree's nodes from `first` on, and those of each of its probes."""
+    if not tree.probes:
+        return outputs, ()
+    (logits, hidden), nodes = outputs, len(tree) - first
+    probes = torch.split(logits[nodes:], [len(each.tokens) for each in tree.probes])
+    return Outputs(logits[:nodes], None if hidden is None else hidden[:nodes]), tuple(map(Rows, probes))
 
 
 def host_logits(logits: Tensor) -> npt.NDArray[np.floating[Any]]:
