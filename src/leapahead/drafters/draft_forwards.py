@@ -22,7 +22,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, takewhile
 from typing import NamedTuple
 
-from leapahead.drafters.sources.forward import ForwardModel, ForwardSource, Path
+from leapahead.drafters.sources.computed import Path
+from leapahead.drafters.sources.forward import ForwardModel, ForwardSource
 from leapahead.models.base import Target
 from leapahead.planner.acceptance import AcceptanceTable
 from leapahead.planner.profile import LatencyProfiles

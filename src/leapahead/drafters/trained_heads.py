@@ -15,7 +15,6 @@ from leapahead.core.errors import BadParameter, Refused, needing
 from leapahead.drafters.heads.config import PROBES
 from leapahead.drafters.sources.head import HeadSource
 from leapahead.drafters.sources.probes import ProbeSource
-from leapahead.drafters.sources.probes import ProbeSource
 from leapahead.models import loading
 from leapahead.models.base import EMBEDDINGS, HIDDEN, Target, require
 from leapahead.planner.profile import LatencyProfiles

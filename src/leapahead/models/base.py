@@ -112,8 +112,8 @@ class TargetInfo:
         cache_tokens: tokens that the KV cache of all sequences together can hold; 0 where that is not limited.
         reads_in_steps: how many tokens of a prompt, its first ones, are read in the forwards of steps, see
             `ReadsInSteps`; those behind them in forwards of their own. 0 for none.
-        tuned_from: the model that this one was tuned from by `leapahead train-cllm`, which changes its texts; "" where
-            it was not.
+        tuned_from: the model that this one was tuned from by `leapahead train-cllm` or `train-probes`, which changes
+            its texts; "" where it was not.
     """
 
     name: str

@@ -170,7 +170,9 @@ def _of_speculators(config: Mapping[str, Any], shapes: Shapes, where: str) -> He
 def _probes(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
     kind, depths, vocabulary = config[PROBE_TYPE], int(config["num_probes"]), int(config["vocab_size"])
     if kind not in PROBES:
-        raise Refused(f"{where} holds probes of kind {kind!r}, which is not supported; supported are {', '.join(PROBES)}")
+        raise Refused(
+            f"{where} holds probes of kind {kind!r}, which is not supported; supported are {', '.join(PROBES)}"
+        )
     rows, hidden = shapes["embeddings.weight"]
     if depths < 1 or rows != (1 if kind == SPACE else depths):
         raise BadParameter(f"{where} has {rows} embeddings for num_probes={depths} of {kind}; the file is broken")

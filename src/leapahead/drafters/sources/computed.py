@@ -7,6 +7,7 @@ With seed-aware drafting the distribution of a row is ranked by what this seed w
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+
 import numpy as np
 import numpy.typing as npt
 

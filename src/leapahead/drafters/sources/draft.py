@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from leapahead.drafters.draft_runner import DraftRunner
-from leapahead.drafters.sources.forward import ForwardModel, ForwardSource, Path
+from leapahead.drafters.sources.computed import Path
+from leapahead.drafters.sources.forward import ForwardModel, ForwardSource
 from leapahead.models.base import CHAIN, Target
 from leapahead.planner.draft import Forward, SequenceView, Step
 

@@ -89,5 +89,5 @@ def check(model: Any, ids: IntArray, name: str) -> None:
         raise Refused(f"{name} takes no embeddings: {first_line(error)}; use another head") from error
     if not (found - expected).abs().max() <= CLOSE * expected.std():
         raise Refused(
-            f"{name} takes no embeddings, since it computes other logits from them than from token ids; use another head"
+            f"{name} takes no embeddings, since its logits are others for them than for the token ids; use another head"
         )

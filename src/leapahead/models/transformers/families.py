@@ -29,7 +29,7 @@ class Pattern:
 # Attention implementations that take a 4-D mask, and whether it is boolean.
 MASKS = {"sdpa": True, "eager": False}
 
-TUNED = "leapahead_tuned"  # field of config.json: {"method": "cllm", "from": the name of the model before}
+TUNED = "leapahead_tuned"  # field of config.json: {"method": "cllm" or "space", "from": the name of the model before}
 
 # Layers without attention: they need neither a mask nor a cache.
 STATELESS_LAYERS = {"moe", "mlp", "dummy"}
@@ -112,7 +112,7 @@ def attention_implementation(model: Any) -> str:
 
 
 def tuned_from(config: Any) -> str:
-    """The model that a checkpoint was tuned from by `leapahead train-cllm`, by its configuration; "" for others."""
+    """The model that a checkpoint was tuned from by this package, by its configuration; "" for others."""
     found = getattr(config, TUNED, None)
     return str(found.get("from", "")) if isinstance(found, dict) else ""
 
