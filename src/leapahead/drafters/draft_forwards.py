@@ -245,7 +245,7 @@ class StepForwards:
         best, chosen, depths = 0.0, 0, 0
         sums = [0.0] * CHOICES  # of tokens, by candidates of each path
         for count, place in enumerate(places, 1):
-            seconds = opening + own(missing + count) - curve(rows)
+            seconds = opening + own(missing + count * place.source.rows) - curve(rows)
             depths += place.reach
             for width, right in enumerate(place.right, 1):
                 sums[width - 1] += place.chance * right

@@ -114,6 +114,7 @@ class TargetInfo:
             `ReadsInSteps`; those behind them in forwards of their own. 0 for none.
         tuned_from: the model that this one was tuned from by `leapahead train-cllm` or `train-probes`, which changes
             its texts; "" where it was not.
+        mask_token: the token behind which it predicts further tokens when it drafts (PARD); -1 for none.
     """
 
     name: str
@@ -131,6 +132,7 @@ class TargetInfo:
     cache_tokens: int = 0
     reads_in_steps: int = 0
     tuned_from: str = ""
+    mask_token: int = -1
 
     @property
     def reference(self) -> str:

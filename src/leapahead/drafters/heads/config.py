@@ -4,7 +4,8 @@
     EAGLE               config.json of one Llama layer; EAGLE-3 with "draft_vocab_size"
     Medusa              config.json with "medusa_num_heads", or vLLM's with "model_type": "medusa"
     Hydra               config.json with "hydra_num_heads" (zankner/Hydra)
-    DFlash              config.json with "dflash_config" (z-lab/dflash)
+    DFlash              config.json with "dflash_config" (z-lab/dflash), with "causal_head" in it of JetSpec
+                        (hao-ai-lab/JetSpec)
     PaSS, SPACE         config.json with "leapahead_probes", the format of this package; weights "embeddings.weight"
 
 Imports no torch: shapes are given as tuples.
@@ -73,6 +74,7 @@ class HeadConfig:
             stream, and the target's states before they are fused.
         mask_token: of DFlash, the id of the mask token.
         from_anchor: of DFlash, whether the row of the last committed token predicts too, as DSpark's does.
+        causal: of DFlash, whether the rows of a block see only those before them, as JetSpec's do.
         markov, markov_rank: of DSpark, what its bias of the logits is, "vanilla" or "gated", and its rank; "" for none.
         target: name of the model that the head was trained for; "" where the checkpoint does not say.
     """
@@ -93,6 +95,7 @@ class HeadConfig:
     output_bias: bool = False
     mask_token: int = 0
     from_anchor: bool = False
+    causal: bool = False
     markov: str = ""
     markov_rank: int = 0
     target: str = ""
@@ -276,6 +279,7 @@ def _dflash(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig
         decoder=decoder,
         mask_token=int(mask),
         from_anchor=anchor,
+        causal=bool((own or {}).get("causal_head", False)),
         markov=markov,
         markov_rank=rank,
         target=_verifier(config),

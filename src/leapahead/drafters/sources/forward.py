@@ -124,5 +124,10 @@ class ForwardSource(ComputedSource):
         """The number of depths of which a forward from a path gives candidates."""
         return 1
 
+    @property
+    def rows(self) -> int:
+        """Rows of such a forward for each path."""
+        return 1
+
     def root(self, sequence: SequenceView) -> Path | None:
         return None if self.failed else ()

@@ -117,6 +117,12 @@ def tuned_from(config: Any) -> str:
     return str(found.get("from", "")) if isinstance(found, dict) else ""
 
 
+def mask_token(config: Any) -> int:
+    """The mask token of a draft model that predicts several tokens in one forward (PARD, 2504.18583); -1 for others."""
+    found = getattr(config, "pard_token", None)
+    return found if isinstance(found, int) and found >= 0 else -1
+
+
 def patterns(config: Any, recurrent: bool = False) -> dict[str, Pattern] | None:
     """The attention patterns of the layers by name, or None if some layer is not plain attention over a KV cache.
 

@@ -160,6 +160,7 @@ class TransformersTarget:
             hidden_size=hidden_size,
             exact=exact,
             tuned_from=families.tuned_from(model.config),
+            mask_token=families.mask_token(model.config),
         )
         if isinstance(self.executor, ExactExecutor):
             self.max_nodes = self.executor.step_rows
