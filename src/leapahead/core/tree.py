@@ -58,7 +58,7 @@ class Probes(NamedTuple):
 
     Attributes:
         node: below which it hangs; its first row has the position of that node's children.
-        tokens: ids of embeddings that were added to the target, one for each row; see `models.base.AddsEmbeddings`.
+        tokens: ids of embeddings that were added to the target, one for each row; see `models.embeddings`.
     """
 
     node: int

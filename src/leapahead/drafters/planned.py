@@ -25,12 +25,11 @@ from leapahead.core.parameters import whole
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import Drafter, Host, Probabilities
 from leapahead.drafters.draft_forwards import DraftForwards, StepForwards
+from leapahead.drafters.drafting import Drafting
 from leapahead.drafters.probe_groups import ProbeGroups
 from leapahead.drafters.sources.compiled import counterpart
 from leapahead.models.base import BRANCHES, TREE, Capture
 from leapahead.models.choices import PromptRows
-from leapahead.planner.acceptance import Correction
-from leapahead.planner.backoff import BackOff
 from leapahead.planner.compiled import CompiledTable, search_class, sizes_that_pay, take_all
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 from leapahead.planner.guard import Guard
@@ -42,25 +41,6 @@ from leapahead.planner.tree_search import TreeSearch, proposals
 MOST_BRANCHES = 4  # where each takes as many rows as the longest
 MOST_NODES = 128  # of one sequence, where no limit is given
 WORTH = 1.02  # expected gain from which asking the sources in the next step is worth its time
-
-
-class Drafting:
-    """What a planned drafter keeps of one sequence.
-
-    Attributes:
-        sequence: the sequence.
-        sources: of its own.
-        correction: its factor on the acceptance estimates.
-        back_off: of drafting.
-        search: made when the sources are asked for the first time.
-        asked: whether they were asked in the step that is under way.
-    """
-
-    def __init__(self, sequence: SequenceView, sources: list[Source]) -> None:
-        self.sequence, self.sources = sequence, sources
-        self.correction, self.back_off = Correction(), BackOff()
-        self.search: TreeSearch | None = None
-        self.asked = False
 
 
 class Planned(Drafter):

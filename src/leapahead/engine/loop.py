@@ -27,8 +27,9 @@ from leapahead.core.verify import Verdict, verify
 from leapahead.drafters.base import Drafter
 from leapahead.engine.output import Output, TokenLogprobs
 from leapahead.engine.request import Handle
-from leapahead.models.base import AddsEmbeddings, Capture, Cost, ReadsInSteps, Session, Target
+from leapahead.models.base import Capture, Cost, ReadsInSteps, Session, Target
 from leapahead.models.choices import Choices, PromptRows
+from leapahead.models.embeddings import AddsEmbeddings
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 
 

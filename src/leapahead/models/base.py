@@ -36,7 +36,7 @@ BRANCHES = "branches"  # a few branches while one session runs, each at the pric
 LOGITS = "logits"  # logits of every node, given to drafters
 TOP_K = "top_k"  # the k likeliest tokens after every node
 HIDDEN = "hidden"  # hidden states of named layers
-EMBEDDINGS = "embeddings"  # rows whose embeddings were added to the model's, see `AddsEmbeddings`
+EMBEDDINGS = "embeddings"  # rows whose embeddings were added to the model's, see `models.embeddings`
 ALL = frozenset({CHAIN, TREE, LOGITS, TOP_K, HIDDEN})
 
 # Of a prompt, the top-k tokens are captured after its last rows only: choosing them costs time in every row.
@@ -302,28 +302,6 @@ class SharesCache(Protocol):
 
     def shares(self, tokens: Sequence[int]) -> bool:
         """Whether this is the token list, the very object, of such a session."""
-
-
-@runtime_checkable
-class AddsEmbeddings(Protocol):
-    """A target whose forwards take rows with embeddings of others than tokens: the probes of trees."""
-
-    def add_embeddings(self, rows: Any) -> range:
-        """Adds embeddings for as long as the target lives.
-
-        Args:
-            rows: float [rows, hidden_size].
-
-        Returns:
-            Their ids, which are those of no token.
-
-        Raises:
-            BadParameter: they have another width than the model's own.
-            Refused: the model does not take embeddings.
-        """
-
-    def embeddings(self) -> range:
-        """The ids of all that were added."""
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from leapahead.core.errors import BadParameter, Refused, first_line
 from leapahead.core.tree import IntArray, TokenTree
+from leapahead.models.base import TargetInfo
 
 TESTED = 8  # tokens whose logits are compared
 CLOSE = 1e-3  # of the logits' spread
@@ -46,7 +47,7 @@ class AddedEmbeddings:
         return range(self.first, self.first + len(self.rows))
 
     def add(self, rows: Any) -> range:
-        """See `AddsEmbeddings.add_embeddings`."""
+        """See `models.embeddings`."""
         added = torch.as_tensor(np.asarray(rows) if not isinstance(rows, Tensor) else rows).to(self.rows)
         if added.ndim != 2 or added.shape[1] != self.rows.shape[1] or not added.isfinite().all():
             raise BadParameter(
@@ -69,16 +70,17 @@ class AddedEmbeddings:
 
 
 @torch.no_grad()
-def check(model: Any, ids: IntArray, name: str) -> None:
-    """Tests that a model computes from its embeddings what it computes from token ids.
+def tested(model: Any, info: TargetInfo, ids: IntArray) -> AddedEmbeddings:
+    """The added rows of a model, none yet, if it computes from its embeddings what it computes from token ids.
 
     Args:
+        info: of the model.
         ids: token ids without a special meaning.
-        name: of the model, for the message.
 
     Raises:
         Refused: it does not.
     """
+    name = info.name
     tokens = torch.from_numpy(np.resize(ids, TESTED)[None]).to(model.get_input_embeddings().weight.device)
     try:
         expected = model(input_ids=tokens, use_cache=False).logits.float()
@@ -91,3 +93,4 @@ def check(model: Any, ids: IntArray, name: str) -> None:
         raise Refused(
             f"{name} takes no embeddings, since its logits are others for them than for the token ids; use another head"
         )
+    return AddedEmbeddings(model, info.vocab_size)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from leapahead.core.tree import IntArray, TokenTree
-from leapahead.models.base import CHAIN, LOGITS, TOP_K, TREE
+from leapahead.models.base import CHAIN, EMBEDDINGS, LOGITS, TOP_K, TREE
 from leapahead.models.transformers import grouped
 from leapahead.models.transformers.embeddings import AddedEmbeddings
 from leapahead.models.transformers.families import Pattern, text_config
@@ -289,6 +289,8 @@ class MaskedExecutor(CachedExecutor):
         super().__init__(model, cache)
         self.patterns, self.config = patterns, config
         self.dtype = None if boolean else model.dtype
+        if TREE in self.capabilities and accepts(model, "inputs_embeds"):
+            self.capabilities |= {EMBEDDINGS}
         self.exits: Exits | None = None
         self.added: AddedEmbeddings | None = None
 

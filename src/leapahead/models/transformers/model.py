@@ -38,7 +38,6 @@ from leapahead.models.base import (
 from leapahead.models.captured import TopK, prompt_rows
 from leapahead.models.choices import Choices, PromptRows, Rows, best
 from leapahead.models.transformers import embeddings, executors, families, require_version, selftest, weights
-from leapahead.models.transformers.embeddings import AddedEmbeddings
 from leapahead.models.transformers.exact import ExactExecutor
 from leapahead.models.transformers.forward import (
     CachedExecutor,
@@ -48,7 +47,6 @@ from leapahead.models.transformers.forward import (
     MaskedExecutor,
     Outputs,
     State,
-    accepts,
 )
 from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
 from leapahead.models.transformers.memory import free_bytes, out_of_memory_in
@@ -150,9 +148,7 @@ class TransformersTarget:
             vocab_size=vocab_size,
             context_length=self.context_length,
             precision=torch.finfo(model.dtype).eps,  # the logits may have been widened
-            capabilities=self.executor.capabilities
-            | ({HIDDEN} if layers else frozenset())
-            | ({EMBEDDINGS} if self._takes_embeddings else frozenset()),
+            capabilities=self.executor.capabilities | ({HIDDEN} if layers else frozenset()),
             fingerprint=families.fingerprint(model, self.device) + " exact" * exact,
             padded=isinstance(self.executor, MaskedExecutor) and self.executor.pads,
             replays=isinstance(self.executor, ReplayExecutor),
@@ -279,20 +275,13 @@ class TransformersTarget:
         require(self.info, frozenset({EMBEDDINGS}), "what adds embeddings")
         assert isinstance(self.executor, MaskedExecutor), "no other has the capability"
         with self.lock:
-            if self.executor.added is None:
-                embeddings.check(self.model, self._ids, self._name)
-                self.executor.added = AddedEmbeddings(self.model, self.info.vocab_size)
+            self.executor.added = self.executor.added or embeddings.tested(self.model, self.info, self._ids)
             return self.executor.added.add(rows)
 
     def embeddings(self) -> range:
         """See `AddsEmbeddings`."""
         added = self.executor.added if isinstance(self.executor, MaskedExecutor) else None
         return range(0) if added is None else added.ids
-
-    @property
-    def _takes_embeddings(self) -> bool:
-        """Whether rows of a forward may have other embeddings than those of tokens."""
-        return isinstance(self.executor, MaskedExecutor) and accepts(self.model, "inputs_embeds")
 
     def ordinary_ids(self) -> IntArray:
         """Token ids without a special meaning, unlike those of padding or images; for tests and measurements."""
