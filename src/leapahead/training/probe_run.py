@@ -111,10 +111,11 @@ def train_probes(
         head = folder.trained / PROBES_FOLDER
         student.model.config.update({TUNED: {"method": SPACE, "from": settings.model}})
         student.save(folder.trained)
+    write(own, head, settings.model if student is None else str(folder.trained), target)
+    if student is not None:
         device = str(executor.device)
         drafted_for = loading.load(str(folder.trained), device=device, trust_remote_code=trust_remote_code).target
         found = losses(target, drafted_for, sets)
-    write(own, head, settings.model if student is None else str(folder.trained), target)
     evaluations = decoding.evaluations(
         drafted_for, tokenizer, sets, watch.progress, "drafting with the probes", drafter="head", head=str(head)
     )
