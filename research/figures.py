@@ -93,7 +93,8 @@ def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit:
                 found[part] = heads.kinds(folder, prompts, found.get(part, []))
                 found["conditions"][part] = (
                     f"bundled model and heads of `make train-heads`, float32, {tasks.in_words(prompts)}, up to 128 new "
-                    f"tokens, stopping at EOS, seed 1, at most 16 nodes; {_machine()}."
+                    "tokens, stopping at EOS, seed 1, at most 16 nodes, and beside them at most 32 rows of probes; "
+                    f"{_machine()}."
                 )
                 out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             else:

@@ -20,7 +20,7 @@ from leapahead.cli.screen import write_file
 from leapahead.drafters.heads import checkpoint
 from leapahead.models.loading import BUNDLED
 from leapahead.training.cllm_run import TUNED_FOLDER
-from leapahead.training.loop import STATE
+from leapahead.training.loop import OPTIMIZER, STATE
 from leapahead.training.probe_run import HEAD_FOLDER, PROBES_FOLDER
 from leapahead.training.settings import Folder
 from research.acceptance import Compared, acceptance
@@ -80,6 +80,8 @@ def trained(folder: Path, nodes: int = 16) -> dict[str, list[Compared]]:
             config, tensors = checkpoint.read(run.trained / head)
             with safe_open(run.checkpoint, framework="pt") as file:
                 seconds = json.loads(file.metadata()[STATE])["seconds"]
+                if model:  # which was trained too
+                    tensors = {each: file.get_tensor(each) for each in file.keys() if OPTIMIZER not in each}  # noqa: SIM118
             count = sum(each.numel() for each in tensors.values())
             size = f"{count / 1e6:.1f}M" if count > 1e5 else f"{count:,}"
             name = f"{config.kind}{' and its own target' * bool(model)}: {size} parameters, {seconds / 60:.0f} minutes"
