@@ -79,6 +79,7 @@ def test_the_loss_is_that_of_every_group_alone(kind: str, texts: list[Text], tmp
     assert found_loss.agreement.tolist() == pytest.approx([np.mean(each) for each in right])
 
 
+@pytest.mark.slow
 def test_pass_trains_the_embeddings_alone(texts: list[Text], tmp_path: Path) -> None:
     own, training, target = made("pass", texts, tmp_path / "checkpoint", steps=60, lr=2e-2)
     before = {name: each.clone() for name, each in target.model.named_parameters()}
@@ -117,7 +118,7 @@ def test_space_predicts_more_than_pass_and_its_texts_are_its_own(texts: list[Tex
     assert lengths["space"] > lengths["pass"] + 0.2
 
 
-@pytest.mark.parametrize("kind", ["pass", "space"])
+@pytest.mark.parametrize("kind", [pytest.param("pass", marks=pytest.mark.slow), "space"])
 def test_a_resumed_training_is_the_same(kind: str, texts: list[Text], tmp_path: Path) -> None:
     given: dict[str, Any] = {"steps": 4, "accumulate": 2, "groups": 3}
     whole, training, _ = made(kind, texts, tmp_path / "whole", **given)

@@ -243,7 +243,7 @@ def test_an_accepted_probe_is_found(
     [
         pytest.param({"drafter": "head", "nodes": 6}, id="nodes"),
         pytest.param({"drafter": "head", "nodes": 4, "chain": True}, id="chain", marks=SLOW),
-        pytest.param({"drafter": "head"}, id="planned"),
+        pytest.param({"drafter": "head"}, id="planned", marks=SLOW),
         pytest.param({"nodes": 12}, id="auto"),
         pytest.param({"nodes": 6, "seed_aware": False}, id="unaware", marks=SLOW),
     ],
