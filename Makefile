@@ -94,10 +94,14 @@ figures: $(INSTALLED)
 HEADS := build/heads
 HEAD_PROMPTS ?= 4400
 HEAD_MINUTES ?= 15
+PASS_STEPS ?= 200
+SPACE_STEPS ?= 420
 EVALUATED := --evaluate $(DATA)/humaneval.jsonl --evaluate $(DATA)/gsm8k_test.jsonl
 TRAIN = $(BIN)/leapahead train-head --out $(HEADS)/$(1) --features disk $(EVALUATED) $(if $(wildcard $(HEADS)/$(1)/run.json),--resume)
+PROBES = $(BIN)/leapahead train-probes --kind $(1) --out $(HEADS)/$(1) --texts $(HEADS)/eagle3/texts.jsonl $(EVALUATED) $(if $(wildcard $(HEADS)/$(1)/run.json),--resume)
 .PHONY: train-heads
-train-heads: $(foreach kind,eagle3 medusa eagle hydra hydra++ dflash,$(HEADS)/$(kind)/head/README.md)
+train-heads: $(foreach kind,eagle3 medusa eagle hydra hydra++ dflash pass,$(HEADS)/$(kind)/head/README.md) \
+	$(HEADS)/space/tuned/README.md
 $(HEADS)/prompts.jsonl: | $(INSTALLED)
 	@mkdir -p $(HEADS)
 	$(BIN)/python -m research heads-prompts --gsm8k $(DATA)/gsm8k_train.jsonl --count $(HEAD_PROMPTS) --out $@
@@ -111,6 +115,11 @@ $(HEADS)/hydra/head/README.md $(HEADS)/hydra++/head/README.md: $(HEADS)/%/head/R
 	$(call TRAIN,$*) --kind $* --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --minutes $(HEAD_MINUTES)
 $(HEADS)/dflash/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,dflash) --kind dflash --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --heads 5 --lr 2e-3 --minutes $(HEAD_MINUTES)
+
+$(HEADS)/pass/head/README.md: | $(HEADS)/eagle3/head/README.md
+	$(call PROBES,pass) --lr 3e-2 --batch 8 --steps $(PASS_STEPS)
+$(HEADS)/space/tuned/README.md: | $(HEADS)/eagle3/head/README.md
+	$(call PROBES,space) --lr 6e-4 --steps $(SPACE_STEPS)
 
 # A draft model distilled from the bundled model, and the bundled model tuned for Jacobi decoding, in build/distilled, on
 # the texts that the heads are trained on; each in less than half an hour on two cores. Run again, it goes on.

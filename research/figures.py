@@ -90,10 +90,11 @@ def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit:
                 _draw(part, loaded, data, out.parent / "figures", console)
             elif part == "head-kinds":
                 prompts = _texts(data, limit)
-                found[part] = acceptance(llm, prompts, configurations=heads.trained(folder))
+                found[part] = heads.kinds(folder, prompts, found.get(part, []))
                 found["conditions"][part] = (
                     f"bundled model and heads of `make train-heads`, float32, {tasks.in_words(prompts)}, up to 128 new "
-                    f"tokens, stopping at EOS, seed 1, at most 16 nodes; {_machine()}."
+                    "tokens, stopping at EOS, seed 1, at most 16 nodes, and beside them at most 32 rows of probes; "
+                    f"{_machine()}."
                 )
                 out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             else:

@@ -14,12 +14,16 @@ from typing import Any
 import click
 from safetensors import safe_open
 
+from leapahead.api import LLM
 from leapahead.cli.command import Command
 from leapahead.cli.screen import write_file
 from leapahead.drafters.heads import checkpoint
-from leapahead.training.loop import STATE
+from leapahead.models.loading import BUNDLED
+from leapahead.training.cllm_run import TUNED_FOLDER
+from leapahead.training.loop import OPTIMIZER, STATE
+from leapahead.training.probe_run import HEAD_FOLDER, PROBES_FOLDER
 from leapahead.training.settings import Folder
-from research.acceptance import Compared
+from research.acceptance import Compared, acceptance
 from research.train.data import read_corpus, stdlib_folder
 
 CHARACTERS = (60, 900)  # of a beginning of a function
@@ -60,20 +64,47 @@ def prompts(gsm8k: Path, count: int, seed: int) -> list[dict[str, Any]]:
     return found
 
 
-def trained(folder: Path, nodes: int = 16) -> list[Compared]:
+def trained(folder: Path, nodes: int = 16) -> dict[str, list[Compared]]:
     """The heads that `make train-heads` has trained in a folder, each as a drafter with its size and time in the name.
+
+    Returns:
+        By the model that they draft for: the bundled one, or the folder of one that was tuned with them (SPACE).
 
     Raises:
         ClickException: there are none.
     """
-    found: list[Compared] = []
-    for run in map(Folder, sorted(each for each in folder.glob("*") if (each / "head" / "config.json").is_file())):
-        config, tensors = checkpoint.read(run.trained)
-        with safe_open(run.checkpoint, framework="pt") as file:
-            seconds = json.loads(file.metadata()[STATE])["seconds"]
-        parameters = sum(each.numel() for each in tensors.values())
-        name = f"{config.kind}: {parameters / 1e6:.1f}M parameters, {seconds / 60:.0f} minutes"
-        found.append((name, "head", {"head": str(run.trained), "nodes": nodes}))
+    found: dict[str, list[Compared]] = {}
+    for result, model, head in ((HEAD_FOLDER, "", ""), (TUNED_FOLDER, TUNED_FOLDER, PROBES_FOLDER)):
+        for path in sorted(each for each in folder.glob("*") if (each / result / head / "config.json").is_file()):
+            run, target = Folder(path, result), str(path / model) if model else BUNDLED
+            config, tensors = checkpoint.read(run.trained / head)
+            with safe_open(run.checkpoint, framework="pt") as file:
+                seconds = json.loads(file.metadata()[STATE])["seconds"]
+                if model:  # which was trained too
+                    tensors = {each: file.get_tensor(each) for each in file.keys() if OPTIMIZER not in each}  # noqa: SIM118
+            count = sum(each.numel() for each in tensors.values())
+            size = f"{count / 1e6:.1f}M" if count > 1e5 else f"{count:,}"
+            name = f"{config.kind}{' and its own target' * bool(model)}: {size} parameters, {seconds / 60:.0f} minutes"
+            compared = (name, "head", {"head": str(run.trained / head), "nodes": nodes})
+            found.setdefault(target, []).append(compared)
     if not found:
         raise click.ClickException(f"there are no trained heads in {folder}; make them with `make train-heads`")
     return found
+
+
+def kinds(folder: Path, prompts: dict[str, list[str]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What these heads save; see `acceptance`.
+
+    Args:
+        folder: of the heads.
+        prompts: by task.
+        before: rows of an earlier measurement, of which those of kinds that the folder does not hold are kept.
+    """
+    rows = []
+    for model, configurations in trained(folder).items():
+        llm = LLM(None if model == BUNDLED else model, dtype="float32", drafter_cache=False)
+        rows += acceptance(llm, prompts, configurations=configurations)
+        llm.close()
+    measured = {row["name"].split(":")[0] for row in rows}
+    rows += [row for row in before if row["name"].split(":")[0] not in measured]
+    return sorted(rows, key=lambda row: row["name"])

@@ -182,7 +182,9 @@ def of_block(module: DFlash, states: torch.Tensor, tokens: Sequence[int], path: 
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys, values = (torch.cat(each, dim=2) for each in zip(context[layer], (k, v), strict=True))
-        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+        mask = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool)
+        mask = mask.tril(last) if module.config.causal else mask  # JetSpec's
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
 
     block = torch.tensor([[tokens[-1], *[module.config.mask_token] * (module.rows - 1)]])
     found = module(block, torch.arange(last, last + module.rows)[None], attend)[0]

@@ -137,7 +137,9 @@ def test_distillation_raises_the_acceptance_and_keeps_the_text(target: Any, text
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "after")
     torch.testing.assert_close(logits_of(saved, texts[5].tokens), logits_of(own.module, texts[5].tokens))
     before, after = (
-        decoding.draft_model(target, None, str(tmp_path / name), {"all": texts}, silent, name)[0]
+        decoding.evaluations(
+            target, None, {"all": texts}, silent, name, drafter="draft_model", draft=str(tmp_path / name)
+        )[0]
         for name in ("before", "after")
     )
     assert after.chain > 1.1 * before.chain

@@ -75,7 +75,9 @@ def causal_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         dflash_head,
         "Span",
-        lambda text, begin, rows: span(text, begin, rows, torch.ones(rows, begin + rows, dtype=torch.bool).tril(begin)),
+        lambda text, begin, rows, mask: span(
+            text, begin, rows, torch.ones(rows, begin + rows, dtype=torch.bool).tril(begin)
+        ),
     )
 
 
@@ -248,13 +250,17 @@ def test_published_hydra_weights(
     assert errors(tmp_path / "head", kind, exact_model, tokenizer, monkeypatch) < 1e-6
 
 
-def test_dflash_in_its_own_form(exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """Its ids count from the output of the first layer."""
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_dflash_in_its_own_form(
+    is_causal: bool, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Its ids count from the output of the first layer; JetSpec's differ by `causal_head` alone."""
     given = heads.config_of("dflash", vocabulary(exact_model))
-    own = {"target_layer_ids": [0, 1], "mask_token_id": 3}
+    own = {"target_layer_ids": [0, 1], "mask_token_id": 3} | ({"causal_head": True} if is_causal else {})
     config = {**given["transformer_layer_config"], "block_size": 4, "dflash_config": own, "num_target_layers": 2}
     checkpoint.write(tmp_path, config, heads.tensors_of("dflash", vocabulary(exact_model)))
-    assert checkpoint.read(tmp_path)[0].layers == (1, 2)
+    assert (config_of := checkpoint.read(tmp_path)[0]).layers == (1, 2)
+    assert config_of.causal == is_causal
     assert errors(tmp_path, "dflash", exact_model, tokenizer, monkeypatch) < 1e-6
 
 

@@ -79,7 +79,7 @@ def params_of(mode: str) -> list[SamplingParams]:
 def test_capabilities(name: str) -> None:
     """The target tests each model when it is made, and finds what it is able to do."""
     info = target_of(name).info
-    assert info.capabilities - {"logits", "hidden", "branches"} == CAPABILITIES[BY_NAME[name].expect]
+    assert info.capabilities - {"logits", "hidden", "branches", "embeddings"} == CAPABILITIES[BY_NAME[name].expect]
     assert info.replays == (BY_NAME[name].expect == "replay")
     assert info.vocab_size == VOCABULARY
     has_hidden = BY_NAME[name].expect != "plain" and name not in ("gemma3n",)

@@ -18,7 +18,19 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.models.base import CHAIN, HIDDEN, LOGITS, TOP_K, TREE, Capture, Cost, KeepsPrefixes, Target, read_prompt
+from leapahead.models.base import (
+    CHAIN,
+    EMBEDDINGS,
+    HIDDEN,
+    LOGITS,
+    TOP_K,
+    TREE,
+    Capture,
+    Cost,
+    KeepsPrefixes,
+    Target,
+    read_prompt,
+)
 from leapahead.models.transformers import families, kv_cache, require_version, selftest
 from leapahead.models.transformers import model as backend
 from leapahead.models.transformers.forward import CachedExecutor, ChainExecutor, MaskedExecutor
@@ -81,7 +93,7 @@ def own(target: TransformersTarget, tokens: list[int]) -> tuple[torch.Tensor, li
 def test_is_a_target(target: TransformersTarget) -> None:
     assert isinstance(target, Target)
     assert isinstance(target, KeepsPrefixes)
-    assert target.info.capabilities == {CHAIN, TREE, LOGITS, TOP_K, HIDDEN}
+    assert target.info.capabilities == {CHAIN, TREE, LOGITS, TOP_K, HIDDEN, EMBEDDINGS}
     assert (target.info.vocab_size, target.info.layers, target.info.hidden_size) == (VOCABULARY, 2, 32)
     assert target.info.context_length == SIZES["max_position_embeddings"]
 
@@ -532,7 +544,7 @@ def test_hidden_states_that_are_not_the_model_s_own_are_refused() -> None:
 
     model.register_forward_hook(shift, with_kwargs=True)
     target = TransformersTarget(model)
-    assert target.info.capabilities == {CHAIN, TREE, LOGITS, TOP_K}
+    assert target.info.capabilities == {CHAIN, TREE, LOGITS, TOP_K, EMBEDDINGS}
     assert "differ" in target.refusals[HIDDEN]
 
 

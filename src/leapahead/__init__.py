@@ -27,7 +27,7 @@ from leapahead.core.errors import (
 from leapahead.core.sampling import LogitsProcessor, PrefixFree, SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
-from leapahead.core.tree import Budget, TokenTree, TreeBuilder
+from leapahead.core.tree import Budget, Probes, TokenTree, TreeBuilder
 from leapahead.drafters.base import Drafter, SequenceDrafter
 from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.output import Output, TokenLogprobs
@@ -63,6 +63,7 @@ __all__ = [
     "Output",
     "Piece",
     "PrefixFree",
+    "Probes",
     "Proposal",
     "Refused",
     "Request",

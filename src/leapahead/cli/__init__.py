@@ -22,6 +22,7 @@ from leapahead.cli.serve import serve
 from leapahead.cli.train_cllm import train_cllm
 from leapahead.cli.train_draft import train_draft
 from leapahead.cli.train_head import train_head
+from leapahead.cli.train_probes import train_probes
 from leapahead.cli.tune import tune
 
 
@@ -33,6 +34,6 @@ def main() -> None:
 
 for command in (
     *(generate, chat, serve, demo, check, bench, tune, explain, drafters, cache, datastore),
-    *(export_gguf, export_openvino, search_layers, convert_head, train_head, train_draft, train_cllm),
+    *(export_gguf, export_openvino, search_layers, convert_head, train_head, train_probes, train_draft, train_cllm),
 ):
     main.add_command(command)

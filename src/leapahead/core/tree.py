@@ -5,6 +5,9 @@
                  └─ 2 ┬─ 4          it attends to all committed tokens, its ancestors and itself.
                       └─ 5
 
+Below nodes there may be probes: chains of rows that are computed with the tree and are no part of the draft, so they
+are neither verified nor accepted. What they stand for are embeddings that were added to the target.
+
 The picture is `TokenTree(tokens=[r, a, b, c, d, e], parents=[-1, 0, 0, 1, 2, 2])`; everything else is derived from
 these two arrays. This module knows neither models nor probabilities.
 """
@@ -50,6 +53,18 @@ class Budget(NamedTuple):
         )
 
 
+class Probes(NamedTuple):
+    """A chain of rows below a node that is computed and never accepted.
+
+    Attributes:
+        node: below which it hangs; its first row has the position of that node's children.
+        tokens: ids of embeddings that were added to the target, one for each row; see `models.embeddings`.
+    """
+
+    node: int
+    tokens: tuple[int, ...]
+
+
 class TokenTree:
     """Tokens and parents, parents before children. A tree is never changed.
 
@@ -64,6 +79,7 @@ class TokenTree:
         token_list: the tokens.
         parent_list: the parents.
         depth_list: the depths; 0 for the root.
+        probes: chains of rows below its nodes; usually none. They count neither as nodes nor as leaves.
 
     Raises:
         DraftError: the arrays do not describe a tree in this order.
@@ -72,6 +88,7 @@ class TokenTree:
     token_list: list[int]
     parent_list: list[int]
     depth_list: list[int]
+    probes: tuple[Probes, ...] = ()
 
     def __init__(self, tokens: npt.ArrayLike, parents: npt.ArrayLike) -> None:
         self.tokens = tokens = np.asarray(tokens, dtype=np.int64)
@@ -120,6 +137,7 @@ class TokenTree:
             isinstance(other, TokenTree)
             and self.token_list == other.token_list
             and self.parent_list == other.parent_list
+            and self.probes == other.probes
         )
 
     __hash__ = None  # type: ignore[assignment]  # lists inside
@@ -178,6 +196,31 @@ class TokenTree:
     def num_leaves(self) -> int:
         """The number of leaves."""
         return len(self) + 1 - len(set(self.parent_list))  # every parent but -1 is an inner node
+
+    def with_probes(self, probes: Sequence[Probes]) -> TokenTree:
+        """The same draft with these probes.
+
+        Raises:
+            DraftError: one of them is empty, or hangs below a node that there is not.
+        """
+        for each in probes:
+            if not each.tokens or not 0 <= each.node < len(self):
+                raise DraftError(f"probes must be below one of {len(self)} nodes, and at least one of them, not {each}")
+        tree = TokenTree.of_lists(self.token_list, self.parent_list, self.depth_list)
+        tree.probes = tuple(probes)
+        return tree
+
+    @cached_property
+    def computed(self) -> TokenTree:
+        """What goes through the target: the tree with its probes as nodes behind all others, in their order."""
+        if not self.probes:
+            return self
+        tokens, parents, depths = list(self.token_list), list(self.parent_list), list(self.depth_list)
+        for node, ids in self.probes:
+            parents += [node, *range(len(tokens), len(tokens) + len(ids) - 1)]
+            depths += [depths[node] + 1 + place for place in range(len(ids))]
+            tokens += ids
+        return TokenTree.of_lists(tokens, parents, depths)
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root to `node`, both included."""

@@ -9,6 +9,7 @@ from leapahead.drafters import draft_models, token_table, trained_heads
 from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
 from leapahead.drafters.planned import Planned
+from leapahead.drafters.probe_groups import ProbeGroups
 from leapahead.drafters.sources.datastore import Datastore, Store
 from leapahead.drafters.sources.forward import ForwardModel
 from leapahead.drafters.sources.grammar import Forced
@@ -81,7 +82,9 @@ class Auto(Planned):
         if self._drafts:
             models += host.draft_models.all(self._drafts, host.target, host.tokenizer)
         if self._heads:
-            models += host.heads.all(self._heads, host.target)
+            heads, probes = host.heads.all(self._heads, host.target)
+            models += heads
+            self.probes = ProbeGroups(probes) if probes else None
         if models:
             self.draft_forwards = DraftForwards(models, host.acceptance, self.depth, self.nodes)
         if "table" in self._names:
@@ -99,8 +102,8 @@ class Auto(Planned):
                 found.append(SOURCES[name]())
         if self._store is not None:
             found.append(Datastore(self._store))
-        if self.draft_forwards is not None:
-            found += self.draft_forwards.sources()
+        for each in (self.draft_forwards, self.probes):
+            found += [] if each is None else each.sources()
         return found
 
     @staticmethod

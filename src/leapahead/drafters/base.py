@@ -63,7 +63,8 @@ class Drafter(ABC):
 
     Attributes:
         name: the registered name.
-        needs: capabilities that the target must have ("chain", "tree", "logits", "top_k", "hidden").
+        needs: capabilities that the target must have ("chain", "tree", "logits", "top_k", "hidden",
+            "embeddings").
         same_text: whether the text under a seed is plain decoding's; false for rules that keep only the distribution.
         takes_prediction: whether it makes use of the user's prediction.
         plans: whether it reads the latency profile, which is then measured before the first request. Known after

@@ -22,7 +22,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, takewhile
 from typing import NamedTuple
 
-from leapahead.drafters.sources.forward import ForwardModel, ForwardSource, Path
+from leapahead.drafters.sources.computed import Path
+from leapahead.drafters.sources.forward import ForwardModel, ForwardSource
 from leapahead.models.base import Target
 from leapahead.planner.acceptance import AcceptanceTable
 from leapahead.planner.profile import LatencyProfiles
@@ -244,7 +245,7 @@ class StepForwards:
         best, chosen, depths = 0.0, 0, 0
         sums = [0.0] * CHOICES  # of tokens, by candidates of each path
         for count, place in enumerate(places, 1):
-            seconds = opening + own(missing + count) - curve(rows)
+            seconds = opening + own(missing + count * place.source.rows) - curve(rows)
             depths += place.reach
             for width, right in enumerate(place.right, 1):
                 sums[width - 1] += place.chance * right

@@ -61,11 +61,6 @@ class DraftModelDrafter(Planned):
         self.unsure = least
         self._drafts = draft_models.parsed(draft)
         self._check_learning(learn, learn_rate, learned)
-        if chain and depth and nodes > (most := depth * len(self._drafts)):
-            raise BadParameter(
-                f"nodes={nodes} is not possible with depth={depth} and chain=True, since every draft forward adds one "
-                f"node to a chain; give nodes={most}, another depth, or leave one of them out"
-            )
 
     def _check_learning(self, learn: int, rate: float, learned: str) -> None:
         """Takes the options of learning, or refuses them."""
@@ -82,6 +77,12 @@ class DraftModelDrafter(Planned):
 
     def attach(self, host: Host) -> None:
         models = host.draft_models.all(self._drafts, host.target, host.tokenizer)
+        most = self.depth * sum(model.depths for model in models)
+        if self.chain and self.depth and self.nodes > most:
+            raise BadParameter(
+                f"nodes={self.nodes} is not possible with depth={self.depth} and chain=True, since the draft forwards "
+                f"add {most} nodes to a chain; give nodes={most}, another depth, or leave one of them out"
+            )
         if self._learn:
             self.learner = learner(
                 self._drafts[0], models[0], host.target, self._learn, self._learn_rate, self._learned

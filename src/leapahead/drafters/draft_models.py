@@ -19,7 +19,7 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused, needing
 from leapahead.core.text import Tokenizer, difference
-from leapahead.drafters.sources.draft import DraftSource
+from leapahead.drafters.sources.draft import MASKED, DraftSource, ParallelDraftSource
 from leapahead.models import loading
 from leapahead.models.base import CHAIN, TOP_K, Target
 from leapahead.models.loading import Loaded
@@ -54,7 +54,12 @@ class DraftModel:
 
     def source(self, name: str) -> DraftSource:
         """See `ForwardModel.source`."""
-        return DraftSource(self, self.target, name)
+        return (DraftSource if self.depths == 1 else ParallelDraftSource)(self, self.target, name)
+
+    @property
+    def depths(self) -> int:
+        """The number of depths of which one forward gives candidates."""
+        return 1 if self.target.info.mask_token < 0 else MASKED
 
     def known(self, tokens: Sequence[int], owner: str) -> int:
         """See `ForwardModel.known`."""
@@ -79,6 +84,11 @@ class DraftModel:
         if missing := sorted({CHAIN, TOP_K} - info.capabilities):
             raise Refused(
                 f"{info.name} cannot draft, since it does not have {' and '.join(missing)}; use another draft model"
+            )
+        if info.mask_token >= info.vocab_size:
+            raise BadParameter(
+                f"the draft model {info.name} has pard_token={info.mask_token} in its config.json, and a vocabulary of "
+                f"{info.vocab_size}; the file is broken"
             )
         return cls(loaded.target, loaded.tokenizer, LatencyProfiles(info))
 

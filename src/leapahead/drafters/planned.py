@@ -25,11 +25,11 @@ from leapahead.core.parameters import whole
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import Drafter, Host, Probabilities
 from leapahead.drafters.draft_forwards import DraftForwards, StepForwards
+from leapahead.drafters.drafting import Drafting
+from leapahead.drafters.probe_groups import ProbeGroups
 from leapahead.drafters.sources.compiled import counterpart
 from leapahead.models.base import BRANCHES, TREE, Capture
 from leapahead.models.choices import PromptRows
-from leapahead.planner.acceptance import Correction
-from leapahead.planner.backoff import BackOff
 from leapahead.planner.compiled import CompiledTable, search_class, sizes_that_pay, take_all
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 from leapahead.planner.guard import Guard
@@ -41,25 +41,6 @@ from leapahead.planner.tree_search import TreeSearch, proposals
 MOST_BRANCHES = 4  # where each takes as many rows as the longest
 MOST_NODES = 128  # of one sequence, where no limit is given
 WORTH = 1.02  # expected gain from which asking the sources in the next step is worth its time
-
-
-class Drafting:
-    """What a planned drafter keeps of one sequence.
-
-    Attributes:
-        sequence: the sequence.
-        sources: of its own.
-        correction: its factor on the acceptance estimates.
-        back_off: of drafting.
-        search: made when the sources are asked for the first time.
-        asked: whether they were asked in the step that is under way.
-    """
-
-    def __init__(self, sequence: SequenceView, sources: list[Source]) -> None:
-        self.sequence, self.sources = sequence, sources
-        self.correction, self.back_off = Correction(), BackOff()
-        self.search: TreeSearch | None = None
-        self.asked = False
 
 
 class Planned(Drafter):
@@ -80,6 +61,7 @@ class Planned(Drafter):
 
     Attributes:
         draft_forwards: of its draft models, set by drafters that have some before `Planned.attach` is called.
+        probes: of its heads that are probes, likewise.
         left_out: source -> why this target cannot serve it.
     """
 
@@ -97,6 +79,7 @@ class Planned(Drafter):
             raise BadParameter(f"nodes={nodes} is more than max_nodes={max_nodes} allows; give one of the two")
         self.seed_aware, self.chain = seed_aware, chain
         self.draft_forwards: DraftForwards | None = None
+        self.probes: ProbeGroups | None = None
         self.left_out: dict[str, str] = {}
         self._drafting_time = DraftingTime()
         self._observing = 0.0  # seconds spent in `observe` since the last proposal
@@ -163,6 +146,8 @@ class Planned(Drafter):
             if not self.nodes:
                 self._judge(step)
             if drafting.asked and drafting.search is not None:
+                if self.probes is not None:
+                    self.probes.observe(sequence, drafting.sources, step)
                 drafting.search.observe(step)
             # The tokens of a plain step are read when the sources are asked next.
         self._observing += latency.clock() - began
@@ -233,7 +218,7 @@ class Planned(Drafter):
             return proposals(sequences, {}, {})
         if not self._reads_time:
             searches = self._searches(active, budgets)
-            return proposals(sequences, searches, take_all(searches, self.nodes))
+            return self._probed(proposals(sequences, searches, take_all(searches, self.nodes)), active, budgets)
         plan = StepPlan(
             total,
             self.host.info.padded,
@@ -260,10 +245,13 @@ class Planned(Drafter):
             self._observe_gain(searches, kept, plan, forwards.seconds if forwards else 0.0)
         found = proposals(sequences, searches, kept)
         pays = not self.nodes and self._pays(searches, kept, plan, found, forwards.seconds if forwards else 0.0)
+        if not guard.suspended:
+            found = self._probed(found, active, budgets, plan, forwards.seconds if forwards else 0.0)
         if not self.nodes:
             longest = plan.longest_back_off(self._drafting_time(0))
             for index, drafting in active.items():
-                drafting.back_off.update(paid=pays and kept[index] > 1, longest=longest)
+                is_probed = bool(found[index].tree.probes)  # whose candidates are for the next step
+                drafting.back_off.update(paid=is_probed or (pays and kept[index] > 1), longest=longest)
         if not pays and len(sequences) > 1:
             self._suspend_together(sequences)
         if forwards is not None:
@@ -273,6 +261,20 @@ class Planned(Drafter):
         self._spent = spent + (forwards.seconds if forwards else 0.0) + self._resized(plan)
         self._drafting_time.observe(spent, sum(kept.values()) - len(kept))
         return found
+
+    def _probed(
+        self,
+        found: list[Proposal],
+        active: Mapping[int, Drafting],
+        budgets: Sequence[Budget],
+        plan: StepPlan | None = None,
+        spent: float = 0.0,
+    ) -> list[Proposal]:
+        """The drafts of a step with the probes that ride with them; see `ProbeGroups.place`."""
+        if self.probes is None:
+            return found
+        sequences = {index: (each.sequence, each.sources) for index, each in active.items()}
+        return self.probes.place(found, sequences, budgets, None if self.nodes else plan, spent)
 
     def _active(
         self, sequences: Sequence[SequenceView], budgets: Sequence[Budget], total: int, guard: Guard

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leapahead.core.errors import BadParameter, Refused, needing
+from leapahead.drafters.heads.config import PROBES
 from leapahead.drafters.sources.head import HeadSource
+from leapahead.drafters.sources.probes import ProbeSource
 from leapahead.models import loading
-from leapahead.models.base import HIDDEN, Target, require
+from leapahead.models.base import EMBEDDINGS, HIDDEN, Target, require
 from leapahead.planner.profile import LatencyProfiles
 
 if TYPE_CHECKING:
@@ -74,30 +76,68 @@ class TrainedHead:
         self.head.measure()
 
 
+@dataclass(frozen=True, eq=False)
+class TrainedProbes:
+    """Loaded probes as what drafts, by rows of the target's own forwards. See `ProbeModel`.
+
+    Attributes:
+        name: for reports.
+        source_name: the kind of head.
+        tokens: ids of the embeddings that were added to the target, one for each depth.
+    """
+
+    name: str
+    source_name: str
+    tokens: tuple[int, ...]
+
+    def source(self, name: str) -> ProbeSource:
+        return ProbeSource(self.tokens, self.name, name)
+
+
 class TrainedHeads:
     """The heads of one engine. Each folder is loaded once and kept as long as the engine."""
 
     def __init__(self) -> None:
-        self._kept: dict[Path | None, TrainedHead] = {}
+        self._kept: dict[Path | None, TrainedHead | TrainedProbes] = {}
 
-    def all(self, folders: Sequence[Path | None], target: Target | None) -> list[TrainedHead]:
-        """Several of them, for one target.
+    def all(
+        self, folders: Sequence[Path | None], target: Target | None
+    ) -> tuple[list[TrainedHead], list[TrainedProbes]]:
+        """Several of them, for one target: those with a network of their own, and those that are probes.
 
         Raises:
             LeapaheadError: one cannot be loaded, or was made for another target.
         """
-        return [self.get(folder, target) for folder in folders]
+        found = [self.get(folder, target) for folder in folders]
+        return (
+            [head for head in found if isinstance(head, TrainedHead)],
+            [head for head in found if isinstance(head, TrainedProbes)],
+        )
 
-    def get(self, folder: Path | None, target: Target | None) -> TrainedHead:
-        """See `all`."""
+    def get(self, folder: Path | None, target: Target | None) -> TrainedHead | TrainedProbes:
+        """One of them; see `all`."""
         name = folder or OWN
         if target is None:
             raise Refused(f"the head {name} cannot be loaded, since this host has no target; leave the head out")
-        require(target.info, frozenset({HIDDEN}), f"the head {name}")
         if folder not in self._kept:
-            with needing("trained heads", "transformers", "torch", "transformers", "safetensors"):
-                from leapahead.drafters.heads import checkpoint, mtp
-                from leapahead.drafters.heads.load import load
-            loaded = mtp.own(target) if folder is None else load(*checkpoint.read(folder), target, str(folder))
-            self._kept[folder] = TrainedHead(loaded)
+            self._kept[folder] = _load(folder, target, f"the head {name}")
         return self._kept[folder]
+
+
+def _load(folder: Path | None, target: Target, what: str) -> TrainedHead | TrainedProbes:
+    """Loads a head.
+
+    Args:
+        what: it is, for messages.
+    """
+    with needing("trained heads", "transformers", "torch", "transformers", "safetensors"):
+        from leapahead.drafters.heads import checkpoint, load, mtp
+    if folder is None:
+        require(target.info, frozenset({HIDDEN}), what)
+        return TrainedHead(mtp.own(target))
+    config, tensors = checkpoint.read(folder)
+    is_probes = config.kind in PROBES
+    require(target.info, frozenset({EMBEDDINGS if is_probes else HIDDEN}), what)
+    if is_probes:
+        return TrainedProbes(str(folder), config.kind, load.probes(config, tensors, target, str(folder)))
+    return TrainedHead(load.load(config, tensors, target, str(folder)))

@@ -29,6 +29,7 @@ from leapahead.engine.output import Output, TokenLogprobs
 from leapahead.engine.request import Handle
 from leapahead.models.base import Capture, Cost, ReadsInSteps, Session, Target
 from leapahead.models.choices import Choices, PromptRows
+from leapahead.models.embeddings import AddsEmbeddings
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 
 
@@ -118,13 +119,18 @@ class Running:
         """The proposal, if the target may be given it.
 
         Raises:
-            DraftError: it is none, stands over another root, has tokens outside the vocabulary, or exceeds the budget.
+            DraftError: it is none, stands over another root, has tokens outside the vocabulary, or exceeds the budget;
+                or it has probes that the target does not know.
         """
         name = self.drafter.name
         if not isinstance(proposal, Proposal):
             raise DraftError(f"drafter {name!r} proposed {proposal!r}; propose must return a Proposal")
         tree, root = proposal.tree, self.view.root
         tokens = tree.token_list
+        if tree.probes:
+            known = self.target.embeddings() if isinstance(self.target, AddsEmbeddings) else range(0)
+            if not all(token in known for probes in tree.probes for token in probes.tokens):
+                raise DraftError(f"drafter {name!r} drafted probes whose embeddings were not added to the target")
         if tokens[0] != root:
             raise DraftError(f"drafter {name!r} drafted over token {tokens[0]}, not {root}")
         if len(tokens) == 1:

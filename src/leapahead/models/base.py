@@ -36,6 +36,7 @@ BRANCHES = "branches"  # a few branches while one session runs, each at the pric
 LOGITS = "logits"  # logits of every node, given to drafters
 TOP_K = "top_k"  # the k likeliest tokens after every node
 HIDDEN = "hidden"  # hidden states of named layers
+EMBEDDINGS = "embeddings"  # rows whose embeddings were added to the model's, see `models.embeddings`
 ALL = frozenset({CHAIN, TREE, LOGITS, TOP_K, HIDDEN})
 
 # Of a prompt, the top-k tokens are captured after its last rows only: choosing them costs time in every row.
@@ -96,8 +97,8 @@ class TargetInfo:
         context_length: greatest number of tokens of a sequence.
         precision: relative step of the coarsest numbers that it computes with, as 2**-7 for bfloat16: how far two
             computations that are equal in exact arithmetic may part.
-        capabilities: which of "chain", "tree", "branches", "logits", "top_k" and "hidden" it has. Without any, it
-            decodes plainly.
+        capabilities: which of "chain", "tree", "branches", "logits", "top_k", "hidden" and "embeddings" it has.
+            Without any, it decodes plainly.
         fingerprint: what the time of a forward depends on: model, precision, device, threads.
         padded: whether all sequences of a step take as many rows as the longest of them.
         replays: whether it has a recurrent state, which cannot discard tokens: of a draft that was not accepted whole,
@@ -111,8 +112,9 @@ class TargetInfo:
         cache_tokens: tokens that the KV cache of all sequences together can hold; 0 where that is not limited.
         reads_in_steps: how many tokens of a prompt, its first ones, are read in the forwards of steps, see
             `ReadsInSteps`; those behind them in forwards of their own. 0 for none.
-        tuned_from: the model that this one was tuned from by `leapahead train-cllm`, which changes its texts; "" where
-            it was not.
+        tuned_from: the model that this one was tuned from by `leapahead train-cllm` or `train-probes`, which changes
+            its texts; "" where it was not.
+        mask_token: the token behind which it predicts further tokens when it drafts (PARD); -1 for none.
     """
 
     name: str
@@ -130,6 +132,7 @@ class TargetInfo:
     cache_tokens: int = 0
     reads_in_steps: int = 0
     tuned_from: str = ""
+    mask_token: int = -1
 
     @property
     def reference(self) -> str:
@@ -362,6 +365,7 @@ REASONS = {
     TREE: " (its attention cannot be given a tree mask)",
     CHAIN: " (its recurrent state cannot discard rejected tokens)",
     HIDDEN: " (its backend does not give hidden states)",
+    EMBEDDINGS: " (only models of Transformers with tree attention take other embeddings than those of tokens)",
 }
 ONE_PATH = " (its recurrent layers read the tokens of one path)"
 

@@ -140,10 +140,12 @@ class Choices(Rows):
 
     Attributes:
         prompt: the captured rows of the prompt's tokens that were read in the same forward; None for none.
+        probes: of each of the tree's probes its rows; not among those of the nodes.
         took_part: false where the prompt was not read to its end by this forward, so that there are no rows.
     """
 
     prompt: PromptRows | None = None
+    probes: Sequence[Rows] = ()
     took_part = True
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from leapahead.bench import plots
 from leapahead.bench.conditions import Data
 from leapahead.core.errors import BadParameter
-from leapahead.drafters.heads.config import DFLASH, EAGLE, EAGLE3, FUSED, HYDRA, HYDRA_PREFIX, MEDUSA
+from leapahead.drafters.heads.config import DFLASH, EAGLE, EAGLE3, FUSED, HYDRA, HYDRA_PREFIX, MEDUSA, PASS, SPACE
 from leapahead.training.block_recipes import BLOCKS
 from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES, Evaluation
 from leapahead.training.loop import State
@@ -27,6 +27,8 @@ NAMES = {
     HYDRA: "Hydra",
     HYDRA_PREFIX: "Hydra++",
     DFLASH: "DFlash",
+    PASS: "PaSS",
+    SPACE: "SPACE",
     DRAFT: "the draft model",
     CLLM: "the tuning",
 }
@@ -37,6 +39,8 @@ PAPERS = {
     HYDRA: "2402.05109",
     HYDRA_PREFIX: "2402.05109",
     DFLASH: "2602.06036",
+    PASS: "2311.13581",
+    SPACE: "2402.11809",
 }
 FORMATS = {
     MEDUSA: "vLLM's",
@@ -97,7 +101,7 @@ def text(recipe: Recipe, run: Run) -> str:
         "    leapahead generate -m MODEL --head FOLDER PROMPT\n",
         f"## Training\n\n{training(run, _method(run.settings))}",
         "![Loss and agreement](curves.png)\n",
-        f"## Measured\n\n{_measured(run.evaluations)}",
+        f"## Measured\n\n{measured(run.evaluations, PLACES)}",
     ]
     return whole(body, run, config.target, config.kind)
 
@@ -162,16 +166,26 @@ def write(folder: Path, content: str, data: Data) -> None:
         raise BadParameter(f"{folder} cannot be written: {error.strerror or error}") from None
 
 
-def _measured(evaluations: Sequence[Evaluation]) -> str:
-    """A table with a row for every set of texts."""
+PLACES = (
+    "The head drafts once at every place of texts that it was not trained on. Columns 1 to 5: how often the token "
+    "at that\ndepth of a chain is right where those before it are. Tokens a pass: of the target, 1 without drafts; "
+    f"the tree has the\n{NODES} likeliest nodes, with {CANDIDATES} candidates after each of {FRONTIER} nodes of a "
+    "level.\n"
+)
+DECODED = (
+    "Decoding of prompts that were not trained on, with this head alone. Columns 1 to 5: how often the token at that "
+    "depth of a\nchain is accepted where those before it are. Tokens a pass: committed tokens of a step, 1 without "
+    f"drafts; the tree has at\nmost {NODES} nodes.\n"
+)
+
+
+def measured(evaluations: Sequence[Evaluation], how: str) -> str:
+    """A table with a row for every set of texts; `how` tells how it was measured."""
     if not evaluations:
         return "No texts were held out.\n"
     depths = " | ".join(str(depth) for depth in range(1, DEPTH + 1))
     lines = [
-        "The head drafts once at every place of texts that it was not trained on. Columns 1 to 5: how often the token "
-        "at that\ndepth of a chain is right where those before it are. Tokens a pass: of the target, 1 without drafts; "
-        f"the tree has the\n{NODES} likeliest nodes, with {CANDIDATES} candidates after each of {FRONTIER} nodes of a "
-        "level.\n",
+        how,
         f"| Texts | Number | Tokens | {depths} | Tokens a pass, chain of {DEPTH} | Tree of {NODES} |",
         f"| --- | ---: | ---: | {' | '.join(['---:'] * DEPTH)} | ---: | ---: |",
     ]

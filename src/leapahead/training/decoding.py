@@ -53,18 +53,13 @@ def acceptance(
     return found
 
 
-def draft_model(
-    target: Target, tokenizer: Tokenizer | None, draft: Any, sets: Sets, progress: Progress, what: str
+def evaluations(
+    target: Target, tokenizer: Tokenizer | None, sets: Sets, progress: Progress, what: str, **drafter: Any
 ) -> list[Evaluation]:
-    """What a draft model saves, with chains of 5 tokens and with trees of 16 nodes; arguments as of `acceptance`.
-
-    Args:
-        draft: see the drafter `draft_model`.
-    """
-    with_draft = {"drafter": "draft_model", "draft": draft}
+    """What a drafter saves, with chains of 5 tokens and with trees of 16 nodes; arguments as of `acceptance`."""
     chain = {"nodes": DEPTH, "depth": DEPTH, "chain": True}
-    chains = acceptance(target, tokenizer, sets, progress, what, **with_draft, **chain)
-    trees = acceptance(target, tokenizer, sets, progress, what, **with_draft, nodes=NODES)
+    chains = acceptance(target, tokenizer, sets, progress, what, **drafter, **chain)
+    trees = acceptance(target, tokenizer, sets, progress, what, **drafter, nodes=NODES)
     return [
         Evaluation(
             name,

@@ -75,7 +75,7 @@ def train_draft(
     student.save(folder.trained)
     sets = {**by_temperature(held_out), **sets}
     before, found = (
-        decoding.draft_model(target, llm.tokenizer, draft, sets, watch.progress, what)
+        decoding.evaluations(target, llm.tokenizer, sets, watch.progress, what, drafter="draft_model", draft=draft)
         for draft, what in ((settings.draft, "drafting as before"), (str(folder.trained), "drafting with the result"))
     )
     run = run_of(complete, trained, folder, state, found, measured, command)

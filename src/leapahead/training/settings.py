@@ -30,6 +30,9 @@ from leapahead.drafters.heads.config import (
     KINDS,
     MEDUSA,
     MTP,
+    PASS,
+    PROBES,
+    SPACE,
 )
 
 LOSSES = ("ce", "soft_ce", "kl", "reverse_kl", "jsd", "tv")
@@ -38,11 +41,12 @@ DRAFT, CLLM = "draft", "cllm"  # a draft model is distilled; a target is tuned f
 FEATURES = ("online", "disk")
 SCHEDULES = ("cosine", "linear")
 USUAL_MINUTES = 30.0
-TRAINED = tuple(kind for kind in KINDS if kind not in (DSPARK, MTP))
+TRAINED = tuple(kind for kind in KINDS if kind not in (DSPARK, MTP, *PROBES))
 USUAL_LOSS = {MEDUSA: "ce", HYDRA: "ce"}  # soft_ce of the others
 USUAL_DEPTHS = {MEDUSA: 5, EAGLE: 1, EAGLE3: 4, HYDRA: 5, HYDRA_PREFIX: 5, DFLASH: 7}
 MEDUSA_RATE = 1e-3  # 2401.10774, and of Hydra
 EAGLE_RATE = 0.5  # divided by the hidden size: 2e-3 for 256, 1.2e-4 for 4096
+PASS_RATE = 1e-2
 TUNING_RATE = 0.05  # of whole models, divided by the hidden size: 5e-4 for 96, 5e-5 for 1024
 CHANGEABLE = ("minutes", "steps", "lr")  # when a run is resumed
 
@@ -204,6 +208,38 @@ class CllmSettings(RunSettings):
     def complete(self, hidden_size: int) -> CllmSettings:
         """The settings with the usual values in place of those that were left out, for a model of this width."""
         return replace(self, lr=self.lr or TUNING_RATE / hidden_size, minutes=self.length)
+
+
+@dataclass(frozen=True)
+class ProbeSettings(RunSettings):
+    """What the training of probes is told (PaSS, 2311.13581; SPACE, 2402.11809).
+
+    Attributes:
+        kind: one of `PROBES`.
+        depths: probes of a group.
+        groups: places of each text that have a group in a batch.
+        loss: of a probe, one of `LOSSES`.
+        ar_weight: of SPACE, weight of the text's cross entropy, beside the probes' losses.
+    """
+
+    kind: str = PASS
+    depths: int = 4
+    groups: int = 32
+    loss: str = "soft_ce"
+    ar_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_choice(self, kind=PROBES, loss=LOSSES)
+        super().__post_init__()
+        for name in ("depths", "groups"):
+            check_least(self, name, 1)
+        if self.ar_weight < 0:
+            raise BadParameter(f"ar_weight={self.ar_weight} is not possible: it must be at least 0")
+
+    def complete(self, hidden_size: int) -> ProbeSettings:
+        """The settings with the usual values in place of those that were left out, for a model of this width."""
+        rate = TUNING_RATE / hidden_size if self.kind == SPACE else PASS_RATE
+        return replace(self, lr=self.lr or rate, minutes=self.length)
 
 
 def check_choice(settings: RunSettings, **known: Sequence[str]) -> None:

@@ -4,7 +4,9 @@
     EAGLE               config.json of one Llama layer; EAGLE-3 with "draft_vocab_size"
     Medusa              config.json with "medusa_num_heads", or vLLM's with "model_type": "medusa"
     Hydra               config.json with "hydra_num_heads" (zankner/Hydra)
-    DFlash              config.json with "dflash_config" (z-lab/dflash)
+    DFlash              config.json with "dflash_config" (z-lab/dflash), with "causal_head" in it of JetSpec
+                        (hao-ai-lab/JetSpec)
+    PaSS, SPACE         config.json with "leapahead_probes", the format of this package; weights "embeddings.weight"
 
 Imports no torch: shapes are given as tuples.
 """
@@ -20,7 +22,10 @@ from leapahead.core.errors import BadParameter, Refused
 MEDUSA, EAGLE, EAGLE3, MTP = "medusa", "eagle", "eagle3", "mtp"
 HYDRA, HYDRA_PREFIX = "hydra", "hydra++"
 DFLASH, DSPARK = "dflash", "dspark"
-KINDS = (MEDUSA, EAGLE, EAGLE3, HYDRA, HYDRA_PREFIX, DFLASH, DSPARK, MTP)
+PASS, SPACE = "pass", "space"
+PROBES = (PASS, SPACE)  # rows of the target's own forward, with embeddings that were trained
+KINDS = (MEDUSA, EAGLE, EAGLE3, HYDRA, HYDRA_PREFIX, DFLASH, DSPARK, MTP, *PROBES)
+PROBE_TYPE = "leapahead_probes"
 HYDRAS = (HYDRA, HYDRA_PREFIX)
 FUSED = (EAGLE3, DFLASH, DSPARK)  # read the hidden states of several layers
 VANILLA, GATED = "vanilla", "gated"  # DSpark's bias of the logits
@@ -57,7 +62,8 @@ class HeadConfig:
         draft_vocab_size: tokens that the head can propose; as many as `vocab_size` where it knows all.
         layers: the target's hidden states that it reads, numbered as in `Capture.hidden`; empty where the checkpoint
             leaves that to the target's number of layers (`layers_of`).
-        depths: of Medusa and Hydra, the number of heads; of DFlash, how many tokens one forward predicts. 0 for EAGLE.
+        depths: of Medusa and Hydra, the number of heads; of DFlash, how many tokens one forward predicts; of PaSS and
+            SPACE, the probes of a group. 0 for EAGLE.
         blocks: of Medusa and Hydra, the number of residual layers of each head.
         bias: whether the linear layers in front have a bias: Medusa's and Hydra's residual layers, the others' `fc`.
         shared_output: of Medusa, whether all heads share one output layer.
@@ -68,6 +74,7 @@ class HeadConfig:
             stream, and the target's states before they are fused.
         mask_token: of DFlash, the id of the mask token.
         from_anchor: of DFlash, whether the row of the last committed token predicts too, as DSpark's does.
+        causal: of DFlash, whether the rows of a block see only those before them, as JetSpec's do.
         markov, markov_rank: of DSpark, what its bias of the logits is, "vanilla" or "gated", and its rank; "" for none.
         target: name of the model that the head was trained for; "" where the checkpoint does not say.
     """
@@ -88,6 +95,7 @@ class HeadConfig:
     output_bias: bool = False
     mask_token: int = 0
     from_anchor: bool = False
+    causal: bool = False
     markov: str = ""
     markov_rank: int = 0
     target: str = ""
@@ -126,6 +134,8 @@ def parse(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
     try:
         if TYPE in config:
             return _of_speculators(config, shapes, where)
+        if PROBE_TYPE in config:
+            return _probes(config, shapes, where)
         if "hydra_num_heads" in config:
             return _hydra(config, shapes, where)
         if "dflash_config" in config:
@@ -143,7 +153,7 @@ def parse(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
         ) from error
     raise BadParameter(
         f"{where} holds no head that is known: expected a config.json with {TYPE!r}, 'medusa_num_heads', "
-        "'hydra_num_heads' or 'dflash_config', or weights with 'fc.weight' (EAGLE)"
+        f"'hydra_num_heads', 'dflash_config' or {PROBE_TYPE!r}, or weights with 'fc.weight' (EAGLE)"
     )
 
 
@@ -158,6 +168,19 @@ def _of_speculators(config: Mapping[str, Any], shapes: Shapes, where: str) -> He
     if kind in (DFLASH, DSPARK):
         return _dflash(config, shapes, where)
     raise Refused(f"{where} holds a head of kind {kind!r}, which is not supported; supported are {', '.join(KINDS)}")
+
+
+def _probes(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
+    kind, depths, vocabulary = config[PROBE_TYPE], int(config["num_probes"]), int(config["vocab_size"])
+    if kind not in PROBES:
+        raise Refused(
+            f"{where} holds probes of kind {kind!r}, which is not supported; supported are {', '.join(PROBES)}"
+        )
+    rows, hidden = shapes["embeddings.weight"]
+    if depths < 1 or rows != (1 if kind == SPACE else depths):
+        raise BadParameter(f"{where} has {rows} embeddings for num_probes={depths} of {kind}; the file is broken")
+    target = str(config.get("base_model_name_or_path") or "")
+    return HeadConfig(kind, hidden, hidden, vocabulary, vocabulary, depths=depths, target=target)
 
 
 def _medusa(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
@@ -256,6 +279,7 @@ def _dflash(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig
         decoder=decoder,
         mask_token=int(mask),
         from_anchor=anchor,
+        causal=bool((own or {}).get("causal_head", False)),
         markov=markov,
         markov_rank=rank,
         target=_verifier(config),

@@ -1,11 +1,11 @@
-"""DFlash and DSpark: one forward of a block of mask tokens gives the candidates of all depths.
+"""DFlash, DSpark and JetSpec: one forward of a block of mask tokens gives the candidates of all depths.
 
     cache    keys and values of the target's fused states, of every layer and committed token
     block    rows behind them, which the next forward overwrites
 
 The candidates of a depth are the same below every path with DFlash; the planner chooses among their combinations, which
 DDTree does too (2604.12989). With DSpark they depend on the token before, so they are computed after the likeliest
-tokens of the depth before.
+tokens of the depth before. JetSpec (2606.18394) is DFlash whose rows see only those before them in the block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from leapahead.drafters.heads.cache import KEYS, VALUES, CachedHead, CachedText, Planes, Span, attention
+from leapahead.drafters.heads.cache import KEYS, VALUES, CachedHead, CachedText, Planes, Span, attention, causal
 from leapahead.drafters.heads.dflash import DFlash
 from leapahead.drafters.heads.head import Drafted, Key, Path
 from leapahead.models.choices import Rows
@@ -71,7 +71,10 @@ class DFlashHead(CachedHead):
         count = self.module.rows
         last = torch.tensor([text.tokens[text.length] for text in texts], device=self.device)
         places = [place for text in texts for place in range(text.length, text.length + count)]
-        attend = attention([Span(text, text.length, count) for text in texts])
+        is_causal = self.config.causal
+        masks = [causal(text.length, count, self.device) if is_causal else None for text in texts]
+        spans = [Span(text, text.length, count, mask) for text, mask in zip(texts, masks, strict=True)]
+        attend = attention(spans)
         tokens = self.module.block(last).view(1, -1)
         found = self.module(tokens, torch.tensor([places], device=self.device), attend)
         states = self.module.predicting(found.view(len(texts), count, -1))

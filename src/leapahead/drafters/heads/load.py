@@ -22,6 +22,7 @@ from leapahead.drafters.heads.config import (
     LAST,
     MEDUSA,
     MTP,
+    SPACE,
     HeadConfig,
 )
 from leapahead.drafters.heads.dflash_head import DFlashHead
@@ -84,6 +85,28 @@ def load(config: HeadConfig, tensors: dict[str, Tensor], target: Any, name: str)
     module.d2t = offsets
     module.requires_grad_(False).eval()
     return HEADS[config.kind](config, module, info, name)
+
+
+def probes(config: HeadConfig, tensors: dict[str, Tensor], target: Any, name: str) -> tuple[int, ...]:
+    """Adds the embeddings of probes to a target.
+
+    Args:
+        config, tensors: of the checkpoint.
+        target: that they draft for, which `AddsEmbeddings`.
+        name: of the head, for messages.
+
+    Returns:
+        Their ids in the target, one for each depth: those of SPACE are the same.
+
+    Raises:
+        LeapaheadError: they were made for another target, or it does not take them.
+    """
+    info: TargetInfo = target.info
+    _check(config, info, name)
+    if extra := sorted(tensors.keys() - {"embeddings.weight"}):
+        raise Refused(f"the head {name} has the tensor {extra[0]}, which is not known; it is of another kind")
+    ids = target.add_embeddings(tensors["embeddings.weight"])
+    return (ids[0],) * config.depths if config.kind == SPACE else tuple(ids)
 
 
 def _check(config: HeadConfig, info: TargetInfo, name: str) -> None:

@@ -1,14 +1,21 @@
-"""A draft model as a source: a smaller model's likeliest next tokens (2211.17192, 2302.01318; trees: 2305.09781)."""
+"""A draft model as a source: a smaller model's likeliest next tokens (2211.17192, 2302.01318; trees: 2305.09781).
+
+One that was trained with mask tokens predicts several depths in one forward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
 from leapahead.drafters.draft_runner import DraftRunner
-from leapahead.drafters.sources.forward import ForwardModel, ForwardSource, Path
+from leapahead.drafters.sources.computed import Path
+from leapahead.drafters.sources.forward import ForwardModel, ForwardSource
 from leapahead.models.base import CHAIN, Target
 from leapahead.planner.draft import Forward, SequenceView, Step
+from leapahead.planner.source import Feature
+
+MASKED = 8  # depths of which one forward gives candidates; PARD was trained for so many
 
 
 class DraftSource(ForwardSource):
@@ -63,18 +70,26 @@ class DraftSource(ForwardSource):
     def commit(self) -> None:
         self.runner.commit()
 
+    def computed(self, path: Path) -> Path:
+        """The path that the draft model computes to give candidates after a path."""
+        return path
+
+    def kept(self, path: Path) -> Hashable:
+        """What the candidates at the end of a computed path are kept under."""
+        return path
+
     @classmethod
     def draft(cls, wanted: Sequence[tuple[DraftSource, Sequence[Path]]]) -> Forward | None:
         with wanted[0][0].target.lock:
             for source, paths in wanted:
-                source.runner.add(paths)
+                source.runner.add([source.computed(path) for path in paths])
             drafts, forward = DraftRunner.forward([source.runner for source, _ in wanted])
             for (source, _), draft in zip(wanted, drafts, strict=True):
                 if draft is None:
                     continue
                 source.steps_without = 0
                 rows = [node - draft.choices.num_computed for node in draft.nodes]
-                source.keep(draft.paths, draft.choices, rows)
+                source.keep([source.kept(path) for path in draft.paths], draft.choices, rows)
         return forward
 
     def observe(self, sequence: SequenceView, step: Step) -> None:
@@ -91,3 +106,38 @@ class DraftSource(ForwardSource):
             if self._runner.failed:
                 found["stopped"] = self._runner.failed
         return found
+
+
+class ParallelDraftSource(DraftSource):
+    """A draft model that was trained with mask tokens: one forward gives several depths (PARD, 2504.18583).
+
+        path a     computed: a m m m        m the mask token
+
+    The row of a has the candidates after it, and those of the masks the candidates one, two, ... tokens below, whatever
+    these tokens are. After a path that was computed itself, its own row counts.
+    """
+
+    def computed(self, path: Path) -> Path:
+        return path + (self.target.info.mask_token,) * (MASKED - 1)
+
+    def kept(self, path: Path) -> tuple[Path, int]:
+        masks = 0
+        while masks < min(MASKED - 1, len(path)) and path[-1 - masks] == self.target.info.mask_token:
+            masks += 1
+        return path[: len(path) - masks], masks
+
+    def key(self, path: Path) -> tuple[Path, int]:
+        for masks in range(min(MASKED, len(path) + 1)):
+            if (key := (path[: len(path) - masks], masks)) in self._rows:
+                return key
+        return path, 0
+
+    def feature(self, path: Path) -> Feature:
+        return (self.key(path)[1],)
+
+    def reach(self, path: Path) -> int:
+        return MASKED
+
+    @property
+    def rows(self) -> int:
+        return MASKED

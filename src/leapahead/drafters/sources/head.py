@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from leapahead.core.errors import LeapaheadError
-from leapahead.drafters.sources.forward import ForwardModel, ForwardSource, Path
+from leapahead.drafters.sources.computed import Path
+from leapahead.drafters.sources.forward import ForwardModel, ForwardSource
 from leapahead.models.base import Capture, Cost
 from leapahead.models.choices import PromptRows
 from leapahead.planner.draft import Forward, SequenceView, Step

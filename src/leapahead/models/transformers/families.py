@@ -29,7 +29,7 @@ class Pattern:
 # Attention implementations that take a 4-D mask, and whether it is boolean.
 MASKS = {"sdpa": True, "eager": False}
 
-TUNED = "leapahead_tuned"  # field of config.json: {"method": "cllm", "from": the name of the model before}
+TUNED = "leapahead_tuned"  # field of config.json: {"method": "cllm" or "space", "from": the name of the model before}
 
 # Layers without attention: they need neither a mask nor a cache.
 STATELESS_LAYERS = {"moe", "mlp", "dummy"}
@@ -112,9 +112,15 @@ def attention_implementation(model: Any) -> str:
 
 
 def tuned_from(config: Any) -> str:
-    """The model that a checkpoint was tuned from by `leapahead train-cllm`, by its configuration; "" for others."""
+    """The model that a checkpoint was tuned from by this package, by its configuration; "" for others."""
     found = getattr(config, TUNED, None)
     return str(found.get("from", "")) if isinstance(found, dict) else ""
+
+
+def mask_token(config: Any) -> int:
+    """The mask token of a draft model that predicts several tokens in one forward (PARD, 2504.18583); -1 for others."""
+    found = getattr(config, "pard_token", None)
+    return found if isinstance(found, int) and found >= 0 else -1
 
 
 def patterns(config: Any, recurrent: bool = False) -> dict[str, Pattern] | None:

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from leapahead.core.tree import IntArray, TokenTree
-from leapahead.models.base import CHAIN, LOGITS, TOP_K, TREE
+from leapahead.models.base import CHAIN, EMBEDDINGS, LOGITS, TOP_K, TREE
 from leapahead.models.transformers import grouped
+from leapahead.models.transformers.embeddings import AddedEmbeddings
 from leapahead.models.transformers.families import Pattern, text_config
 from leapahead.models.transformers.grouped import Packing
 from leapahead.models.transformers.kv_cache import KVCache, Row
@@ -288,7 +289,10 @@ class MaskedExecutor(CachedExecutor):
         super().__init__(model, cache)
         self.patterns, self.config = patterns, config
         self.dtype = None if boolean else model.dtype
+        if TREE in self.capabilities and accepts(model, "inputs_embeds"):
+            self.capabilities |= {EMBEDDINGS}
         self.exits: Exits | None = None
+        self.added: AddedEmbeddings | None = None
 
     def another(self, model: Any) -> MaskedExecutor:
         return MaskedExecutor(model, KVCache(), self.patterns, self.dtype is None, self.config)
@@ -301,9 +305,13 @@ class MaskedExecutor(CachedExecutor):
         layers: Layers = (),
         **options: Any,
     ) -> list[Outputs]:
-        if self.exits is not None and (begun := self.exits.begun(rows)) and not layers and not any(num_computed or ()):
+        begun = self.exits.begun(rows) if self.exits is not None else {}
+        has_probes = self.added is not None and self.added.used_by(trees)
+        if begun and self.exits is not None and not (layers or has_probes or any(num_computed or ())):
             return [Outputs(logits) for logits in self.exits.verify(rows, trees, begun)]
         batch = self.ready(rows, trees, num_computed)
+        if has_probes and self.added is not None:
+            options["inputs_embeds"] = self.added.look_up(batch.pack(batch.inputs.tokens))
         logits, hidden = self.call(self.model, batch, layers, **options)
         parts = [None] * len(rows) if hidden is None else batch.apart(hidden)
         return [Outputs(*each) for each in zip(batch.apart(logits), parts, strict=True)]
@@ -323,13 +331,17 @@ class MaskedExecutor(CachedExecutor):
         return Batch(inputs, order, new, packing)
 
     def call(self, model: Any, batch: Batch, layers: Layers = (), **options: Any) -> Outputs:
-        """[batch, n, ...] or [1, nodes, ...] by this model, which is the executor's own or a part of it."""
+        """[batch, n, ...] or [1, nodes, ...] by this model, which is the executor's own or a part of it.
+
+        The options are the model's; with `inputs_embeds`, it is not given the tokens.
+        """
         if layers:
             options["output_hidden_states"] = list(layers)
         config = None if self.config is None else text_config(model)
         with nullcontext() if config is None else grouped.attention(config, batch.packing):
+            if "inputs_embeds" not in options:
+                options["input_ids"] = batch.pack(batch.inputs.tokens)
             output = model(
-                input_ids=batch.pack(batch.inputs.tokens),
                 position_ids=batch.pack(batch.inputs.positions),
                 attention_mask=self.masks(batch),
                 past_key_values=self.cache,

@@ -25,6 +25,7 @@ from leapahead.core.sampling import UNSETTLED, Sampler, SamplingParams
 from leapahead.core.tree import UNLIMITED, IntArray, TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.base import (
+    EMBEDDINGS,
     HIDDEN,
     NOTHING,
     PROMPT_ROWS,
@@ -35,8 +36,8 @@ from leapahead.models.base import (
     require,
 )
 from leapahead.models.captured import TopK, prompt_rows
-from leapahead.models.choices import Choices, PromptRows, best
-from leapahead.models.transformers import executors, families, require_version, selftest, weights
+from leapahead.models.choices import Choices, PromptRows, Rows, best
+from leapahead.models.transformers import embeddings, executors, families, require_version, selftest, weights
 from leapahead.models.transformers.exact import ExactExecutor
 from leapahead.models.transformers.forward import (
     CachedExecutor,
@@ -155,6 +156,7 @@ class TransformersTarget:
             hidden_size=hidden_size,
             exact=exact,
             tuned_from=families.tuned_from(model.config),
+            mask_token=families.mask_token(model.config),
         )
         if isinstance(self.executor, ExactExecutor):
             self.max_nodes = self.executor.step_rows
@@ -236,18 +238,28 @@ class TransformersTarget:
         context = max(len(session.tokens) for session in sessions)
         with torch.no_grad(), out_of_memory_in(f"a step at {context} tokens of context", len(sessions), self.device):
             states = [session.state for session in sessions]
-            outputs = self.executor.forward(states, trees, num_computed, self._layers(capture))
+            computed = self.executor.forward(
+                states, [tree.computed for tree in trees], num_computed, self._layers(capture)
+            )
+            parts = [
+                _divided(tree, first, output)
+                for tree, first, output in zip(trees, num_computed or [0] * len(trees), computed, strict=True)
+            ]
+            outputs = [nodes for nodes, _ in parts]
             eager = self.eager_choice and num_computed is None  # nobody reads the choices of a draft that grows
             chosen = self._choose(sessions, trees, outputs) if eager else [None] * len(sessions)
-        return [
+        found = [
             Choices(logits, tree, session.sampler, at_once, num_computed=first, hidden=hidden)
             for session, tree, (logits, hidden), at_once, first in zip(
                 sessions, trees, outputs, chosen, num_computed or [0] * len(trees), strict=True
             )
         ]
+        for choices, (_, probes) in zip(found, parts, strict=True):
+            choices.probes = probes
+        return found
 
     def cost(self, sessions: Sequence[TransformersSession], trees: Sequence[TokenTree]) -> Cost:
-        rows = self.executor.rows([session.state for session in sessions], trees)
+        rows = self.executor.rows([session.state for session in sessions], [tree.computed for tree in trees])
         return Cost(rows, len(trees), max(len(session.tokens) for session in sessions))
 
     def forget(self) -> None:
@@ -257,6 +269,19 @@ class TransformersTarget:
     def weights_digest(self) -> str:
         """See `IdentifiesWeights`."""
         return weights.digest(self.model)
+
+    def add_embeddings(self, rows: Any) -> range:
+        """See `AddsEmbeddings`. That the model takes embeddings is tested when the first ones are added."""
+        require(self.info, frozenset({EMBEDDINGS}), "what adds embeddings")
+        assert isinstance(self.executor, MaskedExecutor), "no other has the capability"
+        with self.lock:
+            self.executor.added = self.executor.added or embeddings.tested(self.model, self.info, self._ids)
+            return self.executor.added.add(rows)
+
+    def embeddings(self) -> range:
+        """See `AddsEmbeddings`."""
+        added = self.executor.added if isinstance(self.executor, MaskedExecutor) else None
+        return range(0) if added is None else added.ids
 
     def ordinary_ids(self) -> IntArray:
         """Token ids without a special meaning, unlike those of padding or images; for tests and measurements."""
@@ -338,6 +363,15 @@ class TransformersTarget:
         """How many tokens fit in the cache's part of the free memory."""
         share = CACHE_SHARE.get(self.device.type, CACHE_SHARE["cpu"])
         return max(FIRST_CAPACITY, int(share * free_bytes(self.device)) // max(1, cache.bytes_per_token))
+
+
+def _divided(tree: TokenTree, first: int, outputs: Outputs) -> tuple[Outputs, tuple[Rows, ...]]:
+    """The rows of a tree's nodes from `first` on, and those of each of its probes."""
+    if not tree.probes:
+        return outputs, ()
+    (logits, hidden), nodes = outputs, len(tree) - first
+    probes = torch.split(logits[nodes:], [len(each.tokens) for each in tree.probes])
+    return Outputs(logits[:nodes], None if hidden is None else hidden[:nodes]), tuple(map(Rows, probes))
 
 
 def host_logits(logits: Tensor) -> npt.NDArray[np.floating[Any]]:

@@ -1,0 +1,111 @@
+"""The interface of a source whose candidates are rows of logits that a network has computed before it is asked.
+
+With seed-aware drafting the distribution of a row is ranked by what this seed will choose, which is the coupled rule
+(drafter-invariant speculative decoding, 2408.07978; several draft models: 2506.05632).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from leapahead.models.choices import Rows
+from leapahead.planner.draft import SequenceView
+from leapahead.planner.source import Candidate, Feature, FloatArray, Score, Source
+
+Path = tuple[int, ...]  # drafted tokens from below the last committed one
+KEPT, KEPT_SAMPLED = 64, 1024  # likeliest tokens that are kept of each path: greedy, and for ranking with the noise
+Row = tuple[npt.NDArray[np.int64], FloatArray]  # tokens, likeliest first; their log-probabilities
+
+
+class ComputedSource(Source):
+    """Candidates of one network, for one sequence.
+
+    Args:
+        name: who drafted a node.
+
+    Attributes:
+        unsure: there are no candidates after a path where the network's likeliest token has less probability.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # type: ignore[misc]  # there may be several
+        self.unsure = 0.0
+        self._rows: dict[Hashable, Row] = {}
+        self._length = 0  # of the text that the rows belong to
+        self._limit = 0
+
+    def begin(self, sequence: SequenceView) -> None:
+        self._sequence = sequence
+
+    def key(self, path: Path) -> Hashable:
+        """What the candidates after a path are kept under."""
+        return path
+
+    def feature(self, path: Path) -> Feature:
+        """See `Candidate.feature`, of the candidates after a path."""
+        return ()
+
+    def keep(self, keys: Sequence[Hashable], found: Rows, rows: Sequence[int] | None = None) -> None:
+        """Keeps the likeliest tokens of rows of logits.
+
+        Args:
+            keys: one for each row.
+            found: of a forward.
+            rows: which of them; all by default.
+        """
+        kept = KEPT_SAMPLED if self._sequence.sampled else KEPT
+        tokens, logits = found.top_k(min(kept, found.width))
+        logp = logits - logits[:, :1]
+        logp -= np.log(np.exp(logp).sum(axis=1, keepdims=True))
+        tokens = self.target_ids(tokens)
+        for key, row in zip(keys, range(len(tokens)) if rows is None else rows, strict=True):
+            known = tokens[row] < self._limit  # the network's vocabulary may be the larger one
+            self._rows[key] = tokens[row][known], logp[row][known]
+
+    def target_ids(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The target's ids of tokens of the network's vocabulary."""
+        return tokens
+
+    def follow(self, state: Path, token: int) -> Path | None:
+        return (*state, token)
+
+    def has_candidates(self, state: Path) -> bool:
+        """Whether a draft forward has computed this path."""
+        return self.key(state) in self._rows
+
+    def _sure(self, state: Path) -> Row | None:
+        """The row of a path, unless the network is unsure there."""
+        row = self._rows.get(self.key(state))
+        return None if row is None or np.exp(row[1][:1].sum()) < self.unsure else row
+
+    def candidates(self, state: Path, limit: int) -> list[Candidate]:
+        if (row := self._sure(state)) is None:
+            return []
+        tokens, logp = row
+        return self._candidates(state, tokens[:limit], logp[:limit])
+
+    def seed_aware_candidates(self, state: Path, limit: int, score: Score) -> list[Candidate]:
+        if (row := self._sure(state)) is None:
+            return []
+        tokens, logp = row
+        if len(tokens) > limit:
+            best = np.argpartition(score(tokens, logp), -limit)[-limit:]
+            tokens, logp = tokens[best], logp[best]
+        return self._candidates(state, tokens, logp)
+
+    def _candidates(self, state: Path, tokens: npt.NDArray[np.int64], logp: FloatArray) -> list[Candidate]:
+        feature = self.feature(state)
+        return [Candidate(token, value, feature) for token, value in zip(tokens.tolist(), logp.tolist(), strict=True)]
+
+    def probabilities(self, parents: Sequence[Path], tokens: Sequence[int]) -> FloatArray:
+        return np.array([self._probability(path, token) for path, token in zip(parents, tokens, strict=True)])
+
+    def _probability(self, path: Path, token: int) -> float:
+        """q of a token after a path: 0 if it is not among those that are kept, NaN if the path was not computed."""
+        if (row := self._rows.get(self.key(path))) is None:
+            return float("nan")
+        found = np.flatnonzero(row[0] == token)
+        return float(np.exp(row[1][found[0]])) if len(found) else 0.0
