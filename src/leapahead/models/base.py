@@ -28,6 +28,7 @@ from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.choices import Choices, PromptRows
+from leapahead.models.decoder import Decoder
 
 # Capabilities of a target.
 CHAIN = "chain"  # several tokens of one path in one forward
@@ -113,6 +114,7 @@ class TargetInfo:
             `ReadsInSteps`; those behind them in forwards of their own. 0 for none.
         tuned_from: the model that this one was tuned from by `leapahead train-cllm`, which changes its texts; "" where
             it was not.
+        decoder: how the decoder of an encoder-decoder model writes; None for all other models.
     """
 
     name: str
@@ -130,6 +132,7 @@ class TargetInfo:
     cache_tokens: int = 0
     reads_in_steps: int = 0
     tuned_from: str = ""
+    decoder: Decoder | None = None
 
     @property
     def reference(self) -> str:
