@@ -73,6 +73,7 @@ class SamplingParams:
 
     Attributes:
         bad_words: token sequences that must not appear.
+        forced: pairs of a number of tokens, prompt included, and the ids of which one is chosen after so many.
         min_new_tokens: as long as there are fewer new tokens, the `eos_token_ids` are banned.
         eos_token_ids: see `min_new_tokens`.
         repetition_penalty: > 0; logits of tokens in the prompt or the output are divided by it where positive and
@@ -92,6 +93,7 @@ class SamplingParams:
     """
 
     bad_words: tuple[tuple[int, ...], ...] = ()
+    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
     min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
@@ -169,7 +171,12 @@ class Sampler:
         from_target: Callable[[Array], Array] = lambda logits: logits,
         on_device: bool = False,
     ) -> None:
-        for name, words in (("bad_words", params.bad_words), ("eos_token_ids", [params.eos_token_ids])):
+        forced = [tokens for _, tokens in params.forced]
+        for name, words in (
+            ("bad_words", params.bad_words),
+            ("forced", forced),
+            ("eos_token_ids", [params.eos_token_ids]),
+        ):
             for token in (token for word in words for token in word):
                 if not 0 <= token < vocab_size:
                     raise BadParameter(f"{name}: token {token} is outside the vocabulary of {vocab_size}")
@@ -190,7 +197,9 @@ class Sampler:
                 p.repetition_penalty, p.presence_penalty, p.frequency_penalty, tokens, vocab_size, to_array
             )
         # Without these, a row of scores does not depend on its prefix, and all rows are processed together.
-        self._plain_rows = not (self._penalties or p.bad_words or p.min_new_tokens or p.processors or p.grammar)
+        self._forced = dict(p.forced)
+        changes = p.bad_words or p.forced or p.min_new_tokens or p.processors or p.grammar
+        self._plain_rows = not (self._penalties or changes)
         self._filtered = 0 < p.top_k < vocab_size or p.top_p < 1 or p.min_p > 0
 
     def committed(self) -> None:
@@ -298,6 +307,10 @@ class Sampler:
             if self._penalties is not None:
                 self._penalties.apply(scores, paths, self.tokens[length : self._counted])
             scores = self._call_processors(scores, tree, nodes, length)
+            for row, path in enumerate(paths) if self._forced else ():
+                if (wanted := self._forced.get(length + len(path))) is not None:
+                    scores[row] = -math.inf
+                    scores[row, self._to_array(np.array(wanted))] = 0.0
             if self.grammar is not None:
                 allowed = np.stack([self.grammar.mask(length, path) for path in paths])
                 scores = array_namespace(scores).where(self._to_array(allowed), scores, -math.inf)

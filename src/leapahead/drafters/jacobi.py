@@ -41,7 +41,7 @@ class Jacobi(SequenceDrafter):
         self._iterations: Counter[int] = Counter()  # iterations that a committed position went through -> positions
 
     def begin(self, sequence: SequenceView) -> None:
-        self._index(sequence.tokens)
+        self._index(sequence.text)
 
     def _index(self, tokens: list[int]) -> None:
         for index in range(self._num_indexed, len(tokens)):
@@ -53,7 +53,7 @@ class Jacobi(SequenceDrafter):
             last = self._guesses[-1] if self._guesses else sequence.root
             guess = self._successor.get(last)
             if guess is None:
-                guess = sequence.tokens[self._random.randrange(sequence.prompt_length)]
+                guess = sequence.text[self._random.randrange(sequence.given)]
             self._guesses.append(guess)
             self._history.append([])
         length = min(self.block, budget.nodes, budget.depth)
@@ -69,7 +69,7 @@ class Jacobi(SequenceDrafter):
         self._guesses = step.choices.of(range(committed, len(step.tree))).tolist()
         self._history = [*self._history[committed:], []]
         self._history = self._history[: len(self._guesses)]
-        self._index(sequence.tokens)
+        self._index(sequence.text)
 
     def _count_iterations(self, token: int, values: list[int]) -> None:
         """Counts how many iterations a committed token took, and at which its guess became final."""

@@ -18,6 +18,7 @@ from leapahead.drafters.base import Drafter
 from leapahead.engine.output import Output, TokenLogprobs
 from leapahead.models.base import LOGITS, require
 from leapahead.models.choices import Choices
+from leapahead.models.decoder import AT_START, DecoderInput
 from leapahead.planner.draft import Proposal, SectionStore, Step
 
 MAX_LOGPROBS = 2**18  # all of the largest vocabularies
@@ -41,6 +42,8 @@ class Request:
             unread outputs.
         ahead: greatest number of unread outputs of a streamed request.
         owner: requests of different owners never share the cache entries of a prompt.
+        begin: what the decoder of an encoder-decoder model begins with; for all other targets the default.
+        as_configured: whether what an encoder-decoder model says of its texts (`TargetInfo.decoder`) is applied.
         acceptance: a relaxed rule, which makes the text lossy; None for exact matching, or for the drafter's own rule.
         on_choices: called in every step before the commit, with what went through the target and what it chose.
         on_step: called in every step after the commit.
@@ -56,6 +59,8 @@ class Request:
     stream: bool = False
     ahead: int = 1
     owner: str = ""
+    begin: DecoderInput = AT_START
+    as_configured: bool = True
     acceptance: Relaxed | None = None
     on_choices: Callable[[Proposal, Choices], None] | None = None
     on_step: Callable[[Step], None] | None = None
@@ -130,7 +135,7 @@ class Handle:
         """Its turn has come: so many tokens of the prompt are still to be read, the last one apart."""
         self.opened = perf_counter()
         self.stats.prompt_tokens = len(self.request.tokens)
-        self.stats.reused_tokens = self.stats.prompt_tokens - 1 - unread
+        self.stats.reused_tokens = max(0, self.stats.prompt_tokens - 1 - unread)
 
     def add(self, output: Output) -> None:
         """Takes the output of a step."""

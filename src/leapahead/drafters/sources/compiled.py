@@ -23,9 +23,12 @@ from leapahead.planner.source import Source
 LONGEST = 4  # tokens of a context, at most, in the compiled recycling
 
 
-def counterpart(source: Source) -> Source:
-    """The compiled source that does the same as `source`, which has not begun; `source` itself where there is none."""
-    if type(source) is Suffix:
+def counterpart(source: Source, sequence: SequenceView) -> Source:
+    """The compiled source that does the same as `source`, which has not begun; `source` itself where there is none.
+
+    The compiled search shows its sources the tokens of a sequence, without those of an encoder.
+    """
+    if type(source) is Suffix and not sequence.source:
         return CompiledSuffix()
     if type(source) is Recycling and source.longest <= LONGEST:
         return CompiledRecycling(source.k, source.longest)

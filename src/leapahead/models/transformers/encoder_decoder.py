@@ -100,11 +100,12 @@ class EncoderDecoderTarget(TransformersTarget):
     executor: CachedExecutor
     session_class = EncoderDecoderSession
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(model, **{**options, "hidden_states": False})
+    def __init__(self, model: Any, *, name: str | None = None, **options: Any) -> None:
+        model = families.language_model(model)
+        name = name or model.config.name_or_path or type(model).__name__
+        super().__init__(model, name=name, **{**options, "hidden_states": False})
 
     def _language_model(self, model: Any) -> Any:
-        model = families.language_model(model)
         return DecoderView(model, _decoder(model).start)
 
     def _information(self, **known: Any) -> TargetInfo:
@@ -212,6 +213,8 @@ def _decoder(model: Any) -> Decoder:
             f"{type(model).__name__} does not say which token its texts begin with (decoder_start_token_id={start!r}); "
             "set model.generation_config.decoder_start_token_id"
         )
+    if field("begin_suppress_tokens"):
+        raise Refused("begin_suppress_tokens of the generation config is not supported; remove it, or use leapahead.hf")
     forced_bos, forced_eos = field("forced_bos_token_id"), field("forced_eos_token_id")
     if not (forced_bos is None or isinstance(forced_bos, int)):
         raise BadParameter(f"forced_bos_token_id={forced_bos!r} is not possible: it must be a token id")
@@ -220,5 +223,4 @@ def _decoder(model: Any) -> Decoder:
         forced_bos,
         tuple(forced_eos if isinstance(forced_eos, list) else [] if forced_eos is None else [forced_eos]),
         (*map(tuple, field("bad_words_ids") or ()), *((token,) for token in field("suppress_tokens") or ())),
-        tuple(field("begin_suppress_tokens") or ()),
     )
