@@ -175,9 +175,7 @@ def _batch_ways(space: _Space, tokens: list[int], batch: int) -> Iterator[Array]
     target, others = space.target, list[Session]()
     try:
         for index in range(batch - 1):
-            others.append(
-                open_beside(target, space.session, tokens[: max(1, len(tokens) - 7 * index)], space.params)
-            )
+            others.append(open_beside(target, space.session, tokens[: max(1, len(tokens) - 7 * index)], space.params))
             read_prompt(target, others[-1])
         # Without chains, a session cannot step a second time over the same root.
         together = [space.session, *others] if CHAIN in target.info.capabilities else others

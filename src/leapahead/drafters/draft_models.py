@@ -217,8 +217,8 @@ def made_of(target: Target | None, draft: str) -> DraftModel:
         from leapahead.models.transformers.model import TransformersTarget
     if target is not None and target.info.decoder is not None:
         raise Refused(
-            f"draft={draft!r} is not possible with {target.info.name}, which is an encoder-decoder model; give a smaller "
-            "one with the same tokenizer"
+            f"draft={draft!r} is not possible with {target.info.name}, which is an encoder-decoder model; give "
+            "a smaller one with the same tokenizer"
         )
     if not isinstance(target, TransformersTarget):
         raise Refused(

@@ -36,9 +36,7 @@ class DraftSource(ForwardSource):
         """Made when it is first needed: only then has the target read the prompt, which an early exit shares."""
         if self._runner is None:
             sequence = self._sequence
-            self._runner = DraftRunner(
-                self.target, sequence.tokens, owner=sequence.owner, source=sequence.source
-            )
+            self._runner = DraftRunner(self.target, sequence.tokens, owner=sequence.owner, source=sequence.source)
         return self._runner
 
     @property

@@ -3,9 +3,9 @@
     row 0    c c c c n n       keys and values of the encoder's 5 tokens      x x x x x        computed once, when the
     row 1    c c n n           keys and values of the encoder's 3 tokens      x x x . .        prompt is read
 
-The source is the encoder's input. Its keys and values depend on nothing else, so that all samples of a prompt, and later
-requests with the same one, share them. For a forward over several rows they are put together, padded to the longest;
-that is kept until other rows are stepped.
+The source is the encoder's input. Its keys and values depend on nothing else, so that all samples of a prompt, and
+later requests with the same one, share them. For a forward over several rows they are put together, padded to the
+longest; that is kept until other rows are stepped.
 """
 
 from __future__ import annotations

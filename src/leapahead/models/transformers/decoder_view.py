@@ -1,7 +1,7 @@
 """The decoder of an encoder-decoder model with the interface of a causal language model, for the executors.
 
 Positions. A decoder counts its new tokens from the number of its cached entries, and cannot be told positions as other
-models can. In a tree a node's position is not its slot. What a model adds for positions is corrected in what it is given:
+models can. In a tree a node's position is not its slot. What a model adds for positions is corrected in its inputs:
 
     learned, sinusoidal   embeddings given for tokens = e(token) + p(position of the node) - p(position counted)
     relative (T5)         mask added to scores        = mask + b(distance of node and entry) - b(distance counted)
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from leapahead.core.tree import IntArray
 from leapahead.models.transformers import families
 from leapahead.models.transformers.crossed import BothCaches, Cross, CrossedCache
 from leapahead.models.transformers.masks import Inputs
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class DecoderView(torch.nn.Module):
@@ -45,7 +48,8 @@ class DecoderView(torch.nn.Module):
 
     def __init__(self, model: Any, start: Sequence[int]) -> None:
         super().__init__()
-        self.model, self.start = model, list(start)
+        self.__dict__["model"] = model  # not a part of this module: it may be a weak reference
+        self.start = list(start)
         self.ids: IntArray = np.zeros(1, dtype=np.int64)
         self.boolean = families.MASKS[families.attention_implementation(model)]
         decoder = model.get_decoder()
@@ -54,6 +58,8 @@ class DecoderView(torch.nn.Module):
         self.embeds = PositionEmbeddings(decoder) if PositionEmbeddings.fit(decoder) else None
 
     # What executors and tests read of a model
+
+    model: Any
 
     @property
     def config(self) -> Any:
@@ -76,6 +82,13 @@ class DecoderView(torch.nn.Module):
     @property
     def _is_stateful(self) -> bool:
         return bool(self.model._is_stateful)
+
+    def named_parameters(self, *args: Any, **options: Any) -> Any:
+        return self.model.named_parameters(*args, **options)
+
+    def train(self, mode: bool = True) -> Self:
+        self.model.train(mode)
+        return self
 
     def get_input_embeddings(self) -> Any:
         return self.model.get_input_embeddings()

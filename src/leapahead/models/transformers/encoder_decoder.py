@@ -1,7 +1,7 @@
 """Encoder-decoder models of Transformers as targets: T5, BART, mBART, Marian and what is built like them, unpatched.
 
-A session's prompt is the encoder's input and its tokens are the decoder's; see `leapahead.models.decoder`. The decoder is
-run by the executors of causal language models (`forward`), through a view of it that knows positions and sources
+A session's prompt is the encoder's input and its tokens are the decoder's; see `leapahead.models.decoder`. The decoder
+is run by the executors of causal language models (`forward`), through a view of it that knows positions and sources
 (`decoder_view`). Which of them a model gets is decided by the same test of the model: trees, chains, or one token at a
 time.
 """
@@ -15,6 +15,7 @@ import torch
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.sampling import SamplingParams
+from leapahead.core.tree import UNLIMITED
 from leapahead.models.base import LOGITS, NOTHING, TOP_K, Capture, TargetInfo, checked_prompt, require
 from leapahead.models.choices import PromptRows
 from leapahead.models.decoder import AT_START, Decoder, DecoderInput
@@ -51,7 +52,9 @@ class DecoderExecutor(MaskedExecutor):
     def masks(self, batch: Batch) -> Any:
         if batch.inputs.straight or self.model.bias is None:
             return super().masks(batch)
-        return self.model.masks(batch.inputs, batch.inputs.masks(self.patterns, self.model.dtype))
+        mask = batch.inputs.masks(self.patterns, self.model.dtype)
+        assert isinstance(mask, torch.Tensor), "there is one pattern"
+        return self.model.masks(batch.inputs, mask)
 
     def call(self, model: Any, batch: Batch, layers: Layers = (), **options: Any) -> Outputs:
         output = model(
@@ -113,11 +116,13 @@ class EncoderDecoderTarget(TransformersTarget):
 
     def _tested_executor(self, exclusive: bool, exact: bool) -> tuple[Executor, dict[str, str]]:
         if exact:
-            raise Refused(f"{self._name} cannot be decoded in exact mode (it is an encoder-decoder model); leave out exact")
+            raise Refused(
+                f"{self._name} cannot be decoded in exact mode (it is an encoder-decoder model); leave out exact"
+            )
         if self.model.embeds is None and self.model.bias is not None:
-            self.context_length = families.UNLIMITED  # positions are distances
+            self.context_length = UNLIMITED  # positions are distances
         self.model.ids = self._ids
-        length = min(self.context_length + NODES, families.UNLIMITED)
+        length = min(self.context_length + NODES, UNLIMITED)
         return executors.tested(self.model, self._name, self._ids, _executors(self.model, length))
 
     @property
