@@ -225,7 +225,7 @@ def main(out: Path, minutes: float, rows: int, threads: int, seed: int, resume: 
     else:
         tokenizer = train_tokenizer(texts, VOCABULARY)
         tokenizer.save(str(kept))
-    plan = Plan(minutes=minutes, matrix_lr=6e-3, other_lr=4e-3, seed=seed, checkpoint_seconds=60.0)
+    plan = Plan(minutes=minutes, matrix_lr=6e-3, other_lr=4e-3, seed=seed, checkpoint_seconds=25.0)
     model, state = train_repair(texts, tokenizer, plan, out / "work", rows, resume, console)
     export(model, tokenizer, out / "model")
     console.print(f"{state.step} steps in {state.seconds / 60:.1f} minutes, loss {state.loss:.3f}: {out / 'model'}")
