@@ -355,6 +355,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "acceptance": acceptance_table,
     **{part: partial(lengths_table, part=part) for part in ("rules", "heads", "distilled")},
     "cllm": lambda root: trained.tuned_table(root, table),
+    "repair": lambda root: trained.repair_table(root, table),
     "relaxed": relaxed_table,
     "head-kinds": partial(lengths_table, part="head-kinds"),
     "check": check_table,

@@ -1,4 +1,4 @@
-"""The generated block of the bundled model that is tuned for Jacobi decoding."""
+"""The generated blocks of the bundled model that is tuned for Jacobi decoding, and of the one that repairs code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 Table = Callable[..., str]
+
+
+def repair_table(root: Path, table: Table) -> str:
+    """Acceptance lengths of an encoder-decoder model, from docs/figures/encoder-decoder.json."""
+    data = json.loads((root / "docs/figures/encoder-decoder.json").read_text(encoding="utf-8"))
+    found = {(row["name"], row["temperature"]): row for row in data["rows"]}
+    temperatures = sorted({temperature for _, temperature in found})
+    rows = []
+    for name in dict.fromkeys(row["name"] for row in data["rows"]):
+        some = [found[name, temperature] for temperature in temperatures]
+        lengths = [f"{row['acceptance_length']:.2f}" for row in some]
+        rows.append([name, *lengths, *(f"{row['nodes_per_step']:.0f}" for row in some)])
+    each = [f"acceptance length, T = {t:g}" for t in temperatures] + [
+        f"nodes per step, T = {t:g}" for t in temperatures
+    ]
+    return table(" | ".join(["drafter", *each]), rows) + f"\n\nConditions: {data['conditions']}"
 
 
 def tuned_table(root: Path, table: Table) -> str:

@@ -35,17 +35,17 @@ class Jacobi(SequenceDrafter):
 
     Args:
         block: guess exactly so many positions after the root in every step; with fixed blocks, their length.
+        seed: of the random prompt tokens that are the first guess where no better one is known.
         variant: sliding, or as published (2305.10427): pj (the whole text at once), pgj (fixed blocks) or hgj (fixed
             blocks up to `length`). These start from the first token of the text, which T5 and Marian pad with.
         length: of hgj, the number of new tokens from which on nothing is guessed; 0 for as many as the encoder's input
             has, and without an encoder for the whole text.
-        seed: of the random prompt tokens that are the first guess where no better one is known.
     """
 
     name: ClassVar[str] = "jacobi"
     needs: ClassVar[frozenset[str]] = frozenset({CHAIN})
 
-    def __init__(self, block: int = 8, variant: str = SLIDING, length: int = 0, seed: int = 0) -> None:
+    def __init__(self, block: int = 8, seed: int = 0, variant: str = SLIDING, length: int = 0) -> None:
         self.block, self.variant, self.length = whole("block", block, 1), variant, whole("length", length)
         if variant not in VARIANTS:
             raise BadParameter(f"there is no variant {variant!r} of jacobi; there are {', '.join(VARIANTS)}")
