@@ -51,8 +51,8 @@ def main(model: Path, limit: int, out: Path) -> None:
     found: dict[str, Any] = {
         "conditions": f"T5 of {size / 1e6:.1f} million parameters, trained by `python -m research repair`, which "
         f"restores {repaired} of these {len(examples)} texts exactly when decoding greedily; float32, {len(examples)} "
-        "damaged pieces of held-out files, up to 128 new tokens, stopping at EOS, seed 1, one after another, with a drafter "
-        f"cache for each row of the table; {machine_in_words()}.",
+        "damaged pieces of held-out files, up to 128 new tokens, stopping at EOS, seed 1, one after another, with a "
+        f"drafter cache for each row of the table; {machine_in_words()}.",
         "repaired": repaired,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "rows": rows,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from leapahead.core.grammar import CompiledGrammar, GrammarState
 from leapahead.core.noise import DeviceNoise, GumbelNoise
 from leapahead.core.parameters import is_whole, number, token_ids, whole
 from leapahead.core.penalties import Penalties
+from leapahead.core.processors import LogitsProcessor, PrefixFree
 from leapahead.core.tree import IntArray, TokenTree
 
 Array = Any  # a numpy array or a torch tensor: whatever the target's logits are
@@ -41,30 +42,6 @@ LEAST_TEMPERATURE = 1e-6  # below it, logits / temperature may overflow in float
 UNUSUAL = 6.0  # a noise that few tokens exceed
 UNUSUAL_WORD = math.floor(2**32 * math.exp(-math.exp(-UNUSUAL)))  # the noise of lower words is at most that
 UNSETTLED = -2  # in place of a choice that waits for `choose(..., settle=True)`
-
-
-class LogitsProcessor(Protocol):
-    """A user's change to the logits, with the calling convention of Transformers.
-
-    It must be a function of its arguments: it is called on drafted prefixes that may never be committed.
-    """
-
-    def __call__(self, prefixes: Array, logits: Array, /) -> Array:
-        """prefixes: int [rows, length]; logits: float [rows, vocab]; returns float [rows, vocab].
-
-        The arrays are of the target's kind: torch for Transformers, numpy elsewhere.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class PrefixFree:
-    """Marks a processor that does not read its prefixes, so that one call serves nodes of every depth."""
-
-    processor: LogitsProcessor
-
-    def __call__(self, prefixes: Array, logits: Array, /) -> Array:
-        return self.processor(prefixes, logits)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from leapahead.core.verify import Verdict
 from leapahead.models.base import Cost, Session, SharesCache, Target
 from leapahead.models.choices import Choices
 from leapahead.models.decoder import DecoderInput
-from leapahead.models.encoder_decoder import EncodesPrompts
+from leapahead.models.encoder_decoder import opened
 from leapahead.planner.draft import Forward
 
 Path = tuple[int, ...]  # drafted tokens from below the last committed one
@@ -116,19 +116,15 @@ class DraftRunner:
         try:
             with self.target.lock:
                 if self._session is None:
-                    self._session = self._open()
+                    begin = DecoderInput(tuple(self.tokens))
+                    prompt = self.source if self.target.info.decoder is not None else list(self.tokens)
+                    self._session = opened(self.target, prompt, self.params, begin, owner=self.owner)
                 if self._session.unread:
                     self.target.prefill(self._session, CHUNK)
         except LeapaheadError as error:
             self.fail(str(error))
         self.seconds += perf_counter() - began
         return self._session is not None and not self._session.unread
-
-    def _open(self) -> Session:
-        if isinstance(self.target, EncodesPrompts):
-            begin = DecoderInput(tuple(self.tokens))
-            return self.target.open_decoder(self.source, self.params, begin, owner=self.owner)
-        return self.target.open(list(self.tokens), self.params, owner=self.owner)
 
     def fail(self, reason: str) -> None:
         """Stops following the text and releases the cache."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import get_ident
 from time import perf_counter
 
@@ -16,7 +16,7 @@ from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
 from leapahead.drafters.base import Drafter
 from leapahead.engine.output import Output, TokenLogprobs
-from leapahead.models.base import LOGITS, require
+from leapahead.models.base import LOGITS, TargetInfo, require
 from leapahead.models.choices import Choices
 from leapahead.models.decoder import AT_START, DecoderInput
 from leapahead.planner.draft import Proposal, SectionStore, Step
@@ -77,6 +77,13 @@ class Request:
                     "acceptance rule of its own; use another drafter"
                 )
             require(self.drafter.host.info, frozenset({LOGITS}), f"the rule {self.acceptance.name!r}")
+
+    def sampled(self, params: SamplingParams, info: TargetInfo) -> Request:
+        """The request with these parameters, and what an encoder-decoder model says of its texts."""
+        if info.decoder is not None and self.as_configured:
+            given = len(self.begin.text or info.decoder.start)
+            params = info.decoder.applied(params, given, self.stop.max_new_tokens)
+        return replace(self, sampling=params)
 
     @property
     def lossy(self) -> str:

@@ -32,7 +32,7 @@ from leapahead.engine.request import Handle, Request
 from leapahead.engine.turn import Turn
 from leapahead.models.base import KeepsPrefixes, Session, Target, checked_prompt
 from leapahead.models.choices import PromptRows
-from leapahead.models.encoder_decoder import EncodesPrompts
+from leapahead.models.encoder_decoder import opened
 from leapahead.planner.acceptance import AcceptanceTable
 from leapahead.planner.chunk import LARGEST, chunk_size
 from leapahead.planner.compiled import acceptance_table
@@ -114,10 +114,7 @@ class Engine:
         """Takes several samples of one prompt, each with its own parameters. The prompt is read once."""
         request = replace(request, tokens=checked_prompt(request.tokens, self.target.info))
         self.prepare(request.drafter)
-        if (decoder := self.target.info.decoder) is not None and request.as_configured:
-            given, most = len(request.begin.text or decoder.start), request.stop.max_new_tokens
-            sampling = [decoder.applied(params, given, most) for params in sampling]
-        handles = [Handle(replace(request, sampling=params), notify=notify) for params in sampling]
+        handles = [Handle(request.sampled(params, self.target.info), notify=notify) for params in sampling]
         with self._changed:
             if self._closed:
                 raise LeapaheadError("this engine, or the LLM that it belongs to, is closed; make another one")
@@ -292,11 +289,8 @@ class Engine:
         capture = request.drafter.capture_of(request.tokens, request.owner)
         capture = capture if new_tokens > SHORT else replace(capture, top_k=0)
         length = len(request.tokens) + new_tokens
-        given = capture, length, request.owner
-        if isinstance(self.target, EncodesPrompts):
-            session = self.target.open_decoder(request.tokens, request.sampling, request.begin, *given)
-        else:
-            session = self.target.open(request.tokens, request.sampling, *given)
+        given = request.begin, capture, length, request.owner
+        session = opened(self.target, request.tokens, request.sampling, *given)
         running = self._start(session, handle)
         if not session.unread:
             self._fork(running)

@@ -39,3 +39,18 @@ def open_beside(
     if isinstance(target, EncodesPrompts):
         return target.open_decoder(target.source(session), params, DecoderInput(tuple(tokens)), reserve=reserve)
     return target.open(tokens, params, reserve=reserve)
+
+
+def opened(
+    target: Target,
+    tokens: Sequence[int],
+    params: SamplingParams,
+    begin: DecoderInput,
+    capture: Capture = NOTHING,
+    reserve: int = 0,
+    owner: str = "",
+) -> Session:
+    """A session for a prompt; `begin` is read where the target is an encoder-decoder model."""
+    if isinstance(target, EncodesPrompts):
+        return target.open_decoder(tokens, params, begin, capture, reserve, owner)
+    return target.open(tokens, params, capture, reserve, owner)
