@@ -288,11 +288,9 @@ class Engine:
         request, new_tokens = handle.request, handle.request.stop.max_new_tokens
         capture = request.drafter.capture_of(request.tokens, request.owner)
         capture = capture if new_tokens > SHORT else replace(capture, top_k=0)
-        length = len(request.tokens) + new_tokens
-        given = request.begin, capture, length, request.owner
-        session = opened(self.target, request.tokens, request.sampling, *given)
-        running = self._start(session, handle)
-        if not session.unread:
+        given = request.sampling, request.begin, capture, len(request.tokens) + new_tokens, request.owner
+        running = self._start(opened(self.target, request.tokens, *given), handle)
+        if not running.session.unread:
             self._fork(running)
 
     def _start(self, session: Session, handle: Handle, rows: Sequence[PromptRows] = ()) -> Running:
