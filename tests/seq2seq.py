@@ -48,6 +48,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**BART, "decoder_start_token_id": 0, "scale_embedding": True},
         {"bad_words_ids": [[0]], "forced_eos_token_id": 2, "suppress_tokens": [11, 12]},
     ),
+    "pegasus": ("PegasusConfig", {**BART, "decoder_start_token_id": 0}, {}),
+    "blenderbot": ("BlenderbotConfig", {**BART, "decoder_start_token_id": 1}, {}),
     "umt5": ("UMT5Config", T5, {}),  # a bias of positions in every layer: chains
     "m2m": ("M2M100Config", {**BART, "decoder_start_token_id": 2}, {}),  # positions cannot be named: chains
 }

@@ -28,10 +28,12 @@ class Cross(NamedTuple):
     Attributes:
         entries: by layer, keys and values [batch, heads, tokens, dim].
         lengths: tokens of each source.
+        mask: bool [batch, 1, 1, tokens], what is no padding; None where there is none.
     """
 
     entries: Any
     lengths: tuple[int, ...]
+    mask: Tensor | None = None
 
     @classmethod
     def together(cls, each: Sequence[Cross]) -> Cross:
@@ -40,19 +42,12 @@ class Cross(NamedTuple):
         longest, entries = max(lengths), DynamicCache()
         for layer in range(len(each[0].entries.layers)):
             layers = [one.entries.layers[layer] for one in each]
-            entries.update(_stacked([one.keys for one in layers], longest), _values(layers, longest), layer)
-        return cls(entries, lengths)
-
-    def mask(self, device: torch.device) -> Tensor | None:
-        """bool [batch, 1, 1, tokens]; None where there is no padding."""
-        if len(set(self.lengths)) == 1:
-            return None
-        lengths = torch.tensor(self.lengths, device=device)
-        return (torch.arange(max(self.lengths), device=device) < lengths[:, None])[:, None, None]
-
-
-def _values(layers: Sequence[Any], longest: int) -> Tensor:
-    return _stacked([one.values for one in layers], longest)
+            keys, values = [one.keys for one in layers], [one.values for one in layers]
+            entries.update(_stacked(keys, longest), _stacked(values, longest), layer)
+        if len(set(lengths)) == 1:
+            return cls(entries, lengths)
+        mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
+        return cls(entries, lengths, mask[:, None, None].to(each[0].entries.layers[0].keys.device))
 
 
 def _stacked(parts: Sequence[Tensor], longest: int) -> Tensor:

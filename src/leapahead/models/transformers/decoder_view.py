@@ -133,7 +133,7 @@ class DecoderView(torch.nn.Module):
         )
 
     def _cross_mask(self, cross: Cross) -> Tensor | None:
-        mask = cross.mask(self.device)
+        mask = cross.mask
         if mask is None or self.boolean:
             return mask
         return torch.zeros(mask.shape, dtype=self.dtype, device=self.device).masked_fill_(

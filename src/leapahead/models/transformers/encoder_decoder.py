@@ -9,6 +9,7 @@ time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ class EncoderDecoderTarget(TransformersTarget):
     def __init__(self, model: Any, *, name: str | None = None, **options: Any) -> None:
         model = families.language_model(model)
         name = name or model.config.name_or_path or type(model).__name__
+        self._given = count()  # sources of which only the states are known
         super().__init__(model, name=name, **{**options, "hidden_states": False})
 
     def _language_model(self, model: Any) -> Any:
@@ -156,7 +158,7 @@ class EncoderDecoderTarget(TransformersTarget):
         source = checked_prompt(tokens, self.info)
         text = checked_prompt(begin.text or self.model.start, self.info)
         reserve = min(max(0, reserve - len(source)) + len(text), self.info.context_length)
-        key = f"{owner} {source}" if begin.states is None else f"{owner} {id(begin.states)} given"
+        key = f"{owner} {source}" if begin.states is None else f"{owner} given {next(self._given)}"
         with torch.no_grad(), out_of_memory_in(f"a text of {len(text)} tokens", 1, self.device):
             known = self.cache.known(key) if begin.states is None else None
             reuse = capture.reusable(len(text), capture.top_k > 0) if known is not None else 0
