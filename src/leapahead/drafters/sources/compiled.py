@@ -23,12 +23,14 @@ from leapahead.planner.source import Source
 LONGEST = 4  # tokens of a context, at most, in the compiled recycling
 
 
-def counterpart(source: Source, sequence: SequenceView) -> Source:
+def counterpart(source: Source, encoded: bool = False) -> Source:
     """The compiled source that does the same as `source`, which has not begun; `source` itself where there is none.
 
-    The compiled search shows its sources the tokens of a sequence, without those of an encoder.
+    Args:
+        source: in Python.
+        encoded: whether it is for a sequence with an encoder's input, which the compiled search does not show.
     """
-    if type(source) is Suffix and not sequence.source:
+    if type(source) is Suffix and not encoded:
         return CompiledSuffix()
     if type(source) is Recycling and source.longest <= LONGEST:
         return CompiledRecycling(source.k, source.longest)
