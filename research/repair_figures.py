@@ -47,12 +47,14 @@ def main(model: Path, limit: int, out: Path) -> None:
     rows = acceptance(llm, {TASK: [damaged for damaged, _ in examples]}, configurations=CONFIGURATIONS)
     texts = llm.generate([damaged for damaged, _ in examples], max_new_tokens=128)
     repaired = sum(text.text == sound for text, (_, sound) in zip(texts, examples, strict=True))
+    state = json.loads((model.parent / "work" / "repair.json").read_text(encoding="utf-8"))
     size = sum(each.numel() for each in llm.target.model.parameters())  # type: ignore[attr-defined]
     found: dict[str, Any] = {
-        "conditions": f"T5 of {size / 1e6:.1f} million parameters, trained by `python -m research repair`, which "
-        f"restores {repaired} of these {len(examples)} texts exactly when decoding greedily; float32, {len(examples)} "
-        "damaged pieces of held-out files, up to 128 new tokens, stopping at EOS, seed 1, one after another, with a "
-        f"drafter cache for each row of the table; {machine_in_words()}.",
+        "conditions": f"T5 of {size / 1e6:.1f} million parameters, trained by `python -m research repair` for "
+        f"{state['step']} steps in {state['seconds'] / 60:.1f} minutes of one core, which restores {repaired} of these "
+        f"{len(examples)} texts exactly when decoding greedily; float32, {len(examples)} damaged pieces of held-out "
+        "files, up to 128 new tokens, stopping at EOS, seed 1, one after another, with a drafter cache for each row of "
+        f"the table; {machine_in_words()}.",
         "repaired": repaired,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "rows": rows,
