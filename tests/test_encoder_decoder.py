@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from architectures import VOCABULARY
 from helpers import Oracle, RandomTrees, Scattered, Scripted, attached
 from seq2seq import MODELS, build, own_text
@@ -385,7 +387,7 @@ def test_a_wrong_source_is_caught(llms: dict[str, LLM], monkeypatch: pytest.Monk
 # ------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_what_is_refused(llms: dict[str, LLM]) -> None:
+def test_what_is_refused(llms: dict[str, LLM], tmp_path: Path) -> None:
     llm = llms["marian"]
     with pytest.raises(ContextOverflow, match="96"):
         llm.generate([3] * 96)
@@ -401,6 +403,16 @@ def test_what_is_refused(llms: dict[str, LLM]) -> None:
         LLM(build("t5"), drafter="draft_model", draft="bundled")
     with pytest.raises(Refused, match="new_target"):
         TransformersTarget(build("t5"))
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 40, "pad_token_id": 0}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 4}
+    listener = transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(**sizes, **heads, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3)
+    )
+    with pytest.raises(Refused, match="reads input_features, and leapahead gives encoders token ids"):
+        new_target(listener)
+    listener.save_pretrained(tmp_path)
+    with pytest.raises(Refused, match=r"an encoder-decoder model \(whisper\) of which Transformers has no class"):
+        LLM(str(tmp_path))
     without = build("t5")
     without.config.decoder_start_token_id = without.generation_config.decoder_start_token_id = None
     without.config.bos_token_id = without.generation_config.bos_token_id = None

@@ -107,6 +107,10 @@ class EncoderDecoderTarget(TransformersTarget):
     def __init__(self, model: Any, *, name: str | None = None, **options: Any) -> None:
         model = families.language_model(model)
         name = name or model.config.name_or_path or type(model).__name__
+        if model.main_input_name != "input_ids":
+            raise Refused(
+                f"the encoder of {name} reads {model.main_input_name}, and leapahead gives encoders token ids"
+            )
         self._given = count()  # sources of which only the states are known
         super().__init__(model, name=name, **{**options, "hidden_states": False})
 

@@ -205,6 +205,11 @@ def _model(source: str, dtype: str | torch.dtype, device: torch.device, options:
     """The model, and whether it is on the device already, as quantised ones are."""
     try:
         config = transformers.AutoConfig.from_pretrained(source, **options)
+        if config.is_encoder_decoder and type(config) not in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+            raise Refused(
+                f"{source} is an encoder-decoder model ({config.model_type}) of which Transformers has no class that "
+                "reads text; leapahead decodes those that AutoModelForSeq2SeqLM loads"
+            )
         placed = {"device_map": device} if getattr(config, "quantization_config", None) is not None else {}
         model, report = _auto_class(config).from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, **placed, **options
