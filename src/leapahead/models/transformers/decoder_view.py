@@ -40,7 +40,8 @@ class DecoderView(torch.nn.Module):
         start: the tokens that its texts begin with.
 
     Attributes:
-        bias: the relative position bias of its decoder; None for other kinds of positions.
+        relative: whether positions are distances, so that a text may have any length.
+        bias: the relative position bias of its decoder; None for other kinds of positions, and where layers differ.
         embeds: the positions that its decoder embeds; None for other kinds.
         boolean: whether masks are boolean; else they are added to the scores.
         ids: the token ids of which the self-test draws sources.
@@ -54,7 +55,8 @@ class DecoderView(torch.nn.Module):
         self.boolean = families.MASKS[families.attention_implementation(model)]
         decoder = model.get_decoder()
         found = [part for part in decoder.modules() if getattr(part, "has_relative_attention_bias", False)]
-        self.bias = RelativeBias(found[0]) if len(found) == 1 else None
+        self.relative = bool(found)
+        self.bias = RelativeBias(found[0]) if len(found) == 1 else None  # a mask is shared by all layers
         self.embeds = PositionEmbeddings(decoder) if PositionEmbeddings.fit(decoder) else None
 
     # What executors and tests read of a model

@@ -113,6 +113,8 @@ class EncoderDecoderTarget(TransformersTarget):
             )
         self._given = count()  # sources of which only the states are known
         super().__init__(model, name=name, **{**options, "hidden_states": False})
+        if self.model.embeds is not None:
+            self.max_nodes = self.context_length  # positions that are corrected are counted from 0
 
     def _language_model(self, model: Any) -> Any:
         return DecoderView(model, _decoder(model).start)
@@ -125,8 +127,8 @@ class EncoderDecoderTarget(TransformersTarget):
             raise Refused(
                 f"{self._name} cannot be decoded in exact mode (it is an encoder-decoder model); leave out exact"
             )
-        if self.model.embeds is None and self.model.bias is not None:
-            self.context_length = UNLIMITED  # positions are distances
+        if self.model.relative:
+            self.context_length = UNLIMITED
         self.model.ids = self._ids
         length = min(self.context_length + NODES, UNLIMITED)
         return executors.tested(self.model, self._name, self._ids, _executors(self.model, length))
