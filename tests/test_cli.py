@@ -66,6 +66,10 @@ def test_generate_json_is_one_object(leapahead: Any, expected: Any) -> None:
     assert names <= set(found["stats"])
 
 
+def test_the_bundled_model_has_a_name(leapahead: Any, expected: Any) -> None:
+    assert leapahead("generate", "-m", "bundled", PROMPT, *FEW, "--quiet").stdout == expected.text + "\n"
+
+
 def test_generate_with_a_seed(leapahead: Any) -> None:
     options = ("generate", PROMPT, *FEW, "--json", "-t", "1", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01")
     texts = [

@@ -26,6 +26,7 @@ from leapahead.cli.options import EXACT, MODEL_GROUP, SHORTHANDS, drafter_argume
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.relaxed import rule
 from leapahead.core.sampling import SamplingParams
+from leapahead.models import loading
 
 MEASURED = "What is measured"
 # The columns of the report that fit on a terminal, with their headings.
@@ -216,7 +217,7 @@ def bench(
     values |= {name: tuple(dict.fromkeys(values[name])) for name in ("temperatures", "batches")}
     plan = runner.Plan(
         tasks=chosen,
-        models=models or (None,),
+        models=tuple(None if model == loading.BUNDLED else model for model in models) or (None,),
         configurations=configurations(names, configs, rules),
         peers=peers.configured(peers_given),
         data="our own" if data is None else str(data),

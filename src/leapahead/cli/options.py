@@ -30,7 +30,7 @@ MODEL_NAME: Option = option(
     metavar="MODEL",
     group=MODEL_GROUP,
     show_default="the bundled model",
-    help="Hub name or folder of a Transformers model, an OpenVINO folder, or a GGUF file.",
+    help="Hub name or folder of a Transformers model, an OpenVINO folder, a GGUF file, or `bundled`.",
 )
 TRUST_REMOTE_CODE: Option = option(
     "--trust-remote-code", is_flag=True, group=MODEL_GROUP, help="Run Python code that comes with the model."

@@ -57,7 +57,7 @@ def load(
     """Loads a target.
 
     Args:
-        model: None for the bundled one, a hub name or a folder, an OpenVINO folder, a GGUF file, a loaded
+        model: None or "bundled" for the bundled one, a hub name or a folder, an OpenVINO folder, a GGUF file, a loaded
             `torch.nn.Module`, or a `Target`.
         engine: what computes: "transformers", "llama.cpp", "openvino", or "auto": OpenVINO for its own folders,
             llama.cpp for GGUF files, Transformers for all others. OpenVINO takes GGUF files and folders of Transformers
@@ -75,6 +75,8 @@ def load(
         LeapaheadError: no such model, a model that cannot be decoded, an option that this kind of model does not have,
             or a package that it needs is not installed.
     """
+    if isinstance(model, str) and model == BUNDLED:
+        model = None
     kind, found, ends = engine_of(model, engine), None, tuple[int, ...]()
     _refuse_options(kind, model, options)
     if cache_tokens is not None and kind in ("llama.cpp", "target"):
@@ -194,12 +196,12 @@ def gguf_tokenizer(path: str) -> Tokenizer:
 
 
 def load_tokenizer(name: str, trust_remote_code: bool) -> Tokenizer:
-    """The tokenizer of a folder or a hub id.
+    """The tokenizer of a folder or a hub id, or of the bundled model ("bundled").
 
     Raises:
         BadParameter: it cannot be loaded.
     """
-    tokenizer: Tokenizer = _pretrained().load_tokenizer(name, trust_remote_code)
+    tokenizer: Tokenizer = _pretrained().load_tokenizer(bundled() if name == BUNDLED else name, trust_remote_code)
     return tokenizer
 
 
