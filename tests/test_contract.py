@@ -125,7 +125,8 @@ def transformers() -> Case:
     return Case(TransformersTarget(model, name="random llama"), (3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), letters, length=20)
 
 
-def encoder_decoder() -> Case:
+@cache
+def encoder_decoder(seed: int = 1) -> Case:
     """A random T5 in float64, whose texts begin with a start token."""
     import seq2seq
     import torch
@@ -133,7 +134,7 @@ def encoder_decoder() -> Case:
     from leapahead.models.transformers.encoder_decoder import new_target
 
     with torch.random.fork_rng(devices=[]):
-        target = new_target(seq2seq.build("mt5", torch.float64), name="random T5")
+        target = new_target(seq2seq.build("mt5", torch.float64, seed=seed), name="random T5")
     return Case(target, (33, 31, 34, 31, 35, 39, 32), letters, length=20)
 
 
@@ -295,6 +296,8 @@ class Maker:
         return self.case.target if isinstance(self.case.target, ToyTarget) else self.poor()
 
     def poor(self) -> Target:
+        if self.case.target.info.decoder is not None:
+            return encoder_decoder(seed=2).target
         return ToyTarget(vocab_size=self.case.target.info.vocab_size, order=1, seed=9)
 
     def store(self) -> Path:
