@@ -164,6 +164,7 @@ def train_repair(
     optimizers, checkpoint = optimizers_of(model, plan), Checkpoint(work, "repair")
     state = checkpoint.load(model, optimizers) if resume and checkpoint.exists() else State()
     assert plan.minutes is not None
+    state.done = state.done and state.seconds >= 60.0 * plan.minutes  # a longer plan goes on
     batches = Batches(texts, tokenizer, rows, plan.seed + state.step)
     console.print(f"{sum(each.numel() for each in model.parameters()):,} parameters, from step {state.step}")
     started, saved = time.process_time(), time.monotonic()
