@@ -19,9 +19,10 @@ def repair_table(root: Path, table: Table) -> str:
         some = [found[name, temperature] for temperature in temperatures]
         lengths = [f"{row['acceptance_length']:.2f}" for row in some]
         rows.append([name, *lengths, *(f"{row['nodes_per_step']:.0f}" for row in some)])
-    each = [f"acceptance length, T = {t:g}" for t in temperatures] + [
-        f"nodes per step, T = {t:g}" for t in temperatures
-    ]
+    distinct = [f"{found['plain', temperature]['distinct_4']:.2f}" for temperature in temperatures]
+    rows.append(["share of distinct 4-grams", *distinct, *[""] * len(temperatures)])
+    measures = ("acceptance length", "nodes per step")
+    each = [f"{measure}, T = {temperature:g}" for measure in measures for temperature in temperatures]
     return table(" | ".join(["drafter", *each]), rows) + f"\n\nConditions: {data['conditions']}"
 
 
