@@ -10,8 +10,8 @@ Table = Callable[..., str]
 
 
 def repair_table(root: Path, table: Table) -> str:
-    """Acceptance lengths of an encoder-decoder model, from docs/figures/encoder-decoder.json."""
-    data = json.loads((root / "docs/figures/encoder-decoder.json").read_text(encoding="utf-8"))
+    """Acceptance lengths of an encoder-decoder model, from docs/encoder-decoder.json."""
+    data = json.loads((root / "docs/encoder-decoder.json").read_text(encoding="utf-8"))
     found = {(row["name"], row["temperature"]): row for row in data["rows"]}
     temperatures = sorted({temperature for _, temperature in found})
     rows = []
