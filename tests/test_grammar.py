@@ -45,6 +45,10 @@ PERSON = {
     "required": ["name", "born", "languages"],
     "additionalProperties": False,
 }
+# Two texts that differ in what was written before, and not in the lexeme that is being written.
+BRANCHES = 'start: "(" WORD "!" | "<" WORD "?"\nWORD: /[a-z]+/'
+ROW = {"type": "array", "items": {"enum": ["Fox", True, 1]}, "maxItems": 3}
+EITHER = {"anyOf": [ROW, {"type": "object", "properties": {"a": ROW}, "required": ["a"]}]}
 BALANCED = 'start: "(" start ")" | /[ab]{1,3}/'
 GBNF = 'root ::= "yes" | "no" ("," " no")*'
 GBNF_AS_REGEX = "yes|no(, no)*"
@@ -271,6 +275,36 @@ def test_auto_drafts_nothing_that_the_grammar_forbids(llm: LLM, grammars: Gramma
 
 
 # The state
+
+
+def test_masks_of_branches(grammars: Grammars, tokenizer: Any) -> None:
+    """llguidance's matcher keeps a mask when it goes back, and gives it again in another branch."""
+    first, second = tokenizer.encode("(q", add_special_tokens=False), tokenizer.encode("<q", add_special_tokens=False)
+    ends = tokenizer.encode("!", add_special_tokens=False) + tokenizer.encode("?", add_special_tokens=False)
+    followed = state(grammars, Grammar.lark(BRANCHES))
+    for path, expected in ((first, [True, False]), (second, [False, True]), (first, [True, False])):
+        assert followed.mask(0, path)[ends].tolist() == expected
+    assert state(grammars, Grammar.lark(BRANCHES)).mask(0, second)[ends].tolist() == [False, True]
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_masks_do_not_depend_on_the_branches_before(grammars: Grammars, data: Any) -> None:
+    kinds = [Grammar.lark(BRANCHES), Grammar.json_schema(EITHER), GRAMMARS["schema"], GRAMMARS["gbnf"]]
+    grammar = data.draw(st.sampled_from(kinds))
+    committed: list[int] = []
+    followed = state(grammars, grammar, committed)
+    for _ in range(data.draw(st.integers(1, 4))):
+        paths: list[list[int]] = [[]]
+        for _ in range(data.draw(st.integers(2, 10))):
+            path = data.draw(st.sampled_from(paths))
+            mask = followed.mask(len(committed), path)
+            assert (mask == state(grammars, grammar).mask(0, [*committed, *path])).all()
+            if data.draw(st.booleans()):
+                followed.forced(len(committed), path)
+            if mask[1:].any() and not mask[1:].all():
+                paths.append([*path, data.draw(st.sampled_from((np.flatnonzero(mask[1:]) + 1).tolist()))])
+        committed += paths[-1]
 
 
 @settings(max_examples=60)

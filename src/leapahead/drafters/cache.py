@@ -8,6 +8,9 @@ A save merges with what other processes saved meanwhile, under a lock, and repla
 request never depends on the cache, only its speed does. This module knows of the sections only which of their arrays
 hold tokens.
 
+Processes that do not share a file exchange bytes: `to_bytes` and `merge_bytes`. There the order of merges does not
+matter, see `cache_ledger`. A cache without live sections can pass on what others exchange.
+
 All methods may be called from any thread, and a section has a lock of its own.
 """
 
@@ -15,7 +18,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar, TypeVar
@@ -25,8 +29,13 @@ import numpy.typing as npt
 from leapahead.core.errors import BadParameter
 from leapahead.drafters import cache_file
 from leapahead.drafters.cache_file import Arrays, Contents, SavedSection
+from leapahead.drafters.cache_ledger import Entry, Ledger
 
-__all__ = ["Arrays", "DrafterCache", "Section"]
+__all__ = ["Arrays", "DrafterCache", "Entry", "Section"]
+
+EXCHANGED, EXCHANGE_FORMAT = "leapahead drafter cache, exchanged", 1
+RECEIVED = "what was received"  # name of exchanged bytes in errors
+RESEND = "give merge_bytes what to_bytes of the same version of leapahead returned"
 
 
 class Section(ABC):
@@ -37,10 +46,13 @@ class Section(ABC):
     Class attributes:
         layout: version of the arrays; increased when their meaning changes.
         token_arrays: names of the arrays that hold token ids only. They are checked against the vocabulary.
+        exchanged: greatest sum of the lengths of the keys that processes exchange, in bytes; 0 for a section that is
+            not exchanged. Others need `entries_of`, `arrays_of` and `replace`.
     """
 
     layout: ClassVar[int] = 1
     token_arrays: ClassVar[tuple[str, ...]] = ()
+    exchanged: ClassVar[int] = 0
 
     @abstractmethod
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -58,6 +70,24 @@ class Section(ABC):
         Raises:
             ValueError: they are not what `arrays` gives. Nothing has changed then.
         """
+
+    @staticmethod
+    def entries_of(arrays: Arrays) -> list[Entry]:
+        """The entries of a section's arrays, least recently written first. A key is unique and not empty."""
+        raise NotImplementedError
+
+    @staticmethod
+    def arrays_of(entries: Sequence[Entry]) -> dict[str, npt.NDArray[Any]]:
+        """The arrays of a section with these entries, least recently written first.
+
+        Raises:
+            ValueError: they are not what `entries_of` gives.
+        """
+        raise NotImplementedError
+
+    def replace(self, arrays: Arrays) -> None:
+        """Holds these arrays instead of its own, within the section's bounds. See `merge`."""
+        raise NotImplementedError
 
     def figures(self) -> dict[str, Any]:
         """Plain types, for `Stats` and for `leapahead cache show`."""
@@ -84,6 +114,7 @@ class DrafterCache:
         self.path: Path | None = None
         self._tokenizer: str | Callable[[], str] = ""
         self._merged: dict[Path, str] = {}  # file -> id of the save that has been merged already
+        self._ledgers: dict[str, Ledger] = {}  # of the sections that were exchanged
         self._lock = RLock()
 
     def section(self, name: str, make: Callable[[], SectionType]) -> SectionType:
@@ -99,17 +130,20 @@ class DrafterCache:
                 if (saved := self.unknown.get(name)) is not None:
                     self._merge_section(name, found, saved)
                     del self.unknown[name]
+                if found.exchanged and (ledger := self._ledgers.get(name)) is not None:  # was received before
+                    self._learn(name, found)
+                    self._replace(name, found, ledger)
                 self.sections[name] = found
             return found  # type: ignore[return-value]
 
     def activate(self, make: Callable[[str], Section | None]) -> None:
-        """Creates the sections of a file whose names `make` knows, before any source asks for them.
+        """Creates the loaded or received sections whose names `make` knows, before any source asks for them.
 
         So a damaged file is refused at once, and sections of several files can be merged.
         """
         with self._lock:
-            for name in list(self.unknown):
-                if (section := make(name)) is not None:
+            for name in [*self.unknown, *self._ledgers]:
+                if name not in self.sections and (section := make(name)) is not None:
                     self.section(name, lambda made=section: made)  # type: ignore[misc]
 
     @property
@@ -172,13 +206,7 @@ class DrafterCache:
             self._merged[contents.file] = contents.id
 
     def _merge_contents(self, contents: Contents) -> None:
-        if not self.vocab_size:
-            self._tokenizer, self.vocab_size = contents.tokenizer, contents.vocab_size
-        elif difference := self._difference(contents.tokenizer, contents.vocab_size):
-            raise BadParameter(
-                f"{contents.file} belongs to {difference[1]} and cannot be merged with "
-                f"{self.path or 'a drafter cache'} of {difference[0]}; use another file for each vocabulary"
-            )
+        self._adopt(contents.file, contents.tokenizer, contents.vocab_size)
         for name, saved in contents.sections.items():
             if (section := self.sections.get(name)) is not None:
                 self._merge_section(name, section, saved)
@@ -190,6 +218,16 @@ class DrafterCache:
             else:
                 self.unknown[name] = saved
 
+    def _adopt(self, origin: Path | str, tokenizer: str, vocab_size: int) -> None:
+        """Takes the vocabulary of what is merged, if this cache belongs to none yet."""
+        if not self.vocab_size:
+            self._tokenizer, self.vocab_size = tokenizer, vocab_size
+        elif difference := self._difference(tokenizer, vocab_size):
+            raise BadParameter(
+                f"{origin} belongs to {difference[1]} and cannot be merged with {self.path or 'a drafter cache'} of "
+                f"{difference[0]}; use another {'file' if isinstance(origin, Path) else 'exchange'} for each vocabulary"
+            )
+
     def _merge_section(self, name: str, section: Section, saved: SavedSection) -> None:
         if saved.layout != section.layout:
             raise BadParameter(
@@ -197,14 +235,93 @@ class DrafterCache:
                 f"layout {section.layout}; {cache_file.REMEDY}"
             )
         try:
-            for key in section.token_arrays:
-                tokens = saved.arrays[key]
-                if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-                    raise ValueError(f"{key} has a token outside the vocabulary of {self.vocab_size}")
+            self._check_tokens(section, saved.arrays)
             section.merge(saved.arrays)
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise BadParameter(
                 f"{saved.file} is damaged in its section {name!r} ({cache_file.summary(error)}); {cache_file.REMEDY}"
+            ) from error
+
+    def _check_tokens(self, section: Section, arrays: Arrays) -> None:
+        for key in section.token_arrays:
+            tokens = arrays[key]
+            if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+                raise ValueError(f"{key} has a token outside the vocabulary of {self.vocab_size}")
+
+    def to_bytes(self) -> bytes:
+        """What this cache has learned and received, for `merge_bytes` of other processes.
+
+        It is bounded: by `Section.exchanged` for each section, and by 256 MB. Two caches with the same contents give
+        the same bytes. They hold pieces of prompts and texts. Nothing in them is ever executed.
+
+        Raises:
+            BadParameter: the cache belongs to no vocabulary yet.
+        """
+        with self._lock:
+            if not self.vocab_size:
+                raise BadParameter("the drafter cache belongs to no vocabulary yet; pass it to an LLM first")
+            for name, section in self.sections.items():
+                self._learn(name, section)
+            names = sorted(self._ledgers)
+            header = {"magic": EXCHANGED, "format": EXCHANGE_FORMAT, "tokenizer": self.tokenizer}
+            header |= {"vocab_size": self.vocab_size, "sections": names}
+            arrays = {f"{name}/{key}": a for name in names for key, a in self._ledgers[name].arrays().items()}
+        stream = BytesIO()
+        cache_file.pack(stream, header, arrays)
+        return stream.getvalue()
+
+    def merge_bytes(self, data: bytes) -> None:
+        """Merges what `to_bytes` of another process gave.
+
+        The contents after merging a set of caches do not depend on the order of the merges, and merging something twice
+        changes nothing. Of entries that do not fit, the newest are kept. What running texts teach meanwhile may be
+        lost, so the time to call this is between texts.
+
+        Raises:
+            BadParameter: it is something else, damaged, or belongs to another vocabulary. The sections that were merged
+                before a damaged one stay merged.
+        """
+        if len(data) > cache_file.MAX_BYTES:
+            raise cache_file.too_large(RECEIVED, len(data), RESEND)
+        with cache_file.unpacked(data, RECEIVED, RESEND) as (header, array):
+            if header.get("magic") != EXCHANGED or header.get("format") != EXCHANGE_FORMAT:
+                raise ValueError("its header is not that of an exchanged drafter cache")
+            tokenizer, vocab_size = header["tokenizer"], header["vocab_size"]
+            if not isinstance(tokenizer, str) or type(vocab_size) is not int or vocab_size < 1:
+                raise ValueError("its header is not valid")
+            keys = Ledger(0).arrays()
+            received = {str(n): Ledger.of({k: array(f"{n}/{k}") for k in keys}) for n in header["sections"]}
+        with self._lock:
+            self._adopt(RECEIVED, tokenizer, vocab_size)
+            for name, ledger in received.items():
+                self._receive(name, ledger)
+
+    def _receive(self, name: str, received: Ledger) -> None:
+        section = self.sections.get(name)
+        if section is not None:
+            self._learn(name, section)
+        known = self._ledgers.get(name)
+        joined = received if known is None else known.join(received)
+        if joined == known:
+            return
+        if section is not None and section.exchanged:
+            self._replace(name, section, joined)
+        self._ledgers[name] = joined
+
+    def _learn(self, name: str, section: Section) -> None:
+        """Brings the ledger of a section up to date."""
+        if section.exchanged:
+            ledger = self._ledgers.setdefault(name, Ledger(section.exchanged))
+            ledger.learn(section.entries_of(section.arrays()))
+
+    def _replace(self, name: str, section: Section, ledger: Ledger) -> None:
+        try:
+            arrays = section.arrays_of(ledger.listed())
+            self._check_tokens(section, arrays)
+            section.replace(arrays)
+        except ValueError as error:
+            raise BadParameter(
+                f"{RECEIVED} is damaged in its section {name!r} ({cache_file.summary(error)}); {RESEND}"
             ) from error
 
     def snapshot(self) -> dict[str, tuple[int, Arrays]]:

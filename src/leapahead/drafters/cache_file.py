@@ -16,7 +16,7 @@ import os
 import secrets
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,7 +24,7 @@ from io import BytesIO
 from math import prod
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,8 @@ try:
 except ModuleNotFoundError:  # Windows
     fcntl = None
 
-Arrays = Mapping[str, npt.NDArray[Any]]
+Array = npt.NDArray[Any]
+Arrays = Mapping[str, Array]
 
 MAGIC, FORMAT = "leapahead memory", 1
 MAX_BYTES = 256_000_000  # of a file, and of its arrays
@@ -94,18 +95,51 @@ def read(file: Path, unless: str | None = None) -> Contents | None:
     except OSError as error:
         raise BadParameter(f"the drafter cache {file} cannot be read ({summary(error)}); name another file") from error
     if size > MAX_BYTES:
-        raise _too_large(str(file), size)
+        raise too_large(str(file), size)
+    with unpacked(data, str(file), REMEDY) as (header, array):
+        return _contents(file, header, array, unless)
+
+
+@contextmanager
+def unpacked(data: bytes, name: str, remedy: str) -> Iterator[tuple[dict[str, Any], Callable[[str], Array]]]:
+    """The header and the arrays by name of what `pack` wrote. What is raised inside is an error of the data.
+
+    Args:
+        name: of the data, for errors.
+        remedy: for errors.
+
+    Raises:
+        BadParameter: it is something else, damaged, or too large.
+    """
     try:
         with zipfile.ZipFile(BytesIO(data)) as archive:
             if (total := sum(member.file_size for member in archive.infolist())) > MAX_BYTES:
-                raise _too_large(str(file), total)
-            return _contents(file, archive, unless)
+                raise too_large(name, total, remedy)
+            header = json.loads(_array(archive.read("header.npy")).tobytes())
+            if not isinstance(header, dict):
+                raise ValueError("its header is not that of a drafter cache")
+            yield header, lambda member: _array(archive.read(f"{member}.npy"))
     except BadParameter:
         raise
-    except Exception as error:  # a damaged file may raise anything in zipfile, json and the arrays' headers
+    except Exception as error:  # damaged data may raise anything in zipfile, json and the arrays' headers
         raise BadParameter(
-            f"{file} is not a drafter cache of leapahead, or it is damaged ({summary(error)}); {REMEDY}"
+            f"{name} is not a drafter cache of leapahead, or it is damaged ({summary(error)}); {remedy}"
         ) from error
+
+
+def pack(stream: IO[bytes], header: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
+    """Writes a header, which JSON can hold, and arrays of numbers. What is equal is written as equal bytes.
+
+    Raises:
+        BadParameter: the arrays are too large together.
+    """
+    members = {"header": np.frombuffer(json.dumps(header).encode(), dtype=np.uint8), **arrays}
+    if (size := sum(array.nbytes + 256 for array in members.values())) > MAX_BYTES:
+        raise too_large("this drafter cache", size)
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
+        for key, array in members.items():
+            with archive.open(zipfile.ZipInfo(f"{key}.npy"), "w") as member:  # without the time of day
+                np.lib.format.write_array(member, array, allow_pickle=False)
 
 
 def write(file: Path, tokenizer: str, vocab_size: int, sections: Mapping[str, tuple[int, Arrays]]) -> str:
@@ -132,18 +166,11 @@ def write(file: Path, tokenizer: str, vocab_size: int, sections: Mapping[str, tu
         "vocab_size": vocab_size,
         "parts": {name: {"layout": layout, "arrays": list(arrays)} for name, (layout, arrays) in sections.items()},
     }
-    members: dict[str, npt.NDArray[Any]] = {"header": np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)}
-    for name, (_, arrays) in sections.items():
-        members.update({f"{name}/{key}": np.asarray(array) for key, array in arrays.items()})
-    if (size := sum(array.nbytes + 256 for array in members.values())) > MAX_BYTES:
-        raise _too_large("this drafter cache", size)
+    members = {f"{name}/{key}": np.asarray(a) for name, (_, arrays) in sections.items() for key, a in arrays.items()}
     handle, temporary = tempfile.mkstemp(prefix=f".{file.name}.", suffix=".part", dir=file.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
-            with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
-                for key, array in members.items():
-                    with archive.open(f"{key}.npy", "w") as member:
-                        np.lib.format.write_array(member, array, allow_pickle=False)
+            pack(stream, header, members)
             stream.flush()
             os.fsync(stream.fileno())
         if file.exists():
@@ -199,9 +226,10 @@ def not_written(file: Path, error: OSError) -> BadParameter:
     return BadParameter(f"the drafter cache cannot be written to {file} ({summary(error)}); {remedy}")
 
 
-def _contents(file: Path, archive: zipfile.ZipFile, unless: str | None) -> Contents | None:
-    header = json.loads(_array(archive.read("header.npy")).tobytes())
-    if not isinstance(header, dict) or header.get("magic") != MAGIC:
+def _contents(
+    file: Path, header: Mapping[str, Any], array: Callable[[str], Array], unless: str | None
+) -> Contents | None:
+    if header.get("magic") != MAGIC:
         raise ValueError("its header is not that of a drafter cache")
     if header["format"] != FORMAT:
         raise BadParameter(
@@ -217,12 +245,12 @@ def _contents(file: Path, archive: zipfile.ZipFile, unless: str | None) -> Conte
     for name, described in header["parts"].items():
         if type(described["layout"]) is not int:
             raise ValueError("its header is not valid")
-        arrays = {key: _array(archive.read(f"{name}/{key}.npy")) for key in described["arrays"]}
+        arrays = {key: array(f"{name}/{key}") for key in described["arrays"]}
         sections[str(name)] = SavedSection(file, described["layout"], arrays)
     return Contents(file, save, tokenizer, vocab_size, sections)
 
 
-def _array(data: bytes) -> npt.NDArray[Any]:
+def _array(data: bytes) -> Array:
     """The array of an .npy file, read-only.
 
     Raises:
@@ -240,9 +268,10 @@ def _array(data: bytes) -> npt.NDArray[Any]:
     return flat.reshape(shape, order="F" if fortran_order else "C")
 
 
-def _too_large(what: str, size: int) -> BadParameter:
+def too_large(what: str, size: int, remedy: str = REMEDY) -> BadParameter:
+    """The error of a drafter cache that exceeds `MAX_BYTES`."""
     return BadParameter(
-        f"{what} takes {size / 1e6:.0f} MB and a drafter cache takes at most {MAX_BYTES / 1e6:.0f} MB; {REMEDY}"
+        f"{what} takes {size / 1e6:.0f} MB and a drafter cache takes at most {MAX_BYTES / 1e6:.0f} MB; {remedy}"
     )
 
 

@@ -3,6 +3,10 @@
 A state has one matcher, which goes back to the common prefix and forward again when it is asked for another prefix:
 going back and reading a token takes about half a microsecond, and a copy of the matcher would forget what it has
 computed. Nothing depends on the order of the questions.
+
+Versions 1.5.1 to 1.9.1 of llguidance, at least, need a precaution. A matcher keeps the last mask under the number of
+rows of its parse and the state of its lexer, and gives it again where both are the same. After it went back and read
+another text, rows of the same number are different ones, and the mask is wrong. See `State._refresh`.
 """
 
 from __future__ import annotations
@@ -162,6 +166,8 @@ class State:
         self._matcher = compiled.matcher()
         self._read: list[int] = []  # the tokens that the matcher has read
         self._same = 0  # how many of them, from the first on, are known to be committed
+        self._masked = -1  # how many of them there were when the last mask was computed; -1 if the matcher keeps none
+        self._intact = 0  # how many of those the matcher has not gone back behind since then
         self._length = -1  # of the committed tokens to which the masks belong
         self._masks: dict[tuple[int, ...], npt.NDArray[np.uint32]] = {}  # after the paths that were asked about
 
@@ -196,14 +202,28 @@ class State:
             self._length, self._masks = length, {}
         key = tuple(path)
         if key not in self._masks:
-            if not self._move(length, path):
+            if not self._move(length, path, for_mask=True):
                 return None
-            bits = np.zeros((self._compiled.tokens.vocab_size + 31) // 32, dtype=np.uint32)
-            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            bits = self._mask()
             if self._failed():
                 return None
             self._masks[key] = bits
         return self._masks[key]
+
+    def _mask(self) -> npt.NDArray[np.uint32]:
+        """The mask where the matcher is, a bit for each token."""
+        bits = np.zeros((self._compiled.tokens.vocab_size + 31) // 32, dtype=np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._masked = self._intact = len(self._read)
+        return bits
+
+    def _refresh(self) -> None:
+        """Makes the matcher forget a mask of a text that it went back behind: by one of the text that it still has."""
+        if self._matcher.is_stopped() or self._matcher.compute_ff_bytes():  # a mask of this place would not be kept
+            self._matcher, self._masked = self._compiled.matcher(), -1
+            self._matcher.try_consume_tokens(self._read)
+        else:
+            self._mask()
 
     def admitted(self, length: int, path: Sequence[int]) -> int:
         self._move(length, path)
@@ -218,23 +238,28 @@ class State:
     def ended(self, length: int, path: Sequence[int]) -> bool:
         return self._move(length, path) and self._matcher.is_stopped() and self._matcher.is_accepting()
 
-    def _move(self, length: int, path: Sequence[int]) -> bool:
-        """Moves the matcher behind a prefix, as far as the grammar allows it; whether it is there."""
+    def _move(self, length: int, path: Sequence[int], for_mask: bool = False) -> bool:
+        """Moves the matcher behind a prefix, as far as the grammar allows it; whether it is there.
+
+        Args:
+            for_mask: whether a mask is to be computed there.
+        """
         committed, read, goal = self._committed, self._read, length - self._start
         same = min(self._same, goal, len(read))
         while same < min(goal, len(read)) and read[same] == committed[self._start + same]:
             same += 1
         self._same = at = same
-        if same == goal:
-            drafted = list(path)
-            while at < len(read) and at - goal < len(drafted) and read[at] == drafted[at - goal]:
-                at += 1
-            rest = drafted[at - goal :]
-        else:
-            rest = [*committed[self._start + same : length], *path]
+        while same == goal and at < len(read) and at - goal < len(path) and read[at] == path[at - goal]:
+            at += 1
+        if for_mask and self._masked > self._intact:
+            at = min(at, self._intact)
+        rest = list(path[at - goal :]) if at >= goal else [*committed[self._start + at : length], *path]
         if at < len(read):
             self._matcher.rollback(len(read) - at)
             del read[at:]
+            self._intact = min(self._intact, at)
+        if for_mask and self._masked > self._intact:
+            self._refresh()
         known, eos = self._compiled.tokens.vocab_size, self._compiled.eos
         end = next((index for index, token in enumerate(rest) if token in eos or token >= known), len(rest))
         done = self._matcher.try_consume_tokens(rest[:end]) if end else 0
@@ -250,4 +275,5 @@ class State:
         kind, error = self._compiled.grammar.kind, _sentence(self._matcher.get_error())
         self.problem = f"the {kind} became too complex to follow ({error}); simplify it"
         self._matcher, self._read, self._same = self._compiled.matcher(), [], 0
+        self._masked, self._intact = -1, 0
         return True

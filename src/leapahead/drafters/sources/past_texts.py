@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
-from leapahead.drafters.cache import Arrays, Section
+from leapahead.drafters.cache import Arrays, Entry, Section
 from leapahead.drafters.sources.suffix_automaton import new_automaton
 
 CAPACITY = 200_000  # tokens
@@ -49,6 +49,7 @@ class PastTexts(Section):
     """
 
     token_arrays: ClassVar[tuple[str, ...]] = ("tokens",)
+    exchanged: ClassVar[int] = 4 * CAPACITY
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         if capacity < 4:
@@ -99,16 +100,39 @@ class PastTexts(Section):
         """Merges other texts as if they had come before its own; the oldest of all are dropped."""
         others = _checked(arrays)
         with self._lock:
-            newest_first = {text[-self.max_length :].tobytes(): None for text in reversed(others + self._texts())}
-            texts = [array("i", text) for text in reversed(newest_first)]
-            first, room = len(texts), self.capacity
-            while first and (room := room - len(texts[first - 1])) >= 0:
-                first -= 1
-            volumes = Volume(), Volume()
-            for text in texts[first:]:
-                volumes = self._with(volumes, text)
-            self.volumes = volumes
-            self.version += 1
+            self._hold(others + self._texts())
+
+    def replace(self, arrays: Arrays) -> None:
+        texts = _checked(arrays)
+        with self._lock:
+            self._hold(texts)
+
+    def _hold(self, texts: Sequence[array[int]]) -> None:
+        """Holds the newest of these texts, given oldest first, that fit."""
+        newest_first = {text[-self.max_length :].tobytes(): None for text in reversed(texts)}
+        texts = [array("i", text) for text in reversed(newest_first)]
+        first, room = len(texts), self.capacity
+        while first and (room := room - len(texts[first - 1])) >= 0:
+            first -= 1
+        volumes = Volume(), Volume()
+        for text in texts[first:]:
+            volumes = self._with(volumes, text)
+        self.volumes = volumes
+        self.version += 1
+
+    @staticmethod
+    def entries_of(arrays: Arrays) -> list[Entry]:
+        """A key is a text, int32 ids as bytes; values are empty."""
+        return [(text.tobytes(), b"") for text in _checked(arrays)]
+
+    @staticmethod
+    def arrays_of(entries: Sequence[Entry]) -> dict[str, npt.NDArray[Any]]:
+        if any(len(key) % 4 or value for key, value in entries):
+            raise ValueError("a past text consists of 4 bytes a token, and has no value")
+        return {
+            "tokens": np.frombuffer(b"".join(key for key, _ in entries), dtype=np.int32),
+            "lengths": np.array([len(key) // 4 for key, _ in entries], dtype=np.int64),
+        }
 
     def figures(self) -> dict[str, Any]:
         volumes = self.volumes

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from leapahead import native
 from leapahead.core.errors import BadParameter
-from leapahead.drafters.cache import Arrays, Section
+from leapahead.drafters.cache import Arrays, Entry, Section
 from leapahead.models.base import CHAIN, TOP_K, Capture
 from leapahead.models.choices import PromptRows
 from leapahead.planner.draft import SequenceView, Step
@@ -45,6 +45,7 @@ class Adjacency(Section):
     """
 
     token_arrays: ClassVar[tuple[str, ...]] = ("tokens", "following")
+    exchanged: ClassVar[int] = 8 * CAPACITY
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.capacity = capacity
@@ -89,6 +90,38 @@ class Adjacency(Section):
             "following": np.concatenate([np.zeros(0, np.int32), *(following for following, _ in top_k)]),
             "logp": np.concatenate([np.zeros(0, np.float32), *(logp for _, logp in top_k)]),
         }
+
+    @staticmethod
+    def entries_of(arrays: Arrays) -> list[Entry]:
+        """A key is `before` and the token, int32; a value is the row of `following`, then that of `logp`."""
+        pairs = np.stack([arrays["before"], arrays["tokens"]], axis=1).astype(np.int32).tobytes()
+        following, logp = arrays["following"].tobytes(), arrays["logp"].tobytes()
+        ends = (4 * np.cumsum(arrays["counts"])).tolist()
+        return [
+            (pairs[8 * row : 8 * row + 8], following[first:end] + logp[first:end])
+            for row, (first, end) in enumerate(zip([0, *ends], ends, strict=False))
+        ]
+
+    @staticmethod
+    def arrays_of(entries: Sequence[Entry]) -> dict[str, npt.NDArray[Any]]:
+        if any(len(key) != 8 or len(value) % 8 or not value for key, value in entries):
+            raise ValueError("a context of an adjacency has 8 bytes, and as many for each of its top-k tokens")
+        pairs = np.frombuffer(b"".join(key for key, _ in entries), dtype=np.int32)
+        halves = [(value[: len(value) // 2], value[len(value) // 2 :]) for _, value in entries]
+        return {
+            "before": pairs[::2],
+            "tokens": pairs[1::2],
+            "counts": np.array([len(value) // 8 for _, value in entries], dtype=np.int32),
+            "following": np.frombuffer(b"".join(following for following, _ in halves), dtype=np.int32),
+            "logp": np.frombuffer(b"".join(logp for _, logp in halves), dtype=np.float32),
+        }
+
+    def replace(self, arrays: Arrays) -> None:
+        """See `Section.replace`. Texts that are being decoded go on with what was held before."""
+        new = Adjacency(self.capacity)
+        new.merge(arrays)
+        with self._lock:
+            self.compiled, self._top_k = new.compiled, new._top_k
 
     def merge(self, arrays: Arrays) -> None:
         if missing := [name for name in ARRAYS if name not in arrays]:
