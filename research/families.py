@@ -1,6 +1,7 @@
 """`python -m research families`: what each family of models gets on each engine, and why not more.
 
-The tests have a tiny random model of every family (`tests/architectures.py`, `tests/gguf_architectures.py`). Each is
+The tests have a tiny random model of every family (`tests/architectures.py`, `tests/seq2seq.py`,
+`tests/gguf_architectures.py`). Each is
 loaded, and the capabilities that its target finds are written, for the table in docs/guide/models.md.
 """
 
@@ -18,6 +19,7 @@ import click
 
 from leapahead.cli.command import Command
 from leapahead.models.base import CHAIN, REASONS, TREE, Target
+from leapahead.models.transformers.encoder_decoder import new_target
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.pretrained import quiet
 
@@ -45,7 +47,7 @@ def main(tests: Path, out: Path) -> None:
     """
     sys.path.insert(0, str(tests))
     with quiet():
-        rows = [*transformers_rows(), *gguf_rows()]
+        rows = [*transformers_rows(), *encoder_decoder_rows(), *gguf_rows()]
     lines = ",\n".join(json.dumps(row) for row in rows)
     versions = json.dumps({name: version(name) for name in ("transformers", "llama-cpp-python")})
     out.write_text(f'{{"versions": {versions},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
@@ -61,6 +63,14 @@ def transformers_rows() -> Iterator[dict[str, str]]:
         if mode == "plain" and (alone := mode_of(TransformersTarget(each.build(), exclusive=True))) != mode:
             why += f"; {alone} where leapahead loads the model itself"
         yield {"engine": "Transformers", "family": each.name, "mode": mode, "why": why}
+
+
+def encoder_decoder_rows() -> Iterator[dict[str, str]]:
+    """Of the encoder-decoder models of Transformers."""
+    models = import_module("seq2seq")
+    for name in models.MODELS:
+        mode = mode_of(new_target(models.build(name)))
+        yield {"engine": "Transformers, encoder-decoder", "family": name, "mode": mode, "why": WHY[mode]}
 
 
 def _why(target: Any, mode: str) -> str:

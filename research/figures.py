@@ -94,7 +94,7 @@ def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit:
                 found["conditions"][part] = (
                     f"bundled model and heads of `make train-heads`, float32, {tasks.in_words(prompts)}, up to 128 new "
                     "tokens, stopping at EOS, seed 1, at most 16 nodes, and beside them at most 32 rows of probes; "
-                    f"{_machine()}."
+                    f"{machine_in_words()}."
                 )
                 out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             else:
@@ -123,7 +123,7 @@ def _measured(
     part: str, llm: LLM, data: Path, out: Path, limit: int, check_limit: int, console: Console
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The figures of a part and their conditions."""
-    machine = _machine()
+    machine = machine_in_words()
     if part == "check":
         prompts = _texts(data, check_limit)
         conditions = {
@@ -179,7 +179,7 @@ def _measured(
     return {"example": _printed(readme)}, {}
 
 
-def _machine() -> str:
+def machine_in_words() -> str:
     return (
         f"{processor()}, {torch.get_num_threads()} of them used; leapahead {__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}"

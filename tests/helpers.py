@@ -159,8 +159,9 @@ def assert_same_text(target: Target, drafter: AnyDrafter, prompt: Sequence[int] 
 
 
 def full_text(target: Target, prompt: Sequence[int] = PROMPT, **options: Any) -> list[int]:
-    """Plain decoding's tokens with the prompt before them: what an oracle must know."""
-    return [*prompt, *run(target, None, prompt, **options).tokens]
+    """Plain decoding's tokens with those before them that the text begins with: what an oracle must know."""
+    begin = prompt if target.info.decoder is None else target.info.decoder.start
+    return [*begin, *run(target, None, prompt, **options).tokens]
 
 
 # ------------------------------------------------------------------------------------------------------ drafters

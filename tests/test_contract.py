@@ -55,6 +55,11 @@ class Case:
     length: int = 26  # of a text
     together: int = 100  # sequences that there is room for
 
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The tokens that its text begins with: the prompt, or those that a decoder starts with."""
+        return self.prompt if self.target.info.decoder is None else self.target.info.decoder.start
+
 
 def letters(token: int) -> str:
     return "abcdefghijklmnopqrstuvwxyz"[token % 26] * (1 + token % 2)
@@ -120,6 +125,19 @@ def transformers() -> Case:
     return Case(TransformersTarget(model, name="random llama"), (3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), letters, length=20)
 
 
+@cache
+def encoder_decoder(seed: int = 1) -> Case:
+    """A random T5 in float64, whose texts begin with a start token."""
+    import seq2seq
+    import torch
+
+    from leapahead.models.transformers.encoder_decoder import new_target
+
+    with torch.random.fork_rng(devices=[]):
+        target = new_target(seq2seq.build("mt5", torch.float64, seed=seed), name="random T5")
+    return Case(target, (33, 31, 34, 31, 35, 39, 32), letters, length=20)
+
+
 FAST: dict[str, Callable[[], Case]] = {
     "toy": toy([3, 1, 4, 1, 5, 9, 2, 6], vocab_size=12, order=2, sharpness=2.0),
     "three leaves": toy([3, 1, 3, 1, 3], vocab_size=6, order=2, max_leaves=3),
@@ -134,6 +152,7 @@ SLOW: dict[str, Callable[[], Case]] = {
     "tiny": toy([1, 0, 2], vocab_size=3, order=4, sharpness=1.0),
     "one leaf": toy([3, 1, 3, 1, 3], vocab_size=6, order=2, max_leaves=1),
     "openvino": openvino,
+    "encoder-decoder": encoder_decoder,
     "llama.cpp, few sequence ids": lambda: llama_cpp(together=20, n_seq_max=30),
 }
 CASES = {**FAST, **SLOW}
@@ -217,7 +236,7 @@ def plain_run(case: Case, params: SamplingParams, stop: StopParams) -> tuple[lis
 def plain_text(case: Case, params: SamplingParams, length: int | None = None) -> list[int]:
     """The prompt and plain decoding's tokens."""
     stop = StopParams(max_new_tokens=length or case.length)
-    return [*case.prompt, *plain_run(case, params, stop)[0]]
+    return [*case.begin, *plain_run(case, params, stop)[0]]
 
 
 def assert_plain_text(case: Case, drafter: AnyDrafter, params: SamplingParams, stop: StopParams, **given: Any) -> Run:
@@ -277,6 +296,8 @@ class Maker:
         return self.case.target if isinstance(self.case.target, ToyTarget) else self.poor()
 
     def poor(self) -> Target:
+        if self.case.target.info.decoder is not None:
+            return encoder_decoder(seed=2).target
         return ToyTarget(vocab_size=self.case.target.info.vocab_size, order=1, seed=9)
 
     def store(self) -> Path:
@@ -294,7 +315,7 @@ class Maker:
         name, options = REGISTERED.get(self.name, ("", {}))
         if name != "prediction" and "prediction" not in options.get("sources", ""):
             return {}
-        text = plain_text(self.case, params)[len(self.case.prompt) :]
+        text = plain_text(self.case, params)[len(self.case.begin) :]
         return {"prediction": [0 if at % 9 == 4 else token for at, token in enumerate(text) if at % 8 != 7]}
 
 
@@ -308,7 +329,7 @@ def make(request: pytest.FixtureRequest, case: Case, folder: Path) -> Maker:
 
 def ways_to_stop(case: Case, params: SamplingParams) -> dict[str, StopParams]:
     """In the middle of the text by a token or a string, and by length."""
-    text = plain_text(case, params)[len(case.prompt) :]
+    text = plain_text(case, params)[len(case.begin) :]
     middle = text[len(text) // 2]
     string = "".join(case.text(token) for token in text[8:12])[1:]
     return {

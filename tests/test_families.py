@@ -8,6 +8,7 @@ from pathlib import Path
 
 import architectures
 import pytest
+import seq2seq
 from click.testing import CliRunner
 
 from research.cli import main
@@ -20,6 +21,11 @@ EXPECTED = {"tree": "trees", "chain": "chains", "replay": "chains with replay", 
 def test_the_table_names_all_families_of_transformers() -> None:
     written = {row["family"]: row["mode"] for row in ROWS if row["engine"] == "Transformers"}
     assert written == {each.name: EXPECTED[each.expect] for each in architectures.ARCHITECTURES}
+
+
+def test_the_table_names_all_encoder_decoder_models() -> None:
+    written = {row["family"]: row["mode"] for row in ROWS if row["engine"] == "Transformers, encoder-decoder"}
+    assert written == {name: "chains" if name in ("umt5", "m2m") else "trees" for name in seq2seq.MODELS}
 
 
 def test_the_table_names_all_architectures_of_gguf_files() -> None:
@@ -45,7 +51,8 @@ def test_the_command_writes_what_the_targets_find(tmp_path: Path, monkeypatch: p
     import gguf_architectures
 
     monkeypatch.setattr(sys, "path", [*sys.path])
-    some = ("llama", "bloom", "lfm2", "mamba", "recurrent_gemma", "deepseek_v32", "nemotron_h")
+    monkeypatch.setattr(seq2seq, "MODELS", {"mbart": seq2seq.MODELS["mbart"]})
+    some = ("mbart", "llama", "bloom", "lfm2", "mamba", "recurrent_gemma", "deepseek_v32", "nemotron_h")
     for module in (architectures, gguf_architectures):
         monkeypatch.setattr(module, "ARCHITECTURES", [each for each in module.ARCHITECTURES if each.name in some])
     out = tmp_path / "families.json"

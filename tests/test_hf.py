@@ -35,8 +35,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     SynthIDTextWatermarkingConfig,
-    T5Config,
-    T5ForConditionalGeneration,
     TextIteratorStreamer,
     TextStreamer,
     WatermarkingConfig,
@@ -717,10 +715,6 @@ def test_inputs_that_are_refused(llama: Any) -> None:
 
 
 def test_models_and_arguments_that_are_refused(llama: Any) -> None:
-    shape = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": VOCAB}
-    t5 = T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0)).eval()
-    with pytest.raises(Refused, match="encoder-decoder"):
-        ours(t5, SINGLE)
     with pytest.raises(BadParameter, match="Linear is not a Transformers model"):
         run(torch.nn.Linear(2, 2), SINGLE)
     with pytest.raises(BadParameter, match="LlamaModel cannot generate"):

@@ -23,7 +23,8 @@ from scipy import stats as scipy_stats
 
 from leapahead.core.errors import BadLogits, BadParameter
 from leapahead.core.noise import GumbelNoise
-from leapahead.core.sampling import LEAST_TEMPERATURE, UNSETTLED, PrefixFree, Sampler, SamplingParams, checked
+from leapahead.core.processors import PrefixFree
+from leapahead.core.sampling import LEAST_TEMPERATURE, UNSETTLED, Sampler, SamplingParams, checked
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, IntArray, TokenTree
 from leapahead.core.verify import verify

@@ -343,7 +343,7 @@ def families_table(root: Path) -> str:
     for row in data["rows"]:
         key = (row["engine"], MODES.index(row["mode"]), row["why"])
         together.setdefault(key, []).append(f"`{row['family']}`")
-    order = sorted(together, key=lambda key: (key[0] != "Transformers", *key))
+    order = sorted(together, key=lambda key: (not key[0].startswith("Transformers"), *key))
     rows = [[engine, MODES[mode], ", ".join(together[engine, mode, why]), why] for engine, mode, why in order]
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     return table("engine | drafts | families | why not more", rows) + f"\n\nVersions: {versions}."
@@ -355,6 +355,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "acceptance": acceptance_table,
     **{part: partial(lengths_table, part=part) for part in ("rules", "heads", "distilled")},
     "cllm": lambda root: trained.tuned_table(root, table),
+    "repair": lambda root: trained.repair_table(root, table),
     "relaxed": relaxed_table,
     "head-kinds": partial(lengths_table, part="head-kinds"),
     "check": check_table,

@@ -1,4 +1,4 @@
-"""The generated block of the bundled model that is tuned for Jacobi decoding."""
+"""The generated blocks of the bundled model that is tuned for Jacobi decoding, and of the one that repairs code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 Table = Callable[..., str]
+
+
+def repair_table(root: Path, table: Table) -> str:
+    """Acceptance lengths of an encoder-decoder model, from docs/encoder-decoder.json."""
+    data = json.loads((root / "docs/encoder-decoder.json").read_text(encoding="utf-8"))
+    found = {(row["name"], row["temperature"]): row for row in data["rows"]}
+    temperatures = sorted({temperature for _, temperature in found})
+    rows = []
+    for name in dict.fromkeys(row["name"] for row in data["rows"]):
+        some = [found[name, temperature] for temperature in temperatures]
+        lengths = [f"{row['acceptance_length']:.2f}" for row in some]
+        rows.append([name, *lengths, *(f"{row['nodes_per_step']:.0f}" for row in some)])
+    distinct = [f"{found['plain', temperature]['distinct_4']:.2f}" for temperature in temperatures]
+    rows.append(["share of distinct 4-grams", *distinct, *[""] * len(temperatures)])
+    measures = ("acceptance length", "nodes per step")
+    each = [f"{measure}, T = {temperature:g}" for measure in measures for temperature in temperatures]
+    return table(" | ".join(["drafter", *each]), rows) + f"\n\nConditions: {data['conditions']}"
 
 
 def tuned_table(root: Path, table: Table) -> str:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -138,7 +138,7 @@ class Checkpoint:
     def save(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], state: State) -> None:
         """Write all three files, each under a temporary name first."""
         parts: list[tuple[Path, Callable[[Path], Any]]] = [
-            (self.weights, lambda path: save_file(model.state_dict(), path)),
+            (self.weights, lambda path: save_model(model, str(path))),
             (self.optimizers, lambda path: torch.save([opt.state_dict() for opt in optimizers], path)),
             (self.state, lambda path: path.write_text(json.dumps(asdict(state)))),
         ]
@@ -149,7 +149,7 @@ class Checkpoint:
 
     def load(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> State:
         """Fill ``model`` and ``optimizers`` and return the state."""
-        model.load_state_dict(load_file(self.weights))
+        load_model(model, self.weights)
         for optimizer, saved in zip(optimizers, torch.load(self.optimizers, weights_only=True), strict=True):
             optimizer.load_state_dict(saved)
         return State(**json.loads(self.state.read_text()))

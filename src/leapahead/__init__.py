@@ -24,7 +24,8 @@ from leapahead.core.errors import (
     Refused,
     needing,
 )
-from leapahead.core.sampling import LogitsProcessor, PrefixFree, SamplingParams
+from leapahead.core.processors import LogitsProcessor, PrefixFree
+from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, Probes, TokenTree, TreeBuilder

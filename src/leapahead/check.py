@@ -11,7 +11,7 @@ target (`TargetInfo.exact`) there are no ties: every difference is a mismatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused
@@ -26,7 +26,8 @@ from leapahead.drafters.registry import DrafterClass
 from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
 from leapahead.inputs import Prompt, encode
-from leapahead.models.base import Target
+from leapahead.models.base import Target, TargetInfo
+from leapahead.models.decoder import AT_START, DecoderInput
 from leapahead.ties import Gap, measure
 
 MOST_MISMATCHES = 8  # of one prompt; what follows them is not compared
@@ -181,7 +182,7 @@ def check(
         raise BadParameter("there are no prompts to check; give at least one")
     if batch < 1:
         raise BadParameter(f"batch={batch} is not possible: it must be at least 1")
-    jobs = [_Job(index, encode(prompt, tokenizer, target.info), 0) for index, prompt in enumerate(prompts)]
+    jobs = [_Job(index, tuple(encode(prompt, tokenizer, target.info))) for index, prompt in enumerate(prompts)]
     engine = Engine(target, tokenizer=tokenizer, max_batch=batch)
     rows = _rows(engine, drafters, options or {}, sampling)
     stop = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
@@ -214,13 +215,19 @@ class _Job:
 
     Attributes:
         prompt: index of the prompt.
-        tokens: the prompt; or the prompt and the drafter's text up to and including a difference.
-        done: how many of `tokens` are new tokens.
+        tokens: the prompt.
+        text: the drafter's text up to and including a difference; empty before the first one.
     """
 
     prompt: int
-    tokens: list[int]
-    done: int
+    tokens: tuple[int, ...]
+    text: tuple[int, ...] = ()
+
+    def given(self, info: TargetInfo) -> tuple[list[int], DecoderInput]:
+        """What a target with this `info` is given to go on with the text."""
+        if info.decoder is None:
+            return [*self.tokens, *self.text], AT_START
+        return list(self.tokens), DecoderInput((*info.decoder.start, *self.text))
 
 
 class _Checker:
@@ -231,21 +238,20 @@ class _Checker:
         self._alone = Engine(engine.target, max_batch=1)
         self._plain = self._alone.drafter(Plain)
         self._progress, self._total, self._begun = progress, total, 0
-        self._references: dict[tuple[int, ...], list[int]] = {}  # drafters that differ at the same tie share the rest
+        self._references: dict[_Job, list[int]] = {}  # drafters that differ at the same tie share the rest
 
     def reference(self, job: _Job) -> list[int]:
         """Plain decoding's text."""
-        key = (job.done, *job.tokens)
-        if key not in self._references:
-            self._references[key] = self._texts(self._alone, [job], self._plain)[0][0]
-        return self._references[key]
+        if job not in self._references:
+            self._references[job] = self._texts(self._alone, [job], self._plain)[0][0]
+        return self._references[job]
 
     def compare(self, jobs: list[_Job], row: DrafterReport, drafter: Drafter) -> None:
         """Fills in the drafter's row."""
         while jobs:
             further = []
             for job, (tokens, stats) in zip(jobs, self._texts(self.engine, jobs, drafter), strict=True):
-                if job.done == 0:
+                if not job.text:
                     row.stats += stats
                 expected = self.reference(job)
                 at = next(
@@ -256,32 +262,38 @@ class _Checker:
                 if at == len(expected) == len(tokens):
                     continue
                 row.differences.append(self._judge(job, at, expected, tokens))
-                done = job.done + at + 1
+                done = len(job.text) + at + 1
                 ended = at >= len(tokens) or tokens[at] in self.stop.eos_token_ids or done >= self.stop.max_new_tokens
                 if not ended and sum(m.prompt == job.prompt for m in row.mismatches) < MOST_MISMATCHES:
-                    further.append(_Job(job.prompt, job.tokens + tokens[: at + 1], done))
+                    further.append(replace(job, text=(*job.text, *tokens[: at + 1])))
             jobs = further
 
     def _judge(self, job: _Job, at: int, expected: list[int], tokens: list[int]) -> Difference:
+        position = len(job.text) + at
         if at >= min(len(expected), len(tokens)):  # one text ended where the other, with the same tokens, did not
             pair = (expected[at] if at < len(expected) else None, tokens[at] if at < len(tokens) else None)
-            return Difference(job.prompt, job.done + at, *pair, float("inf"), 0.0, False)
+            return Difference(job.prompt, position, *pair, float("inf"), 0.0, False)
         pair = (expected[at], tokens[at])
         if self.engine.target.info.exact:  # nothing rounds differently, so there are no ties
-            return Difference(job.prompt, job.done + at, *pair, float("inf"), 0.0, False)
+            return Difference(job.prompt, position, *pair, float("inf"), 0.0, False)
         target, batch = self.engine.target, self.engine.max_batch
-        found: Gap = measure(target, job.tokens, expected[:at], pair, self.sampling, batch)
-        return Difference(job.prompt, job.done + at, *pair, gap=found.gap, noise=found.noise, tie=found.tie)
+        before, text = [*job.tokens, *job.text], expected[:at]
+        if target.info.decoder is not None:
+            before, text = list(job.tokens), [*job.text, *text]
+        found: Gap = measure(target, before, text, pair, self.sampling, batch)
+        return Difference(job.prompt, position, *pair, gap=found.gap, noise=found.noise, tie=found.tie)
 
     def _texts(self, engine: Engine, jobs: Sequence[_Job], drafter: Drafter) -> list[tuple[list[int], Stats]]:
         """Each job's new tokens and statistics."""
         handles = []
         for job in jobs:
-            left = StopParams(max_new_tokens=self.stop.max_new_tokens - job.done, eos_token_ids=self.stop.eos_token_ids)
-            handles.append(engine.submit(Request(job.tokens, drafter, sampling=self.sampling, stop=left)))
+            most = self.stop.max_new_tokens - len(job.text)
+            left = StopParams(max_new_tokens=most, eos_token_ids=self.stop.eos_token_ids)
+            prompt, begin = job.given(engine.target.info)
+            handles.append(engine.submit(Request(prompt, drafter, sampling=self.sampling, stop=left, begin=begin)))
         try:
             for job, handle in zip(jobs, handles, strict=True):
-                if job.done == 0:
+                if not job.text:
                     self._progress(drafter.name, self._begun, self._total)
                     self._begun += 1
                 engine.run([handle])

@@ -16,8 +16,9 @@ from leapahead.core.bias import LogitBias
 from leapahead.core.errors import BadParameter, ContextOverflow
 from leapahead.core.grammar import CompiledGrammar
 from leapahead.core.parameters import is_whole, number, whole
+from leapahead.core.processors import LogitsProcessor, PrefixFree
 from leapahead.core.relaxed import Relaxed
-from leapahead.core.sampling import LogitsProcessor, PrefixFree, SamplingParams
+from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams, check_lengths
 from leapahead.core.text import Tokenizer
 from leapahead.drafters.base import Drafter, SequenceDrafter

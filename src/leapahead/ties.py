@@ -32,6 +32,7 @@ from leapahead.core.sampling import Array, Sampler, SamplingParams
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.core.verify import Verdict
 from leapahead.models.base import CHAIN, TREE, KeepsPrefixes, Session, Target, read_prompt
+from leapahead.models.encoder_decoder import open_beside
 
 CHAINS = (1, 2, 3, 4, 8, 16, 32)
 REBUILT = (5, 16, 64, 256)
@@ -174,7 +175,7 @@ def _batch_ways(space: _Space, tokens: list[int], batch: int) -> Iterator[Array]
     target, others = space.target, list[Session]()
     try:
         for index in range(batch - 1):
-            others.append(target.open(tokens[: max(1, len(tokens) - 7 * index)], space.params))
+            others.append(open_beside(target, space.session, tokens[: max(1, len(tokens) - 7 * index)], space.params))
             read_prompt(target, others[-1])
         # Without chains, a session cannot step a second time over the same root.
         together = [space.session, *others] if CHAIN in target.info.capabilities else others
@@ -208,7 +209,7 @@ class _Space:
 
     def _opened(self, tokens: Sequence[int], reserve: int) -> Session:
         try:
-            return self.target.open(tokens, self.params, reserve=reserve)
+            return open_beside(self.target, self.session, tokens, self.params, reserve)
         except CacheFull:
             if self.alone:
                 raise
@@ -216,7 +217,7 @@ class _Space:
             self.session.close()
             if isinstance(self.target, KeepsPrefixes):
                 self.target.forget()  # its cache entries would be reused instead of computed again
-            return self.target.open(tokens, self.params, reserve=reserve)
+            return open_beside(self.target, self.session, tokens, self.params, reserve)
 
 
 def _rebuilt_ways(space: _Space, tokens: list[int]) -> Iterator[Array]:

@@ -24,9 +24,22 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.text import Tokenizer
 from leapahead.core.tree import IntArray, TokenTree
 from leapahead.drafters.token_table import MOST_K, NAME, TokenTable, writable_place
-from leapahead.models.base import CHAIN, TOP_K, TREE, Capture, IdentifiesWeights, KeepsPrefixes, Target, require
+from leapahead.models.base import (
+    CHAIN,
+    NOTHING,
+    TOP_K,
+    TREE,
+    Capture,
+    IdentifiesWeights,
+    KeepsPrefixes,
+    Session,
+    Target,
+    require,
+)
 from leapahead.models.base import read_prompt as read
 from leapahead.models.choices import FloatArray
+from leapahead.models.decoder import DecoderInput
+from leapahead.models.encoder_decoder import EncodesPrompts
 
 __all__ = ["NAME", "K", "TokenTable", "best_context", "build", "make", "size"]
 
@@ -144,7 +157,7 @@ def best_context(target: Target, tokenizer: Tokenizer | None) -> list[int]:
         return stop
     text = tokenizer.encode(SAMPLE)[: target.info.context_length - 1]
     with target.lock:
-        session = target.open(text, SamplingParams(), Capture(top_k=1))
+        session = _opened(target, text, Capture(top_k=1))
         try:
             rows = [(rows.tokens, rows.top_k(1)[0][:, 0]) for rows in read(target, session, chunk=len(text))]
         finally:
@@ -162,6 +175,15 @@ def _share(target: Target, context: Sequence[int], tokens: IntArray, chosen: Int
     return float((np.array(rows)[place] == chosen[:, None]).any(axis=1).mean())
 
 
+def _opened(target: Target, text: Sequence[int], capture: Capture = NOTHING) -> Session:
+    """A session with this text; that of an encoder-decoder model is written by its decoder, over its first token."""
+    if isinstance(target, EncodesPrompts):
+        start = target.info.decoder.start if target.info.decoder is not None else ()
+        begin = DecoderInput((*start, *map(int, text)))
+        return target.open_decoder(text[:1], SamplingParams(), begin, capture)
+    return target.open(text, SamplingParams(), capture)
+
+
 def _rows(target: Target, context: Sequence[int], wanted: Sequence[int], k: int) -> tuple[IntArray, FloatArray]:
     """By ONE forward, the k likeliest tokens after the first of the wanted tokens, and their logits: [tokens, k]."""
     with target.lock:
@@ -169,7 +191,7 @@ def _rows(target: Target, context: Sequence[int], wanted: Sequence[int], k: int)
 
 
 def _by_tree(target: Target, context: Sequence[int], wanted: Sequence[int], k: int) -> tuple[IntArray, FloatArray]:
-    session = target.open(context, SamplingParams())
+    session = _opened(target, context)
     try:
         read(target, session)
         some = wanted[: max(1, min(ROWS, target.max_leaves, target.max_nodes - 1))]
@@ -185,7 +207,7 @@ def _by_prompts(target: Target, context: Sequence[int], wanted: Sequence[int], k
     sessions = []
     try:
         for token in wanted[:PROMPTS]:
-            sessions.append(target.open([*context, token], SamplingParams()))
+            sessions.append(_opened(target, [*context, token]))
             read(target, sessions[-1])
         trees = [TokenTree.root(token) for token in wanted[: len(sessions)]]
         rows = [choices.top_k(k) for choices in target.step(sessions, trees, capture=Capture(top_k=k))]

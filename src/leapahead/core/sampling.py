@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from leapahead.core.grammar import CompiledGrammar, GrammarState
 from leapahead.core.noise import DeviceNoise, GumbelNoise
 from leapahead.core.parameters import is_whole, number, token_ids, whole
 from leapahead.core.penalties import Penalties
+from leapahead.core.processors import LogitsProcessor, PrefixFree
 from leapahead.core.tree import IntArray, TokenTree
 
 Array = Any  # a numpy array or a torch tensor: whatever the target's logits are
@@ -43,36 +44,13 @@ UNUSUAL_WORD = math.floor(2**32 * math.exp(-math.exp(-UNUSUAL)))  # the noise of
 UNSETTLED = -2  # in place of a choice that waits for `choose(..., settle=True)`
 
 
-class LogitsProcessor(Protocol):
-    """A user's change to the logits, with the calling convention of Transformers.
-
-    It must be a function of its arguments: it is called on drafted prefixes that may never be committed.
-    """
-
-    def __call__(self, prefixes: Array, logits: Array, /) -> Array:
-        """prefixes: int [rows, length]; logits: float [rows, vocab]; returns float [rows, vocab].
-
-        The arrays are of the target's kind: torch for Transformers, numpy elsewhere.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class PrefixFree:
-    """Marks a processor that does not read its prefixes, so that one call serves nodes of every depth."""
-
-    processor: LogitsProcessor
-
-    def __call__(self, prefixes: Array, logits: Array, /) -> Array:
-        return self.processor(prefixes, logits)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """What the target does with its logits. Applied in the order of the attributes, as in Transformers.
 
     Attributes:
         bad_words: token sequences that must not appear.
+        forced: pairs of a number of tokens, prompt included, and the ids of which one is chosen after so many.
         min_new_tokens: as long as there are fewer new tokens, the `eos_token_ids` are banned.
         eos_token_ids: see `min_new_tokens`.
         repetition_penalty: > 0; logits of tokens in the prompt or the output are divided by it where positive and
@@ -92,6 +70,7 @@ class SamplingParams:
     """
 
     bad_words: tuple[tuple[int, ...], ...] = ()
+    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
     min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
@@ -169,7 +148,12 @@ class Sampler:
         from_target: Callable[[Array], Array] = lambda logits: logits,
         on_device: bool = False,
     ) -> None:
-        for name, words in (("bad_words", params.bad_words), ("eos_token_ids", [params.eos_token_ids])):
+        forced = [tokens for _, tokens in params.forced]
+        for name, words in (
+            ("bad_words", params.bad_words),
+            ("forced", forced),
+            ("eos_token_ids", [params.eos_token_ids]),
+        ):
             for token in (token for word in words for token in word):
                 if not 0 <= token < vocab_size:
                     raise BadParameter(f"{name}: token {token} is outside the vocabulary of {vocab_size}")
@@ -190,7 +174,9 @@ class Sampler:
                 p.repetition_penalty, p.presence_penalty, p.frequency_penalty, tokens, vocab_size, to_array
             )
         # Without these, a row of scores does not depend on its prefix, and all rows are processed together.
-        self._plain_rows = not (self._penalties or p.bad_words or p.min_new_tokens or p.processors or p.grammar)
+        self._forced = dict(p.forced)
+        changes = p.bad_words or p.forced or p.min_new_tokens or p.processors or p.grammar
+        self._plain_rows = not (self._penalties or changes)
         self._filtered = 0 < p.top_k < vocab_size or p.top_p < 1 or p.min_p > 0
 
     def committed(self) -> None:
@@ -298,6 +284,10 @@ class Sampler:
             if self._penalties is not None:
                 self._penalties.apply(scores, paths, self.tokens[length : self._counted])
             scores = self._call_processors(scores, tree, nodes, length)
+            for row, path in enumerate(paths) if self._forced else ():
+                if (wanted := self._forced.get(length + len(path))) is not None:
+                    scores[row] = -math.inf
+                    scores[row, self._to_array(np.array(wanted))] = 0.0
             if self.grammar is not None:
                 allowed = np.stack([self.grammar.mask(length, path) for path in paths])
                 scores = array_namespace(scores).where(self._to_array(allowed), scores, -math.inf)

@@ -92,6 +92,20 @@ class DraftModel:
             )
         return cls(loaded.target, loaded.tokenizer, LatencyProfiles(info))
 
+    def check_kind(self, target: Target) -> None:
+        """Refuses a draft model that reads prompts in another way than the target.
+
+        Raises:
+            Refused: one of both is an encoder-decoder model and the other one is not.
+        """
+        mine, theirs = self.target.info, target.info
+        if (mine.decoder is None) != (theirs.decoder is None):
+            kinds = {True: "a decoder-only model", False: "an encoder-decoder model"}
+            raise Refused(
+                f"the draft model {mine.name} is {kinds[mine.decoder is None]} and {theirs.name} is "
+                f"{kinds[theirs.decoder is None]}; use a draft model of the same kind"
+            )
+
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Refuses a draft model whose tokenizer is not the target's.
 
@@ -141,6 +155,8 @@ class DraftModels:
             raise BadParameter(f"{' and '.join(exits)} would use the same part of the target's cache; give one of them")
         found = [self.get(draft, target) for draft in drafts]
         for model in found:
+            if target is not None:
+                model.check_kind(target)
             if tokenizer is not None:
                 model.check_tokenizer(tokenizer)
         return found
@@ -209,6 +225,11 @@ def made_of(target: Target | None, draft: str) -> DraftModel:
     what, _, value = draft.removeprefix(SELF).partition("=")
     with needing("a draft model made of the target", "transformers", "torch", "transformers"):
         from leapahead.models.transformers.model import TransformersTarget
+    if target is not None and target.info.decoder is not None:
+        raise Refused(
+            f"draft={draft!r} is not possible with {target.info.name}, which is an encoder-decoder model; give "
+            "a smaller one with the same tokenizer"
+        )
     if not isinstance(target, TransformersTarget):
         raise Refused(
             f"draft={draft!r} needs a model of Transformers; for a GGUF file give another quantisation of it, such as "

@@ -24,6 +24,8 @@ from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.core.verify import Verdict
 from leapahead.models.base import Cost, Session, SharesCache, Target
 from leapahead.models.choices import Choices
+from leapahead.models.decoder import DecoderInput
+from leapahead.models.encoder_decoder import opened
 from leapahead.planner.draft import Forward
 
 Path = tuple[int, ...]  # drafted tokens from below the last committed one
@@ -53,6 +55,7 @@ class DraftRunner:
         tokens: the committed tokens of the text, live.
         params: of the sampling, for callers that read processed probabilities.
         owner: see `Target.open`.
+        source: the encoder's input, where both models are encoder-decoder models.
 
     Attributes:
         failed: why the draft model cannot follow this text any more (its context is full, a token is outside its
@@ -61,10 +64,15 @@ class DraftRunner:
     """
 
     def __init__(
-        self, target: Target, tokens: Sequence[int], params: SamplingParams | None = None, owner: str = ""
+        self,
+        target: Target,
+        tokens: Sequence[int],
+        params: SamplingParams | None = None,
+        owner: str = "",
+        source: Sequence[int] = (),
     ) -> None:
         self.target, self.tokens, self.params, self.owner = target, tokens, params or SamplingParams(), owner
-        self.failed = ""
+        self.source, self.failed = source, ""
         self.forwards, self.seconds = 0, 0.0
         self._session: Session | None = None
         self._tree: TreeBuilder | None = None
@@ -108,7 +116,9 @@ class DraftRunner:
         try:
             with self.target.lock:
                 if self._session is None:
-                    self._session = self.target.open(list(self.tokens), self.params, owner=self.owner)
+                    begin = DecoderInput(tuple(self.tokens))
+                    prompt = self.source if self.target.info.decoder is not None else list(self.tokens)
+                    self._session = opened(self.target, prompt, self.params, begin, owner=self.owner)
                 if self._session.unread:
                     self.target.prefill(self._session, CHUNK)
         except LeapaheadError as error:

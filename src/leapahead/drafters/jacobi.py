@@ -4,6 +4,14 @@
 
 The fixed point is unique: it is the text of plain decoding. When sampling, the Gumbel noise of a position is fixed, so
 the same iteration converges to the text that the seed samples.
+
+    sliding   root | g g g g g g g         so many guesses in every step, wherever the text is; known successors first
+    pgj       done done | g g g | . . .    fixed blocks, one after another; a block begins with padding tokens
+    pj        done done | g g g g g g      one block for the whole text
+    hgj       done done | g g g | plain    fixed blocks up to a number of tokens, then one token a step
+
+The last three are those of the paper, as its authors' code has them, but for one thing: a position whose value is final
+is committed at once, so that the rows of a step become fewer while a block converges.
 """
 
 from __future__ import annotations
@@ -12,26 +20,37 @@ import random
 from collections import Counter
 from typing import Any, ClassVar
 
+from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import whole
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import SequenceDrafter
 from leapahead.models.base import CHAIN
 from leapahead.planner.draft import Proposal, SequenceView, Step
 
+SLIDING, PJ, PGJ, HGJ = VARIANTS = ("sliding", "pj", "pgj", "hgj")
+
 
 class Jacobi(SequenceDrafter):
     """Jacobi decoding: a block of guesses that the target corrects in parallel, step after step.
 
     Args:
-        block: guess exactly so many positions after the root in every step.
+        block: guess exactly so many positions after the root in every step; with fixed blocks, their length.
         seed: of the random prompt tokens that are the first guess where no better one is known.
+        variant: sliding, or as published (2305.10427): pj (the whole text at once), pgj (fixed blocks) or hgj (fixed
+            blocks up to `length`). These start from the first token of the text, which T5 and Marian pad with.
+        length: of hgj, the number of new tokens from which on nothing is guessed; 0 for as many as the encoder's input
+            has, and without an encoder for the whole text.
     """
 
     name: ClassVar[str] = "jacobi"
     needs: ClassVar[frozenset[str]] = frozenset({CHAIN})
 
-    def __init__(self, block: int = 8, seed: int = 0) -> None:
-        self.block = whole("block", block, 1)
+    def __init__(self, block: int = 8, seed: int = 0, variant: str = SLIDING, length: int = 0) -> None:
+        self.block, self.variant, self.length = whole("block", block, 1), variant, whole("length", length)
+        if variant not in VARIANTS:
+            raise BadParameter(f"there is no variant {variant!r} of jacobi; there are {', '.join(VARIANTS)}")
+        if length and variant != HGJ:
+            raise BadParameter(f"length={length} is for the variant hgj only; leave it out, or give variant='hgj'")
         self._random = random.Random(seed)
         self._guesses: list[int] = []  # for the positions after the root
         self._history: list[list[int]] = []  # for each guess: its values so far, oldest first
@@ -41,22 +60,38 @@ class Jacobi(SequenceDrafter):
         self._iterations: Counter[int] = Counter()  # iterations that a committed position went through -> positions
 
     def begin(self, sequence: SequenceView) -> None:
-        self._index(sequence.tokens)
+        self._index(sequence.text)
 
     def _index(self, tokens: list[int]) -> None:
         for index in range(self._num_indexed, len(tokens)):
             self._successor[tokens[index - 1]] = tokens[index]
         self._num_indexed = len(tokens)
 
+    def _wanted(self, sequence: SequenceView, budget: Budget) -> int:
+        """How many positions are guessed in this step."""
+        if self.variant == SLIDING:
+            return self.block
+        if self.variant == PJ:
+            return budget.depth
+        done, end = len(sequence.tokens) - sequence.prompt_length, self.length or len(sequence.source)
+        if self.variant == HGJ and 0 < end <= done:
+            return 0
+        return self.block - 1 - done % self.block  # the target's choice after the last of them completes the block
+
+    def _guess(self, sequence: SequenceView) -> int:
+        """The first guess for the position after those that are guessed."""
+        if self.variant != SLIDING:
+            return sequence.tokens[0]
+        last = self._guesses[-1] if self._guesses else sequence.root
+        guess = self._successor.get(last)
+        return sequence.text[self._random.randrange(sequence.given)] if guess is None else guess
+
     def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
-        while len(self._guesses) < self.block:
-            last = self._guesses[-1] if self._guesses else sequence.root
-            guess = self._successor.get(last)
-            if guess is None:
-                guess = sequence.tokens[self._random.randrange(sequence.prompt_length)]
-            self._guesses.append(guess)
+        wanted = self._wanted(sequence, budget)
+        length = min(wanted, budget.nodes, budget.depth)
+        while len(self._guesses) < wanted:
+            self._guesses.append(self._guess(sequence))
             self._history.append([])
-        length = min(self.block, budget.nodes, budget.depth)
         for guess, values in zip(self._guesses[:length], self._history, strict=False):
             values.append(guess)
         return Proposal(TokenTree.chain(sequence.root, self._guesses[:length]))
@@ -69,7 +104,7 @@ class Jacobi(SequenceDrafter):
         self._guesses = step.choices.of(range(committed, len(step.tree))).tolist()
         self._history = [*self._history[committed:], []]
         self._history = self._history[: len(self._guesses)]
-        self._index(sequence.tokens)
+        self._index(sequence.text)
 
     def _count_iterations(self, token: int, values: list[int]) -> None:
         """Counts how many iterations a committed token took, and at which its guess became final."""

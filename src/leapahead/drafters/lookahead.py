@@ -79,7 +79,7 @@ class Lookahead(SequenceDrafter):
 
     def begin(self, sequence: SequenceView) -> None:
         if self.prompt_ngrams:
-            self.pool.add_text(sequence.tokens)
+            self.pool.add_text(sequence.text)
         self._window.begin(sequence, self.pool.peek if self.start_from_pool else lambda token: None)
 
     def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:

@@ -124,7 +124,7 @@ class Planned(Drafter):
     def begin(self, sequence: SequenceView) -> None:
         sources = [source for source in self.make_sources(sequence) if source.name not in self.left_out]
         if isinstance(self.host.acceptance, CompiledTable):
-            sources = [counterpart(source) for source in sources]
+            sources = [counterpart(source, bool(sequence.source)) for source in sources]
         for source in sources:
             source.begin(sequence)
         self._sequences[sequence] = Drafting(sequence, sources)

@@ -45,7 +45,7 @@ class PromptLookup(SequenceDrafter):
         self._lookups = self._hits = self._accepted = 0
 
     def begin(self, sequence: SequenceView) -> None:
-        self._index(sequence.tokens)
+        self._index(sequence.text)
 
     def _index(self, tokens: list[int]) -> None:
         for end in range(self._num_indexed, len(tokens)):
@@ -54,7 +54,7 @@ class PromptLookup(SequenceDrafter):
         self._num_indexed = len(tokens)
 
     def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
-        tokens = sequence.tokens
+        tokens = sequence.text
         self._lookups += 1
         for n in range(min(self.max_ngram, len(tokens)), self.min_ngram - 1, -1):
             matches = self._next.get(tuple(tokens[-n:]))
@@ -72,7 +72,7 @@ class PromptLookup(SequenceDrafter):
         Args:
             matches: indices of the tokens after the matches, rising.
         """
-        text = sequence.tokens
+        text, position = sequence.text, len(sequence.tokens)
         end, draft = len(text), list[int]()
         for depth in range(length):
             # A match that reaches the end of the text continues in the draft, so that a repeated phrase fills it.
@@ -84,7 +84,7 @@ class PromptLookup(SequenceDrafter):
             best = 0
             if len(candidates) > 1:
                 logp = [log(counts[token] / len(matches)) for token in candidates]
-                best = int(sequence.rank(end + depth, candidates, logp)[0])
+                best = int(sequence.rank(position + depth, candidates, logp)[0])
             draft.append(candidates[best])
             kept = [m for m, token in zip(reversed(matches), tokens, strict=True) if token == candidates[best]]
             matches = kept[::-1]
@@ -92,7 +92,7 @@ class PromptLookup(SequenceDrafter):
 
     def observe(self, sequence: SequenceView, step: Step) -> None:
         self._accepted += step.verdict.accepted
-        self._index(sequence.tokens)
+        self._index(sequence.text)
 
     def figures(self) -> dict[str, Any]:
         return {

@@ -135,7 +135,9 @@ class SpeculativeSampling(Drafter):
         """With a draft-model runner that has read a further chunk of the prompt if it has not read all of it."""
         if state.runner is None:
             sequence = state.sequence
-            state.runner = DraftRunner(self._model.target, sequence.tokens, sequence.params, sequence.owner)
+            state.runner = DraftRunner(
+                self._model.target, sequence.tokens, sequence.params, sequence.owner, sequence.source
+            )
         if not state.runner.opened or state.runner.reading:
             state.runner.read_ahead()
         return state

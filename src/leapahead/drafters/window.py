@@ -52,7 +52,7 @@ class Window:
         self._rows += [ahead[row - 1 : row - 1 + self.width] for row in range(1, self.ngram - 1)]
 
     def _random_token(self, sequence: SequenceView) -> int:
-        return sequence.tokens[self._random.randrange(sequence.prompt_length)]
+        return sequence.text[self._random.randrange(sequence.given)]
 
     def add(self, builder: TreeBuilder) -> None:
         """Adds the window's nodes below the root, as far as the budget allows."""

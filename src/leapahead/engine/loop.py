@@ -80,7 +80,8 @@ class Running:
         self.capture = self.drafter.capture
         if request.logprobs is not None or request.acceptance is not None:
             self.capture |= Capture(logits=True)
-        self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction, request.owner)
+        source = request.tokens if target.info.decoder is not None else ()
+        self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction, request.owner, source)
         text = Detokenizer(tokenizer).add if tokenizer is not None else None
         self.stopper = Stopper(request.stop, session.tokens, target.info.context_length, text, self._complete())
         self.error: BaseException | None = None

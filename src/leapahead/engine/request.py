@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import get_ident
 from time import perf_counter
 
@@ -16,8 +16,9 @@ from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
 from leapahead.drafters.base import Drafter
 from leapahead.engine.output import Output, TokenLogprobs
-from leapahead.models.base import LOGITS, require
+from leapahead.models.base import LOGITS, TargetInfo, require
 from leapahead.models.choices import Choices
+from leapahead.models.decoder import AT_START, DecoderInput
 from leapahead.planner.draft import Proposal, SectionStore, Step
 
 MAX_LOGPROBS = 2**18  # all of the largest vocabularies
@@ -41,6 +42,8 @@ class Request:
             unread outputs.
         ahead: greatest number of unread outputs of a streamed request.
         owner: requests of different owners never share the cache entries of a prompt.
+        begin: what the decoder of an encoder-decoder model begins with; for all other targets the default.
+        as_configured: whether what an encoder-decoder model says of its texts (`TargetInfo.decoder`) is applied.
         acceptance: a relaxed rule, which makes the text lossy; None for exact matching, or for the drafter's own rule.
         on_choices: called in every step before the commit, with what went through the target and what it chose.
         on_step: called in every step after the commit.
@@ -56,6 +59,8 @@ class Request:
     stream: bool = False
     ahead: int = 1
     owner: str = ""
+    begin: DecoderInput = AT_START
+    as_configured: bool = True
     acceptance: Relaxed | None = None
     on_choices: Callable[[Proposal, Choices], None] | None = None
     on_step: Callable[[Step], None] | None = None
@@ -72,6 +77,13 @@ class Request:
                     "acceptance rule of its own; use another drafter"
                 )
             require(self.drafter.host.info, frozenset({LOGITS}), f"the rule {self.acceptance.name!r}")
+
+    def sampled(self, params: SamplingParams, info: TargetInfo) -> Request:
+        """The request with these parameters, and what an encoder-decoder model says of its texts."""
+        if info.decoder is not None and self.as_configured:
+            given = len(self.begin.text or info.decoder.start)
+            params = info.decoder.applied(params, given, self.stop.max_new_tokens)
+        return replace(self, sampling=params)
 
     @property
     def lossy(self) -> str:
@@ -130,7 +142,7 @@ class Handle:
         """Its turn has come: so many tokens of the prompt are still to be read, the last one apart."""
         self.opened = perf_counter()
         self.stats.prompt_tokens = len(self.request.tokens)
-        self.stats.reused_tokens = self.stats.prompt_tokens - 1 - unread
+        self.stats.reused_tokens = max(0, self.stats.prompt_tokens - 1 - unread)
 
     def add(self, output: Output) -> None:
         """Takes the output of a step."""

@@ -32,6 +32,7 @@ from leapahead.engine.request import Handle, Request
 from leapahead.engine.turn import Turn
 from leapahead.models.base import KeepsPrefixes, Session, Target, checked_prompt
 from leapahead.models.choices import PromptRows
+from leapahead.models.encoder_decoder import opened
 from leapahead.planner.acceptance import AcceptanceTable
 from leapahead.planner.chunk import LARGEST, chunk_size
 from leapahead.planner.compiled import acceptance_table
@@ -113,7 +114,7 @@ class Engine:
         """Takes several samples of one prompt, each with its own parameters. The prompt is read once."""
         request = replace(request, tokens=checked_prompt(request.tokens, self.target.info))
         self.prepare(request.drafter)
-        handles = [Handle(replace(request, sampling=params), notify=notify) for params in sampling]
+        handles = [Handle(request.sampled(params, self.target.info), notify=notify) for params in sampling]
         with self._changed:
             if self._closed:
                 raise LeapaheadError("this engine, or the LLM that it belongs to, is closed; make another one")
@@ -287,10 +288,9 @@ class Engine:
         request, new_tokens = handle.request, handle.request.stop.max_new_tokens
         capture = request.drafter.capture_of(request.tokens, request.owner)
         capture = capture if new_tokens > SHORT else replace(capture, top_k=0)
-        length = len(request.tokens) + new_tokens
-        session = self.target.open(request.tokens, request.sampling, capture, length, request.owner)
-        running = self._start(session, handle)
-        if not session.unread:
+        given = request.sampling, request.begin, capture, len(request.tokens) + new_tokens, request.owner
+        running = self._start(opened(self.target, request.tokens, *given), handle)
+        if not running.session.unread:
             self._fork(running)
 
     def _start(self, session: Session, handle: Handle, rows: Sequence[PromptRows] = ()) -> Running:

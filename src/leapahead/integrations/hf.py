@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.stats import Stats
@@ -34,6 +34,7 @@ from leapahead.drafters.base import Drafter, SequenceDrafter
 from leapahead.drafters.cache import DrafterCache
 from leapahead.inputs import Inputs
 from leapahead.integrations.hf_batch import Batch
+from leapahead.integrations.hf_encoded import encoder_inputs
 from leapahead.integrations.hf_engine import ModelEngine, engine_of
 from leapahead.integrations.hf_fields import FIELDS, SYNCED, refuse, refuse_field
 from leapahead.integrations.hf_streaming import Streaming, guarded
@@ -57,6 +58,7 @@ def generate(
     stats: list[Stats] | None = None,
     drafter_cache: DrafterCache | bool = True,
     leapahead_streamer: Any = None,
+    inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """The decoding loop for `model.generate(**inputs, custom_generate=leapahead.hf.generate, ...)`.
@@ -74,7 +76,8 @@ def generate(
             Processors must be functions of their arguments. They are called with the prefixes of drafted nodes,
             `([nodes, length], [nodes, vocab])`, all of one row of the batch. Criteria are called after every token of
             every row with that row alone, `([1, length], scores)`.
-        input_ids: int64 [batch, length], left-padded where `attention_mask` [batch, length] is 0.
+        input_ids: int64 [batch, length], left-padded where `attention_mask` [batch, length] is 0. Of an encoder-decoder
+            model, the ids of the decoder, and the mask is that of the encoder's input.
         drafter: what proposes drafts: a registered name (`leapahead drafters` lists them), or a subclass of
             `leapahead.Drafter` or `leapahead.SequenceDrafter`.
         drafter_options: its options by name. Those of the built-in drafters may also be given directly:
@@ -88,9 +91,12 @@ def generate(
         drafter_cache: what drafters keep from one call to the next, which changes speed and never text. True keeps it
             as long as the model lives, False keeps nothing. A `DrafterCache` may be shared and saved.
         leapahead_streamer: a streamer of Transformers; what `run` takes as `streamer`.
+        inputs_tensor: what Transformers was given: of an encoder-decoder model, the encoder's input, from which
+            drafters copy.
 
     Returns:
-        int64 [batch, length + new], or, with `return_dict_in_generate`, a `GenerateDecoderOnlyOutput`. Its `scores` and
+        int64 [batch, length + new], or, with `return_dict_in_generate`, a `GenerateDecoderOnlyOutput` or a
+        `GenerateEncoderDecoderOutput`. Its `scores` and
         `logits` are those of Transformers; those behind the end of a row are computed by forwards of their own.
         `past_key_values` is None, since the KV cache is leapahead's.
 
@@ -106,7 +112,9 @@ def generate(
             raise BadParameter("the model cannot be its own draft model; use draft='self:first=N' or draft='self:skip'")
         refuse(model, generation_config, logits_processor, model_kwargs)
         in_float64 = model.dtype == torch.float64
-        batch = Batch(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, in_float64)
+        prepared = input_ids, logits_processor, stopping_criteria, generation_config
+        encoded = encoder_inputs(model_kwargs, inputs_tensor) if model.config.is_encoder_decoder else None
+        batch = Batch(*prepared, model_kwargs, in_float64, encoded)
         seeds = _seeds(seed, len(batch.rows)) if generation_config.do_sample else [0] * len(batch.rows)
         with engine_of(model) as kept:
             found = kept.engine.drafter(drafter, **options)
@@ -125,7 +133,8 @@ def generate(
     if not generation_config.return_dict_in_generate:
         return sequences
     scores, logits = batch.stacked("scores"), batch.stacked("logits")
-    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)
+    kind = GenerateEncoderDecoderOutput if encoded is not None else GenerateDecoderOnlyOutput
+    return kind(sequences=sequences, scores=scores, logits=logits)
 
 
 def _showing_options(function: Any) -> inspect.Signature:

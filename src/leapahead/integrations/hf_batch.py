@@ -24,9 +24,12 @@ from leapahead.core.tree import UNLIMITED, TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.drafters.base import Drafter
 from leapahead.engine.request import Request
+from leapahead.integrations.hf_encoded import EncoderInput
 from leapahead.integrations.hf_processors import of_row, sampling_params
-from leapahead.models.base import Target, read_prompt
+from leapahead.models.base import Session, Target, read_prompt
 from leapahead.models.choices import Choices
+from leapahead.models.decoder import AT_START, DecoderInput
+from leapahead.models.encoder_decoder import EncodesPrompts
 from leapahead.planner.draft import Proposal, SectionStore, Step
 
 
@@ -62,6 +65,7 @@ class Row:
         ids: int64 [length], the prompt with left padding.
         pads: the number of padding tokens on the left.
         processors: of the batch.
+        encoded: of an encoder-decoder model, what its encoder read.
 
     Attributes:
         new: the new tokens, in the order in which the target chose them.
@@ -69,8 +73,16 @@ class Row:
         scores, logits: float32 [1, vocab] for each new token, where the user wants them.
     """
 
-    def __init__(self, batch: Batch, index: int, ids: Tensor, pads: int, processors: Sequence[Any]) -> None:
-        self.batch = batch
+    def __init__(
+        self,
+        batch: Batch,
+        index: int,
+        ids: Tensor,
+        pads: int,
+        processors: Sequence[Any],
+        encoded: EncoderInput | None = None,
+    ) -> None:
+        self.batch, self.encoded = batch, encoded
         self.pads = ids[:pads]
         self.prompt: list[int] = ids[pads:].tolist()
         self.processors = [of_row(processor, index, len(batch.input_ids)) for processor in processors]
@@ -91,14 +103,16 @@ class Row:
         on_step: Callable[[Step], None],
     ) -> Request:
         """The row as a request for the engine."""
-        batch = self.batch
+        batch, encoded = self.batch, self.encoded
         return Request(
-            self.prompt,
+            self.prompt if encoded is None else encoded.tokens,
             drafter,
             sampling_params(self.processors, self.pads, batch.config.do_sample, seed, batch.in_float64),
             StopParams(max_new_tokens=max(1, batch.max_length - batch.input_ids.shape[1]), criteria=(self._take,)),
             prediction=prediction,
             drafter_cache=drafter_cache,
+            begin=AT_START if encoded is None else DecoderInput(tuple(self.prompt), encoded.states),
+            as_configured=False,  # the processors do it
             on_choices=self._begin_step,
             on_step=on_step,
         )
@@ -128,10 +142,16 @@ class Row:
         if self.batch.keep_scores:
             self.scores.append(LogitsProcessorList(self.processors)(self.ids.tensor, logits.clone()))
 
+    def _open(self, target: Target) -> Session:
+        tokens, encoded = self.prompt + self.new, self.encoded
+        if encoded is None or not isinstance(target, EncodesPrompts):
+            return target.open(tokens, SamplingParams())
+        return target.open_decoder(encoded.tokens, SamplingParams(), DecoderInput(tuple(tokens), encoded.states))
+
     def read_on(self, target: Target, length: int, pad: int) -> None:
         """Records the scores that Transformers computes for a row that has ended, with padding as its new tokens."""
         with target.lock:
-            session = target.open(self.prompt + self.new, SamplingParams())
+            session = self._open(target)
             try:
                 read_prompt(target, session)
                 while len(self.new) < length:
@@ -150,6 +170,7 @@ class Batch:
     Args:
         input_ids, processors, criteria, config, model_kwargs: as Transformers prepared them.
         in_float64: whether the model computes in float64; Transformers converts its logits to float32.
+        encoded: what the encoder of an encoder-decoder model read for every row; the ids are the decoder's then.
 
     Attributes:
         pads_after: whether a row that has ended is padded. Transformers does so where there is an EOS criterion;
@@ -165,6 +186,7 @@ class Batch:
         config: Any,
         model_kwargs: Mapping[str, Any],
         in_float64: bool,
+        encoded: Sequence[EncoderInput] | None = None,
     ) -> None:
         self.input_ids, self.config, self.in_float64 = input_ids, config, in_float64
         self.keep_scores = bool(config.return_dict_in_generate and config.output_scores)
@@ -175,8 +197,12 @@ class Batch:
         self.max_length = min((c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)), default=UNLIMITED)
         decided = (EosTokenCriteria, MaxLengthCriteria)
         self._criteria = StoppingCriteriaList(c for c in criteria if type(c) not in decided)
-        pads = _left_padding(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
-        self.rows = [Row(self, i, input_ids[i], count, processors) for i, count in enumerate(pads)]
+        given = () if encoded is not None else ("attention_mask", "position_ids")
+        pads = _left_padding(input_ids, *([model_kwargs.get(name) for name in given] or [None, None]))
+        self.rows = [
+            Row(self, i, input_ids[i], count, processors, encoded[i] if encoded is not None else None)
+            for i, count in enumerate(pads)
+        ]
 
     @property
     def keeps(self) -> bool:

@@ -19,7 +19,7 @@ from leapahead.core.errors import BadParameter
 from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.scheduler import Engine
-from leapahead.models.transformers.model import TransformersTarget
+from leapahead.models.transformers.encoder_decoder import new_target
 
 ALL_ROWS = 1 << 16  # the rows of a call are decoded together, however many they are
 
@@ -37,7 +37,7 @@ class ModelEngine:
 
     def __init__(self, model: Any, state: object) -> None:
         config = model.config.get_text_config(decoder=True)
-        self.target = TransformersTarget(proxy(model), name=config.name_or_path or type(model).__name__)
+        self.target = new_target(proxy(model), name=config.name_or_path or type(model).__name__)
         self.engine = Engine(self.target, max_batch=ALL_ROWS)
         self.state = state
         self._drafter_cache = DrafterCache()

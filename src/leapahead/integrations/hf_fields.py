@@ -24,7 +24,7 @@ HONOURED = frozenset(
     renormalize_logits repetition_penalty encoder_repetition_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias watermarking_config
-    num_return_sequences output_scores output_logits return_dict_in_generate
+    decoder_start_token_id num_return_sequences output_scores output_logits return_dict_in_generate
     """.split()  # noqa: SIM905
 )
 
@@ -40,7 +40,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "early_stopping": _BEAMS,
     "length_penalty": _BEAMS,
     "low_memory": "applies to contrastive search only",
-    "decoder_start_token_id": "applies to encoder-decoder models only",
     "num_assistant_tokens": _ASSISTANT,
     "num_assistant_tokens_schedule": _ASSISTANT,
     "assistant_confidence_threshold": _ASSISTANT,
@@ -132,6 +131,8 @@ MODEL_INPUTS = frozenset(
     """.split()  # noqa: SIM905
 )
 
+ENCODED = "encoder_outputs"  # of an encoder-decoder model, computed by Transformers
+
 # Arguments of PEFT's `generate` that choose an adapter by row, or by position (aLoRA).
 PEFT_ARGUMENTS = ("adapter_names", "alora_offsets")
 
@@ -156,14 +157,13 @@ def refuse(model: Any, config: Any, processors: Sequence[Any], model_kwargs: Map
     Raises:
         Refused: by name.
     """
-    if model.config.is_encoder_decoder:
-        raise Refused(f"{type(model).__name__} is an encoder-decoder model; leapahead decodes decoder-only models")
+    taken = MODEL_INPUTS | ({ENCODED} if model.config.is_encoder_decoder else set())
     for name in REFUSED:
         refuse_field(name, getattr(config, name, None))
     for processor in processors:
         _refuse_processor(processor)
     for name, value in model_kwargs.items():
-        if value is not None and name not in MODEL_INPUTS:
+        if value is not None and name not in taken:
             raise Refused(
                 f"the model input {name!r} is not supported by leapahead.hf, which takes input_ids and attention_mask"
             )

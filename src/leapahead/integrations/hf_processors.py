@@ -21,7 +21,8 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
 )
 
-from leapahead.core.sampling import LogitsProcessor, PrefixFree, SamplingParams
+from leapahead.core.processors import LogitsProcessor, PrefixFree
+from leapahead.core.sampling import SamplingParams
 from leapahead.integrations.hf_fields import PREFIX_FREE
 
 # Processors that hold something for every row of the batch.

@@ -28,6 +28,7 @@ from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.choices import Choices, PromptRows
+from leapahead.models.decoder import Decoder
 
 # Capabilities of a target.
 CHAIN = "chain"  # several tokens of one path in one forward
@@ -115,6 +116,7 @@ class TargetInfo:
         tuned_from: the model that this one was tuned from by `leapahead train-cllm` or `train-probes`, which changes
             its texts; "" where it was not.
         mask_token: the token behind which it predicts further tokens when it drafts (PARD); -1 for none.
+        decoder: how the decoder of an encoder-decoder model writes; None for all other models.
     """
 
     name: str
@@ -133,6 +135,7 @@ class TargetInfo:
     reads_in_steps: int = 0
     tuned_from: str = ""
     mask_token: int = -1
+    decoder: Decoder | None = None
 
     @property
     def reference(self) -> str:

@@ -255,8 +255,8 @@ def _openvino(
 
 def _module_target(model: Any, cache_tokens: int | None, exact: bool) -> Target:
     with needing("this model", "transformers", "torch", "transformers", "safetensors"):
-        from leapahead.models.transformers import model as backend
-    target: Target = backend.TransformersTarget(model, cache_tokens=cache_tokens, exact=exact)
+        from leapahead.models.transformers import encoder_decoder
+    target: Target = encoder_decoder.new_target(model, cache_tokens=cache_tokens, exact=exact)
     return target
 
 

@@ -32,6 +32,7 @@ class SequenceView:
     Attributes:
         tokens: committed tokens, prompt included. Live: it grows between calls. Not to be written.
         prompt_length: how many of them were given.
+        given: how many of `text` were given, source included.
         vocab_size: token ids are below it.
         params: of the sampling.
         sampled: whether the temperature is above 0. The noise of a position is fixed then, so a drafted token is best
@@ -40,6 +41,7 @@ class SequenceView:
         prediction: the tokens that the user expects the text to consist of; empty where nothing is expected.
         grammar: what tokens may come next, see `leapahead.core.grammar`; None where the text may have any form.
         owner: see `Target.open`, for targets that draft.
+        source: the encoder's input, of an encoder-decoder model, whose `tokens` are the decoder's; else empty.
         replay: committed tokens that take rows of the next forward once more; see `Session.replay`.
     """
 
@@ -49,8 +51,10 @@ class SequenceView:
         drafter_cache: SectionStore | None = None,
         prediction: Sequence[int] = (),
         owner: str = "",
+        source: Sequence[int] = (),
     ) -> None:
         self.drafter_cache, self.prediction, self.owner = drafter_cache, tuple(prediction), owner
+        self.source = tuple(source)
         self.replay = 0
         self._sampler = sampler
         self.tokens = sampler.tokens
@@ -59,6 +63,16 @@ class SequenceView:
         self.sampled = sampler.noise is not None
         self.params = sampler.params
         self.grammar = sampler.grammar
+        # Behind the tokens that begin every text, so that the first token of the source is a continuation, too.
+        self._text = [*self.tokens, *self.source] if self.source else self.tokens
+        self.given = len(self._text)
+
+    @property
+    def text(self) -> list[int]:
+        """What a drafter may copy from: `tokens`, and in front of them the source. Live, as `tokens` is."""
+        if self.source and (new := len(self.tokens) + self.given - len(self._text)) > 0:
+            self._text += self.tokens[-new:]
+        return self._text
 
     @property
     def root(self) -> int:

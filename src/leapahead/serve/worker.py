@@ -182,7 +182,16 @@ class Worker:
             self.pending -= sequences
 
     async def score(self, job: Job) -> list[list[TokenLogprobs]]:
-        """Log-probabilities of each prompt's tokens. The first token's one says nothing."""
+        """Log-probabilities of each prompt's tokens. The first token's one says nothing.
+
+        Raises:
+            ApiError: the prompts are read by an encoder, which gives none.
+        """
+        if self.llm.llm.target.info.decoder is not None:
+            message = (
+                "an encoder-decoder model has no log-probabilities of its prompt; leave out prompt_logprobs, or echo"
+            )
+            raise ApiError(400, message, "prompt_logprobs", "invalid_value")
         engine, (changed, notify) = self.llm.llm.engine, wake_up()
         drafter = await asyncio.to_thread(engine.drafter, Given)
         batch = self._batch(job)

@@ -23,9 +23,14 @@ from leapahead.planner.source import Source
 LONGEST = 4  # tokens of a context, at most, in the compiled recycling
 
 
-def counterpart(source: Source) -> Source:
-    """The compiled source that does the same as `source`, which has not begun; `source` itself where there is none."""
-    if type(source) is Suffix:
+def counterpart(source: Source, encoded: bool = False) -> Source:
+    """The compiled source that does the same as `source`, which has not begun; `source` itself where there is none.
+
+    Args:
+        source: in Python.
+        encoded: whether it is for a sequence with an encoder's input, which the compiled search does not show.
+    """
+    if type(source) is Suffix and not encoded:
         return CompiledSuffix()
     if type(source) is Recycling and source.longest <= LONGEST:
         return CompiledRecycling(source.k, source.longest)

@@ -42,7 +42,8 @@ class DraftSource(ForwardSource):
     def runner(self) -> DraftRunner:
         """Made when it is first needed: only then has the target read the prompt, which an early exit shares."""
         if self._runner is None:
-            self._runner = DraftRunner(self.target, self._sequence.tokens, owner=self._sequence.owner)
+            sequence = self._sequence
+            self._runner = DraftRunner(self.target, sequence.tokens, owner=sequence.owner, source=sequence.source)
         return self._runner
 
     @property

@@ -98,10 +98,10 @@ class Ngrams(Source):
         self._text = array("i")
 
     def begin(self, sequence: SequenceView) -> None:
-        self.index(sequence.tokens)
+        self.index(sequence.text)
 
     def read(self, sequence: SequenceView) -> None:
-        self.index(sequence.tokens)
+        self.index(sequence.text)
 
     def index(self, tokens: Sequence[int]) -> None:
         """Enters the new tokens of a growing text, in time linear in their number."""
@@ -111,7 +111,7 @@ class Ngrams(Source):
                 chains.grow(self._text)
 
     def root(self, sequence: SequenceView) -> Matches | None:
-        self.index(sequence.tokens)
+        self.index(sequence.text)
         tail = tuple(self._text[-self.longest :])
         return Matches(tail, self._look_up(tail)) if tail else None
 

@@ -49,7 +49,7 @@ class Suffix(Source):
         self.read(sequence)
 
     def read(self, sequence: SequenceView) -> None:
-        tokens, known = sequence.tokens, self.automaton.tokens
+        tokens, known = sequence.text, self.automaton.tokens
         if known < len(tokens):
             self.automaton.extend(tokens[known:])
         if self._shared is not None:
@@ -57,7 +57,7 @@ class Suffix(Source):
 
     def finish(self, sequence: SequenceView) -> None:
         if self._shared is not None:
-            self._shared.add(sequence.tokens)
+            self._shared.add(sequence.text)
 
     def _locate(self, volume: Volume, tokens: Sequence[int], known: int) -> tuple[int, int, int]:
         """The match of the text in a volume: the former one advanced, or a new one if the volume has grown.

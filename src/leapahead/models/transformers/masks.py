@@ -39,6 +39,8 @@ class Inputs:
         there: int64 [batch, own]; the positions of all nodes.
         ancestors: bool [batch, n, own]; which nodes the new ones attend to.
         end: number of slots that the forward reads.
+        straight: whether the positions of the new nodes of every tree are `end - n`, `end - n + 1`, ..., which is what
+            a model counts that is not told positions, and whether all entries lie at the slot of their position.
     """
 
     tokens: Tensor
@@ -48,6 +50,7 @@ class Inputs:
     there: Tensor
     ancestors: Tensor
     end: int
+    straight: bool = False
 
     @classmethod
     def of(
@@ -74,6 +77,7 @@ class Inputs:
             if size < own:
                 ancestors[row, new:, size : first + n] = np.eye(n - new, dtype=np.bool_)
                 ancestors[row, :, first + n :] = ancestors[row, :, :1]  # padding repeats the root's slot
+        begins = {length + first for length, first in zip(lengths, num_computed, strict=True)}
         moved = torch.from_numpy(np.array(lines, dtype=np.int64)).to(device)  # one transfer
         return cls(
             tokens=moved[:, :n],
@@ -82,12 +86,19 @@ class Inputs:
             slots=moved[:, 2 * n : 2 * n + own],
             there=moved[:, 2 * n + own : -1],
             ancestors=torch.from_numpy(ancestors).to(device),
-            end=max(length + first for length, first in zip(lengths, num_computed, strict=True)) + n,
+            end=max(begins) + n,
+            straight=len(begins) == 1 and all(tree.is_chain for tree in trees),
         )
+
+    @property
+    def key_positions(self) -> Tensor:
+        """int64 [batch, end]: the position of the entry in every slot."""
+        slots = torch.arange(self.end, device=self.tokens.device)
+        return slots.repeat(len(self.tokens), 1).scatter_(1, self.slots, self.there)
 
     def masks(self, patterns: Mapping[str, Pattern], dtype: torch.dtype | None) -> Tensor | dict[str, Tensor]:
         """[batch, 1, n, kv] per pattern: boolean, or with `dtype` additive. One tensor if there is but one pattern."""
-        batch, n = self.tokens.shape
+        n = self.tokens.shape[1]
         slots = torch.arange(self.end, device=self.tokens.device)
         visible = (slots < self.lengths[:, None])[:, None].repeat(1, n, 1)  # [batch, n, kv]
         visible.scatter_(2, self.slots[:, None].expand(self.ancestors.shape), self.ancestors)
@@ -95,7 +106,7 @@ class Inputs:
         for name, pattern in patterns.items():
             mask = visible
             if pattern.window is not None or pattern.chunk is not None:
-                there = slots.repeat(batch, 1).scatter_(1, self.slots, self.there)[:, None]  # [batch, 1, kv]; positions
+                there = self.key_positions[:, None]  # [batch, 1, kv]
                 here = self.positions[:, :, None]
                 if pattern.window is not None:
                     mask = mask & (here - there < pattern.window)

@@ -108,6 +108,8 @@ class TransformersTarget:
         Refused: the model's own forward cannot be matched, not even token by token; the message names what was tried.
     """
 
+    session_class = TransformersSession
+
     def __init__(
         self,
         model: Any,
@@ -122,13 +124,11 @@ class TransformersTarget:
         require_version(transformers.__version__)
         if cache_tokens is not None and (not is_whole(cache_tokens) or cache_tokens < 2):
             raise BadParameter(f"cache_tokens={cache_tokens!r} is not possible: it must be at least 2, or None")
-        self.model = model = families.language_model(model)
+        self.model = model = self._language_model(model)
         self.config = families.text_config(model)
         self.lock = RLock()
         self.max_leaves = self.max_nodes = UNLIMITED
         self._name = name or model.config.name_or_path or type(model).__name__
-        if model.config.is_encoder_decoder:
-            raise Refused(f"{self._name} is an encoder-decoder model; leapahead decodes causal language models")
         if not model._is_stateful:
             families.attention_implementation(model)
         model.eval()
@@ -143,7 +143,7 @@ class TransformersTarget:
             if hidden_states and isinstance(self.executor, CachedExecutor) and not exact:
                 layers, hidden_size, refusal = executors.tested_layers(model, self._ids, self.executor)
                 self.refusals.update({HIDDEN: refusal} if refusal else {})
-        self.info = TargetInfo(
+        self.info = self._information(
             name=self._name,
             vocab_size=vocab_size,
             context_length=self.context_length,
@@ -166,6 +166,19 @@ class TransformersTarget:
         self.executor.forget()  # the entries of the test
         self.eager_choice = self.device.type != "cpu" if eager_choice is None else eager_choice
         self._on_host = self.device.type == "cpu" and not self.eager_choice
+
+    def _language_model(self, model: Any) -> Any:
+        """What the executors run."""
+        found = families.language_model(model)
+        if found.config.is_encoder_decoder:
+            raise Refused(
+                f"{type(found).__name__} is an encoder-decoder model; its target is made by "
+                "leapahead.models.transformers.encoder_decoder.new_target"
+            )
+        return found
+
+    def _information(self, **known: Any) -> TargetInfo:
+        return TargetInfo(**known)
 
     def open(
         self,
@@ -222,7 +235,7 @@ class TransformersTarget:
         tokens = list(session.tokens)
         with torch.no_grad(), out_of_memory_in(f"a prompt of {len(tokens)} tokens", 1, self.device):
             state = self.executor.fork(session.state, tokens)
-        return TransformersSession(tokens, state, self._sampler(params, tokens))
+        return self.session_class(tokens, state, self._sampler(params, tokens))
 
     def step(
         self,

@@ -15,6 +15,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from transformers.utils import cached_file, logging
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_line
+from leapahead.models.transformers.encoder_decoder import new_target
 from leapahead.models.transformers.model import TransformersTarget
 
 DTYPES = {
@@ -54,7 +55,8 @@ def load(
 
     Raises:
         BadParameter: no such model, dtype or device.
-        Refused: not a causal language model, or one that cannot be decoded exactly.
+        Refused: neither a causal language model nor an encoder-decoder model for text, or one that cannot be decoded
+            exactly.
     """
     where, wanted = checked_device(device), checked_dtype(dtype)
     with quiet():
@@ -66,7 +68,7 @@ def load(
             model = model.to(where)
         except torch.OutOfMemoryError as error:
             raise LeapaheadError(f"the model {source!r} does not fit on {where}; use dtype bfloat16") from error
-    target = TransformersTarget(model, name=name or source, cache_tokens=cache_tokens, exclusive=True, exact=exact)
+    target = new_target(model, name=name or source, cache_tokens=cache_tokens, exclusive=True, exact=exact)
     return target, tokenizer
 
 
@@ -203,8 +205,11 @@ def _model(source: str, dtype: str | torch.dtype, device: torch.device, options:
     """The model, and whether it is on the device already, as quantised ones are."""
     try:
         config = transformers.AutoConfig.from_pretrained(source, **options)
-        if config.is_encoder_decoder:
-            raise Refused(f"{source} is an encoder-decoder model ({config.model_type}); leapahead decodes causal ones")
+        if config.is_encoder_decoder and type(config) not in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+            raise Refused(
+                f"{source} is an encoder-decoder model ({config.model_type}) of which Transformers has no class that "
+                "reads text; leapahead decodes those that AutoModelForSeq2SeqLM loads"
+            )
         placed = {"device_map": device} if getattr(config, "quantization_config", None) is not None else {}
         model, report = _auto_class(config).from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, **placed, **options
@@ -215,7 +220,7 @@ def _model(source: str, dtype: str | torch.dtype, device: torch.device, options:
         raise BadParameter(f"the model {source!r} cannot be loaded: {first_line(error)}") from error
     if report["missing_keys"]:
         some = ", ".join(sorted(report["missing_keys"])[:3])
-        raise Refused(f"the checkpoint {source!r} lacks weights ({some}, ...), so it is not a whole causal model")
+        raise Refused(f"the checkpoint {source!r} lacks weights ({some}, ...), so it is not a whole language model")
     return model, bool(placed)
 
 
@@ -228,6 +233,8 @@ def _tokenizer(source: str, options: dict[str, Any]) -> Any:
 
 def _auto_class(config: Any) -> Any:
     """What loads a model of this configuration: a multimodal one without a class for its text part is loaded whole."""
+    if config.is_encoder_decoder:
+        return transformers.AutoModelForSeq2SeqLM
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM
     if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:

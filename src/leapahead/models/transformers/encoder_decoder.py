@@ -1,0 +1,239 @@
+"""Encoder-decoder models of Transformers as targets: T5, BART, mBART, Marian and what is built like them, unpatched.
+
+A session's prompt is the encoder's input and its tokens are the decoder's; see `leapahead.models.decoder`. The decoder
+is run by the executors of causal language models (`forward`), through a view of it that knows positions and sources
+(`decoder_view`). Which of them a model gets is decided by the same test of the model: trees, chains, or one token at a
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.tree import UNLIMITED
+from leapahead.models.base import LOGITS, NOTHING, TOP_K, Capture, TargetInfo, checked_prompt, require
+from leapahead.models.choices import PromptRows
+from leapahead.models.decoder import AT_START, Decoder, DecoderInput
+from leapahead.models.transformers import executors, families
+from leapahead.models.transformers.crossed import CrossedCache, CrossedRow
+from leapahead.models.transformers.decoder_view import DecoderView
+from leapahead.models.transformers.forward import (
+    Batch,
+    CachedExecutor,
+    CachedState,
+    ChainExecutor,
+    Executor,
+    Layers,
+    MaskedExecutor,
+    Outputs,
+)
+from leapahead.models.transformers.memory import out_of_memory_in
+from leapahead.models.transformers.model import NODES, TransformersSession, TransformersTarget
+
+PLAIN = {"full_attention": families.Pattern()}
+
+
+def new_target(model: Any, **options: Any) -> TransformersTarget:
+    """The target of a loaded model of Transformers, whatever its kind; options as of `TransformersTarget`."""
+    is_both = bool(getattr(families.language_model(model).config, "is_encoder_decoder", False))
+    return (EncoderDecoderTarget if is_both else TransformersTarget)(model, **options)
+
+
+class DecoderExecutor(MaskedExecutor):
+    """Trees of the decoder, all sessions in one forward."""
+
+    model: DecoderView
+
+    def masks(self, batch: Batch) -> Any:
+        if batch.inputs.straight or self.model.bias is None:
+            return super().masks(batch)
+        mask = batch.inputs.masks(self.patterns, self.model.dtype)
+        assert isinstance(mask, torch.Tensor), "there is one pattern"
+        return self.model.masks(batch.inputs, mask)
+
+    def call(self, model: Any, batch: Batch, layers: Layers = (), **options: Any) -> Outputs:
+        output = model(
+            input_ids=batch.inputs.tokens,
+            attention_mask=self.masks(batch),
+            past_key_values=self.cache,
+            places=None if batch.inputs.straight else batch.inputs.positions,
+        )
+        self.cache.end()
+        return Outputs(output.logits)
+
+
+class StepExecutor(ChainExecutor):
+    """One token of one session at a time, for decoders that pass no other test."""
+
+    capabilities = frozenset({LOGITS, TOP_K})
+
+
+class EncoderDecoderSession(TransformersSession):
+    """One sequence: the tokens of the decoder. The prompt is read when the source is encoded."""
+
+    state: CachedState
+    source: tuple[int, ...] = ()
+    """The encoder's input."""
+
+    @property
+    def row(self) -> CrossedRow:
+        row = self.state.row
+        assert isinstance(row, CrossedRow)
+        return row
+
+    @property
+    def unread(self) -> int:
+        return super().unread + (len(self.source) if self.row.cross is None else 0)
+
+
+class EncoderDecoderTarget(TransformersTarget):
+    """An encoder-decoder model; see `TransformersTarget`. It gives no hidden states and has no exact mode.
+
+    Raises:
+        Refused: the model's own forward cannot be matched, it does not say which token its texts begin with, or it
+            takes other inputs than token ids.
+    """
+
+    model: DecoderView
+    executor: CachedExecutor
+    session_class = EncoderDecoderSession
+
+    def __init__(self, model: Any, *, name: str | None = None, **options: Any) -> None:
+        model = families.language_model(model)
+        name = name or model.config.name_or_path or type(model).__name__
+        if model.main_input_name != "input_ids":
+            raise Refused(
+                f"the encoder of {name} reads {model.main_input_name}, and leapahead gives encoders token ids"
+            )
+        self._given = count()  # sources of which only the states are known
+        super().__init__(model, name=name, **{**options, "hidden_states": False})
+        if self.model.embeds is not None:
+            self.max_nodes = self.context_length  # positions that are corrected are counted from 0
+
+    def _language_model(self, model: Any) -> Any:
+        return DecoderView(model, _decoder(model).start)
+
+    def _information(self, **known: Any) -> TargetInfo:
+        return super()._information(**known, decoder=_decoder(self.model.model))
+
+    def _tested_executor(self, exclusive: bool, exact: bool) -> tuple[Executor, dict[str, str]]:
+        if exact:
+            raise Refused(
+                f"{self._name} cannot be decoded in exact mode (it is an encoder-decoder model); leave out exact"
+            )
+        if self.model.relative:
+            self.context_length = UNLIMITED
+        self.model.ids = self._ids
+        length = min(self.context_length + NODES, UNLIMITED)
+        return executors.tested(self.model, self._name, self._ids, _executors(self.model, length))
+
+    @property
+    def cache(self) -> CrossedCache:
+        cache = self.executor.cache
+        assert isinstance(cache, CrossedCache)
+        return cache
+
+    def open(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        capture: Capture = NOTHING,
+        reserve: int = 0,
+        owner: str = "",
+    ) -> EncoderDecoderSession:
+        """See `Target.open`. `tokens` are the encoder's input."""
+        return self.open_decoder(tokens, params, AT_START, capture, reserve, owner)
+
+    def open_decoder(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        begin: DecoderInput,
+        capture: Capture = NOTHING,
+        reserve: int = 0,
+        owner: str = "",
+    ) -> EncoderDecoderSession:
+        """See `EncodesPrompts`. Sources that are encoded for an open or a kept session are not encoded again."""
+        require(self.info, capture.needs, "this capture")
+        source = checked_prompt(tokens, self.info)
+        text = checked_prompt(begin.text or self.model.start, self.info)
+        reserve = min(max(0, reserve - len(source)) + len(text), self.info.context_length)
+        key = f"{owner} {source}" if begin.states is None else f"{owner} given {next(self._given)}"
+        with torch.no_grad(), out_of_memory_in(f"a text of {len(text)} tokens", 1, self.device):
+            known = self.cache.known(key) if begin.states is None else None
+            reuse = capture.reusable(len(text), capture.top_k > 0) if known is not None else 0
+            state = self.executor.open(text, reuse, reserve, key)
+        session = EncoderDecoderSession(text, state, self._sampler(params, text), capture)
+        session.source = session.row.source = tuple(source)
+        session.row.states, session.row.cross = begin.states, known
+        return session
+
+    def prefill(self, session: TransformersSession, max_tokens: int) -> PromptRows | None:
+        """One forward of the encoder over the whole source, then the decoder's own tokens but the last in chunks."""
+        assert isinstance(session, EncoderDecoderSession)
+        row = session.row
+        if row.cross is not None:
+            return super().prefill(session, max_tokens)
+        with torch.no_grad(), out_of_memory_in(f"a prompt of {len(row.source)} tokens", 1, self.device):
+            row.cross, row.states = self.model.encode(row.source, row.states), None
+        return None
+
+    def fork(self, session: TransformersSession, params: SamplingParams) -> EncoderDecoderSession:
+        assert isinstance(session, EncoderDecoderSession)
+        found = super().fork(session, params)
+        assert isinstance(found, EncoderDecoderSession)
+        found.source = found.row.source = session.source
+        found.row.cross = session.row.cross
+        return found
+
+    def source(self, session: Any) -> Sequence[int]:
+        """See `EncodesPrompts`."""
+        found: tuple[int, ...] = session.source
+        return found
+
+    def forget(self) -> None:
+        super().forget()
+        self.model.forget()
+
+
+def _executors(model: DecoderView, usual_length: int) -> Iterator[executors.Named]:
+    """What may fit a decoder, from the most able to the least."""
+    if model.embeds is not None or model.bias is not None:
+        if model.boolean:
+            yield "trees by a boolean mask", lambda: DecoderExecutor(model, CrossedCache(usual_length), PLAIN, True)
+        yield "trees by an additive mask", lambda: DecoderExecutor(model, CrossedCache(usual_length), PLAIN, False)
+    yield "chains", lambda: ChainExecutor(model, CrossedCache(usual_length))
+    yield "one token at a time", lambda: StepExecutor(model, CrossedCache(usual_length))
+
+
+def _decoder(model: Any) -> Decoder:
+    """What the generation config and the config say of a model's texts, by the priorities of Transformers."""
+    configs = getattr(model, "generation_config", None), model.config
+
+    def field(name: str) -> Any:
+        return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
+
+    start = field("decoder_start_token_id")
+    start = field("bos_token_id") if start is None else start
+    if not isinstance(start, int):
+        raise Refused(
+            f"{type(model).__name__} does not say which token its texts begin with (decoder_start_token_id={start!r}); "
+            "set model.generation_config.decoder_start_token_id"
+        )
+    if field("begin_suppress_tokens"):
+        raise Refused("begin_suppress_tokens of the generation config is not supported; remove it, or use leapahead.hf")
+    forced_bos, forced_eos = field("forced_bos_token_id"), field("forced_eos_token_id")
+    if not (forced_bos is None or isinstance(forced_bos, int)):
+        raise BadParameter(f"forced_bos_token_id={forced_bos!r} is not possible: it must be a token id")
+    return Decoder(
+        (start,),
+        forced_bos,
+        tuple(forced_eos if isinstance(forced_eos, list) else [] if forced_eos is None else [forced_eos]),
+        (*map(tuple, field("bad_words_ids") or ()), *((token,) for token in field("suppress_tokens") or ())),
+    )
