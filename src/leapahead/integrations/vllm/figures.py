@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -80,6 +81,13 @@ class Figures:
         return text
 
 
+@cache
+def _counter(make: Callable[..., Any], name: str) -> Any:
+    """The counter of a name; there is one in a process, however many engines that has."""
+    labels = {"drafted_tokens": ["source"], "accepted_tokens": ["source"], "steps": ["kind"]}
+    return make(f"leapahead:{name}", METRICS[name], labels.get(name, []))
+
+
 class Metrics:
     """The counters as Prometheus metrics; nothing where `prometheus_client` is not installed."""
 
@@ -90,11 +98,7 @@ class Metrics:
             client = import_module("prometheus_client")
         except ImportError:
             return
-        for name, text in METRICS.items():
-            labels = {"drafted_tokens": ["source"], "accepted_tokens": ["source"], "steps": ["kind"]}.get(name, [])
-            full = f"leapahead:{name}"
-            found = client.REGISTRY._names_to_collectors.get(full)  # of an earlier engine in this process
-            self._counters[name] = found or client.Counter(full, text, labels)
+        self._counters = {name: _counter(client.Counter, name) for name in METRICS}
 
     def send(self, figures: Figures) -> None:
         """Adds what the counters have grown by since the last call."""

@@ -1,7 +1,7 @@
-"""`Proposer`, the class that vLLM makes. The only module that knows vLLM's classes: version-gated, it wraps two methods.
+"""`Proposer`, the class that vLLM makes. No other module knows vLLM's classes. Version-gated, it wraps two methods.
 
-    GPUModelRunner.propose_draft_token_ids   tells request ids, their parameters, the drafted tokens that were verified,
-                                             the tokens of the forward, and which requests still exist
+    GPUModelRunner.propose_draft_token_ids   tells request ids, their parameters, the drafted tokens of the forward,
+                                             all its tokens, and which requests still exist
     compute_logits of the loaded model       the logits of every position, for token recycling and sibling rows
 
 vLLM passes neither to a custom class. Where one of them is not as expected, one sentence in the log tells what is
@@ -284,7 +284,7 @@ def _spoils_sampling() -> bool:
         Refused: it cannot be replaced.
     """
     torch = import_module("torch")
-    sampler = import_module("vllm.v1.sample.rejection_sampler")
+    sampler: Any = import_module("vllm.v1.sample.rejection_sampler")
 
     def is_right() -> bool:
         values, ends = torch.tensor([0.625, 3.0, 0.125]), torch.tensor([2, 3, 6], dtype=torch.int32)

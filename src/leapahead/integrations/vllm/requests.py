@@ -1,4 +1,4 @@
-"""What vLLM knows of its requests, in plain types; and the requests of a batch by their texts, where it tells no ids."""
+"""What vLLM knows of requests, in plain types; and the requests of a batch by their texts where no ids are told."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The sequences of a host that is not ours: what the drafter knows of each request, kept by its id.
 
-A request keeps its state while it waits after a preemption. The host's own record of its tokens is compared with ours in
-every step, at the seam of the new tokens; where they differ, or steps were missed, the state is brought up to date or
+A request keeps its state while it waits after a preemption. In every step the host's record of its tokens is compared
+with ours, at the seam of the new tokens; where they differ, or steps were missed, the state is brought up to date or
 made anew. So nothing that the host does can mix the texts of two requests.
 """
 

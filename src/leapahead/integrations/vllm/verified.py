@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from leapahead.core.sampling import Array, Sampler
+from leapahead.core.sampling import Sampler
 from leapahead.core.tree import IntArray, TokenTree
 from leapahead.models.choices import Choices, FloatArray, Rows
 
