@@ -1,8 +1,8 @@
 """A host with the habits of vLLM's scheduler and model runner, on a table model: for the tests of the vLLM adapter.
 
 Its batch has rows that are closed when a request leaves them: the last row moves into the gap. Prompts are read in
-chunks beside the steps of others, requests are preempted and read again, drafts are cut by the scheduler, and steps pass
-in which no drafts are asked for. What it was told and gave is compared with the model's plain text.
+chunks beside the steps of others, requests are preempted and read again, drafts are cut by the scheduler, and in some
+steps no drafts are asked for. What it was told and gave is compared with the model's plain text.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from leapahead.drafters.cache import DrafterCache
 from leapahead.integrations.vllm import requests
 from leapahead.integrations.vllm.adapter import Adapter
 from leapahead.integrations.vllm.batch import Batch
-from leapahead.integrations.vllm.figures import Metrics
+from leapahead.integrations.vllm.figures import Figures, Metrics
 from leapahead.integrations.vllm.options import parsed
 from leapahead.models.base import CHAIN, TOP_K, TargetInfo
 
@@ -90,6 +90,12 @@ class Proposer:
         self._looked = self._reported = self._saved = monotonic()
         self._errors = 0  # in a row
         self._make_adapter(frozenset({CHAIN, TOP_K} if self._told else {CHAIN}))
+
+    @property
+    def figures(self) -> Figures:
+        """What was drafted and accepted."""
+        assert self._adapter is not None
+        return self._adapter.figures
 
     # --------------------------------------------------------------------------------------- what vLLM calls
 
