@@ -18,6 +18,7 @@ METRICS = {  # name -> help; in `prometheus_client`'s default registry, beside v
     "resynchronised": "Times that a request's tokens were not what the proposer knew of them.",
     "errors": "Steps in which drafting failed, so that nothing was drafted.",
 }
+LABELS = {"drafted_tokens": ["source"], "accepted_tokens": ["source"], "steps": ["kind"]}
 
 
 class Figures:
@@ -84,8 +85,7 @@ class Figures:
 @cache
 def _counter(make: Callable[..., Any], name: str) -> Any:
     """The counter of a name; there is one in a process, however many engines that has."""
-    labels = {"drafted_tokens": ["source"], "accepted_tokens": ["source"], "steps": ["kind"]}
-    return make(f"leapahead:{name}", METRICS[name], labels.get(name, []))
+    return make(f"leapahead:{name}", METRICS[name], LABELS.get(name, []))
 
 
 class Metrics:
