@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 ELSEWHERE = ("vllm_", "ray_")  # examples that need another environment, and run there
+HERE = sorted(path.stem for path in EXAMPLES.glob("*.py") if not path.name.startswith(ELSEWHERE))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guide").glob("*.md"))]
 
 
