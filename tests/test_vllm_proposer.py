@@ -147,7 +147,7 @@ def test_without_the_wrapped_method_texts_alone_are_drafted_from(
     proposer = Proposer(config())
     runner = Runner.__new__(Runner)
     runner.host = FakeHost(lambda batch: proposer.propose(batch.new, batch.lengths, batch.texts), rows=4)  # type: ignore[arg-type]
-    assert runner.serve(Job("x", [5], 110)) == {"x": plain_text([5], 110)}
+    assert runner.serve(Job("x", [5], LONGEST - 1)) == {"x": plain_text([5], LONGEST - 1)}
     assert proposer.figures.accepted["suffix"] > 0
     assert "without predictions" in caplog.text
 

@@ -55,7 +55,7 @@ SCHEDULED = [
     call("stop tokens", PROMPTS, {"ignore_eos": False, "max_tokens": 80}),
     call("penalties", PROMPTS, {"presence_penalty": 0.6, "frequency_penalty": 0.3}, {"repetition_penalty": 1.3}),
     call("log-probabilities", PROMPTS, {"logprobs": 3}, {"prompt_logprobs": 2}),
-    call("bias", PROMPTS, {"logit_bias": {"5": 2.0, "17": -4.0}}, {"min_tokens": 20, "ignore_eos": False}),
+    call("least length", PROMPTS, {"min_tokens": 20, "ignore_eos": False, "bad_words": ["return"]}),
     call("grammar", PROMPTS[:4], {"form": {"regex": r"[a-z ]{10,30}\."}, "ignore_eos": False}),
     call("grammar and others", PROMPTS[:4], {"form": {"choice": ["yes", "no"]}, "ignore_eos": False}, {}),
     call("abort", PROMPTS, abort=2),

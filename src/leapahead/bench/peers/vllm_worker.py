@@ -36,7 +36,7 @@ class Worker:
                 max_model_len=request["max_model_len"],
                 speculative_config=request["speculative"],
                 enforce_eager=request["eager"],
-                additional_config=request["additional"],
+                additional_config=request.get("additional", {}),
                 seed=0,
                 skip_tokenizer_init=True,
                 enable_prefix_caching=False,  # a second pass would be cheaper than the first

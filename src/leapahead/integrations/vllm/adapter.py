@@ -142,6 +142,10 @@ class Adapter:
         """Ends all sequences; what was learned is kept."""
         for name in list(self.live):
             self._finish(name)
+        self.keep()
+
+    def keep(self) -> None:
+        """Writes what was learned of the times of steps."""
         self._latency.keep()
 
     def _end(self, batch: Batch) -> None:

@@ -196,6 +196,7 @@ class Proposer:
             warnings.simplefilter("always")
             tokenizer = self._descriptions.tokenizer() if self.options.datastore else None
             self._adapter = Adapter(info, self._most, self.options, tokenizer, self._cache)
+        atexit.register(self._adapter.keep)
         for each in found:
             log.warning("leapahead: %s", each.message)
 
