@@ -11,10 +11,11 @@ from leapahead.core.errors import BadParameter
 
 @dataclass(frozen=True)
 class Leapahead(Plain):
-    """Drafts from this package's sources. It keeps no text of earlier requests, as vLLM's suffix decoding here."""
+    """Drafts from this package's sources, which learn from the texts of a round, as this package's own drafters."""
 
     name: ClassVar[str] = "vllm-leapahead"
     predicts: ClassVar[bool] = True
+    learns: ClassVar[bool] = True
     num_tokens: int = 12
     sources: str = ""
 
@@ -36,8 +37,7 @@ class Leapahead(Plain):
         }
 
     def additional(self) -> dict[str, Any]:
-        # otherwise a second pass would use the texts of the first
-        return {"leapahead": {"drafter_cache": False, "report_seconds": 0, "sources": self.sources.replace("+", ",")}}
+        return {"leapahead": {"report_seconds": 0, "sources": self.sources.replace("+", ",")}}
 
     def _environment(self, threads: int | None) -> dict[str, str]:
         return {**super()._environment(threads), "VLLM_USE_V2_MODEL_RUNNER": "0"}

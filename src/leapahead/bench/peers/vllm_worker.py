@@ -4,6 +4,7 @@
                                                          ->  {"device", "max_model_len", "max_num_seqs"}
     {"prompts", "limits", "ends"}, "predictions" too, many times
                                                          ->  {"texts", "steps", "seconds", "prefill", "memory"}
+    {"forget": true}, before a round                    ->  {}
     on an error                                          ->  {"error"}, and the program ends
 
 The prefill ends when every sequence has its first token; what follows is timed. A long prompt may take several steps
@@ -114,6 +115,19 @@ class Worker:
             "memory": peak_mib(),
         }
 
+    def forget(self) -> None:
+        """Drops the texts of earlier requests: of leapahead's proposer, or of vLLM's suffix decoding, made anew."""
+        runner: Any = self._engine
+        for name in ("engine_core", "engine_core", "model_executor", "driver_worker", "worker", "model_runner"):
+            runner = getattr(runner, name, None)
+        drafter: Any = getattr(runner, "drafter", None)
+        if drafter is None:
+            return
+        if (forget := getattr(drafter, "forget", None)) is not None:
+            forget()
+        else:
+            drafter.__init__(self._engine.vllm_config)
+
     def _watch(self) -> None:
         """Records how many tokens of each sequence every step reads (one and its drafts), where vLLM shows them."""
         scheduler: Any = self._engine
@@ -158,7 +172,12 @@ def main() -> int:
         worker = Worker(json.loads(requests.readline()))
         send(worker.settings)
         for line in requests:
-            send(worker.run(json.loads(line)))
+            request = json.loads(line)
+            if "forget" in request:
+                worker.forget()
+                send({})
+            else:
+                send(worker.run(request))
     except Exception as error:
         send({"error": f"{type(error).__name__}: {error}"})
         raise

@@ -69,6 +69,7 @@ class Adapter:
         figures: what it has drafted.
         drafter: of all requests.
         live: the requests that are not over, by id.
+        cache: as given; a new one is that of the requests that begin afterwards.
 
     Raises:
         LeapaheadError: the options are not possible for this target.
@@ -84,7 +85,7 @@ class Adapter:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._info, self._most, self._options, self._tokenizer = info, most, options, tokenizer
-        self._cache, self._clock = cache, clock
+        self.cache, self._clock = cache, clock
         self.figures = Figures()
         self.live: dict[str, sequences.Sequence] = {}
         self._requests = 0  # of the batch
@@ -195,7 +196,7 @@ class Adapter:
     def _begin(self, name: str, batch: Batch, row: int, length: int) -> None:
         request = batch.describe(name)
         sequence = sequences.Sequence.of(
-            batch.texts[row], length, len(batch.new[row]), request, self._info.vocab_size, self._cache
+            batch.texts[row], length, len(batch.new[row]), request, self._info.vocab_size, self.cache
         )
         if not request.drafts:
             self.drafter.plain.add(sequence.view)

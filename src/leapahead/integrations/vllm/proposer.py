@@ -140,6 +140,8 @@ class Proposer:
             if batch is None:
                 batch = self._texts.batch(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, self._descriptions)
             drafts = adapter.step(batch)
+            if (now := monotonic()) - self._looked >= LOOK_SECONDS:
+                self._look(now)
             self._errors = 0
         except Exception:  # a server must not fail because a draft does
             self._errors += 1
@@ -148,8 +150,6 @@ class Proposer:
             log.exception("leapahead: drafting failed in this step, which goes on without drafts%s", off)
             adapter.reset()
             drafts = [[] for _ in sampled_token_ids]
-        if (now := monotonic()) - self._looked >= LOOK_SECONDS:
-            self._look(now)
         return drafts
 
     def tell(self, runner: Any, new: Sequence[Sequence[int]], scheduled: Any, hidden: Any, metadata: Any) -> None:
@@ -177,6 +177,11 @@ class Proposer:
             kept[1] if kept is not None and kept[0] is hidden else None,
             getattr(scheduled, "num_spec_tokens_to_schedule", None),
         )
+
+    def forget(self) -> None:
+        """Forgets the texts of earlier requests, as a benchmark must before it repeats its prompts."""
+        if self._adapter is not None and self._adapter.cache is not None:
+            self._adapter.cache = DrafterCache()
 
     # ------------------------------------------------------------------------------------------------ parts
 
