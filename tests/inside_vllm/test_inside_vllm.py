@@ -30,7 +30,7 @@ PROMPTS = [
     "for i in range(10):\n    print(i)\nfor j in range(10):\n",
     "x = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]\ny = [1, 2, 3,",
 ]
-GREEDY = {"max_tokens": 48}
+GREEDY = {"max_tokens": 32}
 Run = Callable[..., dict[str, Any]]
 
 
@@ -45,26 +45,26 @@ def many(count: int) -> list[str]:
 
 
 SCHEDULED = [
-    call("one", PROMPTS[:1], {"max_tokens": 96}),
+    call("one", PROMPTS[:1], {"max_tokens": 64}),
     call("eight", PROMPTS),
-    call("sixty-four", many(64)),
+    call("sixty-four", many(64), {"max_tokens": 20}),
     call("again", PROMPTS),  # prompts whose prefixes are cached
     call("duplicates", [CODE] * 6),
-    call("lengths", PROMPTS, *({"max_tokens": 3 + 7 * index} for index in range(8))),
-    call("stop strings", PROMPTS, {"stop": ["return", "\n\n"], "max_tokens": 64}),
-    call("stop tokens", PROMPTS, {"ignore_eos": False, "max_tokens": 80}),
+    call("lengths", PROMPTS, *({"max_tokens": 3 + 5 * index} for index in range(8))),
+    call("stop strings", PROMPTS, {"stop": ["return", "\n\n"], "max_tokens": 40}),
+    call("stop tokens", PROMPTS, {"ignore_eos": False, "max_tokens": 40}),
     call("penalties", PROMPTS, {"presence_penalty": 0.6, "frequency_penalty": 0.3}, {"repetition_penalty": 1.3}),
     call("log-probabilities", PROMPTS, {"logprobs": 3}, {"prompt_logprobs": 2}),
     call("least length", PROMPTS, {"min_tokens": 20, "ignore_eos": False, "bad_words": ["return"]}),
     call("grammar", PROMPTS[:4], {"form": {"regex": r"[a-z ]{10,30}\."}, "ignore_eos": False}),
     call("grammar and others", PROMPTS[:4], {"form": {"choice": ["yes", "no"]}, "ignore_eos": False}, {}),
     call("abort", PROMPTS, abort=2),
-    call("context", [CODE * 8, CODE * 9, PROMPTS[1]], {"max_tokens": 400}),
+    call("context", [CODE * 17, CODE * 18, PROMPTS[1]], {"max_tokens": 90}),
 ]
 LIMITED = [
-    call("many", many(24), {"max_tokens": 90}),
-    call("duplicates", [CODE] * 12, {"max_tokens": 90}),
-    call("abort", many(16), {"max_tokens": 90}, abort=3),
+    call("many", many(24), {"max_tokens": 60}),
+    call("duplicates", [CODE] * 12, {"max_tokens": 40}),
+    call("abort", many(12), {"max_tokens": 40}, abort=3),
 ]
 SMALL_STEPS = {"max_num_batched_tokens": 80, "max_num_seqs": 64, "enable_chunked_prefill": True}
 SMALL_CACHE = {"num_gpu_blocks_override": 40, "block_size": 16, "max_num_seqs": 24, "enable_prefix_caching": False}
@@ -178,7 +178,7 @@ def test_vllm_samples_from_the_right_distribution_with_drafts_on_a_cpu(run: Run)
     from scipy.stats import chi2_contingency
 
     prompt = "a b c d e f a b c d e f a b c d e f a b c"
-    count = 1200
+    count = 800
     sampled = [call("sampled", [prompt] * count, {"temperature": 1.0, "top_p": 0.95, "max_tokens": 4})]
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     plain, drafted = run(sampled), run(sampled, speculative_config=ngram)
@@ -195,7 +195,7 @@ def test_vllm_samples_from_the_right_distribution_with_drafts_on_a_cpu(run: Run)
 
 @pytest.mark.parametrize("mutant", ["Longer", "Outside", "Fewer"])
 def test_a_fault_in_the_drafts_is_noticed(run: Run, mutant: str) -> None:
-    calls = [call("eight", PROMPTS), call("context", [CODE * 8, CODE * 9, PROMPTS[1]], {"max_tokens": 400})]
+    calls = [call("eight", PROMPTS), call("context", [CODE * 17, CODE * 18, PROMPTS[1]], {"max_tokens": 90})]
     speculative = {**OURS, "model": f"tests.inside_vllm.mutants.{mutant}"}
     found = run(calls, speculative_config=speculative, additional_config=FIXED)
     with pytest.raises(AssertionError):

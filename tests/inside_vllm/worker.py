@@ -18,6 +18,7 @@ for name, value in {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "OMP_NUM_THREADS": "1",  # the model is small
 }.items():
     os.environ.setdefault(name, value)
 
