@@ -19,6 +19,9 @@ from tests.vllm_host import LONGEST, VOCAB, FakeHost, Job, plain_text
 
 RUNNER = """
 class GPUModelRunner:
+    def initialize_kv_cache(self, config):
+        self.effective_drafter_max_model_len = self.max_model_len
+
     def propose_draft_token_ids(
         self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states,
         aux_hidden_states, {metadata}, common_attn_metadata, slot_mappings,
@@ -85,7 +88,10 @@ class Runner:
 
         self.host = FakeHost(self.step, rows=4)
         self.runner = GPUModelRunner()
+        self.runner.max_model_len, self.runner.num_spec_tokens = LONGEST, 6
         self.runner.drafter = proposer
+        self.runner.initialize_kv_cache(None)
+        assert self.runner.effective_drafter_max_model_len == LONGEST + 6
         self.model = Some(compute_logits=lambda hidden: self.logits)
         self.logits: Any = None
         proposer.load_model(self.model)

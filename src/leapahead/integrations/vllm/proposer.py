@@ -1,10 +1,12 @@
-"""`Proposer`, the class that vLLM makes. No other module knows vLLM's classes. Version-gated, it wraps two methods.
+"""`Proposer`, the class that vLLM makes. No other module knows vLLM's classes. Version-gated, it wraps three methods.
 
     GPUModelRunner.propose_draft_token_ids   tells request ids, their parameters, the drafted tokens of the forward,
                                              all its tokens, and which requests still exist
+    GPUModelRunner.initialize_kv_cache       lets the proposer be asked near the end of the context, too: vLLM would
+                                             draft zeros for all requests while one is there, and fail on CPUs
     compute_logits of the loaded model       the logits of every position, for token recycling and sibling rows
 
-vLLM passes neither to a custom class. Where one of them is not as expected, one sentence in the log tells what is
+vLLM passes none of this to a custom class. Where one of them is not as expected, one sentence in the log tells what is
 missing, and drafting goes on with the rest. vLLM verifies the drafts itself, so they change no greedy text; a sampled
 text is exact in distribution, but not the one of the same seed without drafts.
 
@@ -163,6 +165,7 @@ class Proposer:
             metadata: vLLM's `SpecDecodeMetadata`; None where no drafted token was verified.
         """
         kept, self._logits = self._logits, None
+        _ask_always(runner)
         rows = runner.input_batch
         self._descriptions.requests = runner.requests
         self._forward = Batch(
@@ -283,7 +286,22 @@ def _wrap_runner() -> bool:
 
     setattr(told, WRAPPED, True)
     runner.propose_draft_token_ids = told
+    begin = getattr(runner, "initialize_kv_cache", None)
+    if begin is not None:
+
+        def begun(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = begin(self, *args, **kwargs)
+            if isinstance(getattr(self, "drafter", None), Proposer):
+                _ask_always(self)
+            return found
+
+        runner.initialize_kv_cache = begun
     return True
+
+
+def _ask_always(runner: Any) -> None:
+    """Raises the length up to which the runner asks for drafts; the adapter drafts nothing beyond the context."""
+    runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens
 
 
 TOLD = ("sampled_token_ids", "scheduler_output", "sample_hidden_states", "spec_decode_metadata")
