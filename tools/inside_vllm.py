@@ -54,7 +54,11 @@ def bench(root: Path, table: Table) -> str:
         others = [_ratio(cells.get((task, batch, name)), plain) for name in (*OTHERS, OURS)]
         lines.append([task, str(batch), f"{plain['tokens_per_second']:.1f}", *others])
     heads = "task | requests | vLLM, tokens a second | its n-grams | its suffixes | leapahead inside vLLM"
-    return table(heads, lines) + "\n\n" + benches.conditions(root, NAME, "135M", batch="")
+    return (
+        table(heads, lines)
+        + "\n\n"
+        + benches.conditions(root, NAME, "135M", batch="", tasks={row["task"] for row in rows})
+    )
 
 
 def _ratio(row: dict[str, Any] | None, plain: dict[str, Any]) -> str:
