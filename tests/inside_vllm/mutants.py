@@ -21,13 +21,6 @@ class Outside(Proposer):
         return [draft and [*draft[:-1], 1_000_000] for draft in super().propose(*args, **kwargs)]
 
 
-class Fewer(Proposer):
-    """Gives drafts for all requests but the last."""
-
-    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        return super().propose(*args, **kwargs)[:-1]
-
-
 class Shifted(Proposer):
     """Gives every request the draft of the next one, which changes no text and costs all acceptance."""
 

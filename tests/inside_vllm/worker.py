@@ -25,12 +25,13 @@ for name, value in {
 
 def params_of(given: dict[str, Any]) -> Any:
     import vllm
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     options = dict(given)
     if form := options.pop("form", None):
         options["structured_outputs"] = StructuredOutputsParams(**form)
-    return vllm.SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **options})
+    kind = RequestOutputKind.FINAL_ONLY  # the texts of n > 1 together
+    return vllm.SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "output_kind": kind, **options})
 
 
 def called(engine: Any, call: dict[str, Any], count: int) -> list[Any]:
