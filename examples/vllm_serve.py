@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -48,7 +47,7 @@ def main() -> None:
             # The engine is another process than the server, and both write their metrics here.
             "PROMETHEUS_MULTIPROC_DIR": metrics,
         }
-        server = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.DEVNULL)
+        server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             wait(address, server)
             request = {
@@ -66,7 +65,7 @@ def main() -> None:
             print("\n".join(found))
             assert any("drafted_tokens_total" in line for line in found), "no metrics of the proposer"
         finally:
-            os.killpg(server.pid, signal.SIGTERM)
+            server.terminate()
             server.wait(60)
 
 

@@ -177,9 +177,9 @@ def test_vllm_samples_from_the_right_distribution_with_drafts_on_a_cpu(run: Run)
     """vLLM's own n-grams, many samples, against samples without drafts. False alarms: 1 in 10,000 for each test."""
     from scipy.stats import chi2_contingency
 
-    prompt = "a b c d e f a b c d e f a b c d e f a b c"
+    prompt = "def add(a, b):\n    return a + b\n\n" * 2 + "def add(a, b):\n    return a"
     count = 800
-    sampled = [call("sampled", [prompt] * count, {"temperature": 1.0, "top_p": 0.95, "max_tokens": 4})]
+    sampled = [call("sampled", [prompt] * count, {"temperature": 0.9, "top_p": 0.95, "max_tokens": 4})]
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     plain, drafted = run(sampled), run(sampled, speculative_config=ngram)
     for position in range(1, 4):
