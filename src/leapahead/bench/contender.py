@@ -37,7 +37,8 @@ class Setting:
         max_new_tokens: of a text, at most; see `limit`.
         eos_token_ids: end a text.
         seed: of the sampling, the same for every text.
-        predictions: by the tokens of a prompt, what its text is expected to be. Peers are not told.
+        predictions: by the tokens of a prompt, what its text is expected to be. Of the peers, vllm-leapahead
+            alone is told.
     """
 
     temperature: float = 0.0

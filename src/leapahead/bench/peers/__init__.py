@@ -33,6 +33,7 @@ PEERS = {
     "vllm-ngram": ("vllm", "Ngram"),
     "vllm-suffix": ("vllm", "Suffix"),
     "vllm-head": ("vllm", "Head"),
+    "vllm-leapahead": ("vllm_leapahead", "Leapahead"),
 }
 
 

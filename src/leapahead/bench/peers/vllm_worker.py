@@ -1,7 +1,10 @@
 """A program that runs in vLLM's own environment and serves its engine by lines of JSON. Imports nothing of leapahead.
 
-    {"model", "dtype", "max_model_len", "speculative", "eager"}  ->  {"device", "max_model_len", "max_num_seqs"}
-    {"prompts", "limits", "ends"}, many times            ->  {"texts", "steps", "seconds", "prefill", "memory"}
+    {"model", "dtype", "max_model_len", "speculative", "eager", "additional"}
+                                                         ->  {"device", "max_model_len", "max_num_seqs"}
+    {"prompts", "limits", "ends"}, "predictions" too, many times
+                                                         ->  {"texts", "steps", "seconds", "prefill", "memory"}
+    {"forget": true}, before a round                    ->  {}
     on an error                                          ->  {"error"}, and the program ends
 
 The prefill ends when every sequence has its first token; what follows is timed. A long prompt may take several steps
@@ -34,6 +37,7 @@ class Worker:
                 max_model_len=request["max_model_len"],
                 speculative_config=request["speculative"],
                 enforce_eager=request["eager"],
+                additional_config=request.get("additional", {}),
                 seed=0,
                 skip_tokenizer_init=True,
                 enable_prefix_caching=False,  # a second pass would be cheaper than the first
@@ -60,6 +64,7 @@ class Worker:
             for _ in request["prompts"]
         ]
         engine, ids = self._engine, dict[str, int]()
+        predictions = request.get("predictions") or [()] * len(request["prompts"])
         began = perf_counter()
         for index, (prompt, limit) in enumerate(zip(request["prompts"], request["limits"], strict=True)):
             params = self._vllm.SamplingParams(
@@ -69,6 +74,7 @@ class Worker:
                 ignore_eos=True,  # of the model's files; the ends are given instead
                 detokenize=False,
                 output_kind=deltas,
+                **({"extra_args": {"prediction": predictions[index]}} if predictions[index] else {}),
             )
             name = f"{self._passes}-{index}"
             ids[name] = index
@@ -108,6 +114,19 @@ class Worker:
             "prefill": first - began,
             "memory": peak_mib(),
         }
+
+    def forget(self) -> None:
+        """Drops the texts of earlier requests: of leapahead's proposer, or of vLLM's suffix decoding, made anew."""
+        runner: Any = self._engine
+        for name in ("engine_core", "engine_core", "model_executor", "driver_worker", "worker", "model_runner"):
+            runner = getattr(runner, name, None)
+        drafter: Any = getattr(runner, "drafter", None)
+        if drafter is None:
+            return
+        if (forget := getattr(drafter, "forget", None)) is not None:
+            forget()
+        else:
+            drafter.__init__(self._engine.vllm_config)
 
     def _watch(self) -> None:
         """Records how many tokens of each sequence every step reads (one and its drafts), where vLLM shows them."""
@@ -153,7 +172,12 @@ def main() -> int:
         worker = Worker(json.loads(requests.readline()))
         send(worker.settings)
         for line in requests:
-            send(worker.run(json.loads(line)))
+            request = json.loads(line)
+            if "forget" in request:
+                worker.forget()
+                send({})
+            else:
+                send(worker.run(request))
     except Exception as error:
         send({"error": f"{type(error).__name__}: {error}"})
         raise

@@ -1,0 +1,77 @@
+"""The blocks of docs/guide/vllm.md: the proposer's options and metrics, and the bench beside vLLM's own methods."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import benches
+
+from leapahead.bench.cell import speedup
+from leapahead.bench.record import OVERALL, read
+from leapahead.integrations.vllm.figures import LABELS, METRICS
+from leapahead.integrations.vllm.options import Options
+
+Table = Callable[[str, list[list[str]]], str]
+NAME = "vllm-plugin"  # of the bench
+PLAIN, OURS = "peer:vllm", "peer:vllm-leapahead"
+OTHERS = ("peer:vllm-ngram", "peer:vllm-suffix")
+
+
+def options(table: Table) -> str:
+    """From the docstring of `Options`."""
+    text = (inspect.getdoc(Options) or "").partition("Attributes:\n")[2]
+    found = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", text, re.MULTILINE))
+    rows = []
+    for field in fields(Options):
+        default = {"": "none", True: "true"}.get(field.default, field.default)  # type: ignore[arg-type]
+        default = "those of `auto`" if field.name == "sources" else f"{default}"
+        rows.append([f"`{field.name}`", default, " ".join(found[field.name].split())])
+    return table("option | default | meaning", rows)
+
+
+def metrics(table: Table) -> str:
+    """From `METRICS`."""
+    rows = [[f"`leapahead:{name}_total`", ", ".join(LABELS.get(name, [])), text] for name, text in METRICS.items()]
+    return table("metric | labels | meaning", rows)
+
+
+def bench(root: Path, table: Table) -> str:
+    """Tokens a second against vLLM without drafts, by task and number of requests: `ratio (95 % interval)`."""
+    if not (root / "docs/bench" / NAME / "bench.json").is_file():
+        return "Not measured yet."
+    rows = [row for row in read(root / "docs/bench" / NAME)["results"] if row["task"] != OVERALL]
+    cells = {(row["task"], row["batch"], row["drafter"]): row for row in rows}
+    lines = []
+    for task, batch in dict.fromkeys((row["task"], row["batch"]) for row in sorted(rows, key=lambda row: row["batch"])):
+        plain = cells.get((task, batch, PLAIN))
+        if plain is None:
+            continue
+        others = [_ratio(cells.get((task, batch, name)), plain) for name in (*OTHERS, OURS)]
+        lines.append([task, str(batch), f"{plain['tokens_per_second']:.1f}", *others])
+    heads = "task | requests | vLLM, tokens a second | its n-grams | its suffixes | leapahead inside vLLM"
+    return (
+        table(heads, lines)
+        + "\n\n"
+        + benches.conditions(root, NAME, "135M", batch="", tasks={row["task"] for row in rows})
+    )
+
+
+def _ratio(row: dict[str, Any] | None, plain: dict[str, Any]) -> str:
+    if row is None:
+        return ""
+    found = speedup(row["samples"], plain["samples"])
+    interval = "" if found["low"] is None else f" ({found['low']:.2f} to {found['high']:.2f})"
+    return f"{found['median']:.2f}{interval}"
+
+
+def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
+    return {
+        "vllm-options": lambda root: options(table),
+        "vllm-metrics": lambda root: metrics(table),
+        "vllm-plugin": lambda root: bench(root, table),
+    }
