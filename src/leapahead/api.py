@@ -37,8 +37,7 @@ class LLM:
     It may be used from several threads: their requests are decoded together, each with the text that it has alone.
 
     Args:
-        model: a hub name, a folder, a GGUF file, a loaded `torch.nn.Module` or `Target`; None or "bundled" for the
-            bundled one.
+        model: a hub name, a folder, a GGUF file, a loaded `torch.nn.Module` or `Target`; None or "bundled" for ours.
         engine: what computes: "transformers", "llama.cpp", "openvino" or "auto", see `models.loading.load`.
         tokenizer: instead of the model's own. A loaded model or a target without one takes prompts of token ids.
         drafter: a registered name (`leapahead drafters` lists them), or a subclass of `Drafter` or `SequenceDrafter`.
