@@ -33,9 +33,21 @@ CONFIGURATIONS: list[Compared] = [
 
 
 @click.command(cls=Command)
-@click.option("--model", type=click.Path(path_type=Path), default=Path("build/repair/model"), show_default=True)
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    default=Path("build/repair/model"),
+    show_default=True,
+    help="Folder that `research repair` has written.",
+)
 @click.option("--limit", type=click.IntRange(min=1), default=40, show_default=True, help="Held-out examples.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("docs/encoder-decoder.json"), show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("docs/encoder-decoder.json"),
+    show_default=True,
+    help="File of the figures.",
+)
 def main(model: Path, limit: int, out: Path) -> None:
     """Measure acceptance lengths on damaged lines of held-out files, with the model of `python -m research repair`."""
     if not (model / "config.json").is_file():

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from leapahead.core.errors import BadParameter, Refused
-from leapahead.core.tree import UNLIMITED
+from leapahead.core.tree import UNLIMITED, IntArray
 from leapahead.models.transformers import grouped, ordered
 
 
@@ -190,3 +191,15 @@ def counts_slots(config: Any) -> bool:
 
 def _get(config: Any, name: str) -> Any:
     return getattr(config, name, None)
+
+
+def ordinary_ids(model_config: Any, text_config: Any, vocab_size: int) -> IntArray:
+    """Token ids without a special meaning, by the configurations; some of the lowest ones."""
+    special = {
+        value
+        for config in (model_config, text_config)
+        for key, value in config.to_dict().items()
+        if key.endswith(("token_id", "token_index"))
+        for value in (value if isinstance(value, list) else [value])
+    }
+    return np.array([token for token in range(min(vocab_size, 4096)) if token not in special] or [0], dtype=np.int64)

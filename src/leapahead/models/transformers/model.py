@@ -136,7 +136,7 @@ class TransformersTarget:
             logits = self._first_logits()
             self.device, vocab_size = logits.device, logits.shape[-1]
             self.context_length = families.context_length(self.config)
-            self._ids = _ordinary_ids(model.config, self.config, vocab_size)
+            self._ids = families.ordinary_ids(model.config, self.config, vocab_size)
             self.executor, self.refusals = self._tested_executor(exclusive, exact)
             layers: Layers = ()
             hidden_size = 0
@@ -251,9 +251,8 @@ class TransformersTarget:
         context = max(len(session.tokens) for session in sessions)
         with torch.no_grad(), out_of_memory_in(f"a step at {context} tokens of context", len(sessions), self.device):
             states = [session.state for session in sessions]
-            computed = self.executor.forward(
-                states, [tree.computed for tree in trees], num_computed, self._layers(capture)
-            )
+            rows = [tree.computed for tree in trees]
+            computed = self.executor.forward(states, rows, num_computed, self._layers(capture))
             parts = [
                 _divided(tree, first, output)
                 for tree, first, output in zip(trees, num_computed or [0] * len(trees), computed, strict=True)
@@ -399,14 +398,3 @@ def host_logits(logits: Tensor) -> npt.NDArray[np.floating[Any]]:
         bits <<= 16
         return bits.view(np.float32)
     return logits.numpy() if logits.dtype == torch.float64 else logits.float().numpy()
-
-
-def _ordinary_ids(model_config: Any, text_config: Any, vocab_size: int) -> IntArray:
-    special = {
-        value
-        for config in (model_config, text_config)
-        for key, value in config.to_dict().items()
-        if key.endswith(("token_id", "token_index"))
-        for value in (value if isinstance(value, list) else [value])
-    }
-    return np.array([token for token in range(min(vocab_size, 4096)) if token not in special] or [0], dtype=np.int64)
