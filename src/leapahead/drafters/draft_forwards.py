@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, takewhile
 from typing import NamedTuple
 
-from leapahead.drafters.sources.computed import Path
+from leapahead.drafters.sources.computed import Path, numbered
 from leapahead.drafters.sources.forward import ForwardModel, ForwardSource
 from leapahead.models.base import Target
 from leapahead.planner.acceptance import AcceptanceTable
@@ -89,12 +89,7 @@ class DraftForwards:
 
     def sources(self) -> list[ForwardSource]:
         """New sources, for one sequence."""
-        found, counts = [], Counter[str]()
-        for model in self.models:
-            name = model.source_name
-            counts[name] += 1
-            found.append(model.source(name if counts[name] == 1 else f"{name}{counts[name]}"))
-        return found
+        return [model.source(name) for model, name in zip(self.models, numbered(self.models), strict=True)]
 
     def known(self, tokens: Sequence[int], owner: str) -> int:
         """How many tokens of a prompt there are whose hidden states no head needs."""

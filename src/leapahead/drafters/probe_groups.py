@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from leapahead.core.tree import Budget, Probes, TokenTree
+from leapahead.drafters.sources.computed import numbered
 from leapahead.drafters.sources.probes import ProbeSource
 from leapahead.planner.draft import Proposal, SequenceView, Step
 from leapahead.planner.sizing import COST_SHARE, StepPlan
@@ -81,12 +82,7 @@ class ProbeGroups:
 
     def sources(self) -> list[ProbeSource]:
         """New sources, for one sequence."""
-        found, counts = [], Counter[str]()
-        for model in self.models:
-            name = model.source_name
-            counts[name] += 1
-            found.append(model.source(name if counts[name] == 1 else f"{name}{counts[name]}"))
-        return found
+        return [model.source(name) for model, name in zip(self.models, numbered(self.models), strict=True)]
 
     def observe(self, sequence: SequenceView, sources: Sequence[Source], step: Step) -> None:
         """Learns what the groups of the step before have brought. To be called before the sources observe the step."""

@@ -6,7 +6,9 @@ With seed-aware drafting the distribution of a row is ranked by what this seed w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,24 @@ from leapahead.planner.source import Candidate, Feature, FloatArray, Score, Sour
 Path = tuple[int, ...]  # drafted tokens from below the last committed one
 KEPT, KEPT_SAMPLED = 64, 1024  # likeliest tokens that are kept of each path: greedy, and for ranking with the noise
 Row = tuple[npt.NDArray[np.int64], FloatArray]  # tokens, likeliest first; their log-probabilities
+
+
+class Named(Protocol):
+    """A network that candidates come from."""
+
+    @property
+    def source_name(self) -> str:
+        """Who drafted a node, in reports."""
+
+
+def numbered(models: Sequence[Named]) -> list[str]:
+    """The names of their sources, with a number where several have the same."""
+    counts, found = Counter[str](), []
+    for model in models:
+        name = model.source_name
+        counts[name] += 1
+        found.append(name if counts[name] == 1 else f"{name}{counts[name]}")
+    return found
 
 
 class ComputedSource(Source):
