@@ -97,7 +97,8 @@ def _transformers(name: str, folder: Path) -> Open:
 
 
 def _openvino(name: str, folder: Path) -> Open:
-    from leapahead.models.openvino import export, folder as openvino
+    from leapahead.models.openvino import export
+    from leapahead.models.openvino import folder as openvino
     from leapahead.models.openvino.options import OpenVinoOptions
 
     _model(name).save_pretrained(folder / "model")

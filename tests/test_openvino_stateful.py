@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openvino as ov
 import pytest
 import torch
 from architectures import BY_NAME, VOCABULARY
 from helpers import GREEDY
+from openvino import opset13
 
 from leapahead import SamplingParams
 from leapahead.check import check
@@ -19,13 +21,6 @@ from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.engine.scheduler import Engine
 from leapahead.models.base import CHAIN, TREE, Capture, read_prompt
-
-ov = pytest.importorskip("openvino")
-pytest.importorskip("openvino_genai")
-pytest.importorskip("openvino_tokenizers")
-
-from openvino import opset13
-
 from leapahead.models.openvino import folder
 from leapahead.models.openvino.export import export
 from leapahead.models.openvino.options import OpenVinoOptions

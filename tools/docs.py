@@ -334,7 +334,7 @@ def memory_table(root: Path) -> str:
     )
 
 
-MODES = ("trees", "chains", "chains with replay", "plain")
+MODES = ("trees", "chains", "chains with replay", "plain", "refused")
 
 
 def families_table(root: Path) -> str:
