@@ -33,7 +33,6 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.models import loading
 from leapahead.models.base import Target
 from leapahead.models.transformers.pretrained import quiet
-from research.command_parts import show
 
 OUT = Path("docs/bench/exact-families.json")
 BATCH, CONTEXT, THREADS = 4, 256, 1
@@ -137,7 +136,10 @@ def measured(case: Case, texts: int, new: int) -> dict[str, Any]:
             load = case.prepare(Path(place))
             target = load(True)
         except Refused as error:
-            return {**row, "refused": str(error)}
+            return {
+                **row,
+                "refused": str(error).partition("exact mode ")[2].partition("; ")[0].strip("(): ") or str(error),
+            }
         known = conditions(target)
         row["runs"] = [
             {
@@ -183,7 +185,7 @@ def _figures(reports: Sequence[Report]) -> dict[str, Any]:
 @click.command(cls=Command)
 @click.argument("tests", default="tests", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--texts", type=click.IntRange(min=1), default=16, show_default=True, help="Prompts of a case.")
-@click.option("--max-new-tokens", "new", type=click.IntRange(min=1), default=112, show_default=True, help="Of a text.")
+@click.option("--max-new-tokens", "new", type=click.IntRange(min=1), default=80, show_default=True, help="Of a text.")
 @click.option("--engine", "engines", multiple=True, metavar="NAME", help="Only this engine; may be repeated.")
 @click.option("--resume", is_flag=True, help="Leave out the cases that the file has already.")
 @click.option(
@@ -210,27 +212,9 @@ def main(tests: Path, texts: int, new: int, engines: tuple[str, ...], resume: bo
         rows[case.key] = {**row, "texts": texts, "new": new}
         lines = ",\n".join(json.dumps(rows[each.key]) for each in order if each.key in rows)
         out.write_text(f'{{"rows": [\n{lines}\n]}}\n', encoding="utf-8")
-        show(COLUMNS, cells([rows[case.key]]))
-
-
-COLUMNS = (
-    *("engine", "weights", "family", "text", "tokens compared", "differing"),
-    *("differing without exact mode, of", "distinct 4-grams"),
-)
-
-
-def cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The lines of the table: two of each case, or why it was refused."""
-    found = []
-    for row in rows:
-        name = [row["engine"], row["weights"], f"`{row['family']}`"]
-        if "refused" in row:
-            reason = row["refused"].partition("exact mode ")[2].partition(";")[0].strip("()") or row["refused"]
-            found.append([*name, f"refused: {reason}", "", "", "", ""])
-        for run in row.get("runs", ()):
-            text = "greedy" if run["temperature"] == 0 else f"temperature {run['temperature']:g}"
-            control = f"{run['control']['differing']} of {run['control']['tokens']:,}"
-            found.append(
-                [*name, text, f"{run['tokens']:,}", str(run["differing"]), control, f"{run['distinct_4']:.2f}"]
-            )
-    return found
+        found = row.get("refused") or "; ".join(
+            f"temperature {run['temperature']:g}: {run['differing']} of {run['tokens']} tokens differ, "
+            f"{run['control']['differing']} without exact mode"
+            for run in row["runs"]
+        )
+        click.echo(f"{' '.join(case.key)}: {found}")

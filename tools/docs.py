@@ -16,6 +16,7 @@ from typing import Any
 import benches
 import claims
 import click
+import exact
 import headline
 import inside_vllm
 import reference
@@ -364,6 +365,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "cost-curve": cost_table,
     "regret": regret_table,
     "families": families_table,
+    **exact.blocks(table),
     "gguf-check": gguf_check_table,
     "gguf-plain": gguf_plain_table,
     "gguf-curve": gguf_curve_table,

@@ -33,7 +33,10 @@ class Window:
         self.width, self.ngram = width, ngram
         self._random = random.Random(seed)
         self._rows: list[list[int]] = []  # row 0 without column 0 (W-1 tokens), then rows 1 .. N-2 (W tokens each)
-        self._tips: list[int | None] = []  # last node of each column, None where the budget cut it off
+        self._tips = self._no_tips()  # last node of each column, None where the budget cut it off
+
+    def _no_tips(self) -> list[int | None]:
+        return [None] * self.width
 
     def begin(
         self, sequence: SequenceView, guess: Callable[[int], tuple[int, ...] | None] = lambda token: None
@@ -69,6 +72,8 @@ class Window:
     def observe(self, sequence: SequenceView, step: Step) -> list[tuple[int, tuple[int, ...]]]:
         """Reads the target's choices after the last row, and moves the window on.
 
+        A step that had no room for drafts has none of the window's nodes; random tokens stand for what it chose.
+
         Returns:
             The n-grams that the step completed, as (key, tail).
         """
@@ -82,6 +87,7 @@ class Window:
             if tip is not None
         ]
         self._slide(sequence, new, by=len(step.tokens) if sequence.sampled else 1)
+        self._tips = self._no_tips()
         return ngrams
 
     def _slide(self, sequence: SequenceView, new: list[int], by: int) -> None:
