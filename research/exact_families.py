@@ -74,7 +74,7 @@ def cases() -> list[Case]:
     ]
     found += [
         Case("llama.cpp", kind, name, partial(_gguf, name, kind))
-        for name in ("gemma2", "gemma3", "mixtral", "gpt_oss")
+        for name in ("gemma2", "mixtral", "gemma3", "gpt_oss")
         for kind in GGUF_TYPES
     ]
     found += [
