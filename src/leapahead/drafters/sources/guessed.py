@@ -1,0 +1,236 @@
+"""A draft model that is itself decoded speculatively: each of its forwards verifies guesses of its own next tokens.
+
+    text ── a ── b ── ?             asked for: candidates after the path (a, b)
+                 ├─ c ── d ── e     guessed: computed in the same draft forward
+                 └─ f ── g
+
+If the draft model chooses c after (a, b), the row of c has the candidates after (a, b, c), so the draft forward for
+these is saved, and so on. The candidates are those that there are without guesses: the draft is the same, and is found
+in fewer draft forwards (the vertical cascade of 2312.11462; with lookahead's guesses: Ouroboros, 2402.13720).
+
+What guesses is in `guesses`; this module knows only how often it is right.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from leapahead.drafters.sources.computed import Path
+from leapahead.drafters.sources.draft import DraftSource
+from leapahead.drafters.sources.forward import ForwardModel
+from leapahead.models.base import Target
+from leapahead.models.choices import Rows
+from leapahead.planner.draft import Forward, SequenceView
+
+Wanted = tuple["Guesser", "GuessedSource", Path, int]  # after which path, and how many tokens
+SLOWNESS = 64  # draft forwards over which rates are averaged
+
+
+class HitRate:
+    """How often guesses of one draft model's tokens are right, over all texts of a drafter.
+
+    Attributes:
+        rate: the share of first guesses that were what the draft model chose; 0.5 before there were any.
+        run: guessed tokens that were right in a row, in the mean over draft forwards.
+    """
+
+    def __init__(self) -> None:
+        self.rate, self.run = 0.5, 0.0
+        self._first, self._runs = 0, 0
+
+    def learn_first(self, hit: bool) -> None:
+        self._first = min(self._first + 1, SLOWNESS)
+        self.rate += (hit - self.rate) / (self._first + 1)
+
+    def learn_run(self, right: int) -> None:
+        self._runs = min(self._runs + 1, SLOWNESS)
+        self.run += (right - self.run) / self._runs
+
+
+class Guesser(ABC):
+    """Guesses what a draft model will choose, for one sequence.
+
+    Args:
+        most: greatest number of tokens that are guessed ahead.
+        planned: whether fewer are guessed where they do not pay by the draft model's latency profile; else always
+            `most`, and no time is read.
+        hits: shared by all sequences.
+    """
+
+    costs_forward = False  # whether a guess costs a forward of another draft model
+
+    def __init__(self, most: int, planned: bool, hits: HitRate) -> None:
+        self.most, self.planned, self.hits = most, planned, hits
+
+    def begin(self, sequence: SequenceView) -> None:
+        """Called once."""
+        self.sequence = sequence
+
+    def length(self, source: GuessedSource) -> int:
+        """How many tokens are worth guessing: as many as give the most tokens per second of a draft forward.
+
+        With the rate h of right guesses, a forward with n guessed tokens gives 1 + h + .. + h^n tokens.
+        """
+        if not self.planned:
+            return self.most
+        profile = source.model.latency.profile(1)
+        tokens = accumulate(self.hits.rate**n for n in range(self.most + 1))
+        rates = [each / (profile(1 + n) + self.seconds(n)) for n, each in enumerate(tokens)]
+        return rates.index(max(rates))
+
+    def seconds(self, tokens: int) -> float:
+        """What so many guesses cost beside the rows of the draft model that verifies them."""
+        return 0.0
+
+    @abstractmethod
+    def guess(self, source: GuessedSource, path: Path, tokens: int) -> list[Path]:
+        """Paths that begin with `path` and go on with at most so many guessed tokens, likeliest first."""
+
+    @classmethod
+    def guess_together(cls, wanted: Sequence[Wanted]) -> list[list[Path]]:
+        """The guesses for all sequences of a draft forward, whose guessers are of this class."""
+        return [guesser.guess(source, path, tokens) for guesser, source, path, tokens in wanted]
+
+    def keep(self, source: GuessedSource, paths: Sequence[Path]) -> None:  # noqa: B027
+        """Called when rows of a draft forward were kept, those after these paths."""
+
+    def observe(self, source: GuessedSource, path: Path, right: int) -> None:  # noqa: B027
+        """Called after a draft forward that verified the guesses after a path.
+
+        Args:
+            right: how many of them in a row were what the draft model chose.
+        """
+
+
+class GuessedSource(DraftSource):
+    """A draft model with guesses of its tokens, for one sequence.
+
+    Args:
+        model, target, name: see `DraftSource`.
+        guesser: of its tokens; None for none.
+        first: depth below the root at which its candidates begin; the rows of shallower nodes serve as guesses for
+            another draft model only.
+        until: depth at which they end; 0 for nowhere. No guess reaches beyond it.
+        width: greatest number of candidates after a node; 0 for no limit.
+    """
+
+    def __init__(
+        self,
+        model: ForwardModel,
+        target: Target,
+        name: str,
+        guesser: Guesser | None,
+        first: int = 0,
+        until: int = 0,
+        width: int = 0,
+    ) -> None:
+        super().__init__(model, target, name)
+        self.guesser, self.first, self.until, self.width = guesser, first, until, width
+        self._beside = self._guessed = self._right = 0
+
+    def begin(self, sequence: SequenceView) -> None:
+        super().begin(sequence)
+        if self.guesser is not None:
+            self.guesser.begin(sequence)
+
+    def keep(self, keys: Sequence[Any], found: Rows, rows: Sequence[int] | None = None) -> None:
+        super().keep(keys, found, rows)
+        if self.guesser is not None:
+            self.guesser.keep(self, keys)
+
+    # -------------------------------------------------------------------------------------- where it drafts
+
+    def computable(self, path: Path) -> bool:
+        return self.first <= len(path) and not (self.until and len(path) >= self.until)
+
+    def _sure(self, state: Path) -> Any:
+        return super()._sure(state) if len(state) >= self.first else None
+
+    def candidates(self, state: Path, limit: int) -> Any:
+        return super().candidates(state, min(limit, self.width or limit))
+
+    def seed_aware_candidates(self, state: Path, limit: int, score: Any) -> Any:
+        return super().seed_aware_candidates(state, min(limit, self.width or limit), score)
+
+    # ------------------------------------------------------------------------------------------- the guesses
+
+    @property
+    def beside(self) -> int:
+        return self._beside
+
+    def reach(self, path: Path) -> int:
+        """As many depths as guesses are right in a row, for the path that they go on from."""
+        guesser = self.guesser
+        return 1 + round(guesser.hits.run) if guesser is not None and self._own(path) else 1
+
+    def row(self, path: Path) -> Any:
+        """The likeliest tokens after a computed path and their log-probabilities."""
+        return self._rows[self.key(path)]
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether the draft model is through with reading, or was when its first chunk was read."""
+        if not (self.failed or self.opened):
+            self.read_ahead()
+        return not (self.failed or self.reading)
+
+    def _own(self, path: Path) -> bool:
+        """Whether all tokens of a path, from the depth at which this draft model begins, are its own choices."""
+        return all(self.choice(path[:depth]) == path[depth] for depth in range(self.first, len(path)))
+
+    def _guess_after(self, paths: Sequence[Path]) -> tuple[Path, int] | None:
+        """From which of these paths tokens are guessed, and how many; None for none."""
+        if self.guesser is None or self.runner.crowded or (path := next(filter(self._own, paths), None)) is None:
+            return None
+        most = self.guesser.length(self)
+        if self.until:
+            most = min(most, max(0, self.until - 1 - len(path)))
+        return path, most
+
+    @classmethod
+    def draft(cls, wanted: Sequence[tuple[DraftSource, Sequence[Path]]]) -> Forward | None:
+        guessing: dict[GuessedSource, tuple[Path, int]] = {}
+        for source, paths in wanted:
+            assert isinstance(source, GuessedSource)
+            if (after := source._guess_after(paths)) is not None:
+                guessing[source] = after
+        asked = [
+            (source.guesser, source, path, max(most, not source.guesser.costs_forward))
+            for source, (path, most) in guessing.items()
+            if source.guesser is not None and (most or not source.guesser.costs_forward)
+        ]
+        found = type(asked[0][0]).guess_together(asked) if asked else []
+        guesses = {each[1]: some for each, some in zip(asked, found, strict=True)}
+        verified = {source: some for source, some in guesses.items() if guessing[source][1]}
+        together = [(source, [*paths, *verified.get(source, ())]) for source, paths in wanted]
+        for source, (path, _) in guessing.items():
+            source._beside = len({each[:n] for each in verified.get(source, ()) for n in range(len(path) + 1, len(each) + 1)})
+        if (forward := super().draft(together)) is not None:
+            for source, some in guesses.items():
+                source._learn(guessing[source][0], some, is_verified=source in verified)
+        return forward
+
+    def _learn(self, path: Path, guesses: Sequence[Path], is_verified: bool) -> None:
+        """Compares guesses with what the draft model chose."""
+        assert self.guesser is not None
+        hits = self.guesser.hits
+        if (chosen := self.choice(path)) is None or not guesses:
+            return
+        hits.learn_first(any(each[len(path)] == chosen for each in guesses))
+        if is_verified:
+            right, after = 0, path
+            while (token := self.choice(after)) is not None and self.has_row(after := (*after, token)):
+                right += 1
+            hits.learn_run(right)
+            self._guessed, self._right = self._guessed + self._beside, self._right + right
+            self.guesser.observe(self, path, right)
+
+    def has_row(self, path: Path) -> bool:
+        """Whether a draft forward has computed this path, whatever it was computed for."""
+        return self.key(path) in self._rows
+
+    def figures(self) -> dict[str, Any]:
+        return {**super().figures(), "guessed": self._guessed, "right": self._right}
