@@ -22,7 +22,7 @@ from leapahead.drafters.draft_forwards import DraftForwards
 from leapahead.drafters.draft_models import DraftModel
 from leapahead.drafters.planned import Planned
 from leapahead.drafters.sources.computed import numbered
-from leapahead.drafters.sources.guessed import Guesser, GuessedSource, HitRate
+from leapahead.drafters.sources.guessed import GuessedSource, Guesser, HitRate
 from leapahead.drafters.sources.guesses import ModelGuesser, RowsGuesser
 from leapahead.drafters.sources.later import Later
 from leapahead.drafters.sources.recycling import Recycling
@@ -105,7 +105,9 @@ def _lengths(given: Any, models: int) -> list[int]:
     if isinstance(given, str):
         given = [part.strip() for part in given.split(",") if part.strip()]
     parts = list(given) if isinstance(given, Sequence) else [given]
-    found = [whole("lengths", int(part) if isinstance(part, str) and part.isdigit() else part, least=1) for part in parts]
+    found = [
+        whole("lengths", int(part) if isinstance(part, str) and part.isdigit() else part, least=1) for part in parts
+    ]
     if found and len(found) != models:
         raise BadParameter(
             f"lengths={','.join(map(str, found))} is not possible with {models} draft "

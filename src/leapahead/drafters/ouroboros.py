@@ -28,8 +28,8 @@ class Ouroboros(Planned):
 
     Args:
         draft: the model that drafts, see `draft_model`; one.
-        length: the draft model drafts exactly so many tokens where `nodes` is fixed, and phrases go on behind them; never
-            more elsewhere; 0 for as many as `nodes` needs, or as pay.
+        length: the draft model drafts never more than so many tokens of a path; where `nodes` is fixed, phrases go on
+            behind so many only; 0 for as many as `nodes` needs, or as pay.
         phrases: K; verify never more than so many phrases after one token.
         window: W, columns of the draft model's window of lookahead.
         ngram: N; a phrase has one token less.

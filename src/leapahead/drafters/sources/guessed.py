@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from leapahead.drafters.sources.computed import Path
 from leapahead.drafters.sources.draft import DraftSource
@@ -25,7 +25,6 @@ from leapahead.models.base import Target
 from leapahead.models.choices import Rows
 from leapahead.planner.draft import Forward, SequenceView
 
-Wanted = tuple["Guesser", "GuessedSource", Path, int]  # after which path, and how many tokens
 SLOWNESS = 64  # draft forwards over which rates are averaged
 
 
@@ -48,6 +47,24 @@ class HitRate:
     def learn_run(self, right: int) -> None:
         self._runs = min(self._runs + 1, SLOWNESS)
         self.run += (right - self.run) / self._runs
+
+
+class Wanted(NamedTuple):
+    """Guesses that are wanted for a draft forward.
+
+    Attributes:
+        guesser: of the source.
+        source: of the draft model whose tokens are guessed.
+        path: after which they are guessed; one that the draft forward is asked for.
+        tokens: how many, at most.
+        verified: whether they take part in the forward; else the first one is only compared with its result.
+    """
+
+    guesser: Guesser
+    source: GuessedSource
+    path: Path
+    tokens: int
+    verified: bool
 
 
 class Guesser(ABC):
@@ -92,7 +109,7 @@ class Guesser(ABC):
     @classmethod
     def guess_together(cls, wanted: Sequence[Wanted]) -> list[list[Path]]:
         """The guesses for all sequences of a draft forward, whose guessers are of this class."""
-        return [guesser.guess(source, path, tokens) for guesser, source, path, tokens in wanted]
+        return [each.guesser.guess(each.source, each.path, each.tokens) for each in wanted]
 
     def keep(self, source: GuessedSource, paths: Sequence[Path]) -> None:  # noqa: B027
         """Called when rows of a draft forward were kept, those after these paths."""
@@ -111,9 +128,9 @@ class GuessedSource(DraftSource):
     Args:
         model, target, name: see `DraftSource`.
         guesser: of its tokens; None for none.
-        first: depth below the root at which its candidates begin; the rows of shallower nodes serve as guesses for
+        first: depth of the nodes after which its candidates begin; the rows of shallower ones serve as guesses for
             another draft model only.
-        until: depth at which they end; 0 for nowhere. No guess reaches beyond it.
+        until: depth at which they end; 0 for nowhere. No guess that is to save a draft forward reaches beyond it.
         width: greatest number of candidates after a node; 0 for no limit.
     """
 
@@ -146,8 +163,11 @@ class GuessedSource(DraftSource):
     def computable(self, path: Path) -> bool:
         return self.first <= len(path) and not (self.until and len(path) >= self.until)
 
+    def has_candidates(self, state: Path) -> bool:
+        return self.computable(state) and super().has_candidates(state)
+
     def _sure(self, state: Path) -> Any:
-        return super()._sure(state) if len(state) >= self.first else None
+        return super()._sure(state) if self.computable(state) else None
 
     def candidates(self, state: Path, limit: int) -> Any:
         return super().candidates(state, min(limit, self.width or limit))
@@ -181,56 +201,50 @@ class GuessedSource(DraftSource):
         """Whether all tokens of a path, from the depth at which this draft model begins, are its own choices."""
         return all(self.choice(path[:depth]) == path[depth] for depth in range(self.first, len(path)))
 
-    def _guess_after(self, paths: Sequence[Path]) -> tuple[Path, int] | None:
-        """From which of these paths tokens are guessed, and how many; None for none."""
-        if self.guesser is None or self.runner.crowded or (path := next(filter(self._own, paths), None)) is None:
+    def _wanted(self, paths: Sequence[Path]) -> Wanted | None:
+        """The guesses that are wanted in a draft forward over these paths; None for none."""
+        guesser = self.guesser
+        if guesser is None or self.runner.crowded or (path := next(filter(self._own, paths), None)) is None:
             return None
-        most = self.guesser.length(self)
+        most = guesser.length(self)
         if self.until:
-            most = min(most, max(0, self.until - 1 - len(path)))
-        return path, most
+            most = min(most, self.until - 1 - len(path))
+        if most < 1 and guesser.costs_forward:
+            return None
+        return Wanted(guesser, self, path, max(most, 1), verified=most > 0)
 
     @classmethod
     def draft(cls, wanted: Sequence[tuple[DraftSource, Sequence[Path]]]) -> Forward | None:
-        guessing: dict[GuessedSource, tuple[Path, int]] = {}
-        for source, paths in wanted:
-            assert isinstance(source, GuessedSource)
-            if (after := source._guess_after(paths)) is not None:
-                guessing[source] = after
-        asked = [
-            (source.guesser, source, path, max(most, not source.guesser.costs_forward))
-            for source, (path, most) in guessing.items()
-            if source.guesser is not None and (most or not source.guesser.costs_forward)
+        guessing = [
+            guess
+            for source, paths in wanted
+            if isinstance(source, GuessedSource) and (guess := source._wanted(paths)) is not None
         ]
-        found = type(asked[0][0]).guess_together(asked) if asked else []
-        guesses = {each[1]: some for each, some in zip(asked, found, strict=True)}
-        verified = {source: some for source, some in guesses.items() if guessing[source][1]}
-        together = [(source, [*paths, *verified.get(source, ())]) for source, paths in wanted]
-        for source, (path, _) in guessing.items():
-            source._beside = len({each[:n] for each in verified.get(source, ()) for n in range(len(path) + 1, len(each) + 1)})
-        if (forward := super().draft(together)) is not None:
-            for source, some in guesses.items():
-                source._learn(guessing[source][0], some, is_verified=source in verified)
+        found = type(guessing[0].guesser).guess_together(guessing) if guessing else []
+        beside: dict[DraftSource, list[Path]] = {}
+        for each, guesses in zip(guessing, found, strict=True):
+            verified = beside[each.source] = guesses if each.verified else []
+            depths = range(len(each.path) + 1, max(map(len, verified), default=0) + 1)
+            each.source._beside = len({path[:depth] for path in verified for depth in depths})
+        forward = super().draft([(source, [*paths, *beside.get(source, ())]) for source, paths in wanted])
+        for each, guesses in zip(guessing, found, strict=True) if forward is not None else ():
+            each.source._learn(each, guesses)
         return forward
 
-    def _learn(self, path: Path, guesses: Sequence[Path], is_verified: bool) -> None:
+    def _learn(self, wanted: Wanted, guesses: Sequence[Path]) -> None:
         """Compares guesses with what the draft model chose."""
-        assert self.guesser is not None
-        hits = self.guesser.hits
-        if (chosen := self.choice(path)) is None or not guesses:
+        guesser, path = wanted.guesser, wanted.path
+        if (chosen := self.choice(path)) is None:
             return
-        hits.learn_first(any(each[len(path)] == chosen for each in guesses))
-        if is_verified:
-            right, after = 0, path
-            while (token := self.choice(after)) is not None and self.has_row(after := (*after, token)):
-                right += 1
-            hits.learn_run(right)
+        if guesses:
+            guesser.hits.learn_first(any(each[len(path)] == chosen for each in guesses))
+        if wanted.verified:
+            right = 0
+            while chosen is not None and self.key(path := (*path, chosen)) in self._rows:
+                chosen, right = self.choice(path), right + 1
+            guesser.hits.learn_run(right)
             self._guessed, self._right = self._guessed + self._beside, self._right + right
-            self.guesser.observe(self, path, right)
-
-    def has_row(self, path: Path) -> bool:
-        """Whether a draft forward has computed this path, whatever it was computed for."""
-        return self.key(path) in self._rows
+            guesser.observe(self, wanted.path, right)
 
     def figures(self) -> dict[str, Any]:
         return {**super().figures(), "guessed": self._guessed, "right": self._right}

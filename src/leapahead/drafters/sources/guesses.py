@@ -3,9 +3,8 @@
     RowsGuesser     what it chose after the same last tokens before: n-grams of the draft model
     ModelGuesser    a smaller draft model, which may be guessed for in its turn
 
-The statistical level of cascade speculative drafting (2312.11462, section 3) is a bigram of a corpus. Here it is made of
-the rows that the draft model computes, as Token Recycling (2408.08696) makes one of the target's, with contexts of up to
-four tokens.
+The last level of cascade speculative drafting (2312.11462) is a bigram of a corpus. Here it is made of the rows that
+the draft model computes, as Token Recycling (2408.08696) makes one of the target's, with contexts of up to four tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from leapahead.drafters.sources.computed import Path
-from leapahead.drafters.sources.guessed import Guesser, GuessedSource, HitRate, Wanted
+from leapahead.drafters.sources.guessed import GuessedSource, Guesser, HitRate, Wanted
 from leapahead.drafters.sources.recycling import Recycling
 from leapahead.planner.draft import SequenceView
 
@@ -83,14 +82,14 @@ class ModelGuesser(Guesser):
         return tokens * self.smaller.model.latency.profile(1)(1)
 
     def guess(self, source: GuessedSource, path: Path, tokens: int) -> list[Path]:
-        return self.guess_together([(self, source, path, tokens)])[0]
+        return self.guess_together([Wanted(self, source, path, tokens, verified=True)])[0]
 
     @classmethod
     def guess_together(cls, wanted: Sequence[Wanted]) -> list[list[Path]]:
         growing = [
-            (guesser.smaller, path, len(path) + tokens)
-            for guesser, _, path, tokens in wanted
-            if isinstance(guesser, ModelGuesser)
+            (each.guesser.smaller, each.path, len(each.path) + each.tokens)
+            for each in wanted
+            if isinstance(each.guesser, ModelGuesser)
         ]
         found = [path for _, path, _ in growing]
         while True:
@@ -100,10 +99,8 @@ class ModelGuesser(Guesser):
                     found[index] = (*found[index], token)
                 if len(found[index]) < length and smaller.can_draft:
                     lacking.append((smaller, [found[index]]))
-            before = list(found)
             if not lacking or type(lacking[0][0]).draft(lacking) is None:
                 break
             if all(smaller.choice(path) is None for smaller, (path,) in lacking):
                 break  # its limits do not allow more
-        del before
         return [[path] if len(path) > len(begin) else [] for path, (_, begin, _) in zip(found, growing, strict=True)]

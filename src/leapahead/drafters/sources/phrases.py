@@ -1,4 +1,4 @@
-"""Ouroboros (2402.13720): a pool of phrases, by which a draft model decodes with lookahead and which lengthen its drafts.
+"""Ouroboros (2402.13720): phrases by which a draft model decodes with lookahead, and which lengthen its drafts.
 
     text ── a ── b ── c ─┬─ x ── y ── z      a, b, c: the draft model's own; x y z, v w: phrases that the pool has of c,
                          └─ v ── w           verified in the same forward of the target
@@ -13,14 +13,13 @@ The pool and the window are those of the drafter `lookahead`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import log
 from typing import Any, ClassVar
 
 from leapahead.core.tree import TokenTree, TreeBuilder
 from leapahead.drafters.pool import NgramPool
 from leapahead.drafters.sources.computed import Path
-from leapahead.drafters.sources.guessed import Guesser, GuessedSource, HitRate
+from leapahead.drafters.sources.guessed import GuessedSource, Guesser, HitRate
 from leapahead.drafters.window import Window
 from leapahead.models.base import CHAIN
 from leapahead.planner.draft import SequenceView, Step
@@ -55,7 +54,7 @@ class LookaheadGuesser(Guesser):
             builder.add_path(tails[index][:tokens])
         self.window.add(builder)
         self._tree = builder.build()
-        return [(*path, *self._tree.path_tokens(leaf)) for leaf in self._tree.leaf_list]
+        return [(*path, *self._tree.path_tokens(leaf)) for leaf in self._tree.leaf_list if leaf]
 
     def observe(self, source: GuessedSource, path: Path, right: int) -> None:
         chosen = [source.choice((*path, *self._tree.path_tokens(tip))) for tip in self.window.tips]
