@@ -88,11 +88,13 @@ class Cascade(Planned):
             if self.ahead and drafts:
                 guesser = ModelGuesser(self.ahead, planned, hits, drafts[-1])
             elif self.ahead:
-                guesser = RowsGuesser(self.ahead, planned, hits, self.longest, f"{names[level]}_rows")
+                guesser = RowsGuesser(self.ahead, planned, hits, self.longest)
             first = 0 if not level else ends[level - 1] if self.lengths else NEVER
-            drafts.append(GuessedSource(model, model.target, names[level], guesser, first, ends[level]))
-        for each in drafts:
-            each.seed_aware = self.seed_aware
+            drafts.append(
+                GuessedSource(
+                    model, model.target, names[level], guesser, first, ends[level], seed_aware=self.seed_aware
+                )
+            )
         later = [Later(source, ends[-1]) for source in (Suffix(), Recycling())] if self.lengths else []
         return [*reversed(drafts), *later]
 

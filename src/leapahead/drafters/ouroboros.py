@@ -80,6 +80,7 @@ class Ouroboros(Planned):
         pool = NgramPool(self.ngram, self.guesses, CAPACITY)
         window = Window(self.window, self.ngram, self.seed)
         guesser = LookaheadGuesser(pool, window, planned, self._hits)
-        draft = GuessedSource(model, model.target, model.source_name, guesser, 0, self.length, int(self.one_path))
-        draft.seed_aware = self.seed_aware
+        draft = GuessedSource(
+            model, model.target, model.source_name, guesser, 0, self.length, int(self.one_path), self.seed_aware
+        )
         return [draft, Phrases(pool, draft, self.phrases, 0 if planned else self.length)]

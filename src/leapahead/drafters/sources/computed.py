@@ -48,12 +48,11 @@ class ComputedSource(Source):
 
     Attributes:
         unsure: there are no candidates after a path where the network's likeliest token has less probability.
-        seed_aware: whether `choice` takes the Gumbel noise into account when sampling.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name  # type: ignore[misc]  # there may be several
-        self.unsure, self.seed_aware = 0.0, True
+        self.unsure = 0.0
         self._rows: dict[Hashable, Row] = {}
         self._length = 0  # of the text that the rows belong to
         self._limit = 0
@@ -96,15 +95,6 @@ class ComputedSource(Source):
     def has_candidates(self, state: Path) -> bool:
         """Whether a draft forward has computed this path."""
         return self.key(state) in self._rows
-
-    def choice(self, path: Path) -> int | None:
-        """The network's own next token after a path, as its first candidate there; None if it was not computed."""
-        if (row := self._rows.get(self.key(path))) is None or not len(row[0]):
-            return None
-        tokens, logp = row
-        if not (self._sequence.sampled and self.seed_aware):
-            return int(tokens[0])
-        return int(tokens[self._sequence.scores(len(self._sequence.tokens) + len(path), tokens, logp).argmax()])
 
     def _sure(self, state: Path) -> Row | None:
         """The row of a path, unless the network is unsure there."""

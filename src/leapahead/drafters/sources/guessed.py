@@ -26,6 +26,7 @@ from leapahead.models.choices import Rows
 from leapahead.planner.draft import Forward, SequenceView
 
 SLOWNESS = 64  # draft forwards over which rates are averaged
+FORGETTING = 256  # draft forwards without guesses in which most of a rate is forgotten
 
 
 class HitRate:
@@ -43,6 +44,10 @@ class HitRate:
     def learn_first(self, hit: bool) -> None:
         self._first = min(self._first + 1, SLOWNESS)
         self.rate += (hit - self.rate) / (self._first + 1)
+
+    def forget(self) -> None:
+        """Called where nothing was guessed, so that it is tried again some time."""
+        self.rate += (0.5 - self.rate) / FORGETTING
 
     def learn_run(self, right: int) -> None:
         self._runs = min(self._runs + 1, SLOWNESS)
@@ -132,6 +137,7 @@ class GuessedSource(DraftSource):
             another draft model only.
         until: depth at which they end; 0 for nowhere. No guess that is to save a draft forward reaches beyond it.
         width: greatest number of candidates after a node; 0 for no limit.
+        seed_aware: whether its choices take the Gumbel noise into account when sampling.
     """
 
     def __init__(
@@ -143,15 +149,22 @@ class GuessedSource(DraftSource):
         first: int = 0,
         until: int = 0,
         width: int = 0,
+        seed_aware: bool = True,
     ) -> None:
         super().__init__(model, target, name)
         self.guesser, self.first, self.until, self.width = guesser, first, until, width
+        self.seed_aware = seed_aware
+        self._chosen: dict[Path, int] = {}
         self._beside = self._guessed = self._right = 0
 
     def begin(self, sequence: SequenceView) -> None:
         super().begin(sequence)
         if self.guesser is not None:
             self.guesser.begin(sequence)
+
+    def commit(self) -> None:
+        super().commit()
+        self._chosen = {}
 
     def keep(self, keys: Sequence[Any], found: Rows, rows: Sequence[int] | None = None) -> None:
         super().keep(keys, found, rows)
@@ -186,9 +199,22 @@ class GuessedSource(DraftSource):
         guesser = self.guesser
         return 1 + round(guesser.hits.run) if guesser is not None and self._own(path) else 1
 
+    def choice(self, path: Path) -> int | None:
+        """The draft model's own next token after a path, as its first candidate there; None if it was not computed."""
+        if (token := self._chosen.get(path)) is not None:
+            return token
+        if (row := self._rows.get(path)) is None or not len(row[0]):
+            return None
+        tokens, logp = row
+        best = 0
+        if self._sequence.sampled and self.seed_aware:
+            best = int(self._sequence.scores(len(self._sequence.tokens) + len(path), tokens, logp).argmax())
+        self._chosen[path] = token = int(tokens[best])
+        return token
+
     def row(self, path: Path) -> Any:
         """The likeliest tokens after a computed path and their log-probabilities."""
-        return self._rows[self.key(path)]
+        return self._rows[path]
 
     @property
     def can_draft(self) -> bool:
@@ -210,6 +236,7 @@ class GuessedSource(DraftSource):
         if self.until:
             most = min(most, self.until - 1 - len(path))
         if most < 1 and guesser.costs_forward:
+            guesser.hits.forget()
             return None
         return Wanted(guesser, self, path, max(most, 1), verified=most > 0)
 
@@ -240,7 +267,7 @@ class GuessedSource(DraftSource):
             guesser.hits.learn_first(any(each[len(path)] == chosen for each in guesses))
         if wanted.verified:
             right = 0
-            while chosen is not None and self.key(path := (*path, chosen)) in self._rows:
+            while chosen is not None and (path := (*path, chosen)) in self._rows:
                 chosen, right = self.choice(path), right + 1
             guesser.hits.learn_run(right)
             self._guessed, self._right = self._guessed + self._beside, self._right + right

@@ -17,6 +17,8 @@ from leapahead.drafters.sources.guessed import GuessedSource, Guesser, HitRate, 
 from leapahead.drafters.sources.recycling import Recycling
 from leapahead.planner.draft import SequenceView
 
+SECTION = "draft_rows"  # of the drafter cache: what the smallest draft model chose
+
 
 class RowsGuesser(Guesser):
     """Guesses by the draft model's own likeliest tokens of the last time that it was in the same context.
@@ -24,13 +26,12 @@ class RowsGuesser(Guesser):
     Args:
         most, planned, hits: see `Guesser`.
         longest: greatest number of tokens of a context that are compared; 1 for a bigram.
-        name: of the section of the drafter cache that keeps them between texts.
     """
 
-    def __init__(self, most: int, planned: bool, hits: HitRate, longest: int, name: str) -> None:
+    def __init__(self, most: int, planned: bool, hits: HitRate, longest: int) -> None:
         super().__init__(most, planned, hits)
         self.recycling = Recycling(longest=longest)
-        self.recycling.name = name  # type: ignore[misc]  # there is one for each draft model
+        self.recycling.name = SECTION  # type: ignore[misc]
 
     def begin(self, sequence: SequenceView) -> None:
         super().begin(sequence)
