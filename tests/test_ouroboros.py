@@ -14,10 +14,11 @@ from leapahead.core.errors import BadParameter
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import verify
+from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.draft_model import DraftModelDrafter
 from leapahead.drafters.ouroboros import Ouroboros
-from leapahead.drafters.pool import NgramPool
 from leapahead.drafters.sources.guessed import GuessedSource
+from leapahead.drafters.sources.past_phrases import PastPhrases, WarmPool
 from leapahead.drafters.sources.phrases import Phrases
 from leapahead.models.base import Cost
 from leapahead.models.toy import ToyTarget
@@ -88,7 +89,7 @@ class Chosen:
 
 def test_the_targets_choices_over_rejected_tokens_enter_the_pool() -> None:
     """What it chose along a path, as a text of its own, and after each drafted token: 3 is rejected here."""
-    pool, target = NgramPool(3, guesses=4, capacity=100), ToyTarget()
+    pool, target = WarmPool(3, guesses=4, capacity=100), ToyTarget()
     view = SequenceView(target.open([5, 1], GREEDY).sampler)
     source = Phrases(pool, GuessedSource(timed(target), target, "draft", None), most=3)
     source.begin(view)
@@ -104,6 +105,26 @@ def test_the_targets_choices_over_rejected_tokens_enter_the_pool() -> None:
     assert [each.token for each in source.candidates((), 8)] == [7], "after the last token, 9"
     assert [each.token for each in source.candidates((7,), 8)] == [6]
     assert source.candidates((7, 6), 8) == source.candidates((1,), 8) == []
+
+
+def test_phrases_go_on_from_text_to_text() -> None:
+    """Those of past texts come after the text's own, and a text that ends enters its own."""
+    target, cache = ToyTarget(vocab_size=60), DrafterCache()
+    counts = []
+    for _ in range(2):
+        drafter = Ouroboros(Blurred(0.2, vocab_size=60), nodes=12, length=3, chain=True)
+        found = assert_same_text(target, drafter, stop=StopParams(max_new_tokens=40), drafter_cache=cache)
+        counts.append((found.stats.acceptance_length, forwards(found)))
+    assert counts[1][0] > counts[0][0]
+    assert counts[1][1] < counts[0][1]
+    pool, past = WarmPool(3, 2, 100), PastPhrases()
+    past.enter([(1, (2, 3)), (1, (4, 5)), (1, (2, 2, 2))])
+    pool.past = past
+    assert pool.known(1) == [(4, 5), (2, 3)]
+    pool.add(1, (6, 7))
+    pool.add(1, (2, 3))
+    assert pool.get(1) == [(2, 3), (6, 7)]
+    assert (pool.peek(1), pool.peek(9)) == ((2, 3), None)
 
 
 @SAMPLINGS

@@ -20,6 +20,7 @@ BUILT_IN = {
     "suffix": "leapahead.drafters.sources.past_texts:PastTexts",
     "recycling": "leapahead.drafters.sources.recycling:Adjacency",
     "draft_rows": "leapahead.drafters.sources.recycling:Adjacency",
+    "phrases": "leapahead.drafters.sources.past_phrases:PastPhrases",
 }
 
 

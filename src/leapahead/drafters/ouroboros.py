@@ -12,8 +12,8 @@ from leapahead.drafters.cascade import check_models
 from leapahead.drafters.draft_forwards import DraftForwards
 from leapahead.drafters.draft_models import DraftModel
 from leapahead.drafters.planned import Planned
-from leapahead.drafters.pool import NgramPool
 from leapahead.drafters.sources.guessed import GuessedSource, HitRate
+from leapahead.drafters.sources.past_phrases import WarmPool
 from leapahead.drafters.sources.phrases import LookaheadGuesser, Phrases
 from leapahead.drafters.window import Window
 from leapahead.models.base import CHAIN
@@ -77,7 +77,7 @@ class Ouroboros(Planned):
         assert self.draft_forwards is not None, "it was not attached"
         (model,), planned = self.draft_forwards.models, self.draft_forwards.planned
         assert isinstance(model, DraftModel)
-        pool = NgramPool(self.ngram, self.guesses, CAPACITY)
+        pool = WarmPool(self.ngram, self.guesses, CAPACITY)
         window = Window(self.window, self.ngram, self.seed)
         guesser = LookaheadGuesser(pool, window, planned, self._hits)
         draft = GuessedSource(

@@ -20,6 +20,7 @@ from leapahead.core.tree import TokenTree, TreeBuilder
 from leapahead.drafters.pool import NgramPool
 from leapahead.drafters.sources.computed import Path
 from leapahead.drafters.sources.guessed import GuessedSource, Guesser, HitRate
+from leapahead.drafters.sources.past_phrases import PastPhrases, WarmPool
 from leapahead.drafters.window import Window
 from leapahead.models.base import CHAIN
 from leapahead.planner.draft import SequenceView, Step
@@ -80,12 +81,14 @@ class Phrases(Source):
     name: ClassVar[str] = "phrase"
     needs: ClassVar[frozenset[str]] = frozenset({CHAIN})
 
-    def __init__(self, pool: NgramPool, draft: GuessedSource, most: int, first: int = 0) -> None:
+    def __init__(self, pool: WarmPool, draft: GuessedSource, most: int, first: int = 0) -> None:
         self.pool, self.draft, self.most, self.first = pool, draft, most, first
         self._read = 0
 
     def begin(self, sequence: SequenceView) -> None:
         self._sequence = sequence
+        if sequence.drafter_cache is not None:
+            self.pool.past = sequence.drafter_cache.section("phrases", PastPhrases)
         self.pool.add_text(sequence.text)
         self._read = len(sequence.text)
 
@@ -105,6 +108,10 @@ class Phrases(Source):
             for depth in range(len(path) - tail + 1):
                 self.pool.add(tree.token_list[path[depth]], tuple(chosen[depth : depth + tail]))
         self.read(sequence)  # last, so that the committed text is the most recent
+
+    def finish(self, sequence: SequenceView) -> None:
+        if self.pool.past is not None:
+            self.pool.past.enter(self.pool.ngrams())
 
     def root(self, sequence: SequenceView) -> Path:
         return ()
