@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from helpers import GREEDY, FixedLatency, Run, Spelling, assert_same_text, run
 from test_draft import FLAT, WARM, Blurred, Counting, timed
 
 from leapahead import LLM, Engine, Request
+from leapahead.bench.prompts import BUNDLED
 from leapahead.cli import main
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.stop import StopParams
@@ -259,15 +261,16 @@ def test_the_bundled_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("more", [("cascade", "lengths=2"), ("ouroboros", "length=3")], ids=lambda each: each[0])
-def test_the_command_line(more: Sequence[str]) -> None:
-    name, option = more
+def test_the_command_line(more: Sequence[str], tmp_path: Path) -> None:
+    (name, option), page = more, tmp_path / "page.html"
     given = ["-d", name, "--draft", "bundled", "-o", "nodes=6", "-o", option, "--dtype", "float32"]
     checked = CliRunner().invoke(main, ["check", *given, "--limit", "1", "--max-new-tokens", "12"])
     assert checked.exit_code == 0, checked.output
-    explained = CliRunner().invoke(main, ["explain", *given, "--max-new-tokens", "8", "--text", "def add"])
+    explained = CliRunner().invoke(main, ["explain", *given, "--max-new-tokens", "8", "--out", str(page), "def add"])
     assert explained.exit_code == 0, explained.output
+    assert "draft" in page.read_text(encoding="utf-8")
     refused = CliRunner().invoke(main, ["generate", "-d", name, "x"])
-    assert (refused.exit_code, f"the drafter {name!r} needs draft=" in refused.output) == (2, True)
+    assert (refused.exit_code, f"the drafter {name!r} needs --draft=" in refused.output) == (2, True)
 
 
 def test_a_part_of_the_target_drafts_and_the_draft_model_guesses_for_it() -> None:
@@ -280,3 +283,28 @@ def test_a_part_of_the_target_drafts_and_the_draft_model_guesses_for_it() -> Non
         found = llm.generate("def add(a, b):", max_new_tokens=32, **given)  # type: ignore[arg-type]
         assert found.tokens == expected.tokens
         assert found.stats.drafter["draft"]["right"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("cascade", {"nodes": 5, "chain": True}),
+        ("cascade", {"nodes": 16}),
+        ("cascade", {"draft": ["self:first=3", "bundled"], "lengths": "2,2", "nodes": 8}),
+        ("ouroboros", {"nodes": 14, "length": 5, "chain": True}),
+        ("ouroboros", {"nodes": 16}),
+    ],
+    ids=str,
+)
+def test_thousands_of_tokens_in_float32(name: str, options: dict[str, Any], batch: int) -> None:
+    plain = LLM(dtype="float32", drafter="plain")
+    given: dict[str, Any] = {"draft": "bundled", "max_batch": batch, **options}
+    llm = LLM(plain.target, tokenizer=plain.tokenizer, drafter=name, **given)
+    for more in ({}, {"temperature": 1.0, "seed": 3}):
+        texts = dict(max_new_tokens=128, ignore_eos=True, **more)
+        expected = plain.generate(list(BUNDLED), **texts)  # type: ignore[arg-type]
+        found = llm.generate(list(BUNDLED), **texts)  # type: ignore[arg-type]
+        assert [each.tokens for each in found] == [each.tokens for each in expected]
+        assert sum(len(each.tokens) for each in found) > 1000

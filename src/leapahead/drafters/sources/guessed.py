@@ -229,7 +229,7 @@ class GuessedSource(DraftSource):
 
     def _wanted(self, paths: Sequence[Path]) -> Wanted | None:
         """The guesses that are wanted in a draft forward over these paths; None for none."""
-        guesser = self.guesser
+        guesser, self._beside = self.guesser, 0
         if guesser is None or self.runner.crowded or (path := next(filter(self._own, paths), None)) is None:
             return None
         most = guesser.length(self)
