@@ -24,7 +24,7 @@ from leapahead.models.base import Cost
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 
-STOP = StopParams(max_new_tokens=160)
+STOP = StopParams(max_new_tokens=100)
 SAMPLINGS = pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
 
 
@@ -140,7 +140,7 @@ def test_phrases_go_on_from_text_to_text() -> None:
 
 
 @SAMPLINGS
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize(
     "options",
     [
@@ -156,7 +156,7 @@ def test_phrases_go_on_from_text_to_text() -> None:
 def test_the_text_is_that_of_plain_decoding(params: Any, share: float, options: dict[str, Any]) -> None:
     target, latency = ToyTarget(), FixedLatency(ToyTarget(), FLAT)
     drafter = Ouroboros(timed(Blurred(share), CHEAP), **options)
-    assert_same_text(target, drafter, params=params, stop=StopParams(max_new_tokens=60), latency=latency)
+    assert_same_text(target, drafter, params=params, stop=StopParams(max_new_tokens=40), latency=latency)
 
 
 @pytest.mark.parametrize(
