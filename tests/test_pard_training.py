@@ -17,7 +17,7 @@ from training_parts import QUIET, model_of, small_model, stopping, texts_of  # n
 
 from leapahead import LLM  # noqa: E402
 from leapahead.bench.conditions import silent  # noqa: E402
-from leapahead.core.errors import BadParameter, LeapaheadError  # noqa: E402
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused  # noqa: E402
 from leapahead.models import loading  # noqa: E402
 from leapahead.training import decoding, pard  # noqa: E402
 from leapahead.training.batches import Order  # noqa: E402
@@ -148,6 +148,14 @@ def test_one_forward_drafts_more_than_before_and_no_text_changes(
 def test_impossible_settings(given: dict[str, Any], message: str) -> None:
     with pytest.raises(LeapaheadError, match=message):
         DraftSettings(**{"data": "a", **given})
+
+
+def test_a_draft_model_without_tree_masks_is_refused() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=1)).eval()
+    with pytest.raises(Refused, match="small cannot be trained with mask tokens, which needs a model of Transformers"):
+        pard.executor_of(Student(model, None, torch.float32, "small"))
 
 
 def test_the_command_trains_a_draft_model_that_drafts_with_masks(leapahead: Any, tmp_path: Path) -> None:
