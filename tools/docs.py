@@ -17,6 +17,7 @@ import benches
 import cascades
 import claims
 import click
+import exact
 import headline
 import inside_vllm
 import reference
@@ -335,7 +336,7 @@ def memory_table(root: Path) -> str:
     )
 
 
-MODES = ("trees", "chains", "chains with replay", "plain")
+MODES = ("trees", "chains", "chains with replay", "plain", "refused")
 
 
 def families_table(root: Path) -> str:
@@ -366,6 +367,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "cost-curve": cost_table,
     "regret": regret_table,
     "families": families_table,
+    **exact.blocks(table),
     "gguf-check": gguf_check_table,
     "gguf-plain": gguf_plain_table,
     "gguf-curve": gguf_curve_table,
