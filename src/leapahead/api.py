@@ -155,7 +155,7 @@ class LLM:
             bad_words: strings or token sequences that must not appear. A string is banned as the tokenizer writes it at
                 the beginning of a text and after a space.
             min_new_tokens: before so many no EOS and none of `stop_token_ids`.
-            seed: of the Gumbel noise: one for all prompts, or a list; by default one at random for each, see its result.
+            seed: of the Gumbel noise: one for all prompts, or a list; by default one at random for each, in its result.
             n: number of samples of each prompt, which is read once. Sample i has the prompt's seed plus i.
             logprobs: report the log-probability of every token, and of so many likeliest alternatives: log-softmax of
                 the model's unprocessed logits.

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.models.base import Target
-from leapahead.models.parallel.link import TIMEOUT, Link
+from leapahead.models.parallel.link import TIMEOUT, Disconnected, Link
 from leapahead.models.parallel.target import ParallelTarget
 from leapahead.models.parallel.worker import FAILED, Reply, follow
 
@@ -77,7 +78,7 @@ def launched(devices: str | Sequence[str], load: Load, options: dict[str, Any]) 
         # A process that is left behind, by an error or at the end of the interpreter, is ended too.
         return ParallelTarget(target, link, finalize(link, _end, processes)), tokenizer
     except BaseException:
-        _end(processes)
+        _end(processes, patience=0.0)
         raise
 
 
@@ -137,7 +138,8 @@ def _follow(load: Load, device: str, link: Link) -> None:
     try:
         target, _ = load(device)
     except Exception as error:  # the first process shows it
-        link.send(0, Reply(FAILED, str(error)))
+        with suppress(Disconnected):
+            link.send(0, Reply(FAILED, str(error)))
         return
     follow(target, link)
 
@@ -157,11 +159,11 @@ def main() -> None:
     _follow(loaded, given["device"], link)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Waits for processes that were told to stop; ends those that do not."""
+def _end(processes: Sequence[subprocess.Popen[bytes]], patience: float = END) -> None:
+    """Waits for processes that were told to stop; ends those that do not in so many seconds."""
     for process in processes:
         try:
-            process.wait(END)
+            process.wait(patience)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

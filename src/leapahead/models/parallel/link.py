@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import pickle
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from leapahead.core.errors import LeapaheadError, first_line
 
@@ -101,3 +102,19 @@ class Link:
         what = "does not answer" if "imed out" in first_line(error) else "has ended"
         self.problem = f"process {other} of {self.size}, which computes a part of every step, {what}"
         return Disconnected(f"{self.problem}; make a new LLM")
+
+
+def connected(size: int, timeout: float = TIMEOUT) -> list[Link]:
+    """The links of so many processes, all of them within this one, for threads; for tests and measurements."""
+    store, found = HashStore(), dict[int, Link]()
+
+    def connect(rank: int) -> None:
+        group = ProcessGroupGloo(store, rank, size, timedelta(seconds=TIMEOUT))
+        found[rank] = Link(group, rank, size, timeout)
+
+    threads = [Thread(target=connect, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(size)]

@@ -27,10 +27,10 @@ def split(tree: TokenTree, ahead: Sequence[int]) -> list[list[int]]:
         tree: the draft.
         ahead: for each device, how many rows it computes beside its nodes.
     """
+    if len(tree) == 1:
+        return [[0] for _ in ahead]
     leaves = _leaves(tree)
-    if len(leaves) == 1 or len(ahead) == 1:  # a single path, which cannot be divided
-        return [list(range(len(tree))), *([0] for _ in ahead[1:])]
-    low, high = 1, len(tree) + max(ahead)
+    low, high = max(ahead) + 1, max(ahead) + len(tree)
     while low < high:
         size = (low + high) // 2
         if _filled(leaves, ahead, size) is None:

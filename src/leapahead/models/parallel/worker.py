@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,15 +35,13 @@ class Stop:
 def follow(target: Target, link: Link) -> None:
     """Introduces this process and runs commands until it is told to stop, or the process that decodes has ended."""
     device = Device(target)
-    link.send(0, Reply(DONE, device.identity))
-    while True:
-        try:
+    with suppress(Disconnected):
+        link.send(0, Reply(DONE, device.identity))
+        while True:
             commands = link.receive(0, FOREVER)
             if any(isinstance(command, Stop) for command in commands):
                 return
             link.send(0, _reply(device, commands))
-        except Disconnected:
-            return
 
 
 def _reply(device: Device, commands: list[Any]) -> Reply:
