@@ -21,6 +21,7 @@ import exact
 import headline
 import inside_vllm
 import reference
+import several_devices
 import trained
 
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -379,6 +380,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **claims.blocks(table),
     **benches.blocks(table),
     **inside_vllm.blocks(table),
+    **several_devices.blocks(table),
 }
 
 
