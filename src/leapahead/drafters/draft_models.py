@@ -165,9 +165,8 @@ class DraftModels:
             from leapahead.models.self_draft.retrieval import RetrievalDraft
             from leapahead.models.transformers.retrieval import Retrieval
 
-            self._kept[name] = DraftModel.of(
-                Loaded(RetrievalDraft(made, Retrieval.of(budget, chunk, refresh)), None, ())
-            )
+            view = RetrievalDraft(made, Retrieval.of(budget, chunk, refresh))
+            self._kept[name] = DraftModel.of(Loaded(view, None, ()))
         return self._kept[name]
 
     def all(self, drafts: Sequence[Draft], target: Target | None, tokenizer: Tokenizer | None) -> list[DraftModel]:

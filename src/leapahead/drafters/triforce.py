@@ -84,8 +84,8 @@ class TriForce(Drafter):
         self.shortest = self.budget + 1 if shortest is None else whole("shortest", shortest)
         if self.budget < LEAST_CHUNKS * self.chunk:
             raise BadParameter(
-                f"budget={budget} is not possible with chunk={chunk}: it must hold at least {LEAST_CHUNKS} chunks; give "
-                f"budget={LEAST_CHUNKS * self.chunk}, or a smaller chunk"
+                f"budget={budget} is not possible with chunk={chunk}: it must hold at least {LEAST_CHUNKS} chunks; "
+                f"give budget={LEAST_CHUNKS * self.chunk}, or a smaller chunk"
             )
         self._drafts = draft_models.parsed(draft) if draft else []
         if len(self._drafts) > 1:

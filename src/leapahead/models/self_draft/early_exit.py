@@ -28,6 +28,7 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.models.base import Capture
 from leapahead.models.self_draft.layer_skip import Form, Skip, SubLayers, sub_layers
+from leapahead.models.self_draft.sharing import SharedSession, SharingExecutor, SharingTarget
 from leapahead.models.transformers import selftest
 from leapahead.models.transformers.forward import (
     Batch,

@@ -136,8 +136,8 @@ class RetrievalDraft(SharingTarget):
         self.share(target, what)
         if reason := self._refusal(target, view):
             raise Refused(
-                f"{target.info.name} cannot draft over a part of its cache ({reason}); use drafter='draft_model' with a "
-                "smaller model"
+                f"{target.info.name} cannot draft over a part of its cache ({reason}); use drafter='draft_model' with "
+                "a smaller model"
             )
         self.blocks = RetrievalExecutor(view, own, settings)
         self.executor = DraftExecutor(self.executor, self.blocks)

@@ -168,11 +168,14 @@ class Retrieved:
             chosen = best_chunks(query, means, fill.layout.chosen, scaling)
             heads = torch.arange(len(chosen), device=chosen.device)[:, None]
             for entries, block in pairs:
-                chunks = entries[:, : fill.start].unflatten(1, (-1, self.settings.chunk))
-                block[:, : fill.at] = chunks[heads, chosen].flatten(1, 2)
+                block[:, : fill.at] = self._chunks(entries[:, : fill.start])[heads, chosen].flatten(1, 2)
         if fill.stop > fill.start:
             for entries, block in pairs:
                 block[:, fill.at : fill.at + fill.stop - fill.start] = entries[:, fill.start : fill.stop]
+
+    def _chunks(self, entries: Tensor) -> Tensor:
+        """[key heads, entries, dim] -> [key heads, chunks, entries of a chunk, dim], a view."""
+        return entries.view(len(entries), -1, self.settings.chunk, entries.shape[2])
 
     def mean_keys(self, layer: int, chunks: int) -> Tensor:
         """[key heads, chunks, dim]: of the first chunks. Each is computed once."""
@@ -185,8 +188,7 @@ class Retrieved:
             means = self._means[layer] = grown
         if known < chunks:
             size = self.settings.chunk
-            new = entries[:, known * size : chunks * size].unflatten(1, (-1, size))
-            means[:, known:chunks] = new.mean(2)
+            means[:, known:chunks] = self._chunks(entries[:, known * size : chunks * size]).mean(2)
             self._known[layer] = chunks
         return means[:, :chunks]
 
