@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 BUNDLED = "bundled"  # the draft model that comes with the bundled model
 SELF = "self:"
 FIRST = "self:first="
+INSTEAD = "use drafter='draft_model' with a smaller model"
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +162,7 @@ class DraftModels:
         """
         name = f"{SELF}retrieval={budget},{chunk},{refresh}"
         if name not in self._kept:
-            made = copyable(target, "drafter='triforce'", "use drafter='draft_model' with a smaller model")
+            made = copyable(target, "drafter 'triforce'", INSTEAD)
             from leapahead.models.self_draft.retrieval import RetrievalDraft
             from leapahead.models.transformers.retrieval import Retrieval
 

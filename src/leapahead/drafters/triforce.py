@@ -66,6 +66,8 @@ class TriForce(Drafter):
 
     name: ClassVar[str] = "triforce"
     needs: ClassVar[frozenset[str]] = frozenset({CHAIN})
+    copies_target: ClassVar[bool] = True
+    middle: DraftModel  # the target over a retrieved part of its cache; known after `attach`
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class TriForce(Drafter):
 
     def attach(self, host: Host) -> None:
         super().attach(host)
-        self._middle = host.draft_models.retrieving(host.target, self.budget, self.chunk, self.refresh)
+        self.middle = host.draft_models.retrieving(host.target, self.budget, self.chunk, self.refresh)
         self._small: DraftModel | None = None
         if self._drafts:
             (self._small,) = host.draft_models.all(self._drafts, host.target, host.tokenizer)
@@ -123,7 +125,7 @@ class TriForce(Drafter):
     def _choose(self, growing: Sequence[Growing]) -> None:
         """ONE forward of the middle level, over the guesses; where it is not used, they are the draft."""
         able = [each for each in growing if each.is_long]
-        with self._middle.target.lock:
+        with self.middle.target.lock:
             for each, draft in _forward([(each.middle, each.guessed_path) for each in able], able):
                 each.choose(draft)
         for each in growing:
@@ -133,7 +135,7 @@ class TriForce(Drafter):
     def _following(self, sequence: SequenceView) -> Following:
         """The runners of a sequence; the small model has read a further chunk of the text if it has not read all."""
         if (found := self._sequences.get(sequence)) is None:
-            middle = DraftRunner(self._middle.target, sequence.tokens, sequence.params, sequence.owner)
+            middle = DraftRunner(self.middle.target, sequence.tokens, sequence.params, sequence.owner)
             small = None
             if self._small is not None:
                 small = DraftRunner(self._small.target, sequence.tokens, owner=sequence.owner, window=self.draft_window)

@@ -34,6 +34,7 @@ from leapahead.models.transformers.retrieval import BlockCache, Fill, Retrieval,
 from leapahead.models.transformers.twin import twin
 
 REHEARSAL = Retrieval(budget=UNLIMITED, chunk=2, refresh=1, newest=1)  # all chunks are chosen, in every step
+REHEARSED = 24  # tokens of the prompt of that test
 
 
 class RetrievalExecutor(MaskedExecutor):
@@ -150,7 +151,8 @@ class RetrievalDraft(SharingTarget):
         try:
             with torch.no_grad():
                 rehearsal = Rehearsal(target, view)
-                result = selftest.run(rehearsal, target.model, target.ordinary_ids(), target.test_prompts())
+                prompts = max(REHEARSED, *target.test_prompts()), 1
+                result = selftest.run(rehearsal, target.model, target.ordinary_ids(), prompts)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
