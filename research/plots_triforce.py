@@ -18,8 +18,8 @@ def triforce(data: Data) -> Figure:
     rows, budgets = data["rows"], list(data["rows"][0]["budgets"])
     shown = budgets[len(budgets) // 2]
     note = (
-        f"times are measured (medians), random keys and values; acceptance rates are simulated, retrieved {shown} entries, "
-        f"chosen again every {data['conditions']['refresh']} tokens, the best number of drafted tokens for each point; "
+        f"times are measured (medians), keys and values are random, acceptance rates are simulated; {shown} retrieved "
+        f"entries, chosen again every {data['conditions']['refresh']} tokens; the best number of drafted tokens each; "
         "solid: the target over its cache's part drafts alone; dashed: with a small model"
     )
     figure, (times, gains) = subplots(2, data, note)

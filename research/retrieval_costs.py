@@ -58,7 +58,7 @@ def measured(
     Returns:
         `small_ms`; rows of context with `target_ms` by rows of the forward, and of each budget `middle_ms` by rows,
         `select_ms`, what choosing the chunks adds to a forward, and `first_select_ms`, the same at the first time, when
-        the mean keys of all chunks are computed; all are medians. `simulated`: see `simulated`.
+        the mean keys of all chunks are computed; all are medians. `simulated`, `needed`: see these.
 
     Raises:
         ContextOverflow: a length is greater than the target's context.
@@ -81,7 +81,7 @@ def measured(
         "small_ms": small_ms,
         "rows": rows,
     }
-    return {**found, "simulated": simulated(found)}
+    return {**found, "simulated": simulated(found), "needed": needed(found)}
 
 
 def filled(target: TransformersTarget, length: int) -> TransformersSession:
@@ -165,31 +165,58 @@ def _of_context(
 
 
 def simulated(found: Data) -> list[Data]:
-    """The best speed-up over plain decoding at simulated acceptance rates, from measured times.
-
-    A draft of n tokens, each accepted with rate a where those before it were, brings E = (1 - a^(n+1)) / (1 - a) tokens
-    (2211.17192, equation 1), in the time of the target's forward over n + 1 rows, of the middle's forwards, and of
-    E / refresh selections. Alone, the middle runs n forwards over one row. With g guesses of the small model, one of
-    its forwards over g + 1 rows brings (1 - b^(g+1)) / (1 - b) tokens, after g forwards of the small model; b is
-    `SMALL_RATE`.
+    """The best speed-up over plain decoding at simulated acceptance rates, from measured times; see `best`.
 
     Returns:
-        Rows of context, budget, rate, small (whether there is one), speedup, and the depth and guesses that give it.
+        Rows of context, budget, rate, small (whether there is a small model), speedup, and the depth and guesses that
+        give it.
     """
-    refresh, rows = found["conditions"]["refresh"], []
-    for row, rate, with_small in product(found["rows"], RATES, (False, True)):
-        for budget, costs in row["budgets"].items():
-            best: Data = {"speedup": 0.0}
-            for depth, guesses in product(DEPTHS, GUESSES if with_small else (0,)):
-                tokens = _expected(rate, depth)
-                forwards = depth / _expected(SMALL_RATE, guesses)
-                middle = forwards * (costs["middle_ms"][str(guesses + 1)] + guesses * found["small_ms"])
-                spent = row["target_ms"][str(depth + 1)] + middle + costs["select_ms"] * tokens / refresh
-                speedup = tokens * row["target_ms"]["1"] / spent
-                if speedup > best["speedup"]:
-                    best = {"speedup": round(speedup, 3), "depth": depth, "guesses": guesses}
-            rows.append({"context": row["context"], "budget": int(budget), "rate": rate, "small": with_small, **best})
-    return rows
+    return [
+        {"context": row["context"], "budget": int(budget), "rate": rate, "small": small}
+        | best(found, row, budget, rate, small)
+        for row, rate, small in product(found["rows"], RATES, (False, True))
+        for budget in row["budgets"]
+    ]
+
+
+def needed(found: Data) -> list[Data]:
+    """The least acceptance rate, in hundredths, from which on drafting is faster than plain decoding.
+
+    Returns:
+        Rows of context, budget, small and rate; None where no rate is enough.
+    """
+    return [
+        {
+            "context": row["context"],
+            "budget": int(budget),
+            "small": small,
+            "rate": next(
+                (a / 100 for a in range(101) if best(found, row, budget, a / 100, small)["speedup"] > 1), None
+            ),
+        }
+        for row, small in product(found["rows"], (False, True))
+        for budget in row["budgets"]
+    ]
+
+
+def best(found: Data, row: Data, budget: str, rate: float, small: bool) -> Data:
+    """The greatest speed-up of one context, and the depth and guesses that give it.
+
+    A draft of n tokens, each accepted with rate a where those before it were, brings E = 1 + a + ... + a^n tokens
+    (2211.17192, equation 1), in the time of the target's forward over n + 1 rows, of the middle's forwards, and of
+    E / refresh selections. Alone, the middle runs n forwards over one row. With g guesses of the small model, one of
+    its forwards over g + 1 rows brings 1 + b + ... + b^g tokens, after g forwards of the small model; b is `SMALL_RATE`.
+    """
+    costs, most = row["budgets"][budget], {"speedup": 0.0}
+    for depth, guesses in product(DEPTHS, GUESSES if small else (0,)):
+        tokens = _expected(rate, depth)
+        forwards = depth / _expected(SMALL_RATE, guesses)
+        middle = forwards * (costs["middle_ms"][str(guesses + 1)] + guesses * found["small_ms"])
+        spent = row["target_ms"][str(depth + 1)] + middle + costs["select_ms"] * tokens / found["conditions"]["refresh"]
+        speedup = round(tokens * row["target_ms"]["1"] / spent, 3)
+        if speedup > most["speedup"]:
+            most = {"speedup": speedup, "depth": depth, "guesses": guesses}
+    return most
 
 
 def _expected(rate: float, depth: int) -> float:

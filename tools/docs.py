@@ -18,6 +18,7 @@ import claims
 import click
 import headline
 import inside_vllm
+import long_contexts
 import reference
 import trained
 
@@ -375,6 +376,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **claims.blocks(table),
     **benches.blocks(table),
     **inside_vllm.blocks(table),
+    **long_contexts.blocks(table),
 }
 
 
