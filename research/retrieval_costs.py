@@ -205,7 +205,8 @@ def best(found: Data, row: Data, budget: str, rate: float, small: bool) -> Data:
     A draft of n tokens, each accepted with rate a where those before it were, brings E = 1 + a + ... + a^n tokens
     (2211.17192, equation 1), in the time of the target's forward over n + 1 rows, of the middle's forwards, and of
     E / refresh selections. Alone, the middle runs n forwards over one row. With g guesses of the small model, one of
-    its forwards over g + 1 rows brings 1 + b + ... + b^g tokens, after g forwards of the small model; b is `SMALL_RATE`.
+    its forwards over g + 1 rows brings 1 + b + ... + b^g tokens, after g forwards of the small model; b is
+    `SMALL_RATE`.
     """
     costs, most = row["budgets"][budget], {"speedup": 0.0}
     for depth, guesses in product(DEPTHS, GUESSES if small else (0,)):
