@@ -41,8 +41,8 @@ def costs_table(root: Path, table: Table) -> str:
     return table(heads, rows) + (
         f"\n\nMilliseconds, medians of {known['rounds']} interleaved rounds (the first choice: one). A forward of the "
         f"small model, {known['small']}, over a window of {known['window']} tokens takes {data['small_ms']:.1f} ms. "
-        f"Conditions: {known['target']}, {known['dtype']}, keys and values are random; chunks of {known['chunk']} entries; "
-        f"{known['threads']} threads; {known['cpu']}; commit {known['commit']}."
+        f"Conditions: {known['target']}, {known['dtype']}, keys and values are random; chunks of {known['chunk']} "
+        f"entries; {known['threads']} threads; {known['cpu']}; commit {known['commit']}."
     )
 
 
