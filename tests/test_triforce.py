@@ -49,7 +49,7 @@ def small() -> TransformersTarget:
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(5, 100, length).tolist()
+    return [int(token) for token in np.random.default_rng(seed).integers(5, 100, length)]
 
 
 def opened(target: TransformersTarget, tokens: list[int]) -> TransformersSession:
