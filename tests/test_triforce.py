@@ -437,6 +437,7 @@ def test_the_simulated_speed_up_by_hand() -> None:
     assert best["speedup"] == round(max(by_hand.values()), 3) < 1
     certain = [costs_of.best(found, row, "8", 1.0, small)["speedup"] for small in (False, True)]
     assert certain[1] > certain[0] > 1
+    assert costs_of.alone(found, row) == round((1 + 0.6 + 0.36) * 10 / (12 + 2 * 0.5), 3)
     rate = costs_of.needed(found)[0]["rate"]
     assert costs_of.best(found, row, "8", rate, small=False)["speedup"] > 1
     assert costs_of.best(found, row, "8", rate - 0.01, small=False)["speedup"] <= 1
