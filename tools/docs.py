@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import benches
+import cascades
 import claims
 import click
 import exact
 import headline
 import inside_vllm
+import long_contexts
 import reference
+import several_devices
 import trained
 
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -357,6 +360,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "acceptance": acceptance_table,
     **{part: partial(lengths_table, part=part) for part in ("rules", "heads", "distilled")},
     "cllm": lambda root: trained.tuned_table(root, table),
+    "cascades": lambda root: cascades.cascades_table(root, table),
     "repair": lambda root: trained.repair_table(root, table),
     "relaxed": relaxed_table,
     "head-kinds": partial(lengths_table, part="head-kinds"),
@@ -377,6 +381,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **claims.blocks(table),
     **benches.blocks(table),
     **inside_vllm.blocks(table),
+    **several_devices.blocks(table),
+    **long_contexts.blocks(table),
 }
 
 
