@@ -119,8 +119,8 @@ def _gguf(name: str, kind: str, folder: Path) -> Open:
     assert llama_cpp.llama_model_quantize(bytes(plain), bytes(file), options) == 0
 
     def load(exact: bool) -> Target:
-        settings = {"n_ctx": CONTEXT, "n_threads": THREADS} | ({"n_seq_max": BATCH} if exact else {})
-        return loading.load(file, exact=exact, **settings).target
+        several: dict[str, Any] = {"n_seq_max": BATCH} if exact else {}
+        return loading.load(file, exact=exact, n_ctx=CONTEXT, n_threads=THREADS, **several).target
 
     return load
 
