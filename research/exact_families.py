@@ -38,8 +38,10 @@ OUT = Path("docs/bench/exact-families.json")
 BATCH, CONTEXT, THREADS = 4, 256, 1
 LENGTHS = (5, 23, 60, 111)  # tokens of prompts
 TEMPERATURES = (0.0, 0.3)  # low, so that rounding shows beside the noise
-# Larger than in the tests, so that sums have many terms and round in many ways.
+# Larger than in the tests, so that sums have many terms and round in many ways; and where a small random model has one
+# matrix for input and output, its text is one token.
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 320, "head_dim": 32, "vocab_size": 512}
+WIDE["tie_word_embeddings"] = False
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64}
 GGUF_TYPES = {"bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 
