@@ -134,6 +134,7 @@ def test_logits_that_differ_by_rounding_agree() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_inductor_gives_plain_decodings_text(name: str) -> None:
     """The compiler itself. The cache is large: code that copied it would take a second a step."""
