@@ -31,6 +31,7 @@ from leapahead.models.transformers.twin import twin
 
 # In half precision, exact mode's attention in float32 differs from the model's own by more than two forwards do.
 EXACT_FLOOR = 4.0
+EXACT_DEVICES = ("cpu", "cuda")
 
 Named = tuple[str, Callable[[], Executor]]  # what an executor gives, and what makes it
 
@@ -144,8 +145,9 @@ def tested_exact(model: Any, name: str, ids: IntArray, usual_length: int) -> Exa
     config = families.text_config(model)
     try:
         patterns = families.patterns(config)
-        if (device := model.get_input_embeddings().weight.device.type) != "cpu":
-            raise Refused(f"exact mode is for models on the CPU, and this one is on {device}")
+        devices = sorted({str(each.device) for each in model.parameters()})
+        if len(devices) > 1 or devices[0].partition(":")[0] not in EXACT_DEVICES:
+            raise Refused(f"exact mode is for models on the CPU or on one CUDA device; this one is on {' and '.join(devices)}")
         if patterns is None or model._is_stateful or not accepts(model, "position_ids", "past_key_values"):
             raise Refused("not all of its layers are attention over a KV cache with positions and masks that are given")
         executor = ExactExecutor(model, ExactCache(usual_length), patterns)

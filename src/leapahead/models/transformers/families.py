@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import UNLIMITED, IntArray
-from leapahead.models.transformers import grouped, ordered
+from leapahead.models.transformers import compacted, grouped, ordered, packed
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,8 @@ def attention_implementation(model: Any) -> str:
         Refused: one that cannot be given a tree mask.
     """
     name = str(text_config(model)._attn_implementation)
-    if name in (
-        grouped.NAME,
-        ordered.NAME,
-    ):  # a forward runs in another thread, of the target that this model is a draft of
+    # A forward runs in another thread, of the target that this model is a draft of.
+    if name in (grouped.NAME, ordered.NAME, packed.NAME, compacted.NAME):
         return "sdpa"
     if name not in MASKS:
         raise Refused(
