@@ -92,7 +92,9 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}  # eager attention has it
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
 @pytest.mark.parametrize("rows", [1, 7, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_numbers_are_those_of_eager_attention(forward: Attention, group: int, rows: int, dtype: torch.dtype) -> None:
+def test_the_numbers_are_those_of_eager_attention(
+    forward: Attention, group: int, rows: int, dtype: torch.dtype
+) -> None:
     for options in ({}, {"window": 5}):
         given = layer(group, rows=rows, dtype=dtype, **options)
         found, _ = forward(torch.nn.Identity(), **given)
@@ -193,12 +195,14 @@ def test_what_is_something_else_is_refused_by_name(forward: Attention) -> None:
 
 
 def test_compaction_needs_whole_blocks_of_cells() -> None:
-    with pytest.raises(Refused, match="a multiple of 512 cells; that of Identity is .* of shape"):
+    with pytest.raises(Refused, match=r"a multiple of 512 cells; that of Identity is .* of shape"):
         compacted.forward(torch.nn.Identity(), **layer(2, cells=500))
 
 
 @pytest.mark.parametrize("name", [packed.NAME, compacted.NAME])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "mixtral", "gpt2", "phi"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "mixtral", "gpt2", "phi"]
+)
 def test_models_give_their_eager_logits(family: str, name: str) -> None:
     """Trees of different sizes, over sequences of different lengths."""
     trees = [TokenTree(np.array([3, 4, 5, 6, 7]), np.array([-1, 0, 0, 2, 1])), TokenTree.chain(9, [8, 7])]
@@ -237,7 +241,9 @@ def plain_and_drafted(
     plain_mask = torch.zeros(1, 1, rows, cells, dtype=torch.bool)
     plain_mask[..., 0, :] = seen(last - 1)
     plain_mask[..., 1:, 0] = True
-    moved = torch.randn(2, 1, 2, 1024, 8, generator=random)[..., :cells, :].contiguous()  # other entries, where there is nothing to be seen
+    moved = torch.randn(2, 1, 2, 1024, 8, generator=random)[
+        ..., :cells, :
+    ].contiguous()  # other entries, where there is nothing to be seen
     moved[..., :length, :] = entries[..., :length, :]
     tree_mask = torch.zeros(1, 1, rows, cells, dtype=torch.bool)
     tree_mask[..., 0] = True

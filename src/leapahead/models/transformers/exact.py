@@ -5,8 +5,8 @@
 
 Matrix products choose their kernels by the number of rows, and within one shape a row's result does not depend on the
 other rows or on its place. So the number of rows is fixed. The attention adds up in the order of positions (`ordered`).
-Whether this holds for a model on this machine is tested when it is loaded (`exacttest`). On CUDA, products are summed in
-full precision and without split-K (`products`).
+Whether this holds for a model on this machine is tested when it is loaded (`exacttest`). On CUDA, products are summed
+in full precision and without split-K (`products`).
 
 Entries of a prompt and entries of a step are computed by forwards of different shapes. Plain decoding has those of the
 first kind for the prompt and those of the second behind it, so only the first kind is taken over from other sequences.

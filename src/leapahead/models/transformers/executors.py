@@ -13,7 +13,7 @@ import torch
 from leapahead.core.errors import LeapaheadError, Refused, first_line
 from leapahead.core.tree import UNLIMITED, IntArray
 from leapahead.models.base import BRANCHES
-from leapahead.models.transformers import exacttest, families, grouped, selftest, statetest
+from leapahead.models.transformers import devices, exacttest, families, grouped, selftest, statetest
 from leapahead.models.transformers.exact import ExactCache, ExactExecutor
 from leapahead.models.transformers.forward import (
     CachedExecutor,
@@ -145,9 +145,10 @@ def tested_exact(model: Any, name: str, ids: IntArray, usual_length: int) -> Exa
     config = families.text_config(model)
     try:
         patterns = families.patterns(config)
-        devices = sorted({str(each.device) for each in model.parameters()})
-        if len(devices) > 1 or devices[0].partition(":")[0] not in EXACT_DEVICES:
-            raise Refused(f"exact mode is for models on the CPU or on one CUDA device; this one is on {' and '.join(devices)}")
+        there = devices.of(model)
+        if len(there) > 1 or there[0].type not in EXACT_DEVICES:
+            on = " and ".join(map(str, there))
+            raise Refused(f"exact mode is for models on the CPU or on one CUDA device; this one is on {on}")
         if patterns is None or model._is_stateful or not accepts(model, "position_ids", "past_key_values"):
             raise Refused("not all of its layers are attention over a KV cache with positions and masks that are given")
         executor = ExactExecutor(model, ExactCache(usual_length), patterns)

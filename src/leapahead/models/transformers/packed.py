@@ -4,9 +4,9 @@
     mask    [batch, 1, rows, cells]        ->   [batch, 1, heads of a key head * rows, cells], added to scores
     keys, values                                stay what they are: views of the cache, not repeated for query heads
 
-This is what a captured forward calls: shapes depend on shapes alone, never on values, and nothing is read by the host. So
-the operations can be recorded in a CUDA graph, or traced, on one tree and replayed on others. For forwards that are not
-captured there is `grouped`, which also takes trees of different sizes without padding.
+This is what a captured forward calls: shapes depend on shapes alone, never on values, and nothing is read by the host.
+So the operations can be recorded in a CUDA graph, or traced, on one tree and replayed on others. For forwards that are
+not captured there is `grouped`, which also takes trees of different sizes without padding.
 
 Which kernel torch's `scaled_dot_product_attention` takes on CUDA for a mask that is added:
 
@@ -15,10 +15,10 @@ Which kernel torch's `scaled_dot_product_attention` takes on CUDA for a mask tha
                 of the mask are multiples of 8 elements; otherwise the mask is copied into a padded one in every layer
     math        takes everything; it repeats keys and values with `enable_gqa=True`, and writes all scores to memory
 
-Packing gives keys as many heads as queries, and `added` makes masks whose rows begin at multiples of `ALIGNED` elements.
-A boolean mask would be converted into one that is added in every layer; here it is converted once for all layers of a
-kind (`attention`). The efficient kernel runs a block for each head and 64 rows, so packing also fills the rows that it
-computes anyway. With soft-capped scores (Gemma 2) or attention sinks (gpt-oss) the softmax is written out.
+Packing gives keys as many heads as queries, and `added` makes masks whose rows begin at multiples of `ALIGNED`
+elements. A boolean mask would be converted into one that is added in every layer; here it is converted once for all
+layers of a kind (`attention`). The efficient kernel computes rows in blocks of a head, so packing also fills rows that
+it computes anyway. With soft-capped scores (Gemma 2) or attention sinks (gpt-oss) the softmax is written out.
 
 A sliding window is part of the mask. Whatever else a layer asks for is refused by name.
 """
@@ -38,7 +38,7 @@ from transformers import AttentionInterface
 from leapahead.core.errors import Refused
 
 NAME = "leapahead_packed"
-ALIGNED = 16  # elements; the efficient kernel needs 8
+ALIGNED = 16  # elements; kernels on CUDA need 8, those on XPU 16
 OTHER_OPTIONS = ("position_bias", "cache")  # with which the attention is something else
 
 
