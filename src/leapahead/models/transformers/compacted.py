@@ -9,13 +9,14 @@ at other places: behind the committed entries, an entry of the node's path lies 
                 `---- head -----´`------ window ------´
 
 Each row's visible entries are divided, by their number alone, into a head and a window of the last ones. Those of the
-head are committed, so they lie at their positions; their weights are zero elsewhere. Those of the window are gathered to
-the left, in the order of their slots. The head is multiplied in blocks of `BLOCK` cells, and the window behind them, so
-that a cache of more cells adds blocks of zeros, which change no bit.
+head are committed, so they lie at their positions; their weights are zero elsewhere. Those of the window are gathered
+to the left, in the order of their slots. The head is multiplied in blocks of `BLOCK` cells, and the window behind them,
+so that a cache of more cells adds blocks of zeros, which change no bit.
 
-The bits are the same if the batch, the rows, and the shapes of the cache but for its cells are the same in all forwards,
-since libraries choose their kernels by shapes. Scores and sums are of float32 at least. Deeper trees than `REACH` are not
-allowed: their nodes would belong to the head. `ordered` serves the same purpose where shapes may depend on the tree.
+The bits are the same if the batch, the rows, and the shapes of the cache but for its cells are the same in all
+forwards, since libraries choose their kernels by shapes. Scores and sums are of float32 at least. Deeper trees than
+`REACH` are not allowed: their nodes would belong to the head. `ordered` serves the same purpose where shapes may depend
+on the tree.
 """
 
 from __future__ import annotations
