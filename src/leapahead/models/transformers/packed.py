@@ -146,6 +146,19 @@ def attend(
     """
     if softcap is None and sinks is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return written_out(query, key, value, mask, scaling, softcap, sinks)
+
+
+def written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The same as operations of their own, which write all scores to memory."""
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

@@ -1,0 +1,177 @@
+"""The cells of `python -m research gpu`: each measures one thing at one cost, and returns plain types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+
+from leapahead.bench.conditions import Data
+from leapahead.bench.contender import Setting
+from leapahead.core.errors import LeapaheadError, Refused, first_line
+from research import overhead
+from research.gpu import attention, peers
+from research.gpu.lab import CAPTURED, EAGER, EXACT, TINY, Lab
+from research.gpu.timing import Clock, median_seconds
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128)  # nodes of a step
+CONTEXT = 256  # tokens of the prompt of steps that are timed alone
+BATCHES = (1, 4, 16)
+TEMPERATURES = (0.0, 1.0)
+# The preset of the paper for models of this size (2402.02057, table 4: W = 15, N = 5, G = 15).
+DRAFTERS: tuple[tuple[str, Data], ...] = (("plain", {}), ("auto", {}), ("lookahead", {"preset": "7b"}))
+COPIED = {"cuda": 2**31, "cpu": 2**26}  # bytes
+EXACT_DRAFTERS: tuple[tuple[str, Data], ...] = (("auto", {}), ("prompt_lookup", {}), ("recycling", {}))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement.
+
+    Attributes:
+        name: of its file.
+        what: a few words for the progress line.
+        seconds: that it may take on a GPU; it measures less where it cannot keep to them.
+        measure: returns what was found.
+    """
+
+    name: str
+    what: str
+    seconds: float
+    measure: Callable[[Lab, Clock], Data]
+
+
+def bandwidth(lab: Lab, clock: Clock) -> Data:
+    """Bytes per second of copies on the device, bytes read and bytes written together."""
+    size = COPIED.get(lab.device.type, COPIED["cpu"])
+    source = torch.ones(size, dtype=torch.uint8, device=lab.device)
+    goal = torch.empty_like(source)
+    seconds = median_seconds(lambda: goal.copy_(source), lab.device, lab.settings.rounds)
+    return {"bytes": size, "bytes_per_second": 2 * size / seconds}
+
+
+def plain(lab: Lab, clock: Clock) -> Data:
+    """Plain decoding of one sequence: captured, and operation by operation."""
+    prompts = lab.prompts(lab.tasks[0], min(2, lab.settings.prompts))
+    setting = Setting(max_new_tokens=lab.settings.max_new_tokens)
+    rows = []
+    for kind in (CAPTURED, EAGER):
+        try:
+            rows.append({"engine": kind, **lab.speed(kind, "plain", {}, prompts, setting)[0]})
+        except Refused as error:
+            rows.append({"engine": kind, "refused": first_line(error)})
+    return {"weights": lab.weights, "rows": rows}
+
+
+def transformers_static(lab: Lab, clock: Clock) -> Data:
+    """Transformers' own `generate` with a static cache, compiled where it compiles."""
+    return peers.transformers_static(lab, lab.prompts(lab.tasks[0], 1)[0])
+
+
+def vllm(lab: Lab, clock: Clock) -> Data:
+    """vLLM on a model of the same shapes."""
+    return peers.vllm(lab, lab.prompts(lab.tasks[0], 1)[0], clock)
+
+
+def curve(lab: Lab, clock: Clock) -> Data:
+    """T(n): milliseconds of a step of n nodes, its choices included, of captured and of other forwards."""
+    rows = []
+    for kind in (CAPTURED, EAGER):
+        try:
+            target = lab.loaded(kind).target
+        except Refused as error:
+            rows.append({"engine": kind, "refused": first_line(error)})
+            continue
+        prompt = _prompt(lab)
+        found = overhead.cost_curve(target, prompt, SIZES, lab.settings.rounds)  # type: ignore[arg-type]
+        rows.append({"engine": kind, "context": len(prompt), "milliseconds": found})
+    return {"rows": rows}
+
+
+def speculation(lab: Lab, clock: Clock, task: str, temperature: float, batch: int) -> Data:
+    """Plain decoding, `auto`, and lookahead decoding, all on captured forwards where there are any."""
+    prompts = lab.prompts(task, max(batch, lab.settings.prompts))
+    setting = Setting(temperature, batch, lab.settings.max_new_tokens, seed=1)
+    kind = CAPTURED if _has(lab, CAPTURED) else EAGER
+    rows: list[Data] = []
+    expected: list[list[int]] = []
+    for drafter, options in DRAFTERS:
+        if rows and clock.has_run_out:
+            break
+        row, done = lab.speed(kind, drafter, options, prompts, setting)
+        texts = [text.tokens for text in done.texts]
+        expected = expected or texts
+        row["differing_texts"] = sum(mine != theirs for mine, theirs in zip(texts, expected, strict=True))
+        rows.append({**row, "speed_up": row["tokens_per_second"] / (rows or [row])[0]["tokens_per_second"]})
+    return {
+        "engine": kind,
+        "task": task,
+        "temperature": temperature,
+        "batch": batch,
+        "texts": len(prompts),
+        "rows": rows,
+    }
+
+
+def outside(lab: Lab, clock: Clock) -> Data:
+    """Time of the phases of a step of 64 nodes."""
+    kind = CAPTURED if _has(lab, CAPTURED) else EAGER
+    target = lab.loaded(kind).target
+    steps = min(4 * lab.settings.rounds, target.info.context_length - CONTEXT)
+    rows = overhead.overhead(target, (len(_prompt(lab)),), steps)  # type: ignore[arg-type]
+    return {"engine": kind, "rows": rows}
+
+
+def exact(lab: Lab, clock: Clock) -> Data:
+    """Exact mode: texts that differ from those of plain decoding, and how fast plain decoding is."""
+    lab.loaded(EXACT)  # refused by name where it cannot be
+    rows: list[Data] = []
+    setting = Setting(max_new_tokens=lab.settings.max_new_tokens)
+    for number, task in enumerate(lab.tasks * len(EXACT_DRAFTERS)):
+        compared = sum(row["tokens"] for row in rows)
+        if rows and (clock.has_run_out or compared >= lab.settings.exact_tokens):
+            break
+        drafter, options = EXACT_DRAFTERS[number // len(lab.tasks)]
+        least = -(-(lab.settings.exact_tokens - compared) // setting.max_new_tokens)
+        prompts = lab.prompts(task, min(least, 2 * lab.settings.prompts))
+        first, theirs = lab.speed(EXACT, "plain", {}, prompts, setting)
+        row, mine = lab.speed(EXACT, drafter, options, prompts, Setting(0.0, 4, setting.max_new_tokens))
+        pairs = list(zip(mine.texts, theirs.texts, strict=True))
+        row["differing_texts"] = sum(a.tokens != b.tokens[: len(a.tokens)] for a, b in pairs)
+        row["texts"], row["plain_tokens_per_second"] = len(pairs), first["tokens_per_second"]
+        rows.append({"task": task, **row})
+    return {"rows": rows}
+
+
+def _prompt(lab: Lab) -> list[int]:
+    """Of steps that are timed alone."""
+    tokens = lab.prompts(lab.tasks[0], 1)[0]
+    return (tokens * CONTEXT)[:CONTEXT]
+
+
+def _has(lab: Lab, kind: str) -> bool:
+    try:
+        lab.loaded(kind)
+    except LeapaheadError:
+        return False
+    return True
+
+
+def cells(lab: Lab) -> Iterator[Cell]:
+    """Of one cost, the most telling ones first. The last one drops the model."""
+    yield Cell("bandwidth", "copies on the device", 5, bandwidth)
+    yield Cell("plain", "plain decoding", 20, plain)
+    yield Cell("curve", "T(n)", 20, curve)
+    tasks = lab.tasks if lab.cost != TINY else lab.tasks[:1]
+    for batch, temperature, task in product(BATCHES, TEMPERATURES, tasks):
+        measure = partial(speculation, task=task, temperature=temperature, batch=batch)
+        what = f"{task}, temperature {temperature:g}, batch {batch}"
+        yield Cell(f"{task}-t{temperature:g}-b{batch}", what, 10, measure)
+    yield Cell("outside", "steps of 64 nodes", 10, outside)
+    yield Cell("attention", "one layer's attention", 20, attention.measure)
+    yield Cell("exact", "exact mode", 40, exact)
+    yield Cell("transformers", "Transformers, compiled", 60, transformers_static)
+    yield Cell("vllm", "vLLM", 120, vllm)

@@ -1,0 +1,76 @@
+"""Time on a device, and the time that is left for a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import torch
+
+REPEATS = 10  # of the work in one captured graph
+WARM_UPS = 3
+
+
+class Clock:
+    """Counts down from a number of seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = perf_counter() + seconds
+
+    @property
+    def left(self) -> float:
+        return self._end - perf_counter()
+
+    @property
+    def has_run_out(self) -> bool:
+        return self.left <= 0
+
+    def part(self, seconds: float) -> Clock:
+        """Another one, of so many seconds or of what is left here."""
+        return Clock(min(seconds, self.left))
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until everything that was launched on a device has ended."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def median_seconds(work: Callable[[], object], device: torch.device, rounds: int = 15) -> float:
+    """Median seconds of some work that reads nothing on the host.
+
+    On CUDA it is captured in a graph, `REPEATS` times, so that launching its operations takes no time.
+    """
+    if device.type == "cuda":
+        return _captured(work, device, rounds)
+    found = []
+    for turn in range(rounds + WARM_UPS):
+        began = perf_counter()
+        work()
+        if turn >= WARM_UPS:
+            found.append(perf_counter() - began)
+    return median(found)
+
+
+def _captured(work: Callable[[], object], device: torch.device, rounds: int) -> float:
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            work()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(REPEATS):
+            work()
+    found = []
+    for turn in range(rounds + WARM_UPS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if turn >= WARM_UPS:
+            found.append(begin.elapsed_time(end) / 1e3 / REPEATS)
+    return median(found)
