@@ -194,7 +194,7 @@ def test_what_is_something_else_is_refused_by_name(forward: Attention) -> None:
 
 
 def test_compaction_needs_whole_blocks_of_cells() -> None:
-    with pytest.raises(Refused, match=r"a multiple of 512 cells; that of Identity is .* of shape"):
+    with pytest.raises(Refused, match=r"a multiple of 256 cells; that of Identity is .* of shape"):
         compacted.forward(torch.nn.Identity(), **layer(2, cells=500))
 
 

@@ -11,7 +11,9 @@ its block mask         what that needs in every forward
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +24,13 @@ from leapahead.bench.conditions import Data
 from leapahead.core.errors import LeapaheadError, first_line
 from leapahead.models.transformers import compacted, packed
 from research.gpu.lab import Lab
-from research.gpu.timing import Clock, median_seconds
+from research.gpu.timing import REPEATS, Clock, median_seconds
 
 ROWS = (1, 16, 64, 128)
 CELLS = (1024, 4096)
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}  # of outputs, from those in float64
 BLOCK_MASK = "its block mask"
+SPREAD = 2**28  # bytes of keys and values, several times as much as a GPU keeps in its L2 cache
 
 
 class Given(NamedTuple):
@@ -56,59 +59,66 @@ class Given(NamedTuple):
         return cls(query, key, value, mask.to(device))
 
     @property
+    def layers(self) -> list[Given]:
+        """Several of them, so that their keys and values do not stay in a GPU's own cache; on a CPU this one alone."""
+        size = (self.key.numel() + self.value.numel()) * self.key.element_size()
+        more = -(-SPREAD // size) - 1 if self.key.is_cuda else 0
+        return [self, *(self._replace(key=self.key.clone(), value=self.value.clone()) for _ in range(more))]
+
+    @property
     def repeated(self) -> tuple[Tensor, Tensor]:
         """Keys and values for every query head."""
         group = self.query.shape[1] // self.key.shape[1]
         return self.key.repeat_interleave(group, 1), self.value.repeat_interleave(group, 1)
 
 
-def variants(given: Given) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The names, and what computes [1, rows, heads, dim]."""
-    query, key, value, mask = given
-    rows, key_heads, heads = query.shape[2], key.shape[1], query.shape[1]
-    added = packed.added(packed.pack_mask(mask, key_heads, heads), query.dtype)
-    visible = compacted.Compaction.of(mask)
-    sums, scale = torch.promote_types(query.dtype, torch.float32), query.shape[3] ** -0.5
+def variants(given: Given) -> Iterator[tuple[str, Callable[[Given], Tensor]]]:
+    """The names, and what computes [1, rows, heads, dim] of layers with these shapes and this mask."""
+    heads, key_heads, rows = given.query.shape[1], given.key.shape[1], given.query.shape[2]
+    added = packed.added(packed.pack_mask(given.mask, key_heads, heads), given.query.dtype)
+    visible = compacted.Compaction.of(given.mask)
+    sums, scale = torch.promote_types(given.query.dtype, torch.float32), given.query.shape[3] ** -0.5
 
-    def unpacked(attend: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        return packed.unpack(attend(packed.pack(query, key_heads), key, value, *arguments), rows)
+    def unpacked(attend: Callable[..., Tensor], layer: Given) -> Tensor:
+        return packed.unpack(attend(packed.pack(layer.query, key_heads), layer.key, layer.value, added), rows)
 
-    def repeated() -> Tensor:
-        return scaled_dot_product_attention(query, *given.repeated, attn_mask=mask).transpose(1, 2).contiguous()
-
-    def grouped() -> Tensor:
-        found = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=heads != key_heads)
+    def repeated(layer: Given) -> Tensor:
+        found = scaled_dot_product_attention(layer.query, *layer.repeated, attn_mask=layer.mask)
         return found.transpose(1, 2).contiguous()
 
-    def compact() -> Tensor:
-        found = compacted.attend(packed.pack(query, key_heads).to(sums) * scale, key, value, visible)
-        return packed.unpack(found.to(query.dtype), rows)
+    def grouped(layer: Given) -> Tensor:
+        options: dict[str, Any] = {"attn_mask": layer.mask, "enable_gqa": heads != key_heads}
+        return scaled_dot_product_attention(*layer[:3], **options).transpose(1, 2).contiguous()
 
-    yield "packed", lambda: unpacked(packed.attend, added)
-    yield "written out", lambda: unpacked(packed.written_out, added)
+    def compact(layer: Given) -> Tensor:
+        query = packed.pack(layer.query, key_heads).to(sums) * scale
+        return packed.unpack(compacted.attend(query, layer.key, layer.value, visible).to(layer.query.dtype), rows)
+
+    yield "packed", partial(unpacked, packed.attend)
+    yield "written out", partial(unpacked, packed.written_out)
     yield "keys repeated", repeated
     yield "enable_gqa", grouped
     yield "compacted", compact
-    if query.is_cuda:
+    if given.query.is_cuda:
         yield from _flex(given)
 
 
-def _flex(given: Given) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _flex(given: Given) -> Iterator[tuple[str, Callable[[Given], Any]]]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    query, key, value, mask = given
+    mask, gqa = given.mask, given.query.shape[1] != given.key.shape[1]
     compiled: Any = torch.compile(flex_attention, dynamic=False)
 
     def seen(batch: Tensor, head: Tensor, row: Tensor, cell: Tensor) -> Tensor:
         return mask[batch, 0, row, cell]
 
-    def block_mask() -> Any:
-        return create_block_mask(seen, 1, None, query.shape[2], key.shape[2], device=query.device)
+    def block_mask(layer: Given) -> Any:
+        return create_block_mask(seen, 1, None, layer.query.shape[2], layer.key.shape[2], device=layer.query.device)
 
-    blocks, gqa = block_mask(), query.shape[1] != key.shape[1]
+    blocks = block_mask(given)
 
-    def flex() -> Tensor:
-        found: Tensor = compiled(query, key, value, block_mask=blocks, enable_gqa=gqa)
+    def flex(layer: Given) -> Tensor:
+        found: Tensor = compiled(*layer[:3], block_mask=blocks, enable_gqa=gqa)
         return found.transpose(1, 2).contiguous()
 
     yield "FlexAttention", flex
@@ -118,26 +128,32 @@ def _flex(given: Given) -> Iterator[tuple[str, Callable[[], Any]]]:
 def measure(lab: Lab, clock: Clock) -> Data:
     """Microseconds of each variant by rows and cells, and how far its output is from that in float64."""
     rows: list[Data] = []
-    for cells in CELLS:
-        for count in ROWS:
+    for cells, count in product(CELLS, ROWS):
+        given = Given.of(lab.model, count, cells, lab.device)
+        layers, expected = given.layers, _expected(given)
+        for name, compute in variants(given):
             if clock.has_run_out:
-                break
-            given = Given.of(lab.model, count, cells, lab.device)
-            expected = _expected(given)
-            for name, compute in variants(given):
-                rows.append({"variant": name, "rows": count, "cells": cells, **_row(lab, name, compute, expected)})
+                return {"rows": rows}
+            rows.append({"variant": name, "rows": count, "cells": cells, **_row(lab, name, compute, layers, expected)})
     return {"rows": rows}
 
 
-def _row(lab: Lab, name: str, compute: Callable[[], Tensor], expected: Tensor) -> Data:
+def _row(lab: Lab, name: str, compute: Callable[[Given], Any], layers: Sequence[Given], expected: Tensor) -> Data:
     """Of one variant; a variant that cannot be computed here says why."""
+
+    def work() -> None:
+        for layer in layers:
+            compute(layer)
+
     try:
         with torch.no_grad():
-            found = compute()
+            found = compute(layers[0])
             error = None if name == BLOCK_MASK else (found.double() - expected).abs().max().item()
             if error is not None and not error <= TOLERANCE[lab.model.dtype]:
                 raise LeapaheadError(f"the attention {name!r} is wrong: it differs by {error:.3g}")
-            return {"microseconds": 1e6 * median_seconds(compute, lab.device, lab.settings.rounds), "error": error}
+            repeats = max(1, REPEATS // len(layers))
+            seconds = median_seconds(work, lab.device, lab.settings.rounds, repeats) / len(layers)
+            return {"microseconds": 1e6 * seconds, "error": error}
     except (RuntimeError, ValueError, NotImplementedError) as why:  # of torch, and of its compiler
         return {"microseconds": None, "error": None, "refused": f"{type(why).__name__}: {first_line(why)}"}
 

@@ -31,12 +31,16 @@ LLAMAS = [name for name, shapes in COSTS.items() if not shapes.recurrent]
     "costs",
     multiple=True,
     metavar="COST",
-    help=f"{', '.join(LLAMAS)}, or {TINY}: the bundled model itself; may be repeated.  [default: 1b, 7b]",
+    help=f"{', '.join(LLAMAS)}, or {TINY}: the bundled model itself; may be repeated.  [default: 7b, 1b]",
 )
 @click.option("--device", default="auto", show_default=True, help="cuda, cuda:1, cpu, ..., or auto.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="float32 or bfloat16.")
-@click.option("--minutes", type=float, default=8.5, show_default=True, help="Cells that begin later are left out.")
-@click.option("--cell", "names", multiple=True, metavar="NAME", help="Measure this cell only; may be repeated.")
+@click.option(
+    "--minutes", type=float, default=8.5, show_default=True, help="Cells that would take longer are left out."
+)
+@click.option(
+    "--cell", "names", multiple=True, metavar="NAME", help="This cell only, in all of the time; may be repeated."
+)
 @click.option("--resume", is_flag=True, help="Keep the cells that are there.")
 @click.option(
     "--out",
@@ -74,7 +78,8 @@ def main(
     for lab in labs:
         chosen = _chosen(lab, names)
         for cell in chosen:
-            late += _measured(lab, cell, out / lab.cost / f"{cell.name}.json", clock, resume)
+            seconds = clock.left if names else cell.seconds
+            late += _measured(lab, cell, out / lab.cost / f"{cell.name}.json", clock, seconds, resume)
         lab.release()
     written = report.write(out)
     click.echo(f"written: {', '.join(map(str, written))}")
@@ -97,7 +102,7 @@ def _checked(costs: tuple[str, ...]) -> list[str]:
     known = [*LLAMAS, TINY]
     if wrong := [cost for cost in costs if cost not in known]:
         raise BadParameter(f"--cost {wrong[0]} is not possible; there are {', '.join(known)}")
-    return list(dict.fromkeys(costs or ("1b", "7b")))
+    return list(dict.fromkeys(costs or ("7b", "1b")))
 
 
 def _chosen(lab: Lab, names: tuple[str, ...]) -> list[Cell]:
@@ -107,15 +112,15 @@ def _chosen(lab: Lab, names: tuple[str, ...]) -> list[Cell]:
     return [cell for cell in every if not names or cell.name in names]
 
 
-def _measured(lab: Lab, cell: Cell, file: Path, clock: Clock, resume: bool) -> bool:
-    """Measures a cell and writes its file; true where the time has run out before."""
+def _measured(lab: Lab, cell: Cell, file: Path, clock: Clock, seconds: float, resume: bool) -> bool:
+    """Measures a cell and writes its file; true where too little time is left."""
     if resume and file.is_file() and not _before(file, lab).get("failed"):
         return False
-    if clock.has_run_out:
+    if clock.left <= min(seconds, cell.seconds) / 2:
         return True
     began = perf_counter()
     with screen.progress(f"{lab.cost}: {cell.what}") as lab.progress:
-        found = _run(lab, cell, clock)
+        found = _run(lab, cell, clock.part(seconds))
     found |= {"cell": cell.name, "cost": lab.cost, "seconds": round(perf_counter() - began, 2)}
     found["conditions"] = conditions(device=str(lab.device), dtype=lab.settings.dtype)
     try:
@@ -130,7 +135,7 @@ def _measured(lab: Lab, cell: Cell, file: Path, clock: Clock, resume: bool) -> b
 def _run(lab: Lab, cell: Cell, clock: Clock) -> Data:
     """What the cell found, or why there is nothing. An error of one cell does not end the others."""
     try:
-        return cell.measure(lab, clock.part(cell.seconds))
+        return cell.measure(lab, clock)
     except LeapaheadError as error:
         return {"refused": first_line(error)}
     except (RuntimeError, ValueError, ImportError, NotImplementedError) as error:  # of torch and of its compiler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -115,9 +116,15 @@ class Lab:
         return [name for name in tasks.TEXTS if name in there] or there[:2]
 
     def speed(
-        self, kind: str, drafter: str, options: dict[str, Any], prompts: Sequence[list[int]], setting: Setting
+        self,
+        kind: str,
+        drafter: str,
+        options: dict[str, Any],
+        prompts: Sequence[list[int]],
+        setting: Setting,
+        passes: int = 2,
     ) -> tuple[Data, Pass]:
-        """How fast a drafter decodes some prompts, the second time: the first captures graphs and measures profiles.
+        """How fast a drafter decodes some prompts the last time: the first captures graphs and measures profiles.
 
         Returns:
             Tokens per second without the prefill, acceptance length, nodes of a step, distinct 4-grams; and the pass.
@@ -125,7 +132,7 @@ class Lab:
         loaded = self.loaded(kind)
         ours = Ours(drafter, loaded.target, loaded.tokenizer, drafter, options, LatencyProfiles(loaded.target.info))
         try:
-            for _ in range(2):
+            for _ in range(passes):
                 ours.begin_round()
                 found = ours.run([list(each) for each in prompts], setting)
         finally:
@@ -147,5 +154,6 @@ class Lab:
         """Drops the targets and the model, and gives the device's memory back."""
         self._targets.clear()
         self.__dict__.pop("model", None)
+        gc.collect()  # what refers to itself
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

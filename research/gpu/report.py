@@ -163,14 +163,16 @@ def exact_table(cells: Cells) -> str:
     for cost, found in cells.items():
         usual = plain_rates(found)
         rate = usual.get("captured", usual.get("eager"))
-        for row in found.get("exact", {}).get("rows", ()):
-            price = f"{rate / row['plain_tokens_per_second']:.2f}" if rate else ""
-            differing = f"{row['differing_texts']} of {row['texts']}"
-            speed = f"{row['plain_tokens_per_second']:.1f}"
-            rows.append([cost, row["task"], f"`{row['drafter']}`", f"{row['tokens']:,}", differing, speed, price])
-    heads = (
-        "cost | prompts | drafter | tokens | texts that differ | plain, tokens/s | usual plain decoding, times as fast"
-    )
+        every = found.get("exact", {}).get("rows", ())
+        for drafter in dict.fromkeys(row["drafter"] for row in every):
+            own = found["exact"]["plain_tokens_per_second"]
+            texts, tokens, differing = (
+                sum(row[name] for row in every if row["drafter"] == drafter)
+                for name in ("texts", "tokens", "differing_texts")
+            )
+            price = f"{rate / own:.2f}" if rate else ""
+            rows.append([cost, f"`{drafter}`", f"{tokens:,}", f"{differing} of {texts}", f"{own:.1f}", price])
+    heads = "cost | drafter | tokens | texts that differ | plain, tokens/s | usual plain decoding, times as fast"
     return _table(heads, rows)
 
 

@@ -37,13 +37,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def median_seconds(work: Callable[[], object], device: torch.device, rounds: int = 15) -> float:
+def median_seconds(work: Callable[[], object], device: torch.device, rounds: int = 15, repeats: int = REPEATS) -> float:
     """Median seconds of some work that reads nothing on the host.
 
-    On CUDA it is captured in a graph, `REPEATS` times, so that launching its operations takes no time.
+    On CUDA it is captured in a graph, `repeats` times, so that launching its operations takes no time.
     """
     if device.type == "cuda":
-        return _captured(work, device, rounds)
+        return _captured(work, device, rounds, repeats)
     found = []
     for turn in range(rounds + WARM_UPS):
         began = perf_counter()
@@ -53,7 +53,7 @@ def median_seconds(work: Callable[[], object], device: torch.device, rounds: int
     return median(found)
 
 
-def _captured(work: Callable[[], object], device: torch.device, rounds: int) -> float:
+def _captured(work: Callable[[], object], device: torch.device, rounds: int, repeats: int) -> float:
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -62,7 +62,7 @@ def _captured(work: Callable[[], object], device: torch.device, rounds: int) -> 
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             work()
     found = []
     for turn in range(rounds + WARM_UPS):
@@ -72,5 +72,5 @@ def _captured(work: Callable[[], object], device: torch.device, rounds: int) -> 
         end.record()
         end.synchronize()
         if turn >= WARM_UPS:
-            found.append(begin.elapsed_time(end) / 1e3 / REPEATS)
+            found.append(begin.elapsed_time(end) / 1e3 / repeats)
     return median(found)

@@ -31,7 +31,7 @@ from leapahead.core.errors import Refused
 from leapahead.models.transformers.packed import checked_mask, pack, pack_mask, pack_sinks, shared, unpack
 
 NAME = "leapahead_compacted"
-BLOCK = 512  # cells; those of the cache are a multiple of it
+BLOCK = 256  # cells; those of the cache are a multiple of it
 REACH = 64  # depth of the deepest node
 STEP = 64  # entries by which the window moves at a time
 WINDOW = REACH + STEP  # entries
