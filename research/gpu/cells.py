@@ -79,7 +79,7 @@ def vllm(lab: Lab, clock: Clock) -> Data:
 
 def curve(lab: Lab, clock: Clock) -> Data:
     """T(n): milliseconds of a step of n nodes, its choices included, of captured and of other forwards."""
-    rows = []
+    rows: list[Data] = []
     for kind in (CAPTURED, EAGER):
         try:
             target = lab.loaded(kind).target

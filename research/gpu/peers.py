@@ -89,5 +89,8 @@ def vllm(lab: Lab, prompt: Sequence[int], clock: Clock) -> Data:
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["it gave no reason"]
         raise Refused(f"vLLM ended with an error: {last[0][:300]}")
-    found: Data = json.loads(done.stdout.strip().splitlines()[-1])
+    answers = [line for line in done.stdout.splitlines() if line.startswith('{"tokens"')]  # between lines of its log
+    if not answers:
+        raise Refused("vLLM ended without an answer")
+    found: Data = json.loads(answers[-1])
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -54,19 +55,20 @@ def median_seconds(work: Callable[[], object], device: torch.device, rounds: int
 
 
 def _captured(work: Callable[[], object], device: torch.device, rounds: int, repeats: int) -> float:
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
+    cuda: Any = torch.cuda  # whose classes have no types
+    side = cuda.Stream(device)
+    side.wait_stream(cuda.current_stream(device))
+    with cuda.stream(side):
         for _ in range(WARM_UPS):
             work()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    cuda.current_stream(device).wait_stream(side)
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph):
         for _ in range(repeats):
             work()
-    found = []
+    found: list[float] = []
     for turn in range(rounds + WARM_UPS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
