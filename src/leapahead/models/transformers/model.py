@@ -51,6 +51,8 @@ from leapahead.models.transformers.forward import (
 from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
 from leapahead.models.transformers.memory import free_bytes, out_of_memory_in
 from leapahead.models.transformers.replay import ReplayExecutor
+from leapahead.models.transformers.static import choice
+from leapahead.models.transformers.static.graphs import GraphBackend
 from leapahead.models.transformers.twin import twin
 
 NODES = 512  # slots for the nodes of a step, behind a sequence that fills the context
@@ -98,6 +100,7 @@ class TransformersTarget:
         hidden_states: whether hidden states may be captured, which is tested.
         exclusive: whether nobody else runs the model, whose attention may be replaced then (`grouped`).
         exact: compute every token's logits with the same bits, whatever is decoded beside it (`exact`).
+        static: whether forwards are captured as CUDA graphs: "graphs", "off", or "auto" (see `static.choice`).
 
     Attributes:
         executor: how the model is run.
@@ -120,6 +123,7 @@ class TransformersTarget:
         hidden_states: bool = True,
         exclusive: bool = False,
         exact: bool = False,
+        static: str | GraphBackend = "auto",
     ) -> None:
         require_version(transformers.__version__)
         if cache_tokens is not None and (not is_whole(cache_tokens) or cache_tokens < 2):
@@ -138,6 +142,10 @@ class TransformersTarget:
             self.context_length = families.context_length(self.config)
             self._ids = families.ordinary_ids(model.config, self.config, vocab_size)
             self.executor, self.refusals = self._tested_executor(exclusive, exact)
+            self.executor, refusals = choice.upgraded(
+                self.executor, self._name, self._ids, self.test_prompts(), choice.checked(static), exclusive
+            )
+            self.refusals.update(refusals)
             layers: Layers = ()
             hidden_size = 0
             if hidden_states and isinstance(self.executor, CachedExecutor) and not exact:
