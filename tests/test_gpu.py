@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from static_parts import FakeCuda, recorded
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.models import loading
@@ -19,7 +20,7 @@ from leapahead.models.transformers.pretrained import load_files
 from research.cli import main as research
 from research.gpu import attention, peers, report, vllm_worker
 from research.gpu.cells import Cell, cells
-from research.gpu.lab import TINY, Lab, Settings
+from research.gpu.lab import KINDS, TINY, Lab, Settings
 from research.gpu.timing import Clock
 from research.standin import Shapes
 from research.standin_memory import build
@@ -130,6 +131,23 @@ def test_bad_input_is_one_sentence(tmp_path: Path, options: list[str], words: st
 
 def settings(**more: Any) -> Settings:
     return Settings(CPU, "float32", **more)
+
+
+def test_captured_forwards_are_measured_where_there_are_any(few_shapes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With graphs that are recorded and repeated on the CPU."""
+    monkeypatch.setitem(KINDS, "captured", {"static": recorded(FakeCuda(taken=lambda: 1000))})
+    lab = Lab(TINY, settings(rounds=1, max_new_tokens=4, prompts=1))
+    every = {each.name: each for each in cells(lab)}
+    found = {name: every[name].measure(lab, Clock(60)) for name in ("graphs", "plain", "curve", "code-t0-b1")}
+    assert (found["graphs"]["graphs"], found["graphs"]["bytes"]) == (2, 2000)
+    assert 0 <= found["graphs"]["longest"] <= found["graphs"]["capture_seconds"]
+    assert [row["engine"] for row in found["plain"]["rows"]] == ["captured", "eager"]
+    assert not any("refused" in row for name in ("plain", "curve") for row in found[name]["rows"])
+    assert found["code-t0-b1"]["engine"] == "captured"
+    conditions = {"conditions": {"versions": {}, "gpu": "none", "dtype": "float32"}}
+    text = "\n".join(report.text({TINY: {name: {**each, **conditions} for name, each in found.items()}}))
+    assert "| tiny | 2 | 0 | " in text
+    assert "leapahead, captured forwards" in text
 
 
 def test_a_wrong_attention_is_not_timed(few_shapes: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, product
+from time import perf_counter
 
 import torch
 
 from leapahead.bench.conditions import Data
 from leapahead.bench.contender import Setting
 from leapahead.core.errors import LeapaheadError, Refused, first_line
+from leapahead.core.sampling import SamplingParams
+from leapahead.core.tree import TokenTree
+from leapahead.models.base import Session, Target, read_prompt
+from leapahead.models.transformers.static.executor import StaticExecutor
 from research import overhead
 from research.gpu import attention, peers
 from research.gpu.lab import CAPTURED, EAGER, EXACT, TINY, Lab
@@ -117,6 +122,30 @@ def speculation(lab: Lab, clock: Clock, task: str, temperature: float, batch: in
     }
 
 
+def graphs(lab: Lab, clock: Clock) -> Data:
+    """Graphs of one sequence's steps: their memory, and how long their captures take."""
+    target = lab.loaded(CAPTURED).target
+    executor = target.executor  # type: ignore[attr-defined]
+    assert isinstance(executor, StaticExecutor)
+    executor.graphs.clear()
+    session = target.open(_prompt(lab), SamplingParams())
+    read_prompt(target, session)
+    seconds = []
+    for nodes in reversed(SIZES):  # the largest first, whose memory the others share
+        tree = TokenTree.chain(session.tokens[-1], session.tokens[: nodes - 1])
+        captured, again = (_seconds_of_step(target, session, tree) for _ in range(2))
+        seconds.append(max(0.0, captured - again))
+    session.close()
+    found = {"graphs": len(executor.graphs), "bytes": executor.graphs.bytes}
+    return {**found, "capture_seconds": sum(seconds), "longest": max(seconds)}
+
+
+def _seconds_of_step(target: Target, session: Session, tree: TokenTree) -> float:
+    began = perf_counter()
+    _ = target.step([session], [tree])[0].logits
+    return perf_counter() - began
+
+
 def outside(lab: Lab, clock: Clock) -> Data:
     """Time of the phases of a step of 64 nodes."""
     kind = CAPTURED if _has(lab, CAPTURED) else EAGER
@@ -171,6 +200,7 @@ def cells(lab: Lab) -> Iterator[Cell]:
         what = f"{task}, temperature {temperature:g}, batch {batch}"
         yield Cell(f"{task}-t{temperature:g}-b{batch}", what, 10, measure)
     yield Cell("outside", "steps of 64 nodes", 10, outside)
+    yield Cell("graphs", "captures", 10, graphs)
     yield Cell("attention", "one layer's attention", 45, attention.measure)
     yield Cell("exact", "exact mode", 40, exact)
     yield Cell("transformers", "Transformers, compiled", 60, transformers_static)

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from leapahead.bench import tasks
 from leapahead.bench.conditions import Data, Progress, silent
 from leapahead.bench.contender import Ours, Pass, Setting
 from leapahead.check import distinct
-from leapahead.core.errors import Refused
 from leapahead.models import loading
 from leapahead.models.transformers import pretrained
 from leapahead.models.transformers.model import TransformersTarget
@@ -25,7 +23,11 @@ from research.standin import COSTS
 from research.standin_memory import build
 
 TINY = "tiny"  # the bundled model itself
-KINDS: dict[str, dict[str, Any]] = {"captured": {"static": True}, "eager": {}, "exact": {"exact": True}}
+KINDS: dict[str, dict[str, Any]] = {
+    "captured": {"static": "graphs"},
+    "eager": {"static": "off"},
+    "exact": {"exact": True, "static": "off"},
+}
 CAPTURED, EAGER, EXACT = KINDS
 
 
@@ -92,12 +94,9 @@ class Lab:
         """A target of a kind of `KINDS`, over the same weights.
 
         Raises:
-            Refused: this version, model or device has not got it; the message names it.
+            Refused: this model or device has not got it; the message says why.
         """
         if kind not in self._targets:
-            known = signature(TransformersTarget.__init__).parameters
-            if missing := [name for name in KINDS[kind] if name not in known]:
-                raise Refused(f"the Transformers target has no option {missing[0]!r} in this version")
             name = f"{self.cost} stand-in" if self.cost in COSTS else self.cost
             self._targets[kind] = TransformersTarget(self.model, name=name, exclusive=True, **KINDS[kind])
         target = self._targets[kind]

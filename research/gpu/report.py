@@ -198,7 +198,13 @@ def attention_table(cells: Cells) -> str:
 def graphs_table(cells: Cells) -> str:
     """Memory and time of captured forwards."""
     rows = [
-        [cost, str(row["graphs"]), f"{row['bytes'] / 2**20:.0f}", f"{row['seconds']:.2f}", f"{row['longest']:.3f}"]
+        [
+            cost,
+            str(row["graphs"]),
+            f"{row['bytes'] / 2**20:.0f}",
+            f"{row['capture_seconds']:.2f}",
+            f"{row['longest']:.3f}",
+        ]
         for cost, found in cells.items()
         if "graphs" in (row := found.get("graphs", {}))
     ]
