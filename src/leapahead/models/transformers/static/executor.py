@@ -63,9 +63,7 @@ class StaticExecutor(MaskedExecutor):
         self._hidden: dict[Layers, Tensor] = {}  # [rows, layers * hidden_size]
 
     @classmethod
-    def of(
-        cls, executor: MaskedExecutor, backend: GraphBackend, attention: Attention = own_attention
-    ) -> StaticExecutor:
+    def of(cls, executor: MaskedExecutor, backend: GraphBackend, attention: Attention = own_attention) -> StaticExecutor:
         """The same as an executor, with an empty cache."""
         cache, boolean = StaticCache(executor.cache.usual_length), executor.dtype is None
         return cls(executor.model, cache, executor.patterns, boolean, executor.config, backend, attention)
