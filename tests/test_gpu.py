@@ -21,7 +21,7 @@ from research.cli import main as research
 from research.gpu import attention, peers, report, vllm_worker
 from research.gpu.cells import Cell, cells
 from research.gpu.lab import KINDS, TINY, Lab, Settings
-from research.gpu.timing import Clock
+from research.gpu.timing import WARM_UPS, Clock, captured_seconds
 from research.standin import Shapes
 from research.standin_memory import build
 
@@ -138,16 +138,48 @@ def test_captured_forwards_are_measured_where_there_are_any(few_shapes: None, mo
     monkeypatch.setitem(KINDS, "captured", {"static": recorded(FakeCuda(taken=lambda: 1000))})
     lab = Lab(TINY, settings(rounds=1, max_new_tokens=4, prompts=1))
     every = {each.name: each for each in cells(lab)}
-    found = {name: every[name].measure(lab, Clock(60)) for name in ("graphs", "plain", "curve", "code-t0-b1")}
-    assert (found["graphs"]["graphs"], found["graphs"]["bytes"]) == (2, 2000)
+    found = {name: every[name].measure(lab, Clock(60)) for name in ("graphs", "plain", "curve")}
+    assert (found["graphs"]["graphs"], found["graphs"]["bytes"]) == (
+        3,
+        3000,
+    )  # with the largest, whose memory is shared
     assert 0 <= found["graphs"]["longest"] <= found["graphs"]["capture_seconds"]
     assert [row["engine"] for row in found["plain"]["rows"]] == ["captured", "eager"]
     assert not any("refused" in row for name in ("plain", "curve") for row in found[name]["rows"])
-    assert found["code-t0-b1"]["engine"] == "captured"
     conditions = {"conditions": {"versions": {}, "gpu": "none", "dtype": "float32"}}
     text = "\n".join(report.text({TINY: {name: {**each, **conditions} for name, each in found.items()}}))
-    assert "| tiny | 2 | 0 | " in text
+    assert "| tiny | 3 | 0 | " in text
     assert "leapahead, captured forwards" in text
+
+
+class Timed(FakeCuda):
+    """Whose events are a tenth of a second apart for each operation that was replayed between them."""
+
+    def Event(self, enable_timing: bool) -> Any:
+        return Moment(self)
+
+
+class Moment:
+    def __init__(self, cuda: Timed) -> None:
+        self._cuda, self.at = cuda, 0
+
+    def record(self) -> None:
+        self.at = sum(graph.replays * len(graph.tape.operations) for graph in self._cuda.alive)
+
+    def synchronize(self) -> None:
+        self._cuda.log.append("synchronize")
+
+    def elapsed_time(self, end: Moment) -> float:
+        return 100.0 * (end.at - self.at)
+
+
+def test_work_is_timed_without_its_launches() -> None:
+    total = torch.zeros(1)
+    cuda = Timed()
+    seconds = captured_seconds(lambda: total.add_(1), CPU, 3, 5, cuda)
+    assert seconds == pytest.approx(0.1)
+    assert total.item() == WARM_UPS + 5 + 5 * (3 + WARM_UPS)
+    assert cuda.captured == 1
 
 
 def test_a_wrong_attention_is_not_timed(few_shapes: None, monkeypatch: pytest.MonkeyPatch) -> None:

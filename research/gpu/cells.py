@@ -93,7 +93,7 @@ def curve(lab: Lab, clock: Clock) -> Data:
             continue
         prompt = _prompt(lab)
         found = overhead.cost_curve(target, prompt, SIZES, lab.settings.rounds)  # type: ignore[arg-type]
-        rows.append({"engine": kind, "context": len(prompt), "milliseconds": found})
+        rows.append({"engine": kind, "context": len(prompt), "milliseconds": {str(n): ms for n, ms in found.items()}})
     return {"rows": rows}
 
 

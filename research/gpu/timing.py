@@ -32,19 +32,13 @@ class Clock:
         return Clock(min(seconds, self.left))
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits until everything that was launched on a device has ended."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def median_seconds(work: Callable[[], object], device: torch.device, rounds: int = 15, repeats: int = REPEATS) -> float:
     """Median seconds of some work that reads nothing on the host.
 
     On CUDA it is captured in a graph, `repeats` times, so that launching its operations takes no time.
     """
     if device.type == "cuda":
-        return _captured(work, device, rounds, repeats)
+        return captured_seconds(work, device, rounds, repeats)
     found = []
     for turn in range(rounds + WARM_UPS):
         began = perf_counter()
@@ -54,16 +48,22 @@ def median_seconds(work: Callable[[], object], device: torch.device, rounds: int
     return median(found)
 
 
-def _captured(work: Callable[[], object], device: torch.device, rounds: int, repeats: int) -> float:
-    cuda: Any = torch.cuda  # whose classes have no types
+def captured_seconds(
+    work: Callable[[], object], device: torch.device, rounds: int, repeats: int, cuda: Any = torch.cuda
+) -> float:
+    """The same for a CUDA device.
+
+    Args:
+        cuda: torch's module for CUDA; another one in tests.
+    """
     side = cuda.Stream(device)
-    side.wait_stream(cuda.current_stream(device))
+    side.wait_stream(cuda.current_stream())
     with cuda.stream(side):
         for _ in range(WARM_UPS):
             work()
-    cuda.current_stream(device).wait_stream(side)
+    cuda.current_stream().wait_stream(side)
     graph = cuda.CUDAGraph()
-    with cuda.graph(graph):
+    with cuda.graph(graph, pool=cuda.graph_pool_handle(), stream=side, capture_error_mode="thread_local"):
         for _ in range(repeats):
             work()
     found: list[float] = []
@@ -74,5 +74,5 @@ def _captured(work: Callable[[], object], device: torch.device, rounds: int, rep
         end.record()
         end.synchronize()
         if turn >= WARM_UPS:
-            found.append(begin.elapsed_time(end) / 1e3 / repeats)
+            found.append(begin.elapsed_time(end) / 1e3 / repeats)  # of milliseconds
     return median(found)
