@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from leapahead.models.transformers import devices, families, grouped
 from leapahead.models.transformers.forward import MaskedExecutor
 from leapahead.models.transformers.kv_cache import KVCache
 from leapahead.models.transformers.pretrained import load
+from leapahead.models.transformers.static import choice
 
 TREES = ([-1, 0, 0, 2, 1], [-1, 0, 1], [-1])  # parents
 
@@ -89,16 +89,21 @@ def test_packed_trees_lie_where_the_layer_does() -> None:
 
 
 def test_why_forwards_are_not_captured() -> None:
+    assert devices.of(BY_NAME["llama"].build()) == [torch.device("cpu")]
+    pair = [torch.device("cuda", index) for index in range(2)]
+    assert devices.eager_because(pair) == "its layers lie on 2 devices (cuda:0, cuda:1), and a graph is of one"
+    assert devices.eager_because(pair[:1]) == ""
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_other_accelerators_say_that_they_capture_nothing(kind: str) -> None:
     model = BY_NAME["llama"].build()
-    assert devices.eager_because(model) == "torch captures graphs on CUDA devices only, and this model is on cpu"
-    for kind in ("mps", "xpu"):
-        there = torch.device(kind, 0)
-        other: Any = SimpleNamespace(parameters=lambda device=there: [SimpleNamespace(device=device)])
-        assert f"this model is on {kind}" in devices.eager_because(other)
-    pair = [SimpleNamespace(device=torch.device("cuda", index)) for index in range(2)]
-    several: Any = SimpleNamespace(parameters=lambda: pair)
-    assert devices.eager_because(several) == "its layers lie on 2 devices (cuda:0, cuda:1), and a graph is of one"
-    assert devices.eager_because(SimpleNamespace(parameters=lambda: pair[:1])) == ""
+    executor = MaskedExecutor(model, KVCache(), {}, True)
+    assert choice.upgraded(executor, "it", np.arange(9), (3, 1), "auto", True) == (executor, {})
+    executor.device = torch.device(kind)
+    found, refusals = choice.upgraded(executor, "it", np.arange(9), (3, 1), "auto", True)
+    assert found is executor
+    assert refusals == {"static": f"torch captures graphs on CUDA devices only, and this model is on {kind}"}
 
 
 def test_tensor_parallelism_is_refused_by_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -58,9 +59,8 @@ def of(model: Any) -> list[torch.device]:
     return list(dict.fromkeys(each.device for each in model.parameters()))
 
 
-def eager_because(model: Any) -> str:
-    """Why forwards of a model run operation by operation, and are not captured; "" where they can be."""
-    found = of(model)
+def eager_because(found: Sequence[torch.device]) -> str:
+    """Why forwards of a model on these devices run operation by operation; "" where they can be captured."""
     if len(found) > 1:
         return f"its layers lie on {len(found)} devices ({', '.join(map(str, found))}), and a graph is of one"
     if found[0].type != "cuda":

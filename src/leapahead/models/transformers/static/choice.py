@@ -8,6 +8,7 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import IntArray
+from leapahead.models.transformers import devices
 from leapahead.models.transformers.forward import Executor, MaskedExecutor
 from leapahead.models.transformers.static import gate
 from leapahead.models.transformers.static.graphs import CudaGraphs, GraphBackend
@@ -45,6 +46,8 @@ def upgraded(
     """
     device = getattr(executor, "device", None)
     is_cuda = device is not None and device.type == "cuda"
+    if mode == "auto" and not is_cuda and isinstance(executor, MaskedExecutor) and executor.device.type != "cpu":
+        return executor, {STATIC: devices.eager_because([executor.device])}
     if mode == "off" or (mode == "auto" and not (is_cuda and exclusive)):
         return executor, {}
     try:
