@@ -17,6 +17,7 @@ from leapahead import LLM
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import TokenTree
 from leapahead.models.transformers import devices, families, grouped
+from leapahead.models.transformers.exact import ExactCache, ExactExecutor
 from leapahead.models.transformers.forward import MaskedExecutor
 from leapahead.models.transformers.kv_cache import KVCache
 from leapahead.models.transformers.pretrained import load
@@ -104,6 +105,13 @@ def test_other_accelerators_say_that_they_capture_nothing(kind: str) -> None:
     found, refusals = choice.upgraded(executor, "it", np.arange(9), (3, 1), "auto", True)
     assert found is executor
     assert refusals == {"static": f"torch captures graphs on CUDA devices only, and this model is on {kind}"}
+
+
+def test_exact_mode_says_that_it_captures_nothing() -> None:
+    executor = ExactExecutor(BY_NAME["llama"].build(), ExactCache(), {})
+    executor.device = torch.device("cuda")
+    reason = "exact mode computes forwards operation by operation"
+    assert choice.upgraded(executor, "it", np.arange(9), (3, 1), "auto", True) == (executor, {"static": reason})
 
 
 def test_tensor_parallelism_is_refused_by_name() -> None:
