@@ -98,6 +98,13 @@ def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path) -> None:
     assert not (tmp_path / TINY).exists()
 
 
+def test_only_devices_are_measured_whose_work_can_be_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("research.gpu.command.checked_device", torch.device)
+    result = run(tmp_path, "--device", "mps")
+    assert result.exit_code != 0
+    assert "--device mps is not possible here: this measures one CUDA device, or the CPU" in result.output
+
+
 def test_a_cell_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(lab: Lab, clock: Clock) -> dict[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -120,6 +127,8 @@ def test_a_cell_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: 
         (["--dtype", "int8"], "--dtype int8 is not possible; there are float32, bfloat16"),
         (["--data", "nowhere"], "there is no folder 'nowhere' of prompts"),
         (["--device", "gpu"], "device 'gpu' is not possible"),
+        (["--device", "balanced"], "device 'balanced' divides a model among GPUs, and torch sees none"),
+        (["--minutes", "-1"], "-1.0 is not in the range"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path: Path, options: list[str], words: str) -> None:

@@ -15,7 +15,7 @@ from leapahead.bench.plots import require
 from leapahead.cli import screen
 from leapahead.cli.command import Command
 from leapahead.core.errors import BadParameter, LeapaheadError, first_line
-from leapahead.models.transformers.devices import DIVIDED, checked_device
+from leapahead.models.transformers.devices import checked_device
 from research.gpu import report
 from research.gpu.cells import Cell, cells
 from research.gpu.lab import TINY, Lab, Settings
@@ -36,7 +36,11 @@ LLAMAS = [name for name, shapes in COSTS.items() if not shapes.recurrent]
 @click.option("--device", default="auto", show_default=True, help="cuda, cuda:1, cpu, ..., or auto.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="float32 or bfloat16.")
 @click.option(
-    "--minutes", type=float, default=8.5, show_default=True, help="Cells that would take longer are left out."
+    "--minutes",
+    type=click.FloatRange(min=0),
+    default=8.5,
+    show_default=True,
+    help="Cells that would take longer are left out.",
 )
 @click.option(
     "--cell", "names", multiple=True, metavar="NAME", help="This cell only, in all of the time; may be repeated."
@@ -93,8 +97,8 @@ def _settings(device: str, dtype: str, data: Path | None, **more: Any) -> Settin
     if data is not None and not data.is_dir():
         raise BadParameter(f"there is no folder {str(data)!r} of prompts")
     found = checked_device(device)
-    if device in DIVIDED or not isinstance(found, torch.device):
-        raise BadParameter(f"--device {device} is not possible here: name one device")
+    if not isinstance(found, torch.device) or found.type not in ("cuda", "cpu"):
+        raise BadParameter(f"--device {device} is not possible here: this measures one CUDA device, or the CPU")
     return Settings(found, dtype, data, **more)
 
 
