@@ -148,6 +148,8 @@ def test_captured_forwards_are_measured_where_there_are_any(few_shapes: None, mo
     lab = Lab(TINY, settings(rounds=1, max_new_tokens=4, prompts=1))
     every = {each.name: each for each in cells(lab)}
     found = {name: every[name].measure(lab, Clock(60)) for name in ("graphs", "plain", "curve")}
+    fingerprints = [lab.loaded(kind).target.info.fingerprint for kind in ("captured", "eager")]
+    assert fingerprints[0] == fingerprints[1] + " captured"
     assert (found["graphs"]["graphs"], found["graphs"]["bytes"]) == (
         3,
         3000,

@@ -27,6 +27,7 @@ from leapahead.models.transformers.kv_cache import KVCache
 from leapahead.models.transformers.recurrent import NativeExecutor
 from leapahead.models.transformers.replay import ReplayExecutor, own_settings
 from leapahead.models.transformers.states import stateful_cache
+from leapahead.models.transformers.static.executor import StaticExecutor
 from leapahead.models.transformers.twin import twin
 
 # In half precision, exact mode's attention in float32 differs from the model's own by more than two forwards do.
@@ -165,6 +166,12 @@ def tested_exact(model: Any, name: str, ids: IntArray, usual_length: int) -> Exa
             what = f"its layers do not work with the attention of exact mode: {type(error).__name__}: {what}"
         raise Refused(f"{name} cannot be decoded in exact mode ({what}); leave out exact") from error
     return executor
+
+
+def manner(executor: Executor) -> str:
+    """How an executor runs forwards, where that makes their time another, for fingerprints."""
+    kinds = {ExactExecutor: " exact", StaticExecutor: " captured"}
+    return kinds.get(type(executor), "")
 
 
 def _refusal_of_branches(model: Any, ids: IntArray, executor: Any) -> str:

@@ -52,7 +52,6 @@ from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
 from leapahead.models.transformers.memory import free_bytes, out_of_memory_in
 from leapahead.models.transformers.replay import ReplayExecutor
 from leapahead.models.transformers.static import choice
-from leapahead.models.transformers.static.executor import StaticExecutor
 from leapahead.models.transformers.static.graphs import GraphBackend
 from leapahead.models.transformers.twin import twin
 
@@ -158,9 +157,7 @@ class TransformersTarget:
             context_length=self.context_length,
             precision=torch.finfo(model.dtype).eps,  # the logits may have been widened
             capabilities=self.executor.capabilities | ({HIDDEN} if layers else frozenset()),
-            fingerprint=families.fingerprint(model, self.device)
-            + " exact" * exact
-            + " captured" * isinstance(self.executor, StaticExecutor),
+            fingerprint=families.fingerprint(model, self.device) + executors.manner(self.executor),
             padded=isinstance(self.executor, MaskedExecutor) and self.executor.pads,
             replays=isinstance(self.executor, ReplayExecutor),
             layers=max(0, len(layers) - 1),
