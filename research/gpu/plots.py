@@ -11,6 +11,7 @@ from leapahead.bench.plots import COLOURS, MARKERS, plain_numbers, subplots
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SETTING = ("task", "temperature", "batch")
 LABELS = {"captured": "captured forwards", "eager": "operation by operation"}
 
 
@@ -26,12 +27,18 @@ def _curves(cells: dict[str, dict[str, Data]]) -> list[Data]:
     return [{"cost": cost, **row} for cost, row in every if "milliseconds" in row]
 
 
+def drafted(found: dict[str, Data]) -> list[Data]:
+    """The cells of one cost in which drafters decode, by prompts, temperature and batch."""
+    return sorted(
+        (cell for cell in found.values() if "task" in cell), key=lambda cell: [cell[name] for name in SETTING]
+    )
+
+
 def _gains(cells: dict[str, dict[str, Data]]) -> list[Data]:
     return [
-        {"cost": cost, "task": cell["task"], "temperature": cell["temperature"], "batch": cell["batch"], **row}
+        {"cost": cost, **{name: cell[name] for name in SETTING}, **row}
         for cost, found in cells.items()
-        for cell in found.values()
-        if "task" in cell
+        for cell in drafted(found)
         for row in cell["rows"]
         if row["drafter"] != "plain"
     ]

@@ -100,7 +100,7 @@ def curve_table(cells: Cells) -> str:
     """T(n)/T(1)."""
     every = [(cost, row) for cost, found in cells.items() for row in found.get("curve", {}).get("rows", ())]
     every = [(cost, row) for cost, row in every if "milliseconds" in row]
-    sizes = list(every[0][1]["milliseconds"]) if every else []
+    sizes = [n for n in every[0][1]["milliseconds"] if n != "1"] if every else []
     rows = [
         [
             cost,
@@ -129,8 +129,7 @@ def speculation_table(cells: Cells) -> str:
             f"{row['differing_texts']} of {cell['texts']}",
         ]
         for cost, found in cells.items()
-        for cell in found.values()
-        if "task" in cell
+        for cell in plots.drafted(found)
         for row in cell["rows"]
     ]
     heads = (
@@ -190,7 +189,9 @@ def attention_table(cells: Cells) -> str:
     if not rows:
         return ""
     columns = max(len(row) for row in rows)
-    names = [f"{n} rows" for n in dict.fromkeys(n for found in cells.values() for n in _counts(found))]
+    names = [
+        f"{n} row{'s' if n > 1 else ''}" for n in dict.fromkeys(n for found in cells.values() for n in _counts(found))
+    ]
     rows = [row + [""] * (columns - len(row)) for row in rows]
     return _table(" | ".join(["cost", "attention", "cells", *names[: columns - 3]]), rows)
 
