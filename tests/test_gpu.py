@@ -18,7 +18,7 @@ from leapahead.models import loading
 from leapahead.models.transformers import packed
 from leapahead.models.transformers.pretrained import load_files
 from research.cli import main as research
-from research.gpu import attention, peers, report, vllm_worker
+from research.gpu import attention, peers, plots, report, vllm_worker
 from research.gpu.cells import Cell, cells
 from research.gpu.lab import KINDS, TINY, Lab, Settings
 from research.gpu.timing import WARM_UPS, Clock, captured_seconds
@@ -274,3 +274,23 @@ def test_a_vllm_that_ends_or_hangs_is_refused(with_vllm: Callable[[str], None], 
     with pytest.raises(Refused, match=r"--vllm-python .*nothing cannot be run: No such file"):
         peers.vllm(Lab(TINY, settings(vllm_python=str(tmp_path / "nothing"))), [1], Clock(60))
     assert vllm_worker.__doc__
+
+
+def test_the_report_is_in_the_order_of_batches() -> None:
+    conditions = {"versions": {"leapahead": "0"}, "cpu": "one", "dtype": "float32"}
+
+    def found(batch: int) -> dict[str, Any]:
+        rows = [
+            {"drafter": name, "tokens_per_second": 9.0, "speed_up": 1.0, "acceptance_length": 1.0, "distinct_4": 1.0}
+            for name in ("plain", "auto")
+        ]
+        rows = [{**row, "differing_texts": 0} for row in rows]
+        return {"task": "code", "temperature": 0.0, "batch": batch, "texts": 1, "rows": rows, "conditions": conditions}
+
+    cells_found = {TINY: {f"code-t0-b{batch}": found(batch) for batch in (1, 16, 4)}}
+    data = plots.data("gain", cells_found)
+    assert data is not None
+    assert [row["batch"] for row in data["rows"]] == [1, 4, 16]
+    lines = [line for line in report.speculation_table(cells_found).splitlines() if "`auto`" in line]
+    assert [line.split("|")[4].strip() for line in lines] == ["1", "4", "16"]
+    assert plots.data("curve", cells_found) is None
