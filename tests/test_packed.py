@@ -217,7 +217,8 @@ def test_models_give_their_eager_logits(family: str, name: str) -> None:
     """Trees of different sizes, over sequences of different lengths."""
     trees = [TokenTree(np.array([3, 4, 5, 6, 7]), np.array([-1, 0, 0, 2, 1])), TokenTree.chain(9, [8, 7])]
     found = []
-    dtype = torch.float32 if family == "gpt_oss" else torch.float64  # its experts have no float64
+    has_experts = family in ("gpt_oss", "mixtral")
+    dtype = torch.float32 if has_experts else torch.float64  # whose products torch has not in float64
     for attention in ("eager", name):
         model = BY_NAME[family].build(dtype, attention="eager")
         families.text_config(model)._attn_implementation = attention
