@@ -1,12 +1,15 @@
 """The time of one layer's attention over a tree mask, computed in several ways: which of them serves trees best.
 
-packed                 `packed.attend`: torch's fused attention, queries packed by key/value head
-written out            the same packing, products and softmax as operations of their own
-keys repeated          fused attention with keys and values repeated for every query head, as Transformers does it
-enable_gqa             fused attention told of the heads, which has no fused kernel for masks
-compacted              exact mode's: `compacted.attend`
-FlexAttention          compiled for these shapes, with the block mask given; on CUDA only
-its block mask         what that needs in every forward
+    packed                 `packed.attend`: torch's fused attention, queries packed by key/value head
+    written out            the same packing, products and softmax as operations of their own
+    values in parts        the same, the product with the values divided over the cells: more blocks for few heads
+    keys repeated          fused attention with keys and values repeated for every query head, as Transformers does it
+    enable_gqa             fused attention told of the heads, which has no fused kernel for masks
+    compacted              exact mode's: `compacted.attend`
+    FlexAttention          compiled for these shapes, with the block mask given; on CUDA only
+    its block mask         what that needs in every forward
+
+Each is compared with attention in float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ ROWS = (1, 16, 64, 128)
 CELLS = (1024, 4096)
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}  # of outputs, from those in float64
 BLOCK_MASK = "its block mask"
+PARTS = 8  # of the cells
 SPREAD = 2**28  # bytes of keys and values, several times as much as a GPU keeps in its L2 cache
 
 
@@ -94,7 +98,13 @@ def variants(given: Given) -> Iterator[tuple[str, Callable[[Given], Tensor]]]:
         query = packed.pack(layer.query, key_heads).to(sums) * scale
         return packed.unpack(compacted.attend(query, layer.key, layer.value, visible).to(layer.query.dtype), rows)
 
+    def in_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        weights = torch.softmax((query @ key.mT * scale + mask).to(sums), -1).to(value.dtype)
+        parts = weights.unflatten(3, (PARTS, -1)).transpose(2, 3) @ value.unflatten(2, (PARTS, -1))
+        return parts.sum(2, dtype=sums).to(value.dtype)
+
     yield "packed", partial(unpacked, packed.attend)
+    yield "values in parts", partial(unpacked, in_parts)
     yield "written out", partial(unpacked, packed.written_out)
     yield "keys repeated", repeated
     yield "enable_gqa", grouped
