@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import BY_NAME
+from helpers import PROMPT, Scattered, run
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
@@ -20,6 +21,7 @@ from leapahead.models.transformers import devices, families, grouped
 from leapahead.models.transformers.exact import ExactCache, ExactExecutor
 from leapahead.models.transformers.forward import MaskedExecutor
 from leapahead.models.transformers.kv_cache import KVCache
+from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.pretrained import load
 from leapahead.models.transformers.static import choice
 
@@ -159,3 +161,17 @@ def test_a_divided_model_is_loaded_by_its_map(monkeypatch: pytest.MonkeyPatch, t
     target, _ = load(tiny_folder, device="sequential")
     assert maps == ["sequential"]
     assert target.device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_model_with_the_hooks_of_accelerate_keeps_its_text(name: str) -> None:
+    """They move every layer's inputs to its device, as those of a divided model do; here all lie on one."""
+    accelerate = pytest.importorskip("accelerate")
+    expected = run(TransformersTarget(BY_NAME[name].build(), exclusive=True), prompt=PROMPT).tokens
+    model = accelerate.dispatch_model(BY_NAME[name].build(), {"": "cpu"}, main_device="cpu", force_hooks=True)
+    assert any("_hf_hook" in vars(module) for module in model.modules())
+    target = TransformersTarget(model, exclusive=True)
+    assert isinstance(target.executor, MaskedExecutor)
+    assert target.executor.config is not None
+    assert not target.refusals
+    assert run(target, Scattered([*PROMPT, *expected]), prompt=PROMPT).tokens == expected
