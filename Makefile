@@ -185,6 +185,7 @@ bench: $(WITH_LLAMA) $(foreach cost,135m 1b,$(STANDINS)/$(cost)-bf16.gguf $(STAN
 
 # What docs/auto.md and docs/draft-models.md show; a quarter of an hour each, and the same holds.
 LOOKUP := $(if $(LLAMA_BIN),--peer llama-lookup:path=$(LLAMA_BIN)/llama-lookup)
+LOOKUP += $(if $(VLLM_PYTHON),--peer vllm:python=$(VLLM_PYTHON) --peer vllm-suffix:python=$(VLLM_PYTHON))
 PAIRS := $(BIN)/leapahead bench --rounds 1 --dtype bfloat16 -d plain -d auto
 OURS := $(PAIRS) --data $(DATA) --config prompt_lookup:num_tokens=3 --peer transformers-prompt-lookup \
 	--peer transformers-assisted $(LOOKUP) -t 0
