@@ -238,7 +238,8 @@ class LLM:
     def __init__(self, **options):
         assert options["load_format"] == "dummy" and options["max_num_seqs"] == 1, options
         import json, pathlib
-        assert json.loads((pathlib.Path(options["model"]) / "config.json").read_text())["model_type"] == "llama"
+        config = json.loads((pathlib.Path(options["model"]) / "config.json").read_text())
+        assert config["architectures"] == ["LlamaForCausalLM"], config
     def generate(self, prompts, params, use_tqdm):
         assert prompts[0]["prompt_token_ids"]
         time.sleep(0.001 * params.tokens)
