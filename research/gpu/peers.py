@@ -80,7 +80,7 @@ def vllm(lab: Lab, prompt: Sequence[int], clock: Clock) -> Data:
                 capture_output=True,
                 text=True,
                 check=False,
-                timeout=max(1.0, clock.left),
+                timeout=max(0.1, clock.left),
             )
         except subprocess.TimeoutExpired:
             raise Refused("vLLM did not answer in the time that was left; give the run more --minutes") from None
