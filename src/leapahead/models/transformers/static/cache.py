@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from leapahead.core.tree import UNLIMITED
 from leapahead.models.transformers.kv_cache import KVCache, Row
 from leapahead.models.transformers.planes import Planes, Views
 from leapahead.models.transformers.static.shapes import Shape, doubled, slots_of
@@ -71,6 +72,10 @@ class StaticCache(KVCache):
 
     row_class = StaticRow
     rows: list[StaticRow]  # type: ignore[assignment]
+
+    def __init__(self, usual_length: int = UNLIMITED) -> None:
+        self._flat: list[tuple[Tensor, tuple[Tensor, ...]]] = []  # see `flat`
+        super().__init__(usual_length)
 
     # Rows
 
@@ -141,32 +146,57 @@ class StaticCache(KVCache):
         self._await(rows, num_computed, n)
         return Placed(order, min(batch, len(self.rows)), [ends[i] for i in order], slots_of(need, self.capacity))
 
+    @property
+    def flat(self) -> list[Tensor]:
+        """Of every plane, its entries as [rows * heads * capacity, dim]: what forwards write. The same objects until
+        the storage changes."""
+        return [each for _, planes in self._flats() for each in planes]
+
+    def _flats(self) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
+        stacks = [group.entries for group in self.groups]
+        if len(stacks) != len(self._flat) or any(
+            one is not other for one, (other, _) in zip(stacks, self._flat, strict=True)
+        ):
+            self._flat = [(entries, tuple(plane.flatten(0, 2) for plane in entries)) for entries in stacks]
+        return self._flat
+
+    def move(self, shape: Shape, slots: Slots) -> None:
+        """Moves entries of the rows. This is captured."""
+        for group in self.groups:
+            at = _Places(group, shape)
+            entries = group.entries.flatten(1, 3)  # [planes, rows * heads * capacity, dim]
+            moved = entries.index_select(1, at(at.batch, slots.source))
+            entries.index_copy_(1, at(at.batch, slots.goal), moved)
+
     def enter(self, shape: Shape, slots: Slots) -> None:
-        """Moves entries, and sets what the layers write and read. All of this is captured.
+        """Sets what the layers write and read. This is captured.
 
         The model is told that the cache is empty: a number of entries that it computed with would be that of the
         captured forward for good.
         """
         self.longest = 0
-        for group in self.groups:
-            self._views[group] = _views(group, shape, slots)
+        for group, (entries, written) in zip(self.groups, self._flats(), strict=True):
+            read = tuple(each.view(entries.shape[1:])[: shape.batch, :, : shape.end] for each in written)
+            self._views[group] = Views(written, _Places(group, shape)(slots.home, slots.written), read)
 
     def leave(self) -> None:
         """Ends what `enter` began."""
         self._views = {}
 
 
-def _views(group: Planes, shape: Shape, slots: Slots) -> Views:
-    heads, capacity = group.entries.shape[2:4]
-    head = torch.arange(heads, device=group.entries.device)
-    batch = torch.arange(shape.batch, device=group.entries.device)
+class _Places:
+    """Places in [rows * heads * capacity], as tensors that are made from others of the batch.
 
-    def at(row: Tensor, slot: Tensor) -> Tensor:
-        """int64 [batch * slots * heads], in [rows * heads * capacity], of [batch] and [batch, slots]."""
-        first = (row[:, None] * heads + head) * capacity  # [batch, heads]
+    Attributes:
+        batch: int64 [batch]; 0, 1, ...
+    """
+
+    def __init__(self, group: Planes, shape: Shape) -> None:
+        self._heads, self._capacity = group.entries.shape[2:4]
+        self._head = torch.arange(self._heads, device=group.entries.device)
+        self.batch = torch.arange(shape.batch, device=group.entries.device)
+
+    def __call__(self, row: Tensor, slot: Tensor) -> Tensor:
+        """int64 [batch * slots * heads], of rows [batch] and slots [batch, slots]."""
+        first = (row[:, None] * self._heads + self._head) * self._capacity  # [batch, heads]
         return (first[:, None] + slot[:, :, None]).flatten()
-
-    entries = group.entries.flatten(1, 3)  # [planes, rows * heads * capacity, dim]
-    entries.index_copy_(1, at(batch, slots.goal), entries.index_select(1, at(batch, slots.source)))
-    read = group.entries[:, : shape.batch, :, : shape.end].unbind()
-    return Views(entries.unbind(), at(slots.home, slots.written), read)

@@ -12,10 +12,12 @@ from leapahead.models.transformers import devices
 from leapahead.models.transformers.exact import ExactExecutor
 from leapahead.models.transformers.forward import CachedExecutor, Executor, MaskedExecutor
 from leapahead.models.transformers.static import gate
-from leapahead.models.transformers.static.graphs import CudaGraphs, GraphBackend
+from leapahead.models.transformers.static.compiled import Compiler
+from leapahead.models.transformers.static.graphs import Calls, CudaGraphs, GraphBackend
 
 STATIC = "static"  # among the refusals of a target
-MODES = ("auto", "off", "graphs")
+COMPILED = "compiled"
+MODES = ("auto", "off", "graphs", COMPILED)
 
 
 def checked(mode: Any) -> str | GraphBackend:
@@ -38,8 +40,9 @@ def upgraded(
         executor: that was tested on the model.
         name: of the model, for messages.
         ids, prompts: see `gate.tested`.
-        mode: "off"; "graphs" for CUDA graphs; "auto" for these where nobody else runs the model, it is on a CUDA
-            device, and it passes; or what records forwards.
+        mode: "off"; "graphs" for CUDA graphs; "compiled" to compile forwards beside that, on a CPU without graphs;
+            "auto" for graphs where nobody else runs the model, it is on a CUDA device, and it passes; or what records
+            forwards.
         exclusive: whether nobody else runs the model.
 
     Raises:
@@ -52,12 +55,14 @@ def upgraded(
     if mode == "off" or (mode == "auto" and not (is_cuda and exclusive)):
         return executor, {}
     try:
-        if isinstance(mode, str) and not is_cuda:
-            raise Refused(f"CUDA graphs need a CUDA device, and the model is on {device}")
         if not isinstance(executor, MaskedExecutor):
             raise Refused("it takes no token trees")
-        backend = CudaGraphs(executor.device) if isinstance(mode, str) else mode
-        return gate.tested(executor, ids, prompts, backend), {}
+        if isinstance(mode, str) and not is_cuda and (mode != COMPILED or executor.device.type != "cpu"):
+            raise Refused(f"CUDA graphs need a CUDA device, and the model is on {executor.device}")
+        backend = mode if not isinstance(mode, str) else CudaGraphs(executor.device) if is_cuda else Calls()
+        found = gate.tested(executor, ids, prompts, backend)
+        found.compiler = Compiler() if mode == COMPILED else None
+        return found, {}
     except Refused as error:
         if mode != "auto":
             raise Refused(f"the forwards of {name} cannot be captured ({error}); leave out static") from error

@@ -6,14 +6,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from leapahead.core.tree import TokenTree
+from leapahead.models.transformers import selftest
 from leapahead.models.transformers.families import Pattern, text_config
 from leapahead.models.transformers.forward import Batch, Layers, MaskedExecutor, Outputs, side_by_side
 from leapahead.models.transformers.kv_cache import Row
 from leapahead.models.transformers.static.buffers import Buffers, Draft
 from leapahead.models.transformers.static.cache import MOVES, Placed, StaticCache, StaticRow
+from leapahead.models.transformers.static.compiled import Compiler
 from leapahead.models.transformers.static.graphs import GraphBackend, Graphs
 from leapahead.models.transformers.static.shapes import Shape, doubled, most_rows, own_of, rows_of
 from leapahead.models.transformers.twin import twin
@@ -28,6 +31,13 @@ def own_attention(config: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def agree(mine: Tensor, own: Tensor) -> bool:
+    """Whether logits [rows, vocab] of compiled and of other code differ by rounding only, as in the self-test."""
+    floor = selftest.FLOOR.get(own.dtype, selftest.FLOOR[torch.float16])
+    wide = torch.float64 if own.dtype == torch.float64 else torch.float32
+    return selftest.distances(mine.to(wide), [own.to(wide)], selftest.MARGIN * floor, selftest.CEILING, False).small
+
+
 class StaticExecutor(MaskedExecutor):
     """Trees of any shape, all sessions in one forward, padded to a shape of the buckets.
 
@@ -39,9 +49,13 @@ class StaticExecutor(MaskedExecutor):
         backend: what records forwards.
         attention: makes a model's layers with this configuration use another attention, which takes this kind of mask,
             within a block that is one forward; by default the model's own.
+
+    Attributes:
+        compiler: compiles the forwards that are used most; None where none are compiled.
     """
 
     cache: StaticCache
+    compiler: Compiler | None = None
 
     def __init__(
         self,
@@ -118,7 +132,11 @@ class StaticExecutor(MaskedExecutor):
         # Recording may run a forward several times; moves must be made once.
         self._write(shape, rows, trees, computed, placed, moves=shape in self.graphs)
         with self.cache.moving(rows):
-            self.graphs.run(shape, lambda: self._keep(shape, self._compute(shape)))
+            self.graphs.run(shape, lambda: self._run(shape))
+        if self.compiler is not None:
+            self._compile(
+                shape, self.compiler, lambda: self._write(shape, rows, trees, computed, placed, moves=False)
+            )
         return self._outputs(shape, trees, computed, placed)
 
     def _write(
@@ -140,8 +158,51 @@ class StaticExecutor(MaskedExecutor):
             drafts.append(Draft(trees[i], row.length, computed[i], row.moves))
         self._buffers.write(shape, drafts)
 
+    def _run(self, shape: Shape) -> None:
+        """What is recorded: everything that depends on the content of the buffers is on the device."""
+        self.cache.move(shape, self._buffers.read(shape)[1])
+        compiled = None if self.compiler is None else self.compiler.get(self._code(shape))
+        if compiled is None:
+            self._keep(shape, self._compute(shape))
+        else:
+            compiled(*self._tensors(shape))
+
+    def _code(self, shape: Shape) -> tuple[object, ...]:
+        """What compiled code of a forward depends on."""
+        return shape, tuple((*each.shape, *each.stride()) for each in self._tensors(shape))
+
+    def _tensors(self, shape: Shape) -> list[Tensor]:
+        """All that a forward writes, and its inputs."""
+        assert self._logits is not None
+        hidden = [self._hidden[shape.layers]] if shape.layers else []
+        return [self._buffers.device, self._logits, *hidden, *self.cache.flat]
+
+    def _compile(self, shape: Shape, compiler: Compiler, rewrite: Callable[[], None]) -> None:
+        """Has the forward that was just run compiled, or uses what was compiled, if it agrees with it.
+
+        Both run the forward again.
+
+        Args:
+            rewrite: writes its inputs again, without moves.
+        """
+        code = self._code(shape)
+        if (compiled := compiler.ready(code)) is not None:
+            assert self._logits is not None
+            rewrite()
+            before = self._logits[: shape.all_rows].clone()
+            compiled(*self._tensors(shape))
+            if agree(self._logits[: shape.all_rows], before):
+                compiler.accept(code, compiled)
+                self.graphs.drop(shape)
+            else:
+                self._logits[: shape.all_rows].copy_(before)
+                compiler.give_up(f"{shape} has other logits when it is compiled")
+        elif compiler.wants(code):
+            rewrite()
+            compiler.order(code, str(shape), lambda: self._keep(shape, self._compute(shape)), self._tensors(shape))
+
     def _compute(self, shape: Shape) -> Outputs:
-        """One forward over the buffers: [batch, rows, ...]. Everything that depends on their content is on the device."""
+        """One forward over the buffers: [batch, rows, ...]."""
         inputs, slots = self._buffers.read(shape)
         options = {"output_hidden_states": list(shape.layers)} if shape.layers else {}
         self.cache.enter(shape, slots)
