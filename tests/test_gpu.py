@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.models import loading
 from leapahead.models.transformers import packed
 from leapahead.models.transformers.pretrained import load_files
+from leapahead.models.transformers.static.compiled import LEAST_USES, Compiler
 from research.cli import main as research
 from research.gpu import attention, peers, plots, report, vllm_worker
-from research.gpu.cells import Cell, cells
+from research.gpu.cells import Cell, cells, compiled
 from research.gpu.lab import KINDS, TINY, Lab, Settings
 from research.gpu.timing import WARM_UPS, Clock, captured_seconds
 from research.standin import Shapes
@@ -161,6 +163,25 @@ def test_captured_forwards_are_measured_where_there_are_any(few_shapes: None, mo
     text = "\n".join(report.text({TINY: {name: {**each, **conditions} for name, each in found.items()}}))
     assert "| tiny | 3 | 0 | " in text
     assert "leapahead, captured forwards" in text
+
+
+def test_compiled_forwards_are_measured_when_they_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a compiler that leaves the operations as they are, and with one that fails."""
+    lab = Lab(TINY, settings(max_new_tokens=4, prompts=1))
+    monkeypatch.setattr("research.gpu.cells.Compiler", partial(Compiler, compile=lambda traced, tensors: traced))
+    found = compiled(lab, Clock(60))
+    assert found["tokens"] == LEAST_USES + 1
+    assert [line.split()[0] for line in found["told"]][:2] == ["compiling", "compiled"]
+    assert report.plain_rates({"compiled": found}) == {"compiled": found["tokens_per_second"]}
+
+    def fails(traced: Any, tensors: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr("research.gpu.cells.Compiler", partial(Compiler, compile=fails))
+    with pytest.raises(Refused, match="no compiler here"):
+        compiled(lab, Clock(60))
+    with pytest.raises(Refused, match="no forward was compiled in the time that was left"):
+        compiled(lab, Clock(0))
 
 
 class Timed(FakeCuda):

@@ -16,10 +16,11 @@ from leapahead.core.errors import LeapaheadError, Refused, first_line
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.models.base import Session, Target, read_prompt
+from leapahead.models.transformers.static.compiled import LEAST_USES, Compiler
 from leapahead.models.transformers.static.executor import StaticExecutor
 from research import overhead
 from research.gpu import attention, peers
-from research.gpu.lab import CAPTURED, EAGER, EXACT, TINY, Lab
+from research.gpu.lab import CAPTURED, COMPILED, EAGER, EXACT, TINY, Lab
 from research.gpu.timing import Clock, median_seconds
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128)  # nodes of a step
@@ -70,6 +71,23 @@ def plain(lab: Lab, clock: Clock) -> Data:
         except Refused as error:
             rows.append({"engine": kind, "refused": first_line(error)})
     return {"weights": lab.weights, "rows": rows}
+
+
+def compiled(lab: Lab, clock: Clock) -> Data:
+    """Plain decoding of one sequence once the forward in use is compiled, in the background of other passes."""
+    executor = lab.loaded(COMPILED).target.executor  # type: ignore[attr-defined]
+    assert isinstance(executor, StaticExecutor)
+    told: list[str] = []
+    executor.compiler = Compiler(tell=told.append)
+    prompts = lab.prompts(lab.tasks[0], 1)
+    setting = Setting(max_new_tokens=max(lab.settings.max_new_tokens, LEAST_USES + 1))
+    while not any(line.startswith("compiled") for line in told):
+        if clock.has_run_out or executor.compiler.problem:
+            raise Refused(executor.compiler.problem or "no forward was compiled in the time that was left")
+        lab.speed(COMPILED, "plain", {}, prompts, setting, passes=1)
+    row, _ = lab.speed(COMPILED, "plain", {}, prompts, setting)
+    executor.compiler.close()
+    return {"engine": COMPILED, "told": told, **row}
 
 
 def transformers_static(lab: Lab, clock: Clock) -> Data:
@@ -203,5 +221,6 @@ def cells(lab: Lab) -> Iterator[Cell]:
     yield Cell("graphs", "captures", 10, graphs)
     yield Cell("attention", "one layer's attention", 45, attention.measure)
     yield Cell("exact", "exact mode", 40, exact)
+    yield Cell("compiled", "captured forwards, compiled", 60, compiled)
     yield Cell("transformers", "Transformers, compiled", 60, transformers_static)
     yield Cell("vllm", "vLLM", 120, vllm)

@@ -26,9 +26,10 @@ TINY = "tiny"  # the bundled model itself
 KINDS: dict[str, dict[str, Any]] = {
     "captured": {"static": "graphs"},
     "eager": {"static": "off"},
+    "compiled": {"static": "compiled"},
     "exact": {"exact": True, "static": "off"},
 }
-CAPTURED, EAGER, EXACT = KINDS
+CAPTURED, EAGER, COMPILED, EXACT = KINDS
 
 
 @dataclass(frozen=True)

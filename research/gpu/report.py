@@ -15,6 +15,7 @@ from research.gpu import plots
 Cells = dict[str, dict[str, Data]]  # cost -> cell -> what was found
 NAMES = {
     "captured": "leapahead, captured forwards",
+    "compiled": "leapahead, captured forwards, compiled",
     "eager": "leapahead, operation by operation",
     "transformers": "Transformers, static cache",
     "vllm": "vLLM",
@@ -78,7 +79,7 @@ def plain_rates(found: dict[str, Data]) -> dict[str, float]:
     """Tokens per second of plain decoding by who decodes."""
     rows = found.get("plain", {}).get("rows", ())
     rates = {row["engine"]: row.get("tokens_per_second") for row in rows}
-    rates |= {name: found.get(name, {}).get("tokens_per_second") for name in ("transformers", "vllm")}
+    rates |= {name: found.get(name, {}).get("tokens_per_second") for name in ("compiled", "transformers", "vllm")}
     return {name: rate for name, rate in rates.items() if rate is not None}
 
 
