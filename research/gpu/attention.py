@@ -4,7 +4,8 @@
     written out            the same packing, products and softmax as operations of their own
     values in parts        the same, the product with the values divided over the cells: more blocks for few heads
     keys repeated          fused attention with keys and values repeated for every query head, as Transformers does it
-    enable_gqa             fused attention told of the heads, which has no fused kernel for masks
+    enable_gqa             fused attention told of the heads; of its fused kernels cuDNN's alone takes a mask then
+    cuDNN                  the same with that kernel; on CUDA only
     compacted              exact mode's: `compacted.attend`
     FlexAttention          compiled for these shapes, with the block mask given; on CUDA only
     its block mask         what that needs in every forward
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from leapahead.bench.conditions import Data
@@ -103,6 +105,10 @@ def variants(given: Given) -> Iterator[tuple[str, Callable[[Given], Tensor]]]:
         parts = weights.unflatten(3, (PARTS, -1)).transpose(2, 3) @ value.unflatten(2, (PARTS, -1))
         return parts.sum(2, dtype=sums).to(value.dtype)
 
+    def cudnn(layer: Given) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return grouped(layer)
+
     yield "packed", partial(unpacked, packed.attend)
     yield "values in parts", partial(unpacked, in_parts)
     yield "written out", partial(unpacked, packed.written_out)
@@ -110,6 +116,7 @@ def variants(given: Given) -> Iterator[tuple[str, Callable[[Given], Tensor]]]:
     yield "enable_gqa", grouped
     yield "compacted", compact
     if given.query.is_cuda:
+        yield "cuDNN", cudnn
         yield from _flex(given)
 
 
