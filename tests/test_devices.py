@@ -1,177 +1,147 @@
-"""Models on other devices and on several, as far as it can be tested on a CPU."""
+"""The simulated schedules of methods for several devices, against closed formulas and against what devices compute."""
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from architectures import BY_NAME
-from helpers import PROMPT, Scattered, run
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM
+from click.testing import CliRunner
+from helpers import GREEDY, PROMPT, FixedLatency
+from parallel import divided
 
-from leapahead import LLM
-from leapahead.core.errors import BadParameter, Refused
-from leapahead.core.tree import TokenTree
-from leapahead.models.transformers import devices, families, grouped
-from leapahead.models.transformers.exact import ExactCache, ExactExecutor
-from leapahead.models.transformers.forward import MaskedExecutor
-from leapahead.models.transformers.kv_cache import KVCache
-from leapahead.models.transformers.model import TransformersTarget
-from leapahead.models.transformers.pretrained import load
-from leapahead.models.transformers.static import choice
+from leapahead import Engine, Request, StopParams
+from leapahead.models.toy import ToyTarget
+from research.cli import main
+from research.devices.measured import recorded
+from research.devices.schedules import (
+    Layers,
+    Step,
+    fitted_line,
+    lookahead,
+    overlapped,
+    overlapped_formula,
+    pipelined,
+    pipelined_formula,
+    rows_of,
+    serial,
+    serial_formula,
+)
 
-TREES = ([-1, 0, 0, 2, 1], [-1, 0, 1], [-1])  # parents
-
-
-def moved(value: Any, device: str) -> Any:
-    """What Accelerate's hooks do with the inputs of a layer that lies on another device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, (tuple, list)):
-        return type(value)(moved(each, device) for each in value)
-    return value
+FREE = Layers(12, lambda rows: 1.0, 0.0)  # layers, each of which takes a second for any number of rows
 
 
-def divide(model: Any, mode: FakeTensorMode) -> None:
-    """The last layer and the head go to a simulated device; inputs are moved there."""
-    second = [model.model.layers[-1], model.model.norm, model.lm_head]
-    for module in second:
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs: (moved(args, "meta"), {name: moved(each, "meta") for name, each in kwargs.items()}),
-            with_kwargs=True,
-        )
-    there = {id(inner) for module in second for inner in module.modules()}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, each in list(tensors.items()):
-                if each is not None:
-                    tensors[name] = mode.from_tensor(each).detach().to("meta" if id(module) in there else "cpu")
+def times(rows: int) -> float:
+    return 1.0 + 0.03 * (rows - 1)
 
 
-@pytest.mark.parametrize("packs", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_layers_on_two_devices_are_computed_where_they_lie(name: str, packs: bool) -> None:
-    """An operation on tensors of two devices is an error.
-
-    Trees of different sizes are packed by operations on the host that cannot be simulated; `Block.on` is tested below.
-    """
-    shapes = TREES[:1] * 3 if packs else TREES
-    model = BY_NAME[name].build(attention="sdpa")
-    patterns = families.patterns(model.config)
-    assert patterns is not None
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        divide(model, mode)
-        executor = MaskedExecutor(model, KVCache(), patterns, True, model.config if packs else None)
-        states = [executor.open(list(range(3, 3 + length))) for length in (18, 5, 9)]
-        for state in states:
-            executor.prefill(state, len(state.tokens) - 1)
-        for _ in range(2):
-            trees = [TokenTree(np.arange(len(parents)), np.array(parents)) for parents in shapes]
-            found = executor.forward(states, trees)
-            assert [tuple(each.logits.shape) for each in found] == [(len(parents), 120) for parents in shapes]
-            assert {each.logits.device.type for each in found} == {"meta"}
-            for state, path in zip(states, ([0, 2, 3], [0], [0]), strict=True):
-                state.commit(path)
-    assert {group.entries.device.type for group in executor.cache.groups} == {"cpu", "meta"}
+def bits(alpha: float, count: int = 40_000, seed: int = 0) -> list[bool]:
+    rng = random.Random(seed)
+    return [rng.random() < alpha for _ in range(count)]
 
 
-def test_packed_trees_lie_where_the_layer_does() -> None:
-    mixed = grouped.Packing.of([1, 30, 2], torch.device("cpu"))
-    there = [block.on(torch.device("meta")) for block in mixed.blocks]
-    assert [type(each) for each in there] == [grouped.Block, grouped.OneTree]
-    nodes = torch.zeros(33, 4, 8, device="meta")
-    for block in there:
-        taken = block.take(nodes)
-        assert taken.device.type == "meta"
-        block.put(taken.transpose(1, 2), nodes)
+@pytest.mark.parametrize("exit_after", [6, 9, 11])
+def test_pipelined_decoding_takes_the_time_of_the_papers_formula(exit_after: int) -> None:
+    ranks = [0 if right else 3 for right in bits(0.6, 500)]
+    run = pipelined(ranks, FREE, exit_after, candidates=2, devices=3, message=0.0)
+    correct = sum(rank < 2 for rank in ranks[:-1]) / (len(ranks) - 1)
+    assert run.seconds == pytest.approx(pipelined_formula(12, exit_after, len(ranks), correct))
+    assert run.tokens == 500
 
 
-def test_why_forwards_are_not_captured() -> None:
-    assert devices.of(BY_NAME["llama"].build()) == [torch.device("cpu")]
-    pair = [torch.device("cuda", index) for index in range(2)]
-    assert devices.eager_because(pair) == "its layers lie on 2 devices (cuda:0, cuda:1), and a graph is of one"
-    assert devices.eager_because(pair[:1]) == ""
+def test_what_the_formula_leaves_out_makes_pipelined_decoding_slower() -> None:
+    ranks = [0] * 100
+    ideal = pipelined(ranks, FREE, 6, candidates=4, devices=5, message=0.0).seconds
+    assert pipelined(ranks, FREE, 6, candidates=4, devices=5, message=0.5).seconds > ideal
+    assert pipelined(ranks, Layers(12, times, 0.0), 6, candidates=4, devices=2, message=0.0).seconds > ideal
+    assert pipelined(ranks, Layers(12, lambda rows: 1.0, 2.0), 6, candidates=4, devices=5, message=0.0).seconds > ideal
+    late = pipelined(ranks, FREE, 6, candidates=4, devices=5, message=100.0)  # nothing can be known ahead
+    assert late.seconds == pytest.approx(12 * 100)
 
 
-@pytest.mark.parametrize("kind", ["mps", "xpu"])
-def test_other_accelerators_say_that_they_capture_nothing(kind: str) -> None:
-    model = BY_NAME["llama"].build()
-    executor = MaskedExecutor(model, KVCache(), {}, True)
-    assert choice.upgraded(executor, "it", np.arange(9), (3, 1), "auto", True) == (executor, {})
-    executor.device = torch.device(kind)
-    found, refusals = choice.upgraded(executor, "it", np.arange(9), (3, 1), "auto", True)
-    assert found is executor
-    assert refusals == {"static": f"torch captures graphs on CUDA devices only, and this model is on {kind}"}
+def test_devices_of_pipelined_decoding_are_busy_for_every_candidate() -> None:
+    run = pipelined([5] * 3, FREE, 8, candidates=2, devices=3, message=0.0)
+    assert run.seconds == 36
+    assert run.busy == 36 + 3 * 2 * 4  # four layers of two candidates beside each token, all of them lost
 
 
-def test_exact_mode_says_that_it_captures_nothing() -> None:
-    executor = ExactExecutor(BY_NAME["llama"].build(), ExactCache(), {})
-    executor.device = torch.device("cuda")
-    reason = "exact mode computes forwards operation by operation"
-    assert choice.upgraded(executor, "it", np.arange(9), (3, 1), "auto", True) == (executor, {"static": reason})
+@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.9])
+@pytest.mark.parametrize("gamma", [1, 4, 9])
+def test_drafting_in_turns_and_ahead_take_the_time_of_the_formulas(alpha: float, gamma: int) -> None:
+    right = bits(alpha)
+    run = serial(right, gamma, 0.1, times)
+    assert run.seconds / run.tokens == pytest.approx(serial_formula(alpha, gamma, 0.1, times), rel=0.02)
+    for draft, message in ((0.1, 0.0), (0.4, 0.05)):
+        ahead = overlapped(right, gamma, draft, times, message)
+        expected = overlapped_formula(alpha, gamma, draft, times, message)
+        assert ahead.seconds / ahead.tokens == pytest.approx(expected, rel=0.02)
 
 
-def test_tensor_parallelism_is_refused_by_name() -> None:
-    model = BY_NAME["llama"].build()
-    model._tp_size = 2
-    with pytest.raises(Refused, match=r'among 2 processes.*device="balanced"'):
-        LLM(model)
+def test_an_overlapped_draft_that_is_always_right_hides_the_shorter_of_both() -> None:
+    right = [True] * 1000
+    run = overlapped(right, gamma=5, draft=0.2, times=lambda rows: 1.0, message=0.0)
+    assert run.tokens / run.seconds == pytest.approx(5, rel=0.01)  # five tokens a forward, which takes a second
+    assert run.busy / (2 * run.seconds) == pytest.approx(1.0)
+    never = overlapped([False] * 100, gamma=5, draft=0.2, times=lambda rows: 1.0, message=0.0)
+    assert never.seconds == 100
 
 
-def on_gpus(monkeypatch: pytest.MonkeyPatch, **counts: int) -> None:
-    monkeypatch.setattr(devices, "count", lambda kind: {"cpu": 1, **counts}.get(kind, 0))
+def test_the_rows_of_a_schedule_are_those_that_devices_compute() -> None:
+    sizes, length = (5, 4, 5), 40
+    (steps,) = recorded(ToyTarget(), [list(PROMPT)], sizes, length, ())
+    for count in (2, 3):
+        computed: list[list[int]] = [[] for _ in range(count)]
+
+        class Counting(ToyTarget):
+            def __init__(self, seen: list[int]) -> None:
+                super().__init__()
+                self.seen = seen
+
+            def step(self, sessions: Any, trees: Any, *args: Any, **more: Any) -> Any:
+                self.seen.extend(map(len, trees))
+                return super().step(sessions, trees, *args, **more)
+
+        target = divided([Counting(seen) for seen in computed])
+        engine = Engine(target, latency=FixedLatency(target, {1: 1.0}))
+        drafter = engine.drafter("lookahead", window=5, ngram=4, guesses=5)
+        request = Request(list(PROMPT), drafter, GREEDY, StopParams(max_new_tokens=length))
+        engine.run([engine.submit(request)])
+        target.close()
+        assert rows_of(steps, count) == [list(rows) for rows in zip(*computed, strict=True)]
 
 
-def test_auto_is_an_accelerator_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for counts, kind in (({}, "cpu"), ({"mps": 1}, "mps"), ({"xpu": 1}, "xpu"), ({"cuda": 2, "xpu": 1}, "cuda")):
-        on_gpus(monkeypatch, **counts)
-        assert devices.checked_device("auto") == torch.device(kind)
+def test_divided_branches_take_the_time_of_the_largest_part_and_two_messages() -> None:
+    steps = [Step((-1, 0, 1, 0, 3), (0, 1, 2)), Step((-1,), (0,))]
+    run = lookahead(steps, 2, lambda rows: float(rows), message=0.25)
+    # first 3 rows on each device; then the root alone, and on the other device the two tokens that it lacks
+    assert (run.seconds, run.tokens, run.steps, run.busy) == (3.25 + 0.25 + 3.5, 4, 2, 6 + 1 + 3)
+    assert lookahead(steps, 1, lambda rows: float(rows), message=0.25).seconds == 6
 
 
-def test_layers_are_divided_among_gpus_that_are_there(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
-    on_gpus(monkeypatch)
-    with pytest.raises(BadParameter, match="'balanced' divides a model among GPUs, and torch sees none"):
-        load(tiny_folder, device="balanced")
-    on_gpus(monkeypatch, cuda=2)
-    assert devices.checked_device("balanced") == "balanced"
-    assert devices.checked_device("cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(BadParameter, match="'cuda:2' is not there: torch sees 2 CUDA devices"):
-        devices.checked_device("cuda:2")
-    monkeypatch.setattr(devices, "find_spec", lambda _: None)
-    with pytest.raises(BadParameter, match="needs the package accelerate: pip install accelerate"):
-        devices.checked_device("balanced")
+def test_a_line_is_fitted_to_times() -> None:
+    assert fitted_line([(1.0, 3.0), (2.0, 5.0), (4.0, 9.0)]) == pytest.approx((1.0, 2.0))
 
 
-def test_a_divided_model_is_loaded_by_its_map(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
-    """Accelerate divides it among the devices that there are, here one CPU."""
-    maps: list[Any] = []
-    whole = AutoModelForCausalLM.from_pretrained
-
-    def from_pretrained(source: Any, **options: Any) -> Any:
-        maps.append(options.get("device_map"))
-        return whole(source, **options)
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    monkeypatch.setattr("leapahead.models.transformers.pretrained.checked_device", lambda _: "sequential")
-    target, _ = load(tiny_folder, device="sequential")
-    assert maps == ["sequential"]
-    assert target.device.type == "cpu"
+def test_bad_values_of_the_command() -> None:
+    for options, message in {
+        ("--max-new-tokens", "500"): "at most 250 tokens",
+        ("--out", "/nonexistent/devices"): "there is no folder",
+    }.items():
+        result = CliRunner().invoke(main, ["devices", *options])
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert message in result.stderr
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_model_with_the_hooks_of_accelerate_keeps_its_text(name: str) -> None:
-    """They move every layer's inputs to its device, as those of a divided model do; here all lie on one."""
-    accelerate = pytest.importorskip("accelerate")
-    expected = run(TransformersTarget(BY_NAME[name].build(), exclusive=True), prompt=PROMPT).tokens
-    model = accelerate.dispatch_model(BY_NAME[name].build(), {"": "cpu"}, main_device="cpu", force_hooks=True)
-    assert any("_hf_hook" in vars(module) for module in model.modules())
-    target = TransformersTarget(model, exclusive=True)
-    assert isinstance(target.executor, MaskedExecutor)
-    assert target.executor.config is not None
-    assert not target.refusals
-    assert run(target, Scattered([*PROMPT, *expected]), prompt=PROMPT).tokens == expected
+@pytest.mark.slow
+def test_the_command_measures_simulates_and_draws(tmp_path: Path) -> None:
+    out = tmp_path / "devices"
+    options = ["--limit", "1", "--max-new-tokens", "24", "--seconds", "1", "--dtype", "float32", "--out", str(out)]
+    result = CliRunner().invoke(main, ["devices", *options])
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.with_suffix(".json").read_text())
+    assert {row["devices"] for row in found["lookahead"]} == {1, 2, 4, 8}
+    assert all(0 < row["within"]["1"] <= row["within"]["8"] <= 1 for row in found["exits"])
+    assert all(row["speedup"] > 0 for part in ("lookahead", "pipelined", "overlapped") for row in found[part])
+    assert out.with_suffix(".svg").stat().st_size > 10_000
