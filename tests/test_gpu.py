@@ -92,12 +92,15 @@ def test_what_is_there_is_kept_and_what_failed_is_repeated(tmp_path: Path) -> No
 
 
 def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path) -> None:
-    tmp_path.joinpath("report.md").touch()
-    result = run(tmp_path, "--minutes", "0")
+    result = run(tmp_path / "new" / "folder", "--minutes", "0")
     assert result.exit_code == 0, result.output
     count = len(list(cells(Lab(TINY, settings()))))
     assert f"{count} cells did not fit into 0 minutes; --resume measures them" in result.output
-    assert not (tmp_path / TINY).exists()
+    assert not (tmp_path / "new" / "folder" / TINY).exists()
+    (tmp_path / "file").touch()
+    result = run(tmp_path / "file" / "folder", "--minutes", "0")
+    assert result.exit_code != 0
+    assert "cannot be written: Not a directory" in " ".join(result.output.split())
 
 
 def test_only_devices_are_measured_whose_work_can_be_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, product
+from itertools import product
 from time import perf_counter
 
 import torch
@@ -178,19 +178,19 @@ def exact(lab: Lab, clock: Clock) -> Data:
     setting = Setting(batch=EXACT_BATCH, max_new_tokens=lab.settings.max_new_tokens)
     price, _ = lab.speed(EXACT, "plain", {}, lab.prompts(lab.tasks[0], 1), replace(setting, batch=1))
     rows: list[Data] = []
-    for turn in count():
+    turn, some = 0, max(EXACT_BATCH, lab.settings.prompts)
+    while True:
         for task, (drafter, options) in product(lab.tasks, EXACT_DRAFTERS):
             left = lab.settings.exact_tokens - sum(row["tokens"] for row in rows)
             if rows and (left <= 0 or clock.has_run_out):
                 return {"plain_tokens_per_second": price["tokens_per_second"], "rows": rows}
-            some = min(lab.settings.prompts, -(-left // setting.max_new_tokens))
-            prompts = lab.prompts(task, (turn + 1) * some)[turn * some :]
+            prompts = lab.prompts(task, (turn + 1) * some)[turn * some :][: -(-left // setting.max_new_tokens)]
             _, theirs = lab.speed(EXACT, "plain", {}, prompts, setting, passes=1)
             row, mine = lab.speed(EXACT, drafter, options, prompts, setting, passes=1)
             pairs = zip(mine.texts, theirs.texts, strict=True)
             row |= {"task": task, "texts": len(prompts), "differing_texts": sum(a.tokens != b.tokens for a, b in pairs)}
             rows.append(row)
-    raise AssertionError
+        turn += 1
 
 
 def _prompt(lab: Lab) -> list[int]:

@@ -77,6 +77,10 @@ def main(
     require()
     settings = _settings(**values)
     labs = [Lab(cost, settings) for cost in _checked(costs)]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadParameter(f"--out {out} cannot be written: {error.strerror or error}") from None
     clock = Clock(60 * minutes)
     late = 0
     for lab in labs:
