@@ -20,6 +20,7 @@ import click
 import exact
 import headline
 import inside_vllm
+import long_contexts
 import reference
 import several_devices
 import trained
@@ -395,6 +396,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **benches.blocks(table),
     **inside_vllm.blocks(table),
     **several_devices.blocks(table),
+    **long_contexts.blocks(table),
 }
 
 
