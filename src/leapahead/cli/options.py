@@ -63,7 +63,7 @@ MODEL: tuple[Option, ...] = (
         default="auto",
         metavar="DEVICE",
         group=MODEL_GROUP,
-        help="cpu, cuda, cuda:1, mps, ..., or auto: an accelerator if there is one.",
+        help="cpu, cuda, cuda:1, mps, xpu, auto: an accelerator if there is one; or balanced: the layers on all GPUs.",
     ),
     option(
         "--devices",

@@ -77,6 +77,10 @@ class StaticCache(KVCache):
         self._flat: list[tuple[Tensor, tuple[Tensor, ...]]] = []  # see `flat`
         super().__init__(usual_length)
 
+    def plane(self, layer: int, part: int) -> Tensor:
+        self.flush()
+        return super().plane(layer, part)
+
     # Rows
 
     def take(self, tokens: list[int], reuse: int, reserve: int = 0, owner: str = "") -> Row:

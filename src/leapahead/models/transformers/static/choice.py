@@ -8,7 +8,9 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import IntArray
-from leapahead.models.transformers.forward import Executor, MaskedExecutor
+from leapahead.models.transformers import devices
+from leapahead.models.transformers.exact import ExactExecutor
+from leapahead.models.transformers.forward import CachedExecutor, Executor, MaskedExecutor
 from leapahead.models.transformers.static import gate
 from leapahead.models.transformers.static.compiled import Compiler
 from leapahead.models.transformers.static.graphs import Calls, CudaGraphs, GraphBackend
@@ -48,6 +50,8 @@ def upgraded(
     """
     device = getattr(executor, "device", None)
     is_cuda = device is not None and device.type == "cuda"
+    if mode == "auto" and (reason := _eager_because(executor)):
+        return executor, {STATIC: reason}
     if mode == "off" or (mode == "auto" and not (is_cuda and exclusive)):
         return executor, {}
     try:
@@ -68,3 +72,12 @@ def upgraded(
             stacklevel=2,
         )
         return executor, {STATIC: str(error)}
+
+
+def _eager_because(executor: Executor) -> str:
+    """Why forwards on an accelerator are not captured, where no test of the model is needed to know; else ""."""
+    if not isinstance(executor, CachedExecutor) or executor.device.type == "cpu":
+        return ""
+    if isinstance(executor, ExactExecutor):
+        return "exact mode computes forwards operation by operation"
+    return devices.eager_because([executor.device])
