@@ -1,4 +1,4 @@
-"""Captured forwards: what is replayed is the forward, for every tree, length and batch, and the text is plain decoding's.
+"""Captured forwards: what is replayed is the forward, for every tree, length and batch; the text is plain decoding's.
 
 On the CPU a graph is a tape of operations, see `static_parts`.
 """
@@ -24,13 +24,13 @@ from leapahead.core.tree import TokenTree
 from leapahead.core.verify import verify
 from leapahead.drafters import registry
 from leapahead.models.base import HIDDEN, Capture, read_prompt
-from leapahead.models.transformers.forward import CachedState, MaskedExecutor
+from leapahead.models.transformers.forward import MaskedExecutor
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
 from leapahead.models.transformers.static import choice, gate
-from leapahead.models.transformers.static.cache import MOVES, StaticCache
+from leapahead.models.transformers.static.cache import MOVES
 from leapahead.models.transformers.static.executor import StaticExecutor
-from leapahead.models.transformers.static.graphs import Calls, CudaGraphs
-from leapahead.models.transformers.static.shapes import MOST_ROWS, ROWS, Shape, most_rows, own_of, rows_of, slots_of
+from leapahead.models.transformers.static.graphs import Calls
+from leapahead.models.transformers.static.shapes import ROWS
 
 SAMPLED = SamplingParams(temperature=0.8, seed=3, top_p=0.9)
 
@@ -255,9 +255,10 @@ def test_a_long_path_is_moved_at_once(target: TransformersTarget) -> None:
     tree = TokenTree.from_paths(PROMPT[-1], [[99], plain[:-1]])
     session.commit(verify(tree, target.step([session], [tree])[0]))
     assert len(session.state.row.moves) > MOVES
-    assert target.step([session], [TokenTree.root(session.tokens[-1])])[0][0] == run(target, prompt=PROMPT).tokens[
-        MOVES + 2
-    ]
+    assert (
+        target.step([session], [TokenTree.root(session.tokens[-1])])[0][0]
+        == run(target, prompt=PROMPT).tokens[MOVES + 2]
+    )
     session.close()
 
 
@@ -480,7 +481,7 @@ def test_other_modes_are_refused(mode: str) -> None:
 
 
 def test_graphs_need_a_cuda_device() -> None:
-    with pytest.raises(Refused, match="CUDA graphs need a CUDA device, and the model is on cpu.*leave out static"):
+    with pytest.raises(Refused, match=r"CUDA graphs need a CUDA device, and the model is on cpu.*leave out static"):
         TransformersTarget(BY_NAME["llama"].build(), static="graphs")
 
 

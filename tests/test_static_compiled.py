@@ -53,9 +53,7 @@ def plain_text(target: TransformersTarget, compiler: Compiler, interpreted: Inte
     """The second of two texts, before which the forward of plain decoding is compiled."""
     first = run(target, prompt=PROMPT).tokens
     assert interpreted.done.wait(20)
-    compiler.close()
-    assert compiler._thread is not None
-    compiler._thread.join(20)
+    compiler.wait(20)
     second = run(target, prompt=PROMPT).tokens
     assert second == first
     return second
@@ -71,7 +69,7 @@ def test_what_is_used_most_is_compiled_and_then_used(backend: Callable[[], Any])
     assert text == run(TransformersTarget(BY_NAME["llama"].build()), prompt=PROMPT).tokens
     assert interpreted.compiled == 1
     assert interpreted.runs > 1
-    assert told[0] == "compiling the forward of batch 1, 1 rows, 256 cached"
+    assert told[0] == "compiling the forward of batch 1, 1 rows, 256 cached, the 1. in use"
     assert told[1].startswith("compiled the forward of batch 1, 1 rows, 256 cached in ")
     assert not compiler.problem
 
@@ -115,9 +113,7 @@ def test_a_compiler_that_fails_is_told_of_once() -> None:
     target = target_with(compiler)
     text = run(target, prompt=PROMPT).tokens
     assert failed.wait(20)
-    compiler.close()
-    assert compiler._thread is not None
-    compiler._thread.join(20)
+    compiler.wait(20)
     assert run(target, Scattered([*PROMPT, *text]), PROMPT).tokens == text
     assert [line for line in told if "no longer" in line] == [
         "forwards are no longer compiled: batch 1, 1 rows, 256 cached: no C++ compiler"
@@ -143,12 +139,11 @@ def test_inductor_gives_plain_decodings_text(name: str) -> None:
     compiler = executor_of(target).compiler
     assert compiler is not None
     compiler._least_uses = 2
-    run(target, Scattered([*PROMPT, *plain]), PROMPT)
-    run(target, prompt=PROMPT)
+    for drafter in (Scattered([*PROMPT, *plain]), None):
+        run(target, drafter, PROMPT)
+        compiler.wait(300)
+        assert not compiler.problem
     compiler.close()
-    assert compiler._thread is not None
-    compiler._thread.join(500)
-    assert not compiler.problem
     for params in (SamplingParams(), SamplingParams(temperature=0.8, seed=3)):
         text = run(TransformersTarget(BY_NAME[name].build()), prompt=PROMPT, params=params).tokens
         assert run(target, prompt=PROMPT, params=params).tokens == text

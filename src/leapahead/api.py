@@ -58,7 +58,7 @@ class LLM:
             estimated 100 MB. It holds pieces of texts: users who must not learn of each other's get one each, or none.
         acceptance: "exact", or a relaxed rule, whose texts are lossy: see `leapahead.core.relaxed`.
         options: of the drafter, for example `window=7, ngram=5, guesses=7`; and of the engine, for example `n_ctx=8192`
-            or `devices="cuda:0,cuda:1"` (see `LlamaCppOptions`, `OpenVinoOptions` and `models.loading.load`).
+            or `static="compiled"` (see `LlamaCppOptions`, `OpenVinoOptions` and `models.loading.load`).
 
     Attributes:
         target: the loaded model.

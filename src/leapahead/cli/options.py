@@ -75,6 +75,13 @@ MODEL: tuple[Option, ...] = (
     TRUST_REMOTE_CODE,
     EXACT,
     option(
+        "--static",
+        type=click.Choice(["auto", "off", "graphs", "compiled"]),
+        group=MODEL_GROUP,
+        show_default="auto",
+        help="Capture a Transformers model's forwards as CUDA graphs, and compile those in use; auto: graphs on CUDA.",
+    ),
+    option(
         "-c",
         "--ctx-size",
         "n_ctx",

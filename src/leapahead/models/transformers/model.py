@@ -108,7 +108,9 @@ class TransformersTarget:
         hidden_states: whether hidden states may be captured, which is tested.
         exclusive: whether nobody else runs the model, whose attention may be replaced then (`grouped`).
         exact: compute every token's logits with the same bits, whatever is decoded beside it (`exact`).
-        static: whether forwards are captured as CUDA graphs: "graphs", "off", or "auto" (see `static.choice`).
+        static: whether forwards have few fixed shapes, which are captured as CUDA graphs: "auto" for graphs on a CUDA
+            device where nobody else runs the model and it passes the test (`static.gate`), "graphs" for these or an
+            error, "compiled" to compile the shapes in use too, also on the CPU, or "off".
 
     Attributes:
         executor: how the model is run.
@@ -151,7 +153,7 @@ class TransformersTarget:
             self._ids = families.ordinary_ids(model.config, self.config, vocab_size)
             self.executor, self.refusals = self._tested_executor(exclusive, exact)
             self.executor, refusals = choice.upgraded(
-                self.executor, self._name, self._ids, self.test_prompts(), choice.checked(static), exclusive
+                self.executor, self._name, self._ids, self.test_prompts(), choice.checked_mode(static), exclusive
             )
             self.refusals.update(refusals)
             layers: Layers = ()

@@ -18,6 +18,7 @@ from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_l
 from leapahead.models.transformers.devices import checked_device
 from leapahead.models.transformers.encoder_decoder import new_target
 from leapahead.models.transformers.model import TransformersTarget
+from leapahead.models.transformers.static.choice import checked_mode
 
 DTYPES = {
     "float64": torch.float64,
@@ -40,6 +41,7 @@ def load(
     trust_remote_code: bool = False,
     cache_tokens: int | None = None,
     exact: bool = False,
+    static: str = "auto",
 ) -> tuple[TransformersTarget, Any]:
     """Loads a model and its tokenizer from a folder or the Hugging Face hub.
 
@@ -50,7 +52,7 @@ def load(
         device: "auto" for an accelerator if there is one, else the CPU; "balanced" for the layers on all GPUs, and see
             `devices.DIVIDED`.
         trust_remote_code: whether the repository's own Python code may run.
-        cache_tokens, exact: see `TransformersTarget`.
+        cache_tokens, exact, static: see `TransformersTarget`.
 
     Returns:
         The target, and the tokenizer or None if there are no files of one.
@@ -61,6 +63,7 @@ def load(
             exactly.
     """
     where, wanted = checked_device(device), checked_dtype(dtype)
+    checked_mode(static)
     with quiet():
         source, options = _source(name_or_path, "config.json", trust_remote_code)
         model, on_device = _model(source, wanted, where, options)
@@ -70,7 +73,9 @@ def load(
             model = model.to(where)
         except torch.OutOfMemoryError as error:
             raise LeapaheadError(f"the model {source!r} does not fit on {where}; use dtype bfloat16") from error
-    target = new_target(model, name=name or source, cache_tokens=cache_tokens, exclusive=True, exact=exact)
+    target = new_target(
+        model, name=name or source, cache_tokens=cache_tokens, exclusive=True, exact=exact, static=static
+    )
     return target, tokenizer
 
 

@@ -20,7 +20,7 @@ COMPILED = "compiled"
 MODES = ("auto", "off", "graphs", COMPILED)
 
 
-def checked(mode: Any) -> str | GraphBackend:
+def checked_mode(mode: Any) -> str | GraphBackend:
     """The option, if it is one.
 
     Raises:
@@ -28,7 +28,8 @@ def checked(mode: Any) -> str | GraphBackend:
     """
     if isinstance(mode, str) and mode not in MODES:
         raise BadParameter(f"static={mode!r} is not possible; choose one of {', '.join(MODES)}")
-    return mode
+    checked: str | GraphBackend = mode
+    return checked
 
 
 def upgraded(

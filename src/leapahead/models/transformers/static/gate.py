@@ -45,7 +45,7 @@ NODES, MORE = (6, 8), 2
 LONGEST = 12  # tokens of a text
 
 
-class HostReads(TorchDispatchMode):
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises `Refused` when the host reads a value of a tensor, or a tensor leaves the device.
 
     Args:
@@ -53,7 +53,7 @@ class HostReads(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
