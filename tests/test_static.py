@@ -77,9 +77,13 @@ DRAFTERS: dict[str, Any] = {
     "auto": lambda text: registry.make("auto", nodes=9),
 }
 
+FAST = ("scattered", "recycling")
+
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name", [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in DRAFTERS]
+)
 def test_the_text_is_plain_decodings_without_graphs(
     target: TransformersTarget, usual: TransformersTarget, cuda: FakeCuda, name: str, params: SamplingParams
 ) -> None:
@@ -98,7 +102,7 @@ def test_right_drafts_are_accepted(target: TransformersTarget) -> None:
         assert stats.acceptance_length > 4
 
 
-@pytest.mark.parametrize("eager_choice", [False, True])
+@pytest.mark.parametrize("eager_choice", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_batch_gives_each_text_its_own(usual: TransformersTarget, eager_choice: bool) -> None:
     """Sequences of different lengths join and end while others go on."""
     target = capturing(eager_choice=eager_choice)
@@ -125,10 +129,20 @@ def _attached(engine: Engine, drafter: AnyDrafter) -> Any:
 @pytest.mark.parametrize(
     "name",
     [
-        "gemma3",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("mistral", "gpt2", "falcon", "qwen2_moe", "gemma2", "gpt_oss", "llama4", "deepseek_v3", "phi3")
+            for name in (
+                "gemma3",
+                "mistral",
+                "gpt2",
+                "falcon",
+                "qwen2_moe",
+                "gemma2",
+                "gpt_oss",
+                "llama4",
+                "deepseek_v3",
+                "phi3",
+            )
         ),
     ],
 )
@@ -311,7 +325,7 @@ def test_what_is_too_large_is_not_captured(target: TransformersTarget, cuda: Fak
 # ----------------------------------------------------------------------------------------------- mixed steps, at random
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(st.data())
 def test_mixed_batches_lengths_and_growth(data: st.DataObject) -> None:
     """Sessions open, step, grow drafts, commit and close in any order; few graphs are kept, and the cache begins small.
@@ -419,7 +433,7 @@ class Spoiled(torch.nn.Module):
         ("reads a value", "the host reads a value in its forward (aten._local_scalar_dense)"),
         ("counts rows", "the host reads a value in its forward (aten.nonzero)"),
         ("a number of the host", "a repeated forward gives other logits"),
-        ("nothing", ""),
+        pytest.param("nothing", "", marks=pytest.mark.slow),
     ],
 )
 def test_what_a_graph_cannot_repeat_is_refused(how: str, reason: str) -> None:
@@ -492,6 +506,7 @@ def test_nothing_is_captured_on_the_cpu(mode: str) -> None:
     assert not target.refusals
 
 
+@pytest.mark.slow
 def test_calls_in_place_of_graphs(usual: TransformersTarget) -> None:
     target = TransformersTarget(BY_NAME["llama"].build(), static=Calls())
     plain = run(usual, prompt=PROMPT).tokens

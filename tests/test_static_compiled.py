@@ -59,7 +59,7 @@ def plain_text(target: TransformersTarget, compiler: Compiler, interpreted: Inte
     return second
 
 
-@pytest.mark.parametrize("backend", [recorded, Calls], ids=["graphs", "calls"])
+@pytest.mark.parametrize("backend", [pytest.param(recorded, marks=pytest.mark.slow), Calls], ids=["graphs", "calls"])
 def test_what_is_used_most_is_compiled_and_then_used(backend: Callable[[], Any]) -> None:
     told = list[str]()
     interpreted = Interpreted()
@@ -74,6 +74,7 @@ def test_what_is_used_most_is_compiled_and_then_used(backend: Callable[[], Any])
     assert not compiler.problem
 
 
+@pytest.mark.slow
 def test_compiled_code_is_used_over_another_cache_of_the_same_size() -> None:
     interpreted = Interpreted()
     compiler = Compiler(interpreted, lambda line: None, least_uses=5)
@@ -86,6 +87,7 @@ def test_compiled_code_is_used_over_another_cache_of_the_same_size() -> None:
     assert interpreted.compiled == 1
 
 
+@pytest.mark.slow
 def test_code_with_other_logits_is_not_used() -> None:
     told = list[str]()
 
@@ -110,7 +112,7 @@ def test_a_compiler_that_fails_is_told_of_once() -> None:
         raise RuntimeError("no C++ compiler\nfound")
 
     compiler = Compiler(fail, told.append, least_uses=2)
-    target = target_with(compiler)
+    target = target_with(compiler, Calls())
     text = run(target, prompt=PROMPT).tokens
     assert failed.wait(20)
     compiler.wait(20)

@@ -152,10 +152,8 @@ class TransformersTarget:
             self.context_length = families.context_length(self.config)
             self._ids = families.ordinary_ids(model.config, self.config, vocab_size)
             self.executor, self.refusals = self._tested_executor(exclusive, exact)
-            self.executor, refusals = choice.upgraded(
-                self.executor, self._name, self._ids, self.test_prompts(), choice.checked_mode(static), exclusive
-            )
-            self.refusals.update(refusals)
+            upgraded = choice.upgraded(self.executor, self._name, self._ids, self.test_prompts(), static, exclusive)
+            self.executor, self.refusals = upgraded[0], {**self.refusals, **upgraded[1]}
             layers: Layers = ()
             hidden_size = 0
             if hidden_states and isinstance(self.executor, CachedExecutor) and not exact:

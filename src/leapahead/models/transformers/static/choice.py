@@ -47,8 +47,10 @@ def upgraded(
         exclusive: whether nobody else runs the model.
 
     Raises:
+        BadParameter: there is no such mode.
         Refused: the mode is neither "auto" nor "off", and the model or its device is not able to.
     """
+    checked_mode(mode)
     device = getattr(executor, "device", None)
     is_cuda = device is not None and device.type == "cuda"
     if mode == "auto" and (reason := _eager_because(executor)):
