@@ -357,6 +357,13 @@ $(WITH_VLLM): pyproject.toml hatch_build.py $(wildcard src/native/*)
 	$(VLLM_ENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
+# What docs/research/gpu.md shows: less than nine minutes on a GPU. With RESUME=--resume it goes on with what did not fit.
+.PHONY: bench-gpu
+bench-gpu: $(INSTALLED)
+	$(BIN)/python -m research gpu $(if $(wildcard $(DATA)/humaneval.jsonl),--data $(DATA)) \
+		$(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) --out docs/bench/gpu $(RESUME)
+	$(BIN)/python tools/docs.py
+
 # What docs/guide/vllm.md shows: our drafters inside vLLM beside its own, at 1, 4 and 16 requests; half an hour, with
 # leapahead and arctic-inference in the environment of VLLM_PYTHON. RESUME=--resume measures what is not there yet.
 INSIDE_VLLM = $(foreach peer,vllm vllm-ngram vllm-suffix vllm-leapahead,--peer $(peer):python=$(VLLM_PYTHON))

@@ -43,6 +43,7 @@ COMMANDS = {  # name -> where it is, and what it does
     "expected": ("research.commands:expected", "Compute the expected speed-up of one draft."),
     "growth": ("research.commands:growth", "Draw time and memory of text indexes."),
     "calibration": ("research.commands_drafts:calibration", "Draw observed against predicted acceptance."),
+    "gpu": ("research.gpu.command:main", "Measure decoding on a GPU, cell by cell, and what it reaches."),
     "repair": ("research.train.repair:main", "Train a small encoder-decoder that repairs damaged code."),
     "repair-acceptance": ("research.repair_figures:main", "Measure acceptance lengths on that model."),
     "devices": ("research.devices.command:main", "Simulate methods for several devices, from measurements on one."),

@@ -338,6 +338,19 @@ def memory_table(root: Path) -> str:
     )
 
 
+NOT_MEASURED = "Nothing has been measured on a GPU yet."
+
+
+def gpu_report(root: Path) -> str:
+    """The report of `make bench-gpu`, with its figures; without one, that there is none."""
+    folder = root / "docs/bench/gpu"
+    if not (folder / "report.md").is_file():
+        return NOT_MEASURED
+    figures = [f"![{file.stem}](../bench/gpu/{file.name})" for file in sorted(folder.glob("*.svg"))]
+    text = (folder / "report.md").read_text(encoding="utf-8").strip().replace("\n### ", "\n## ")
+    return "\n\n".join([text.removeprefix("#"), *figures])
+
+
 MODES = ("trees", "chains", "chains with replay", "plain", "refused")
 
 
@@ -374,6 +387,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "gguf-plain": gguf_plain_table,
     "gguf-curve": gguf_curve_table,
     "gguf-every-n": gguf_every_n_table,
+    "gpu": gpu_report,
     "switching": switching_table,
     "serving": serving_table,
     "serving-stall": stall_table,
