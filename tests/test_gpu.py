@@ -114,11 +114,15 @@ def test_a_cell_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: 
     def broken(lab: Lab, clock: Clock) -> dict[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    every = list(cells(Lab(TINY, settings())))[:1]
-    monkeypatch.setattr("research.gpu.command.cells", lambda _: [Cell("broken", "it", 1, broken), *every])
+    def other(lab: Lab, clock: Clock) -> dict[str, Any]:
+        raise NameError("module is not installed as a submodule")
+
+    every = [Cell("broken", "it", 1, broken), Cell("other", "it", 1, other), *list(cells(Lab(TINY, settings())))[:1]]
+    monkeypatch.setattr("research.gpu.command.cells", lambda _: every)
     result = run(tmp_path)
     assert result.exit_code == 0, result.output
     assert cell(tmp_path, "broken")["refused"] == "OutOfMemoryError: CUDA out of memory"
+    assert cell(tmp_path, "other")["failed"]
     assert "bytes_per_second" in cell(tmp_path, "bandwidth")
     assert "- tiny, broken: OutOfMemoryError: CUDA out of memory" in (tmp_path / "report.md").read_text("utf-8")
 
