@@ -14,9 +14,11 @@ from leapahead.bench.conditions import Data
 from leapahead.bench.formula import compression_formula
 from leapahead.bench.plots import COLOURS, MARKERS, latency, plain_numbers, sampling, subplots
 from research.curves.calibration import LEAST_NODES
+from research.devices.plots import devices
 from research.plots_curve import curve as chain_curve
 from research.plots_regret import regret
 from research.plots_tree import sequoia
+from research.plots_triforce import triforce
 
 if TYPE_CHECKING:
     from typing import Any
@@ -304,4 +306,6 @@ FIGURES: dict[str, Callable[[Data], Figure]] = {
     "growth": growth,
     "regret": regret,
     "sequoia": sequoia,
+    "devices": devices,
+    "triforce": triforce,
 }

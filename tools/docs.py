@@ -17,9 +17,12 @@ import benches
 import cascades
 import claims
 import click
+import exact
 import headline
 import inside_vllm
+import long_contexts
 import reference
+import several_devices
 import trained
 
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -335,7 +338,7 @@ def memory_table(root: Path) -> str:
     )
 
 
-MODES = ("trees", "chains", "chains with replay", "plain")
+MODES = ("trees", "chains", "chains with replay", "plain", "refused")
 
 
 def families_table(root: Path) -> str:
@@ -366,6 +369,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "cost-curve": cost_table,
     "regret": regret_table,
     "families": families_table,
+    **exact.blocks(table),
     "gguf-check": gguf_check_table,
     "gguf-plain": gguf_plain_table,
     "gguf-curve": gguf_curve_table,
@@ -377,6 +381,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **claims.blocks(table),
     **benches.blocks(table),
     **inside_vllm.blocks(table),
+    **several_devices.blocks(table),
+    **long_contexts.blocks(table),
 }
 
 
