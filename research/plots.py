@@ -18,6 +18,7 @@ from research.devices.plots import devices
 from research.plots_curve import curve as chain_curve
 from research.plots_regret import regret
 from research.plots_tree import sequoia
+from research.plots_triforce import triforce
 
 if TYPE_CHECKING:
     from typing import Any
@@ -306,4 +307,5 @@ FIGURES: dict[str, Callable[[Data], Figure]] = {
     "regret": regret,
     "sequoia": sequoia,
     "devices": devices,
+    "triforce": triforce,
 }

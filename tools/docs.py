@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import benches
+import cascades
 import claims
 import click
+import exact
 import headline
 import inside_vllm
+import long_contexts
 import reference
 import several_devices
 import trained
@@ -335,7 +338,7 @@ def memory_table(root: Path) -> str:
     )
 
 
-MODES = ("trees", "chains", "chains with replay", "plain")
+MODES = ("trees", "chains", "chains with replay", "plain", "refused")
 
 
 def families_table(root: Path) -> str:
@@ -357,6 +360,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "acceptance": acceptance_table,
     **{part: partial(lengths_table, part=part) for part in ("rules", "heads", "distilled")},
     "cllm": lambda root: trained.tuned_table(root, table),
+    "cascades": lambda root: cascades.cascades_table(root, table),
     "repair": lambda root: trained.repair_table(root, table),
     "relaxed": relaxed_table,
     "head-kinds": partial(lengths_table, part="head-kinds"),
@@ -365,6 +369,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "cost-curve": cost_table,
     "regret": regret_table,
     "families": families_table,
+    **exact.blocks(table),
     "gguf-check": gguf_check_table,
     "gguf-plain": gguf_plain_table,
     "gguf-curve": gguf_curve_table,
@@ -377,6 +382,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **benches.blocks(table),
     **inside_vllm.blocks(table),
     **several_devices.blocks(table),
+    **long_contexts.blocks(table),
 }
 
 
