@@ -41,8 +41,8 @@ DRAFT_MODELS: tuple[System, ...] = (
         command="leapahead generate -d draft_model --draft bundled -o nodes=4 -o depth=4 -o chain=true",
         rule=EXACT,
         published=Published(NOT_FOUND, NOT_FOUND, "", ""),
-        differs="The shared randomness is the Gumbel noise of the seed, the position and the token, so that the text is "
-        "that of plain decoding.",
+        differs="The shared randomness is the Gumbel noise of seed, position and token, so that the text is that of "
+        "plain decoding.",
         needs=DRAFT,
     ),
     System(
@@ -111,8 +111,8 @@ DRAFT_MODELS: tuple[System, ...] = (
         command="leapahead generate -d draft_model --draft self:skip=2-3 -o nodes=4 -o depth=4 -o chain=true",
         rule=EXACT,
         published=Published("up to 1.99x", NOT_FOUND, "LLaMA-2 models; GPU not found", "2309.08168, abstract"),
-        differs="The layers are named here; `leapahead search-layers` finds them by Bayesian optimisation. Drafts have a "
-        "fixed length with `nodes`, and end where they do not pay without it.",
+        differs="The layers are named here; `leapahead search-layers` finds them by Bayesian optimisation. Drafts have "
+        "a fixed length with `nodes`, and end where they do not pay without it.",
     ),
     System(
         key="layer-skip",
@@ -145,8 +145,8 @@ DRAFT_MODELS: tuple[System, ...] = (
         command="leapahead generate -d draft_model --draft bundled -o nodes=4 -o depth=4 -o chain=true -o learn=2",
         rule=EXACT,
         published=Published("up to 3.06x", NOT_FOUND, "hardware not found", "2310.07177, abstract"),
-        differs="The draft model learns after every second text. Few texts are decoded here, in one round, so it hardly "
-        "learns; the time of learning is part of the speed.",
+        differs="The draft model learns after every second text. Few texts are decoded here, in one round, so it "
+        "hardly learns; the time of learning is part of the speed.",
         needs=DRAFT,
     ),
     System(
