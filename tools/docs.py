@@ -19,6 +19,7 @@ import click
 import headline
 import inside_vllm
 import reference
+import systems
 import trained
 
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -375,6 +376,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **claims.blocks(table),
     **benches.blocks(table),
     **inside_vllm.blocks(table),
+    **systems.blocks(table),
 }
 
 

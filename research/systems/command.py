@@ -35,40 +35,88 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 @dataclass
-class Prompts:
-    """The prompts of the rows, encoded by the model of each.
+class Bench:
+    """What rows are decoded with, and how.
 
     Attributes:
         data: folder of HumanEval and GSM8K; None for the bundled prompts.
         limit: greatest number of prompts of each task.
-        models: loaded so far.
+        folders: of trained weights, by the names that the commands have for them.
+        plan: of the measurement; its length of texts is that of the comparison, too.
+        tokens: compared of each row; 0 where rows are measured instead.
+        batch: texts that are compared together.
     """
 
     data: Path | None
     limit: int
-    models: dict[str | None, Loaded] = field(default_factory=dict)
+    folders: Mapping[str, Path]
+    plan: Plan
+    tokens: int
+    batch: int
+    _models: dict[str | None, Loaded] = field(default_factory=dict)
+    _encoded: dict[tuple[str | None, str], list[list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sets = tasks.read(self.data, () if self.data is None else tasks.TEXTS, self.limit)
 
-    def loaded(self, model: str | None) -> Loaded:
+    @property
+    def kind(self) -> str:
+        return CHECKED if self.tokens else MEASURED
+
+    def conditions(self) -> dict[str, Any]:
+        how = {"tokens": self.tokens, "batch": self.batch} if self.tokens else {"rounds": self.plan.rounds}
+        return {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **conditions(self._loaded(None).target, max_new_tokens=self.plan.max_new_tokens, **how),
+            "tasks": {task.name: {"prompts": len(task.prompts), "digest": task.digest} for task in self.sets},
+        }
+
+    def lacks(self, system: System) -> str:
+        """What is missing, "" if nothing is. What takes seconds to make is made."""
+        missing = system.missing(self.folders)
+        if not missing:
+            return ""
+        if not system.made_here:
+            return f"there is no {missing[0]}; it is made by `{system.before}`"
+        before = system.before if self.data is None else system.before.replace("../shared/data", str(self.data))
+        for path in missing:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        words = [sys.executable, "-m", *shlex.split(before)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        return "" if done.returncode == 0 else f"`{before}` failed: {done.stderr.strip()}"
+
+    def figures(self, system: System, temperature: float) -> dict[str, Any]:
+        """Figures of a row, by its command."""
+        row = parsed(system.with_folders(self.folders))
+        loaded = self._loaded(row.model)
+        prompts = self._prompts(system, row.model, loaded)
+        if not prompts:
+            raise LeapaheadError(f"no prompt fits the context of {loaded.target.info.name}")
+        if not self.tokens:
+            return measured(loaded, row.configuration, prompts, self.plan, temperature)
+        how: dict[str, Any] = {"max_new_tokens": self.plan.max_new_tokens, "batch": self.batch}
+        return compared(loaded, row.configuration, prompts, self.tokens, temperature, **how)
+
+    def _loaded(self, model: str | None) -> Loaded:
         """A model in float32, loaded once."""
-        if model not in self.models:
+        if model not in self._models:
             with screen.loading(model):
-                self.models[model] = loading.load(model, dtype="float32")
-        return self.models[model]
+                self._models[model] = loading.load(model, dtype="float32")
+        return self._models[model]
 
-    def of(self, system: System, loaded: Loaded, room: int) -> list[list[int]]:
-        """Token ids that fit with `room` new tokens, the tasks in turns."""
-        if system.prompts == REPAIR:
-            from research.train.repair import held_out
+    def _prompts(self, system: System, model: str | None, loaded: Loaded) -> list[list[int]]:
+        """Token ids of the prompts that fit with a text, the tasks in turns."""
+        key = (model, system.prompts)
+        if key not in self._encoded:
+            if system.prompts == REPAIR:
+                from research.train.repair import held_out
 
-            return [encode(text, loaded.tokenizer, loaded.target.info) for text, _ in held_out(2 * self.limit)]
-        each = (tasks.encoded(task, loaded, room) for task in self.sets)
-        return [tokens for turn in zip_longest(*each) for tokens in turn if tokens is not None]
-
-    def described(self) -> dict[str, Any]:
-        return {task.name: {"prompts": len(task.prompts), "digest": task.digest} for task in self.sets}
+                texts = [damaged for damaged, _ in held_out(self.limit * len(self.sets))]
+                self._encoded[key] = [encode(text, loaded.tokenizer, loaded.target.info) for text in texts]
+            else:
+                each = (tasks.encoded(task, loaded, self.plan.max_new_tokens) for task in self.sets)
+                self._encoded[key] = [tokens for turn in zip_longest(*each) for tokens in turn if tokens is not None]
+        return self._encoded[key]
 
 
 @click.command(cls=Command)
@@ -110,39 +158,12 @@ def main(
     """
     chosen = _chosen(keys)
     folders = {"build/heads": heads, "build/distilled": distilled, "build/repair": repair}
-    prompts = Prompts(data, MANY if is_check else limit)
+    plan = Plan(max_new_tokens, rounds)
+    bench = Bench(data, MANY if is_check else limit, folders, plan, tokens if is_check else 0, batch)
     record = Record(out, ROWS, resume)
-    kind, plan = CHECKED if is_check else MEASURED, Plan(max_new_tokens, rounds)
-    bundled = prompts.loaded(None)
-    how = {"tokens": tokens, "batch": batch} if is_check else {"rounds": rounds}
-    record.agree(
-        kind,
-        {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            **conditions(bundled.target, max_new_tokens=max_new_tokens, tasks=prompts.described(), **how),
-        },
-    )
-    began, failed = monotonic(), list[str]()
-    todo = list(_todo(chosen, record, kind))
     try:
         with screen.progress("systems") as bar:
-            for number, (system, temperature) in enumerate(todo):
-                if minutes is not None and monotonic() - began > 60 * minutes:
-                    bar.say(f"{len(todo) - number} of {len(todo)} measurements are left for --resume")
-                    break
-                what = f"{system.key}, temperature {temperature:g}"
-                bar(what, number, len(todo))
-                if reason := _made(system, folders, data):
-                    bar.say(f"{system.key} is left out: {reason}")
-                    continue
-                try:
-                    figures = _figures(system, temperature, prompts, folders, plan, tokens if is_check else 0, batch)
-                except LeapaheadError as error:
-                    failed.append(f"{system.key}: {error}")
-                    bar.say(f"{what} failed: {error}")
-                    continue
-                record.add(system, kind, temperature, figures)
-                bar.say(f"{what}: {_line(figures)}")
+            failed = _measure(bench, record, chosen, minutes, bar)
     except KeyboardInterrupt:
         screen.say(f"interrupted; what is finished is in {record.path}, and --resume continues")
         raise Exit(INTERRUPTED) from None
@@ -151,6 +172,35 @@ def main(
         click.echo(f"MISMATCH: a text of an exact rule differs from plain decoding's: {line} texts")
     if failed or record.mismatches():
         raise Exit(DIFFERENT)
+
+
+def _measure(bench: Bench, record: Record, systems: Sequence[System], minutes: float | None, bar: screen.Bar) -> bool:
+    """Fills the record, row by row; returns whether a row failed."""
+    began, failed, lacking = monotonic(), False, dict[str, str]()
+    todo = list(_todo(systems, record, bench.kind))
+    for number, (system, temperature) in enumerate(todo):
+        if minutes is not None and monotonic() - began >= 60 * minutes:
+            bar.say(f"{len(todo) - number} of {len(todo)} measurements are left for --resume")
+            break
+        if number == 0:
+            record.agree(bench.kind, bench.conditions())
+        what = f"{system.key}, temperature {temperature:g}"
+        bar(what, number, len(todo))
+        if system.key not in lacking:
+            lacking[system.key] = bench.lacks(system)
+            if reason := lacking[system.key]:
+                bar.say(f"{system.key} is left out: {reason}")
+        if lacking[system.key]:
+            continue
+        try:
+            figures = bench.figures(system, temperature)
+        except LeapaheadError as error:
+            failed = True
+            bar.say(f"{what} failed: {error}")
+            continue
+        record.add(system, bench.kind, temperature, figures)
+        bar.say(f"{what}: {_line(figures)}")
+    return failed
 
 
 def _chosen(keys: Sequence[str]) -> list[System]:
@@ -168,41 +218,6 @@ def _todo(systems: Sequence[System], record: Record, kind: str) -> Iterator[tupl
         if system.elsewhere or record.has(system, kind, temperature) or (kind == CHECKED and not comparable):
             continue
         yield system, temperature
-
-
-def _made(system: System, folders: Mapping[str, Path], data: Path | None) -> str | None:
-    """Makes what a row needs, where that takes seconds; says what is missing, if anything is."""
-    missing = system.missing(folders)
-    if not missing:
-        return None
-    if not system.made_here:
-        return f"there is no {missing[0]}; it is made by `{system.before}`"
-    words = shlex.split(system.before if data is None else system.before.replace("../shared/data", str(data)))
-    for path in missing:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
-    return None if done.returncode == 0 else f"`{shlex.join(words)}` failed: {done.stderr.strip()}"
-
-
-def _figures(
-    system: System,
-    temperature: float,
-    prompts: Prompts,
-    folders: Mapping[str, Path],
-    plan: Plan,
-    tokens: int,
-    batch: int,
-) -> dict[str, Any]:
-    """Figures of a row; of the comparison of so many tokens, or of the measurement where that is 0."""
-    row = parsed(system.with_folders(folders))
-    loaded = prompts.loaded(row.model)
-    given = prompts.of(system, loaded, plan.max_new_tokens)
-    if not given:
-        raise LeapaheadError(f"no prompt fits the context of {loaded.target.info.name}")
-    if not tokens:
-        return measured(loaded, row.configuration, given, plan, temperature)
-    how: dict[str, Any] = {"max_new_tokens": plan.max_new_tokens, "batch": batch}
-    return compared(loaded, row.configuration, given, tokens, temperature, **how)
 
 
 def _line(figures: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """The file of the results: a record for each row, written when the row is done.
 
     conditions    of the measurement, and of the comparison of texts
+    not_covered   see `rows`
     rows          key -> the row's description, `measured` and `checked`: temperature -> figures
 
 Rows that are not measured have their description only, so that the page is made from this file alone.
@@ -15,6 +16,7 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.storage import write_json
+from research.systems.rows import NOT_COVERED
 from research.systems.system import System
 
 FILE = "systems.json"
@@ -42,7 +44,7 @@ class Record:
             LeapaheadError: the folder cannot be written to.
         """
         self.path = folder / FILE
-        self.content: dict[str, Any] = {"conditions": {}, "rows": {}}
+        self.content: dict[str, Any] = {"conditions": {}, "not_covered": (), "rows": {}}
         if self.path.is_file():
             if not resume:
                 raise BadParameter(f"{self.path} already holds results; pass --resume, or choose another --out")
@@ -53,7 +55,7 @@ class Record:
             kept = before if before.get("command") == system.command else {}
             figures = {kind: kept[kind] for kind in (MEASURED, CHECKED) if kind in kept}
             rows[system.key] = {**system.as_dict(), **figures}
-        self.content["rows"] = rows
+        self.content |= {"not_covered": NOT_COVERED, "rows": rows}
         self._write()
 
     def agree(self, kind: str, conditions: dict[str, Any]) -> None:

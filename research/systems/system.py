@@ -81,7 +81,8 @@ class System:
 
     def missing(self, folders: Mapping[str, Path]) -> list[str]:
         """The paths that the command needs and that do not exist."""
-        return [path for path in BUILT.findall(self.with_folders(folders)) if not Path(path).exists()]
+        moved = (_moved(path, folders) for path in BUILT.findall(self.command))
+        return [path for path in moved if not Path(path).exists()]
 
 
 @dataclass(frozen=True)
