@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from rich.progress import Progress
@@ -60,7 +61,8 @@ def acceptance(
 
     Returns:
         Rows with task, temperature, ignore_eos, name, prompts, tokens, steps, acceptance_length, nodes_per_step,
-        distinct_4 (mean over prompts) and different (texts that differ from plain decoding's).
+        distinct_4 (mean over prompts) and different (texts that differ from plain decoding's); of draft models also
+        draft_forwards, per step, by the names of their sources.
     """
     rows = []
     runs = [(t, temp, ignore) for t in tasks for temp in temperatures for ignore in ignore_eos]
@@ -86,6 +88,10 @@ def acceptance(
                 texts = [tuple(result.tokens) for result in results]
                 plain = plain or texts
                 stats = sum((result.stats for result in results), Stats())
+                forwards = Counter[str]()
+                for result in results:
+                    figures = result.stats.drafter.items()
+                    forwards.update({name: each["forwards"] for name, each in figures if "forwards" in each})
                 rows.append(
                     {
                         "task": task,
@@ -100,6 +106,7 @@ def acceptance(
                         "distinct_4": round(distinct(texts), 3),
                         "different": sum(a != b for a, b in zip(texts, plain, strict=True)),
                     }
+                    | ({"draft_forwards": {name: round(n / stats.steps, 2) for name, n in forwards.items()}})
                 )
                 progress.advance(bar)
     return rows

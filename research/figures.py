@@ -29,6 +29,7 @@ from leapahead.models.loading import Loaded
 from leapahead.planner.profile import processor
 from research import drawn, heads
 from research.acceptance import HEADS, RULES, TEMPERATURES, acceptance
+from research.cascades import CASCADES
 from research.distilled import distilled, tuned
 from research.exactness import exactness
 from research.overhead import cost_curve, overhead, target_135m
@@ -36,7 +37,7 @@ from research.picture import picture
 from research.relaxed import relaxed
 
 PARTS = (
-    *("check", "acceptance", "rules", "heads", "head-kinds", "relaxed", "overhead", "memory", "example"),
+    *("check", "acceptance", "rules", "heads", "head-kinds", "relaxed", "cascades", "overhead", "memory", "example"),
     *drawn.PARTS,
 )
 TRAINED = ("distilled", "cllm")  # parts that need models of `make train-draft` and `make train-cllm`
@@ -153,6 +154,14 @@ def _measured(
             f"at EOS, seed 1, at most 16 nodes, with a drafter cache for each row of the table; {machine}."
         }
         return {"heads": acceptance(llm, prompts, configurations=HEADS)}, conditions
+    if part == "cascades":
+        prompts = _texts(data, limit)
+        conditions = {
+            "cascades": f"bundled model and its draft, float32, {tasks.in_words(prompts)}, up to 128 new tokens, "
+            "stopping at EOS, seed 1, one after another, with a drafter cache for each row of the table, every text "
+            f"equal to plain decoding's; {machine}."
+        }
+        return {"cascades": acceptance(llm, prompts, configurations=CASCADES)}, conditions
     if part in TRAINED:
         return _trained(part, llm, _texts(data, limit), machine)
     if part == "relaxed":

@@ -37,7 +37,7 @@ def process(*args: str | bytes, **options: Any) -> subprocess.CompletedProcess[b
 def test_every_drafter_shows_its_text(leapahead: Any, name: str, tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "expected.txt").write_text("return a + b")
     more: list[str] = []
-    if name in ("draft_model", "speculative_sampling"):
+    if name in ("draft_model", "cascade", "ouroboros", "speculative_sampling"):
         more = ["--draft", "bundled"]
     if name == "head":
         vocabulary = json.loads((tiny_folder / "config.json").read_text())["vocab_size"]

@@ -211,6 +211,19 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"draft": TWIN, "nodes": 4, "depth": 4, "chain": True},
         {"draft": TWIN},
     ],
+    "cascade": [
+        {"draft": POOR, "nodes": 9},
+        {"draft": [TWIN, POOR], "nodes": 5, "chain": True, "longest": 1},
+        {"draft": [POOR, TWIN], "lengths": "2,3", "nodes": 8},
+        {"draft": TWIN, "lengths": "3", "ahead": 6},
+        {"draft": [TWIN, POOR]},
+    ],
+    "ouroboros": [
+        {"draft": POOR, "nodes": 9},
+        {"draft": TWIN, "nodes": 12, "length": 4, "chain": True, "phrases": 1},
+        {"draft": TWIN, "window": 1, "ngram": 2, "guesses": 1},
+        {"draft": POOR, "window": 7, "ngram": 5, "guesses": 7, "length": 3},
+    ],
     "head": [{"head": HEAD, "nodes": 9}, {"head": HEAD, "nodes": 3, "chain": True}, {"head": HEAD}],
 }
 NAMES = [name for name in registry.BUILT_IN if registry.load(name).same_text]
@@ -290,7 +303,13 @@ class Maker:
 
     def filled(self, options: dict[str, Any]) -> dict[str, Any]:
         made = {STORE: lambda: str(self.store()), TWIN: self.twin, POOR: self.poor, HEAD: self.head}
-        return {key: made[value]() if value in made else value for key, value in options.items()}
+
+        def fill(value: Any) -> Any:
+            if isinstance(value, list):
+                return [fill(each) for each in value]
+            return made[value]() if value in made else value
+
+        return {key: fill(value) for key, value in options.items()}
 
     def twin(self) -> Target:
         return self.case.target if isinstance(self.case.target, ToyTarget) else self.poor()

@@ -118,7 +118,9 @@ def test_a_cache_belongs_to_one_vocabulary() -> None:
 
 def taught(name: str) -> Section:
     """A built-in section with entries."""
-    llm = LLM(ToyTarget(), drafter="auto")
+    drafter = {"draft_rows": "cascade", "phrases": "ouroboros"}.get(name, "auto")
+    options = {} if drafter == "auto" else {"draft": ToyTarget(order=1), "nodes": 4}
+    llm = LLM(ToyTarget(), drafter=drafter, **options)  # type: ignore[arg-type]
     llm.generate(PROMPT, max_new_tokens=40)
     assert llm.drafter_cache is not None
     return llm.drafter_cache.sections[name]

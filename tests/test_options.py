@@ -25,7 +25,8 @@ from leapahead.planner.profile import LatencyProfiles
 
 WARM = SamplingParams(temperature=1.0, seed=3)
 STOP = StopParams(max_new_tokens=60)
-FIXING = ("auto", "ngram", "suffix", "recycling", "datastore", "prediction", "draft_model")  # that have `nodes`
+FIXING = ("auto", "ngram", "suffix", "recycling", "datastore", "prediction")  # that have `nodes`
+DRAFTED = ("draft_model", "cascade", "ouroboros")  # those that have, and need a draft model
 SLOW = {1: 1.0, 8: 1.1}  # seconds of a forward, of the target and of the draft model alike
 
 
@@ -48,7 +49,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     file = tmp_path_factory.mktemp("options") / "store"
     text = run(ToyTarget(), None, params=WARM, stop=StopParams(max_new_tokens=500)).tokens
     write(file, Header.of("toy", "0" * 16, ToyTarget().info.vocab_size, len(text), 1), [text])
-    return {"datastore": {"file": str(file)}, "draft_model": {"draft": Blurred(0.3)}}
+    return {"datastore": {"file": str(file)}, **{name: {"draft": Blurred(0.3)} for name in DRAFTED}}
 
 
 def early_sizes(steps: Sequence[Step], nodes: int) -> list[int]:
@@ -60,13 +61,14 @@ def early_sizes(steps: Sequence[Step], nodes: int) -> list[int]:
 def test_every_drafter_with_nodes_is_tested() -> None:
     assert {name for name in drafters.BUILT_IN if "nodes" in drafters.options(drafters.load(name))} == {
         *FIXING,
+        *DRAFTED,
         "speculative_sampling",  # where it limits
         "head",  # which the toy target cannot have: test_heads.py
     }
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", FIXING)
+@pytest.mark.parametrize("name", [*FIXING, *DRAFTED])
 @pytest.mark.parametrize("nodes", [1, 20])
 def test_so_many_nodes_are_drafted(
     name: str, nodes: int, params: SamplingParams, options: dict[str, dict[str, Any]]
@@ -77,7 +79,7 @@ def test_so_many_nodes_are_drafted(
     done = assert_same_text(target, drafter, params=params, stop=STOP, prediction=text)
     early = early_sizes(done.steps, nodes)
     assert early[0] == nodes or name == "recycling", "what is known of the prompt is little"
-    if name in ("auto", "prediction", "draft_model"):
+    if name in ("auto", "prediction", *DRAFTED):
         assert set(early) == {nodes}
     else:  # where they know nothing of the last tokens, they have no candidates
         assert set(early[1:]) <= {0, nodes}
@@ -85,13 +87,13 @@ def test_so_many_nodes_are_drafted(
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", FIXING)
+@pytest.mark.parametrize("name", [*FIXING, *DRAFTED])
 def test_with_a_fixed_number_of_nodes_time_decides_nothing(
     name: str, params: SamplingParams, options: dict[str, dict[str, Any]]
 ) -> None:
     """Two runs under clocks that go as they like have the same steps."""
     target, stop = ToyTarget(vocab_size=50), StopParams(max_new_tokens=120)
-    given = options.get(name, {}) | ({"draft": Blurred(0.5, vocab_size=50)} if name == "draft_model" else {})
+    given = options.get(name, {}) | ({"draft": Blurred(0.5, vocab_size=50)} if name in DRAFTED else {})
     if name == "datastore":
         target = ToyTarget()
     text = run(target, None, params=params, stop=stop).tokens

@@ -339,6 +339,8 @@ def test_options_from_the_configuration_and_from_a_file(tmp_path: Path) -> None:
         ({"sources": "suffix,lookahead"}, Refused, "lookahead"),
         ({"trees": True}, Refused, "one chain"),
         ({"draft": "x"}, Refused, "'draft_model'"),
+        ({"drafter": "cascade"}, Refused, "'draft_model'"),
+        ({"drafter": "ouroboros"}, Refused, "'draft_model'"),
         ({"sources": "sufix"}, BadParameter, "no source 'sufix'"),
         ({"node": 3}, BadParameter, "did you mean 'nodes'"),
         ({"xyz": 3}, BadParameter, "there are sources"),

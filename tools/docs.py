@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import benches
+import cascades
 import claims
 import click
 import headline
@@ -357,6 +358,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "acceptance": acceptance_table,
     **{part: partial(lengths_table, part=part) for part in ("rules", "heads", "distilled")},
     "cllm": lambda root: trained.tuned_table(root, table),
+    "cascades": lambda root: cascades.cascades_table(root, table),
     "repair": lambda root: trained.repair_table(root, table),
     "relaxed": relaxed_table,
     "head-kinds": partial(lengths_table, part="head-kinds"),

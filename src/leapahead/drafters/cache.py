@@ -2,6 +2,8 @@
 
     DrafterCache ── "suffix"       past texts
                  ├─ "recycling"    top-k tokens by context
+                 ├─ "draft_rows"   those of a draft model
+                 ├─ "phrases"      n-grams of past texts
                  └─ ...            sections of third parties; one that is not installed passes through load and save
 
 A save merges with what other processes saved meanwhile, under a lock, and replaces the file atomically. The text of a

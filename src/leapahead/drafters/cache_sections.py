@@ -19,6 +19,8 @@ GROUP = "leapahead.cache_sections"
 BUILT_IN = {
     "suffix": "leapahead.drafters.sources.past_texts:PastTexts",
     "recycling": "leapahead.drafters.sources.recycling:Adjacency",
+    "draft_rows": "leapahead.drafters.sources.recycling:Adjacency",
+    "phrases": "leapahead.drafters.sources.past_phrases:PastPhrases",
 }
 
 

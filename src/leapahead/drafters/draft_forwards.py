@@ -228,7 +228,7 @@ class StepForwards:
         missing, opening, probing = 0, 0.0, False
         for search, _, source in usable:
             if source.opened:
-                missing += source.missing
+                missing += source.missing + source.beside
             else:  # the prompt is read once, for all tokens that may follow
                 opening += own(source.missing) / max(1, search.budget.depth)
             if source.steps_without * COST_SHARE * curve(plan.sequences) > own(source.missing + 1):

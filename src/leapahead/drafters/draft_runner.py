@@ -104,6 +104,14 @@ class DraftRunner:
             return max(0, self._at - self._computed)
         return len(self.tokens) - len(self._session.tokens)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether the draft model's limits leave room for what must be drafted only, and for no guesses."""
+        if self._tree is None:
+            return False
+        nodes, _, leaves = self._tree.budget
+        return 2 * len(self._tree) > nodes or 2 * self._tree.leaves > leaves
+
     def read_ahead(self) -> bool:
         """Opens the session, or reads the next chunk of its prompt.
 

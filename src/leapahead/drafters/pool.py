@@ -81,6 +81,10 @@ class NgramPool:
         tails = self._tails.get(key)
         return next(reversed(tails)) if tails else None
 
+    def known(self, key: int) -> list[Tail]:
+        """As `get`, without marking the key as used or counting a look-up."""
+        return list(reversed(self._tails.get(key, {})))
+
     def ngrams(self) -> list[Ngram]:
         """All n-grams, the least recently used key first, its tails oldest first.
 

@@ -30,12 +30,14 @@ BUILT_IN = {
     "datastore": "leapahead.drafters.datastore:DatastoreDrafter",
     "prediction": "leapahead.drafters.prediction:PredictionDrafter",
     "draft_model": "leapahead.drafters.draft_model:DraftModelDrafter",
+    "cascade": "leapahead.drafters.cascade:Cascade",
+    "ouroboros": "leapahead.drafters.ouroboros:Ouroboros",
     "head": "leapahead.drafters.head:HeadDrafter",
     "speculative_sampling": "leapahead.drafters.speculative_sampling:SpeculativeSampling",
 }
 
 # Drafters that need more than a target: a file, a prediction, another model.
-NEEDING = ("datastore", "prediction", "draft_model", "head", "speculative_sampling")
+NEEDING = ("datastore", "prediction", "draft_model", "cascade", "ouroboros", "head", "speculative_sampling")
 
 DrafterClass = type[Drafter] | type[SequenceDrafter]
 

@@ -14,7 +14,7 @@ draft costs nothing, and one whose token the target chooses is accepted like any
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from leapahead.core.tree import TreeBuilder
 from leapahead.planner.draft import SequenceView, Step
@@ -36,17 +36,22 @@ class Window:
         self._tips: list[int | None] = []  # last node of each column, None where the budget cut it off
 
     def begin(
-        self, sequence: SequenceView, guess: Callable[[int], tuple[int, ...] | None] = lambda token: None
+        self,
+        sequence: SequenceView,
+        guess: Callable[[int], tuple[int, ...] | None] = lambda token: None,
+        root: int | None = None,
     ) -> None:
         """Fills the first W+N-3 tokens after the root.
 
         Args:
+            sequence: that it belongs to.
             guess: gives tokens that may follow a token, None where it knows none; a random token stands there then.
+            root: the token that the window hangs below; by default the last one of the sequence.
         """
-        length = self.width + self.ngram - 3
+        length, root = self.width + self.ngram - 3, sequence.root if root is None else root
         ahead: list[int] = []
         while len(ahead) < length:
-            ahead += guess(ahead[-1] if ahead else sequence.root) or [self._random_token(sequence)]
+            ahead += guess(ahead[-1] if ahead else root) or [self._random_token(sequence)]
         ahead = ahead[:length]
         self._rows = [ahead[: self.width - 1]]
         self._rows += [ahead[row - 1 : row - 1 + self.width] for row in range(1, self.ngram - 1)]
@@ -66,22 +71,39 @@ class Window:
                 tip = builder.add(tip, row[column]) if tip is not None else None
             self._tips.append(tip)
 
+    @property
+    def tips(self) -> list[int]:
+        """The nodes after which `advance` reads what was chosen: the last row, as far as the budget allowed."""
+        return [tip for tip in self._tips if tip is not None]
+
     def observe(self, sequence: SequenceView, step: Step) -> list[tuple[int, tuple[int, ...]]]:
-        """Reads the target's choices after the last row, and moves the window on.
+        """Reads the target's choices after the last row, and moves the window on; see `advance`."""
+        tips = self.tips
+        chosen = step.choices.of(tips).tolist() if tips else []
+        return self.advance(sequence, int(step.tree.tokens[0]), chosen, len(step.tokens))
+
+    def advance(
+        self, sequence: SequenceView, root: int, chosen: Sequence[int], committed: int
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """Moves the window on.
+
+        Args:
+            sequence: that it belongs to.
+            root: the token that it hung below.
+            chosen: what the model chose after each of `tips`.
+            committed: how many tokens the text has grown by.
 
         Returns:
-            The n-grams that the step completed, as (key, tail).
+            The n-grams that this completed, as (key, tail).
         """
-        root = int(step.tree.tokens[0])
-        tips = [tip for tip in self._tips if tip is not None]
-        chosen = iter(step.choices.of(tips).tolist() if tips else [])
-        new = [next(chosen) if tip is not None else self._random_token(sequence) for tip in self._tips]
+        choices = iter(chosen)
+        new = [next(choices) if tip is not None else self._random_token(sequence) for tip in self._tips]
         ngrams = [
             (self._rows[0][column - 1] if column else root, (*(row[column] for row in self._rows[1:]), new[column]))
             for column, tip in enumerate(self._tips)
             if tip is not None
         ]
-        self._slide(sequence, new, by=len(step.tokens) if sequence.sampled else 1)
+        self._slide(sequence, new, by=committed if sequence.sampled else 1)
         return ngrams
 
     def _slide(self, sequence: SequenceView, new: list[int], by: int) -> None:

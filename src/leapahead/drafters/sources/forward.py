@@ -129,5 +129,10 @@ class ForwardSource(ComputedSource):
         """Rows of such a forward for each path."""
         return 1
 
+    @property
+    def beside(self) -> int:
+        """Rows of such a forward beside those of its paths: guesses of the network's own next tokens."""
+        return 0
+
     def root(self, sequence: SequenceView) -> Path | None:
         return None if self.failed else ()

@@ -190,9 +190,9 @@ class Recycling(Source):
             return
         tokens = sequence.tokens
         ends = range(rows.top_k_start + 1, rows.end + 1)
-        self._keep([tuple(tokens[max(0, end - self.longest) : end]) for end in ends], *rows.top_k(self.k))
+        self.keep([tuple(tokens[max(0, end - self.longest) : end]) for end in ends], *rows.top_k(self.k))
 
-    def _keep(self, keys: Sequence[Key], following: npt.NDArray[np.int64], logits: npt.NDArray[np.float64]) -> None:
+    def keep(self, keys: Sequence[Key], following: npt.NDArray[np.int64], logits: npt.NDArray[np.float64]) -> None:
         """Enters the top-k tokens of contexts; of equal ones the last counts.
 
         Args:
@@ -264,7 +264,7 @@ class Recycling(Source):
         # The accepted path last, so that of equal contexts the committed one counts.
         path = step.verdict.path
         order = [*(node for node in range(len(tokens)) if node not in set(path)), *path] if len(tokens) > 1 else [0]
-        self._keep([keys[node] for node in order], following[order], logits[order])
+        self.keep([keys[node] for node in order], following[order], logits[order])
 
     def figures(self) -> dict[str, Any]:
         return {"contexts": len(self._top_k)}

@@ -23,6 +23,8 @@ REFUSED = {  # what our own engines have and this host cannot serve -> why
     "leaves": CHAINS_ONLY,
     "draft": "a draft model runs in vLLM itself, with its method 'draft_model'",
     "draft_model": "a draft model runs in vLLM itself, with its method 'draft_model'",
+    "cascade": "a draft model runs in vLLM itself, with its method 'draft_model'",
+    "ouroboros": "a draft model runs in vLLM itself, with its method 'draft_model'",
     "head": "a trained head runs in vLLM itself, with its methods 'eagle', 'eagle3' and 'medusa'",
     "grammar": "the state of vLLM's grammars is not passed to proposers; vLLM drops drafted tokens that they forbid",
     "table": "a token table is found by a target's weights, which vLLM does not pass to proposers",
