@@ -53,8 +53,8 @@ class Bench:
     plan: Plan
     tokens: int
     batch: int
-    _models: dict[str | None, Loaded] = field(default_factory=dict)
-    _encoded: dict[tuple[str | None, str], list[list[int]]] = field(default_factory=dict)
+    _models: dict[str, Loaded] = field(default_factory=dict)  # by what they were loaded with
+    _encoded: dict[tuple[str, str], list[list[int]]] = field(default_factory=dict)  # and by what is prompted with
 
     def __post_init__(self) -> None:
         self.sets = tasks.read(self.data, () if self.data is None else tasks.TEXTS, self.limit)
@@ -67,7 +67,7 @@ class Bench:
         how = {"tokens": self.tokens, "batch": self.batch} if self.tokens else {"rounds": self.plan.rounds}
         return {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            **conditions(self._loaded(None).target, max_new_tokens=self.plan.max_new_tokens, **how),
+            **conditions(self._loaded({}).target, max_new_tokens=self.plan.max_new_tokens, **how),
             "tasks": {task.name: {"prompts": len(task.prompts), "digest": task.digest} for task in self.sets},
         }
 
@@ -89,7 +89,7 @@ class Bench:
         """Figures of a row, by its command."""
         row = parsed(system.with_folders(self.folders))
         loaded = self._loaded(row.model)
-        prompts = self._prompts(system, row.model, loaded)
+        prompts = self._prompts(system, str(row.model), loaded)
         if not prompts:
             raise LeapaheadError(f"no prompt fits the context of {loaded.target.info.name}")
         if not self.tokens:
@@ -97,14 +97,15 @@ class Bench:
         how: dict[str, Any] = {"max_new_tokens": self.plan.max_new_tokens, "batch": self.batch}
         return compared(loaded, row.configuration, prompts, self.tokens, temperature, **how)
 
-    def _loaded(self, model: str | None) -> Loaded:
+    def _loaded(self, model: dict[str, Any]) -> Loaded:
         """A model in float32, loaded once."""
-        if model not in self._models:
-            with screen.loading(model):
-                self._models[model] = loading.load(model, dtype="float32")
-        return self._models[model]
+        key = str(model)
+        if key not in self._models:
+            with screen.loading(model.get("model")):
+                self._models[key] = loading.load(**{**model, "dtype": "float32"})
+        return self._models[key]
 
-    def _prompts(self, system: System, model: str | None, loaded: Loaded) -> list[list[int]]:
+    def _prompts(self, system: System, model: str, loaded: Loaded) -> list[list[int]]:
         """Token ids of the prompts that fit with a text, the tasks in turns."""
         key = (model, system.prompts)
         if key not in self._encoded:

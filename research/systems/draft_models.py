@@ -53,7 +53,7 @@ DRAFT_MODELS: tuple[System, ...] = (
         "-o nodes=16",
         rule=DISTRIBUTION,
         published=Published(
-            "1.5x to 2.8x", NOT_FOUND, "over other serving systems, distributed over GPUs", "2305.09781, abstract"
+            "1.5x to 2.8x", NOT_FOUND, "over other serving systems, models divided over GPUs", "2305.09781, abstract"
         ),
         differs="One draft model, each of whose nodes has three draws, instead of several models tuned together.",
         needs=DRAFT,
@@ -77,7 +77,7 @@ DRAFT_MODELS: tuple[System, ...] = (
         command="leapahead generate -d speculative_sampling --draft bundled -o rule=spectr -o width=4 -o depth=4 "
         "-o nodes=16",
         rule=DISTRIBUTION,
-        published=Published("2.13x", "4.0", "PaLM-2, 8 drafts of 8 tokens", "2310.15141, abstract and table 1"),
+        published=Published("2.13x", "4.0", "PaLM-2, 8 drafts of 8 tokens; hardware not found", "2310.15141, abstract"),
         differs="Draws branch at every node, instead of whole drafts beside each other.",
         needs=DRAFT,
     ),
@@ -87,7 +87,9 @@ DRAFT_MODELS: tuple[System, ...] = (
         paper="2203.16487",
         command="leapahead generate -m build/repair/model -d auto -o nodes=16 --acceptance lossy-top-beta:beta=3,tau=1",
         rule=RELAXED,
-        published=Published("about 5x", NOT_FOUND, "machine translation and summaries, GPU", "2203.16487, abstract"),
+        published=Published(
+            "about 5x", NOT_FOUND, "machine translation and summaries; hardware not found", "2203.16487, abstract"
+        ),
         differs="Its acceptance rule alone: the drafts are those of `auto`, not of its non-autoregressive drafter.",
         needs="an encoder-decoder model; here a small T5 that repairs code",
         before="python -m research repair",
@@ -110,7 +112,7 @@ DRAFT_MODELS: tuple[System, ...] = (
         paper="2309.08168",
         command="leapahead generate -d draft_model --draft self:skip=2-3 -o nodes=4 -o depth=4 -o chain=true",
         rule=EXACT,
-        published=Published("up to 1.99x", NOT_FOUND, "LLaMA-2 models; GPU not found", "2309.08168, abstract"),
+        published=Published("up to 1.99x", NOT_FOUND, "LLaMA-2 models; hardware not found", "2309.08168, abstract"),
         differs="The layers are named here; `leapahead search-layers` finds them by Bayesian optimisation. Drafts have "
         "a fixed length with `nodes`, and end where they do not pay without it.",
     ),
@@ -120,7 +122,9 @@ DRAFT_MODELS: tuple[System, ...] = (
         paper="2404.16710",
         command="leapahead generate -d draft_model --draft self:first=3 -o nodes=4 -o depth=4 -o chain=true",
         rule=EXACT,
-        published=Published("up to 2.16x", NOT_FOUND, "Llama models, CNN/DM summaries", "2404.16710, abstract"),
+        published=Published(
+            "up to 2.16x", NOT_FOUND, "Llama models, CNN/DM summaries; hardware not found", "2404.16710, abstract"
+        ),
         differs="The bundled model was not trained with early exits. Layers and cache entries of the draft are reused.",
         needs="for speed, a checkpoint that was trained with early exits",
     ),
@@ -132,7 +136,10 @@ DRAFT_MODELS: tuple[System, ...] = (
         "-o chain=true",
         rule=EXACT,
         published=Published(
-            "1.10x to 1.45x over speculative decoding", NOT_FOUND, "T5 models, four tasks", "2310.08461, abstract"
+            "1.10x to 1.45x over speculative decoding",
+            NOT_FOUND,
+            "T5 models, four tasks; hardware not found",
+            "2310.08461, abstract",
         ),
         differs="Verified by exact matching.",
         needs="a draft model that was distilled from the target",
@@ -144,9 +151,46 @@ DRAFT_MODELS: tuple[System, ...] = (
         paper="2310.07177",
         command="leapahead generate -d draft_model --draft bundled -o nodes=4 -o depth=4 -o chain=true -o learn=2",
         rule=EXACT,
-        published=Published("up to 3.06x", NOT_FOUND, "hardware not found", "2310.07177, abstract"),
+        published=Published("up to 3.06x", NOT_FOUND, "hardware not found", "2310.07177, abstract of version 1"),
         differs="The draft model learns after every second text. Few texts are decoded here, in one round, so it "
         "hardly learns; the time of learning is part of the speed.",
+        needs=DRAFT,
+    ),
+    System(
+        key="cascade",
+        name="Cascade speculative drafting, vertical",
+        paper="2312.11462",
+        command="leapahead generate -d cascade --draft bundled -o nodes=4 -o chain=true -o longest=1",
+        rule=EXACT,
+        published=Published(
+            "1.81x over speculative decoding at most", NOT_FOUND, "hardware not found", "2312.11462, abstract"
+        ),
+        differs="The bigrams at the bottom are what the draft model chose before, instead of those of a corpus. "
+        "Verified by exact matching.",
+        needs=DRAFT,
+    ),
+    System(
+        key="cascade-horizontal",
+        name="Cascade speculative drafting, both cascades",
+        paper="2312.11462",
+        command="leapahead generate -d cascade --draft bundled -o lengths=3 -o nodes=8 -o chain=true -o longest=1",
+        rule=EXACT,
+        published=Published(
+            "1.81x over speculative decoding at most", NOT_FOUND, "hardware not found", "2312.11462, abstract"
+        ),
+        differs="As above. There is one draft model; n-grams and recycled tokens draft the positions behind its own.",
+        needs=DRAFT,
+    ),
+    System(
+        key="ouroboros",
+        name="Ouroboros",
+        paper="2402.13720",
+        command="leapahead generate -d ouroboros --draft bundled -o window=20 -o ngram=7 -o guesses=20 -o length=12 "
+        "-o nodes=30 -o chain=true",
+        rule=EXACT,
+        published=Published("up to 3.9x", NOT_FOUND, "hardware not found", "2402.13720, abstract"),
+        differs="Sampling is exact too. What the target chose along every path enters the pool, not only along the "
+        "draft's tail.",
         needs=DRAFT,
     ),
     System(

@@ -90,11 +90,11 @@ class Parsed:
     """A command of `leapahead generate`, as the program reads it.
 
     Attributes:
-        model: None for the bundled one.
+        model: what `models.loading.load` is given; without a name it loads the bundled one.
         configuration: drafter, options and acceptance rule.
     """
 
-    model: str | None
+    model: dict[str, Any]
     configuration: Configuration
 
 
@@ -113,7 +113,7 @@ def parsed(command: str) -> Parsed:
     drafter = values.pop("drafter")
     options = drafter_arguments(values, [drafter])
     relaxed = rule(values.pop("acceptance"))
-    return Parsed(model_arguments(values)["model"], Configuration(drafter, options, relaxed))
+    return Parsed(model_arguments(values), Configuration(drafter, options, relaxed))
 
 
 def _moved(path: str, folders: Mapping[str, Path]) -> str:
