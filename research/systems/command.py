@@ -18,6 +18,7 @@ from click.exceptions import Exit
 
 from leapahead.bench import tasks
 from leapahead.bench.conditions import conditions
+from leapahead.check import References
 from leapahead.cli import screen
 from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command
 from leapahead.core.errors import BadParameter, LeapaheadError
@@ -55,6 +56,7 @@ class Bench:
     batch: int
     _models: dict[str, Loaded] = field(default_factory=dict)  # by what they were loaded with
     _encoded: dict[tuple[str, str], list[list[int]]] = field(default_factory=dict)  # and by what is prompted with
+    _references: dict[tuple[str, float], References] = field(default_factory=dict)  # and by temperature
 
     def __post_init__(self) -> None:
         self.sets = tasks.read(self.data, () if self.data is None else tasks.TEXTS, self.limit)
@@ -94,8 +96,16 @@ class Bench:
             raise LeapaheadError(f"no prompt fits the context of {loaded.target.info.name}")
         if not self.tokens:
             return measured(loaded, row.configuration, prompts, self.plan, temperature)
-        how: dict[str, Any] = {"max_new_tokens": self.plan.max_new_tokens, "batch": self.batch}
-        return compared(loaded, row.configuration, prompts, self.tokens, temperature, **how)
+        return compared(
+            loaded,
+            row.configuration,
+            prompts,
+            self.tokens,
+            temperature,
+            max_new_tokens=self.plan.max_new_tokens,
+            batch=self.batch,
+            references=self._references.setdefault((str(row.model), temperature), {}),
+        )
 
     def _loaded(self, model: dict[str, Any]) -> Loaded:
         """A model in float32, loaded once."""
@@ -124,12 +134,12 @@ class Bench:
 @click.option("--data", type=FOLDER, metavar="FOLDER", help="Folder of prompt sets.  [default: the bundled prompts]")
 @click.option("--out", type=FOLDER, default=Path("docs/bench/systems"), show_default=True, help="Folder of the record.")
 @click.option("--row", "keys", multiple=True, metavar="KEY", help="Only this row; may be repeated.  [default: all]")
-@click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="Prompts of each task.")
+@click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, help="Prompts of each task.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=96, show_default=True, help="Of each text.")
-@click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True, help="Measured rounds.")
+@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="Measured rounds.")
 @click.option("--check", "is_check", is_flag=True, help="Compare texts, and measure nothing.")
 @click.option("--tokens", type=click.IntRange(min=1), default=5000, show_default=True, help="Compared of each row.")
-@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Texts compared together.")
+@click.option("--batch", type=click.IntRange(min=1), default=16, show_default=True, help="Texts compared together.")
 @click.option("--heads", type=FOLDER, default=Path("build/heads"), show_default=True, help="Of `make train-heads`.")
 @click.option("--distilled", type=FOLDER, default=Path("build/distilled"), show_default=True, help="Of its recipes.")
 @click.option("--repair", type=FOLDER, default=Path("build/repair"), show_default=True, help="Of `research repair`.")

@@ -8,7 +8,7 @@ from typing import Any
 
 from leapahead.bench.cell import PLAIN, measure_cell, tie_on
 from leapahead.bench.contender import Configuration, Ours, Setting
-from leapahead.check import check
+from leapahead.check import References, check
 from leapahead.core.sampling import SamplingParams
 from leapahead.models.loading import Loaded
 from leapahead.planner.profile import LatencyProfiles
@@ -17,7 +17,7 @@ KEPT = (
     *("speedup", "acceptance_length", "nodes_per_step", "distinct_4", "mismatches", "ties", "lossy"),
     *("prompts", "tokens", "tokens_per_second"),
 )
-FIRST = 8  # prompts that are compared before the number of those that are needed is estimated
+FIRST = 32  # prompts that are compared before the number of those that are needed is estimated
 
 Tokens = list[int]
 
@@ -89,7 +89,7 @@ def compared(
     *,
     max_new_tokens: int = 128,
     batch: int = 1,
-    progress: Callable[[int], None] = lambda tokens: None,
+    references: References | None = None,
 ) -> dict[str, Any]:
     """Compares texts with plain decoding's, as `leapahead check` does, until so many tokens are compared.
 
@@ -101,7 +101,7 @@ def compared(
         temperature: 0 is greedy; else sampled with seed 0.
         max_new_tokens: of each text.
         batch: texts that are decoded together.
-        progress: called with the number of tokens compared so far.
+        references: plain decoding's texts, see `check`.
 
     Returns:
         Numbers of tokens compared, mismatches, ties and prompts.
@@ -120,6 +120,7 @@ def compared(
             sampling=SamplingParams(temperature=temperature),
             eos_token_ids=loaded.eos_token_ids,
             batch=batch,
+            references=references,
         )
         (row,) = report.drafters
         found["tokens"] += row.tokens
@@ -127,5 +128,4 @@ def compared(
         found["ties"] += len(row.ties)
         found["prompts"] += len(some)
         size = 1 + (tokens - found["tokens"]) * found["prompts"] // max(found["tokens"], 1)
-        progress(found["tokens"])
     return found

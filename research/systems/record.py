@@ -10,12 +10,12 @@ Rows that are not measured have their description only, so that the page is made
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from leapahead.core.errors import BadParameter, LeapaheadError
-from leapahead.core.storage import write_json
 from research.systems.rows import NOT_COVERED
 from research.systems.system import System
 
@@ -95,8 +95,14 @@ class Record:
         return lines
 
     def _write(self) -> None:
-        if not write_json(self.path, self.content):
-            raise LeapaheadError(f"{self.path} cannot be written; choose another --out")
+        """Writes a temporary file and renames it, so that an interrupted write leaves the old file."""
+        part = self.path.with_suffix(".part")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+            os.replace(part, self.path)
+        except OSError as error:
+            raise LeapaheadError(f"{self.path} cannot be written: {error.strerror}; choose another --out") from None
 
 
 def read(folder: Path) -> dict[str, Any]:
