@@ -46,6 +46,7 @@ COMMANDS = {  # name -> where it is, and what it does
     "repair": ("research.train.repair:main", "Train a small encoder-decoder that repairs damaged code."),
     "repair-acceptance": ("research.repair_figures:main", "Measure acceptance lengths on that model."),
     "sequoia": ("research.commands_drafts:sequoia", "Draw the best tree for a draft model."),
+    "triforce": ("research.triforce:main", "Measure drafting over a part of a long context's cache."),
 }
 
 

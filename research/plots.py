@@ -17,6 +17,7 @@ from research.curves.calibration import LEAST_NODES
 from research.plots_curve import curve as chain_curve
 from research.plots_regret import regret
 from research.plots_tree import sequoia
+from research.plots_triforce import triforce
 
 if TYPE_CHECKING:
     from typing import Any
@@ -304,4 +305,5 @@ FIGURES: dict[str, Callable[[Data], Figure]] = {
     "growth": growth,
     "regret": regret,
     "sequoia": sequoia,
+    "triforce": triforce,
 }

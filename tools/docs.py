@@ -19,6 +19,7 @@ import claims
 import click
 import headline
 import inside_vllm
+import long_contexts
 import reference
 import systems
 import trained
@@ -378,6 +379,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **claims.blocks(table),
     **benches.blocks(table),
     **inside_vllm.blocks(table),
+    **long_contexts.blocks(table),
     **systems.blocks(table),
 }
 

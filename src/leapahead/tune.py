@@ -22,6 +22,7 @@ from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
 from leapahead.drafters import registry
 from leapahead.drafters.auto import Auto
+from leapahead.drafters.draft_models import INSTEAD, copyable
 from leapahead.drafters.lookahead import PRESETS
 from leapahead.drafters.plain import Plain
 from leapahead.engine.request import Request
@@ -149,7 +150,10 @@ def served(target: Target) -> list[Data]:
     for name in registry.names():
         refused = None
         try:
-            require(target.info, registry.load(name).needs, f"drafter {name!r}")
+            drafter = registry.load(name)
+            require(target.info, drafter.needs, f"drafter {name!r}")
+            if drafter.copies_target:
+                copyable(target, f"drafter {name!r}", INSTEAD)
         except LeapaheadError as error:  # refused; or another package's drafter that cannot be loaded
             refused = str(error)
         found.append({"name": name, "refused": refused})

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import whole
 from leapahead.drafters import draft_models, token_table, trained_heads
 from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
 from leapahead.drafters.planned import Planned
 from leapahead.drafters.probe_groups import ProbeGroups
 from leapahead.drafters.sources.datastore import Datastore, Store
+from leapahead.drafters.sources.draft import DraftSource
 from leapahead.drafters.sources.forward import ForwardModel
 from leapahead.drafters.sources.grammar import Forced
 from leapahead.drafters.sources.ngram import Ngrams
@@ -45,6 +47,7 @@ class Auto(Planned):
             which is left out where no token table is stored for the target.
         datastore: a file that `leapahead datastore build` has written, as one more source.
         draft: a draft model, as one more source; or several, see `draft_model`.
+        draft_window: newest tokens that it sees, see `draft_model`; 0 for all.
         head: a trained head, as one more source; or several, see `head`.
         nodes: draft exactly so many nodes in every step, as far as there are candidates, whatever they cost; 0 for as
             many as pay.
@@ -64,6 +67,7 @@ class Auto(Planned):
         nodes: int = 0,
         max_nodes: int | None = None,
         seed_aware: bool = True,
+        draft_window: int = 0,
     ) -> None:
         super().__init__(nodes, max_nodes, seed_aware)
         self._names = [name.strip() for name in sources.split(",") if name.strip()] or list(DEFAULT)
@@ -73,6 +77,9 @@ class Auto(Planned):
         self._table: TokenTable | None = None
         self._store = Store(datastore) if datastore else None
         self._drafts = draft_models.parsed(draft) if draft else []
+        self.draft_window = whole("draft_window", draft_window)
+        if draft_window and not self._drafts:
+            raise BadParameter(f"draft_window={draft_window} needs draft=..., the model whose window it is")
         self._heads = trained_heads.parsed(head) if head else []
 
     def attach(self, host: Host) -> None:
@@ -80,7 +87,9 @@ class Auto(Planned):
             self._store.check(host.tokenizer, host.info.vocab_size)
         models: list[ForwardModel] = []
         if self._drafts:
-            models += host.draft_models.all(self._drafts, host.target, host.tokenizer)
+            drafts = host.draft_models.all(self._drafts, host.target, host.tokenizer)
+            draft_models.check_window(self.draft_window, drafts)
+            models += drafts
         if self._heads:
             heads, probes = host.heads.all(self._heads, host.target)
             models += heads
@@ -104,6 +113,9 @@ class Auto(Planned):
             found.append(Datastore(self._store))
         for each in (self.draft_forwards, self.probes):
             found += [] if each is None else each.sources()
+        for source in found:
+            if isinstance(source, DraftSource):
+                source.window = self.draft_window
         return found
 
     @staticmethod

@@ -67,6 +67,7 @@ class Drafter(ABC):
             "embeddings").
         same_text: whether the text under a seed is plain decoding's; false for rules that keep only the distribution.
         takes_prediction: whether it makes use of the user's prediction.
+        copies_target: whether it drafts with a copy of the target's model, which must be one of Transformers then.
         plans: whether it reads the latency profile, which is then measured before the first request. Known after
             `attach`.
         capture: what the target's forwards are to give beside the choices. Known after `attach`.
@@ -77,6 +78,7 @@ class Drafter(ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     same_text: ClassVar[bool] = True
     takes_prediction: ClassVar[bool] = False
+    copies_target: ClassVar[bool] = False
     plans: bool = False
     capture: Capture = NOTHING
     host: Host
@@ -145,6 +147,7 @@ class SequenceDrafter(ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     same_text: ClassVar[bool] = True
     takes_prediction: ClassVar[bool] = False
+    copies_target: ClassVar[bool] = False
     capture: Capture = NOTHING
 
     def begin(self, sequence: SequenceView) -> None:  # noqa: B027

@@ -36,6 +36,8 @@ class DraftModelDrafter(Planned):
         learned: folder that the trained draft model is written to when the engine is closed; "" for nowhere.
         unsure: draft nothing after a path where the draft model's likeliest token has less probability; 0 for never.
             It is the fallback policy of BiLD (2302.07863).
+        draft_window: the draft model sees the first 16 tokens of a text and at most so many of the newest ones, so that
+            long texts do not make it slower (attention sinks and a window, StreamingLLM, 2309.17453); 0 for all tokens.
     """
 
     name: ClassVar[str] = "draft_model"
@@ -52,13 +54,14 @@ class DraftModelDrafter(Planned):
         learn_rate: float = 0.0,
         learned: str = "",
         unsure: float = 0.0,
+        draft_window: int = 0,
     ) -> None:
         super().__init__(nodes, seed_aware=seed_aware, depth=depth, chain=chain)
         if draft is None or draft == "":
             raise BadParameter("the drafter 'draft_model' needs draft=..., the smaller model")
         if (least := number(unsure)) is None or not 0 <= least <= 1:
             raise BadParameter(f"unsure={unsure!r} is not possible: it must be a probability")
-        self.unsure = least
+        self.unsure, self.draft_window = least, whole("draft_window", draft_window)
         self._drafts = draft_models.parsed(draft)
         self._check_learning(learn, learn_rate, learned)
 
@@ -77,6 +80,7 @@ class DraftModelDrafter(Planned):
 
     def attach(self, host: Host) -> None:
         models = host.draft_models.all(self._drafts, host.target, host.tokenizer)
+        draft_models.check_window(self.draft_window, models)
         most = self.depth * sum(model.depths for model in models)
         if self.chain and self.depth and self.nodes > most:
             raise BadParameter(
@@ -120,4 +124,6 @@ class DraftModelDrafter(Planned):
         sources = self.draft_forwards.sources()
         for source in sources:
             source.unsure = self.unsure
+            if isinstance(source, DraftSource):
+                source.window = self.draft_window
         return [*sources]

@@ -15,19 +15,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from leapahead.core.errors import BadParameter, Refused, needing
+from leapahead.core.parameters import whole
 from leapahead.core.text import Tokenizer, difference
+from leapahead.drafters.draft_runner import LEAST_WINDOW, LONGEST_CHAIN, SINKS
 from leapahead.drafters.sources.draft import MASKED, DraftSource, ParallelDraftSource
 from leapahead.models import loading
-from leapahead.models.base import CHAIN, TOP_K, Target
+from leapahead.models.base import CHAIN, TOP_K, SharesCache, Target
 from leapahead.models.loading import Loaded
 from leapahead.planner.profile import LatencyProfiles
+
+if TYPE_CHECKING:
+    from leapahead.models.transformers.model import TransformersTarget
 
 BUNDLED = "bundled"  # the draft model that comes with the bundled model
 SELF = "self:"
 FIRST = "self:first="
+INSTEAD = "use drafter='draft_model' with a smaller model"
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +150,26 @@ class DraftModels:
             self._kept[draft] = made_of(target, draft) if draft.startswith(SELF) else load(draft)
         return self._kept[draft]
 
+    def retrieving(self, target: Target | None, budget: int, chunk: int, refresh: int) -> DraftModel:
+        """The target over a retrieved part of its cache (TriForce, 2404.11912); see `models.self_draft.retrieval`.
+
+        Args:
+            target: of which it is made.
+            budget, chunk, refresh: see `models.transformers.retrieval.Retrieval`.
+
+        Raises:
+            Refused: a part of this target's cache cannot be retrieved.
+        """
+        name = f"{SELF}retrieval={budget},{chunk},{refresh}"
+        if name not in self._kept:
+            made = copyable(target, "drafter 'triforce'", INSTEAD)
+            from leapahead.models.self_draft.retrieval import RetrievalDraft
+            from leapahead.models.transformers.retrieval import Retrieval
+
+            view = RetrievalDraft(made, Retrieval.of(budget, chunk, refresh))
+            self._kept[name] = DraftModel.of(Loaded(view, None, ()))
+        return self._kept[name]
+
     def all(self, drafts: Sequence[Draft], target: Target | None, tokenizer: Tokenizer | None) -> list[DraftModel]:
         """Several of them, their tokenizers compared with the target's where that is known.
 
@@ -185,6 +211,29 @@ def _parsed(draft: Any) -> Draft:
     return DraftModel.of(draft if isinstance(draft, Loaded) else loading.load(draft))
 
 
+def check_window(window: int, models: Sequence[DraftModel]) -> int:
+    """The option `draft_window`, checked; see `DraftRunner`.
+
+    Raises:
+        BadParameter: it is too small, does not fit a draft model's context, or one shares the target's cache.
+    """
+    if window == 0:
+        return 0
+    if whole("draft_window", window) < LEAST_WINDOW:
+        raise BadParameter(f"draft_window={window} is not possible: it must be at least {LEAST_WINDOW}, or 0 for none")
+    for model in models:
+        info = model.target.info
+        if isinstance(model.target, SharesCache):
+            raise BadParameter(f"draft_window={window} is not possible with {info.name}, which has the target's cache")
+        if SINKS + window + LONGEST_CHAIN >= info.context_length:
+            raise BadParameter(
+                f"draft_window={window} is too large for {info.name}, whose context has {info.context_length} tokens; "
+                f"with {SINKS} first tokens and up to {LONGEST_CHAIN} drafted ones give at most "
+                f"{info.context_length - SINKS - LONGEST_CHAIN - 1}"
+            )
+    return window
+
+
 def given(draft: Any, **options: Any) -> list[Draft]:
     """As `parsed`, but names are loaded now, with options as of `load`; "self:..." is made when it is first used."""
     return [
@@ -223,18 +272,8 @@ def made_of(target: Target | None, draft: str) -> DraftModel:
         LeapaheadError: it cannot be made of this target.
     """
     what, _, value = draft.removeprefix(SELF).partition("=")
-    with needing("a draft model made of the target", "transformers", "torch", "transformers"):
-        from leapahead.models.transformers.model import TransformersTarget
-    if target is not None and target.info.decoder is not None:
-        raise Refused(
-            f"draft={draft!r} is not possible with {target.info.name}, which is an encoder-decoder model; give "
-            "a smaller one with the same tokenizer"
-        )
-    if not isinstance(target, TransformersTarget):
-        raise Refused(
-            f"draft={draft!r} needs a model of Transformers; for a GGUF file give another quantisation of it, such as "
-            "draft='model-q4_0.gguf'"
-        )
+    instead = "for a GGUF file give another quantisation of it, such as draft='model-q4_0.gguf'"
+    target = copyable(target, f"draft={draft!r}", instead)
     view: Target
     if what == "skip":
         from leapahead.models.self_draft.layer_skip import without
@@ -253,6 +292,29 @@ def made_of(target: Target | None, draft: str) -> DraftModel:
             f"draft={draft!r} is not possible; there are self:skip, self:skip=LAYERS, self:first=N and self:int8"
         )
     return DraftModel.of(Loaded(view, None, ()))
+
+
+def copyable(target: Target | None, what: str, instead: str) -> TransformersTarget:
+    """The target, if draft models can be made of it.
+
+    Args:
+        target: None where the host has none.
+        what: is to be made, for the message.
+        instead: what to do where the target is no model of Transformers.
+
+    Raises:
+        Refused: they cannot.
+    """
+    with needing("a draft model made of the target", "transformers", "torch", "transformers"):
+        from leapahead.models.transformers.model import TransformersTarget
+    if target is not None and target.info.decoder is not None:
+        raise Refused(
+            f"{what} is not possible with {target.info.name}, which is an encoder-decoder model; give "
+            "a smaller one with the same tokenizer"
+        )
+    if not isinstance(target, TransformersTarget):
+        raise Refused(f"{what} needs a model of Transformers; {instead}")
+    return target
 
 
 def _skip(target: Any, draft: str, layers: str) -> Any:

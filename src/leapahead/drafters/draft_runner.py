@@ -8,6 +8,16 @@
 Each draft forward computes what is new in this tree (`Target.step` with `num_computed`). When the text has grown, the
 nodes along it are committed and the others discarded. This module knows neither sampling nor planning.
 
+With a window, the draft model reads a long text without its middle, so that its forwards do not become slower:
+
+    text            s s s s . . . . . . . . . . . t t t t t t t       s the first `SINKS` tokens, attention sinks
+    session         s s s s t t t t t t t                             t at most `window` of the newest ones
+
+It sees them as a text, so positions are those in its cache, as in StreamingLLM (2309.17453). When the window is full,
+its newer half is read again behind the sinks, in one forward for `window / 2` tokens. So no key is rotated to another
+position, entries are those of the tokens that the draft model still sees, and any engine and kind of positions will do;
+the draft model may also follow a text that is longer than its own context.
+
 A draft model is used under its target's lock. Long prompts are read in chunks, one for each call of `read_ahead`, so
 that the requests that are decoded meanwhile do not wait for a whole prompt.
 """
@@ -30,6 +40,8 @@ from leapahead.planner.draft import Forward
 
 Path = tuple[int, ...]  # drafted tokens from below the last committed one
 CHUNK = 512  # prompt tokens that are read in one step; a shorter prompt is read at once
+SINKS = 16  # first tokens that stay in front of a window; models give them much attention whatever they are
+LEAST_WINDOW = 32
 LONGEST_CHAIN = 64  # missing tokens that are computed together with a draft; more are computed before, without one
 
 
@@ -56,6 +68,7 @@ class DraftRunner:
         params: of the sampling, for callers that read processed probabilities.
         owner: see `Target.open`.
         source: the encoder's input, where both models are encoder-decoder models.
+        window: newest tokens of the text that the draft model sees at most; 0 for all.
 
     Attributes:
         failed: why the draft model cannot follow this text any more (its context is full, a token is outside its
@@ -70,9 +83,10 @@ class DraftRunner:
         params: SamplingParams | None = None,
         owner: str = "",
         source: Sequence[int] = (),
+        window: int = 0,
     ) -> None:
         self.target, self.tokens, self.params, self.owner = target, tokens, params or SamplingParams(), owner
-        self.source, self.failed = source, ""
+        self.source, self.window, self.failed = source, window, ""
         self.forwards, self.seconds = 0, 0.0
         self._session: Session | None = None
         self._tree: TreeBuilder | None = None
@@ -80,6 +94,7 @@ class DraftRunner:
         self._at = 0  # the node of the text's last token
         self._computed = 0  # nodes that went through the draft model
         self._length = 0  # of the text that the tree stands on
+        self._left_out = 0  # tokens between the sinks and the window
         if isinstance(target, SharesCache):
             with target.lock:
                 if target.shares(tokens):  # the prompt is in the cache
@@ -99,10 +114,20 @@ class DraftRunner:
     def missing(self) -> int:
         """Committed tokens that the next draft forward must compute beside what it is asked for."""
         if self._session is None:
-            return len(self.tokens) - 1
+            return len(self.tokens) - self._leaving_out - 1
         if self._tree is not None and self._length == len(self.tokens):
             return max(0, self._at - self._computed)
-        return len(self.tokens) - len(self._session.tokens)
+        return len(self.tokens) - self._known(self._session)
+
+    @property
+    def _leaving_out(self) -> int:
+        """Tokens that are left out of a session that is opened now."""
+        is_longer = self.window and len(self.tokens) - self._left_out > SINKS + self.window
+        return len(self.tokens) - SINKS - self.window // 2 if is_longer else self._left_out
+
+    def _known(self, session: Session) -> int:
+        """The length of the text up to the session's last token."""
+        return len(session.tokens) + self._left_out
 
     @property
     def crowded(self) -> bool:
@@ -124,8 +149,10 @@ class DraftRunner:
         try:
             with self.target.lock:
                 if self._session is None:
-                    begin = DecoderInput(tuple(self.tokens))
-                    prompt = self.source if self.target.info.decoder is not None else list(self.tokens)
+                    self._left_out = self._leaving_out
+                    tokens = [*self.tokens[:SINKS], *self.tokens[SINKS + self._left_out :]]
+                    begin = DecoderInput(tuple(tokens))
+                    prompt = self.source if self.target.info.decoder is not None else tokens
                     self._session = opened(self.target, prompt, self.params, begin, owner=self.owner)
                 if self._session.unread:
                     self.target.prefill(self._session, CHUNK)
@@ -147,11 +174,16 @@ class DraftRunner:
         self._session = self._tree = None
 
     def commit(self) -> None:
-        """Commits what was computed along the text, which may have grown, and discards the rest of the tree."""
+        """Commits what was computed along the text, which may have grown, and discards the rest of the tree.
+
+        A session whose window is full is closed, so that it is to be read again.
+        """
+        if self._leaving_out > self._left_out:
+            self.close()
         tree, session = self._tree, self._session
         if tree is None or session is None or self._length == len(self.tokens):
             return
-        begin, path = len(session.tokens), [0]
+        begin, path = self._known(session), [0]
         while begin + len(path) < len(self.tokens):
             node = tree.child(path[-1], self.tokens[begin + len(path) - 1])
             if node is None or node >= self._computed:
@@ -185,19 +217,19 @@ class DraftRunner:
         """A new tree with the missing tokens as a chain; false if the draft model cannot follow the text."""
         session, info = self._session, self.target.info
         assert session is not None, "the prompt was not read"
-        missing = self.tokens[len(session.tokens) :]
+        session.sampler.committed()  # an idle session that shares the target's cache was not told of new tokens
+        missing = self.tokens[self._known(session) :]
         if max(missing, default=0) >= info.vocab_size:
             self.fail(f"the text has a token outside the vocabulary of {info.vocab_size} of {info.name}")
-        elif len(self.tokens) + 1 >= info.context_length:
+        elif len(self.tokens) - self._left_out + 1 >= info.context_length:
             self.fail(f"the context of {info.context_length} tokens of {info.name} is full")
         else:
             self._catch_up(session, max(1, min(LONGEST_CHAIN, self.target.max_nodes // 2)))
         if self.failed:
             return False
-        known = len(session.tokens)
-        budget = Budget(self.target.max_nodes - 1, info.context_length - known - 1, self.target.max_leaves)
-        self._tree = TreeBuilder(session.tokens[-1], budget)
-        self._at = ([0, *self._tree.add_path(self.tokens[known:])])[-1]
+        depth = info.context_length - len(session.tokens) - 1
+        self._tree = TreeBuilder(session.tokens[-1], Budget(self.target.max_nodes - 1, depth, self.target.max_leaves))
+        self._at = ([0, *self._tree.add_path(self.tokens[self._known(session) :])])[-1]
         self._paths = [None] * self._at + [()]
         self._computed, self._length = 0, len(self.tokens)
         return True
@@ -206,8 +238,8 @@ class DraftRunner:
         """Computes and commits missing tokens, `longest` in a forward, until no more than that are left."""
         try:
             with self.target.lock:
-                while len(self.tokens) - len(session.tokens) > longest:
-                    tokens = self.tokens[len(session.tokens) :][:longest]
+                while len(self.tokens) - self._known(session) > longest:
+                    tokens = self.tokens[self._known(session) :][:longest]
                     self.target.step([session], [TokenTree.chain(session.tokens[-1], tokens[:-1])])
                     session.commit(Verdict(tuple(range(longest)), tuple(tokens), longest - 1))
         except LeapaheadError as error:

@@ -33,11 +33,13 @@ BUILT_IN = {
     "cascade": "leapahead.drafters.cascade:Cascade",
     "ouroboros": "leapahead.drafters.ouroboros:Ouroboros",
     "head": "leapahead.drafters.head:HeadDrafter",
+    "triforce": "leapahead.drafters.triforce:TriForce",
     "speculative_sampling": "leapahead.drafters.speculative_sampling:SpeculativeSampling",
 }
 
-# Drafters that need more than a target: a file, a prediction, another model.
-NEEDING = ("datastore", "prediction", "draft_model", "cascade", "ouroboros", "head", "speculative_sampling")
+# Drafters that need more than any target: a file, a prediction, another model, a target of Transformers.
+MODELS = ("draft_model", "cascade", "ouroboros", "triforce", "speculative_sampling")
+NEEDING = ("datastore", "prediction", "head", *MODELS)
 
 DrafterClass = type[Drafter] | type[SequenceDrafter]
 

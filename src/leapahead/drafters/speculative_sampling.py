@@ -69,6 +69,7 @@ class SpeculativeSampling(Drafter):
         width: draw exactly so many times at every node; 1 makes chains, and the three rules equal.
         nodes: never draft more than so many nodes in a step.
         unsure: draw nothing after a path where the draft model's likeliest token has less probability; 0 for never.
+        draft_window: newest tokens that the draft model sees, see `draft_model`; 0 for all.
     """
 
     name: ClassVar[str] = "speculative_sampling"
@@ -84,6 +85,7 @@ class SpeculativeSampling(Drafter):
         width: int = 1,
         nodes: int = 16,
         unsure: float = 0.0,
+        draft_window: int = 0,
     ) -> None:
         if draft is None or draft == "":
             raise BadParameter("the drafter 'speculative_sampling' needs draft=..., the smaller model")
@@ -96,7 +98,7 @@ class SpeculativeSampling(Drafter):
                 f"width={width}, nodes={nodes}, unsure={unsure} is not possible: nodes must be at least width, and "
                 "unsure a probability"
             )
-        self.rule, self.unsure = rule, unsure
+        self.rule, self.unsure, self.draft_window = rule, unsure, whole("draft_window", draft_window)
         self._drafts = draft_models.parsed(draft)
         if len(self._drafts) > 1:
             raise BadParameter("speculative_sampling takes one draft model; draft_model and auto take several")
@@ -106,6 +108,7 @@ class SpeculativeSampling(Drafter):
         super().attach(host)
         self._model: DraftModel
         (self._model,) = host.draft_models.all(self._drafts, host.target, host.tokenizer)
+        draft_models.check_window(self.draft_window, [self._model])
 
     def begin(self, sequence: SequenceView) -> None:
         key = np.array([sequence.params.seed, GENERATOR_KEY], dtype=np.uint64)
@@ -136,8 +139,14 @@ class SpeculativeSampling(Drafter):
         if state.runner is None:
             sequence = state.sequence
             state.runner = DraftRunner(
-                self._model.target, sequence.tokens, sequence.params, sequence.owner, sequence.source
+                self._model.target,
+                sequence.tokens,
+                sequence.params,
+                sequence.owner,
+                sequence.source,
+                self.draft_window,
             )
+        state.runner.commit()  # where its window is full, it is read again
         if not state.runner.opened or state.runner.reading:
             state.runner.read_ahead()
         return state

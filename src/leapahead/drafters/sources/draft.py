@@ -25,6 +25,9 @@ class DraftSource(ForwardSource):
         model: that it is a source of.
         target: the draft model itself.
         name: who drafted a node: "draft", and with several draft models "draft2", ...
+
+    Attributes:
+        window: newest tokens that the draft model sees, see `DraftRunner`; set before it is first needed.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({CHAIN})
@@ -32,6 +35,7 @@ class DraftSource(ForwardSource):
     def __init__(self, model: ForwardModel, target: Target, name: str) -> None:
         super().__init__(model, name)
         self.target = target
+        self.window = 0
         self._runner: DraftRunner | None = None
 
     def begin(self, sequence: SequenceView) -> None:
@@ -43,7 +47,9 @@ class DraftSource(ForwardSource):
         """Made when it is first needed: only then has the target read the prompt, which an early exit shares."""
         if self._runner is None:
             sequence = self._sequence
-            self._runner = DraftRunner(self.target, sequence.tokens, owner=sequence.owner, source=sequence.source)
+            self._runner = DraftRunner(
+                self.target, sequence.tokens, owner=sequence.owner, source=sequence.source, window=self.window
+            )
         return self._runner
 
     @property

@@ -28,6 +28,7 @@ REFUSED = {  # what our own engines have and this host cannot serve -> why
     "head": "a trained head runs in vLLM itself, with its methods 'eagle', 'eagle3' and 'medusa'",
     "grammar": "the state of vLLM's grammars is not passed to proposers; vLLM drops drafted tokens that they forbid",
     "table": "a token table is found by a target's weights, which vLLM does not pass to proposers",
+    "triforce": "it drafts with the target over a part of its cache, and that cache is vLLM's",
     "speculative_sampling": "drafts are verified by vLLM's own rejection rule",
 }
 SOURCES = ("prediction", "suffix", "ngram", "recycling", "siblings")

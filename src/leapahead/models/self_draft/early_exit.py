@@ -17,7 +17,6 @@ For a `MaskedExecutor`; a model that takes chains only drafts from a view with a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,9 +26,9 @@ from torch import Tensor, nn
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
-from leapahead.core.verify import Verdict
-from leapahead.models.base import NOTHING, Capture
+from leapahead.models.base import Capture
 from leapahead.models.self_draft.layer_skip import Form, Skip, SubLayers, sub_layers
+from leapahead.models.self_draft.sharing import SharedSession, SharingExecutor, SharingTarget
 from leapahead.models.transformers import selftest
 from leapahead.models.transformers.forward import (
     Batch,
@@ -38,7 +37,6 @@ from leapahead.models.transformers.forward import (
     Layers,
     MaskedExecutor,
     Outputs,
-    State,
 )
 from leapahead.models.transformers.kv_cache import Row
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
@@ -106,10 +104,6 @@ class Handover:
         if not isinstance(executor.exits, cls):
             executor.exits = cls(executor)
         return executor.exits
-
-    def row_of(self, tokens: Sequence[int]) -> Row | None:
-        """The row of the open session that has this very list."""
-        return next((row for row in self.executor.cache.rows if row.busy and row.tokens is tokens), None)
 
     def begun(self, rows: Sequence[Row]) -> dict[Row, Begun]:
         found = {row: each for row in rows if (each := self.rows.pop(row, None)) is not None}
@@ -228,54 +222,23 @@ class Halves:
         return batch.apart(logits)
 
 
-class SharedSession(TransformersSession):
-    """A sequence of the target, as the exit drafts for it: its tokens and its row are the target's."""
-
-    def commit(self, verdict: Verdict) -> None:
-        """Nothing but the sampler's part: the target has committed already, whatever was drafted."""
-        self.sampler.committed()
-
-    def close(self) -> None:
-        """Nothing: the row is the target's."""
-
-
-class ExitExecutor:
+class ExitExecutor(SharingExecutor):
     """Drafts in the target's rows, or, for a sequence that the target does not have, in a cache of its own."""
 
     def __init__(self, own: Executor, halves: Halves) -> None:
-        self.own, self.halves = own, halves
-        self.capabilities = own.capabilities
+        super().__init__(own)
+        self.halves = halves
 
-    def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0, owner: str = "") -> State:
-        return self.own.open(tokens, reuse, reserve, owner)
+    def shares(self, state: Any) -> bool:
+        return state.cache is self.halves.executor.cache
 
-    def prefill(self, state: Any, count: int, rows: int = 1, layers: Layers = ()) -> Outputs:
-        return self.own.prefill(state, count, rows, layers)
-
-    def fork(self, state: Any, tokens: list[int]) -> State:
-        return self.own.fork(state, tokens)
-
-    def forward(
-        self,
-        states: Sequence[Any],
-        trees: Sequence[TokenTree],
-        num_computed: Sequence[int] | None = None,
-        layers: Layers = (),
+    def draft(
+        self, states: Sequence[Any], trees: Sequence[TokenTree], num_computed: Sequence[int] | None
     ) -> list[Outputs]:
-        shared = [state.cache is self.halves.executor.cache for state in states]
-        assert all(shared) or not any(shared), "a step is for sequences of the target or for others"
-        if not all(shared):
-            return self.own.forward(states, trees, num_computed, layers)
         return [Outputs(logits) for logits in self.halves.draft([state.row for state in states], trees, num_computed)]
 
-    def rows(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> int:
-        return self.own.rows(states, trees)
 
-    def forget(self) -> None:
-        self.own.forget()
-
-
-class EarlyExit(TransformersTarget):
+class EarlyExit(SharingTarget):
     """The target's first layers, then its final norm and head, as a draft model that shares the target's cache.
 
     Args:
@@ -302,15 +265,13 @@ class EarlyExit(TransformersTarget):
             eager_choice=target.eager_choice,
             hidden_states=False,  # it has none of a sequence that it shares
         )
-        self.info = replace(self.info, fingerprint=f"{target.info.fingerprint} {what}")
-        self.lock = target.lock
+        self.share(target, what)
         self.halves = halves
-        self._whole = target.model
-        self._modules = list(map(id, target.model.modules()))  # of which both halves consist
         if halves is not None and isinstance(own, MaskedExecutor):
             self._rehearse(target, halves)
             halves.attach(own)
             self.executor = ExitExecutor(self.executor, halves)
+            self.shared = own.cache
 
     def _rehearse(self, target: TransformersTarget, halves: Halves) -> None:
         """Tests on the model that the exit and the layers behind it together are the model."""
@@ -323,26 +284,8 @@ class EarlyExit(TransformersTarget):
                 f"differ by {result.error:.2g} standard deviations"
             )
 
-    def shares(self, tokens: Sequence[int]) -> bool:
-        """Whether these are the live tokens of a session of the target, so that opening it costs nothing."""
-        return self.halves is not None and self.halves.handover.row_of(tokens) is not None
-
-    def open(
-        self,
-        tokens: Sequence[int],
-        params: SamplingParams,
-        capture: Capture = NOTHING,
-        reserve: int = 0,
-        owner: str = "",
-    ) -> TransformersSession:
-        """A session that shares the row of the target's session with this token list, or one with a row of its own."""
-        if self.halves is None or (row := self.halves.handover.row_of(tokens)) is None:
-            return super().open(tokens, params, capture, reserve, owner)
-        if list(map(id, self._whole.modules())) != self._modules:
-            raise LeapaheadError(
-                f"modules of the model were replaced since {self.info.name} was made of it, so it cannot draft; make a "
-                "new LLM of the model as it is now"
-            )
+    def session(self, row: Row, params: SamplingParams, capture: Capture) -> TransformersSession:
+        assert self.halves is not None
         state = CachedState(self.halves.executor.cache, row, row.tokens)
         return SharedSession(row.tokens, state, self._sampler(params, row.tokens), capture)
 

@@ -282,6 +282,7 @@ class MaskedExecutor(CachedExecutor):
     """
 
     capabilities = frozenset({CHAIN, TREE, LOGITS, TOP_K})
+    attention = grouped.NAME  # what `grouped.attention` is asked for
 
     def __init__(
         self, model: Any, cache: KVCache, patterns: dict[str, Pattern], boolean: bool, config: Any = None
@@ -324,9 +325,9 @@ class MaskedExecutor(CachedExecutor):
         new = [len(tree) - first for tree, first in zip(trees, num_computed, strict=True)]
         pack = self.config is not None and min(new) < max(new)
         order = self.cache.begin(rows, new, num_computed, pack)
-        inputs = Inputs.of(
-            [trees[i] for i in order], [rows[i].length for i in order], self.device, [num_computed[i] for i in order]
-        )
+        of_rows = [(rows[i].length, num_computed[i], rows[i].left_out) for i in order]
+        lengths, computed, left_out = map(list, zip(*of_rows, strict=True))
+        inputs = Inputs.of([trees[i] for i in order], lengths, self.device, computed, left_out)
         packing = Packing.of([new[i] for i in order], self.device) if pack else None
         return Batch(inputs, order, new, packing)
 
@@ -338,7 +339,7 @@ class MaskedExecutor(CachedExecutor):
         if layers:
             options["output_hidden_states"] = list(layers)
         config = None if self.config is None else text_config(model)
-        with nullcontext() if config is None else grouped.attention(config, batch.packing):
+        with nullcontext() if config is None else grouped.attention(config, batch.packing, self.attention):
             if "inputs_embeds" not in options:
                 options["input_ids"] = batch.pack(batch.inputs.tokens)
             output = model(

@@ -160,15 +160,16 @@ def fits(implementation: str, device: torch.device) -> bool:
 
 
 @contextmanager
-def attention(config: Any, packing: Packing | None = None) -> Iterator[None]:
+def attention(config: Any, packing: Packing | None = None, name: str = NAME) -> Iterator[None]:
     """Within the block, a model's layers with this configuration use the grouped attention.
 
     Args:
         config: of the language model.
         packing: of the nodes that the model is given as one sequence; None where it is given [batch, rows].
+        name: of the registered function: this module's, or one that does something else before it.
     """
     before, token = config._attn_implementation, _under_way.set(_Forward(packing))
-    config._attn_implementation = NAME
+    config._attn_implementation = name
     try:
         yield
     finally:

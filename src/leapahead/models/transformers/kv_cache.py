@@ -51,6 +51,8 @@ class Row:
         length: committed entries.
         pending: entries behind them that the last forward wrote.
         slots: where the entry of each pending node lies, counted from `length`; None if each at its own number.
+        left_out: entries of committed tokens that it does not hold, so that the next token is at the position
+            `length + left_out`; 0 but where a part of another row is copied (`retrieval`).
         extent: no slot from here on was ever written.
         busy: whether an open session owns it.
         reserved: the length that its sequence is expected to grow to.
@@ -63,6 +65,7 @@ class Row:
     length: int = 0
     pending: int = 0
     slots: Sequence[int] | None = None
+    left_out: int = 0
     extent: int = 0
     busy: bool = False
     reserved: int = 0
@@ -149,7 +152,16 @@ class KVCache(Cache):  # type: ignore[misc]
             for group in self.groups
         )
 
+    def plane(self, layer: int, part: int) -> Tensor:
+        """[rows, heads, capacity, dim]: all entries of one layer, its keys (part 0) or its values (part 1)."""
+        group, plane = self._place[layer, part]
+        return group.entries[plane]
+
     # Rows
+
+    def row_of(self, tokens: Sequence[int]) -> Row | None:
+        """The row of the open sequence that has this very list of tokens."""
+        return next((row for row in self.rows if row.busy and row.tokens is tokens), None)
 
     def take(self, tokens: list[int], reuse: int, reserve: int = 0, owner: str = "") -> Row:
         """A row for a new sequence, with the entries of as many of its first `reuse` tokens as any row has.

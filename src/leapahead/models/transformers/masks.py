@@ -59,19 +59,29 @@ class Inputs:
         lengths: Sequence[int],
         device: torch.device,
         num_computed: Sequence[int] | None = None,
+        left_out: Sequence[int] | None = None,
     ) -> Inputs:
-        num_computed = num_computed or [0] * len(trees)
+        """Of these trees.
+
+        Args:
+            trees: one for each row.
+            lengths: committed entries of each row.
+            device: of the tensors.
+            num_computed: see `Target.step`.
+            left_out: see `Row.left_out`; a pattern of attention by positions is not possible with it.
+        """
+        num_computed, left_out = num_computed or [0] * len(trees), left_out or [0] * len(trees)
         n = max(len(tree) - first for tree, first in zip(trees, num_computed, strict=True))
         own = max(num_computed) + n
         lines: list[list[int]] = []  # of each row: its tokens, positions, slots and there, then its length
         ancestors = np.zeros((len(trees), n, own), dtype=np.bool_)
-        for row, (tree, length, first) in enumerate(zip(trees, lengths, num_computed, strict=True)):
+        for row, (tree, length, first, away) in enumerate(zip(trees, lengths, num_computed, left_out, strict=True)):
             size, new = len(tree), len(tree) - first
-            there = [length + depth for depth in tree.depth_list]
+            there = [length + away + depth for depth in tree.depth_list]
             tokens = tree.token_list[first:] + tree.token_list[:1] * (n - new)
-            positions = there[first:] + [length] * (n - new)
+            positions = there[first:] + there[:1] * (n - new)
             slots = [*range(length, length + first + n), *[length] * (own - first - n)]
-            lines.append([*tokens, *positions, *slots, *there, *[length] * (own - size), length])
+            lines.append([*tokens, *positions, *slots, *there, *there[:1] * (own - size), length])
             mask = np.tri(size, dtype=np.bool_) if tree.is_chain else tree.ancestor_mask
             ancestors[row, :new, :size] = mask[first:]
             if size < own:
@@ -87,7 +97,7 @@ class Inputs:
             there=moved[:, 2 * n + own : -1],
             ancestors=torch.from_numpy(ancestors).to(device),
             end=max(begins) + n,
-            straight=len(begins) == 1 and all(tree.is_chain for tree in trees),
+            straight=len(begins) == 1 and not any(left_out) and all(tree.is_chain for tree in trees),
         )
 
     @property
