@@ -38,8 +38,7 @@ BUILT_IN = {
 }
 
 # Drafters that need more than any target: a file, a prediction, another model, a target of Transformers.
-MODELS = ("draft_model", "cascade", "ouroboros", "triforce", "speculative_sampling")
-NEEDING = ("datastore", "prediction", "head", *MODELS)
+NEEDING = ("datastore", "prediction", "draft_model", "cascade", "ouroboros", "head", "triforce", "speculative_sampling")
 
 DrafterClass = type[Drafter] | type[SequenceDrafter]
 
