@@ -200,8 +200,8 @@ DRAFT_MODELS: tuple[System, ...] = (
         command="leapahead generate -d triforce --draft bundled -o budget=64 -o refresh=16 -o depth=6",
         rule=EXACT,
         published=Published("up to 2.31x", NOT_FOUND, "Llama-2-7B-128K, A100", "2404.11912, abstract"),
-        differs="All levels match exactly. The texts here have some hundred tokens, where attention costs nothing; what "
-        "it costs in long ones is told in [long contexts](long-contexts.md).",
+        differs="All levels match exactly. The texts here have some hundred tokens, where attention costs nothing; "
+        "what it costs in long ones is told in [long contexts](long-contexts.md).",
         needs="for speed, long texts; a draft model with the target's tokenizer",
     ),
     System(
