@@ -196,6 +196,7 @@ bench: $(WITH_LLAMA) $(foreach cost,135m 1b,$(STANDINS)/$(cost)-bf16.gguf $(STAN
 
 # What docs/auto.md and docs/draft-models.md show; a quarter of an hour each, and the same holds.
 LOOKUP := $(if $(LLAMA_BIN),--peer llama-lookup:path=$(LLAMA_BIN)/llama-lookup)
+LOOKUP += $(if $(VLLM_PYTHON),--peer vllm:python=$(VLLM_PYTHON) --peer vllm-suffix:python=$(VLLM_PYTHON))
 PAIRS := $(BIN)/leapahead bench --rounds 1 --dtype bfloat16 -d plain -d auto
 OURS := $(PAIRS) --data $(DATA) --config prompt_lookup:num_tokens=3 --peer transformers-prompt-lookup \
 	--peer transformers-assisted $(LOOKUP) -t 0
@@ -277,6 +278,18 @@ bench-draft: $(WITH_LLAMA) $(STANDINS)/1b-bf16 $(STANDINS)/135m-q8_0.gguf $(STAN
 	$(PAIRS) --data $(DATA) -m $(STANDINS)/135m-q8_0.gguf $(call BOTH,$(STANDINS)/draft-bf16.gguf) \
 		$(call CHAIN,$(STANDINS)/draft-bf16.gguf) $(DRAFTED) \
 		$(SOME) --out docs/bench/draft/135m-gguf $(RESUME)
+	$(BIN)/python tools/docs.py
+
+# What docs/research/draft-models.md shows of draft models among themselves: five minutes.
+.PHONY: bench-cascade
+AMONG = --config draft_model:draft=$(1) --config cascade:draft=$(1) --config cascade:draft=$(1),lengths=2 \
+	--config ouroboros:draft=$(1)
+ALONE := $(BIN)/leapahead bench --rounds 1 --dtype bfloat16 -d plain -t 0
+bench-cascade: $(STANDINS)/135m-bf16 $(STANDINS)/1b-bf16 $(STANDINS)/draft-135m
+	$(ALONE) --data $(DATA) -m $(STANDINS)/135m-bf16 $(call AMONG,bundled) --task humaneval=4 --task gsm8k=4 \
+		--max-new-tokens 48 --out docs/bench/draft/cascade-135m $(RESUME)
+	$(ALONE) --data $(DATA) -m $(STANDINS)/1b-bf16 $(call AMONG,$(STANDINS)/draft-135m) --task humaneval=2 --task gsm8k=2 \
+		--max-new-tokens 32 --out docs/bench/draft/cascade-1b $(RESUME)
 	$(BIN)/python tools/docs.py
 
 $(STANDINS)/draft-135m: | $(WITH_LLAMA)

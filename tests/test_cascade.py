@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from helpers import GREEDY, FixedLatency, Run, Spelling, assert_same_text, run
 from test_draft import FLAT, WARM, Blurred, Counting, timed
 
 from leapahead import LLM, Engine, Request
+from leapahead.bench.prompts import BUNDLED
 from leapahead.cli import main
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.stop import StopParams
@@ -23,7 +25,7 @@ from leapahead.models.base import ALL, TREE
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.profile import LatencyProfiles
 
-STOP = StopParams(max_new_tokens=120)
+STOP = StopParams(max_new_tokens=80)
 SAMPLINGS = pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
 
 
@@ -50,7 +52,7 @@ def test_the_draft_is_the_draft_models_own_in_fewer_draft_forwards(params: Any, 
     found = assert_same_text(target, Cascade(draft, ahead=ahead, **options), params=params, stop=STOP)
     assert drafted(found) == drafted(alone)
     assert forwards(alone) > 4.8
-    assert forwards(found) < 0.9 * forwards(alone)
+    assert forwards(found) < 0.95 * forwards(alone)
     assert 0 < found.stats.drafter["draft"]["right"] <= found.stats.drafter["draft"]["guessed"]
 
 
@@ -138,7 +140,7 @@ def test_later_positions_are_drafted_by_smaller_models_and_then_by_ngrams(params
 
 @SAMPLINGS
 @pytest.mark.parametrize("options", [{}, {"nodes": 9}, {"nodes": 7, "chain": True}, {"ahead": 0}], ids=str)
-@pytest.mark.parametrize("lengths", ["", "1,1", "4,2"])
+@pytest.mark.parametrize("lengths", ["", "2,1"])
 def test_the_text_is_that_of_plain_decoding(params: Any, options: dict[str, Any], lengths: str) -> None:
     target, drafts = ToyTarget(), [timed(Blurred(0.2)), timed(Blurred(0.5))]
     drafter = Cascade(drafts, lengths=lengths, **options)
@@ -214,16 +216,13 @@ def test_what_cannot_be_is_refused_by_name_at_construction(name: str) -> None:
         LLM(ToyTarget(), drafter=name, draft=chains)
     with pytest.raises(Refused, match=rf"'{name}' cannot use the draft model toy.*its mask token"):
         LLM(ToyTarget(), drafter=name, draft=Masking())
-    with pytest.raises(BadParameter, match="another vocabulary than the target"):
-        LLM("bundled", drafter=name, draft=_with_another_tokenizer())
+    target = ToyTarget()
+    one, other = (Spelling(lambda token, begin=begin: f"{begin}{token}") for begin in "ab")  # type: ignore[misc]
+    with pytest.raises(BadParameter, match="another vocabulary than the target: token 0 is 'a0' in one and 'b0'"):
+        Engine(target, tokenizer=one).drafter(name, draft=DraftModel(target, other, LatencyProfiles(target.info)))
     with pytest.raises(BadParameter, match="nodes=-1 is not possible"):
         registry.make(name, draft=ToyTarget(), nodes=-1)
     assert LLM(ToyTarget(), drafter="cascade", draft=chains, ahead=0).generate([1, 2], max_new_tokens=4).tokens
-
-
-def _with_another_tokenizer() -> Any:
-    target = ToyTarget(vocab_size=4096)
-    return DraftModel(target, Spelling(chr), LatencyProfiles(target.info))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -250,26 +249,28 @@ def test_the_bundled_models(name: str) -> None:
     """In float32, with branches, greedy and seeded, alone and together."""
     plain = LLM(dtype="float32", drafter="plain")
     llm = LLM(plain.target, tokenizer=plain.tokenizer, drafter=name, draft="bundled", nodes=8)
-    prompts = ["def add(a, b):", "def mean(values):\n    ", "The sum of 3 and"]
+    prompts = ["def add(a, b):", "The sum of 3 and"]
     for options in ({}, {"temperature": 1.0, "seed": 5}):
         expected = plain.generate(prompts, max_new_tokens=24, **options)  # type: ignore[arg-type]
         found = llm.generate(prompts, max_new_tokens=24, **options)  # type: ignore[arg-type]
         assert [each.tokens for each in found] == [each.tokens for each in expected]
-        assert sum(each.stats.accepted_by["draft"] for each in found) > 10
+        assert sum(each.stats.accepted_by["draft"] for each in found) > 5
 
 
 @pytest.mark.parametrize("more", [("cascade", "lengths=2"), ("ouroboros", "length=3")], ids=lambda each: each[0])
-def test_the_command_line(more: Sequence[str]) -> None:
-    name, option = more
+def test_the_command_line(more: Sequence[str], tmp_path: Path) -> None:
+    (name, option), page = more, tmp_path / "page.html"
     given = ["-d", name, "--draft", "bundled", "-o", "nodes=6", "-o", option, "--dtype", "float32"]
     checked = CliRunner().invoke(main, ["check", *given, "--limit", "1", "--max-new-tokens", "12"])
     assert checked.exit_code == 0, checked.output
-    explained = CliRunner().invoke(main, ["explain", *given, "--max-new-tokens", "8", "--text", "def add"])
+    explained = CliRunner().invoke(main, ["explain", *given, "--max-new-tokens", "8", "--out", str(page), "def add"])
     assert explained.exit_code == 0, explained.output
+    assert "draft" in page.read_text(encoding="utf-8")
     refused = CliRunner().invoke(main, ["generate", "-d", name, "x"])
-    assert (refused.exit_code, f"the drafter {name!r} needs draft=" in refused.output) == (2, True)
+    assert (refused.exit_code, f"the drafter {name!r} needs --draft=" in refused.output) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_part_of_the_target_drafts_and_the_draft_model_guesses_for_it() -> None:
     """An early exit, which lives in the target's cache, verifies guesses of the bundled draft model."""
     plain = LLM(dtype="float32", drafter="plain")
@@ -280,3 +281,28 @@ def test_a_part_of_the_target_drafts_and_the_draft_model_guesses_for_it() -> Non
         found = llm.generate("def add(a, b):", max_new_tokens=32, **given)  # type: ignore[arg-type]
         assert found.tokens == expected.tokens
         assert found.stats.drafter["draft"]["right"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("cascade", {"nodes": 5, "chain": True}),
+        ("cascade", {"nodes": 16}),
+        ("cascade", {"draft": ["self:first=3", "bundled"], "lengths": "2,2", "nodes": 8}),
+        ("ouroboros", {"nodes": 14, "length": 5, "chain": True}),
+        ("ouroboros", {"nodes": 16}),
+    ],
+    ids=str,
+)
+def test_thousands_of_tokens_in_float32(name: str, options: dict[str, Any], batch: int) -> None:
+    plain = LLM(dtype="float32", drafter="plain")
+    given: dict[str, Any] = {"draft": "bundled", "max_batch": batch, **options}
+    llm = LLM(plain.target, tokenizer=plain.tokenizer, drafter=name, **given)
+    for more in ({}, {"temperature": 1.0, "seed": 3}):
+        texts = dict(max_new_tokens=128, ignore_eos=True, **more)
+        expected = plain.generate(list(BUNDLED), **texts)  # type: ignore[arg-type]
+        found = llm.generate(list(BUNDLED), **texts)  # type: ignore[arg-type]
+        assert [each.tokens for each in found] == [each.tokens for each in expected]
+        assert sum(len(each.tokens) for each in found) > 1000

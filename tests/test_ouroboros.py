@@ -24,7 +24,7 @@ from leapahead.models.base import Cost
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 
-STOP = StopParams(max_new_tokens=160)
+STOP = StopParams(max_new_tokens=100)
 SAMPLINGS = pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
 
 
@@ -107,6 +107,18 @@ def test_the_targets_choices_over_rejected_tokens_enter_the_pool() -> None:
     assert source.candidates((7, 6), 8) == source.candidates((1,), 8) == []
 
 
+def test_the_window_rides_where_its_rows_are_free_and_stays_away_where_they_are_dear() -> None:
+    """By the draft model's latency profile, and by how often phrases are right."""
+    target, stop = ToyTarget(), StopParams(max_new_tokens=100)
+    guessed = []
+    for seconds in ({1: 0.2, 128: 0.2}, {1: 0.2, 2: 0.6, 128: 40.0}):
+        drafter = Ouroboros(timed(Blurred(0.2), seconds))
+        found = assert_same_text(target, drafter, stop=stop, latency=FixedLatency(target, FLAT))
+        guessed.append(found.stats.drafter["draft"]["guessed"])
+    assert guessed[0] > 50
+    assert guessed[1] == 0
+
+
 def test_phrases_go_on_from_text_to_text() -> None:
     """Those of past texts come after the text's own, and a text that ends enters its own."""
     target, cache = ToyTarget(vocab_size=60), DrafterCache()
@@ -128,7 +140,7 @@ def test_phrases_go_on_from_text_to_text() -> None:
 
 
 @SAMPLINGS
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize(
     "options",
     [
@@ -144,7 +156,7 @@ def test_phrases_go_on_from_text_to_text() -> None:
 def test_the_text_is_that_of_plain_decoding(params: Any, share: float, options: dict[str, Any]) -> None:
     target, latency = ToyTarget(), FixedLatency(ToyTarget(), FLAT)
     drafter = Ouroboros(timed(Blurred(share), CHEAP), **options)
-    assert_same_text(target, drafter, params=params, stop=StopParams(max_new_tokens=60), latency=latency)
+    assert_same_text(target, drafter, params=params, stop=StopParams(max_new_tokens=40), latency=latency)
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,8 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
         "draft-135m-gguf-sampled": lambda root: overall(root, "draft/135m-gguf", 1.0, table),
         "draft-1b": whole("draft/1b", "1B"),
         "draft-1b-sampled": lambda root: overall(root, "draft/1b", 1.0, table),
+        "cascade-135m": whole("draft/cascade-135m", "135M"),
+        "cascade-1b": whole("draft/cascade-1b", "1B"),
         "heads-135m": whole("heads", "135M"),
         "heads-135m-sampled": lambda root: overall(root, "heads", 1.0, table),
         "heads-vllm": lambda root: positions(root, table),

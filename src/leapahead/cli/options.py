@@ -187,14 +187,7 @@ MODEL: tuple[Option, ...] = (
 )
 
 DRAFTER_OPTIONS: tuple[Option, ...] = (
-    option(
-        "-W",
-        "--window",
-        type=int,
-        metavar="W",
-        group=DRAFTER_GROUP,
-        help="Window of lookahead.",
-    ),
+    option("-W", "--window", type=int, metavar="W", group=DRAFTER_GROUP, help="Window of lookahead."),
     option(
         "-N", "--ngram", type=int, metavar="N", group=DRAFTER_GROUP, help="N-gram size of lookahead, its key included."
     ),

@@ -18,12 +18,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from leapahead.drafters.sources.computed import Path
+from leapahead.drafters.sources.computed import Path, Row
 from leapahead.drafters.sources.draft import DraftSource
 from leapahead.drafters.sources.forward import ForwardModel
 from leapahead.models.base import Target
 from leapahead.models.choices import Rows
 from leapahead.planner.draft import Forward, SequenceView
+from leapahead.planner.source import Candidate, Score
 
 SLOWNESS = 64  # draft forwards over which rates are averaged
 FORGETTING = 256  # draft forwards without guesses in which most of a rate is forgotten
@@ -179,13 +180,13 @@ class GuessedSource(DraftSource):
     def has_candidates(self, state: Path) -> bool:
         return self.computable(state) and super().has_candidates(state)
 
-    def _sure(self, state: Path) -> Any:
+    def _sure(self, state: Path) -> Row | None:
         return super()._sure(state) if self.computable(state) else None
 
-    def candidates(self, state: Path, limit: int) -> Any:
+    def candidates(self, state: Path, limit: int) -> list[Candidate]:
         return super().candidates(state, min(limit, self.width or limit))
 
-    def seed_aware_candidates(self, state: Path, limit: int, score: Any) -> Any:
+    def seed_aware_candidates(self, state: Path, limit: int, score: Score) -> list[Candidate]:
         return super().seed_aware_candidates(state, min(limit, self.width or limit), score)
 
     # ------------------------------------------------------------------------------------------- the guesses
@@ -212,7 +213,7 @@ class GuessedSource(DraftSource):
         self._chosen[path] = token = int(tokens[best])
         return token
 
-    def row(self, path: Path) -> Any:
+    def row(self, path: Path) -> Row:
         """The likeliest tokens after a computed path and their log-probabilities."""
         return self._rows[path]
 
@@ -229,7 +230,7 @@ class GuessedSource(DraftSource):
 
     def _wanted(self, paths: Sequence[Path]) -> Wanted | None:
         """The guesses that are wanted in a draft forward over these paths; None for none."""
-        guesser = self.guesser
+        guesser, self._beside = self.guesser, 0
         if guesser is None or self.runner.crowded or (path := next(filter(self._own, paths), None)) is None:
             return None
         most = guesser.length(self)

@@ -44,6 +44,14 @@ class LookaheadGuesser(Guesser):
         self._next = -1  # the position that the window's root must have when sampling
         self._tree = TokenTree.root(0)
 
+    def length(self, source: GuessedSource) -> int:
+        """All of its phrases together with the window, or nothing where these rows do not pay."""
+        if not self.planned:
+            return self.most
+        profile, rows = source.model.latency.profile(1), max(len(self._tree), self.window.width * self.most)
+        tokens = sum(self.hits.rate**n for n in range(self.most + 1))
+        return self.most if tokens / profile(rows) > 1 / profile(1) else 0
+
     def guess(self, source: GuessedSource, path: Path, tokens: int) -> list[Path]:
         sequence, root = self.sequence, path[-1] if path else self.sequence.root
         position = len(sequence.tokens) + len(path)
