@@ -27,7 +27,7 @@ from leapahead.models.transformers.retrieval import Retrieval, Retrieved
 DEPTHS = (1, 2, 3, 4, 6, 8, 12)  # tokens that are drafted for the target in one step
 GUESSES = (1, 2, 3)  # of the small model for one forward of the middle level
 RATES = (0.6, 0.7, 0.8, 0.9, 0.95)  # simulated: of the middle's tokens that the target accepts
-SMALL_RATE = 0.6  # simulated: of the small model's guesses that the middle accepts
+SMALL_RATE = 0.6  # simulated: of the small model's guesses that the middle, or the target, accepts
 WARM_UP = 2  # rounds that are not counted
 WINDOW = 512  # of the small model
 
@@ -58,7 +58,7 @@ def measured(
     Returns:
         `small_ms`; rows of context with `target_ms` by rows of the forward, and of each budget `middle_ms` by rows,
         `select_ms`, what choosing the chunks adds to a forward, and `first_select_ms`, the same at the first time, when
-        the mean keys of all chunks are computed; all are medians. `simulated`, `needed`: see these.
+        the mean keys of all chunks are computed; all are medians. `simulated`, `needed`, `alone`: see these.
 
     Raises:
         ContextOverflow: a length is greater than the target's context.
@@ -81,7 +81,8 @@ def measured(
         "small_ms": small_ms,
         "rows": rows,
     }
-    return {**found, "simulated": simulated(found), "needed": needed(found)}
+    small_alone = [{"context": row["context"], "speedup": alone(found, row)} for row in rows]
+    return {**found, "simulated": simulated(found), "needed": needed(found), "alone": small_alone}
 
 
 def filled(target: TransformersTarget, length: int) -> TransformersSession:
@@ -180,23 +181,34 @@ def simulated(found: Data) -> list[Data]:
 
 
 def needed(found: Data) -> list[Data]:
-    """The least acceptance rate, in hundredths, from which on drafting is faster than plain decoding.
+    """The least acceptance rate, in hundredths, from which on drafting is faster than without the middle level.
+
+    That is plain decoding where there is no small model, else the better one of that and the small model alone.
 
     Returns:
         Rows of context, budget, small and rate; None where no rate is enough.
     """
-    return [
-        {
-            "context": row["context"],
-            "budget": int(budget),
-            "small": small,
-            "rate": next(
-                (a / 100 for a in range(101) if best(found, row, budget, a / 100, small)["speedup"] > 1), None
-            ),
-        }
-        for row, small in product(found["rows"], (False, True))
-        for budget in row["budgets"]
-    ]
+    rows = []
+    for row, small in product(found["rows"], (False, True)):
+        without = max(1.0, alone(found, row)) if small else 1.0
+        for budget in row["budgets"]:
+            gains = ((a / 100, best(found, row, budget, a / 100, small)["speedup"]) for a in range(101))
+            rate = next((a for a, speedup in gains if speedup > without), None)
+            rows.append({"context": row["context"], "budget": int(budget), "small": small, "rate": rate})
+    return rows
+
+
+def alone(found: Data, row: Data) -> float:
+    """The greatest speed-up of one context by the small model alone, if the target accepts at `SMALL_RATE`."""
+    return max(
+        round(
+            _expected(SMALL_RATE, depth)
+            * row["target_ms"]["1"]
+            / (row["target_ms"][str(depth + 1)] + depth * found["small_ms"]),
+            3,
+        )
+        for depth in DEPTHS
+    )
 
 
 def best(found: Data, row: Data, budget: str, rate: float, small: bool) -> Data:

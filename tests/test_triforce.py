@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from architectures import BY_NAME
 from helpers import GREEDY, Run, run
 
 from leapahead import Engine, Request
-from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.core.errors import BadParameter, ContextOverflow, LeapaheadError, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import TokenTree
@@ -26,6 +27,9 @@ from leapahead.models.toy import ToyTarget
 from leapahead.models.transformers import retrieval
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
 from leapahead.models.transformers.retrieval import Layout, Retrieval, Retrieved
+from research import plots
+from research import retrieval_costs as costs_of
+from research.retrieval_costs import measured
 
 WARM = SamplingParams(temperature=1.0, seed=3)
 STOP = StopParams(max_new_tokens=24)
@@ -49,7 +53,7 @@ def small() -> TransformersTarget:
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(5, 100, length).tolist()
+    return [int(token) for token in np.random.default_rng(seed).integers(5, 100, length)]
 
 
 def opened(target: TransformersTarget, tokens: list[int]) -> TransformersSession:
@@ -398,3 +402,42 @@ def test_modules_that_were_replaced_are_an_error() -> None:
     own.model.norm = torch.nn.Identity()
     with pytest.raises(LeapaheadError, match="modules of the model were replaced"):
         draft.open(session.tokens, GREEDY)
+
+
+# ------------------------------------------------------------------------------------------------- what it costs
+
+
+def test_costs_are_measured_over_a_random_cache() -> None:
+    target = TransformersTarget(model())
+    found = measured(target, ToyTarget(context_length=600), [100, 200], [32], chunk=4, rounds=1)
+    assert [row["context"] for row in found["rows"]] == [100, 200]
+    for row in found["rows"]:
+        assert all(ms > 0 for ms in row["target_ms"].values())
+        assert all(ms > 0 for ms in row["budgets"]["32"]["middle_ms"].values())
+    assert {(row["context"], row["small"]) for row in found["needed"]} == {(n, s) for n in (100, 200) for s in (0, 1)}
+    json.dumps(found)
+    with pytest.raises(ContextOverflow, match="250 tokens do not fit the context of 256"):
+        measured(target, ToyTarget(context_length=600), [250], [32])
+    assert len(plots.draw(found).axes) == 2
+
+
+def test_the_simulated_speed_up_by_hand() -> None:
+    """A draft of 1 token of which 50 % are accepted: 1.5 tokens in 11 + 3 + 1.5 * 8 / 4 milliseconds."""
+    costs = {"middle_ms": {"1": 3.0, "2": 3.0, "3": 3.0, "4": 3.0}, "select_ms": 8.0}
+    row = {"context": 1, "target_ms": {str(rows): 10.0 + rows - 1 for rows in range(1, 14)}, "budgets": {"8": costs}}
+    found = {"conditions": {"refresh": 4}, "small_ms": 0.5, "rows": [row]}
+    best = costs_of.best(found, row, "8", 0.5, small=False)
+    by_hand = {
+        depth: sum(0.5**each for each in range(depth + 1))
+        * 10
+        / (10 + depth + 3 * depth + 2 * sum(0.5**each for each in range(depth + 1)))
+        for depth in costs_of.DEPTHS
+    }
+    assert by_hand[1] == 15 / 17
+    assert best["speedup"] == round(max(by_hand.values()), 3) < 1
+    certain = [costs_of.best(found, row, "8", 1.0, small)["speedup"] for small in (False, True)]
+    assert certain[1] > certain[0] > 1
+    assert costs_of.alone(found, row) == round((1 + 0.6 + 0.36) * 10 / (12 + 2 * 0.5), 3)
+    rate = costs_of.needed(found)[0]["rate"]
+    assert costs_of.best(found, row, "8", rate, small=False)["speedup"] > 1
+    assert costs_of.best(found, row, "8", rate - 0.01, small=False)["speedup"] <= 1

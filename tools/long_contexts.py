@@ -50,15 +50,17 @@ def gains_table(root: Path, table: Table) -> str:
     """Simulated: the speed-up at acceptance rates, and the rate from which on there is one."""
     data = _data(root)
     rates = list(dict.fromkeys(row["rate"] for row in data["simulated"]))
+    alone = {row["context"]: f"{row['speedup']:.2f}" for row in data["alone"]}
     rows = []
     for need in data["needed"]:
         key = (need["context"], need["budget"], need["small"])
         some = [row for row in data["simulated"] if (row["context"], row["budget"], row["small"]) == key]
         gains = [f"{row['speedup']:.2f}" for row in some]
         least = "none" if need["rate"] is None else f"{need['rate']:.2f}"
-        rows.append([str(key[0]), str(key[1]), "with" if key[2] else "without", *gains, least])
+        without = alone[key[0]] if key[2] else "1.00"
+        rows.append([str(key[0]), str(key[1]), "with" if key[2] else "without", without, *gains, least])
     rows.sort(key=lambda row: (row[2] == "with", int(row[0]), int(row[1])))
-    heads = "context | budget | small model | " + " | ".join(f"{rate:g} accepted" for rate in rates)
+    heads = "context | budget | small model | no middle level | " + " | ".join(f"{rate:g} accepted" for rate in rates)
     return table(heads + " | least rate that pays", rows)
 
 

@@ -47,12 +47,12 @@ class Auto(Planned):
             which is left out where no token table is stored for the target.
         datastore: a file that `leapahead datastore build` has written, as one more source.
         draft: a draft model, as one more source; or several, see `draft_model`.
-        draft_window: newest tokens that it sees, see `draft_model`; 0 for all.
         head: a trained head, as one more source; or several, see `head`.
         nodes: draft exactly so many nodes in every step, as far as there are candidates, whatever they cost; 0 for as
             many as pay.
         max_nodes: never more than so many per sequence; by default 128, or `nodes`.
         seed_aware: rank candidates with the Gumbel noise when sampling; false for comparison.
+        draft_window: newest tokens that the draft model sees, see `draft_model`; 0 for all.
     """
 
     name: ClassVar[str] = "auto"

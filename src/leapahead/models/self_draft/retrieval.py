@@ -35,6 +35,7 @@ from leapahead.models.transformers.twin import twin
 
 REHEARSAL = Retrieval(budget=UNLIMITED, chunk=2, refresh=1, newest=1)  # all chunks are chosen, in every step
 REHEARSED = 24  # tokens of the prompt of that test
+MARGIN = 4.0  # of the least tolerance there: rounding may change a draft, and never a text
 
 
 class RetrievalExecutor(MaskedExecutor):
@@ -152,7 +153,8 @@ class RetrievalDraft(SharingTarget):
             with torch.no_grad():
                 rehearsal = Rehearsal(target, view)
                 prompts = max(REHEARSED, *target.test_prompts()), 1
-                result = selftest.run(rehearsal, target.model, target.ordinary_ids(), prompts)
+                floor = MARGIN * selftest.FLOOR.get(target.model.dtype, selftest.FLOOR[torch.float16])
+                result = selftest.run(rehearsal, target.model, target.ordinary_ids(), prompts, floor=floor)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
