@@ -45,6 +45,7 @@ COMMANDS = {  # name -> where it is, and what it does
     "calibration": ("research.commands_drafts:calibration", "Draw observed against predicted acceptance."),
     "repair": ("research.train.repair:main", "Train a small encoder-decoder that repairs damaged code."),
     "repair-acceptance": ("research.repair_figures:main", "Measure acceptance lengths on that model."),
+    "devices": ("research.devices.command:main", "Simulate methods for several devices, from measurements on one."),
     "sequoia": ("research.commands_drafts:sequoia", "Draw the best tree for a draft model."),
     "triforce": ("research.triforce:main", "Measure drafting over a part of a long context's cache."),
 }

@@ -14,6 +14,7 @@ from leapahead.bench.conditions import Data
 from leapahead.bench.formula import compression_formula
 from leapahead.bench.plots import COLOURS, MARKERS, latency, plain_numbers, sampling, subplots
 from research.curves.calibration import LEAST_NODES
+from research.devices.plots import devices
 from research.plots_curve import curve as chain_curve
 from research.plots_regret import regret
 from research.plots_tree import sequoia
@@ -306,4 +307,5 @@ FIGURES: dict[str, Callable[[Data], Figure]] = {
     "regret": regret,
     "sequoia": sequoia,
     "triforce": triforce,
+    "devices": devices,
 }

@@ -21,6 +21,7 @@ import headline
 import inside_vllm
 import long_contexts
 import reference
+import several_devices
 import systems
 import trained
 
@@ -380,6 +381,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **benches.blocks(table),
     **inside_vllm.blocks(table),
     **long_contexts.blocks(table),
+    **several_devices.blocks(table),
     **systems.blocks(table),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from research.systems.system import DISTRIBUTION, EXACT, NOT_FOUND, RELAXED, REPAIR, Published, System
 
+SIMULATED = "simulated, see [several devices](several-devices.md)"
 DRAFT = "a draft model with the target's tokenizer"
 TPU = "T5-XXL drafted by T5-small, WMT English-German, one TPU-v4"
 SAMPLED = "Drafts are sampled; noise of tests and residuals is independent of the positions' noise."
@@ -215,5 +216,16 @@ DRAFT_MODELS: tuple[System, ...] = (
         differs="Trees of eight depths from one draft forward, where `chain` is false.",
         needs="a draft model with mask tokens, for the target's tokenizer",
         elsewhere="there is none for the bundled model; tested with small random ones",
+    ),
+    System(
+        key="pearl",
+        name="Draft-target overlap (PEARL)",
+        paper="2408.11850",
+        command="python -m research devices",
+        rule=EXACT,
+        published=Published("up to 4.43x", NOT_FOUND, "hardware not found", "2408.11850, abstract"),
+        differs="Simulated only, from what is measured on one device.",
+        needs="a second device, or cores of its own for the draft model",
+        elsewhere=SIMULATED,
     ),
 )

@@ -99,6 +99,19 @@ TRAINING_FREE: tuple[System, ...] = (
         differs="As above.",
     ),
     System(
+        key="lookahead-devices",
+        name="Lookahead parallelism",
+        paper="2402.02057",
+        command="leapahead generate -d lookahead --preset 7b --devices cpu,cpu",
+        rule=EXACT,
+        published=Published(
+            "2.05x", NOT_FOUND, "LLaMA-2-7B-chat, MT-Bench, 8 A100, FlashAttention", "2402.02057, figure 7"
+        ),
+        differs="The trees of every drafter are divided, and accepted tokens are computed again instead of sent. Two "
+        "processes on the cores of one CPU, as here, cannot be faster than one.",
+        needs="for speed, several devices",
+    ),
+    System(
         key="prompt-lookup",
         name="Prompt lookup decoding",
         paper="",
@@ -179,5 +192,16 @@ TRAINING_FREE: tuple[System, ...] = (
         rule=EXACT,
         published=Published("", "", "", ""),
         differs="No published system.",
+    ),
+    System(
+        key="ppd",
+        name="Predictive pipelined decoding (PPD)",
+        paper="2307.05908",
+        command="python -m research devices",
+        rule=EXACT,
+        published=Published(NOT_FOUND, NOT_FOUND, "", ""),
+        differs="Simulated only, from what is measured on one device.",
+        needs="devices for each likely token of an early exit",
+        elsewhere="simulated, see [several devices](several-devices.md)",
     ),
 )

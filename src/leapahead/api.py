@@ -58,7 +58,7 @@ class LLM:
             estimated 100 MB. It holds pieces of texts: users who must not learn of each other's get one each, or none.
         acceptance: "exact", or a relaxed rule, whose texts are lossy: see `leapahead.core.relaxed`.
         options: of the drafter, for example `window=7, ngram=5, guesses=7`; and of the engine, for example `n_ctx=8192`
-            (see `LlamaCppOptions`, `OpenVinoOptions` and `models.loading.load`).
+            or `devices="cuda:0,cuda:1"` (see `LlamaCppOptions`, `OpenVinoOptions` and `models.loading.load`).
 
     Attributes:
         target: the loaded model.
@@ -134,6 +134,7 @@ class LLM:
     def close(self) -> None:
         """Cancels what is running and releases the caches. The LLM takes no further prompts."""
         self.engine.close()
+        loading.close(self.target)
 
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result: ...
@@ -154,8 +155,7 @@ class LLM:
             bad_words: strings or token sequences that must not appear. A string is banned as the tokenizer writes it at
                 the beginning of a text and after a space.
             min_new_tokens: before so many no EOS and none of `stop_token_ids`.
-            seed: of the Gumbel noise. One for all prompts, or a list with one for each. By default every prompt gets
-                its own at random, found in its result.
+            seed: of the Gumbel noise: one for all prompts, or a list; by default one at random for each, in its result.
             n: number of samples of each prompt, which is read once. Sample i has the prompt's seed plus i.
             logprobs: report the log-probability of every token, and of so many likeliest alternatives: log-softmax of
                 the model's unprocessed logits.

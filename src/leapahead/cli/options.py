@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import click
 from leapahead import drafters
 from leapahead.cli.command import Decorated, option
 from leapahead.cli.text_input import utf8_only
+from leapahead.cli.typed import value_of
 from leapahead.core.errors import BadParameter
 from leapahead.models.loading import ENGINE_OPTIONS, ENGINES
 
@@ -64,6 +64,13 @@ MODEL: tuple[Option, ...] = (
         metavar="DEVICE",
         group=MODEL_GROUP,
         help="cpu, cuda, cuda:1, mps, ..., or auto: an accelerator if there is one.",
+    ),
+    option(
+        "--devices",
+        metavar="DEVICE,...",
+        group=MODEL_GROUP,
+        help="Divide the branches of drafts over devices, each with the whole model: cuda:0,cuda:1, or torchrun for "
+        "the processes that torchrun started. Transformers only.",
     ),
     TRUST_REMOTE_CODE,
     EXACT,
@@ -374,25 +381,5 @@ def drafter_arguments(values: dict[str, Any], names: Sequence[str]) -> dict[str,
         key = key.strip().replace("-", "_")
         if not equals:
             raise BadParameter(f"-o {pair} is not possible: it must be KEY=VALUE")
-        given[key] = _value(key, text, known[key].annotation) if key in known else text
+        given[key] = value_of(key, text, known[key].annotation) if key in known else text
     return given
-
-
-def _value(key: str, text: str, annotation: Any) -> Any:
-    """`text` in the type that the drafter's signature names."""
-    readers: list[tuple[str, Callable[[str], Any]]] = [("int", int), ("float", float), ("bool", _bool), ("str", str)]
-    named = set(re.findall(r"\w+", str(annotation))) & {kind for kind, _ in readers}
-    for kind, read in readers:
-        if kind in named or not named:
-            try:
-                return read(text)
-            except ValueError:
-                continue
-    raise BadParameter(f"-o {key}={text} is not possible: the value must be of type {annotation}")
-
-
-def _bool(text: str) -> bool:
-    word = text.lower()
-    if word not in ("true", "false", "yes", "no", "on", "off"):
-        raise ValueError(text)
-    return word in ("true", "yes", "on")

@@ -256,6 +256,7 @@ def load(name: str, dtype: str = "auto", device: str = "auto", engine: str = "au
     _check_memory(path)
     kind = loading.engine_of(path, engine if engine == "openvino" else "auto")
     own = {name: value for name, value in options.items() if name in loading.OPTIONS_OF[kind]}
+    own.pop(loading.DEVICES, None)  # it drafts on one of them
     if kind == "transformers":
         own["dtype"] = dtype
     return DraftModel.of(loading.load(path, engine=kind, device=device, **own))
@@ -312,6 +313,8 @@ def copyable(target: Target | None, what: str, instead: str) -> TransformersTarg
             f"{what} is not possible with {target.info.name}, which is an encoder-decoder model; give "
             "a smaller one with the same tokenizer"
         )
+    if target is not None and target.info.devices > 1:
+        raise Refused(f"{what} is not possible with devices; give a smaller model with the same tokenizer")
     if not isinstance(target, TransformersTarget):
         raise Refused(f"{what} needs a model of Transformers; {instead}")
     return target

@@ -117,6 +117,7 @@ class TargetInfo:
             its texts; "" where it was not.
         mask_token: the token behind which it predicts further tokens when it drafts (PARD); -1 for none.
         decoder: how the decoder of an encoder-decoder model writes; None for all other models.
+        devices: how many devices the branches of a tree are divided over.
     """
 
     name: str
@@ -136,6 +137,7 @@ class TargetInfo:
     tuned_from: str = ""
     mask_token: int = -1
     decoder: Decoder | None = None
+    devices: int = 1
 
     @property
     def reference(self) -> str:
@@ -316,6 +318,14 @@ class KeepsPrefixes(Protocol):
 
 
 @runtime_checkable
+class HoldsProcesses(Protocol):
+    """A target that other processes compute for."""
+
+    def close(self) -> None:
+        """Ends them; the target takes no further sessions. Closing twice is harmless."""
+
+
+@runtime_checkable
 class IdentifiesWeights(Protocol):
     """A target that tells its weights from those of another model of the same shapes, such as a fine-tune of it."""
 
@@ -357,6 +367,8 @@ def require(info: TargetInfo, needs: frozenset[str], what: str) -> None:
         reason = ONE_PATH if info.replays and missing[0] == TREE else REASONS.get(missing[0], "")
         if info.exact:
             reason = " in exact mode"
+        elif info.devices > 1:
+            reason = " on several devices"
         raise Refused(
             f"{what} needs {' and '.join(missing)} from the target, which {info.name} does not have{reason}; use "
             "drafter='plain'"

@@ -6,7 +6,7 @@ A backend is imported when a model of its kind is loaded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -15,7 +15,7 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused, needing
 from leapahead.core.text import Tokenizer
-from leapahead.models.base import Target
+from leapahead.models.base import HoldsProcesses, Target
 from leapahead.models.llama_cpp.options import LlamaCppOptions
 from leapahead.models.openvino.options import OpenVinoOptions, is_openvino
 
@@ -24,9 +24,10 @@ ENGINES = ("auto", "transformers", "llama.cpp", "openvino")
 LLAMA_CPP_OPTIONS = tuple(LlamaCppOptions.__dataclass_fields__)  # for a GGUF file only
 OPENVINO_OPTIONS = tuple(name for name in OpenVinoOptions.__dataclass_fields__ if name != "cache_tokens")
 WEIGHTS = "weights"  # of a model that is exported for OpenVINO
-OPTIONS_OF = {"transformers": (), "llama.cpp": LLAMA_CPP_OPTIONS, "openvino": (*OPENVINO_OPTIONS, WEIGHTS)}
+DEVICES = "devices"  # of a model of Transformers that is given by its name
+OPTIONS_OF = {"transformers": (DEVICES,), "llama.cpp": LLAMA_CPP_OPTIONS, "openvino": (*OPENVINO_OPTIONS, WEIGHTS)}
 # What only some engines have.
-ENGINE_OPTIONS = tuple(dict.fromkeys((*LLAMA_CPP_OPTIONS, *OPENVINO_OPTIONS, WEIGHTS)))
+ENGINE_OPTIONS = tuple(dict.fromkeys((*LLAMA_CPP_OPTIONS, *OPENVINO_OPTIONS, WEIGHTS, DEVICES)))
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ def load(
             `TransformersTarget`; by default what fits in the free memory. The cache of a GGUF file has `n_ctx` tokens.
         exact: whether a token's logits must be the same bits with every draft, batch and schedule.
         options: of the engine: for llama.cpp see `LlamaCppOptions`, for OpenVINO `OpenVinoOptions`, and `weights`, the
-            type that a folder of Transformers is exported with: f32, bf16 (by default), int8 or int4.
+            type that a folder of Transformers is exported with: f32, bf16 (by default), int8 or int4. For Transformers
+            `devices`: over which the branches of every tree are divided, each with the whole model: "cuda:0,cuda:1", a
+            list, or "torchrun" for the processes that torchrun started. See `models.parallel`.
 
     Raises:
         LeapaheadError: no such model, a model that cannot be decoded, an option that this kind of model does not have,
@@ -98,15 +101,22 @@ def load(
             raise BadParameter(f"exact=True is not possible with the target {model.info.name!r}, which is not exact")
         target = model
     else:
-        target, found = _pretrained().load(
-            model or bundled(),
-            name=str(BUNDLED if model is None else model),
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            cache_tokens=cache_tokens,
-            exact=exact,
+        names = options.pop(DEVICES, None)
+        given = {
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+            "cache_tokens": cache_tokens,
+            "exact": exact,
+        }
+        load_on = partial(
+            _pretrained().load, model or bundled(), name=str(BUNDLED if model is None else model), **given
         )
+        if names is None:
+            target, found = load_on(device=device)
+        elif device != "auto":
+            raise BadParameter(f"device={device!r} is not possible with devices={names!r}; leave out one of them")
+        else:
+            target, found = _launch(names, load_on, {"model": str(model or BUNDLED), **given})
     if isinstance(tokenizer, str):
         found = load_tokenizer(tokenizer, trust_remote_code)
     elif tokenizer is not None and not callable(getattr(tokenizer, "encode", None)):
@@ -150,11 +160,20 @@ def _refuse_options(kind: str, model: Any, options: dict[str, Any]) -> None:
         raise BadParameter(f"there is no option {unknown[0]!r}; there are {', '.join(ENGINE_OPTIONS)}")
     wrong = [name for name in options if name not in OPTIONS_OF.get(kind, ())]
     if wrong:
-        kinds = {"llama.cpp": "a GGUF file", "openvino": "an OpenVINO model"}
+        kinds = {
+            "llama.cpp": "a GGUF file",
+            "openvino": "an OpenVINO model",
+            "transformers": "a model of Transformers given by name or folder",
+        }
         owners = " or ".join(what for each, what in kinds.items() if wrong[0] in OPTIONS_OF[each])
-        raise BadParameter(
-            f"{', '.join(wrong)} can be set for {owners} only, not for {BUNDLED if model is None else model!r}"
-        )
+        what = repr(model) if isinstance(model, (str, Path)) else BUNDLED if model is None else "a loaded one"
+        raise BadParameter(f"{', '.join(wrong)} can be set for {owners} only, not for {what}")
+
+
+def close(target: Target) -> None:
+    """Ends the processes that compute for a target, if there are any."""
+    if isinstance(target, HoldsProcesses):
+        target.close()
 
 
 def bundled(name: str = "tiny") -> str:
@@ -258,6 +277,14 @@ def _module_target(model: Any, cache_tokens: int | None, exact: bool) -> Target:
         from leapahead.models.transformers import encoder_decoder
     target: Target = encoder_decoder.new_target(model, cache_tokens=cache_tokens, exact=exact)
     return target
+
+
+def _launch(devices: Any, load_on: Callable[..., Any], options: dict[str, Any]) -> tuple[Target, Tokenizer | None]:
+    """A model of Transformers on several devices, and its tokenizer."""
+    from leapahead.models.parallel import launch
+
+    found: tuple[Target, Tokenizer | None] = launch.launched(devices, lambda name: load_on(device=name), options)
+    return found
 
 
 def _pretrained() -> Any:

@@ -156,21 +156,25 @@ class _Measurement:
         return True
 
     def _forward(self, size: int) -> float:
-        """Seconds of a forward over chains of different tokens, which load different experts and cache lines."""
-        trees = []
+        """Seconds of a forward over chains of different tokens, which load different experts and cache lines.
+
+        For a target on several devices there is one chain for each of them, of `size` nodes together.
+        """
+        trees, devices = [], self.target.info.devices
         for session in self.sessions:
             following = range(len(session.tokens), len(session.tokens) + size - 1)
             tokens = [(1 + 7 * index) % self.target.info.vocab_size for index in following]
-            trees.append(TokenTree.chain(session.tokens[-1], tokens))
+            parents = [-1, *(max(0, node - devices) for node in range(1, size))]
+            trees.append(TokenTree([session.tokens[-1], *tokens], parents))
         if self.target.info.bucket > 1:  # the first forward of another size takes longer
             self.target.step(self.sessions, trees)
         start = self.clock()
         chosen = [choices[0] for choices in self.target.step(self.sessions, trees)]
         took = self.clock() - start
         for session, tree, token in zip(self.sessions, trees, chosen, strict=True):
-            kept = tree.tokens[1:].tolist() if len(self.found) == 1 else []  # the warm-up's are the others' context
-            path = tuple(range(len(kept) + 1))
-            session.commit(Verdict(path, (*kept, max(int(token), 0)), len(kept)))
+            some = range(1, size, devices) if len(self.found) == 1 else ()  # the warm-up's are the others' context
+            kept = [tree.token_list[node] for node in some]
+            session.commit(Verdict((0, *some), (*kept, max(int(token), 0)), len(kept)))
         return max(took, 1e-9)  # the clock may have been set back
 
     def _rows(self, size: int) -> int:

@@ -1,0 +1,12 @@
+"""Lookahead parallelism: the branches of a token tree divided over devices, each with the whole model.
+
+    split     which nodes of a tree each device computes
+    device    what one process does on its device: commands on the sessions of an ordinary target
+    link      messages between the processes, by torch.distributed
+    target    the target of the process that decodes; it is the only one that drafts, verifies and commits
+    launch    starts the other processes, or joins those that torchrun started
+    worker    the program of the other processes
+
+Published as lookahead parallelism (Fu et al., 2402.02057, section 3.3) for the branches of lookahead decoding; here it
+serves the trees of every drafter.
+"""

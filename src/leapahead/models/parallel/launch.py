@@ -1,0 +1,169 @@
+"""Starts the processes of a target on several devices, or joins those that torchrun started.
+
+devices="cuda:0,cuda:1"     this process computes on the first device, and starts one process for each other
+devices="torchrun"          torchrun started one process for each device; the first decodes, the others follow it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.models.base import Target
+from leapahead.models.parallel.link import TIMEOUT, Disconnected, Link
+from leapahead.models.parallel.target import ParallelTarget
+from leapahead.models.parallel.worker import FAILED, Reply, follow
+
+TORCHRUN = "torchrun"
+HOST = "127.0.0.1"
+JOIN = 120.0  # seconds within which a new process must have imported its packages
+END = 5.0  # seconds that a process may take to end
+Load = Callable[[str], tuple[Target, Any]]  # loads the model on a device: the target and its tokenizer
+
+
+def checked(devices: str | Sequence[str]) -> list[str]:
+    """The names of the devices, or ["torchrun"].
+
+    Raises:
+        BadParameter: fewer than two.
+    """
+    names = devices.split(",") if isinstance(devices, str) else list(devices)
+    if not all(isinstance(name, str) and name.strip() for name in names):
+        raise BadParameter(f"devices={devices!r} is not possible: name devices as 'cuda:0,cuda:1', or 'torchrun'")
+    names = [name.strip() for name in names]
+    if names != [TORCHRUN] and len(names) < 2:
+        raise BadParameter(
+            f"devices={devices!r} names {len(names)} of at least two devices; for one, use device={names[0]!r}"
+            if names
+            else "devices names none of at least two devices; leave it out"
+        )
+    return names
+
+
+def launched(devices: str | Sequence[str], load: Load, options: dict[str, Any]) -> tuple[ParallelTarget, Any]:
+    """The model on several devices, and its tokenizer. Called by torchrun's other processes, it does not return.
+
+    Args:
+        devices: their names, or "torchrun".
+        load: loads the model in this process.
+        options: of `loading.load`, by which other processes load it; they must be of JSON's types.
+
+    Raises:
+        SystemExit: in the other processes that torchrun started, when the first one has ended.
+        LeapaheadError: a process does not start, or cannot load the model.
+    """
+    names = checked(devices)
+    if names == [TORCHRUN]:
+        return _joined(load)
+    store = TCPStore(HOST, 0, len(names), is_master=True, wait_for_workers=False)
+    if all(name == "cpu" for name in names):
+        torch.set_num_threads(max(1, torch.get_num_threads() // len(names)))
+    processes = [_process(rank, names, store.port, options) for rank in range(1, len(names))]
+    try:
+        link = _link(store, 0, len(names), processes)
+        target, tokenizer = load(names[0])
+        # A process that is left behind, by an error or at the end of the interpreter, is ended too.
+        return ParallelTarget(target, link, finalize(link, _end, processes)), tokenizer
+    except BaseException:
+        _end(processes, patience=0.0)
+        raise
+
+
+def _process(rank: int, names: Sequence[str], port: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Another process of this machine. It has no part in the terminal, so that Ctrl-C reaches the first one alone."""
+    given = {"rank": rank, "size": len(names), "port": port, "device": names[rank], "options": options}
+    code = "from leapahead.models.parallel.launch import main; main()"
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, json.dumps(given)],
+        env=environment if names[rank] == "cpu" else None,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _link(store: Store, rank: int, size: int, processes: Sequence[subprocess.Popen[bytes]] = ()) -> Link:
+    """Waits for the other processes and connects with them.
+
+    Raises:
+        LeapaheadError: one of them has ended, or does not come.
+    """
+    store.set(f"leapahead/{rank}", "here")
+    until = monotonic() + JOIN
+    while not store.check([f"leapahead/{other}" for other in range(size)]):
+        ended = next((each for each in processes if each.poll() is not None), None)
+        if ended is not None or monotonic() > until:
+            why = f"has ended with exit code {ended.returncode}" if ended is not None else f"has not come in {JOIN:g} s"
+            raise LeapaheadError(f"a process for devices does not start: it {why}; try the model with one device")
+        sleep(0.02)
+    group = ProcessGroupGloo(PrefixStore("leapahead", store), rank, size, timedelta(seconds=TIMEOUT))
+    return Link(group, rank, size)
+
+
+def _joined(load: Load) -> tuple[ParallelTarget, Any]:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    command = "torchrun --nproc-per-node 2 -m leapahead ..."
+    if not all(name in os.environ for name in names):
+        raise BadParameter(f"devices='torchrun' needs processes that torchrun started, as by `{command}`")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size < 2:
+        raise BadParameter(f"devices='torchrun' needs at least two processes, and torchrun started {size}: `{command}`")
+    store, _, _ = next(rendezvous("env://"))
+    link = _link(store, rank, size)
+    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    if rank == 0:
+        target, tokenizer = load(device)
+        return ParallelTarget(target, link), tokenizer
+    _follow(load, device, link)
+    raise SystemExit(0)
+
+
+def _follow(load: Load, device: str, link: Link) -> None:
+    """What another process than the first one does, to its end."""
+    try:
+        target, _ = load(device)
+    except Exception as error:  # the first process shows it
+        with suppress(Disconnected):
+            link.send(0, Reply(FAILED, str(error)))
+        return
+    follow(target, link)
+
+
+def main() -> None:
+    """The program of a process that was started for a device."""
+    from leapahead.models.loading import load
+
+    given = json.loads(sys.argv[1])
+    store = TCPStore(HOST, given["port"], given["size"], is_master=False, wait_for_workers=False)
+    link = _link(store, given["rank"], given["size"])
+
+    def loaded(device: str) -> tuple[Target, Any]:
+        found = load(device=device, **given["options"])
+        return found.target, found.tokenizer
+
+    _follow(loaded, given["device"], link)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]], patience: float = END) -> None:
+    """Waits for processes that were told to stop; ends those that do not in so many seconds."""
+    for process in processes:
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
