@@ -121,17 +121,22 @@ $(HEADS)/pass/head/README.md: | $(HEADS)/eagle3/head/README.md
 $(HEADS)/space/tuned/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call PROBES,space) --lr 6e-4 --steps $(SPACE_STEPS)
 
-# A draft model distilled from the bundled model, and the bundled model tuned for Jacobi decoding, in build/distilled, on
-# the texts that the heads are trained on; each in less than half an hour on two cores. Run again, it goes on.
+# A draft model distilled from the bundled model, one with mask tokens (PARD), and the bundled model tuned for Jacobi
+# decoding, in build/distilled, on the texts that the heads are trained on; each in less than half an hour on two cores.
+# Run again, it goes on.
 DISTILLED := build/distilled
 TRAIN_ON = $(BIN)/leapahead $(1) --out $(DISTILLED)/$(2) --texts $(HEADS)/eagle3/texts.jsonl $(EVALUATED) $(if $(wildcard $(DISTILLED)/$(2)/run.json),--resume)
 DRAFT_STEPS ?= 700
+PARD_STEPS ?= 700
 CLLM_STEPS ?= 400
-.PHONY: train-draft train-cllm
+.PHONY: train-draft train-pard train-cllm
 train-draft: $(DISTILLED)/draft/draft/README.md
+train-pard: $(DISTILLED)/pard/draft/README.md
 train-cllm: $(DISTILLED)/cllm/tuned/README.md
 $(DISTILLED)/draft/draft/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN_ON,train-draft,draft) --draft bundled --lr 2e-3 --steps $(DRAFT_STEPS)
+$(DISTILLED)/pard/draft/README.md: | $(HEADS)/eagle3/head/README.md
+	$(call TRAIN_ON,train-draft,pard) --kind pard --draft bundled --lr 2e-3 --steps $(PARD_STEPS)
 $(DISTILLED)/cllm/tuned/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN_ON,train-cllm,cllm) --block 4 --states 32 --ar-weight 1 --lr 6e-4 --steps $(CLLM_STEPS)
 

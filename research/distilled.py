@@ -1,4 +1,4 @@
-"""What training brings a drafter of the bundled model: the distilled draft model, and the target tuned for Jacobi."""
+"""What training brings a drafter of the bundled model: distilled draft models, and the target tuned for Jacobi."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from leapahead.training.cllm_run import losses_of
 from leapahead.training.texts import Text
 from research.acceptance import Compared, acceptance
 
-FOLDER = Path("build/distilled")  # of `make train-draft` and `make train-cllm`
-DRAFT, TUNED = FOLDER / "draft" / "draft", FOLDER / "cllm" / "tuned"
+FOLDER = Path("build/distilled")  # of `make train-draft`, `make train-pard` and `make train-cllm`
+DRAFT, PARD, TUNED = FOLDER / "draft" / "draft", FOLDER / "pard" / "draft", FOLDER / "cllm" / "tuned"
 CHAIN, TREE = {"depth": 4, "nodes": 4, "chain": True}, {"depth": 4, "nodes": 16}
 PLAIN: Compared = ("plain", "plain", {})  # what the texts are compared with
 DRAFTS: list[Compared] = [
@@ -24,21 +24,26 @@ DRAFTS: list[Compared] = [
         for name, draft in (("bundled draft", "bundled"), ("distilled draft", str(DRAFT)))
     ),
 ]
+ONCE: list[Compared] = [
+    (f"draft of PARD, one forward, {name}", "draft_model", {"draft": str(PARD), "depth": 1, **options})
+    for name, options in (("chains of 4", {"nodes": 4, "chain": True}), ("trees of 16", {"nodes": 16}))
+]
 JACOBI: list[Compared] = [PLAIN, *((f"Jacobi, blocks of {block}", "jacobi", {"block": block}) for block in (4, 8))]
 
 
 def distilled(llm: LLM, prompts: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """Acceptance lengths with the bundled draft model and with the distilled one; rows as of `acceptance`.
+    """Acceptance lengths with the bundled draft model and with distilled ones; rows as of `acceptance`.
 
     Args:
         llm: the bundled model.
         prompts: by task.
 
     Raises:
-        BadParameter: the distilled draft model is not there.
+        BadParameter: a distilled draft model is not there.
     """
     _require(DRAFT, "train-draft")
-    return acceptance(llm, prompts, configurations=DRAFTS)
+    _require(PARD, "train-pard")
+    return acceptance(llm, prompts, configurations=[*DRAFTS, *ONCE])
 
 
 def tuned(llm: LLM, prompts: dict[str, list[str]]) -> list[dict[str, Any]]:

@@ -13,12 +13,14 @@ from typing import Any
 
 import click
 from safetensors import safe_open
+from torch import Tensor
 
 from leapahead.api import LLM
 from leapahead.cli.command import Command
 from leapahead.cli.screen import write_file
 from leapahead.drafters.heads import checkpoint
-from leapahead.models.loading import BUNDLED
+from leapahead.drafters.heads.config import EAGLE3
+from leapahead.models.loading import BUNDLED, bundled
 from leapahead.training.cllm_run import TUNED_FOLDER
 from leapahead.training.loop import OPTIMIZER, STATE
 from leapahead.training.probe_run import HEAD_FOLDER, PROBES_FOLDER
@@ -29,6 +31,7 @@ from research.train.data import read_corpus, stdlib_folder
 CHARACTERS = (60, 900)  # of a beginning of a function
 CHAT = 4  # one in so many questions is in the chat template
 IN_TEXT = 4  # one in so many functions is cut at a line below its docstring
+BUNDLED_HEAD, BUNDLED_MINUTES = "tiny-eagle3", 15  # of its model card
 
 
 @click.command(name="heads-prompts", cls=Command)
@@ -67,6 +70,8 @@ def prompts(gsm8k: Path, count: int, seed: int) -> list[dict[str, Any]]:
 def trained(folder: Path, nodes: int = 16) -> dict[str, list[Compared]]:
     """The heads that `make train-heads` has trained in a folder, each as a drafter with its size and time in the name.
 
+    The bundled EAGLE-3, which it has trained too, stands for that kind where the folder has none.
+
     Returns:
         By the model that they draft for: the bundled one, or the folder of one that was tuned with them (SPACE).
 
@@ -74,22 +79,32 @@ def trained(folder: Path, nodes: int = 16) -> dict[str, list[Compared]]:
         ClickException: there are none.
     """
     found: dict[str, list[Compared]] = {}
+    kinds = set[str]()
     for result, model, head in ((HEAD_FOLDER, "", ""), (TUNED_FOLDER, TUNED_FOLDER, PROBES_FOLDER)):
         for path in sorted(each for each in folder.glob("*") if (each / result / head / "config.json").is_file()):
             run, target = Folder(path, result), str(path / model) if model else BUNDLED
             config, tensors = checkpoint.read(run.trained / head)
+            kinds.add(config.kind)
             with safe_open(run.checkpoint, framework="pt") as file:
                 seconds = json.loads(file.metadata()[STATE])["seconds"]
                 if model:  # which was trained too
                     tensors = {each: file.get_tensor(each) for each in file.keys() if OPTIMIZER not in each}  # noqa: SIM118
-            count = sum(each.numel() for each in tensors.values())
-            size = f"{count / 1e6:.1f}M" if count > 1e5 else f"{count:,}"
-            name = f"{config.kind}{' and its own target' * bool(model)}: {size} parameters, {seconds / 60:.0f} minutes"
+            name = f"{config.kind}{' and its own target' * bool(model)}: {_size(tensors)}, {seconds / 60:.0f} minutes"
             compared = (name, "head", {"head": str(run.trained / head), "nodes": nodes})
             found.setdefault(target, []).append(compared)
     if not found:
         raise click.ClickException(f"there are no trained heads in {folder}; make them with `make train-heads`")
+    if EAGLE3 not in kinds:
+        _, tensors = checkpoint.read(Path(bundled(BUNDLED_HEAD)))
+        name = f"{EAGLE3}, bundled: {_size(tensors)}, {BUNDLED_MINUTES} minutes"
+        found.setdefault(BUNDLED, []).append((name, "head", {"head": BUNDLED, "nodes": nodes}))
     return found
+
+
+def _size(tensors: dict[str, Tensor]) -> str:
+    """The number of parameters in words."""
+    count = sum(each.numel() for each in tensors.values())
+    return f"{count / 1e6:.1f}M parameters" if count > 1e5 else f"{count:,} parameters"
 
 
 def kinds(folder: Path, prompts: dict[str, list[str]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:

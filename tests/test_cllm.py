@@ -125,14 +125,14 @@ def test_the_target_of_a_state_has_no_gradient(target: Any, recorded: list[Traje
     own, _ = made(target, recorded, settings_of(ar_weight=0.0), tmp_path / "checkpoint")
     (tree,) = [tree_of(recorded[3], 100, random.Random(0))]
     seen: list[Any] = []
-    logits = own.logits
+    logits = own.forward.logits
 
     def kept(trees: Any) -> Any:
         seen.append(logits(trees))
         seen[-1].retain_grad()
         return seen[-1]
 
-    own.logits = kept
+    own.forward.logits = kept
     own.loss(own.batch([recorded[3].text])).loss.backward()
     words = len(recorded[3].prompt) + len(recorded[3].answer)
     assert len(tree) > words

@@ -1,4 +1,7 @@
-"""`leapahead train-draft`: distils a draft model from a model, on the model's own texts or the draft model's."""
+"""`leapahead train-draft`: distils a draft model from a model, on the model's own texts or the draft model's.
+
+With `--kind pard` it learns to predict several tokens in one forward, too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from leapahead.cli import training
 from leapahead.cli.command import Command, option
 from leapahead.cli.options import MODEL, all_of, model_arguments
 from leapahead.models.loading import BUNDLED
-from leapahead.training.settings import DIVERGENCES, DRAFT, DraftSettings, Folder
+from leapahead.training.settings import DIVERGENCES, DRAFT, DRAFTS, DraftSettings, Folder
 
 if TYPE_CHECKING:
     from leapahead.training.draft_run import TrainedDraft
@@ -28,6 +31,7 @@ DISTILLATION = "Distillation options"
     examples=(
         "leapahead train-draft -m Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --data prompts.jsonl --out my-draft",
         "leapahead train-draft --draft bundled --data prompts.txt --out my-draft --minutes 10 --divergence tvd",
+        "leapahead train-draft -m Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --kind pard --data prompts.jsonl --out my-pard",
         "leapahead generate -m Qwen/Qwen3-8B --draft my-draft/draft 'def add(a, b):'",
     ),
 )
@@ -38,6 +42,14 @@ DISTILLATION = "Distillation options"
     metavar="MODEL",
     group=DISTILLATION,
     help="The draft model to start from: a model of Transformers with the same tokenizer, or `bundled`.",
+)
+@option(
+    "--kind",
+    type=click.Choice(DRAFTS),
+    default=DRAFT,
+    group=DISTILLATION,
+    help="An ordinary draft model, or one of PARD (2504.18583), which predicts eight tokens in one forward with mask "
+    "tokens.",
 )
 @option(
     "--divergence",
@@ -54,14 +66,32 @@ DISTILLATION = "Distillation options"
     group=DISTILLATION,
     help="Share of the batches whose answers the draft model samples itself; the others have the model's answers.",
 )
+@option(
+    "--retention",
+    type=float,
+    default=0.7,
+    metavar="SHARE",
+    group=DISTILLATION,
+    help="PARD: share of the places at which the first mask is trained; of the d-th mask, to the power of d.",
+)
+@option(
+    "--least-retention",
+    type=float,
+    default=0.2,
+    metavar="SHARE",
+    group=DISTILLATION,
+    help="PARD: the least such share.",
+)
 @all_of(training.PROMPTS, (training.SAMPLED,), training.EVALUATED, training.LENGTH, (training.TUNING_RATE,))
 @all_of(training.STEPS, (training.SEED,), training.OUT)
 def train_draft(out: Path, resume: bool, as_json: bool, text_batch: int, **values: Any) -> None:
     """Distil a draft model from a model of Transformers (DistillSpec, 2310.08461).
 
-    The model first answers the prompts; the draft model learns to have the same distribution after every token. The
-    model itself does not change, so texts stay its own. Ctrl-C ends the run such that --resume goes on with it. The
-    folder OUT/draft holds the result, an ordinary model of Transformers; `--draft OUT/draft` drafts with it.
+    The model first answers the prompts; the draft model learns to have the same distribution after every token. With
+    `--kind pard` it also learns to predict the next tokens from mask tokens behind a text, so that one forward drafts
+    eight tokens. The model itself does not change, so texts stay its own. Ctrl-C ends the run such that --resume goes
+    on with it. The folder OUT/draft holds the result, an ordinary model of Transformers; `--draft OUT/draft` drafts
+    with it.
     """
     command = training.command_line()
     model = model_arguments(values)

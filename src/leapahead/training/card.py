@@ -15,7 +15,7 @@ from leapahead.training.block_recipes import BLOCKS
 from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES, Evaluation
 from leapahead.training.loop import State
 from leapahead.training.recipe import Recipe
-from leapahead.training.settings import CLLM, DRAFT, RunSettings, Settings
+from leapahead.training.settings import CLLM, DRAFT, PARD, RunSettings, Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +30,7 @@ NAMES = {
     PASS: "PaSS",
     SPACE: "SPACE",
     DRAFT: "the draft model",
+    PARD: "the draft model",
     CLLM: "the tuning",
 }
 PAPERS = {

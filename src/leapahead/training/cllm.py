@@ -30,9 +30,7 @@ from torch.nn import functional as F
 from leapahead.core.errors import Refused
 from leapahead.core.tree import TokenTree, TreeBuilder
 from leapahead.models.base import Target
-from leapahead.models.transformers import families
 from leapahead.models.transformers.forward import MaskedExecutor
-from leapahead.models.transformers.masks import Inputs
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.training import losses
 from leapahead.training.recipe import Found
@@ -40,6 +38,7 @@ from leapahead.training.settings import CllmSettings
 from leapahead.training.student import Student
 from leapahead.training.texts import Text
 from leapahead.training.trajectories import Trajectory
+from leapahead.training.trees import TreeForward
 
 FIXED = 1  # seed of the states of held-out texts
 
@@ -107,8 +106,7 @@ class CllmRecipe:
         settings: CllmSettings,
         trajectories: Sequence[Trajectory],
     ) -> None:
-        self.module, self.patterns = student.model, executor.patterns
-        self.mask_dtype = None if families.MASKS[families.attention_implementation(self.module)] else torch.float32
+        self.module, self.forward = student.model, TreeForward(student.model, executor)
         self.device: torch.device = executor.device
         self.states, self.ar_weight = settings.states, settings.ar_weight
         self._of = {each.index: each for each in trajectories}
@@ -127,7 +125,7 @@ class CllmRecipe:
         seed = FIXED if generator is None else int(torch.randint(1 << 62, (), generator=generator))
         draw = random.Random(seed)
         trees = [tree_of(each, self.states, draw) for each in batch.texts]
-        logits = self.logits(trees)
+        logits = self.forward.logits(trees)
         text, guessed = self._rows(batch.texts, trees)
         chosen = logits[text.tree, text.node].float()
         loss = self.ar_weight * F.cross_entropy(chosen, text.goal)
@@ -139,17 +137,6 @@ class CllmRecipe:
             loss = loss + losses.kl(q, p, guessed.goal).mean()
             after_wrong = (q.argmax(-1) == p.argmax(-1)).float().mean()
         return Found(loss, torch.stack([right, after_wrong]).detach())
-
-    def logits(self, trees: Sequence[TokenTree]) -> Tensor:
-        """[trees, nodes, vocabulary], in one forward."""
-        inputs = Inputs.of(trees, [0] * len(trees), self.device)
-        found: Tensor = self.module(
-            input_ids=inputs.tokens,
-            position_ids=inputs.positions,
-            attention_mask=inputs.masks(self.patterns, self.mask_dtype),
-            use_cache=False,
-        ).logits
-        return found
 
     def _rows(self, texts: Sequence[Trajectory], trees: Sequence[TokenTree]) -> tuple[Rows, Rows]:
         """The rows of the texts' answers, and those of wrong guesses."""

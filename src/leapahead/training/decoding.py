@@ -54,12 +54,24 @@ def acceptance(
 
 
 def evaluations(
-    target: Target, tokenizer: Tokenizer | None, sets: Sets, progress: Progress, what: str, **drafter: Any
+    target: Target,
+    tokenizer: Tokenizer | None,
+    sets: Sets,
+    progress: Progress,
+    what: str,
+    forwards: int | None = None,
+    **drafter: Any,
 ) -> list[Evaluation]:
-    """What a drafter saves, with chains of 5 tokens and with trees of 16 nodes; arguments as of `acceptance`."""
-    chain = {"nodes": DEPTH, "depth": DEPTH, "chain": True}
+    """What a drafter saves, with chains of 5 tokens and with trees of 16 nodes; arguments as of `acceptance`.
+
+    Args:
+        forwards: of the draft model in every step; None for one for each token of a chain, and for a tree those that
+            bring nodes.
+    """
+    chain = {"nodes": DEPTH, "depth": forwards or DEPTH, "chain": True}
+    tree = {"nodes": NODES, **({"depth": forwards} if forwards else {})}
     chains = acceptance(target, tokenizer, sets, progress, what, **drafter, **chain)
-    trees = acceptance(target, tokenizer, sets, progress, what, **drafter, nodes=NODES)
+    trees = acceptance(target, tokenizer, sets, progress, what, **drafter, **tree)
     return [
         Evaluation(
             name,

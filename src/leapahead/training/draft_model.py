@@ -69,7 +69,7 @@ class DraftRecipe:
         module: the draft model, in float32.
     """
 
-    AGREEMENT = ("likeliest token is the text's", "1 - total variation distance")
+    AGREEMENT: tuple[str, ...] = ("likeliest token is the text's", "1 - total variation distance")
 
     def __init__(self, student: Student, target: TransformersTarget, settings: DraftSettings, ends: Sequence[int]):
         self.module, self.target, self.ends = student.model, target.model, tuple(ends)
@@ -88,8 +88,7 @@ class DraftRecipe:
 
     def loss(self, batch: Sequences, generator: torch.Generator | None = None) -> Found:
         """The loss of a batch, whose answers are the draft model's own in a share of the batches."""
-        if generator is not None and float(torch.rand((), generator=generator)) < self.on_policy:
-            batch = self.own_answers(batch, int(torch.randint(1 << 62, (), generator=generator)))
+        batch = self.with_answers(batch, generator)
         with torch.no_grad():
             p = batch.logits(self.target)
         q = batch.logits(self.module)
@@ -101,6 +100,12 @@ class DraftRecipe:
             accepted = 1 - losses.tv(q, p, batch.next)
             agreement = torch.stack([(batch.weights * each).sum() for each in (right, accepted)])
         return Found(loss, agreement)
+
+    def with_answers(self, batch: Sequences, generator: torch.Generator | None) -> Sequences:
+        """The batch, or in a share of the batches the same prompts with answers of the draft model."""
+        if generator is not None and float(torch.rand((), generator=generator)) < self.on_policy:
+            return self.own_answers(batch, int(torch.randint(1 << 62, (), generator=generator)))
+        return batch
 
     @torch.no_grad()
     def own_answers(self, batch: Sequences, seed: int) -> Sequences:

@@ -10,14 +10,17 @@ from leapahead.api import LLM
 from leapahead.bench import plots
 from leapahead.bench.conditions import conditions
 from leapahead.models.transformers.model import TransformersTarget
-from leapahead.training import card, decoding, draft_model
+from leapahead.training import card, decoding, draft_model, pard
 from leapahead.training.batches import Order
 from leapahead.training.draft_model import DraftRecipe
 from leapahead.training.evaluate import DEPTH, NODES, Evaluation
 from leapahead.training.loop import Training, Watch
+from leapahead.training.pard import MASKS, PardRecipe
 from leapahead.training.run import Trained, by_temperature, gathered, run_of
-from leapahead.training.settings import DRAFT, DraftSettings, Folder
+from leapahead.training.settings import DRAFT, PARD, DraftSettings, Folder
 from leapahead.training.student import Student
+
+SINGLE = "\nWith mask tokens the draft model runs once a step; before, it runs for every level."
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,18 @@ def train_draft(
     target = llm.target
     student = draft_model.load(settings.draft, target, llm.tokenizer, trust_remote_code)
     assert isinstance(target, TransformersTarget), "others are refused"
+    executor = pard.executor_of(student) if settings.kind == PARD else None
     complete = settings.complete(student.hidden_size)
     folder.begin(settings)
     measured = conditions(target)
     trained, held_out, sets = gathered(llm, settings, folder, watch)
     llm.close()
     own = DraftRecipe(student, target, complete, llm.eos_token_ids)
+    if executor is not None:
+        everything = [*trained, *held_out, *(text for texts in sets.values() for text in texts)]
+        mask = pard.mask_token(student, everything, llm.eos_token_ids)
+        own = PardRecipe(student, target, complete, llm.eos_token_ids, executor, mask)
+        student.model.config.pard_token = mask  # which tells those who draft with it
     some = held_out[: settings.batch]
     order = Order(trained, settings.batch, settings.seed)
     training = Training(own, order, own.batch, complete, folder.checkpoint, own.batch(some) if some else None)
@@ -75,22 +84,37 @@ def train_draft(
     student.save(folder.trained)
     sets = {**by_temperature(held_out), **sets}
     before, found = (
-        decoding.evaluations(target, llm.tokenizer, sets, watch.progress, what, drafter="draft_model", draft=draft)
-        for draft, what in ((settings.draft, "drafting as before"), (str(folder.trained), "drafting with the result"))
+        decoding.evaluations(
+            target, llm.tokenizer, sets, watch.progress, what, forwards, drafter="draft_model", draft=draft
+        )
+        for draft, what, forwards in (
+            (settings.draft, "drafting as before", None),
+            (str(folder.trained), "drafting with the result", None if executor is None else 1),
+        )
     )
     run = run_of(complete, trained, folder, state, found, measured, command)
-    card.write(folder.trained, _card(student, complete, run, before), card.figures(run, DraftRecipe.AGREEMENT))
+    card.write(folder.trained, _card(student, complete, run, before), card.figures(run, own.AGREEMENT))
     return TrainedDraft(complete, state, folder.trained, found, before)
 
 
 def _card(student: Student, settings: DraftSettings, run: card.Run, before: Sequence[Evaluation]) -> str:
     """The content of `README.md`."""
     parameters = sum(each.numel() for each in student.model.parameters())
-    answers = f"In {settings.on_policy:.0%} of the batches the draft model sampled the answers itself."
+    is_parallel = settings.kind == PARD
+    method = (
+        f"Divergence: {settings.divergence}. In {settings.on_policy:.0%} of the batches the draft model sampled the "
+        "answers itself."
+    )
+    if is_parallel:
+        method += (
+            f" Masks of depth d were trained at a share of {settings.retention:g}^d of the places, of at least "
+            f"{settings.least_retention:g}, d up to {MASKS} (PARD, 2504.18583)."
+        )
     rows = [
         ("Target", f"`{settings.model}`"),
         ("Distilled from", f"`{settings.draft}`"),
         ("Parameters", f"{parameters:,}, {str(student.dtype).removeprefix('torch.')}"),
+        *([("Mask token", str(student.model.config.pard_token))] if is_parallel else []),
     ]
     body = [
         f"# Draft model for {settings.model}\n",
@@ -99,14 +123,14 @@ def _card(student: Student, settings: DraftSettings, run: card.Run, before: Sequ
         "| | |\n| --- | --- |\n" + "".join(f"| {key} | {value} |\n" for key, value in rows),
         "## Use\n",
         "    leapahead generate -m MODEL --draft FOLDER PROMPT\n",
-        f"## Training\n\n{card.training(run, f'Divergence: {settings.divergence}. {answers}')}",
+        f"## Training\n\n{card.training(run, method)}",
         "![Loss and agreement](curves.png)\n",
-        f"## Measured\n\n{_measured(before, run.evaluations)}",
+        f"## Measured\n\n{_measured(before, run.evaluations, is_parallel)}",
     ]
     return card.whole(body, run, settings.model, "draft-model")
 
 
-def _measured(before: Sequence[Evaluation], after: Sequence[Evaluation]) -> str:
+def _measured(before: Sequence[Evaluation], after: Sequence[Evaluation], is_parallel: bool) -> str:
     """A table with two rows for every set of texts."""
     if not after:
         return "No texts were held out.\n"
@@ -114,7 +138,7 @@ def _measured(before: Sequence[Evaluation], after: Sequence[Evaluation]) -> str:
     lines = [
         "Decoding with the draft model alone. Columns 1 to 5: how often the token at that depth of a chain is accepted "
         f"where\nthose before it are. Acceptance length: committed tokens of a step, with chains of {DEPTH} and with "
-        f"trees of {NODES} nodes.\n",
+        f"trees of {NODES} nodes.{SINGLE * is_parallel}\n",
         f"| Texts | Number | Draft model | {depths} | Acceptance length, chain | Tree |",
         f"| --- | ---: | --- | {' | '.join(['---:'] * DEPTH)} | ---: | ---: |",
     ]

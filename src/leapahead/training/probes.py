@@ -27,12 +27,12 @@ from leapahead.models.base import EMBEDDINGS, Target
 from leapahead.models.transformers import families
 from leapahead.models.transformers.embeddings import AddedEmbeddings
 from leapahead.models.transformers.forward import MaskedExecutor
-from leapahead.models.transformers.masks import Inputs
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.training import losses
 from leapahead.training.recipe import DECAY, Found
 from leapahead.training.settings import ProbeSettings
 from leapahead.training.texts import Text
+from leapahead.training.trees import TreeForward
 
 FIXED = 1  # seed of the places in held-out texts
 NOISE = 0.5  # of the first embeddings, as a part of the spread of the model's own
@@ -85,8 +85,7 @@ class ProbeRecipe:
     """
 
     def __init__(self, model: Any, executor: MaskedExecutor, settings: ProbeSettings) -> None:
-        self.model, self.patterns, self.settings = model, executor.patterns, settings
-        self.mask_dtype = None if families.MASKS[families.attention_implementation(model)] else model.dtype
+        self.model, self.settings, self.forward = model, settings, TreeForward(model, executor)
         self.device: torch.device = executor.device
         self.depths, self.is_tuned = settings.depths, settings.kind == SPACE
         self.loss_of = losses.LOSSES[settings.loss]
@@ -128,16 +127,9 @@ class ProbeRecipe:
 
     def logits(self, trees: Sequence[TokenTree]) -> Tensor:
         """[trees, nodes and probes, vocabulary], in one forward."""
-        inputs = Inputs.of([tree.computed for tree in trees], [0] * len(trees), self.device)
         added = AddedEmbeddings(self.model, self.first)
         added.rows = self.module.embeddings.weight.to(added.rows.dtype)
-        found: Tensor = self.model(
-            inputs_embeds=added.look_up(inputs.tokens),
-            position_ids=inputs.positions,
-            attention_mask=inputs.masks(self.patterns, self.mask_dtype),
-            use_cache=False,
-        ).logits
-        return found
+        return self.forward.logits([tree.computed for tree in trees], added.look_up)
 
     def _tree(self, text: Text, generator: torch.Generator) -> TokenTree:
         """A text with groups below some of the places where one may be decoded from; they end where it does."""

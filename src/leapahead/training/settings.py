@@ -37,7 +37,8 @@ from leapahead.drafters.heads.config import (
 
 LOSSES = ("ce", "soft_ce", "kl", "reverse_kl", "jsd", "tv")
 DIVERGENCES = {"forward-kl": "kl", "reverse-kl": "reverse_kl", "jsd": "jsd", "tvd": "tv"}  # the names of the losses
-DRAFT, CLLM = "draft", "cllm"  # a draft model is distilled; a target is tuned for Jacobi decoding
+DRAFT, PARD = DRAFTS = ("draft", "pard")  # a draft model is distilled, and one with mask tokens
+CLLM = "cllm"  # a target is tuned for Jacobi decoding
 FEATURES = ("online", "disk")
 SCHEDULES = ("cosine", "linear")
 USUAL_MINUTES = 30.0
@@ -159,20 +160,26 @@ class DraftSettings(RunSettings):
     """What the distillation of a draft model is told (DistillSpec, 2310.08461).
 
     Attributes:
+        kind: one of `DRAFTS`; of `PARD` the draft model learns to predict several tokens in one forward.
         draft: name or folder of the draft model to start from; "bundled" for the bundled one.
         divergence: between the target's distribution and the draft model's, one of `DIVERGENCES`.
         on_policy: share of the batches whose answers the draft model samples itself; the others have the target's.
+        retention, least_retention: of PARD, share of the places that a mask of depth 1 is trained at, to the power of
+            the depth for the others, and the least such share.
     """
 
     kind: str = DRAFT
     draft: str = "bundled"
     divergence: str = "forward-kl"
     on_policy: float = 0.0
+    retention: float = 0.7
+    least_retention: float = 0.2
 
     def __post_init__(self) -> None:
-        check_choice(self, kind=(DRAFT,), divergence=tuple(DIVERGENCES))
+        check_choice(self, kind=DRAFTS, divergence=tuple(DIVERGENCES))
         super().__post_init__()
-        check_share(self, "on_policy", 1.0)
+        for name in ("on_policy", "retention", "least_retention"):
+            check_share(self, name, 1.0)
 
     def complete(self, hidden_size: int) -> DraftSettings:
         """The settings with the usual values in place of those that were left out, for a model of this width."""
