@@ -226,12 +226,11 @@ def made(tiny_folder: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFac
     t5 = seq2seq.build("t5", vocab_size=vocabulary)
     t5.save_pretrained(root / "repair/model")
     tokenizer.save_pretrained(root / "repair/model")
-    parallel = shutil.copytree(tiny_folder, root / "pard")
+    parallel = shutil.copytree(tiny_folder, root / "distilled/pard/draft")
     config = json.loads((parallel / "config.json").read_text(encoding="utf-8"))
     (parallel / "config.json").write_text(json.dumps({**config, "pard_token": 3}), encoding="utf-8")
     return {
         **{f"build/{name}": root / name for name in ("heads", "distilled", "repair")},
-        "amd/PARD-Llama-3.2-1B": parallel,
         "dspark": heads.write(root / "dspark", "dspark", vocabulary),
         "jetspec": _jetspec(root / "jetspec", vocabulary),
         "build/systems": root / "systems",
@@ -264,7 +263,6 @@ def test_a_command_runs(system: System, made: dict[str, Path], tiny_folder: Path
         assert CliRunner().invoke(main, [*shlex.split(build)[1:], *tiny]).exit_code == 0
     if system.elsewhere:
         command = command.replace("FOLDER", str(made.get(system.key, "")))
-        command = command.replace("amd/PARD-Llama-3.2-1B", str(made["amd/PARD-Llama-3.2-1B"]))
         tiny = ["-m", str(tiny_folder)]
     words = [*shlex.split(command)[1:], *tiny, "--max-new-tokens", "6", "-q", PROMPT]
     done = CliRunner().invoke(main, words)

@@ -94,18 +94,22 @@ class Bench:
         prompts = self._prompts(system, str(row.model), loaded)
         if not prompts:
             raise LeapaheadError(f"no prompt fits the context of {loaded.target.info.name}")
-        if not self.tokens:
-            return measured(loaded, row.configuration, prompts, self.plan, temperature)
-        return compared(
-            loaded,
-            row.configuration,
-            prompts,
-            self.tokens,
-            temperature,
-            max_new_tokens=self.plan.max_new_tokens,
-            batch=self.batch,
-            references=self._references.setdefault((str(row.model), temperature), {}),
-        )
+        try:
+            if not self.tokens:
+                return measured(loaded, row.configuration, prompts, self.plan, temperature)
+            return compared(
+                loaded,
+                row.configuration,
+                prompts,
+                self.tokens,
+                temperature,
+                max_new_tokens=self.plan.max_new_tokens,
+                batch=self.batch,
+                references=self._references.setdefault((str(row.model), temperature), {}),
+            )
+        finally:
+            if row.model.get("devices"):  # their processes would run beside those of the next row
+                loading.close(self._models.pop(str(row.model)).target)
 
     def _loaded(self, model: dict[str, Any]) -> Loaded:
         """A model in float32, loaded once."""
