@@ -15,6 +15,7 @@ from leapahead.core.errors import needing
 COMMANDS = {  # name -> where it is, and what it does
     "figures": ("research.figures:main", "Measure all figures of the documentation."),
     "families": ("research.families:main", "Load a tiny model of every family, and write what each gets."),
+    "exact-families": ("research.exact_families:main", "Compare texts in exact mode: windows, experts, all engines."),
     "priors": ("research.priors:main", "Measure the planner's initial acceptance estimates."),
     "oracle": ("research.oracle:main", "Measure auto without each source, and an oracle over their candidates."),
     "overhead": ("research.overhead:main", "Measure the time of a step outside the forward."),

@@ -1,14 +1,15 @@
 """`python -m research families`: what each family of models gets on each engine, and why not more.
 
 The tests have a tiny random model of every family (`tests/architectures.py`, `tests/seq2seq.py`,
-`tests/gguf_architectures.py`). Each is
-loaded, and the capabilities that its target finds are written, for the table in docs/guide/models.md.
+`tests/gguf_architectures.py`). Each is loaded, those of Transformers under OpenVINO too, and the capabilities that its
+target finds are written, for the table in docs/guide/models.md.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import version
@@ -18,16 +19,20 @@ from typing import Any
 import click
 
 from leapahead.cli.command import Command
+from leapahead.core.errors import Refused
 from leapahead.models.base import CHAIN, REASONS, TREE, Target
 from leapahead.models.transformers.encoder_decoder import new_target
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.pretrained import quiet
 
+PACKAGES = ("transformers", "llama-cpp-python", "openvino")
 OUT = Path("docs/families.json")
 OWN_POSITIONS = "it computes positions or its attention mask itself, from the number of cached tokens"
 ONE_PATH = "its recurrent layers read the tokens of one path"
 LOGITS = "a forward of several tokens over a state gives other logits than forwards of one"
 WHY = {"trees": "", "chains": OWN_POSITIONS, "chains with replay": ONE_PATH, "plain": REASONS[CHAIN].strip(" ()")}
+NOT_PAGED = "OpenVINO's paged attention cannot compute it, so it is decoded by its own states"
+NARROW = "trees where the sliding window is longer than in these models, as long as the text is shorter than it"
 IN_MODULES = "it keeps its state inside the model, where it cannot be exchanged"
 
 
@@ -47,9 +52,9 @@ def main(tests: Path, out: Path) -> None:
     """
     sys.path.insert(0, str(tests))
     with quiet():
-        rows = [*transformers_rows(), *encoder_decoder_rows(), *gguf_rows()]
+        rows = [*transformers_rows(), *encoder_decoder_rows(), *gguf_rows(), *openvino_rows()]
     lines = ",\n".join(json.dumps(row) for row in rows)
-    versions = json.dumps({name: version(name) for name in ("transformers", "llama-cpp-python")})
+    versions = json.dumps({name: version(name) for name in PACKAGES})
     out.write_text(f'{{"versions": {versions},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
     click.echo(f"{out}: {len(rows)} families")
 
@@ -92,6 +97,26 @@ def gguf_rows() -> Iterator[dict[str, str]]:
         target, _ = model.load(each.path(), LlamaCppOptions(n_ctx=256, n_threads=1))
         mode = mode_of(target)
         yield {"engine": "llama.cpp", "family": each.name, "mode": mode, "why": WHY[mode]}
+
+
+def openvino_rows() -> Iterator[dict[str, str]]:
+    """Of the families of Transformers, exported for OpenVINO."""
+    from leapahead.models.openvino import export, folder
+    from leapahead.models.openvino.options import OpenVinoOptions
+
+    for each in import_module("architectures").ARCHITECTURES:
+        row = {"engine": "OpenVINO", "family": each.name}
+        with tempfile.TemporaryDirectory() as place:
+            each.build().save_pretrained(f"{place}/model")
+            try:
+                path = export.export(f"{place}/model", f"{place}/exported", "f32").path
+                target = folder.load(path, OpenVinoOptions(n_threads=1))
+            except Refused as error:
+                reason = str(error).partition(": ")[2].partition("; ")[0].partition(" (")[0]
+                yield {**row, "mode": "refused", "why": reason}
+                continue
+        mode = mode_of(target)
+        yield {**row, "mode": mode, "why": "" if mode == "trees" else NARROW if target.model.trees else NOT_PAGED}
 
 
 def mode_of(target: Target) -> str:

@@ -306,6 +306,6 @@ FIGURES: dict[str, Callable[[Data], Figure]] = {
     "growth": growth,
     "regret": regret,
     "sequoia": sequoia,
-    "triforce": triforce,
     "devices": devices,
+    "triforce": triforce,
 }

@@ -18,7 +18,7 @@ from gguf_models import folder
 
 WINDOW = 8
 CONTEXT = 256
-WIDTH, INNER = 32, 48  # hidden size, feed-forward size
+WIDTH, INNER = 32, 64  # hidden size, feed-forward size; whole blocks of quantised types
 HEADS, KV_HEADS, HEAD = 4, 2, 8
 EXPERTS = 4
 STATE, KERNEL = 16, 4  # of state-space layers, which are twice as wide
@@ -319,7 +319,7 @@ def cohere2(file: Path) -> Maker:
 def gpt_oss(file: Path) -> Maker:
     """Sliding windows in every other layer, attention sinks, experts with biases."""
     m = Maker("gpt-oss", file, 4, **RMS, **GROUPED, **ROTARY, **SIZED, **SLIDING, **ROUTED)
-    m.keys(expert_feed_forward_length=24)
+    m.keys(expert_feed_forward_length=32)
     m.ends()
     for at in m.blocks():
         m.norm(f"{at}attn_norm")
@@ -327,7 +327,7 @@ def gpt_oss(file: Path) -> Maker:
         m.vector(f"{at}attn_output.bias", WIDTH)
         m.vector(f"{at}attn_sinks.weight", HEADS)
         m.norm(f"{at}post_attention_norm")
-        m.experts(at, 24, bias=True)
+        m.experts(at, 32, bias=True)
     return m
 
 

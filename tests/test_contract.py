@@ -81,19 +81,23 @@ def llama_cpp(together: int = 100, **options: Any) -> Case:
     return Case(target, (3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), letters, together=together)
 
 
-def openvino() -> Case:
-    """A random llama in float32."""
+def openvino(by_states: bool = False) -> Case:
+    """A random llama in float32; or a Gemma 2, which is decoded by the states of its graph."""
     from tempfile import TemporaryDirectory
 
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
     from leapahead.models.openvino import export, folder
     from leapahead.models.openvino.options import OpenVinoOptions
 
     with TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(f"{place}/model")
+        if by_states:
+            model: Any = Gemma2ForCausalLM(Gemma2Config(**LLAMA, head_dim=8, sliding_window=8))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+        model.save_pretrained(f"{place}/model")
         export.export(f"{place}/model", f"{place}/exported", "f32")
         target = folder.load(f"{place}/exported", OpenVinoOptions(n_threads=1))
     return Case(target, (3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), letters, length=20)
@@ -152,6 +156,7 @@ SLOW: dict[str, Callable[[], Case]] = {
     "tiny": toy([1, 0, 2], vocab_size=3, order=4, sharpness=1.0),
     "one leaf": toy([3, 1, 3, 1, 3], vocab_size=6, order=2, max_leaves=1),
     "openvino": openvino,
+    "openvino, by states": lambda: openvino(by_states=True),
     "encoder-decoder": encoder_decoder,
     "llama.cpp, few sequence ids": lambda: llama_cpp(together=20, n_seq_max=30),
 }

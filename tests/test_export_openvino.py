@@ -19,6 +19,7 @@ from leapahead import LLM
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.models import loading
 from leapahead.models.openvino import gguf
+from leapahead.models.openvino.compiled import STATEFUL
 from leapahead.models.openvino.export import Exported, cached_export, export
 from leapahead.models.openvino.options import MODEL, is_openvino
 
@@ -33,14 +34,18 @@ PROMPT = "def add(a, b):\n    return"
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 
 # What is refused, and why.
-SDPA = "and only 'sdpa' is converted"
 REFUSED = {
-    **dict.fromkeys(("gemma2", "gpt_neo", "gptj", "codegen", "bloom", "mpt", "gpt_oss", "xglm"), SDPA),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "llama4_tuned"), "cannot be given paged attention"),
-    "falcon_alibi": "OpenVINO cannot convert it",
     "dbrx": "OpenVINO cannot run the converted model",
     "roberta": "differ from its own",
     "deepseek_v32": "layers of the kinds indexed_attention",
+}
+# What paged attention cannot compute, and why.
+EAGER = "its attention is 'eager'"
+BY_STATES = {
+    **dict.fromkeys(("gemma2", "gpt_neo", "gptj", "codegen", "bloom", "mpt", "gpt_oss", "xglm"), EAGER),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "beam_idx"),
+    **dict.fromkeys(("llama4", "llama4_tuned"), "it attends in chunks"),
+    "falcon_alibi": "it makes its attention mask itself",
 }
 
 
@@ -205,7 +210,7 @@ def test_quantised_weights(weights: str, bits: int, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- the graph
 
 
-@pytest.mark.parametrize("name", ["mamba", "bloom"])
+@pytest.mark.parametrize("name", ["mamba", "deepseek_v32"])
 def test_families_that_cannot_be_converted_are_refused_by_name(name: str) -> None:
     model = BY_NAME[name].build()
     with pytest.raises(Refused, match=type(model).__name__):
@@ -253,9 +258,11 @@ def test_families(architecture: Architecture, dtype: torch.dtype) -> None:
     reason = "recurrent layers" if recurrent else REFUSED.get(architecture.name)
     if reason is None:
         graph = graph_module.convert(model)  # is compared with the model; its paged attention is not
-        if dtype == torch.float32:
-            size = 8 if architecture.name == "llama4" else 40  # paged attention has no chunks
-            _assert_paged(model, graph, size)
+        stateful = graph.get_rt_info(STATEFUL).astype(str) if graph.has_rt_info(STATEFUL) else ""
+        assert bool(stateful) == (architecture.name in BY_STATES)
+        assert BY_STATES.get(architecture.name, "") in stateful
+        if dtype == torch.float32 and not stateful:
+            _assert_paged(model, graph, 40)
     else:
         with pytest.raises(Refused, match=reason):
             graph_module.convert(model)

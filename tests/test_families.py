@@ -36,6 +36,18 @@ def test_the_table_names_all_architectures_of_gguf_files() -> None:
     assert written == [each.name for each in gguf_architectures.ARCHITECTURES]
 
 
+def test_the_table_names_all_families_under_openvino() -> None:
+    """What exports is decoded with drafts, and what has recurrent layers is refused."""
+    written = {row["family"]: row for row in ROWS if row["engine"] == "OpenVINO"}
+    assert list(written) == [each.name for each in architectures.ARCHITECTURES]
+    for each in architectures.ARCHITECTURES:
+        mode = written[each.name]["mode"]
+        if each.expect in ("replay", "plain"):
+            assert mode == "refused"
+        else:
+            assert mode in (("trees", "chains") if each.name not in ("dbrx", "roberta") else ("refused",))
+
+
 def test_the_page_has_every_family_and_a_reason_for_what_is_missing() -> None:
     """`test_generated_blocks_are_fresh` compares the whole block."""
     page = (ROOT / "docs/guide/models.md").read_text(encoding="utf-8")
@@ -48,6 +60,7 @@ def test_the_command_writes_what_the_targets_find(tmp_path: Path, monkeypatch: p
     """On a few families: what it writes is what is committed."""
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
+    pytest.importorskip("openvino_tokenizers")
     import gguf_architectures
 
     monkeypatch.setattr(sys, "path", [*sys.path])

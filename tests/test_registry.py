@@ -39,8 +39,8 @@ def third_parties(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_built_in_drafters_load_under_their_names() -> None:
     assert registry.names()[:2] == ["auto", "plain"]
     assert set(registry.names()) - set(registry.ready()) == {*registry.NEEDING}
-    drafting = {"draft_model", "cascade", "ouroboros", "triforce", "speculative_sampling"}  # by a model
-    assert set(registry.NEEDING) == {"datastore", "prediction", "head", *drafting}
+    drafting = {"draft_model", "cascade", "ouroboros", "speculative_sampling"}  # by another model
+    assert set(registry.NEEDING) == {"datastore", "prediction", "head", "triforce", *drafting}
     for name in registry.BUILT_IN:
         drafter = registry.load(name)
         assert issubclass(drafter, (Drafter, SequenceDrafter))

@@ -12,12 +12,13 @@ from helpers import run
 
 from leapahead import LLM, BadParameter, Budget, SamplingParams, StopParams
 from leapahead.core.sampling import Sampler
+from leapahead.drafters import registry
 from leapahead.drafters.jacobi import Jacobi
 from leapahead.drafters.lookahead import Lookahead
 from leapahead.drafters.pool import NgramPool
 from leapahead.drafters.prompt_lookup import PromptLookup
 from leapahead.drafters.sources.recycling import GREEDY, SAMPLED, Recycling
-from leapahead.models.choices import PromptRows
+from leapahead.models.choices import Choices, PromptRows
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import SequenceView
 
@@ -39,6 +40,27 @@ def test_steps_of_five_texts(name: str, steps: list[int]) -> None:
         options: dict[str, Any] = {"max_new_tokens": 60, "temperature": temperature}
         found = [llm.generate([1, 2, 3, seed], seed=seed, **options).stats.steps for seed in range(5)]
         assert sum(found) == expected
+
+
+class Crowded(ToyTarget):
+    """Has room for drafts in every third step only, as while other sequences read their prompts in steps."""
+
+    steps = 0
+
+    def step(self, *args: Any, **options: Any) -> list[Choices]:
+        self.steps += 1
+        self.max_nodes = 1 if self.steps % 3 else 64
+        return super().step(*args, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", registry.ready())
+def test_steps_without_room_for_drafts(name: str, temperature: float) -> None:
+    """The drafter is not asked then, and observes a step of the root alone; the first one too."""
+    options: dict[str, Any] = {"max_new_tokens": 40, "temperature": temperature, "seed": 1}
+    expected = LLM(ToyTarget(), drafter="plain").generate([1, 2, 3], **options).tokens
+    result = LLM(Crowded(max_nodes=1), drafter=name).generate([1, 2, 3], **options)
+    assert result.tokens == expected
 
 
 # --------------------------------------------------------------------------------------------------- prompt lookup

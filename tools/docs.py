@@ -17,6 +17,7 @@ import benches
 import cascades
 import claims
 import click
+import exact
 import headline
 import inside_vllm
 import long_contexts
@@ -338,7 +339,7 @@ def memory_table(root: Path) -> str:
     )
 
 
-MODES = ("trees", "chains", "chains with replay", "plain")
+MODES = ("trees", "chains", "chains with replay", "plain", "refused")
 
 
 def families_table(root: Path) -> str:
@@ -369,6 +370,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "cost-curve": cost_table,
     "regret": regret_table,
     "families": families_table,
+    **exact.blocks(table),
     "gguf-check": gguf_check_table,
     "gguf-plain": gguf_plain_table,
     "gguf-curve": gguf_curve_table,
@@ -380,8 +382,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **claims.blocks(table),
     **benches.blocks(table),
     **inside_vllm.blocks(table),
-    **long_contexts.blocks(table),
     **several_devices.blocks(table),
+    **long_contexts.blocks(table),
     **systems.blocks(table),
 }
 

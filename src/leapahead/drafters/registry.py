@@ -38,7 +38,9 @@ BUILT_IN = {
 }
 
 # Drafters that need more than any target: a file, a prediction, another model, a target of Transformers.
-NEEDING = ("datastore", "prediction", "draft_model", "cascade", "ouroboros", "head", "triforce", "speculative_sampling")
+NEEDING = (
+    *("datastore", "prediction", "draft_model", "cascade", "ouroboros", "head", "triforce", "speculative_sampling"),
+)
 
 DrafterClass = type[Drafter] | type[SequenceDrafter]
 

@@ -33,7 +33,10 @@ class Window:
         self.width, self.ngram = width, ngram
         self._random = random.Random(seed)
         self._rows: list[list[int]] = []  # row 0 without column 0 (W-1 tokens), then rows 1 .. N-2 (W tokens each)
-        self._tips: list[int | None] = []  # last node of each column, None where the budget cut it off
+        self._tips = self._no_tips()  # last node of each column, None where the budget cut it off
+
+    def _no_tips(self) -> list[int | None]:
+        return [None] * self.width
 
     def begin(
         self,
@@ -93,6 +96,8 @@ class Window:
             chosen: what the model chose after each of `tips`.
             committed: how many tokens the text has grown by.
 
+        A step that had no room for drafts has none of the window's nodes; random tokens stand for what it chose.
+
         Returns:
             The n-grams that this completed, as (key, tail).
         """
@@ -104,6 +109,7 @@ class Window:
             if tip is not None
         ]
         self._slide(sequence, new, by=committed if sequence.sampled else 1)
+        self._tips = self._no_tips()
         return ngrams
 
     def _slide(self, sequence: SequenceView, new: list[int], by: int) -> None:

@@ -22,14 +22,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from leapahead.core.errors import CacheFull, LeapaheadError
-from leapahead.models.captured import TopK
-from leapahead.models.prefix import common_prefix
+from leapahead.core.errors import LeapaheadError
+from leapahead.models.openvino import tracks
 
 Entries: TypeAlias = npt.NDArray[Any]
 
 FIRST_BLOCKS = 16
-MOST_IDLE = 16  # closed sequences whose blocks are kept
 
 
 @dataclass(frozen=True)
@@ -46,29 +44,17 @@ class Plane:
 
 
 @dataclass(eq=False)
-class Track:
+class Track(tracks.Track):
     """What the cache holds of one sequence.
 
     Attributes:
-        tokens: of the sequence, live; the blocks hold the entries of the first `length`.
         blocks: in the order of the text.
-        length: committed entries.
-        pending: entries behind them that the last forward wrote.
-        reserve: the length that the sequence is expected to grow to.
-        top_k: what was captured of the sequence's prompt, of positions below `length`.
-        owner: see `Target.open`.
     """
 
-    tokens: list[int]
     blocks: list[int] = field(default_factory=list)
-    length: int = 0
-    pending: int = 0
-    reserve: int = 0
-    top_k: TopK | None = None
-    owner: str = ""
 
 
-class Pool:
+class Pool(tracks.Cache[Track]):
     """The blocks of all sequences.
 
     Args:
@@ -77,14 +63,12 @@ class Pool:
 
     Attributes:
         size: tokens of a block.
-        open: the tracks of open sequences.
         version: raised when the memory was moved.
     """
 
     def __init__(self, planes: Sequence[Plane], limit: int) -> None:
         self.size = planes[0].shape[1]
-        self.limit = max(limit, self.size)
-        self.open: list[Track] = []
+        super().__init__(max(limit, self.size))
         self.version = 0
         kinds = list(dict.fromkeys(planes))
         counts = {kind: 0 for kind in kinds}
@@ -101,7 +85,6 @@ class Pool:
         ]
         self.uses = [0] * FIRST_BLOCKS
         self._free = list(range(FIRST_BLOCKS - 1, -1, -1))
-        self._idle: list[Track] = []  # least recently used first
         self.version += 1
 
     def memory(self, plane: int) -> Entries:
@@ -115,66 +98,13 @@ class Pool:
         """Of all planes."""
         return sum(array[:, 0].nbytes for array in self._arrays) // self.size
 
-    # Sequences
-
-    def take(self, tokens: list[int], reuse: int, reserve: int = 0, owner: str = "") -> Track:
-        """A track for a new sequence, with the entries of as many of its first `reuse` tokens as any track has.
-
-        Args:
-            reserve: the length that the sequence is expected to grow to.
-            owner: see `Target.open`.
-
-        Raises:
-            CacheFull: it does not fit beside the open sequences.
-        """
-        reserve = max(len(tokens), reserve)
-        self._admit(len(tokens), reserve)
-        track = Track(tokens, reserve=reserve, owner=owner)
-        shared, source = 0, None
-        for each in (each for each in (*self._idle, *self.open) if each.owner == owner):
-            found = common_prefix(each.tokens, tokens, min(each.length, reuse))
-            shared, source = (found, each) if found > shared else (shared, source)
-        if source is not None:
-            if source in self._idle:  # it is the last to be discarded
-                self._idle.remove(source)
-                self._idle.append(source)
-            self._share(track, source, shared)
-        self.open.append(track)
-        return track
-
-    def fork(self, track: Track, tokens: list[int]) -> Track:
-        """A track for the same tokens as an open one, whose last step was committed.
-
-        Raises:
-            CacheFull: it does not fit beside the open sequences.
-        """
-        self._admit(len(tokens), max(track.reserve, len(tokens)))
-        twin = Track(tokens, reserve=track.reserve, owner=track.owner)
-        self._share(twin, track, track.length)
-        self.open.append(twin)
-        return twin
-
-    def release(self, track: Track) -> None:
-        """Ends an open sequence; its blocks stay for a prompt that begins with its tokens. Twice is harmless."""
-        if track not in self.open:
-            return
-        self.open.remove(track)
-        self.discard(track)
-        track.tokens = track.tokens[: track.length]
-        for each in list(self._idle):  # a track that begins another one is of no more use
-            if each.owner == track.owner and common_prefix(each.tokens, track.tokens, each.length) == each.length:
-                self._drop(each)
-        if track.length:
-            self._idle.append(track)
-        while len(self._idle) > MOST_IDLE:
-            self._drop(self._idle[0])
-
     def forget(self) -> None:
-        """Discards what is kept of closed sequences, and releases the memory unless a sequence is open."""
-        while self._idle:
-            self._drop(self._idle[0])
+        super().forget()
         if not self.open:
             self._empty()
+
+    def _new(self, tokens: list[int], reserve: int, owner: str) -> Track:
+        return Track(tokens, reserve=reserve, owner=owner)
 
     # Entries
 
@@ -184,8 +114,7 @@ class Pool:
         Raises:
             CacheFull: the sequences have grown beyond the limit.
         """
-        if sum(track.length for track in self.open) >= self.limit:
-            raise self._full(len(self.open), max(track.length for track in self.open) + 1)
+        self._check_room()
         for track, count in zip(tracks, counts, strict=True):
             while len(track.blocks) * self.size < track.length + count:
                 track.blocks.append(self._new_block())
@@ -249,9 +178,7 @@ class Pool:
         if not self.uses[block]:
             self._free.append(block)
 
-    def _drop(self, track: Track) -> None:
-        """Discards an idle track."""
-        self._idle.remove(track)
+    def _clear(self, track: Track) -> None:
         for block in track.blocks:
             self._give_back(block)
 
@@ -274,15 +201,3 @@ class Pool:
             self.version += 1
         self._free = list(range(2 * count - 1, count - 1, -1))
         self.uses += [0] * count
-
-    def _admit(self, length: int, reserve: int) -> None:
-        """Refuses a sequence that could make open ones run out of room. Alone it is refused for its prompt only."""
-        taken = sum(max(track.reserve, track.length) for track in self.open)
-        if length > self.limit or (self.open and taken + reserve > self.limit):
-            raise self._full(len(self.open) + 1, max([reserve, *(track.reserve for track in self.open)]))
-
-    def _full(self, count: int, length: int) -> CacheFull:
-        return CacheFull(
-            f"the cache holds {self.limit} tokens, too few for {count} sequence{'s' if count > 1 else ''} of up to "
-            f"{length}; use a shorter prompt, fewer new tokens or sequences, or load the model with larger cache_tokens"
-        )

@@ -1,6 +1,6 @@
 """Loads an OpenVINO folder: the model, what its config.json says of it, and its tokenizer.
 
-    openvino_model.xml, .bin          the model           refused: what cannot be given paged attention
+    openvino_model.xml, .bin          the model           by its states where it cannot be given paged attention
     config.json                       context length, sliding windows, end tokens
     generation_config.json            end tokens
     tokenizer.json, ...               the tokenizer, where Transformers is installed
@@ -12,7 +12,7 @@ This module knows nothing of how a model is run.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,9 +22,11 @@ from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.text import Tokenizer
 from leapahead.models.memory import free_host_bytes
 from leapahead.models.openvino import export, gguf
+from leapahead.models.openvino.compiled import CompiledModel
 from leapahead.models.openvino.model import OpenVinoTarget
 from leapahead.models.openvino.options import MODEL, OpenVinoOptions, is_openvino
 from leapahead.models.openvino.paged import PagedModel
+from leapahead.models.openvino.stateful import StatefulModel
 from leapahead.models.openvino.tokenizer import OpenVinoTokenizer
 
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length")
@@ -40,11 +42,13 @@ class Description:
     Attributes:
         context_length: greatest number of tokens of a sequence.
         windows: of each layer the number of tokens that it attends to, 0 for all; None where no layer has a window.
+        paged: whether paged attention computes all kinds of layers.
         end_token_ids: of the configurations.
     """
 
     context_length: int
     windows: tuple[int, ...] | None
+    paged: bool
     end_token_ids: tuple[int, ...]
 
 
@@ -101,7 +105,7 @@ def load(
     """
     options, path = options or OpenVinoOptions(), Path(folder).expanduser()
     described = describe(path)
-    model = PagedModel(path / MODEL, options, described.windows)
+    model = _model(path / MODEL, options, described)
     fitting = int(CACHE_SHARE * free_host_bytes()) // model.bytes_per_token
     return OpenVinoTarget(
         model,
@@ -113,12 +117,21 @@ def load(
     )
 
 
+def _model(file: Path, options: OpenVinoOptions, described: Description) -> CompiledModel:
+    """The compiled model: with paged attention, or with its own states where that is not possible."""
+    if described.paged:
+        try:
+            return PagedModel(file, options, described.windows)
+        except Refused:
+            pass
+    return StatefulModel(file, options)
+
+
 def describe(folder: Path) -> Description:
     """Reads the configurations of a folder.
 
     Raises:
         BadParameter: one of them cannot be read.
-        Refused: some layers are not attention, or attend in a way that is not known here.
     """
     config, generation = _json(folder / "config.json"), _json(folder / "generation_config.json")
     text = config.get("text_config") or config
@@ -132,22 +145,22 @@ def describe(folder: Path) -> Description:
         for token in claim if isinstance(claim, Iterable) else [claim]:
             if isinstance(token, int):
                 ends[token] = None
-    return Description(length, _windows(folder, text, length), tuple(ends))
+    kinds = _kinds(text)
+    return Description(length, _windows(text, kinds, length), set(kinds) <= set(ATTENTION), tuple(ends))
 
 
-def _windows(folder: Path, text: dict[str, Any], length: int) -> tuple[int, ...] | None:
-    """The windows of the layers; None where none is shorter than the context."""
-    window, layers = text.get("sliding_window"), text.get("num_hidden_layers")
-    kinds = text.get("layer_types")
+def _kinds(text: dict[str, Any]) -> Sequence[str]:
+    """The kinds of the layers, one each; none where all attend to everything."""
+    window, layers, kinds = text.get("sliding_window"), text.get("num_hidden_layers"), text.get("layer_types")
     if kinds is None and window and text.get("use_sliding_window", True) and isinstance(layers, int):
-        kinds = ["sliding_attention"] * layers
-    unknown = sorted(set(kinds or ()) - set(ATTENTION))
-    if unknown:
-        raise Refused(
-            f"the model {str(folder)!r} has layers of the kind {unknown[0]}, which paged attention does not compute; "
-            "load it with Transformers, or as a GGUF file with llama.cpp"
-        )
-    if not kinds or not isinstance(window, int) or window >= length or "sliding_attention" not in kinds:
+        return ["sliding_attention"] * layers
+    return kinds or ()
+
+
+def _windows(text: dict[str, Any], kinds: Sequence[str], length: int) -> tuple[int, ...] | None:
+    """The windows of the layers; None where none is shorter than the context."""
+    window = text.get("sliding_window")
+    if not isinstance(window, int) or window >= length or "sliding_attention" not in kinds:
         return None
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 

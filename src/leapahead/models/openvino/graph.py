@@ -6,7 +6,8 @@
 
 The model is traced with OpenVINO's own converter. Weights of 16 bits stay so: each is widened to float32 where the
 model reads it, and all computation is in float32. The graph is compared with the model before it is returned, and
-OpenVINO's transformation to paged attention, without which a graph can read no token trees, is tried on a copy of it.
+OpenVINO's transformation to paged attention, without which a graph can read no token trees, is tried on a copy of it. A
+graph that it cannot be applied to says so in its runtime information (`compiled.STATEFUL`).
 
 This module knows of no files.
 """
@@ -28,7 +29,8 @@ from torch.nn.utils import parametrize
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from leapahead.core.errors import Refused
-from leapahead.models.openvino.paged import ATTENTION, SLIDING_WINDOW, cause, give_paged_attention
+from leapahead.models.openvino.compiled import STATEFUL, cause
+from leapahead.models.openvino.paged import ATTENTION, SLIDING_WINDOW, give_paged_attention
 from leapahead.models.transformers import families
 from leapahead.models.transformers.families import Pattern
 
@@ -56,21 +58,42 @@ def convert(model: Any) -> Any:
     """
     patterns = _patterns(model)
     config = families.text_config(model)
+    windows = any(pattern.window is not None for pattern in patterns.values())
+    chunks = any(pattern.chunk is not None for pattern in patterns.values())
     with _quiet(), torch.no_grad():
         _widen(model)
         if config._experts_implementation not in (None, EXPERTS):
             model.set_experts_implementation(EXPERTS)
+        own_masks = False
         try:
-            graph = _traced(model, patterns)
-        except Exception as error:  # of the family's own code or of the converter, which raise errors of all kinds
-            raise _refusal(model, f"OpenVINO cannot convert it ({cause(error)})") from error
-        _compare(model, graph)
-    windows = any(pattern.window is not None for pattern in patterns.values())
-    if reason := lacks_paged_attention(graph, windows):
-        raise _refusal(model, f"it cannot be given paged attention ({reason})")
-    chunks = (pattern.chunk for pattern in patterns.values() if pattern.chunk is not None)
-    length = min([families.context_length(config), *chunks])  # paged attention has no chunks
-    graph.set_rt_info(str(length), CONTEXT_LENGTH)
+            graph = _compared(model, Stateless(model, patterns))
+        except Refused:
+            if windows or chunks:  # a trace of a short text need not have them
+                raise
+            graph, own_masks = _compared(model, WithoutMasks(model, patterns)), True
+    if config._attn_implementation != "sdpa":
+        reason = f"its attention is {config._attn_implementation!r}"
+    elif own_masks or chunks:
+        reason = "it attends in chunks" if chunks else "it makes its attention mask itself"
+    else:
+        reason = lacks_paged_attention(graph, windows)
+    if reason:
+        graph.set_rt_info(reason, STATEFUL)
+    graph.set_rt_info(str(families.context_length(config)), CONTEXT_LENGTH)
+    return graph
+
+
+def _compared(model: Any, stateless: Stateless) -> Any:
+    """The graph of a forward, which gives the logits of the model.
+
+    Raises:
+        Refused: it cannot be converted, or gives others.
+    """
+    try:
+        graph = _traced(stateless)
+    except Exception as error:  # of the family's own code or of the converter, which raise errors of all kinds
+        raise _refusal(model, f"OpenVINO cannot convert it ({cause(error)})") from error
+    _compare(model, graph)
     return graph
 
 
@@ -78,7 +101,7 @@ def _patterns(model: Any) -> dict[str, Pattern]:
     """The attention patterns of the model's layers.
 
     Raises:
-        Refused: it has other layers, or attention that is not PyTorch's own.
+        Refused: it has other layers.
     """
     config = families.text_config(model)
     if families.is_recurrent(model):
@@ -86,8 +109,6 @@ def _patterns(model: Any) -> dict[str, Pattern]:
     patterns = families.patterns(config)
     if patterns is None:
         raise _refusal(model, f"it has layers of the kinds {', '.join(families.other_layers(config))}")
-    if config._attn_implementation != "sdpa":
-        raise _refusal(model, f"its attention is {config._attn_implementation!r}, and only 'sdpa' is converted")
     return patterns
 
 
@@ -156,6 +177,13 @@ class Stateless(torch.nn.Module):
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
+class WithoutMasks(Stateless):
+    """The same for models that make masks themselves, of the tokens that are there, such as those with ALiBi."""
+
+    def masks(self, new: Any, attention_mask: Tensor) -> Tensor | dict[str, Tensor]:
+        return attention_mask
+
+
 def _widen(model: Any) -> None:
     """Makes the model compute in float32, whatever its parameters are stored in."""
     for module in list(model.modules()):
@@ -167,8 +195,7 @@ def _widen(model: Any) -> None:
                 setattr(module, name, buffer.float())
 
 
-def _traced(model: Any, patterns: Mapping[str, Pattern]) -> Any:
-    stateless = Stateless(model, patterns)
+def _traced(stateless: Stateless) -> Any:
     tokens = torch.arange(BATCH * NEW).reshape(BATCH, NEW)
 
     def example(past: int) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
-"""OpenVINO models as targets: trees by a mask over the new tokens, over one KV cache for all sessions.
+"""OpenVINO models as targets: trees by a mask over the new tokens, or chains, over one cache for all sessions.
 
-How a forward is given to OpenVINO is in `paged`, how the cache is divided in `blocks`. This module knows neither
-drafters nor text.
+How a forward is given to OpenVINO is in `paged`, with the cache in `blocks`; and, for models that paged attention
+cannot compute, in `stateful`. This module knows neither drafters nor text.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import RLock
+from typing import Any
 
 import numpy as np
 
@@ -29,15 +30,13 @@ from leapahead.models.base import (
 from leapahead.models.captured import TopK, first_row, prompt_rows
 from leapahead.models.choices import Choices, FloatArray, PromptRows, best
 from leapahead.models.openvino import selftest
-from leapahead.models.openvino.blocks import Pool, Track
-from leapahead.models.openvino.paged import PagedModel, Part
+from leapahead.models.openvino.compiled import CompiledModel, Part
+from leapahead.models.openvino.tracks import Cache, Track
 
 CHUNK = 512  # greatest number of tokens of a prompt in one forward
 EXACT_ROWS = 2  # tokens of a sequence in a forward, at least, with which all forwards give the same bits
-# OpenVINO prepares every operation anew when a forward has another number of tokens than the last one, which can take
-# as long as a forward (`python -m research switching`). So steps with drafts have multiples of so many rows, and so
-# many plain steps after small ones are padded to as many: often the next step drafts again.
-BUCKET, HOLD = 4, 2
+# So many plain steps after steps of `CompiledModel.bucket` rows are padded to as many: often the next one drafts again.
+HOLD = 2
 TREE_ROOM = 256  # nodes of all trees that are possible while no sequence has filled a sliding window
 
 
@@ -90,7 +89,7 @@ class OpenVinoTarget:
 
     def __init__(
         self,
-        model: PagedModel,
+        model: CompiledModel,
         *,
         context_length: int,
         cache_tokens: int,
@@ -99,7 +98,7 @@ class OpenVinoTarget:
         exact: bool = False,
     ) -> None:
         self.model, self.lock = model, RLock()
-        self.pool = Pool(model.planes, cache_tokens)
+        self.pool: Cache[Any] = model.new_cache(cache_tokens)
         self._window = UNLIMITED
         self._sessions: list[OpenVinoSession] = []
         self._last_rows, self._plain_steps = 0, 0  # of the last step, and how many were plain since one was not
@@ -109,12 +108,12 @@ class OpenVinoTarget:
             vocab_size=model.vocab_size,
             context_length=context_length,
             precision=model.precision,
-            capabilities=ALL - {TREE} if exact else ALL,
+            capabilities=ALL - {TREE} if exact or not model.trees else ALL,
             fingerprint=f"OpenVINO {model.fingerprint}" + " exact" * exact,
             layers=model.layers,
             hidden_size=model.hidden_size,
             exact=exact,
-            bucket=BUCKET,
+            bucket=model.bucket,
             cache_tokens=cache_tokens,
         )
         self.info = replace(self.info, capabilities=selftest.capabilities(self, window))
@@ -251,9 +250,9 @@ class OpenVinoTarget:
             drafts: whether there are drafted ones among them.
         """
         if drafts:
-            return _rounded(count)
-        holds = count <= BUCKET == self._last_rows and self._plain_steps < HOLD
-        return BUCKET if holds else count
+            return -(-count // self.info.bucket) * self.info.bucket
+        holds = count <= self.info.bucket == self._last_rows and self._plain_steps < HOLD
+        return self.info.bucket if holds else count
 
     def release(self, session: OpenVinoSession) -> None:
         """Ends a session; its blocks stay for a prompt that begins with its tokens, while there is room."""
@@ -288,7 +287,7 @@ class OpenVinoTarget:
         return replace(part, tokens=[*part.tokens] * EXACT_ROWS, positions=[*part.positions] * EXACT_ROWS, mask=None)
 
     def _forward(self, parts: Sequence[Part], rows: Sequence[int]) -> tuple[FloatArray, FloatArray]:
-        """ONE forward, see `PagedModel.forward`; its entries are pending behind the committed ones."""
+        """ONE forward, see `CompiledModel.forward`; its entries are pending behind the committed ones."""
         for given in self._given:
             given.expire()
         self._given = []
@@ -315,11 +314,6 @@ def _part(session: OpenVinoSession, tree: TokenTree, computed: int) -> Part:
     past = track.length + computed
     positions: Sequence[int] = [track.length + depth for depth in tree.depth_list[computed:]]
     return Part(track, past, tree.token_list[computed:], positions, mask)
-
-
-def _rounded(count: int) -> int:
-    """The next multiple of `BUCKET`."""
-    return -(-count // BUCKET) * BUCKET
 
 
 def _filled(part: Part, count: int) -> Part:

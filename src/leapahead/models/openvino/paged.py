@@ -8,17 +8,14 @@ row of tokens, and takes for each sequence a mask over its new tokens (`qq_bias`
     past_lens                  int32 [sequences]         block_indices(_begins) the blocks of each sequence
     qq_bias, qq_bias_begins    uint8, int32              rows                  int64: tokens whose logits are wanted
 
-The last one is added here: the output layer of a large vocabulary is computed for the wanted rows only, and the hidden
-states that enter it become an output. Knows neither sessions nor trees.
+Knows neither sessions nor trees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,34 +23,13 @@ import openvino as ov
 from openvino import opset13
 from openvino._offline_transformations import paged_attention_transformation
 
-from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_line
-from leapahead.core.tree import BoolArray
-from leapahead.models.openvino.blocks import Plane, Pool, Track
+from leapahead.core.errors import LeapaheadError, Refused
+from leapahead.models.openvino.blocks import Plane, Pool
+from leapahead.models.openvino.compiled import STATEFUL, CompiledModel, Part, cause
 from leapahead.models.openvino.options import OpenVinoOptions
 
-STEPS = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}  # relative steps of these types
 DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}  # numpy has no bfloat16
 ATTENTION, SLIDING_WINDOW = "PagedAttentionExtension", 10  # type of a paged attention; its input with the window
-PIECES, PIECE = 1024, 256  # so many pieces of so many bytes of the weights are part of the digest
-LEAST_WEIGHT = 4096  # numbers of a constant that counts as a weight
-
-
-@dataclass(frozen=True)
-class Part:
-    """The new tokens of one sequence.
-
-    Attributes:
-        track: their place in the cache, with room for them behind `past` entries.
-        past: entries that all of them attend to.
-        tokens, positions: of each.
-        mask: bool [tokens, tokens], which of each other they attend to; None for a chain.
-    """
-
-    track: Track
-    past: int
-    tokens: Sequence[int]
-    positions: Sequence[int]
-    mask: BoolArray | None
 
 
 class _Input:
@@ -72,8 +48,8 @@ class _Input:
         self._values[:] = found
 
 
-class PagedModel:
-    """A compiled model.
+class PagedModel(CompiledModel):
+    """A model compiled with paged attention.
 
     Args:
         file: openvino_model.xml of an exported model.
@@ -81,64 +57,23 @@ class PagedModel:
         windows: of each layer, the number of tokens that it attends to; 0 for all. None where no layer has a window.
 
     Attributes:
-        vocab_size, hidden_size, layers: of the model.
-        weights: the type of most of its weights, by OpenVINO's name.
-        computed_in, cached_in: the types of the computation and of the cache.
-        threads: number of them.
-        precision: relative step of its numbers.
         planes: of the cache: keys and values of each layer.
-        fingerprint: of the weights' shapes and of the options.
 
     Raises:
         BadParameter: the file cannot be read.
         Refused: the model cannot be given paged attention.
     """
 
+    trees: ClassVar[bool] = True
+    # OpenVINO prepares every operation anew when a forward has another number of tokens than the last one, which can
+    # take as long as a forward (`python -m research switching`).
+    bucket: ClassVar[int] = 4
+    token_axis: ClassVar[int] = 0
+
     def __init__(self, file: Path, options: OpenVinoOptions, windows: Sequence[int] | None = None) -> None:
-        self.file = file
-        core = ov.Core()
-        model = read_model(core, file)
-        self.weights, count = weight_type(model)
-        if why := give_paged_attention(model):
-            raise Refused(
-                f"OpenVINO cannot give the model {str(file)!r} paged attention ({why}); load the model with "
-                "Transformers, or as a GGUF file with llama.cpp"
-            )
-        if windows:
-            _set_windows(model, windows, file)
-        _choose_rows(model, file)
-        kind = options.precision or ("f32" if self.weights == "f32" else _usual_precision(core))
-        cache = options.cache_type or kind
-        settings: dict[str, Any] = {
-            "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_PRECISION_HINT": kind,
-            "KV_CACHE_PRECISION": cache,
-        }
-        if options.n_threads is not None:
-            settings["INFERENCE_NUM_THREADS"] = options.n_threads
-        try:
-            compiled = core.compile_model(model, "CPU", settings)
-        except RuntimeError as error:
-            raise LeapaheadError(
-                f"OpenVINO cannot compile {str(file)!r} for this processor: {cause(error)}; export it as f32"
-            ) from None
-        self._request = compiled.create_infer_request()
-        names = {each.get_any_name(): each for each in compiled.inputs}
-        self.cache_names = sorted((name for name in names if "cache." in name), key=_layer_first)
-        self.layers = len(self.cache_names) // 2
-        self.planes = [_plane(names[name], cache) for name in self.cache_names]
-        logits, hidden = compiled.outputs
-        self.vocab_size = logits.get_partial_shape()[-1].get_length()
-        self.hidden_size = hidden.get_partial_shape()[-1].get_length()
-        low_bits = "bf16" if self.weights not in STEPS else self.weights  # integer weights: activations of 8 bits
-        self.precision = max(STEPS[kind], STEPS[cache], STEPS[low_bits])
-        threads = compiled.get_property("INFERENCE_NUM_THREADS")
-        self.fingerprint = (
-            f"{count} weights, most in {self.weights}, {self.layers} layers of {self.hidden_size}, computed in {kind} "
-            f"cache {cache} {threads} threads"
-        )
-        self.threads, self.computed_in, self.cached_in = int(threads), kind, cache
-        self._compiled, self._version = compiled, -1
+        self._windows = windows
+        super().__init__(file, options)
+        self._request, self._version = self.compiled.create_infer_request(), -1
         self._longest = np.zeros((), np.int32)
         self._request.set_tensor("max_context_len", ov.Tensor(self._longest, shared_memory=True))
         self._inputs = {
@@ -151,42 +86,30 @@ class PagedModel:
             )
         }
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Of the cache."""
-        return sum(plane.shape[0] * plane.shape[2] * np.dtype(plane.dtype).itemsize for plane in self.planes)
+    def prepare(self, graph: Any) -> None:
+        why = str(graph.get_rt_info(STATEFUL).astype(str)) if graph.has_rt_info(STATEFUL) else ""
+        if why := why or give_paged_attention(graph):
+            raise Refused(f"OpenVINO cannot give the model {str(self.file)!r} paged attention ({why})")
+        if self._windows:
+            _set_windows(graph, self._windows, self.file)
 
-    def digest(self) -> str:
-        """16 hex digits of the sizes and some bytes of all weights; "" where the file cannot be read."""
-        found = sha256()
-        try:
-            data = np.memmap(self.file.with_suffix(".bin"), np.uint8, "r")
-            for start in np.linspace(0, max(len(data) - PIECE, 0), PIECES, dtype=np.int64):
-                found.update(data[start : start + PIECE].tobytes())
-        except (OSError, ValueError):
-            return ""  # removed or replaced since it was loaded
-        found.update(str(len(data)).encode())
-        return found.hexdigest()[:16]
+    def measure(self) -> None:
+        names = {each.get_any_name(): each for each in self.compiled.inputs}
+        self.cache_names = sorted((name for name in names if "cache." in name), key=_layer_first)
+        self.layers = len(self.cache_names) // 2
+        self.planes = [_plane(names[name], self.cached_in) for name in self.cache_names]
+        self.bytes_per_token = sum(
+            plane.shape[0] * plane.shape[2] * np.dtype(plane.dtype).itemsize for plane in self.planes
+        )
 
-    def forward(self, pool: Pool, parts: Sequence[Part], rows: Sequence[int]) -> tuple[Any, Any]:
-        """ONE forward.
+    def new_cache(self, limit: int) -> Pool:
+        return Pool(self.planes, limit)
 
-        Args:
-            pool: the cache.
-            parts: of the sequences.
-            rows: tokens whose logits are wanted, counted over all parts; at least one.
-
-        Returns:
-            Logits, float32 [rows, vocab], and the hidden states after the final norm, float32 [tokens, hidden_size], in
-            memory that the next forward overwrites.
-
-        Raises:
-            LeapaheadError: OpenVINO failed; the message has its reason.
-        """
-        if pool.version != self._version:
+    def forward(self, cache: Pool, parts: Sequence[Part], rows: Sequence[int]) -> tuple[Any, Any]:
+        if cache.version != self._version:
             for index, name in enumerate(self.cache_names):
-                self._request.set_tensor(name, self._cache_tensor(pool.memory(index), index))
-            self._version = pool.version
+                self._request.set_tensor(name, self._cache_tensor(cache.memory(index), index))
+            self._version = cache.version
         masked = any(part.mask is not None for part in parts)
         begins, blocks, block_begins = [0], list[int](), [0]
         tokens, positions = list[int](), list[int]()
@@ -233,34 +156,6 @@ class PagedModel:
         return ov.Tensor(memory, shared_memory=True)
 
 
-def read_model(core: Any, file: Path) -> Any:
-    """An exported model.
-
-    Raises:
-        BadParameter: it cannot be read.
-    """
-    if not file.is_file():
-        raise BadParameter(f"there is no OpenVINO model {str(file)!r}; name the folder that holds openvino_model.xml")
-    try:
-        return core.read_model(file)
-    except RuntimeError as error:
-        raise BadParameter(
-            f"the OpenVINO model {str(file)!r} cannot be read: {cause(error)}; export it again"
-        ) from None
-
-
-def weight_type(model: Any) -> tuple[str, int]:
-    """The element type of most of the weights, by OpenVINO's name, and the number of weights."""
-    counts: dict[str, int] = {}
-    for node in model.get_ops():
-        if node.get_type_name() == "Constant":
-            size = int(np.prod(list(node.get_output_shape(0)), dtype=np.int64))
-            if size >= LEAST_WEIGHT:
-                name = node.get_output_element_type(0).get_type_name()
-                counts[name] = counts.get(name, 0) + size
-    return max(counts, key=lambda name: counts[name], default="f32"), sum(counts.values())
-
-
 def give_paged_attention(model: Any) -> str:
     """Applies OpenVINO's transformation to a model; returns why it cannot be applied, or ""."""
     try:
@@ -289,27 +184,6 @@ def _set_windows(model: Any, windows: Sequence[int], file: Path) -> None:
     model.validate_nodes_and_infer_types()
 
 
-def _choose_rows(model: Any, file: Path) -> None:
-    """Lets the output layer compute the wanted rows only, and gives the hidden states before it as a second output."""
-    node = model.output("logits").get_node().input_value(0).get_node() if _named(model, "logits") else None
-    while node is not None and node.get_type_name() != "MatMul":
-        node = node.input_value(0).get_node() if node.get_input_size() else None
-    if node is None:
-        raise Refused(f"the model {str(file)!r} has no output layer that gives logits; export a causal language model")
-    states = node.input_value(0)
-    rows = opset13.parameter([-1], dtype=np.int64, name="rows")
-    rows.output(0).get_tensor().set_names({"rows"})
-    chosen = opset13.gather(states, rows, opset13.constant(0, dtype=np.int64))
-    node.input(0).replace_source_output(chosen.output(0))
-    model.add_parameters([rows])
-    model.add_results([opset13.result(states)])
-    model.validate_nodes_and_infer_types()
-
-
-def _named(model: Any, name: str) -> bool:
-    return any(name in output.get_names() for output in model.outputs)
-
-
 def _plane(port: Any, cache: str) -> Plane:
     shape = port.get_partial_shape()
     heads, tokens, numbers = (shape[axis].get_length() for axis in (1, 2, 3))
@@ -320,15 +194,3 @@ def _layer_first(name: str) -> tuple[int, str]:
     """Sorts key_cache.0, value_cache.0, key_cache.1, ... so."""
     kind, _, number = name.rpartition(".")
     return int(number), kind
-
-
-def _usual_precision(core: Any) -> str:
-    """What OpenVINO computes with on this processor by default."""
-    return str(core.get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name())
-
-
-def cause(error: BaseException) -> str:
-    """The line of an error of OpenVINO's that says what is wrong; the ones before it name places in its code."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    useful = [line for line in lines if not line.startswith(("Exception from", "Check '", "While "))]
-    return (useful or lines or [first_line(error)])[0].rstrip(".:")

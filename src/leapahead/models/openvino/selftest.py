@@ -45,7 +45,7 @@ def capabilities(target: Target, window: int = 0) -> frozenset[str]:
             "with Transformers, or as a GGUF file with llama.cpp"
         )
     able = target.info.capabilities | {CHAIN}
-    if 0 < window < LEAST_WINDOW:
+    if TREE not in able or 0 < window < LEAST_WINDOW:
         return able - {TREE}
     if window:
         text, own = _own_text(target, size)

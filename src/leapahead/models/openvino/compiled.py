@@ -1,0 +1,217 @@
+"""An exported OpenVINO model, read and compiled: what paged attention and the stateful model have in common.
+
+The output layer of a large vocabulary is computed for wanted rows only, by an input `rows`, and the hidden states that
+enter it become a second output. Knows neither sessions nor trees.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import openvino as ov
+from openvino import opset13
+
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_line
+from leapahead.core.tree import BoolArray
+from leapahead.models.openvino.options import OpenVinoOptions
+
+STEPS = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}  # relative steps of these types
+PIECES, PIECE = 1024, 256  # so many pieces of so many bytes of the weights are part of the digest
+LEAST_WEIGHT = 4096  # numbers of a constant that counts as a weight
+STATEFUL = ["leapahead", "stateful"]  # of a graph's runtime information: why it is decoded by its states
+
+
+@dataclass(frozen=True)
+class Part:
+    """The new tokens of one sequence.
+
+    Attributes:
+        track: their place in the cache, with room for them behind `past` entries.
+        past: entries that all of them attend to.
+        tokens, positions: of each.
+        mask: bool [tokens, tokens], which of each other they attend to; None for a chain.
+    """
+
+    track: Any
+    past: int
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    mask: BoolArray | None
+
+
+class CompiledModel(ABC):
+    """A compiled model.
+
+    Args:
+        file: openvino_model.xml of an exported model.
+        options: how it is compiled.
+
+    Attributes:
+        trees: whether a forward takes masks over its new tokens.
+        bucket: see `TargetInfo.bucket`.
+        vocab_size, hidden_size: of the model.
+        layers: of those that cache keys and values.
+        weights: the type of most of its weights, by OpenVINO's name.
+        computed_in, cached_in: the types of the computation and of the cache.
+        threads: number of them.
+        precision: relative step of its numbers.
+        fingerprint: of the weights' shapes and of the options.
+        bytes_per_token: of the cache.
+
+    Raises:
+        BadParameter: the file cannot be read.
+        Refused: it is no model that can be decoded in this way.
+    """
+
+    trees: ClassVar[bool]
+    bucket: ClassVar[int]
+    token_axis: ClassVar[int]  # of the hidden states
+    bytes_per_token: int
+    layers: int
+
+    def __init__(self, file: Path, options: OpenVinoOptions) -> None:
+        self.file = file
+        core = ov.Core()
+        graph = read_model(core, file)
+        self.weights, count = weight_type(graph)
+        self.prepare(graph)
+        _choose_rows(graph, file, self.token_axis)
+        kind = options.precision or ("f32" if self.weights == "f32" else _usual_precision(core))
+        cache = options.cache_type or kind
+        settings: dict[str, Any] = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_PRECISION_HINT": kind,
+            "KV_CACHE_PRECISION": cache,
+        }
+        if options.n_threads is not None:
+            settings["INFERENCE_NUM_THREADS"] = options.n_threads
+        try:
+            self.compiled: Any = core.compile_model(graph, "CPU", settings)
+        except RuntimeError as error:
+            raise LeapaheadError(
+                f"OpenVINO cannot compile {str(file)!r} for this processor: {cause(error)}; export it as f32"
+            ) from None
+        self.computed_in, self.cached_in = kind, cache
+        self.threads = int(self.compiled.get_property("INFERENCE_NUM_THREADS"))
+        logits, hidden = self.compiled.outputs
+        self.vocab_size = logits.get_partial_shape()[-1].get_length()
+        self.hidden_size = hidden.get_partial_shape()[-1].get_length()
+        low_bits = "bf16" if self.weights not in STEPS else self.weights  # integer weights: activations of 8 bits
+        self.precision = max(STEPS[kind], STEPS[cache], STEPS[low_bits])
+        self.measure()
+        self.fingerprint = (
+            f"{count} weights, most in {self.weights}, {self.layers} layers of {self.hidden_size}, computed in {kind} "
+            f"cache {cache} {self.threads} threads"
+        )
+
+    @abstractmethod
+    def prepare(self, graph: Any) -> None:
+        """Changes a graph such that `forward` can run it.
+
+        Raises:
+            Refused: that is not possible.
+        """
+
+    @abstractmethod
+    def measure(self) -> None:
+        """Reads `layers`, and what else belongs to the cache, from the compiled model."""
+
+    @abstractmethod
+    def new_cache(self, limit: int) -> Any:
+        """A cache for at most so many tokens, all sequences together; a subclass of `tracks.Cache`."""
+
+    @abstractmethod
+    def forward(self, cache: Any, parts: Sequence[Part], rows: Sequence[int]) -> tuple[Any, Any]:
+        """ONE forward.
+
+        Args:
+            cache: see `new_cache`.
+            parts: of the sequences.
+            rows: tokens whose logits are wanted, counted over all parts; at least one.
+
+        Returns:
+            Logits, float32 [rows, vocab], and the hidden states after the final norm, float32 [tokens, hidden_size], in
+            memory that the next forward may overwrite.
+
+        Raises:
+            LeapaheadError: OpenVINO failed; the message has its reason.
+        """
+
+    def digest(self) -> str:
+        """16 hex digits of the sizes and some bytes of all weights; "" where the file cannot be read."""
+        found = sha256()
+        try:
+            data = np.memmap(self.file.with_suffix(".bin"), np.uint8, "r")
+            for start in np.linspace(0, max(len(data) - PIECE, 0), PIECES, dtype=np.int64):
+                found.update(data[start : start + PIECE].tobytes())
+        except (OSError, ValueError):
+            return ""  # removed or replaced since it was loaded
+        found.update(str(len(data)).encode())
+        return found.hexdigest()[:16]
+
+
+def read_model(core: Any, file: Path) -> Any:
+    """An exported model.
+
+    Raises:
+        BadParameter: it cannot be read.
+    """
+    if not file.is_file():
+        raise BadParameter(f"there is no OpenVINO model {str(file)!r}; name the folder that holds openvino_model.xml")
+    try:
+        return core.read_model(file)
+    except RuntimeError as error:
+        raise BadParameter(
+            f"the OpenVINO model {str(file)!r} cannot be read: {cause(error)}; export it again"
+        ) from None
+
+
+def weight_type(model: Any) -> tuple[str, int]:
+    """The element type of most of the weights, by OpenVINO's name, and the number of weights."""
+    counts: dict[str, int] = {}
+    for node in model.get_ops():
+        if node.get_type_name() == "Constant":
+            size = int(np.prod(list(node.get_output_shape(0)), dtype=np.int64))
+            if size >= LEAST_WEIGHT:
+                name = node.get_output_element_type(0).get_type_name()
+                counts[name] = counts.get(name, 0) + size
+    return max(counts, key=lambda name: counts[name], default="f32"), sum(counts.values())
+
+
+def _choose_rows(model: Any, file: Path, axis: int) -> None:
+    """Lets the output layer compute the wanted rows only, and gives the hidden states before it as a second output."""
+    node = model.output("logits").get_node().input_value(0).get_node() if _named(model, "logits") else None
+    while node is not None and node.get_type_name() != "MatMul":
+        node = node.input_value(0).get_node() if node.get_input_size() else None
+    if node is None:
+        raise Refused(f"the model {str(file)!r} has no output layer that gives logits; export a causal language model")
+    states = node.input_value(0)
+    rows = opset13.parameter([-1], dtype=np.int64, name="rows")
+    rows.output(0).get_tensor().set_names({"rows"})
+    chosen = opset13.gather(states, rows, opset13.constant(axis, dtype=np.int64))
+    node.input(0).replace_source_output(chosen.output(0))
+    model.add_parameters([rows])
+    model.add_results([opset13.result(states)])
+    model.validate_nodes_and_infer_types()
+
+
+def _named(model: Any, name: str) -> bool:
+    return any(name in output.get_names() for output in model.outputs)
+
+
+def _usual_precision(core: Any) -> str:
+    """What OpenVINO computes with on this processor by default."""
+    return str(core.get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name())
+
+
+def cause(error: BaseException) -> str:
+    """The line of an error of OpenVINO's that says what is wrong; the ones before it name places in its code."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    useful = [line for line in lines if not line.startswith(("Exception from", "Check '", "While "))]
+    return (useful or lines or [first_line(error)])[0].rstrip(".:")
