@@ -39,7 +39,14 @@ BUILT_IN = {
 
 # Drafters that need more than any target: a file, a prediction, another model, a target of Transformers.
 NEEDING = (
-    *("datastore", "prediction", "draft_model", "cascade", "ouroboros", "head", "triforce", "speculative_sampling"),
+    "datastore",
+    "prediction",
+    "draft_model",
+    "cascade",
+    "ouroboros",
+    "head",
+    "triforce",
+    "speculative_sampling",
 )
 
 DrafterClass = type[Drafter] | type[SequenceDrafter]
