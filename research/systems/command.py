@@ -228,7 +228,8 @@ def _chosen(keys: Sequence[str]) -> list[System]:
 
 def _todo(systems: Sequence[System], record: Record, kind: str) -> Iterator[tuple[System, float]]:
     """What is to be done: relaxed texts are not compared, and those that are exact in distribution greedily only."""
-    for system, temperature in product(systems, TEMPERATURES):
+    # All greedy texts first, so that a run in pieces decodes few texts plainly.
+    for temperature, system in product(TEMPERATURES, systems):
         comparable = system.rule == EXACT or (system.rule == DISTRIBUTION and temperature == 0)
         if system.elsewhere or record.has(system, kind, temperature) or (kind == CHECKED and not comparable):
             continue
