@@ -169,7 +169,7 @@ class DeviceNoise:
         for part in [part for part in self._kept if (part + 1) * self.together <= before]:
             del self._kept[part]
 
-    def _made(self, positions: Sequence[int], like: Array) -> Array:
+    def _made(self, positions: range, like: Array) -> Array:
         xp, place = array_namespace(like), device(like)
         if place.type == "mps":  # it has no float64
             words = [all_words(self.seed, position, self.vocab_size) for position in positions]
@@ -178,33 +178,39 @@ class DeviceNoise:
         return gumbel(blocks(self.seed, positions, counters)[:, : self.vocab_size])
 
 
-def blocks(seed: int, positions: Sequence[int], counters: Array) -> Array:
+def blocks(seed: int, positions: range, counters: Array) -> Array:
     """int64 [positions, 8 * counters], the words of whole blocks of tokens, made on the device of the counters.
+
+    Nothing is copied there, so that nobody waits for what it is doing.
 
     Args:
         seed: from 0 to 2**64 - 1.
-        positions: the keys beside the seed.
+        positions: the keys beside the seed; one after the other.
         counters: int64 [counters]; block `c` is that of the tokens `8 * c` to `8 * c + 7`.
     """
     xp = array_namespace(counters)
+    places = xp.arange(positions.start, positions.stop, device=device(counters))[:, None]
 
-    def here(numbers: list[list[int]]) -> Array:
-        """int64 [2, n, 1] of unsigned numbers: their bits, since sums and products are modulo 2**64 in any case."""
-        return xp.asarray(np.array(numbers, dtype=np.uint64).view(np.int64)[:, :, None], device=device(counters))
+    def pair(numbers: Sequence[int]) -> Array:
+        """int64 [2, 1, 1]."""
+        return xp.stack([xp.full((1, 1), number, dtype=xp.int64, device=device(counters)) for number in numbers])
 
-    low, high = here([[m & LOW] for m in MULTIPLIERS]), here([[m >> 32] for m in MULTIPLIERS])
-    steps = [[r * step % 2**64 for r in range(ROUNDS)] for step in KEY_STEPS]
-    keys = here([[(seed + step) % 2**64 for step in steps[0] for _ in positions],
-                 [(position + step) % 2**64 for step in steps[1] for position in positions]])  # fmt: skip
+    low, high = pair([m & LOW for m in MULTIPLIERS]), pair([m >> 32 for m in MULTIPLIERS])
     even = xp.stack((counters + 1, xp.zeros_like(counters)))[:, None, :]  # numbers 0 and 2 of each block
     odd = xp.zeros_like(even)  # numbers 1 and 3
     for r in range(ROUNDS):
-        key = keys[:, r * len(positions) : (r + 1) * len(positions)]
+        of_seed = xp.full_like(places, _signed(seed + r * KEY_STEPS[0]))
+        key = xp.stack((of_seed, places + _signed(r * KEY_STEPS[1])))
         upper, lower = _product(even, low, high)
         even, odd = xp.flip(upper, axis=0) ^ odd ^ key, xp.flip(lower, axis=0)
     numbers = xp.stack((even[0], odd[0], even[1], odd[1]), axis=-1)  # [positions, counters, 4]
     halves = xp.stack((numbers & LOW, (numbers >> 32) & LOW), axis=-1)
     return xp.reshape(halves, (len(positions), -1))
+
+
+def _signed(number: int) -> int:
+    """The number of the same 64 bits that int64 has: sums and products are modulo 2**64 in any case."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def _product(x: Array, low: Array, high: Array) -> tuple[Array, Array]:

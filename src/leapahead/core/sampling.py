@@ -189,6 +189,11 @@ class Sampler:
         if self._device_noise is not None:
             self._device_noise.drop_before(self._counted)
 
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether a choice is the argmax of its row of logits, whatever the tree and the text."""
+        return self.noise is None and self._plain_rows
+
     def choose(
         self, logits: Array, tree: TokenTree, nodes: IntArray, length: int | None = None, settle: bool = True
     ) -> Array:
@@ -206,7 +211,7 @@ class Sampler:
             int64 [rows], of the kind that is processed; -1 where no token can be chosen (see `checked`). Of equal
             scores the lowest id is chosen.
         """
-        if self.noise is None and self._plain_rows:
+        if self.takes_argmax:
             return _best(self._from_target(logits))  # nothing to change, so nothing to copy
         length = len(self.tokens) if length is None else length
         scores = self.unfiltered(logits, tree, nodes, length)

@@ -127,7 +127,7 @@ class Choices(Rows):
     """The target's next token after each node of one tree, chosen when first read and then kept.
 
     Choosing costs O(vocab) a node (filters, noise), and verification reads the accepted path alone. So a target on the
-    host chooses row by row; one on an accelerator passes `chosen` and pays for a single transfer.
+    host chooses row by row; one on an accelerator passes `chosen` and `best`, and pays for a single transfer.
 
     Args:
         logits: float [nodes - num_computed, vocab].
@@ -137,6 +137,7 @@ class Choices(Rows):
         borrowed: see `Rows`.
         num_computed: the node of the first row; those before it went through the target in an earlier step.
         hidden: see `Rows`.
+        best: what `top_k` gives, where it is known already.
 
     Attributes:
         prompt: the captured rows of the prompt's tokens that were read in the same forward; None for none.
@@ -157,8 +158,10 @@ class Choices(Rows):
         borrowed: bool = False,
         num_computed: int = 0,
         hidden: Array = None,
+        best: tuple[IntArray, FloatArray] | None = None,
     ) -> None:
         super().__init__(logits, hidden, borrowed)
+        self._best = best
         self.tree, self.num_computed = tree, num_computed
         self._sampler = sampler
         self._known: dict[int, int] = {} if chosen is None else dict(enumerate(chosen.tolist()))

@@ -190,6 +190,7 @@ def tested_layers(model: Any, ids: IntArray, executor: CachedExecutor) -> tuple[
         another = executor.another(model)
         native = _native(another)
         result = selftest.run(another, model, ids, test_prompts(model), native=native, layers=layers, steps=1)
+        another.forget()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -216,12 +216,15 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def gather(self, row: Row, slots: Sequence[int]) -> None:
         """Moves the pending entries at these slots, in any order, to follow the committed ones; still pending."""
-        moved = [(slot, place) for place, slot in enumerate(slots) if slot != place]
+        self._move(row, [(row.length + slot, row.length + at) for at, slot in enumerate(slots) if slot != at])
+
+    def _move(self, row: Row, moves: Sequence[tuple[int, int]]) -> None:
+        """Moves entries of a row: (from, to) of each, all of which are read before the first one is written."""
         indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        for group in self.groups if moved else ():
+        for group in self.groups if moves else ():
             entries = group.entries[:, row.index]  # [planes, heads, capacity, dim]
             if entries.device not in indices:
-                source, goal = torch.tensor(moved, device=entries.device).T + row.length
+                source, goal = torch.tensor(moves, device=entries.device).T
                 indices[entries.device] = source, goal
             source, goal = indices[entries.device]
             entries.index_copy_(2, goal, entries.index_select(2, source))
@@ -271,10 +274,10 @@ class KVCache(Cache):  # type: ignore[misc]
         self.rows += [self.row_class(index) for index in range(len(self.rows), count)]
         self.capacity = capacity
 
-    def _side_by_side(self, rows: Sequence[Row]) -> int:
-        """Exchanges rows until `rows` are neighbours, in any order; returns where they begin."""
+    def _side_by_side(self, rows: Sequence[Row], windows: Sequence[int] = ()) -> int:
+        """Exchanges rows until `rows` are neighbours, in any order; returns where they begin, one of `windows`."""
         taken = {row.index for row in rows}
-        windows = range(len(self.rows) - len(rows) + 1)
+        windows = windows or range(len(self.rows) - len(rows) + 1)
         first = max(windows, key=lambda at: len(taken & set(range(at, at + len(rows)))))
         window = set(range(first, first + len(rows)))
         for here, there in zip(sorted(taken - window), sorted(window - taken), strict=True):
@@ -312,11 +315,7 @@ class KVCache(Cache):  # type: ignore[misc]
             CacheFull: the sequences have grown beyond the limit.
         """
         num_computed = num_computed or [0] * len(rows)
-        assert all(kept <= row.pending for row, kept in zip(rows, num_computed, strict=True)), "entries never written"
-        longest = max(row.length for row in rows)
-        if longest >= self.limit or (longest >= self.capacity and longest * self._open_rows > self.limit):
-            raise self._full(self._open_rows, longest + 1)
-        ends, n = [row.length + kept for row, kept in zip(rows, num_computed, strict=True)], max(new)
+        ends, n = self._ends(rows, num_computed), max(new)
         self._end = -(-(max(ends) + n) // self.block) * self.block
         self._make_room(len(self.rows), self._end)
         self._first_row = self._side_by_side(rows)
@@ -324,9 +323,21 @@ class KVCache(Cache):  # type: ignore[misc]
         self._lengths, self._views = [ends[i] for i in order], {}
         self._new, self._packed = [new[i] for i in order], packed
         self.longest = max(ends)
+        self._await(rows, num_computed, n)
+        return order
+
+    def _ends(self, rows: Sequence[Row], num_computed: Sequence[int]) -> list[int]:
+        """Where the new entries of a forward begin. Raises `CacheFull`, see `begin`."""
+        assert all(kept <= row.pending for row, kept in zip(rows, num_computed, strict=True)), "entries never written"
+        longest = max(row.length for row in rows)
+        if longest >= self.limit or (longest >= self.capacity and longest * self._open_rows > self.limit):
+            raise self._full(self._open_rows, longest + 1)
+        return [row.length + kept for row, kept in zip(rows, num_computed, strict=True)]
+
+    def _await(self, rows: Sequence[Row], num_computed: Sequence[int], n: int) -> None:
+        """Notes the `n` entries that a forward writes behind the computed ones of each row."""
         for row, kept in zip(rows, num_computed, strict=True):
             row.pending, row.slots, row.extent = kept + n, None, max(row.extent, row.length + kept + n)
-        return order
 
     @property
     def _open_rows(self) -> int:

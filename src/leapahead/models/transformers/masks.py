@@ -17,11 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from leapahead.core.tree import TokenTree
+from leapahead.core.tree import IntArray, TokenTree
 from leapahead.models.transformers.families import Pattern
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -73,32 +76,21 @@ class Inputs:
         num_computed, left_out = num_computed or [0] * len(trees), left_out or [0] * len(trees)
         n = max(len(tree) - first for tree, first in zip(trees, num_computed, strict=True))
         own = max(num_computed) + n
-        lines: list[list[int]] = []  # of each row: its tokens, positions, slots and there, then its length
+        values = np.zeros((len(trees), 2 * n + 2 * own + 1), dtype=np.int64)
         ancestors = np.zeros((len(trees), n, own), dtype=np.bool_)
-        for row, (tree, length, first, away) in enumerate(zip(trees, lengths, num_computed, left_out, strict=True)):
-            size, new = len(tree), len(tree) - first
-            there = [length + away + depth for depth in tree.depth_list]
-            tokens = tree.token_list[first:] + tree.token_list[:1] * (n - new)
-            positions = there[first:] + there[:1] * (n - new)
-            slots = [*range(length, length + first + n), *[length] * (own - first - n)]
-            lines.append([*tokens, *positions, *slots, *there, *there[:1] * (own - size), length])
-            mask = np.tri(size, dtype=np.bool_) if tree.is_chain else tree.ancestor_mask
-            ancestors[row, :new, :size] = mask[first:]
-            if size < own:
-                ancestors[row, new:, size : first + n] = np.eye(n - new, dtype=np.bool_)
-                ancestors[row, :, first + n :] = ancestors[row, :, :1]  # padding repeats the root's slot
+        for row, each in enumerate(zip(trees, lengths, num_computed, left_out, strict=True)):
+            fill(values[row], ancestors[row], *each)
         begins = {length + first for length, first in zip(lengths, num_computed, strict=True)}
-        moved = torch.from_numpy(np.array(lines, dtype=np.int64)).to(device)  # one transfer
-        return cls(
-            tokens=moved[:, :n],
-            positions=moved[:, n : 2 * n],
-            lengths=moved[:, -1],
-            slots=moved[:, 2 * n : 2 * n + own],
-            there=moved[:, 2 * n + own : -1],
-            ancestors=torch.from_numpy(ancestors).to(device),
-            end=max(begins) + n,
-            straight=len(begins) == 1 and not any(left_out) and all(tree.is_chain for tree in trees),
-        )
+        moved = torch.from_numpy(values).to(device)  # one transfer
+        straight = len(begins) == 1 and not any(left_out) and all(tree.is_chain for tree in trees)
+        return cls.over(moved, torch.from_numpy(ancestors).to(device), max(begins) + n, straight)
+
+    @classmethod
+    def over(cls, values: Tensor, ancestors: Tensor, end: int, straight: bool = False) -> Inputs:
+        """Views of what `fill` has written: int64 [batch, 2 * n + 2 * own + 1] and bool [batch, n, own]."""
+        _, n, own = ancestors.shape
+        tokens, positions, slots, there, length = values.split([n, n, own, own, 1], dim=1)
+        return cls(tokens, positions, length[:, 0], slots, there, ancestors, end, straight)
 
     @property
     def key_positions(self) -> Tensor:
@@ -129,3 +121,29 @@ class Inputs:
             else:
                 masks[name] = mask[:, None]
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def fill(
+    values: IntArray, ancestors: BoolArray, tree: TokenTree, length: int, first: int, left_out: int = 0
+) -> None:
+    """Writes one row of a batch: its tokens, positions, slots, the positions of these, and its length.
+
+    Args:
+        values: int64 [2 * n + 2 * own + 1].
+        ancestors: bool [n, own], all false.
+        tree: whose nodes from `first` on are new; at most `n` of them.
+        length: committed entries.
+        first: nodes that are computed; at most `own - n`.
+        left_out: see `Row.left_out`.
+    """
+    n, own = ancestors.shape
+    size, new = len(tree), len(tree) - first
+    there = [length + left_out + depth for depth in tree.depth_list]
+    tokens = tree.token_list[first:] + tree.token_list[:1] * (n - new)
+    positions = there[first:] + there[:1] * (n - new)
+    slots = [*range(length, length + first + n), *[length] * (own - first - n)]
+    values[:] = [*tokens, *positions, *slots, *there, *there[:1] * (own - size), length]
+    ancestors[:new, :size] = (np.tri(size, dtype=np.bool_) if tree.is_chain else tree.ancestor_mask)[first:]
+    if size < own:
+        ancestors[new:, size : first + n] = np.eye(n - new, dtype=np.bool_)
+        ancestors[:, first + n :] = ancestors[:, :1]  # padding repeats the root's slot

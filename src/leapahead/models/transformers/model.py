@@ -21,7 +21,7 @@ from torch import Tensor
 
 from leapahead.core.errors import BadLogits, BadParameter, LeapaheadError, Refused, first_line
 from leapahead.core.parameters import is_whole
-from leapahead.core.sampling import UNSETTLED, Sampler, SamplingParams
+from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import UNLIMITED, IntArray, TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.base import (
@@ -37,7 +37,15 @@ from leapahead.models.base import (
 )
 from leapahead.models.captured import TopK, prompt_rows
 from leapahead.models.choices import Choices, PromptRows, Rows, best
-from leapahead.models.transformers import embeddings, executors, families, require_version, selftest, weights
+from leapahead.models.transformers import (
+    choosing,
+    embeddings,
+    executors,
+    families,
+    require_version,
+    selftest,
+    weights,
+)
 from leapahead.models.transformers.exact import ExactExecutor
 from leapahead.models.transformers.forward import (
     CachedExecutor,
@@ -51,6 +59,8 @@ from leapahead.models.transformers.forward import (
 from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
 from leapahead.models.transformers.memory import free_bytes, out_of_memory_in
 from leapahead.models.transformers.replay import ReplayExecutor
+from leapahead.models.transformers.static import choice
+from leapahead.models.transformers.static.graphs import GraphBackend
 from leapahead.models.transformers.twin import twin
 
 NODES = 512  # slots for the nodes of a step, behind a sequence that fills the context
@@ -98,6 +108,7 @@ class TransformersTarget:
         hidden_states: whether hidden states may be captured, which is tested.
         exclusive: whether nobody else runs the model, whose attention may be replaced then (`grouped`).
         exact: compute every token's logits with the same bits, whatever is decoded beside it (`exact`).
+        static: whether forwards are captured as CUDA graphs: "graphs", "off", or "auto" (see `static.choice`).
 
     Attributes:
         executor: how the model is run.
@@ -120,6 +131,7 @@ class TransformersTarget:
         hidden_states: bool = True,
         exclusive: bool = False,
         exact: bool = False,
+        static: str | GraphBackend = "auto",
     ) -> None:
         require_version(transformers.__version__)
         if cache_tokens is not None and (not is_whole(cache_tokens) or cache_tokens < 2):
@@ -138,6 +150,10 @@ class TransformersTarget:
             self.context_length = families.context_length(self.config)
             self._ids = families.ordinary_ids(model.config, self.config, vocab_size)
             self.executor, self.refusals = self._tested_executor(exclusive, exact)
+            self.executor, refusals = choice.upgraded(
+                self.executor, self._name, self._ids, self.test_prompts(), choice.checked(static), exclusive
+            )
+            self.refusals.update(refusals)
             layers: Layers = ()
             hidden_size = 0
             if hidden_states and isinstance(self.executor, CachedExecutor) and not exact:
@@ -259,10 +275,13 @@ class TransformersTarget:
             ]
             outputs = [nodes for nodes, _ in parts]
             eager = self.eager_choice and num_computed is None  # nobody reads the choices of a draft that grows
-            chosen = self._choose(sessions, trees, outputs) if eager else [None] * len(sessions)
+            chosen = [choosing.NOT_YET] * len(sessions)
+            if eager:
+                samplers, logits = [each.sampler for each in sessions], [each.logits for each in outputs]
+                chosen = choosing.choose(samplers, trees, logits, capture.top_k)
         found = [
-            Choices(logits, tree, session.sampler, at_once, num_computed=first, hidden=hidden)
-            for session, tree, (logits, hidden), at_once, first in zip(
+            Choices(logits, tree, session.sampler, known.tokens, num_computed=first, hidden=hidden, best=known.best)
+            for session, tree, (logits, hidden), known, first in zip(
                 sessions, trees, outputs, chosen, num_computed or [0] * len(trees), strict=True
             )
         ]
@@ -320,32 +339,6 @@ class TransformersTarget:
             return torch.from_numpy(array).to(self.device)
 
         return Sampler(params, tokens, vocab_size, to_array, on_device=not self._on_host)
-
-    def _choose(
-        self, sessions: Sequence[TransformersSession], trees: Sequence[TokenTree], outputs: Sequence[Outputs]
-    ) -> list[IntArray | None]:
-        """The choices after all nodes of all sessions, by one transfer from the device but for the rare unsettled ones.
-
-        None for a session whose processor raises: its error is raised when its own `Choices` are read.
-        """
-        chosen: dict[int, Tensor] = {}
-        for at, (session, tree, (logits, _)) in enumerate(zip(sessions, trees, outputs, strict=True)):
-            processors = session.sampler.params.processors
-            try:
-                chosen[at] = session.sampler.choose(logits, tree, np.arange(len(tree)), settle=bool(processors))
-            except Exception:
-                if not processors:
-                    raise
-        if not chosen:
-            return [None] * len(sessions)
-        sizes = [len(trees[at]) for at in chosen]
-        parts = np.split(torch.cat(list(chosen.values())).numpy(force=True), np.cumsum(sizes)[:-1])
-        found = dict(zip(chosen, parts, strict=True))
-        for at, part in found.items():
-            if len(nodes := np.flatnonzero(part == UNSETTLED)):
-                logits = outputs[at][0][torch.from_numpy(nodes).to(self.device)]
-                part[nodes] = sessions[at].sampler.choose(logits, trees[at], nodes).numpy(force=True)
-        return [found.get(at) for at in range(len(sessions))]
 
     def _first_logits(self) -> Tensor:
         """The model's logits for one token, to know their width and device."""

@@ -1,0 +1,96 @@
+"""The choices after all nodes of a step on an accelerator, and the likeliest tokens there, by one copy to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from leapahead.core.sampling import UNSETTLED, Sampler
+from leapahead.core.tree import IntArray, TokenTree
+from leapahead.models.choices import FloatArray
+
+
+class Chosen(NamedTuple):
+    """What is known of one session's nodes.
+
+    Attributes:
+        tokens: int64 [nodes], the choices; None where a processor raises: its error is raised when they are read.
+        best: the likeliest tokens, int64 [nodes, k], and their logits, float64 [nodes, k], falling; None for none.
+    """
+
+    tokens: IntArray | None = None
+    best: tuple[IntArray, FloatArray] | None = None
+
+
+NOT_YET = Chosen()
+
+
+def choose(
+    samplers: Sequence[Sampler], trees: Sequence[TokenTree], logits: Sequence[Tensor], top_k: int
+) -> list[Chosen]:
+    """Chooses after all nodes of all sessions.
+
+    Nothing is transferred but the result, and the rare choices that could not be made without knowing what the device
+    had found.
+
+    Args:
+        samplers, trees: one for each session.
+        logits: [nodes, vocab] of each session.
+        top_k: likeliest tokens after each node; 0 for none.
+    """
+    together = torch.cat(list(logits)) if len(logits) > 1 else logits[0]
+    ends = np.cumsum([len(each) for each in logits])
+    able, columns = _chosen(samplers, trees, logits, together)
+    k = min(top_k, together.shape[-1])
+    kind = torch.float64 if together.dtype == torch.float64 else torch.float32
+    if k:
+        values, tokens = together.topk(k, dim=-1)
+        bits = values.to(kind).view(torch.int64 if kind == torch.float64 else torch.int32)
+        columns = torch.cat((columns, tokens, bits.long()), dim=1)
+    parts = np.split(columns.numpy(force=True), ends[:-1])
+    return [
+        Chosen(_settled(part[:, 0], *each) if can else None, _best(part[:, 1:], k, kind) if k else None)
+        for can, part, each in zip(able, parts, zip(samplers, trees, logits, strict=True), strict=True)
+    ]
+
+
+def _chosen(
+    samplers: Sequence[Sampler], trees: Sequence[TokenTree], logits: Sequence[Tensor], together: Tensor
+) -> tuple[list[bool], Tensor]:
+    """For which sessions choices were made, and int64 [nodes of all sessions, 1]."""
+    if all(sampler.takes_argmax for sampler in samplers):  # the common case, in as few operations as for one session
+        nodes = np.arange(len(together))
+        chosen: Tensor = samplers[0].choose(together, trees[0], nodes)
+        return [True] * len(samplers), chosen[:, None]
+    able, found = list[bool](), list[Tensor]()
+    for sampler, tree, rows in zip(samplers, trees, logits, strict=True):
+        processors = sampler.params.processors
+        try:
+            found.append(sampler.choose(rows, tree, np.arange(len(tree)), settle=bool(processors)))
+            able.append(True)
+        except Exception:
+            if not processors:
+                raise
+            found.append(torch.full((len(tree),), UNSETTLED, device=rows.device))
+            able.append(False)
+    return able, torch.cat(found)[:, None]
+
+
+def _settled(tokens: IntArray, sampler: Sampler, tree: TokenTree, logits: Tensor) -> IntArray:
+    """Choices with those that were left open."""
+    tokens = np.ascontiguousarray(tokens)
+    if len(nodes := np.flatnonzero(tokens == UNSETTLED)):
+        rows = logits[torch.from_numpy(nodes).to(logits.device)]
+        tokens[nodes] = sampler.choose(rows, tree, nodes).numpy(force=True)
+    return tokens
+
+
+def _best(columns: IntArray, k: int, kind: torch.dtype) -> tuple[IntArray, FloatArray]:
+    tokens, bits = columns[:, :k], columns[:, k:]
+    if kind == torch.float64:
+        return tokens, np.ascontiguousarray(bits).view(np.float64)
+    return tokens, bits.astype(np.int32).view(np.float32).astype(np.float64)

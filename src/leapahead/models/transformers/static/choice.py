@@ -1,0 +1,70 @@
+"""Whether a target records its forwards: by the user's option, the device, and the test of the model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.tree import IntArray
+from leapahead.models.transformers.forward import Executor, MaskedExecutor
+from leapahead.models.transformers.static import gate
+from leapahead.models.transformers.static.compiled import Compiler
+from leapahead.models.transformers.static.graphs import Calls, CudaGraphs, GraphBackend
+
+STATIC = "static"  # among the refusals of a target
+COMPILED = "compiled"
+MODES = ("auto", "off", "graphs", COMPILED)
+
+
+def checked(mode: Any) -> str | GraphBackend:
+    """The option, if it is one.
+
+    Raises:
+        BadParameter: it is not.
+    """
+    if isinstance(mode, str) and mode not in MODES:
+        raise BadParameter(f"static={mode!r} is not possible; choose one of {', '.join(MODES)}")
+    return mode
+
+
+def upgraded(
+    executor: Executor, name: str, ids: IntArray, prompts: Sequence[int], mode: str | GraphBackend, exclusive: bool
+) -> tuple[Executor, dict[str, str]]:
+    """An executor that records its forwards, or the given one and why.
+
+    Args:
+        executor: that was tested on the model.
+        name: of the model, for messages.
+        ids, prompts: see `gate.tested`.
+        mode: "off"; "graphs" for CUDA graphs; "compiled" to compile forwards beside that, on a CPU without graphs;
+            "auto" for graphs where nobody else runs the model, it is on a CUDA device, and it passes; or what records
+            forwards.
+        exclusive: whether nobody else runs the model.
+
+    Raises:
+        Refused: the mode is neither "auto" nor "off", and the model or its device is not able to.
+    """
+    device = getattr(executor, "device", None)
+    is_cuda = device is not None and device.type == "cuda"
+    if mode == "off" or (mode == "auto" and not (is_cuda and exclusive)):
+        return executor, {}
+    try:
+        if not isinstance(executor, MaskedExecutor):
+            raise Refused("it takes no token trees")
+        if isinstance(mode, str) and not is_cuda and (mode != COMPILED or executor.device.type != "cpu"):
+            raise Refused(f"CUDA graphs need a CUDA device, and the model is on {executor.device}")
+        backend = mode if not isinstance(mode, str) else CudaGraphs(executor.device) if is_cuda else Calls()
+        found = gate.tested(executor, ids, prompts, backend)
+        found.compiler = Compiler() if mode == COMPILED else None
+        return found, {}
+    except Refused as error:
+        if mode != "auto":
+            raise Refused(f"the forwards of {name} cannot be captured ({error}); leave out static") from error
+        warnings.warn(
+            f"the forwards of {name} are not captured as CUDA graphs, so they take longer ({error})",
+            UserWarning,
+            stacklevel=2,
+        )
+        return executor, {STATIC: str(error)}

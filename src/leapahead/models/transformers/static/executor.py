@@ -1,0 +1,266 @@
+"""Runs trees by recorded forwards of fixed shapes, and what does not fit these as a `MaskedExecutor` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leapahead.core.tree import TokenTree
+from leapahead.models.transformers import selftest
+from leapahead.models.transformers.families import Pattern, text_config
+from leapahead.models.transformers.forward import Batch, Layers, MaskedExecutor, Outputs, side_by_side
+from leapahead.models.transformers.kv_cache import Row
+from leapahead.models.transformers.static.buffers import Buffers, Draft
+from leapahead.models.transformers.static.cache import MOVES, Placed, StaticCache, StaticRow
+from leapahead.models.transformers.static.compiled import Compiler
+from leapahead.models.transformers.static.graphs import GraphBackend, Graphs
+from leapahead.models.transformers.static.shapes import Shape, doubled, most_rows, own_of, rows_of
+from leapahead.models.transformers.twin import twin
+
+Attention = Callable[[Any], AbstractContextManager[None]]
+
+FEWEST_ROWS = 128  # for whose outputs there is memory
+
+
+def own_attention(config: Any) -> AbstractContextManager[None]:
+    """Leaves a model its own attention."""
+    return nullcontext()
+
+
+def agree(mine: Tensor, own: Tensor) -> bool:
+    """Whether logits [rows, vocab] of compiled and of other code differ by rounding only, as in the self-test."""
+    floor = selftest.FLOOR.get(own.dtype, selftest.FLOOR[torch.float16])
+    wide = torch.float64 if own.dtype == torch.float64 else torch.float32
+    return selftest.distances(mine.to(wide), [own.to(wide)], selftest.MARGIN * floor, selftest.CEILING, False).small
+
+
+class StaticExecutor(MaskedExecutor):
+    """Trees of any shape, all sessions in one forward, padded to a shape of the buckets.
+
+    Prompts, probes, early exits and forwards beyond the largest bucket are computed by forwards that are not recorded,
+    over the same cache.
+
+    Args:
+        model, cache, patterns, boolean, config: see `MaskedExecutor`; the cache's `block` is 1.
+        backend: what records forwards.
+        attention: makes a model's layers with this configuration use another attention, which takes this kind of mask,
+            within a block that is one forward; by default the model's own.
+
+    Attributes:
+        compiler: compiles the forwards that are used most; None where none are compiled.
+    """
+
+    cache: StaticCache
+    compiler: Compiler | None = None
+
+    def __init__(
+        self,
+        model: Any,
+        cache: StaticCache,
+        patterns: dict[str, Pattern],
+        boolean: bool,
+        config: Any,
+        backend: GraphBackend,
+        attention: Attention = own_attention,
+    ) -> None:
+        super().__init__(model, cache, patterns, boolean, config)
+        self.graphs = Graphs(backend)
+        self._model = twin(model)  # whose configuration is ours
+        self._config = text_config(self._model)
+        self._attention = attention
+        self._buffers = Buffers(self.device)
+        self._logits: Tensor | None = None  # [rows, vocab], of the last recorded forward
+        self._hidden: dict[Layers, Tensor] = {}  # [rows, layers * hidden_size]
+
+    @classmethod
+    def of(cls, executor: MaskedExecutor, backend: GraphBackend, attention: Attention = own_attention) -> StaticExecutor:
+        """The same as an executor, with an empty cache."""
+        cache, boolean = StaticCache(executor.cache.usual_length), executor.dtype is None
+        return cls(executor.model, cache, executor.patterns, boolean, executor.config, backend, attention)
+
+    def another(self, model: Any, backend: GraphBackend | None = None) -> StaticExecutor:
+        backend = backend or self.graphs.backend
+        return StaticExecutor(
+            model, StaticCache(), self.patterns, self.dtype is None, self.config, backend, self._attention
+        )
+
+    @property
+    def pads(self) -> bool:
+        return True
+
+    def run(
+        self,
+        rows: Sequence[Row],
+        trees: Sequence[TokenTree],
+        num_computed: Sequence[int] | None = None,
+        layers: Layers = (),
+        **options: Any,
+    ) -> list[Outputs]:
+        has_probes = any(tree.probes for tree in trees)
+        if options or has_probes or self.exits is not None or not self.cache.is_ready:
+            return super().run(rows, trees, num_computed, layers, **options)
+        computed = list(num_computed or [0] * len(trees))
+        n = rows_of(max(len(tree) - first for tree, first in zip(trees, computed, strict=True)), len(rows))
+        found = None if n is None else self._recorded(rows, trees, computed, n, layers)
+        return super().run(rows, trees, num_computed, layers) if found is None else found
+
+    def forget(self) -> None:
+        super().forget()
+        self.graphs.over(self._memory)
+
+    def _recorded(
+        self, rows: Sequence[Row], trees: Sequence[TokenTree], computed: Sequence[int], n: int, layers: Layers
+    ) -> list[Outputs] | None:
+        """One recorded forward of `n` rows of each sequence; None where its inputs are too large."""
+        placed = self.cache.begin_static(rows, computed, n)
+        shape = Shape(placed.batch, n, own_of(n, max(computed)), placed.end, layers)
+        if not self._buffers.fits(shape):
+            return None
+        if not self._holds(shape):
+            self._write(shape, rows, trees, computed, placed, moves=False)
+            self._hold(shape, self._compute(shape))
+        self.graphs.over(self._memory)
+        largest = most_rows(placed.batch)
+        if self.graphs.backend.pooled and not self.graphs.has_begun and n < largest:
+            # All recordings share memory, and the smaller ones find room in that of the largest.
+            self._recorded(rows, trees, computed, largest, layers)
+            placed = self.cache.begin_static(rows, computed, n)
+        # Recording may run a forward several times; moves must be made once.
+        self._write(shape, rows, trees, computed, placed, moves=shape in self.graphs)
+        with self.cache.moving(rows):
+            self.graphs.run(shape, lambda: self._run(shape))
+        if self.compiler is not None:
+            self._compile(
+                shape, self.compiler, lambda: self._write(shape, rows, trees, computed, placed, moves=False)
+            )
+        return self._outputs(shape, trees, computed, placed)
+
+    def _write(
+        self,
+        shape: Shape,
+        rows: Sequence[Row],
+        trees: Sequence[TokenTree],
+        computed: Sequence[int],
+        placed: Placed,
+        moves: bool,
+    ) -> None:
+        """Fills the inputs; outstanding moves become part of them, or are made before."""
+        if not moves or any(isinstance(row, StaticRow) and len(row.moves) > MOVES for row in rows):
+            self.cache.flush()
+        drafts = []
+        for i in placed.order:
+            row = rows[i]
+            assert isinstance(row, StaticRow)
+            drafts.append(Draft(trees[i], row.length, computed[i], row.moves))
+        self._buffers.write(shape, drafts)
+
+    def _run(self, shape: Shape) -> None:
+        """What is recorded: everything that depends on the content of the buffers is on the device."""
+        self.cache.move(shape, self._buffers.read(shape)[1])
+        compiled = None if self.compiler is None else self.compiler.get(self._code(shape))
+        if compiled is None:
+            self._keep(shape, self._compute(shape))
+        else:
+            compiled(*self._tensors(shape))
+
+    def _code(self, shape: Shape) -> tuple[object, ...]:
+        """What compiled code of a forward depends on."""
+        return shape, tuple((*each.shape, *each.stride()) for each in self._tensors(shape))
+
+    def _tensors(self, shape: Shape) -> list[Tensor]:
+        """All that a forward writes, and its inputs."""
+        assert self._logits is not None
+        hidden = [self._hidden[shape.layers]] if shape.layers else []
+        return [self._buffers.device, self._logits, *hidden, *self.cache.flat]
+
+    def _compile(self, shape: Shape, compiler: Compiler, rewrite: Callable[[], None]) -> None:
+        """Has the forward that was just run compiled, or uses what was compiled, if it agrees with it.
+
+        Both run the forward again.
+
+        Args:
+            rewrite: writes its inputs again, without moves.
+        """
+        code = self._code(shape)
+        if (compiled := compiler.ready(code)) is not None:
+            assert self._logits is not None
+            rewrite()
+            before = self._logits[: shape.all_rows].clone()
+            compiled(*self._tensors(shape))
+            if agree(self._logits[: shape.all_rows], before):
+                compiler.accept(code, compiled)
+                self.graphs.drop(shape)
+            else:
+                self._logits[: shape.all_rows].copy_(before)
+                compiler.give_up(f"{shape} has other logits when it is compiled")
+        elif compiler.wants(code):
+            rewrite()
+            compiler.order(code, str(shape), lambda: self._keep(shape, self._compute(shape)), self._tensors(shape))
+
+    def _compute(self, shape: Shape) -> Outputs:
+        """One forward over the buffers: [batch, rows, ...]."""
+        inputs, slots = self._buffers.read(shape)
+        options = {"output_hidden_states": list(shape.layers)} if shape.layers else {}
+        self.cache.enter(shape, slots)
+        try:
+            with self._attention(self._config):
+                output = self._model(
+                    input_ids=inputs.tokens,
+                    position_ids=inputs.positions,
+                    attention_mask=inputs.masks(self.patterns, self.dtype),
+                    past_key_values=self.cache,
+                    use_cache=True,
+                    **options,
+                )
+        finally:
+            self.cache.leave()
+        hidden = side_by_side(output.hidden_states, shape.layers) if shape.layers else None
+        return Outputs(output.logits, hidden)
+
+    # What a forward gives lies in memory of its own, which all recordings write to.
+
+    @property
+    def _memory(self) -> object:
+        """What recordings read and write beside the inputs."""
+        outputs = (self._logits, *self._hidden.values())
+        return self.cache.storage, tuple(each.data_ptr() for each in outputs if each is not None)
+
+    def _holds(self, shape: Shape) -> bool:
+        """Whether there is memory for the outputs of a forward."""
+        needed = [self._logits, *([self._hidden.get(shape.layers)] if shape.layers else [])]
+        return all(each is not None and len(each) >= shape.all_rows for each in needed)
+
+    def _hold(self, shape: Shape, outputs: Outputs) -> None:
+        """Makes memory for outputs like these."""
+        rows = max(FEWEST_ROWS, doubled(shape.all_rows))
+        if self._logits is None or len(self._logits) < rows:
+            self._logits = outputs.logits.new_empty(rows, outputs.logits.shape[-1])
+        held = self._hidden.get(shape.layers)
+        if outputs.hidden is not None and (held is None or len(held) < rows):
+            self._hidden[shape.layers] = outputs.hidden.new_empty(rows, outputs.hidden.shape[-1])
+
+    def _keep(self, shape: Shape, outputs: Outputs) -> None:
+        """Copies outputs to their memory."""
+        assert self._logits is not None
+        self._logits[: shape.all_rows].copy_(outputs.logits.flatten(0, 1))
+        if outputs.hidden is not None:
+            self._hidden[shape.layers][: shape.all_rows].copy_(outputs.hidden.flatten(0, 1))
+
+    def _outputs(
+        self, shape: Shape, trees: Sequence[TokenTree], computed: Sequence[int], placed: Placed
+    ) -> list[Outputs]:
+        """A copy of what the recording has written, apart by sequence; the next one overwrites the original."""
+        assert self._logits is not None
+        stepped = len(trees)
+        new = [len(tree) - first for tree, first in zip(trees, computed, strict=True)]
+        batch = Batch(self._buffers.read(shape)[0], placed.order, new)
+
+        def apart(held: Tensor) -> list[Tensor]:
+            return batch.apart(held[: stepped * shape.rows].view(stepped, shape.rows, -1).clone())
+
+        hidden = apart(self._hidden[shape.layers]) if shape.layers else [None] * stepped
+        return [Outputs(*each) for each in zip(apart(self._logits), hidden, strict=True)]

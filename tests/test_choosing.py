@@ -1,0 +1,100 @@
+"""Choices that are made on the device for all sessions of a step: the same as those that are made row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from leapahead.core.sampling import Sampler, SamplingParams
+from leapahead.core.tree import TokenTree
+from leapahead.models.choices import Choices
+from leapahead.models.transformers import choosing
+
+VOCABULARY = 50
+
+
+def refuse(prefixes: Any, scores: Any) -> Any:
+    raise ValueError("a processor of the user")
+
+
+def twice(prefixes: Any, scores: Any) -> Any:
+    return scores * 2
+
+
+PARAMS = {
+    "greedy": [SamplingParams()] * 3,
+    "seeded": [SamplingParams(temperature=0.8, seed=seed) for seed in range(3)],
+    "mixed": [SamplingParams(), SamplingParams(temperature=2.0, top_p=0.9), SamplingParams(bad_words=((3,),))],
+    "one": [SamplingParams(temperature=1.2, top_k=5, min_p=0.01)],
+    "processors": [SamplingParams(processors=(twice,)), SamplingParams(temperature=0.5, processors=(twice,))],
+}
+
+
+def step(params: list[SamplingParams], dtype: torch.dtype) -> tuple[list[Sampler], list[TokenTree], list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    trees = [TokenTree.from_paths(7, [[1, 2], [3] * at]) for at in range(1, len(params) + 1)]
+    logits = [(4 * torch.randn(len(tree), VOCABULARY, generator=generator)).to(dtype) for tree in trees]
+    samplers = [Sampler(each, [5, 6, 7], VOCABULARY, torch.from_numpy, on_device=True) for each in params]
+    return samplers, trees, logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("top_k", [0, 1, 4, 80])
+def test_they_are_those_of_each_row(name: str, dtype: torch.dtype, top_k: int) -> None:
+    samplers, trees, logits = step(PARAMS[name], dtype)
+    found = choosing.choose(samplers, trees, logits, top_k)
+    for known, sampler, tree, rows in zip(found, samplers, trees, logits, strict=True):
+        lazy, eager = Choices(rows, tree, sampler), Choices(rows, tree, sampler, known.tokens, best=known.best)
+        nodes = range(len(tree))
+        assert known.tokens is not None
+        assert eager.of(nodes).tolist() == lazy.of(nodes).tolist() == known.tokens.tolist()
+        assert (known.best is None) == (top_k == 0)
+        if known.best is not None:
+            tokens, values = known.best
+            assert tokens.shape == (len(tree), min(top_k, VOCABULARY))
+            np.testing.assert_array_equal(values, np.sort(rows.double().numpy(), axis=1)[:, ::-1][:, : values.shape[1]])
+            np.testing.assert_array_equal(values, np.take_along_axis(rows.double().numpy(), tokens, axis=1))
+            assert eager.top_k(1)[0].tolist() == tokens[:, :1].tolist()
+
+
+def test_an_error_of_one_processor_concerns_its_session_alone() -> None:
+    params = [SamplingParams(), SamplingParams(processors=(refuse,)), SamplingParams(temperature=1.0)]
+    samplers, trees, logits = step(params, torch.float32)
+    found = choosing.choose(samplers, trees, logits, top_k=2)
+    assert [known.tokens is None for known in found] == [False, True, False]
+    assert all(known.best is not None for known in found)
+    with pytest.raises(ValueError, match="of the user"):
+        Choices(logits[1], trees[1], samplers[1], found[1].tokens)[0]
+
+
+def test_what_the_device_leaves_open_is_chosen_afterwards() -> None:
+    """Top-p over a flat distribution sorts more tokens than the device looks at without being asked."""
+    vocabulary = 5000
+    logits = [torch.zeros(2, vocabulary)]
+    tree = TokenTree.chain(1, [2])
+    params = SamplingParams(temperature=1.0, top_p=0.9)
+    sampler = Sampler(params, [1], vocabulary, torch.from_numpy, on_device=True)
+    (known,) = choosing.choose([sampler], [tree], logits, 0)
+    assert known.tokens is not None
+    assert known.tokens.tolist() == Choices(logits[0], tree, sampler).of([0, 1]).tolist()
+
+
+def test_there_is_one_copy_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
+    own = torch.Tensor.numpy
+
+    def numpy(self: torch.Tensor, *, force: bool = False) -> Any:
+        copies.append(tuple(self.shape))
+        return own(self, force=force)
+
+    for name in ("greedy", "seeded"):
+        samplers, trees, logits = step(PARAMS[name], torch.float32)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "numpy", numpy)
+            choosing.choose(samplers, trees, logits, top_k=3)
+        assert copies == [(sum(map(len, trees)), 1 + 2 * 3)]
+        copies.clear()

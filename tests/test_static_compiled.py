@@ -1,0 +1,155 @@
+"""Forwards that are compiled in the background: which, when they are used, and what happens when that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from architectures import BY_NAME
+from helpers import PROMPT, Scattered, run
+from static_parts import recorded
+
+from leapahead.core.sampling import SamplingParams
+from leapahead.models.transformers.model import TransformersTarget
+from leapahead.models.transformers.static.compiled import Compiler, Traced
+from leapahead.models.transformers.static.executor import StaticExecutor, agree
+from leapahead.models.transformers.static.graphs import Calls
+
+
+def target_with(compiler: Compiler, backend: Any = None, name: str = "llama") -> TransformersTarget:
+    target = TransformersTarget(BY_NAME[name].build(), static=backend or recorded())
+    executor_of(target).compiler = compiler
+    return target
+
+
+def executor_of(target: TransformersTarget) -> StaticExecutor:
+    assert isinstance(target.executor, StaticExecutor)
+    return target.executor
+
+
+class Interpreted:
+    """In place of a compiler: runs the traced operations, and counts."""
+
+    def __init__(self, change: Callable[[Sequence[torch.Tensor]], None] = lambda tensors: None) -> None:
+        self.change, self.compiled, self.runs = change, 0, 0
+        self.done = Event()
+
+    def __call__(self, traced: Any, tensors: Sequence[torch.Tensor]) -> Traced:
+        self.compiled += 1
+        self.done.set()
+
+        def call(*given: torch.Tensor) -> None:
+            self.runs += 1
+            traced(*given)
+            self.change(given)
+
+        return call
+
+
+def plain_text(target: TransformersTarget, compiler: Compiler, interpreted: Interpreted) -> list[int]:
+    """The second of two texts, before which the forward of plain decoding is compiled."""
+    first = run(target, prompt=PROMPT).tokens
+    assert interpreted.done.wait(20)
+    compiler.close()
+    assert compiler._thread is not None
+    compiler._thread.join(20)
+    second = run(target, prompt=PROMPT).tokens
+    assert second == first
+    return second
+
+
+@pytest.mark.parametrize("backend", [recorded, Calls], ids=["graphs", "calls"])
+def test_what_is_used_most_is_compiled_and_then_used(backend: Callable[[], Any]) -> None:
+    told = list[str]()
+    interpreted = Interpreted()
+    compiler = Compiler(interpreted, told.append, least_uses=5)
+    target = target_with(compiler, backend())
+    text = plain_text(target, compiler, interpreted)
+    assert text == run(TransformersTarget(BY_NAME["llama"].build()), prompt=PROMPT).tokens
+    assert interpreted.compiled == 1
+    assert interpreted.runs > 1
+    assert told[0] == "compiling the forward of batch 1, 1 rows, 256 cached"
+    assert told[1].startswith("compiled the forward of batch 1, 1 rows, 256 cached in ")
+    assert not compiler.problem
+
+
+def test_compiled_code_is_used_over_another_cache_of_the_same_size() -> None:
+    interpreted = Interpreted()
+    compiler = Compiler(interpreted, lambda line: None, least_uses=5)
+    target = target_with(compiler, Calls())
+    plain_text(target, compiler, interpreted)
+    before = interpreted.runs
+    target.forget()
+    assert run(target, prompt=PROMPT).tokens == plain_text(target, compiler, interpreted)
+    assert interpreted.runs > before
+    assert interpreted.compiled == 1
+
+
+def test_code_with_other_logits_is_not_used() -> None:
+    told = list[str]()
+
+    def change(tensors: Sequence[torch.Tensor]) -> None:
+        tensors[1].mul_(1.1)
+
+    interpreted = Interpreted(change)
+    compiler = Compiler(interpreted, told.append, least_uses=5)
+    target = target_with(compiler)
+    plain_text(target, compiler, interpreted)
+    assert interpreted.runs == 1
+    assert told[-1] == (
+        "forwards are no longer compiled: batch 1, 1 rows, 256 cached has other logits when it is compiled"
+    )
+
+
+def test_a_compiler_that_fails_is_told_of_once() -> None:
+    told, failed = list[str](), Event()
+
+    def fail(traced: Any, tensors: Sequence[torch.Tensor]) -> Traced:
+        failed.set()
+        raise RuntimeError("no C++ compiler\nfound")
+
+    compiler = Compiler(fail, told.append, least_uses=2)
+    target = target_with(compiler)
+    text = run(target, prompt=PROMPT).tokens
+    assert failed.wait(20)
+    compiler.close()
+    assert compiler._thread is not None
+    compiler._thread.join(20)
+    assert run(target, Scattered([*PROMPT, *text]), PROMPT).tokens == text
+    assert [line for line in told if "no longer" in line] == [
+        "forwards are no longer compiled: batch 1, 1 rows, 256 cached: no C++ compiler"
+    ]
+
+
+def test_logits_that_differ_by_rounding_agree() -> None:
+    logits = torch.randn(4, 50, dtype=torch.bfloat16)
+    assert agree(logits, logits)
+    assert agree((logits.float() * 1.001).bfloat16(), logits)
+    assert not agree(logits.roll(1, 1), logits)
+    assert not agree(torch.full_like(logits, torch.nan), logits)
+    assert not agree(logits.float() + 0.05, logits.float())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_inductor_gives_plain_decodings_text(name: str) -> None:
+    """The compiler itself. The cache is large: code that copied it would take a second a step."""
+    plain = run(TransformersTarget(BY_NAME[name].build()), prompt=PROMPT).tokens
+    target = TransformersTarget(BY_NAME[name].build(), static="compiled")
+    compiler = executor_of(target).compiler
+    assert compiler is not None
+    compiler._least_uses = 2
+    run(target, Scattered([*PROMPT, *plain]), PROMPT)
+    run(target, prompt=PROMPT)
+    compiler.close()
+    assert compiler._thread is not None
+    compiler._thread.join(500)
+    assert not compiler.problem
+    for params in (SamplingParams(), SamplingParams(temperature=0.8, seed=3)):
+        text = run(TransformersTarget(BY_NAME[name].build()), prompt=PROMPT, params=params).tokens
+        assert run(target, prompt=PROMPT, params=params).tokens == text
+        assert run(target, Scattered([*PROMPT, *text]), PROMPT, params).tokens == text
+    assert len(compiler._kept) >= 2

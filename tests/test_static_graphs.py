@@ -1,0 +1,156 @@
+"""The store of captured forwards, the order of CUDA's calls, and the buckets of shapes."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from static_parts import FakeCuda, recorded
+
+from leapahead.models.transformers.static.buffers import BYTES, Buffers
+from leapahead.models.transformers.static.graphs import Calls, Graphs
+from leapahead.models.transformers.static.shapes import MOST_ROWS, ROWS, Shape, most_rows, own_of, rows_of, slots_of
+
+
+class Counter:
+    """A forward that adds one in static memory."""
+
+    def __init__(self) -> None:
+        self.total, self.calls = torch.zeros(()), 0
+        self.step = torch.ones(())
+
+    def __call__(self) -> None:
+        self.calls += 1
+        self.total.add_(self.step)
+
+
+def tolerant(cuda: FakeCuda, most: int = 64) -> Graphs:
+    graphs = Graphs(recorded(cuda), most)
+    graphs.tolerant = True
+    return graphs
+
+
+def test_the_order_of_a_capture() -> None:
+    cuda, forward = FakeCuda(), Counter()
+    graphs = tolerant(cuda)
+    graphs.run("key", forward)
+    assert cuda.log == [
+        "side waits for main",
+        "main waits for side",
+        "synchronize",
+        "empty_cache",
+        "capture",
+        "replay",
+    ]
+    assert forward.calls == 3  # two to warm up, one captured
+    forward.step.fill_(10.0)
+    graphs.run("key", forward)
+    assert (forward.calls, cuda.log[-1]) == (3, "replay")
+    assert float(forward.total) == 4 + 10
+
+
+def test_all_captures_share_a_pool_until_memory_moves() -> None:
+    cuda = FakeCuda()
+    graphs = tolerant(cuda)
+    graphs.over("memory")
+    for key in "ab":
+        graphs.run(key, Counter())
+    assert [graph.pool for graph in cuda.alive] == [1, 1]
+    graphs.over("memory")
+    assert len(graphs) == 2
+    graphs.over("other memory")
+    assert (len(graphs), cuda.alive, graphs.has_begun) == (0, [], False)
+    graphs.run("a", Counter())
+    assert cuda.alive[0].pool == 2
+
+
+def test_the_least_recently_used_ones_are_released() -> None:
+    cuda = FakeCuda()
+    graphs = tolerant(cuda, most=2)
+    forwards = {key: Counter() for key in "abc"}
+    for key in "abac":
+        graphs.run(key, forwards[key])
+    assert [key in graphs for key in "abc"] == [True, False, True]
+    assert (len(cuda.alive), cuda.captured) == (2, 3)
+    graphs.run("b", forwards["b"])
+    assert cuda.captured == 4
+
+
+def test_memory_is_bounded() -> None:
+    sizes = iter([60, 30, 30, 500])
+    cuda = FakeCuda(taken=lambda: next(sizes), total=1000)
+    graphs = tolerant(cuda)
+    assert graphs.backend.most_bytes == 100
+    for key in "ab":
+        graphs.run(key, Counter())
+    assert graphs.bytes == 90
+    graphs.run("c", Counter())
+    assert (graphs.bytes, "a" in graphs) == (60, False)
+    graphs.run("d", Counter())  # larger than all that is allowed: it is kept, alone
+    assert (graphs.bytes, len(graphs)) == (500, 1)
+
+
+def test_a_capture_that_fails_is_said_once_and_called() -> None:
+    cuda, forward = FakeCuda(), Counter()
+    cuda.fails = RuntimeError("operation not permitted when stream is capturing\nmore")
+    graphs = tolerant(cuda)
+    with pytest.warns(RuntimeWarning, match=r"\(a\) could not be captured and runs without a graph: operation not"):
+        graphs.run("a", forward)
+    before = forward.calls
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graphs.run("a", forward)
+        graphs.run("b", forward)
+    assert forward.calls == before + 1 + 3  # a call; and two to warm up, and a call
+    graphs.clear()
+    cuda.fails = None
+    graphs.run("a", forward)
+    assert "a" in graphs
+
+
+def test_without_memory_for_a_capture_the_others_are_released() -> None:
+    cuda = FakeCuda()
+    graphs = tolerant(cuda)
+    graphs.run("a", Counter())
+    cuda.fails = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.warns(RuntimeWarning, match="CUDA out of memory"):
+        graphs.run("b", Counter())
+    assert (len(graphs), cuda.alive) == (0, [])
+
+
+def test_in_the_test_of_a_model_a_failure_is_an_error() -> None:
+    cuda = FakeCuda()
+    cuda.fails = RuntimeError("no")
+    with pytest.raises(RuntimeError, match="no"):
+        Graphs(recorded(cuda)).run("a", Counter())
+
+
+def test_calls_are_not_recorded() -> None:
+    forward = Counter()
+    graphs = Graphs(Calls())
+    for _ in range(3):
+        graphs.run("a", forward)
+    assert (forward.calls, graphs.bytes) == (3, 0)
+
+
+def test_rows_are_rounded_up() -> None:
+    assert [rows_of(n, 1) for n in (1, 2, 3, 5, 9, 64, 65, 128, 129)] == [1, 2, 4, 8, 12, 64, 96, 128, None]
+    assert rows_of(33, 16) is None
+    assert rows_of(32, 16) == 32 == most_rows(16)
+    assert all(batch * most_rows(batch) <= MOST_ROWS for batch in (1, 2, 3, 4, 8, 16, 64, 512))
+    assert list(ROWS) == sorted(ROWS)
+
+
+def test_slots_are_doubled() -> None:
+    assert [slots_of(need, 1000) for need in (3, 256, 257, 600)] == [256, 256, 512, 1000]
+    assert slots_of(20, 24) == 24
+    assert (own_of(8, 0), own_of(8, 1), own_of(2, 30)) == (8, 16, 32)
+
+
+def test_what_fits_the_buffer() -> None:
+    assert Buffers.fits(Shape(1, 128, 128, 4096))
+    assert Buffers.fits(Shape(16, 32, 32, 4096))
+    assert Buffers.fits(Shape(4, 128, 256, 4096))
+    assert not Buffers.fits(Shape(512, 1, 4096, 8192))
+    assert BYTES % 8 == 0
