@@ -97,12 +97,12 @@ def _conditions(found: dict[str, Any], kind: str) -> str:
     )
     versions = ", ".join(f"{name} {number}" for name, number in told["versions"].items() if number)
     how = (
-        f"{told['rounds']} rounds after a text that warms up, in turns with plain decoding"
+        f"{told['rounds']} round{'s' * (told['rounds'] != 1)} after a text that warms up, in turns with plain decoding"
         if kind == "measured"
         else f"seed 0, batches of {told['batch']}"
     )
     return (
-        f"Conditions: bundled model in float32, {tasks} prompts, up to {told['max_new_tokens']} new tokens, {how}; "
+        f"Conditions: the bundled model in float32, {tasks} prompts, up to {told['max_new_tokens']} new tokens, {how}; "
         f"{told['threads']} threads on {told['cpu']}; {versions}; commit {told['commit'][:10]}. The encoder-decoder "
         "model has as many damaged pieces of held-out code instead."
     )
