@@ -129,6 +129,14 @@ def transformers() -> Case:
     return Case(TransformersTarget(model, name="random llama"), (3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), letters, length=20)
 
 
+def two_devices() -> Case:
+    """The same on two devices."""
+    from parallel import divided
+
+    one, other = transformers(), transformers()
+    return Case(divided([one.target, other.target]), one.prompt, letters, length=20)
+
+
 @cache
 def encoder_decoder(seed: int = 1) -> Case:
     """A random T5 in float64, whose texts begin with a start token."""
@@ -156,6 +164,7 @@ SLOW: dict[str, Callable[[], Case]] = {
     "tiny": toy([1, 0, 2], vocab_size=3, order=4, sharpness=1.0),
     "one leaf": toy([3, 1, 3, 1, 3], vocab_size=6, order=2, max_leaves=1),
     "openvino": openvino,
+    "two devices": two_devices,
     "openvino, by states": lambda: openvino(by_states=True),
     "encoder-decoder": encoder_decoder,
     "llama.cpp, few sequence ids": lambda: llama_cpp(together=20, n_seq_max=30),
