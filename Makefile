@@ -142,6 +142,17 @@ $(DISTILLED)/pard/draft/README.md: | $(HEADS)/eagle3/head/README.md
 $(DISTILLED)/cllm/tuned/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN_ON,train-cllm,cllm) --block 4 --states 32 --ar-weight 1 --lr 6e-4 --steps $(CLLM_STEPS)
 
+# What docs/research/systems.md shows: every system of the literature by its own command, a quarter of an hour; and the
+# comparison of texts, as long. Weights that are not trained yet are left out. RESUME=--resume goes on.
+SYSTEMS = $(BIN)/python -m research systems --data $(DATA) --out docs/bench/systems --heads $(HEADS) --distilled $(DISTILLED)
+.PHONY: systems systems-check
+systems: $(INSTALLED)
+	$(SYSTEMS) $(RESUME)
+	$(BIN)/python tools/docs.py
+systems-check: $(INSTALLED)
+	$(SYSTEMS) --check --max-new-tokens 128 --resume
+	$(BIN)/python tools/docs.py
+
 # What docs/guide/trained-heads.md shows of speed: five minutes.
 .PHONY: bench-heads
 bench-heads: $(INSTALLED) | build/standins/135m-bf16
