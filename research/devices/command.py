@@ -191,7 +191,7 @@ def _pipelined(exits: dict[int, list[list[int]]], count: int, layers: Layers, pl
                 for number, texts in exits.items():
                     if 2 * number < count:
                         continue
-                    exit_after = round(layers.count * number / count)
+                    exit_after = -(-layers.count * number // count)
                     run = _sum(
                         [
                             schedules.pipelined(text, layers, exit_after, candidates, devices, message * plain)
