@@ -114,26 +114,65 @@ def standin(
         BadParameter: no model in `source`, an unknown cost or dtype, a `cost` smaller than `source`, `out` not empty.
         Refused: `source` is not a plain Llama, its rotary pairs cannot be spread, or the disk is too small.
     """
-    real = _shapes(cost)
-    if dtype not in DTYPES:
-        raise BadParameter(f"a stand-in's dtype is {' or '.join(DTYPES)}, not {dtype!r}")
-    weights = _Weights(Path(loading.bundled()), BUNDLED) if source is None else _Weights(Path(source))
-    small = weights.shapes
-    _check_fit(weights, real, cost if isinstance(cost, str) else "the cost")
-    shapes = real.holding(small)
-    widening = hybrid.HybridWidening if shapes.recurrent else Widening
-    plan = list(widening(small, shapes, weights.tied, seed).plan())
-    size = sum(tensor.count for tensor in plan) * DTYPES[dtype].itemsize
+    plan = planned(source, cost, dtype, seed)
     out = Path(out)
-    weights.check(origin for tensor in plan for origin in tensor.origins)
-    _make_folder(out, size)
-    _write_weights(out, plan, weights, DTYPES[dtype], progress or (lambda what, done, total: None))
-    result = StandIn(out, shapes, real, size)
+    _make_folder(out, plan.size)
+    _write_weights(out, plan.tensors, plan.weights, DTYPES[dtype], progress or (lambda what, done, total: None))
+    result = StandIn(out, plan.shapes, plan.real, plan.size)
     for pattern in KEPT:
-        for file in weights.folder.glob(pattern):
+        for file in plan.weights.folder.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, out / file.name)
     (out / "README.md").write_text(_card(result, dtype, seed), encoding="utf-8")
+    # Last, so that a folder that was left half written does not look like a model.
+    (out / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a stand-in will be.
+
+    Attributes:
+        weights: of the source.
+        shapes, real: see `StandIn`.
+        tensors: in the order of the forward.
+        size: bytes of its weights.
+        config: the content of its config.json.
+    """
+
+    weights: Weights
+    shapes: Shapes
+    real: Shapes
+    tensors: list[Planned]
+    size: int
+    config: dict[str, Any]
+
+
+def planned(
+    source: str | Path | None, cost: str | Shapes, dtype: str, seed: int = 0, device: torch.device | str = "cpu"
+) -> Plan:
+    """Checks what a stand-in would be made of, and plans its tensors.
+
+    Args:
+        source, cost, dtype, seed: see `standin`.
+        device: where the tensors will be made; of a hybrid, the CPU.
+
+    Raises:
+        BadParameter, Refused: see `standin`.
+    """
+    real = _shapes(cost)
+    if dtype not in DTYPES:
+        raise BadParameter(f"a stand-in's dtype is {' or '.join(DTYPES)}, not {dtype!r}")
+    weights = Weights(Path(loading.bundled()), BUNDLED) if source is None else Weights(Path(source))
+    small = weights.shapes
+    _check_fit(weights, real, cost if isinstance(cost, str) else "the cost")
+    shapes = real.holding(small)
+    if shapes.recurrent:
+        tensors = list(hybrid.HybridWidening(small, shapes, weights.tied, seed).plan())
+    else:
+        tensors = list(Widening(small, shapes, weights.tied, seed, device).plan())
+    weights.check(origin for tensor in tensors for origin in tensor.origins)
     config = weights.config | {
         "hidden_size": shapes.hidden,
         "intermediate_size": shapes.intermediate,
@@ -147,12 +186,11 @@ def standin(
     if shapes.recurrent:
         config |= hybrid.config(shapes)
     config.pop("dtype", None)  # the new name of torch_dtype, which everyone reads
-    # Last, so that a folder that was left half written does not look like a model.
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return result
+    size = sum(tensor.count for tensor in tensors) * DTYPES[dtype].itemsize
+    return Plan(weights, shapes, real, tensors, size, config)
 
 
-class _Weights:
+class Weights:
     """The source's config, shapes and tensors, read one at a time."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
@@ -222,7 +260,7 @@ def _shapes(cost: str | Shapes) -> Shapes:
     return COSTS[cost]
 
 
-def _check_fit(weights: _Weights, real: Shapes, name: str) -> None:
+def _check_fit(weights: Weights, real: Shapes, name: str) -> None:
     """Refuses a source that is larger than the model to stand in for, or whose rotary pairs cannot be spread."""
     small = weights.shapes
     for what, have, room in (
@@ -263,7 +301,7 @@ def _make_folder(out: Path, size: int) -> None:
 
 
 def _write_weights(
-    out: Path, plan: list[Planned], weights: _Weights, dtype: torch.dtype, progress: Callable[[str, int, int], None]
+    out: Path, plan: list[Planned], weights: Weights, dtype: torch.dtype, progress: Callable[[str, int, int], None]
 ) -> None:
     """One shard at a time is in memory."""
     shards: list[list[Planned]] = [[]]

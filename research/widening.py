@@ -171,17 +171,18 @@ class Widening:
         small: shapes of the source.
         large: shapes of the stand-in.
         tied: whether the output head is the embedding.
-        seed: of the random numbers.
+        seed: of the random numbers, which differ from device to device.
+        device: where the tensors are made.
     """
 
-    def __init__(self, small: Shapes, large: Shapes, tied: bool, seed: int) -> None:
+    def __init__(self, small: Shapes, large: Shapes, tied: bool, seed: int, device: torch.device | str = "cpu") -> None:
         self.small, self.large, self.tied = small, large, tied
         self.copy, self.norm_scale = residual(small.hidden, large.hidden)
         self.queries, self.keys = _heads(small, large)
         self.units = Slots(torch.arange(small.intermediate), torch.arange(small.intermediate), large.intermediate)
         self.tokens = Slots(torch.arange(small.vocab), torch.arange(small.vocab), large.vocab)
         self.attention = spread(large.attention, large.layers)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator(device).manual_seed(seed)
 
     def plan(self) -> Iterator[Planned]:
         """All tensors, in the order of the forward."""
@@ -226,14 +227,15 @@ class Widening:
 
     def _norm(self, weight: Tensor) -> Tensor:
         """[d] -> [D], zero for entries that must not be read."""
-        wide = torch.zeros(self.large.hidden)
+        wide = weight.new_zeros(self.large.hidden)
         wide[: weight.numel()] = weight * self.norm_scale
         return wide
 
     def _reads(self, weight: Tensor, slots: Slots) -> Tensor:
         """A matrix that reads the residual, [n, d] -> [size, D]."""
         std = weight.std().item()
-        wide = torch.randn(slots.size, self.large.hidden, generator=self.generator) * std
+        random = self.generator
+        wide = torch.randn(slots.size, self.large.hidden, generator=random, device=random.device) * std
         wide[slots.place, : weight.shape[1]] = weight[slots.origin]
         return wide
 
@@ -250,14 +252,14 @@ class Widening:
 
     def _writes(self, weight: Tensor, slots: Slots) -> Tensor:
         """A matrix that writes to the residual, [d, n] -> [D, size]."""
-        narrow = torch.zeros(weight.shape[0], slots.size)
+        narrow = weight.new_zeros(weight.shape[0], slots.size)
         narrow[:, slots.place] = weight[:, slots.origin]
         return self._copied(narrow)
 
     def _copied(self, weight: Tensor) -> Tensor:
         """[d, n] -> [D, n]: the source's entries of the residual, and their copy."""
         d = weight.shape[0]
-        wide = torch.zeros(self.large.hidden, weight.shape[1])
+        wide = weight.new_zeros(self.large.hidden, weight.shape[1])
         wide[:d] = weight
         if self.copy:
             wide[d : 2 * d] = wide[:d] * self.copy

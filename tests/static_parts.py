@@ -1,7 +1,7 @@
 """CUDA graphs on the CPU: a capture records the operations of a forward, and a replay repeats them, with nothing else.
 
-As with CUDA graphs, whatever the host has computed is that of the capture for good: numbers, shapes, and which memory is
-read and written. Only what lies in that memory differs.
+As with CUDA graphs, whatever the host has computed is that of the capture for good: numbers, shapes, and which memory
+is read and written. Only what lies in that memory differs.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class FakeCuda:
         self.fails: Exception | None = None
         self.streams = [Stream(self, "main")]
 
-    def Stream(self, device: Any) -> Stream:  # noqa: N802
+    def Stream(self, device: Any) -> Stream:
         return Stream(self, "side")
 
-    def CUDAGraph(self) -> Graph:  # noqa: N802
+    def CUDAGraph(self) -> Graph:
         return Graph(self)
 
     def current_stream(self) -> Stream:

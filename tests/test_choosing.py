@@ -55,6 +55,8 @@ def test_they_are_those_of_each_row(name: str, dtype: torch.dtype, top_k: int) -
         assert (known.best is None) == (top_k == 0)
         if known.best is not None:
             tokens, values = known.best
+            assert tokens.flags.c_contiguous
+            assert values.flags.c_contiguous
             assert tokens.shape == (len(tree), min(top_k, VOCABULARY))
             np.testing.assert_array_equal(values, np.sort(rows.double().numpy(), axis=1)[:, ::-1][:, : values.shape[1]])
             np.testing.assert_array_equal(values, np.take_along_axis(rows.double().numpy(), tokens, axis=1))

@@ -115,7 +115,7 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def transformers() -> Case:
+def transformers(**options: Any) -> Case:
     """A random llama in float64."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -126,7 +126,16 @@ def transformers() -> Case:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).to(torch.float64)
-    return Case(TransformersTarget(model, name="random llama"), (3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), letters, length=20)
+    return Case(
+        TransformersTarget(model, name="random llama", **options), (3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), letters, length=20
+    )
+
+
+def captured() -> Case:
+    """The same, its forwards captured."""
+    from static_parts import recorded
+
+    return transformers(static=recorded(), eager_choice=True)
 
 
 def two_devices() -> Case:
@@ -166,6 +175,7 @@ SLOW: dict[str, Callable[[], Case]] = {
     "openvino": openvino,
     "two devices": two_devices,
     "openvino, by states": lambda: openvino(by_states=True),
+    "captured": captured,
     "encoder-decoder": encoder_decoder,
     "llama.cpp, few sequence ids": lambda: llama_cpp(together=20, n_seq_max=30),
 }

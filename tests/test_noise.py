@@ -142,7 +142,9 @@ def test_the_words_of_any_tokens_are_those_of_all(seed: int, position: int, some
             patch.setattr(native, "available", available)
             assert words(seed, position, tokens).tolist() == every[tokens].tolist()
     counters = np.unique(tokens // BLOCK)
-    np.testing.assert_array_equal(blocks(seed, range(position, position + 1), counters)[0], every.reshape(-1, BLOCK)[counters].ravel())
+    np.testing.assert_array_equal(
+        blocks(seed, range(position, position + 1), counters)[0], every.reshape(-1, BLOCK)[counters].ravel()
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63, 2**64 - 1])

@@ -1,4 +1,4 @@
-"""Captured forwards: what is replayed is the forward, for every tree, length and batch, and the text is plain decoding's.
+"""Captured forwards: what is replayed is the forward, for every tree, length and batch; the text is plain decoding's.
 
 On the CPU a graph is a tape of operations, see `static_parts`.
 """
@@ -24,13 +24,13 @@ from leapahead.core.tree import TokenTree
 from leapahead.core.verify import verify
 from leapahead.drafters import registry
 from leapahead.models.base import HIDDEN, Capture, read_prompt
-from leapahead.models.transformers.forward import CachedState, MaskedExecutor
+from leapahead.models.transformers.forward import MaskedExecutor
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
 from leapahead.models.transformers.static import choice, gate
-from leapahead.models.transformers.static.cache import MOVES, StaticCache
+from leapahead.models.transformers.static.cache import MOVES
 from leapahead.models.transformers.static.executor import StaticExecutor
-from leapahead.models.transformers.static.graphs import Calls, CudaGraphs
-from leapahead.models.transformers.static.shapes import MOST_ROWS, ROWS, Shape, most_rows, own_of, rows_of, slots_of
+from leapahead.models.transformers.static.graphs import Calls
+from leapahead.models.transformers.static.shapes import ROWS
 
 SAMPLED = SamplingParams(temperature=0.8, seed=3, top_p=0.9)
 
@@ -77,9 +77,13 @@ DRAFTERS: dict[str, Any] = {
     "auto": lambda text: registry.make("auto", nodes=9),
 }
 
+FAST = ("scattered", "recycling")
+
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name", [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in DRAFTERS]
+)
 def test_the_text_is_plain_decodings_without_graphs(
     target: TransformersTarget, usual: TransformersTarget, cuda: FakeCuda, name: str, params: SamplingParams
 ) -> None:
@@ -98,7 +102,7 @@ def test_right_drafts_are_accepted(target: TransformersTarget) -> None:
         assert stats.acceptance_length > 4
 
 
-@pytest.mark.parametrize("eager_choice", [False, True])
+@pytest.mark.parametrize("eager_choice", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_batch_gives_each_text_its_own(usual: TransformersTarget, eager_choice: bool) -> None:
     """Sequences of different lengths join and end while others go on."""
     target = capturing(eager_choice=eager_choice)
@@ -125,10 +129,20 @@ def _attached(engine: Engine, drafter: AnyDrafter) -> Any:
 @pytest.mark.parametrize(
     "name",
     [
-        "gemma3",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("mistral", "gpt2", "falcon", "qwen2_moe", "gemma2", "gpt_oss", "llama4", "deepseek_v3", "phi3")
+            for name in (
+                "gemma3",
+                "mistral",
+                "gpt2",
+                "falcon",
+                "qwen2_moe",
+                "gemma2",
+                "gpt_oss",
+                "llama4",
+                "deepseek_v3",
+                "phi3",
+            )
         ),
     ],
 )
@@ -255,9 +269,10 @@ def test_a_long_path_is_moved_at_once(target: TransformersTarget) -> None:
     tree = TokenTree.from_paths(PROMPT[-1], [[99], plain[:-1]])
     session.commit(verify(tree, target.step([session], [tree])[0]))
     assert len(session.state.row.moves) > MOVES
-    assert target.step([session], [TokenTree.root(session.tokens[-1])])[0][0] == run(target, prompt=PROMPT).tokens[
-        MOVES + 2
-    ]
+    assert (
+        target.step([session], [TokenTree.root(session.tokens[-1])])[0][0]
+        == run(target, prompt=PROMPT).tokens[MOVES + 2]
+    )
     session.close()
 
 
@@ -310,7 +325,7 @@ def test_what_is_too_large_is_not_captured(target: TransformersTarget, cuda: Fak
 # ----------------------------------------------------------------------------------------------- mixed steps, at random
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(st.data())
 def test_mixed_batches_lengths_and_growth(data: st.DataObject) -> None:
     """Sessions open, step, grow drafts, commit and close in any order; few graphs are kept, and the cache begins small.
@@ -418,7 +433,7 @@ class Spoiled(torch.nn.Module):
         ("reads a value", "the host reads a value in its forward (aten._local_scalar_dense)"),
         ("counts rows", "the host reads a value in its forward (aten.nonzero)"),
         ("a number of the host", "a repeated forward gives other logits"),
-        ("nothing", ""),
+        pytest.param("nothing", "", marks=pytest.mark.slow),
     ],
 )
 def test_what_a_graph_cannot_repeat_is_refused(how: str, reason: str) -> None:
@@ -480,7 +495,7 @@ def test_other_modes_are_refused(mode: str) -> None:
 
 
 def test_graphs_need_a_cuda_device() -> None:
-    with pytest.raises(Refused, match="CUDA graphs need a CUDA device, and the model is on cpu.*leave out static"):
+    with pytest.raises(Refused, match=r"CUDA graphs need a CUDA device, and the model is on cpu.*leave out static"):
         TransformersTarget(BY_NAME["llama"].build(), static="graphs")
 
 
@@ -491,6 +506,7 @@ def test_nothing_is_captured_on_the_cpu(mode: str) -> None:
     assert not target.refusals
 
 
+@pytest.mark.slow
 def test_calls_in_place_of_graphs(usual: TransformersTarget) -> None:
     target = TransformersTarget(BY_NAME["llama"].build(), static=Calls())
     plain = run(usual, prompt=PROMPT).tokens

@@ -134,10 +134,6 @@ def test_modules_that_cannot_be() -> None:
         loading.load({})
 
 
-def test_auto_device_is_one_that_is_there() -> None:
-    assert pretrained.checked_device("auto").type in ("cpu", "cuda", "mps")
-
-
 # -------------------------------------------------------------------------------------------------------------- hub
 
 

@@ -23,6 +23,7 @@ import inside_vllm
 import long_contexts
 import reference
 import several_devices
+import systems
 import trained
 
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -338,6 +339,19 @@ def memory_table(root: Path) -> str:
     )
 
 
+NOT_MEASURED = "Nothing has been measured on a GPU yet."
+
+
+def gpu_report(root: Path) -> str:
+    """The report of `make bench-gpu`, with its figures; without one, that there is none."""
+    folder = root / "docs/bench/gpu"
+    if not (folder / "report.md").is_file():
+        return NOT_MEASURED
+    figures = [f"![{file.stem}](../bench/gpu/{file.name})" for file in sorted(folder.glob("*.svg"))]
+    text = (folder / "report.md").read_text(encoding="utf-8").strip().replace("\n### ", "\n## ")
+    return "\n\n".join([text.removeprefix("#"), *figures])
+
+
 MODES = ("trees", "chains", "chains with replay", "plain", "refused")
 
 
@@ -374,6 +388,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "gguf-plain": gguf_plain_table,
     "gguf-curve": gguf_curve_table,
     "gguf-every-n": gguf_every_n_table,
+    "gpu": gpu_report,
     "switching": switching_table,
     "serving": serving_table,
     "serving-stall": stall_table,
@@ -383,6 +398,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **inside_vllm.blocks(table),
     **several_devices.blocks(table),
     **long_contexts.blocks(table),
+    **systems.blocks(table),
 }
 
 

@@ -42,7 +42,7 @@ class LLM:
         tokenizer: instead of the model's own. A loaded model or a target without one takes prompts of token ids.
         drafter: a registered name (`leapahead drafters` lists them), or a subclass of `Drafter` or `SequenceDrafter`.
         dtype: "auto", "float32", "bfloat16" or "float16"; of a model given by name or folder.
-        device: "auto", "cpu", "cuda", "mps", ...; of a model given by name or folder.
+        device: "auto", "cpu", "cuda", "mps", "xpu"; "balanced" divides the layers among GPUs. Of a name or folder.
         max_batch: greatest number of sequences decoded together; further prompts join as others end.
         prefill_chunk: see `Engine`.
         cache_tokens: the most tokens in the KV cache, but for GGUF files; by default what fits in half the memory.
@@ -58,7 +58,7 @@ class LLM:
             estimated 100 MB. It holds pieces of texts: users who must not learn of each other's get one each, or none.
         acceptance: "exact", or a relaxed rule, whose texts are lossy: see `leapahead.core.relaxed`.
         options: of the drafter, for example `window=7, ngram=5, guesses=7`; and of the engine, for example `n_ctx=8192`
-            or `devices="cuda:0,cuda:1"` (see `LlamaCppOptions`, `OpenVinoOptions` and `models.loading.load`).
+            or `static="compiled"` (see `LlamaCppOptions`, `OpenVinoOptions` and `models.loading.load`).
 
     Attributes:
         target: the loaded model.

@@ -63,7 +63,7 @@ MODEL: tuple[Option, ...] = (
         default="auto",
         metavar="DEVICE",
         group=MODEL_GROUP,
-        help="cpu, cuda, cuda:1, mps, ..., or auto: an accelerator if there is one.",
+        help="cpu, cuda, cuda:1, mps, xpu, auto: an accelerator if there is one; or balanced: the layers on all GPUs.",
     ),
     option(
         "--devices",
@@ -74,6 +74,13 @@ MODEL: tuple[Option, ...] = (
     ),
     TRUST_REMOTE_CODE,
     EXACT,
+    option(
+        "--static",
+        type=click.Choice(["auto", "off", "graphs", "compiled"]),
+        group=MODEL_GROUP,
+        show_default="auto",
+        help="Capture a Transformers model's forwards as CUDA graphs, and compile those in use; auto: graphs on CUDA.",
+    ),
     option(
         "-c",
         "--ctx-size",

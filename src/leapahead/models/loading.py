@@ -25,9 +25,15 @@ LLAMA_CPP_OPTIONS = tuple(LlamaCppOptions.__dataclass_fields__)  # for a GGUF fi
 OPENVINO_OPTIONS = tuple(name for name in OpenVinoOptions.__dataclass_fields__ if name != "cache_tokens")
 WEIGHTS = "weights"  # of a model that is exported for OpenVINO
 DEVICES = "devices"  # of a model of Transformers that is given by its name
-OPTIONS_OF = {"transformers": (DEVICES,), "llama.cpp": LLAMA_CPP_OPTIONS, "openvino": (*OPENVINO_OPTIONS, WEIGHTS)}
+STATIC = "static"  # of a model of Transformers
+OPTIONS_OF = {
+    "transformers": (DEVICES, STATIC),
+    "module": (STATIC,),
+    "llama.cpp": LLAMA_CPP_OPTIONS,
+    "openvino": (*OPENVINO_OPTIONS, WEIGHTS),
+}
 # What only some engines have.
-ENGINE_OPTIONS = tuple(dict.fromkeys((*LLAMA_CPP_OPTIONS, *OPENVINO_OPTIONS, WEIGHTS, DEVICES)))
+ENGINE_OPTIONS = tuple(dict.fromkeys((*LLAMA_CPP_OPTIONS, *OPENVINO_OPTIONS, WEIGHTS, DEVICES, STATIC)))
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,8 @@ def load(
         options: of the engine: for llama.cpp see `LlamaCppOptions`, for OpenVINO `OpenVinoOptions`, and `weights`, the
             type that a folder of Transformers is exported with: f32, bf16 (by default), int8 or int4. For Transformers
             `devices`: over which the branches of every tree are divided, each with the whole model: "cuda:0,cuda:1", a
-            list, or "torchrun" for the processes that torchrun started. See `models.parallel`.
+            list, or "torchrun" for the processes that torchrun started (see `models.parallel`), and `static`: whether
+            forwards are captured as CUDA graphs or compiled (see `TransformersTarget`).
 
     Raises:
         LeapaheadError: no such model, a model that cannot be decoded, an option that this kind of model does not have,
@@ -95,7 +102,7 @@ def load(
             model, dtype, device, trust_remote_code, cache_tokens, exact, options, tokenizer is None
         )
     elif kind == "module":
-        target = _module_target(model, cache_tokens, exact)
+        target = _module_target(model, cache_tokens=cache_tokens, exact=exact, **options)
     elif kind == "target":
         if exact and not model.info.exact:
             raise BadParameter(f"exact=True is not possible with the target {model.info.name!r}, which is not exact")
@@ -107,6 +114,7 @@ def load(
             "trust_remote_code": trust_remote_code,
             "cache_tokens": cache_tokens,
             "exact": exact,
+            **options,
         }
         load_on = partial(
             _pretrained().load, model or bundled(), name=str(BUNDLED if model is None else model), **given
@@ -272,10 +280,10 @@ def _openvino(
     return target, found, folder.describe(path).end_token_ids
 
 
-def _module_target(model: Any, cache_tokens: int | None, exact: bool) -> Target:
+def _module_target(model: Any, **options: Any) -> Target:
     with needing("this model", "transformers", "torch", "transformers", "safetensors"):
         from leapahead.models.transformers import encoder_decoder
-    target: Target = encoder_decoder.new_target(model, cache_tokens=cache_tokens, exact=exact)
+    target: Target = encoder_decoder.new_target(model, **options)
     return target
 
 

@@ -90,7 +90,8 @@ def _settled(tokens: IntArray, sampler: Sampler, tree: TokenTree, logits: Tensor
 
 
 def _best(columns: IntArray, k: int, kind: torch.dtype) -> tuple[IntArray, FloatArray]:
-    tokens, bits = columns[:, :k], columns[:, k:]
+    """Both of one layout in memory, as compiled code reads them."""
+    tokens, bits = np.ascontiguousarray(columns[:, :k]), np.ascontiguousarray(columns[:, k:])
     if kind == torch.float64:
-        return tokens, np.ascontiguousarray(bits).view(np.float64)
+        return tokens, bits.view(np.float64)
     return tokens, bits.astype(np.int32).view(np.float32).astype(np.float64)

@@ -5,7 +5,8 @@
 
 Matrix products choose their kernels by the number of rows, and within one shape a row's result does not depend on the
 other rows or on its place. So the number of rows is fixed. The attention adds up in the order of positions (`ordered`).
-Whether this holds for a model on this machine is tested when it is loaded (`exacttest`).
+Whether this holds for a model on this machine is tested when it is loaded (`exacttest`). On CUDA, products are summed
+in full precision and without split-K (`products`).
 
 Entries of a prompt and entries of a step are computed by forwards of different shapes. Plain decoding has those of the
 first kind for the prompt and those of the second behind it, so only the first kind is taken over from other sequences.
@@ -23,7 +24,7 @@ from torch import Tensor
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import UNLIMITED, TokenTree
 from leapahead.models.base import CHAIN, LOGITS, TOP_K, TREE
-from leapahead.models.transformers import ordered
+from leapahead.models.transformers import ordered, products
 from leapahead.models.transformers.families import Pattern, text_config
 from leapahead.models.transformers.forward import CachedExecutor, CachedState, Layers, Outputs, side_by_side
 from leapahead.models.transformers.kv_cache import KVCache, Row
@@ -165,7 +166,8 @@ class ExactExecutor(CachedExecutor):
             row, tree, first = drafts[i]
             places.append(len(tokens))
             rows, padding = slice(len(tokens), len(tokens) + new[i]), new[i] - drafts[i].new
-            parts.append(Part.of(batch, rows, size, tree, first, row.length, self._visible, self._dtype))
+            patterns = self._visible, self._dtype, self.device
+            parts.append(Part.of(batch, rows, size, tree, first, row.length, *patterns))
             tokens += tree.token_list[first:] + tree.token_list[:1] * padding
             positions += [row.length + depth for depth in tree.depth_list[first:]] + [row.length] * padding
         output = self._call(torch.tensor([tokens]), torch.tensor([positions]), parts, layers, **options)
@@ -183,8 +185,8 @@ class ExactExecutor(CachedExecutor):
         if layers:
             options["output_hidden_states"] = list(layers)
         shape = (1, 1, tokens.shape[1], max(part.end for part in parts))
-        masks = {name: torch.zeros(1, 1, 1, 1).expand(shape) for name in self.patterns}
-        with ordered.attention(text_config(self.model), parts, masks):
+        masks = {name: torch.zeros(1, 1, 1, 1, device=self.device).expand(shape) for name in self.patterns}
+        with products.in_one_order(self.device), ordered.attention(text_config(self.model), parts, masks):
             return self.model(
                 input_ids=tokens.to(self.device),
                 position_ids=positions.to(self.device),

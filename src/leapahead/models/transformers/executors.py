@@ -13,7 +13,7 @@ import torch
 from leapahead.core.errors import LeapaheadError, Refused, first_line
 from leapahead.core.tree import UNLIMITED, IntArray
 from leapahead.models.base import BRANCHES
-from leapahead.models.transformers import exacttest, families, grouped, selftest, statetest
+from leapahead.models.transformers import devices, exacttest, families, grouped, selftest, statetest
 from leapahead.models.transformers.exact import ExactCache, ExactExecutor
 from leapahead.models.transformers.forward import (
     CachedExecutor,
@@ -27,10 +27,12 @@ from leapahead.models.transformers.kv_cache import KVCache
 from leapahead.models.transformers.recurrent import NativeExecutor
 from leapahead.models.transformers.replay import ReplayExecutor, own_settings
 from leapahead.models.transformers.states import stateful_cache
+from leapahead.models.transformers.static.executor import StaticExecutor
 from leapahead.models.transformers.twin import twin
 
 # In half precision, exact mode's attention in float32 differs from the model's own by more than two forwards do.
 EXACT_FLOOR = 4.0
+EXACT_DEVICES = ("cpu", "cuda")
 
 Named = tuple[str, Callable[[], Executor]]  # what an executor gives, and what makes it
 
@@ -144,8 +146,10 @@ def tested_exact(model: Any, name: str, ids: IntArray, usual_length: int) -> Exa
     config = families.text_config(model)
     try:
         patterns = families.patterns(config)
-        if (device := model.get_input_embeddings().weight.device.type) != "cpu":
-            raise Refused(f"exact mode is for models on the CPU, and this one is on {device}")
+        there = devices.of(model)
+        if len(there) > 1 or there[0].type not in EXACT_DEVICES:
+            on = " and ".join(map(str, there))
+            raise Refused(f"exact mode is for models on the CPU or on one CUDA device; this one is on {on}")
         if patterns is None or model._is_stateful or not accepts(model, "position_ids", "past_key_values"):
             raise Refused("not all of its layers are attention over a KV cache with positions and masks that are given")
         executor = ExactExecutor(model, ExactCache(usual_length), patterns)
@@ -162,6 +166,12 @@ def tested_exact(model: Any, name: str, ids: IntArray, usual_length: int) -> Exa
             what = f"its layers do not work with the attention of exact mode: {type(error).__name__}: {what}"
         raise Refused(f"{name} cannot be decoded in exact mode ({what}); leave out exact") from error
     return executor
+
+
+def manner(executor: Executor) -> str:
+    """How an executor runs forwards, where that makes their time another, for fingerprints."""
+    kinds = {ExactExecutor: " exact", StaticExecutor: " captured"}
+    return kinds.get(type(executor), "")
 
 
 def _refusal_of_branches(model: Any, ids: IntArray, executor: Any) -> str:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import UNLIMITED, IntArray
-from leapahead.models.transformers import grouped, ordered
+from leapahead.models.transformers import compacted, devices, grouped, ordered, packed
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def language_model(model: Any) -> PreTrainedModel:
 
     Raises:
         BadParameter: it is no model of Transformers.
-        Refused: its adapter adds tokens to the prompt.
+        Refused: its adapter adds tokens to the prompt, or it is divided among processes.
     """
     if any(each.__module__.partition(".")[0] == "peft" for each in type(model).__mro__):
         if model.active_peft_config.is_prompt_learning:
@@ -65,6 +65,7 @@ def language_model(model: Any) -> PreTrainedModel:
             f"a {type(model).__name__} is not a Transformers model; give what "
             "AutoModelForCausalLM.from_pretrained returns"
         )
+    devices.refuse_parallel(model)
     if not model.dtype.is_floating_point:
         raise Refused(f"{type(model).__name__} computes in {model.dtype}, which leapahead does not support")
     return model
@@ -84,6 +85,8 @@ def fingerprint(model: Any, device: torch.device) -> str:
         parts.append(torch.get_num_threads())
     elif device.type == "cuda":
         parts.append(torch.cuda.get_device_name(device))
+    if (count := len(devices.of(model))) > 1:
+        parts.append(f"{count} devices")
     return " ".join(map(str, parts))
 
 
@@ -99,10 +102,8 @@ def attention_implementation(model: Any) -> str:
         Refused: one that cannot be given a tree mask.
     """
     name = str(text_config(model)._attn_implementation)
-    if name in (
-        grouped.NAME,
-        ordered.NAME,
-    ):  # a forward runs in another thread, of the target that this model is a draft of
+    # A forward runs in another thread, of the target that this model is a draft of.
+    if name in (grouped.NAME, ordered.NAME, packed.NAME, compacted.NAME):
         return "sdpa"
     if name not in MASKS:
         raise Refused(

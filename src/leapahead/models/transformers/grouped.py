@@ -64,6 +64,10 @@ class Block(NamedTuple):
         """[trees, rows, heads, dim] -> into [nodes, heads, dim]."""
         packed.index_copy_(0, self.to, found.flatten(0, 1).index_select(0, self.real))
 
+    def on(self, device: torch.device) -> Block:
+        """The same, of tensors on a device."""
+        return Block(self.trees, self.rows, *(each.to(device) for each in (self.nodes, self.real, self.to)))
+
 
 class OneTree(NamedTuple):
     """The same for one tree, whose rows follow each other in the packed nodes, without padding."""
@@ -77,6 +81,9 @@ class OneTree(NamedTuple):
 
     def put(self, found: Tensor, packed: Tensor) -> None:
         packed[self.nodes] = found[0]
+
+    def on(self, device: torch.device) -> OneTree:
+        return self
 
 
 class Packing(NamedTuple):
@@ -126,7 +133,14 @@ class _Forward:
 
     def __init__(self, packing: Packing | None) -> None:
         self.packing = packing
+        self._blocks: dict[torch.device, list[Block | OneTree]] = {}
         self._masks: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+
+    def blocks(self, packing: Packing, device: torch.device) -> list[Block | OneTree]:
+        """Those of the packing on a device, of which a model whose layers are divided has several."""
+        if device not in self._blocks:
+            self._blocks[device] = [block.on(device) for block in packing.blocks]
+        return self._blocks[device]
 
     def mask(self, mask: Tensor, block: Block | OneTree | None, heads: int, dtype: torch.dtype) -> Tensor:
         """A block of a boolean mask [batch, 1, rows, cached] for the heads of a key head, to be added to scores.
@@ -222,7 +236,7 @@ def forward(
         return attend(query, key, value, None), None
     nodes = query[0].transpose(0, 1)  # [nodes, heads, dim]
     output = nodes.new_empty(*nodes.shape[:2], value.shape[-1])
-    for block in under_way.packing.blocks:
+    for block in under_way.blocks(under_way.packing, nodes.device):
         block.put(attend(block.take(nodes), key[block.trees], value[block.trees], block), output)
     return output[None], None
 

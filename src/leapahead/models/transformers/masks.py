@@ -89,7 +89,7 @@ class Inputs:
     def over(cls, values: Tensor, ancestors: Tensor, end: int, straight: bool = False) -> Inputs:
         """Views of what `fill` has written: int64 [batch, 2 * n + 2 * own + 1] and bool [batch, n, own]."""
         _, n, own = ancestors.shape
-        tokens, positions, slots, there, length = values.split([n, n, own, own, 1], dim=1)
+        tokens, positions, slots, there, length = torch.split(values, [n, n, own, own, 1], dim=1)
         return cls(tokens, positions, length[:, 0], slots, there, ancestors, end, straight)
 
     @property
@@ -123,9 +123,7 @@ class Inputs:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def fill(
-    values: IntArray, ancestors: BoolArray, tree: TokenTree, length: int, first: int, left_out: int = 0
-) -> None:
+def fill(values: IntArray, ancestors: BoolArray, tree: TokenTree, length: int, first: int, left_out: int = 0) -> None:
     """Writes one row of a batch: its tokens, positions, slots, the positions of these, and its length.
 
     Args:

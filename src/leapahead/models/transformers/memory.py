@@ -18,6 +18,8 @@ def free_bytes(device: torch.device) -> int:
     """Memory that can still be allocated on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "xpu":
+        return int(torch.xpu.mem_get_info(device)[0])
     return free_host_bytes()
 
 

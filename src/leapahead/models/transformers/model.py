@@ -108,7 +108,9 @@ class TransformersTarget:
         hidden_states: whether hidden states may be captured, which is tested.
         exclusive: whether nobody else runs the model, whose attention may be replaced then (`grouped`).
         exact: compute every token's logits with the same bits, whatever is decoded beside it (`exact`).
-        static: whether forwards are captured as CUDA graphs: "graphs", "off", or "auto" (see `static.choice`).
+        static: whether forwards have few fixed shapes, which are captured as CUDA graphs: "auto" for graphs on a CUDA
+            device where nobody else runs the model and it passes the test (`static.gate`), "graphs" for these or an
+            error, "compiled" to compile the shapes in use too, also on the CPU, or "off".
 
     Attributes:
         executor: how the model is run.
@@ -150,10 +152,8 @@ class TransformersTarget:
             self.context_length = families.context_length(self.config)
             self._ids = families.ordinary_ids(model.config, self.config, vocab_size)
             self.executor, self.refusals = self._tested_executor(exclusive, exact)
-            self.executor, refusals = choice.upgraded(
-                self.executor, self._name, self._ids, self.test_prompts(), choice.checked(static), exclusive
-            )
-            self.refusals.update(refusals)
+            upgraded = choice.upgraded(self.executor, self._name, self._ids, self.test_prompts(), static, exclusive)
+            self.executor, self.refusals = upgraded[0], {**self.refusals, **upgraded[1]}
             layers: Layers = ()
             hidden_size = 0
             if hidden_states and isinstance(self.executor, CachedExecutor) and not exact:
@@ -165,7 +165,7 @@ class TransformersTarget:
             context_length=self.context_length,
             precision=torch.finfo(model.dtype).eps,  # the logits may have been widened
             capabilities=self.executor.capabilities | ({HIDDEN} if layers else frozenset()),
-            fingerprint=families.fingerprint(model, self.device) + " exact" * exact,
+            fingerprint=families.fingerprint(model, self.device) + executors.manner(self.executor),
             padded=isinstance(self.executor, MaskedExecutor) and self.executor.pads,
             replays=isinstance(self.executor, ReplayExecutor),
             layers=max(0, len(layers) - 1),

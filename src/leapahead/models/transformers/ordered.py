@@ -81,11 +81,13 @@ class Part(NamedTuple):
         length: int,
         patterns: Mapping[str, Visible],
         dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> Part:
         """Of a tree behind `length` committed entries, of which the nodes from `first` on are computed.
 
         Args:
             rows: of the forward, which has `total`; those behind the tree's nodes are padding.
+            device: of the tensors; the CPU by default.
         """
         here = np.full(total, length)
         new = slice(rows.start, rows.start + len(tree) - first)
@@ -101,10 +103,11 @@ class Part(NamedTuple):
                 slots[length - begin : length - begin + len(nodes)] = length + nodes
                 of_node[nodes] = len(paths)
                 in_place = bool((nodes == np.arange(len(nodes))).all())
-                paths.append(None if in_place else torch.from_numpy(slots))
+                paths.append(None if in_place else torch.from_numpy(slots).to(device=device))
             path_of[new] = of_node[first:]
-        masks = {name: _mask(here, end, pattern, dtype) for name, pattern in patterns.items()}
-        return cls(batch, rows, begin, end, paths, torch.from_numpy(path_of) if len(paths) > 1 else None, masks)
+        masks = {name: _mask(here, end, pattern, dtype).to(device=device) for name, pattern in patterns.items()}
+        row_paths = torch.from_numpy(path_of).to(device=device) if len(paths) > 1 else None
+        return cls(batch, rows, begin, end, paths, row_paths, masks)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, softcap: float | None = None) -> Tensor:
         """The attention of this part's rows; other rows of the result mean nothing.
@@ -151,7 +154,8 @@ class Part(NamedTuple):
             return of_paths[0]
         heads, count, width = of_paths[0].shape
         every = torch.stack(list(of_paths)).view(len(of_paths), heads, -1, len(self.path_of), width)
-        own = every[self.path_of, :, :, torch.arange(len(self.path_of))]  # [rows, key heads, heads of one, width]
+        here = torch.arange(len(self.path_of), device=self.path_of.device)
+        own = every[self.path_of, :, :, here]  # [rows, key heads, heads of one, width]
         return own.permute(1, 2, 0, 3).reshape(heads, count, width)
 
 

@@ -57,6 +57,7 @@ class Planes:
         counts = torch.tensor(new if packed else [n] * len(lengths))
         ends = counts.cumsum(0)
         starts = torch.tensor([(first + row) * heads * capacity + length for row, length in enumerate(lengths)])
-        slots = torch.arange(int(ends[-1])) + (starts - ends + counts).repeat_interleave(counts)
+        total = sum(new) if packed else n * len(lengths)
+        slots = torch.arange(total) + (starts - ends + counts).repeat_interleave(counts, output_size=total)
         slots = slots[:, None] + torch.arange(heads) * capacity  # [nodes, heads]
         return Views(self.entries.flatten(1, 3).unbind(), slots.flatten().to(self.entries.device), read)

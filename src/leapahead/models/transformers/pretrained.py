@@ -15,8 +15,10 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from transformers.utils import cached_file, logging
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_line
+from leapahead.models.transformers.devices import checked_device
 from leapahead.models.transformers.encoder_decoder import new_target
 from leapahead.models.transformers.model import TransformersTarget
+from leapahead.models.transformers.static.choice import checked_mode
 
 DTYPES = {
     "float64": torch.float64,
@@ -39,6 +41,7 @@ def load(
     trust_remote_code: bool = False,
     cache_tokens: int | None = None,
     exact: bool = False,
+    static: str = "auto",
 ) -> tuple[TransformersTarget, Any]:
     """Loads a model and its tokenizer from a folder or the Hugging Face hub.
 
@@ -46,9 +49,10 @@ def load(
         name_or_path: a folder with config.json, or a hub id.
         name: for reports; by default `name_or_path`.
         dtype: "auto" for the checkpoint's own, or a name of `DTYPES`.
-        device: "auto" for an accelerator if there is one, else the CPU.
+        device: "auto" for an accelerator if there is one, else the CPU; "balanced" for the layers on all GPUs, and see
+            `devices.DIVIDED`.
         trust_remote_code: whether the repository's own Python code may run.
-        cache_tokens, exact: see `TransformersTarget`.
+        cache_tokens, exact, static: see `TransformersTarget`.
 
     Returns:
         The target, and the tokenizer or None if there are no files of one.
@@ -59,6 +63,7 @@ def load(
             exactly.
     """
     where, wanted = checked_device(device), checked_dtype(dtype)
+    checked_mode(static)
     with quiet():
         source, options = _source(name_or_path, "config.json", trust_remote_code)
         model, on_device = _model(source, wanted, where, options)
@@ -68,7 +73,9 @@ def load(
             model = model.to(where)
         except torch.OutOfMemoryError as error:
             raise LeapaheadError(f"the model {source!r} does not fit on {where}; use dtype bfloat16") from error
-    target = new_target(model, name=name or source, cache_tokens=cache_tokens, exclusive=True, exact=exact)
+    target = new_target(
+        model, name=name or source, cache_tokens=cache_tokens, exclusive=True, exact=exact, static=static
+    )
     return target, tokenizer
 
 
@@ -201,8 +208,10 @@ def _source(name_or_path: str | Path, file: str, trust_remote_code: bool) -> tup
     return name, options
 
 
-def _model(source: str, dtype: str | torch.dtype, device: torch.device, options: dict[str, Any]) -> tuple[Any, bool]:
-    """The model, and whether it is on the device already, as quantised ones are."""
+def _model(
+    source: str, dtype: str | torch.dtype, device: torch.device | str, options: dict[str, Any]
+) -> tuple[Any, bool]:
+    """The model, and whether it is on the device already, as quantised and divided ones are."""
     try:
         config = transformers.AutoConfig.from_pretrained(source, **options)
         if config.is_encoder_decoder and type(config) not in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
@@ -210,7 +219,8 @@ def _model(source: str, dtype: str | torch.dtype, device: torch.device, options:
                 f"{source} is an encoder-decoder model ({config.model_type}) of which Transformers has no class that "
                 "reads text; leapahead decodes those that AutoModelForSeq2SeqLM loads"
             )
-        placed = {"device_map": device} if getattr(config, "quantization_config", None) is not None else {}
+        is_quantised = getattr(config, "quantization_config", None) is not None
+        placed = {"device_map": device} if is_quantised or isinstance(device, str) else {}
         model, report = _auto_class(config).from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, **placed, **options
         )
@@ -253,25 +263,3 @@ def checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
     raise BadParameter(f"dtype {str(dtype)!r} is not possible; there are auto, {', '.join(DTYPES)}")
-
-
-def checked_device(device: str | torch.device) -> torch.device:
-    """A device that exists; "auto" is an accelerator if there is one.
-
-    Raises:
-        BadParameter: no such device.
-    """
-    if device == "auto":
-        kinds = (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available()), ("cpu", True))
-        return torch.device(next(kind for kind, there in kinds if there))
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise BadParameter(f"device {str(device)!r} is not possible; there are auto, cpu, cuda, cuda:N, mps") from error
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise BadParameter(f"device {str(device)!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
-    if found.type == "mps" and not torch.backends.mps.is_available():
-        raise BadParameter("device 'mps' is not there: this is no Apple GPU, or torch was built without it")
-    if found.type not in ("cpu", "cuda", "mps"):
-        raise BadParameter(f"device {str(device)!r} is not possible; there are auto, cpu, cuda, cuda:N, mps")
-    return found

@@ -1,8 +1,8 @@
 """The inputs of captured forwards: one buffer on the host, one copy to the same place on the device.
 
-    of every row of the batch, int64      tokens, positions, slots, their positions, length     as `masks.fill` writes them
-                                          moves from, moves to, home, written slots             see `cache.Slots`
-    then bool                             ancestors [batch, rows, own]
+    int64 of every row      tokens, positions, slots, their positions, length     as `masks.fill` writes them
+                            moves from, moves to, home, written slots             see `cache.Slots`
+    then bool               ancestors [batch, rows, own]
 
 The device's buffer never moves, so that a captured forward finds its inputs there.
 """
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from leapahead.core.tree import TokenTree
 from leapahead.models.transformers.masks import Inputs, fill
@@ -52,7 +51,7 @@ class Buffers:
         self.host = torch.zeros(BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.device = torch.zeros(BYTES, dtype=torch.uint8, device=device)
         self._array = self.host.numpy()
-        self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None
+        self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @staticmethod
     def fits(shape: Shape) -> bool:
@@ -85,7 +84,7 @@ class Buffers:
         words, size = _words(shape) * WORD, shape.all_rows * shape.own
         values = self.device[:words].view(torch.int64).view(shape.batch, -1)
         ancestors = self.device[words : words + size].view(torch.bool).view(shape.batch, shape.rows, shape.own)
-        inputs, source, goal, home, written = values.split(_columns(shape), dim=1)
+        inputs, source, goal, home, written = torch.split(values, _columns(shape), dim=1)
         return Inputs.over(inputs, ancestors, shape.end), Slots(source, goal, home[:, 0], written)
 
 

@@ -1,6 +1,6 @@
 """The KV cache of captured forwards: written through slots in tensors, and read as a view that does not change.
 
-    captured forward   [move the entries of the last accepted paths]  [write new entries at slots]  [read a constant view]
+    captured forward   [move entries of the last accepted paths]  [write new ones at slots]  [read a constant view]
 
 The rows of a step are the first ones of the cache, so that the view depends on their number alone. A commit moves
 nothing itself: its moves are part of the next captured forward, whose inputs hold them. Whatever else reads or moves

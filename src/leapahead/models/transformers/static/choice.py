@@ -8,7 +8,9 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import IntArray
-from leapahead.models.transformers.forward import Executor, MaskedExecutor
+from leapahead.models.transformers import devices
+from leapahead.models.transformers.exact import ExactExecutor
+from leapahead.models.transformers.forward import CachedExecutor, Executor, MaskedExecutor
 from leapahead.models.transformers.static import gate
 from leapahead.models.transformers.static.compiled import Compiler
 from leapahead.models.transformers.static.graphs import Calls, CudaGraphs, GraphBackend
@@ -18,7 +20,7 @@ COMPILED = "compiled"
 MODES = ("auto", "off", "graphs", COMPILED)
 
 
-def checked(mode: Any) -> str | GraphBackend:
+def checked_mode(mode: Any) -> str | GraphBackend:
     """The option, if it is one.
 
     Raises:
@@ -26,7 +28,8 @@ def checked(mode: Any) -> str | GraphBackend:
     """
     if isinstance(mode, str) and mode not in MODES:
         raise BadParameter(f"static={mode!r} is not possible; choose one of {', '.join(MODES)}")
-    return mode
+    checked: str | GraphBackend = mode
+    return checked
 
 
 def upgraded(
@@ -44,10 +47,14 @@ def upgraded(
         exclusive: whether nobody else runs the model.
 
     Raises:
+        BadParameter: there is no such mode.
         Refused: the mode is neither "auto" nor "off", and the model or its device is not able to.
     """
+    checked_mode(mode)
     device = getattr(executor, "device", None)
     is_cuda = device is not None and device.type == "cuda"
+    if mode == "auto" and (reason := _eager_because(executor)):
+        return executor, {STATIC: reason}
     if mode == "off" or (mode == "auto" and not (is_cuda and exclusive)):
         return executor, {}
     try:
@@ -68,3 +75,12 @@ def upgraded(
             stacklevel=2,
         )
         return executor, {STATIC: str(error)}
+
+
+def _eager_because(executor: Executor) -> str:
+    """Why forwards on an accelerator are not captured, where no test of the model is needed to know; else ""."""
+    if not isinstance(executor, CachedExecutor) or executor.device.type == "cpu":
+        return ""
+    if isinstance(executor, ExactExecutor):
+        return "exact mode computes forwards operation by operation"
+    return devices.eager_because([executor.device])

@@ -1,7 +1,7 @@
 """Compiles the forwards of the shapes in use, in the background, and gives them back when they are ready.
 
     used `LEAST_USES` times     the operations of the forward are traced, as it runs            in the caller's thread
-    traced                      Inductor compiles them, one shape after the other               in a thread of its own
+    traced                      Inductor compiles them, one shape at a time                     in a thread of its own
     compiled                    compared with the forward, once, and used in its place          in the caller's thread
 
 The background has no part in the model: it is given a list of operations, so that nothing waits for it, and no code of
@@ -14,10 +14,9 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from queue import SimpleQueue
 from threading import Thread
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,15 +46,6 @@ def on_stderr(line: str) -> None:
         print(f"leapahead: {line}", file=sys.stderr)
 
 
-class Order(NamedTuple):
-    """What is to be compiled."""
-
-    key: Hashable
-    what: str
-    traced: Any
-    tensors: Sequence[Tensor]
-
-
 class Compiler:
     """The compiled forwards of one target by key.
 
@@ -72,11 +62,10 @@ class Compiler:
         self._compile, self._tell, self._least_uses = compile, tell, least_uses
         self._uses: Counter[Hashable] = Counter()
         self._ordered: set[Hashable] = set()
-        self._orders: SimpleQueue[Order | None] = SimpleQueue()
-        self._done: SimpleQueue[tuple[Hashable, Traced]] = SimpleQueue()
-        self._ready: dict[Hashable, Traced] = {}
+        self._done: dict[Hashable, Traced] = {}
         self._kept: dict[Hashable, Traced] = {}
         self._thread: Thread | None = None
+        self._closed = False
         self.problem = ""
 
     def get(self, key: Hashable) -> Traced | None:
@@ -84,11 +73,14 @@ class Compiler:
         return self._kept.get(key)
 
     def wants(self, key: Hashable) -> bool:
-        """Counts one use; whether this forward should be traced now."""
-        if self.problem or key in self._ordered or len(self._ordered) == MOST:
+        """Counts one use; whether this forward should be traced now.
+
+        One is compiled at a time: torch traces in one thread only, and compiling traces too.
+        """
+        if self.problem or self._closed or key in self._ordered or len(self._ordered) == MOST:
             return False
         self._uses[key] += 1
-        return self._uses[key] >= self._least_uses
+        return self._uses[key] >= self._least_uses and not self._is_busy
 
     def order(self, key: Hashable, what: str, forward: Callable[[], None], tensors: Sequence[Tensor]) -> None:
         """Traces a forward, which runs it, and has it compiled.
@@ -103,17 +95,15 @@ class Compiler:
         except Exception as error:
             self.give_up(f"{what} cannot be traced: {first_line(error)}")
             return
-        self._orders.put(Order(key, what, traced, list(tensors)))
-        if self._thread is None:
-            self._thread = Thread(target=self._work, name="leapahead compiler", daemon=True)
-            self._thread.start()
+        self._tell(f"compiling the forward of {what}, the {len(self._ordered)}. in use")
+        self._thread = Thread(
+            target=self._work, args=(key, what, traced, list(tensors)), name="leapahead compiler", daemon=True
+        )
+        self._thread.start()
 
     def ready(self, key: Hashable) -> Traced | None:
         """A forward that was compiled and not accepted yet."""
-        while not self._done.empty():
-            done, compiled = self._done.get()
-            self._ready[done] = compiled
-        return self._ready.pop(key, None)
+        return self._done.pop(key, None)
 
     def accept(self, key: Hashable, compiled: Traced) -> None:
         """From now on `get` gives it."""
@@ -125,22 +115,26 @@ class Compiler:
             self.problem = problem
             self._tell(f"forwards are no longer compiled: {problem}")
 
-    def close(self) -> None:
-        """Ends the thread, behind what it compiles at the moment."""
-        self._orders.put(None)
+    def wait(self, seconds: float) -> None:
+        """Waits for what is compiled at the moment."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
-    def _work(self) -> None:
-        while (order := self._orders.get()) is not None:
-            if self.problem:
-                continue
-            waiting = self._orders.qsize()
-            self._tell(f"compiling the forward of {order.what}" + (f", {waiting} more waiting" if waiting else ""))
-            began = monotonic()
-            try:
-                with torch.no_grad():
-                    compiled = self._compile(order.traced, order.tensors)
-            except Exception as error:  # a compiler that is missing, an operation that it does not know
-                self.give_up(f"{order.what}: {first_line(error)}")
-                continue
-            self._tell(f"compiled the forward of {order.what} in {monotonic() - began:.0f} s")
-            self._done.put((order.key, compiled))
+    def close(self) -> None:
+        """Compiles nothing more behind what it compiles at the moment."""
+        self._closed = True
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _work(self, key: Hashable, what: str, traced: Any, tensors: Sequence[Tensor]) -> None:
+        began = monotonic()
+        try:
+            with torch.no_grad():
+                compiled = self._compile(traced, tensors)
+        except Exception as error:  # a compiler that is missing, an operation that it does not know
+            self.give_up(f"{what}: {first_line(error)}")
+            return
+        self._done[key] = compiled
+        self._tell(f"compiled the forward of {what} in {monotonic() - began:.0f} s")

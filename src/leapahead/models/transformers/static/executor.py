@@ -77,7 +77,9 @@ class StaticExecutor(MaskedExecutor):
         self._hidden: dict[Layers, Tensor] = {}  # [rows, layers * hidden_size]
 
     @classmethod
-    def of(cls, executor: MaskedExecutor, backend: GraphBackend, attention: Attention = own_attention) -> StaticExecutor:
+    def of(
+        cls, executor: MaskedExecutor, backend: GraphBackend, attention: Attention = own_attention
+    ) -> StaticExecutor:
         """The same as an executor, with an empty cache."""
         cache, boolean = StaticCache(executor.cache.usual_length), executor.dtype is None
         return cls(executor.model, cache, executor.patterns, boolean, executor.config, backend, attention)
@@ -134,9 +136,7 @@ class StaticExecutor(MaskedExecutor):
         with self.cache.moving(rows):
             self.graphs.run(shape, lambda: self._run(shape))
         if self.compiler is not None:
-            self._compile(
-                shape, self.compiler, lambda: self._write(shape, rows, trees, computed, placed, moves=False)
-            )
+            self._compile(shape, self.compiler, lambda: self._write(shape, rows, trees, computed, placed, moves=False))
         return self._outputs(shape, trees, computed, placed)
 
     def _write(

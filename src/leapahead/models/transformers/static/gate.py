@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from leapahead.core.errors import LeapaheadError, Refused, first_line
 from leapahead.core.tree import IntArray, TokenTree
-from leapahead.models.transformers import families, grouped, selftest
+from leapahead.models.transformers import packed, selftest
 from leapahead.models.transformers.forward import CachedState, MaskedExecutor
 from leapahead.models.transformers.static.executor import Attention, StaticExecutor, own_attention
 from leapahead.models.transformers.static.graphs import Called, Forward, GraphBackend, Recording
@@ -45,7 +45,7 @@ NODES, MORE = (6, 8), 2
 LONGEST = 12  # tokens of a text
 
 
-class HostReads(TorchDispatchMode):
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises `Refused` when the host reads a value of a tensor, or a tensor leaves the device.
 
     Args:
@@ -53,7 +53,7 @@ class HostReads(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,13 +113,13 @@ def tested(
     if type(executor) is not MaskedExecutor:
         raise Refused("it takes no token trees")
     if not getattr(model, "_can_compile_fullgraph", False):
-        raise Refused(f"Transformers does not say of {type(model).__name__} that its forward can be compiled as a whole")
+        raise Refused(
+            f"Transformers does not say of {type(model).__name__} that its forward can be compiled as a whole"
+        )
     devices = {str(each.device) for each in model.parameters()}
     if len(devices) > 1:
         raise Refused(f"its weights lie on {' and '.join(sorted(devices))}")
-    attentions = [own_attention]
-    if executor.dtype is None and grouped.fits(families.attention_implementation(model), executor.device):
-        attentions.insert(0, grouped.attention)
+    attentions: list[Attention] = [packed.attention, own_attention]
     reasons = list[str]()
     for attention in attentions:
         try:

@@ -1,0 +1,94 @@
+"""The settings of matrix products on CUDA for exact mode: sums of full precision, in one order.
+
+By default cuBLAS may divide the sum of a product among blocks (split-K) and add up their parts in the products' own
+half precision. torch lets both be switched off where cuBLASLt computes, and TF32 for products of float32.
+
+The settings are torch's, for the whole process. They are changed while a forward of exact mode runs in any thread, and
+other models' forwards of that time have them too: those are as exact or more so, and may be slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+
+from leapahead.core.errors import Refused
+
+NEITHER = (False, False)  # reduced precision, split-K
+HALF = ("bf16", "fp16")
+
+
+class Settings:
+    """torch's settings of products, changed while at least one forward needs them.
+
+    Args:
+        library: changes the library and returns the one before, as `torch.backends.cuda.preferred_blas_library` does.
+    """
+
+    def __init__(self, library: Any = torch.backends.cuda.preferred_blas_library) -> None:
+        self._library = library
+        self._lock, self._users = Lock(), 0
+        self._before: tuple[Any, ...] = ()
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._before = self._change()
+            self._users += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                library, tf32, *halves = self._before
+                self._library(library)
+                torch.backends.cuda.matmul.allow_tf32 = tf32
+                for kind, value in zip(HALF, halves, strict=True):
+                    self._set(kind, value)
+
+    def _change(self) -> tuple[Any, ...]:
+        """Returns what was set before."""
+        products = torch.backends.cuda.matmul
+        before = (self._library(), products.allow_tf32, *(self._get(kind) for kind in HALF))
+        try:
+            self._library("cublaslt")
+        except RuntimeError as error:
+            raise Refused(f"exact mode on CUDA needs a torch with cuBLASLt ({error}); leave out exact") from error
+        products.allow_tf32 = False
+        for kind in HALF:
+            self._set(kind, NEITHER)
+        return before
+
+    def _get(self, kind: str) -> tuple[bool, bool]:
+        products, name = torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction"
+        return getattr(products, name), getattr(products, f"{name}_split_k")
+
+    def _set(self, kind: str, value: tuple[bool, bool]) -> None:
+        setattr(torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction", value)
+
+
+_settings = Settings()
+
+
+@contextmanager
+def in_one_order(device: torch.device, settings: Settings = _settings) -> Iterator[None]:
+    """Within the block, products on a CUDA device are summed in full precision, without split-K.
+
+    Args:
+        device: of the model; on others nothing is changed.
+
+    Raises:
+        Refused: torch was built without cuBLASLt.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    settings.enter()
+    try:
+        yield
+    finally:
+        settings.leave()
