@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from time import monotonic, sleep
 from typing import Any
 from weakref import finalize
@@ -76,10 +77,11 @@ def launched(devices: str | Sequence[str], load: Load, options: dict[str, Any]) 
     try:
         link = _link(store, 0, len(names), processes, is_local=True)
         target, tokenizer = load(names[0])
-        # A process that is left behind, by an error or at the end of the interpreter, is ended too.
-        return ParallelTarget(target, link, finalize(link, _end, processes)), tokenizer
+        found = ParallelTarget(target, link, partial(_end, processes, END))
+        finalize(link, _end, processes, 0.0)  # where it is not closed, at the end of the interpreter for example
+        return found, tokenizer
     except BaseException:
-        _end(processes, patience=0.0)
+        _end(processes, 0.0)
         raise
 
 
@@ -183,7 +185,7 @@ def main() -> None:
     _follow(loaded, given["device"], link)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]], patience: float = END) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
     """Waits for processes that were told to stop; ends those that do not in so many seconds."""
     for process in processes:
         try:
