@@ -5,7 +5,8 @@
     link      messages between the processes, by torch.distributed
     target    the target of the process that decodes; it is the only one that drafts, verifies and commits
     launch    starts the other processes, or joins those that torchrun started
-    worker    the program of the other processes
+    process   the program of a process that was started
+    worker    what the other processes do
 
 Published as lookahead parallelism (Fu et al., 2402.02057, section 3.3) for the branches of lookahead decoding; here it
 serves the trees of every drafter.

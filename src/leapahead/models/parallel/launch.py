@@ -75,7 +75,7 @@ def launched(devices: str | Sequence[str], load: Load, options: dict[str, Any]) 
         torch.set_num_threads(max(1, torch.get_num_threads() // len(names)))
     processes = [_process(rank, names, store.port, options) for rank in range(1, len(names))]
     try:
-        link = _link(store, 0, len(names), processes, is_local=True)
+        link = linked(store, 0, len(names), processes, is_local=True)
         target, tokenizer = load(names[0])
         found = ParallelTarget(target, link, partial(_end, processes, END))
         finalize(link, _end, processes, 0.0)  # where it is not closed, at the end of the interpreter for example
@@ -95,7 +95,7 @@ def _store(size: int) -> TCPStore:
 def _process(rank: int, names: Sequence[str], port: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Another process of this machine. It has no part in the terminal, so that Ctrl-C reaches the first one alone."""
     given = {"rank": rank, "size": len(names), "port": port, "device": names[rank], "options": options}
-    code = "from leapahead.models.parallel.launch import main; main()"
+    code = "from leapahead.models.parallel.process import main; main()"
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     return subprocess.Popen(
         [sys.executable, "-c", code, json.dumps(given)],
@@ -107,7 +107,7 @@ def _process(rank: int, names: Sequence[str], port: int, options: dict[str, Any]
     )
 
 
-def _link(
+def linked(
     store: Store,
     rank: int,
     size: int,
@@ -150,16 +150,16 @@ def _joined(load: Load) -> tuple[ParallelTarget, Any]:
     if size < 2:
         raise BadParameter(f"devices='torchrun' needs at least two processes, and torchrun started {size}: `{command}`")
     store, _, _ = next(rendezvous("env://"))
-    link = _link(store, rank, size)
+    link = linked(store, rank, size)
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     if rank == 0:
         target, tokenizer = load(device)
         return ParallelTarget(target, link), tokenizer
-    _follow(load, device, link)
+    follow_first(load, device, link)
     raise SystemExit(0)
 
 
-def _follow(load: Load, device: str, link: Link) -> None:
+def follow_first(load: Load, device: str, link: Link) -> None:
     """What another process than the first one does, to its end."""
     try:
         target, _ = load(device)
@@ -168,21 +168,6 @@ def _follow(load: Load, device: str, link: Link) -> None:
             link.send(0, Reply(FAILED, str(error)))
         return
     follow(target, link)
-
-
-def main() -> None:
-    """The program of a process that was started for a device."""
-    from leapahead.models.loading import load
-
-    given = json.loads(sys.argv[1])
-    store = TCPStore(HOST, given["port"], given["size"], is_master=False, wait_for_workers=False)
-    link = _link(store, given["rank"], given["size"], is_local=True)
-
-    def loaded(device: str) -> tuple[Target, Any]:
-        found = load(device=device, **given["options"])
-        return found.target, found.tokenizer
-
-    _follow(loaded, given["device"], link)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
