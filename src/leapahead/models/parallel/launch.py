@@ -87,7 +87,11 @@ def launched(devices: str | Sequence[str], load: Load, options: dict[str, Any]) 
 def _process(rank: int, names: Sequence[str], port: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Another process of this machine. It has no part in the terminal, so that Ctrl-C reaches the first one alone."""
     given = {"rank": rank, "size": len(names), "port": port, "device": names[rank], "options": options}
-    code = "from leapahead.models.parallel.launch import main; main()"
+    code = (
+        "from leapahead.models.loading import load\n"  # which imports this module where it needs it
+        "from leapahead.models.parallel.launch import main\n"
+        "main(load)"
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     return subprocess.Popen(
         [sys.executable, "-c", code, json.dumps(given)],
@@ -146,10 +150,12 @@ def _follow(load: Load, device: str, link: Link) -> None:
     follow(target, link)
 
 
-def main() -> None:
-    """The program of a process that was started for a device."""
-    from leapahead.models.loading import load
+def main(load: Callable[..., Any]) -> None:
+    """The program of a process that was started for a device.
 
+    Args:
+        load: `models.loading.load`.
+    """
     given = json.loads(sys.argv[1])
     store = TCPStore(HOST, given["port"], given["size"], is_master=False, wait_for_workers=False)
     link = _link(store, given["rank"], given["size"])
