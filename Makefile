@@ -108,11 +108,13 @@ $(HEADS)/prompts.jsonl: | $(INSTALLED)
 $(HEADS)/eagle3/head/README.md: | $(HEADS)/prompts.jsonl
 	$(call TRAIN,eagle3) --kind eagle3 --data $(HEADS)/prompts.jsonl --layers 1,3,5 --lr 2e-3 --minutes $(HEAD_MINUTES)
 $(HEADS)/medusa/head/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN,medusa) --kind medusa --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --minutes 5
+	$(call TRAIN,medusa) --kind medusa --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --batch 8 --steps 2000
 $(HEADS)/eagle/head/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN,eagle) --kind eagle --texts $(HEADS)/eagle3/texts.jsonl --minutes $(HEAD_MINUTES)
-$(HEADS)/hydra/head/README.md $(HEADS)/hydra++/head/README.md: $(HEADS)/%/head/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN,$*) --kind $* --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --minutes $(HEAD_MINUTES)
+	$(call TRAIN,eagle) --kind eagle --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --steps 500
+$(HEADS)/hydra/head/README.md: | $(HEADS)/eagle3/head/README.md
+	$(call TRAIN,hydra) --kind hydra --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --batch 8 --steps 700
+$(HEADS)/hydra++/head/README.md: | $(HEADS)/eagle3/head/README.md
+	$(call TRAIN,hydra++) --kind hydra++ --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --minutes $(HEAD_MINUTES)
 $(HEADS)/dflash/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,dflash) --kind dflash --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --heads 5 --lr 2e-3 --minutes $(HEAD_MINUTES)
 
@@ -139,6 +141,17 @@ $(DISTILLED)/pard/draft/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN_ON,train-draft,pard) --kind pard --draft bundled --lr 2e-3 --steps $(PARD_STEPS)
 $(DISTILLED)/cllm/tuned/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN_ON,train-cllm,cllm) --block 4 --states 32 --ar-weight 1 --lr 6e-4 --steps $(CLLM_STEPS)
+
+# What docs/research/systems.md shows: every system of the literature by its own command, a quarter of an hour; and the
+# comparison of texts, as long. Weights that are not trained yet are left out. RESUME=--resume goes on.
+SYSTEMS = $(BIN)/python -m research systems --data $(DATA) --out docs/bench/systems --heads $(HEADS) --distilled $(DISTILLED)
+.PHONY: systems systems-check
+systems: $(INSTALLED)
+	$(SYSTEMS) $(RESUME)
+	$(BIN)/python tools/docs.py
+systems-check: $(INSTALLED)
+	$(SYSTEMS) --check --max-new-tokens 128 --resume
+	$(BIN)/python tools/docs.py
 
 # What docs/guide/trained-heads.md shows of speed: five minutes.
 .PHONY: bench-heads

@@ -17,6 +17,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "draft_model, trees of 16": ("draft_model", {"draft": "bundled", "nodes": 16, "depth": 4}),
     "draft_model, two drafts": ("draft_model", {"draft": ["bundled", "self:skip=2-3"], "nodes": 12, "depth": 4}),
     "draft_model, first half": ("draft_model", {"draft": "self:first=3", "nodes": 8, "depth": 2}),
+    "cascade, trees of 8": ("cascade", {"draft": "bundled", "nodes": 8}),
+    "ouroboros, trees of 8": ("ouroboros", {"draft": "bundled", "nodes": 8}),
     "auto, with a draft model": ("auto", {"draft": "bundled"}),
 }
 

@@ -40,6 +40,8 @@ def triforce(data: Data) -> Figure:
             ]
             label = None if with_small else f"{rate:.0%} accepted (simulated)"
             gains.plot(lengths, here, color=COLOURS[number], marker=MARKERS[number], linestyle=line, label=label)
+    small = [each["speedup"] for each in data["alone"]]
+    gains.plot(lengths, small, color="#888888", linestyle="-.", label="small model alone, 60% accepted (simulated)")
     gains.axhline(1.0, color="#888888", linewidth=1, linestyle=":")
     gains.set(title="Simulated speed-up", xlabel="tokens of context", ylabel="speed-up over plain decoding")
     gains.set_ylim(0, None)

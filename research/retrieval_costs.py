@@ -200,15 +200,11 @@ def needed(found: Data) -> list[Data]:
 
 def alone(found: Data, row: Data) -> float:
     """The greatest speed-up of one context by the small model alone, if the target accepts at `SMALL_RATE`."""
-    return max(
-        round(
-            _expected(SMALL_RATE, depth)
-            * row["target_ms"]["1"]
-            / (row["target_ms"][str(depth + 1)] + depth * found["small_ms"]),
-            3,
-        )
-        for depth in DEPTHS
-    )
+    speedups: list[float] = []
+    for depth in DEPTHS:
+        spent = row["target_ms"][str(depth + 1)] + depth * found["small_ms"]
+        speedups.append(_expected(SMALL_RATE, depth) * float(row["target_ms"]["1"]) / spent)
+    return round(max(speedups), 3)
 
 
 def best(found: Data, row: Data, budget: str, rate: float, small: bool) -> Data:

@@ -14,7 +14,7 @@ from leapahead import LLM, BadParameter, LeapaheadError, Refused, SamplingParams
 from leapahead import drafters as registry
 from leapahead.bench import prompts
 from leapahead.bench.compare import compare
-from leapahead.check import Report, check, distinct
+from leapahead.check import References, Report, check, distinct
 from leapahead.core.sampling import GumbelNoise
 from leapahead.core.stop import Stopper
 from leapahead.core.tree import TokenTree
@@ -64,6 +64,17 @@ def test_the_report_as_json() -> None:
     (row,) = found["drafters"]
     assert (row["name"], row["mismatches"], row["ties"], row["largest_tie_gap"]) == ("lookahead", 0, 0, 0.0)
     assert row["acceptance_length"] > 1
+
+
+def test_texts_of_plain_decoding_are_shared_by_checks() -> None:
+    """A known text is not decoded again, so a wrong one is reported as a difference."""
+    references: References = {}
+    assert checked(ToyTarget(), drafters=["suffix"], references=references).ok
+    assert len(references) == len(PROMPTS)
+    first = next(iter(references))
+    references[first] = [*references[first][:3], references[first][3] ^ 1, *references[first][4:]]
+    report = checked(ToyTarget(), drafters=["jacobi"], references=references)
+    assert [(each.prompt, each.position) for each in report.drafters[0].mismatches] == [(0, 3)]
 
 
 def test_refusals_are_reported_unless_the_drafter_was_named() -> None:

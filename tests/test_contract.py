@@ -7,6 +7,7 @@ suite takes a few targets; the whole product is slow.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -138,6 +139,16 @@ def captured() -> Case:
     return transformers(static=recorded(), eager_choice=True)
 
 
+def two_devices() -> Case:
+    """The same on two devices."""
+    from parallel import divided
+
+    one, other = transformers(), transformers()
+    target = divided([one.target, other.target])
+    atexit.register(target.close)  # the thread of the other device must not outlive the interpreter
+    return Case(target, one.prompt, letters, length=20)
+
+
 @cache
 def encoder_decoder(seed: int = 1) -> Case:
     """A random T5 in float64, whose texts begin with a start token."""
@@ -165,6 +176,7 @@ SLOW: dict[str, Callable[[], Case]] = {
     "tiny": toy([1, 0, 2], vocab_size=3, order=4, sharpness=1.0),
     "one leaf": toy([3, 1, 3, 1, 3], vocab_size=6, order=2, max_leaves=1),
     "openvino": openvino,
+    "two devices": two_devices,
     "openvino, by states": lambda: openvino(by_states=True),
     "captured": captured,
     "encoder-decoder": encoder_decoder,

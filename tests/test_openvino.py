@@ -418,7 +418,7 @@ def test_broken_folders(exported: Path, tmp_path: Path) -> None:
     config = json.loads((exported / "config.json").read_text())
     kinds = {**config, "layer_types": ["linear_attention", "full_attention"]}
     (copy() / "config.json").write_text(json.dumps(kinds))
-    refused("layers of the kind linear_attention")
+    assert not LLM(str(broken)).target.model.trees  # paged attention is not tried; its states grow, so it is decoded
     window = {**config, "layer_types": ["sliding_attention"] * 3, "sliding_window": 8}
     (copy() / "config.json").write_text(json.dumps(window))
     refused("has 2 attention layers and its config.json describes 3")

@@ -27,6 +27,7 @@ from leapahead.models.toy import ToyTarget
 from leapahead.models.transformers import retrieval
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
 from leapahead.models.transformers.retrieval import Layout, Retrieval, Retrieved
+from leapahead.models.transformers.static.graphs import Calls
 from research import plots
 from research import retrieval_costs as costs_of
 from research.retrieval_costs import measured
@@ -154,6 +155,15 @@ def test_with_a_budget_for_the_whole_text_every_token_is_accepted(
 ) -> None:
     done = run(target, TriForce(**WHOLE, **options), prompt=prompt(60), params=params, stop=STOP)
     assert done.stats.drafted >= 15
+    assert exact_part(done) == 1.0
+
+
+def test_a_target_with_captured_forwards() -> None:
+    """Whose commits may be outstanding when entries are copied."""
+    target = TransformersTarget(model(), static=Calls())
+    plain = run(target, prompt=prompt(60), params=WARM, stop=STOP)
+    done = run(target, TriForce(**WHOLE), prompt=prompt(60), params=WARM, stop=STOP)
+    assert done.tokens == plain.tokens
     assert exact_part(done) == 1.0
 
 

@@ -23,6 +23,7 @@ import inside_vllm
 import long_contexts
 import reference
 import several_devices
+import systems
 import trained
 
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -397,6 +398,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **inside_vllm.blocks(table),
     **several_devices.blocks(table),
     **long_contexts.blocks(table),
+    **systems.blocks(table),
 }
 
 

@@ -96,7 +96,7 @@ def main(draft: str, times: str | None, seconds: float, max_new_tokens: int, out
             data=named,
             max_new_tokens=max_new_tokens,
             texts_of=model.info.name,
-            draft=drafter.target.info.name,
+            draft=draft,
         ),
         "plain_seconds": profile(1),
         "curve": {str(n): took for n, took in curve.items()},
@@ -191,7 +191,7 @@ def _pipelined(exits: dict[int, list[list[int]]], count: int, layers: Layers, pl
                 for number, texts in exits.items():
                     if 2 * number < count:
                         continue
-                    exit_after = round(layers.count * number / count)
+                    exit_after = -(-layers.count * number // count)
                     run = _sum(
                         [
                             schedules.pipelined(text, layers, exit_after, candidates, devices, message * plain)

@@ -18,7 +18,8 @@ def devices(data: Data) -> Figure:
     """Lookahead parallelism and pipelined decoding against devices, overlapped drafting against the draft's cost."""
     note = (
         "simulated from times and texts measured on one device; message: time from one device to another, as a part of "
-        f"a plain forward ({1e3 * data['plain_seconds']:.3g} ms)"
+        f"a plain forward ({1e3 * data['plain_seconds']:.3g} ms, {data['conditions']['cpu']}); texts of "
+        f"{data['conditions']['texts_of']}"
     )
     figure, panels = subplots(3, data, note)
     _lookahead(panels[0], data)
@@ -26,7 +27,8 @@ def devices(data: Data) -> Figure:
     _overlapped(panels[2], data)
     for axes in panels:
         axes.axhline(1.0, color="#888888", linewidth=1)
-        axes.set(ylabel="speed-up over plain decoding", ylim=(0, None))
+        axes.set(ylabel="simulated speed-up over plain decoding")
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         axes.legend(loc="best", fontsize=7)
     return figure
 

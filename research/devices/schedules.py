@@ -148,12 +148,12 @@ def pipelined(
             finished.append(at)
         now = at + layers.head
         chosen = finished[exit_after - 1] + layers.head + message
-        ahead = rank < candidates
+        ahead = rank < candidates and chosen < now
         busy += 2 * layers.head
         if not ahead:  # what the others have computed until now is lost
             most = int((now - chosen) / layers.layer(rows)) if now > chosen else 0
             busy += min(most, layers.count - exit_after) * layers.layer(rows) * used
-        start = min(chosen, now) if ahead else now
+        start = chosen if ahead else now
         before = finished
     return Run(now, len(ranks), len(ranks), busy)
 

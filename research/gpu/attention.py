@@ -102,7 +102,9 @@ def variants(given: Given) -> Iterator[tuple[str, Callable[[Given], Tensor]]]:
 
     def in_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         weights = torch.softmax((query @ key.mT * scale + mask).to(sums), -1).to(value.dtype)
-        parts = weights.unflatten(3, (PARTS, -1)).transpose(2, 3) @ value.unflatten(2, (PARTS, -1))
+        batch, count, packed_rows, cells = weights.shape
+        some = weights.view(batch, count, packed_rows, PARTS, cells // PARTS).transpose(2, 3)
+        parts: Tensor = some @ value.view(batch, count, PARTS, cells // PARTS, -1)
         return parts.sum(2, dtype=sums).to(value.dtype)
 
     def cudnn(layer: Given) -> Tensor:

@@ -155,6 +155,7 @@ def check(
     batch: int = 4,
     progress: Progress = lambda what, done, total: None,
     finished: Callable[[Report], None] = lambda report: None,
+    references: References | None = None,
 ) -> Report:
     """Decodes every prompt plainly and with every drafter, and compares the texts.
 
@@ -172,6 +173,8 @@ def check(
         progress: called before every text.
         finished: called with the report so far, before the first drafter and after each; what it has seen can be shown
             when a check is interrupted.
+        references: plain decoding's texts, where they are known of an earlier check with the same target, sampling and
+            ends of texts; those that are missing are added.
 
     Raises:
         BadParameter: no prompts, an unknown drafter, an option that none of them has, or a datastore that was built
@@ -187,7 +190,7 @@ def check(
     rows = _rows(engine, drafters, options or {}, sampling)
     stop = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
     total = len(jobs) * (1 + sum(chosen is not None for _, chosen in rows))
-    checker = _Checker(engine, sampling, stop, progress, total)
+    checker = _Checker(engine, sampling, stop, progress, total, {} if references is None else references)
     texts = [checker.reference(job) for job in jobs]
     report = Report(target.info.name, len(prompts), sum(map(len, texts)), distinct(texts))
     finished(report)
@@ -230,15 +233,24 @@ class _Job:
         return list(self.tokens), DecoderInput((*info.decoder.start, *self.text))
 
 
+References = dict[_Job, list[int]]  # what is decoded -> plain decoding's text
+
+
 class _Checker:
     def __init__(
-        self, engine: Engine, sampling: SamplingParams, stop: StopParams, progress: Progress, total: int
+        self,
+        engine: Engine,
+        sampling: SamplingParams,
+        stop: StopParams,
+        progress: Progress,
+        total: int,
+        references: References,
     ) -> None:
         self.engine, self.sampling, self.stop = engine, sampling, stop
         self._alone = Engine(engine.target, max_batch=1)
         self._plain = self._alone.drafter(Plain)
         self._progress, self._total, self._begun = progress, total, 0
-        self._references: dict[_Job, list[int]] = {}  # drafters that differ at the same tie share the rest
+        self._references = references  # drafters that differ at the same tie share the rest
 
     def reference(self, job: _Job) -> list[int]:
         """Plain decoding's text."""

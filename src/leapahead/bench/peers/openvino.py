@@ -23,8 +23,8 @@ BACKENDS = ("PA", "SDPA")
 class Plain(Peer):
     """`LLMPipeline.generate`, one token per forward, with the target's threads and precision.
 
-    Its attention backend is that of the target, paged attention (PA), or the one that keeps a state in the model
-    (SDPA). Its cache has the target's type, or the one that is named.
+    Its attention backend is paged attention (PA), or the one that keeps a state in the model (SDPA), as it always is
+    where the target is decoded by its states. Its cache has the target's type, or the one that is named.
     """
 
     name: ClassVar[str] = "openvino-genai"
@@ -88,7 +88,7 @@ class Generate(Contender):
         self.name, self._options = name, generation
         model = target.model
         settings = {
-            "ATTENTION_BACKEND": backend,
+            "ATTENTION_BACKEND": backend if model.trees else "SDPA",
             "INFERENCE_PRECISION_HINT": model.computed_in,
             "KV_CACHE_PRECISION": cache or model.cached_in,
             "INFERENCE_NUM_THREADS": model.threads,

@@ -24,6 +24,7 @@ from leapahead.models.openvino.options import OpenVinoOptions
 STEPS = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}  # relative steps of these types
 PIECES, PIECE = 1024, 256  # so many pieces of so many bytes of the weights are part of the digest
 LEAST_WEIGHT = 4096  # numbers of a constant that counts as a weight
+NO_WEIGHTS = ("boolean", "i32", "i64")  # types of masks and tables
 STATEFUL = ["leapahead", "stateful"]  # of a graph's runtime information: why it is decoded by its states
 
 
@@ -178,8 +179,8 @@ def weight_type(model: Any) -> tuple[str, int]:
     for node in model.get_ops():
         if node.get_type_name() == "Constant":
             size = int(np.prod(list(node.get_output_shape(0)), dtype=np.int64))
-            if size >= LEAST_WEIGHT:
-                name = node.get_output_element_type(0).get_type_name()
+            name = node.get_output_element_type(0).get_type_name()
+            if size >= LEAST_WEIGHT and name not in NO_WEIGHTS:
                 counts[name] = counts.get(name, 0) + size
     return max(counts, key=lambda name: counts[name], default="f32"), sum(counts.values())
 

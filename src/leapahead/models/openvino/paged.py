@@ -23,7 +23,7 @@ import openvino as ov
 from openvino import opset13
 from openvino._offline_transformations import paged_attention_transformation
 
-from leapahead.core.errors import LeapaheadError, Refused
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.models.openvino.blocks import Plane, Pool
 from leapahead.models.openvino.compiled import STATEFUL, CompiledModel, Part, cause
 from leapahead.models.openvino.options import OpenVinoOptions
@@ -175,9 +175,9 @@ def _set_windows(model: Any, windows: Sequence[int], file: Path) -> None:
     layers = [node for node in model.get_ordered_ops() if node.get_type_name() == ATTENTION]
     layers.sort(key=lambda node: _layer_first(node.input_value(3).get_node().get_friendly_name()))
     if len(layers) != len(windows):
-        raise Refused(
+        raise BadParameter(
             f"the model {str(file)!r} has {len(layers)} attention layers and its config.json describes {len(windows)}; "
-            "load it with Transformers"
+            "export it again, or load it with Transformers"
         )
     for node, window in zip(layers, windows, strict=True):
         node.input(SLIDING_WINDOW).replace_source_output(opset13.constant(np.int32(window)).output(0))

@@ -50,20 +50,25 @@ class Link:
         self._timeout = timedelta(seconds=timeout)
         self._group: Any = group  # whose methods torch's annotations lack
 
-    def send(self, to: int, message: object) -> None:
-        """Sends a message.
+    def send(self, to: int, message: object, timeout: timedelta | None = None) -> None:
+        """Sends a message, for which the other process may have to wait already.
+
+        Args:
+            to: the process that receives it.
+            message: what can be pickled.
+            timeout: instead of the link's own.
 
         Raises:
-            Disconnected: the process has ended.
+            Disconnected: the process has ended, or does not receive it in time.
         """
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         frame = bytearray(FRAME)
         frame[:HEAD] = len(data).to_bytes(HEAD, "little")
         frame[HEAD : HEAD + len(data)] = data[: FRAME - HEAD]
         try:
-            self._send(to, frame[:FRAME])
+            self._send(to, frame[:FRAME], timeout)
             if len(data) > FRAME - HEAD:
-                self._send(to, bytearray(data[FRAME - HEAD :]))
+                self._send(to, bytearray(data[FRAME - HEAD :]), timeout)
         except RuntimeError as error:
             raise self._lost(to, error) from None
 
@@ -90,8 +95,8 @@ class Link:
             raise
         return pickle.loads(data)
 
-    def _send(self, to: int, data: bytearray) -> None:
-        self._group.send([torch.frombuffer(data, dtype=torch.uint8)], to, 0).wait(self._timeout)
+    def _send(self, to: int, data: bytearray, timeout: timedelta | None) -> None:
+        self._group.send([torch.frombuffer(data, dtype=torch.uint8)], to, 0).wait(timeout or self._timeout)
 
     def _receive(self, source: int, length: int, timeout: timedelta | None) -> bytes:
         data = torch.empty(length, dtype=torch.uint8)

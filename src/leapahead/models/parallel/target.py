@@ -20,7 +20,9 @@ Only this process drafts, verifies and decides, so nothing must be equal on the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from itertools import count
 from threading import RLock
 from typing import Any
@@ -34,9 +36,11 @@ from leapahead.core.verify import Verdict
 from leapahead.models.base import CHAIN, LOGITS, NOTHING, TOP_K, TREE, Capture, Cost, Target, TargetInfo, require
 from leapahead.models.choices import Choices, FloatArray, PromptRows
 from leapahead.models.parallel.device import Close, Command, Commit, Device, Forget, Fork, Found, Open, Part, Read, Step
-from leapahead.models.parallel.link import Link
+from leapahead.models.parallel.link import Disconnected, Link
 from leapahead.models.parallel.split import split
 from leapahead.models.parallel.worker import DONE, FAILED, FULL, Reply, Stop
+
+PATIENCE = timedelta(seconds=5)  # within which a process that is told to stop receives that
 
 
 class Gathered(Choices):
@@ -333,7 +337,8 @@ class ParallelTarget:
         """Ends the other processes. Closing twice is harmless."""
         if not self.link.problem:
             for rank in range(1, self.link.size):
-                self.link.send(rank, [Stop()])
+                with suppress(Disconnected):
+                    self.link.send(rank, [Stop()], PATIENCE)
             self.link.problem = "the target was closed"
         self._end()
 
