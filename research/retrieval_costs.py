@@ -200,7 +200,7 @@ def needed(found: Data) -> list[Data]:
 
 def alone(found: Data, row: Data) -> float:
     """The greatest speed-up of one context by the small model alone, if the target accepts at `SMALL_RATE`."""
-    speedups = []
+    speedups: list[float] = []
     for depth in DEPTHS:
         spent = row["target_ms"][str(depth + 1)] + depth * found["small_ms"]
         speedups.append(_expected(SMALL_RATE, depth) * float(row["target_ms"]["1"]) / spent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,19 @@ def test_a_part_of_the_target_drafts_and_the_draft_model_guesses_for_it() -> Non
         assert found.stats.drafter["draft"]["right"] > 0
 
 
+@cache
+def plainly() -> tuple[LLM, dict[str, list[list[int]]]]:
+    """The bundled model, and its texts without any draft."""
+    plain = LLM(dtype="float32", drafter="plain")
+    return plain, {
+        name: [each.tokens for each in plain.generate(list(BUNDLED), **TEXTS, **more)] for name, more in WAYS.items()
+    }
+
+
+TEXTS: dict[str, Any] = {"max_new_tokens": 128, "ignore_eos": True}
+WAYS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 1.0, "seed": 3}}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize(
@@ -297,12 +311,10 @@ def test_a_part_of_the_target_drafts_and_the_draft_model_guesses_for_it() -> Non
     ids=str,
 )
 def test_thousands_of_tokens_in_float32(name: str, options: dict[str, Any], batch: int) -> None:
-    plain = LLM(dtype="float32", drafter="plain")
+    plain, expected = plainly()
     given: dict[str, Any] = {"draft": "bundled", "max_batch": batch, **options}
     llm = LLM(plain.target, tokenizer=plain.tokenizer, drafter=name, **given)
-    for more in ({}, {"temperature": 1.0, "seed": 3}):
-        texts = dict(max_new_tokens=128, ignore_eos=True, **more)
-        expected = plain.generate(list(BUNDLED), **texts)  # type: ignore[arg-type]
-        found = llm.generate(list(BUNDLED), **texts)  # type: ignore[arg-type]
-        assert [each.tokens for each in found] == [each.tokens for each in expected]
-        assert sum(len(each.tokens) for each in found) > 1000
+    for way, more in WAYS.items():
+        found = [each.tokens for each in llm.generate(list(BUNDLED), **TEXTS, **more)]
+        assert found == expected[way]
+        assert sum(map(len, found)) > 1000

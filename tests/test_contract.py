@@ -7,6 +7,7 @@ suite takes a few targets; the whole product is slow.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -143,7 +144,9 @@ def two_devices() -> Case:
     from parallel import divided
 
     one, other = transformers(), transformers()
-    return Case(divided([one.target, other.target]), one.prompt, letters, length=20)
+    target = divided([one.target, other.target])
+    atexit.register(target.close)  # the thread of the other device must not outlive the interpreter
+    return Case(target, one.prompt, letters, length=20)
 
 
 @cache

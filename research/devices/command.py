@@ -96,7 +96,7 @@ def main(draft: str, times: str | None, seconds: float, max_new_tokens: int, out
             data=named,
             max_new_tokens=max_new_tokens,
             texts_of=model.info.name,
-            draft=drafter.target.info.name,
+            draft=draft,
         ),
         "plain_seconds": profile(1),
         "curve": {str(n): took for n, took in curve.items()},

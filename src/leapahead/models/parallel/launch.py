@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from time import monotonic, sleep
 from typing import Any
 from weakref import finalize
@@ -68,18 +70,26 @@ def launched(devices: str | Sequence[str], load: Load, options: dict[str, Any]) 
     names = checked(devices)
     if names == [TORCHRUN]:
         return _joined(load)
-    store = TCPStore(HOST, 0, len(names), is_master=True, wait_for_workers=False)
+    store = _store(len(names))
     if all(name == "cpu" for name in names):
         torch.set_num_threads(max(1, torch.get_num_threads() // len(names)))
     processes = [_process(rank, names, store.port, options) for rank in range(1, len(names))]
     try:
-        link = _link(store, 0, len(names), processes)
+        link = _link(store, 0, len(names), processes, is_local=True)
         target, tokenizer = load(names[0])
-        # A process that is left behind, by an error or at the end of the interpreter, is ended too.
-        return ParallelTarget(target, link, finalize(link, _end, processes)), tokenizer
+        found = ParallelTarget(target, link, partial(_end, processes, END))
+        finalize(link, _end, processes, 0.0)  # where it is not closed, at the end of the interpreter for example
+        return found, tokenizer
     except BaseException:
-        _end(processes, patience=0.0)
+        _end(processes, 0.0)
         raise
+
+
+def _store(size: int) -> TCPStore:
+    """Where the processes of this machine find each other. By itself torch listens on all interfaces."""
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(HOST, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _process(rank: int, names: Sequence[str], port: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -97,8 +107,21 @@ def _process(rank: int, names: Sequence[str], port: int, options: dict[str, Any]
     )
 
 
-def _link(store: Store, rank: int, size: int, processes: Sequence[subprocess.Popen[bytes]] = ()) -> Link:
+def _link(
+    store: Store,
+    rank: int,
+    size: int,
+    processes: Sequence[subprocess.Popen[bytes]] = (),
+    is_local: bool = False,
+) -> Link:
     """Waits for the other processes and connects with them.
+
+    Args:
+        store: where they find each other.
+        rank: of this process.
+        size: the number of processes.
+        processes: those that this one has started.
+        is_local: whether all are on this machine; then nothing listens to the network.
 
     Raises:
         LeapaheadError: one of them has ended, or does not come.
@@ -111,8 +134,11 @@ def _link(store: Store, rank: int, size: int, processes: Sequence[subprocess.Pop
             why = f"has ended with exit code {ended.returncode}" if ended is not None else f"has not come in {JOIN:g} s"
             raise LeapaheadError(f"a process for devices does not start: it {why}; try the model with one device")
         sleep(0.02)
-    group = ProcessGroupGloo(PrefixStore("leapahead", store), rank, size, timedelta(seconds=TIMEOUT))
-    return Link(group, rank, size)
+    gloo: Any = ProcessGroupGloo  # whose options are not among torch's annotations
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=TIMEOUT)
+    options._devices = [gloo.create_device(hostname=HOST) if is_local else gloo.create_default_device()]
+    return Link(gloo(PrefixStore("leapahead", store), rank, size, options), rank, size)
 
 
 def _joined(load: Load) -> tuple[ParallelTarget, Any]:
@@ -150,7 +176,7 @@ def main() -> None:
 
     given = json.loads(sys.argv[1])
     store = TCPStore(HOST, given["port"], given["size"], is_master=False, wait_for_workers=False)
-    link = _link(store, given["rank"], given["size"])
+    link = _link(store, given["rank"], given["size"], is_local=True)
 
     def loaded(device: str) -> tuple[Target, Any]:
         found = load(device=device, **given["options"])
@@ -159,7 +185,7 @@ def main() -> None:
     _follow(loaded, given["device"], link)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]], patience: float = END) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
     """Waits for processes that were told to stop; ends those that do not in so many seconds."""
     for process in processes:
         try:
