@@ -40,6 +40,13 @@ def inductor(traced: Any, tensors: Sequence[Tensor]) -> Traced:
     return compiled
 
 
+def prepare() -> None:
+    """Has Inductor trace what it traces once, a module. Meanwhile all modules are called otherwise, in every thread."""
+    from torch._inductor.loop_body import InterpreterShim
+
+    InterpreterShim._dummy_gm()  # which keeps what it has traced
+
+
 def on_stderr(line: str) -> None:
     """The progress line of a terminal; nothing elsewhere."""
     if sys.stderr.isatty():
@@ -95,6 +102,8 @@ class Compiler:
         except Exception as error:
             self.give_up(f"{what} cannot be traced: {first_line(error)}")
             return
+        if self._compile is inductor:
+            prepare()
         self._tell(f"compiling the forward of {what}, the {len(self._ordered)}. in use")
         self._thread = Thread(
             target=self._work, args=(key, what, traced, list(tensors)), name="leapahead compiler", daemon=True
