@@ -56,6 +56,7 @@ def test_the_page_has_every_family_and_a_reason_for_what_is_missing() -> None:
     assert all(row["why"] for row in ROWS if row["mode"] != "trees")
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_the_targets_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a few families: what it writes is what is committed."""
     pytest.importorskip("llama_cpp")

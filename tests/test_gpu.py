@@ -49,6 +49,7 @@ def few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("research.gpu.cells.CONTEXT", 16)
 
 
+@pytest.mark.slow
 def test_every_cell_is_measured_written_and_reported(few_shapes: None, tmp_path: Path) -> None:
     names = ("bandwidth", "plain", "curve", "code-t1-b4", "outside", "attention", "exact", "transformers", "vllm")
     result = run(tmp_path, *(word for name in names for word in ("--cell", name)))
@@ -151,6 +152,7 @@ def settings(**more: Any) -> Settings:
     return Settings(CPU, "float32", **more)
 
 
+@pytest.mark.slow
 def test_captured_forwards_are_measured_where_there_are_any(few_shapes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With graphs that are recorded and repeated on the CPU."""
     monkeypatch.setitem(KINDS, "captured", {"static": recorded(FakeCuda(taken=lambda: 1000))})

@@ -174,7 +174,8 @@ def _refuse_options(kind: str, model: Any, options: dict[str, Any]) -> None:
             "transformers": "a model of Transformers given by name or folder",
         }
         owners = " or ".join(what for each, what in kinds.items() if wrong[0] in OPTIONS_OF[each])
-        what = repr(model) if isinstance(model, (str, Path)) else BUNDLED if model is None else "a loaded one"
+        is_named = model is None or isinstance(model, (str, Path))
+        what = repr(BUNDLED if model is None else model) if is_named else "a loaded one"
         raise BadParameter(f"{', '.join(wrong)} can be set for {owners} only, not for {what}")
 
 
