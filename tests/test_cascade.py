@@ -23,6 +23,7 @@ from leapahead.drafters.cascade import Cascade
 from leapahead.drafters.draft_model import DraftModelDrafter
 from leapahead.drafters.draft_models import DraftModel
 from leapahead.models.base import ALL, TREE
+from leapahead.models.loading import bundled
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.profile import LatencyProfiles
 
@@ -211,8 +212,8 @@ class Masking(ToyTarget):
 @pytest.mark.parametrize("name", ["cascade", "ouroboros"])
 def test_what_cannot_be_is_refused_by_name_at_construction(name: str) -> None:
     chains = ToyTarget(capabilities=ALL - {TREE})
-    with pytest.raises(BadParameter, match=rf"the drafter '{name}' needs draft="):
-        registry.make(name)
+    with pytest.raises(BadParameter, match=rf"the drafter '{name}' needs draft=..., a smaller model"):
+        LLM(ToyTarget(), drafter=name)
     with pytest.raises(Refused, match=rf"'{name}' cannot use the draft model toy.*take no token trees"):
         LLM(ToyTarget(), drafter=name, draft=chains)
     with pytest.raises(Refused, match=rf"'{name}' cannot use the draft model toy.*its mask token"):
@@ -267,7 +268,9 @@ def test_the_command_line(more: Sequence[str], tmp_path: Path) -> None:
     explained = CliRunner().invoke(main, ["explain", *given, "--max-new-tokens", "8", "--out", str(page), "def add"])
     assert explained.exit_code == 0, explained.output
     assert "draft" in page.read_text(encoding="utf-8")
-    refused = CliRunner().invoke(main, ["generate", "-d", name, "x"])
+    usual = CliRunner().invoke(main, ["generate", "-d", name, "--max-new-tokens", "4", "x"])  # with the bundled draft
+    assert usual.exit_code == 0, usual.output
+    refused = CliRunner().invoke(main, ["generate", "-d", name, "-m", bundled(), "x"])  # which is a folder like others
     assert (refused.exit_code, f"the drafter {name!r} needs --draft=" in refused.output) == (2, True)
 
 

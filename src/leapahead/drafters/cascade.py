@@ -19,7 +19,7 @@ from leapahead.core.parameters import whole
 from leapahead.drafters import draft_models
 from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
-from leapahead.drafters.draft_models import DraftModel
+from leapahead.drafters.draft_models import BUNDLED, DraftModel
 from leapahead.drafters.planned import Planned
 from leapahead.drafters.sources.computed import numbered
 from leapahead.drafters.sources.guessed import GuessedSource, Guesser, HitRate
@@ -36,9 +36,9 @@ class Cascade(Planned):
     """Cascade speculative drafting (2312.11462): a draft model is itself decoded with cheaper drafts.
 
     Args:
-        draft: the draft models, largest first: see `draft_model`; several in a list, or divided by commas. Each one's
-            draft forwards verify tokens that the next one guesses; those of the last one are guessed by what it chose
-            after the same tokens before.
+        draft: the draft models, largest first: see `draft_model`; several in a list, or divided by commas; by default
+            the bundled model's, for that model. Each one's draft forwards verify tokens that the next one guesses;
+            those of the last one are guessed by what it chose after the same tokens before.
         lengths: how many positions of the draft each model drafts, divided by commas, and those behind them are drafted
             by n-grams (suffix and recycling), as in 4,2 for two models; "" if the first model drafts all positions.
         ahead: guess never more than so many tokens for one draft forward; exactly so many where `nodes` is fixed; 0 for
@@ -63,14 +63,13 @@ class Cascade(Planned):
         seed_aware: bool = True,
     ) -> None:
         super().__init__(nodes, seed_aware=seed_aware, chain=chain)
-        if draft is None or draft == "":
-            raise BadParameter("the drafter 'cascade' needs draft=..., the smaller model, or several, largest first")
-        self._drafts = draft_models.parsed(draft)
-        self.lengths = _lengths(lengths, len(self._drafts))
+        self._drafts = draft_models.parsed(draft) if draft else None
+        self.lengths = _lengths(lengths, len(self._drafts or [BUNDLED]))
         self.ahead, self.longest = whole("ahead", ahead), whole("longest", longest, least=1)
 
     def attach(self, host: Host) -> None:
-        models = host.draft_models.all(self._drafts, host.target, host.tokenizer)
+        drafts = draft_models.needed(self.name, self._drafts, host.info.name)
+        models = host.draft_models.all(drafts, host.target, host.tokenizer)
         check_models(self.name, models, verify=self.ahead > 0)
         self.draft_forwards = DraftForwards(models, host.acceptance, nodes=self.nodes)
         self._hits = [HitRate() for _ in models]

@@ -211,6 +211,22 @@ def _parsed(draft: Any) -> Draft:
     return DraftModel.of(draft if isinstance(draft, Loaded) else loading.load(draft))
 
 
+def needed(drafter: str, drafts: list[Draft] | None, model: str) -> list[Draft]:
+    """The draft models of a drafter: those given, or for the bundled model its own draft model.
+
+    Args:
+        drafter: its name, for the message.
+        drafts: as parsed; None where none was given.
+        model: name of the target.
+
+    Raises:
+        BadParameter: none was given, and the target is another one.
+    """
+    if drafts is None and model != loading.BUNDLED:
+        raise BadParameter(f"the drafter {drafter!r} needs draft=..., a smaller model with the tokenizer of {model}")
+    return drafts or [BUNDLED]
+
+
 def check_window(window: int, models: Sequence[DraftModel]) -> int:
     """The option `draft_window`, checked; see `DraftRunner`.
 

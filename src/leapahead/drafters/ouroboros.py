@@ -27,7 +27,7 @@ class Ouroboros(Planned):
     """Ouroboros (2402.13720): the draft model decodes with lookahead, and phrases of its pool lengthen the drafts.
 
     Args:
-        draft: the model that drafts, see `draft_model`; one.
+        draft: the model that drafts, see `draft_model`; one. By default the bundled model's, for that model.
         length: the draft model drafts never more than so many tokens of a path; where `nodes` is fixed, phrases go on
             behind so many only; 0 for as many as `nodes` needs, or as pay.
         phrases: K; verify never more than so many phrases after one token.
@@ -57,17 +57,16 @@ class Ouroboros(Planned):
         seed: int = 0,
     ) -> None:
         super().__init__(nodes, seed_aware=seed_aware)
-        if draft is None or draft == "":
-            raise BadParameter("the drafter 'ouroboros' needs draft=..., the smaller model")
-        self._drafts = draft_models.parsed(draft)
-        if len(self._drafts) > 1:
+        self._drafts = draft_models.parsed(draft) if draft else None
+        if self._drafts and len(self._drafts) > 1:
             raise BadParameter("the drafter 'ouroboros' takes one draft model; draft_model and cascade take several")
         self.length, self.phrases = whole("length", length), whole("phrases", phrases)
         self.window, self.ngram = whole("window", window, least=1), whole("ngram", ngram, least=2)
         self.guesses, self.seed, self.one_path = whole("guesses", guesses, least=1), seed, chain
 
     def attach(self, host: Host) -> None:
-        models = host.draft_models.all(self._drafts, host.target, host.tokenizer)
+        drafts = draft_models.needed(self.name, self._drafts, host.info.name)
+        models = host.draft_models.all(drafts, host.target, host.tokenizer)
         check_models(self.name, models, verify=True)
         self.draft_forwards = DraftForwards(models, host.acceptance, nodes=self.nodes)
         self._hits = HitRate()
