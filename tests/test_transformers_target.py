@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -1065,12 +1066,14 @@ def test_peft_models_work_or_are_refused_by_name(model: Any, monkeypatch: pytest
         TransformersTarget(Wrapper(model, prompt=True))
 
 
-def test_an_old_transformers_is_refused_with_the_version_that_is_needed(
+def test_a_transformers_that_is_too_old_or_too_new_is_refused_with_the_version_that_is_needed(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(LeapaheadError, match=r"needs Transformers 5\.23 or newer, and 4\.57\.1 is installed: pip"):
-        require_version("4.57.1")
-    for version in ("5.23.0", "5.24.0.dev0", "6.0"):
+    for version in ("4.57.1", "5.24.0", "6.0"):
+        sentence = rf"needs Transformers 5\.23 or newer, before 5\.24, and {re.escape(version)} is installed: pip"
+        with pytest.raises(LeapaheadError, match=sentence):
+            require_version(version)
+    for version in ("5.23.0", "5.23.1"):
         require_version(version)
     # The module that the target refers to: another test may have made Python import Transformers again.
     monkeypatch.setattr("leapahead.models.transformers.model.transformers.__version__", "5.9.0")
