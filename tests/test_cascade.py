@@ -259,7 +259,11 @@ def test_the_bundled_models(name: str) -> None:
         assert sum(each.stats.accepted_by["draft"] for each in found) > 5
 
 
-@pytest.mark.parametrize("more", [("cascade", "lengths=2"), ("ouroboros", "length=3")], ids=lambda each: each[0])
+@pytest.mark.parametrize(
+    "more",
+    [("cascade", "lengths=2"), pytest.param(("ouroboros", "length=3"), marks=pytest.mark.slow)],
+    ids=lambda each: each[0],
+)
 def test_the_command_line(more: Sequence[str], tmp_path: Path) -> None:
     (name, option), page = more, tmp_path / "page.html"
     given = ["-d", name, "--draft", "bundled", "-o", "nodes=6", "-o", option, "--dtype", "float32"]

@@ -440,6 +440,9 @@ def test_every_draft_keeps_to_its_budget(target: str, name: str, folder: Path) -
         assert len(drafter.trees) > 0
 
 
+@pytest.mark.parametrize(
+    "case", [slow(name, [each for each in FAST if each != "three leaves"]) for name in CASES], indirect=True
+)
 def test_a_batch_of_all_drafters_gives_each_its_own_text(case: Case, params: SamplingParams, folder: Path) -> None:
     able = HIDDEN in case.target.info.capabilities
     makers = [Maker(name, case, folder) for name in EVERY if able or HEAD not in name]

@@ -331,7 +331,7 @@ def test_neighbouring_positions_and_seeds_are_independent(seed_step: int, positi
     ("drafter", "temperature"),
     [
         pytest.param("plain", 0.7, marks=pytest.mark.slow),
-        ("random", 1.4),
+        pytest.param("random", 1.4, marks=pytest.mark.slow),
         pytest.param("scattered", 0.7, marks=pytest.mark.slow),
     ],
 )
