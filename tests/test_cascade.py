@@ -224,6 +224,11 @@ def test_what_cannot_be_is_refused_by_name_at_construction(name: str) -> None:
         Engine(target, tokenizer=one).drafter(name, draft=DraftModel(target, other, LatencyProfiles(target.info)))
     with pytest.raises(BadParameter, match="nodes=-1 is not possible"):
         registry.make(name, draft=ToyTarget(), nodes=-1)
+
+
+@pytest.mark.slow
+def test_a_draft_model_of_chains_is_possible_without_guesses() -> None:
+    chains = ToyTarget(capabilities=ALL - {TREE})
     assert LLM(ToyTarget(), drafter="cascade", draft=chains, ahead=0).generate([1, 2], max_new_tokens=4).tokens
 
 

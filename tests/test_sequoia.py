@@ -78,6 +78,7 @@ def children(tree: tuple[tuple[int, ...], ...]) -> int:
     return max(counts.values(), default=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", VECTORS)
 @pytest.mark.parametrize("depth", [0, 1, 2, 3, 6])
 @pytest.mark.parametrize("width", [None, 1, 2])

@@ -63,6 +63,7 @@ def streamed(chunks: Any) -> tuple[str, list[tuple[str, str]], str | None]:
     return content, calls, reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "parallel"), [("required", True), ("required", False), (NAMED, True), ("auto", True)], ids=str
 )

@@ -267,6 +267,7 @@ class ByRank(AcceptanceTable):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_accepts_what_the_evaluation_predicts(
     kind: str, model: Any, target: TrainingTarget, texts: Any, tmp_path: Path
