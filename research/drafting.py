@@ -28,7 +28,7 @@ from leapahead.drafters.sources.siblings import Siblings
 from leapahead.drafters.sources.suffix import Suffix
 from leapahead.drafters.sources.token_table import TableSource
 from leapahead.drafters.token_table import TokenTable
-from leapahead.engine.request import Request
+from leapahead.engine.request import Handle, Request
 from leapahead.engine.scheduler import Engine
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.acceptance import AcceptanceTable, priors
@@ -103,6 +103,7 @@ class Timed(Planned):
             drafting = self._sequences[sequence]
             if drafting.search is not None:
                 drafting.search.observe(step)
+                drafting.search.learn(step)
         self.charge("observe")
 
 
@@ -115,8 +116,10 @@ def toy_table(target: ToyTarget) -> TokenTable:
     return TokenTable(tokens.astype(np.int32), logp.astype(np.float16))
 
 
-def steps_of(kind: str, batch: int, temperature: float, context: int, nodes: int, pieces: bool) -> Iterator[Timed]:
-    """A batch of texts in the making: the drafter, after each step of all of them."""
+def started(
+    kind: str, batch: int, temperature: float, context: int, nodes: int, pieces: bool = False
+) -> tuple[Engine, Timed, list[Handle]]:
+    """An engine with a batch of texts in the making, all of whose prompts are read; its drafter, and their handles."""
     target = ToyTarget(VOCAB, sharpness=5.0)
     engine = Engine(target, max_batch=batch, acceptance=KINDS[kind](*priors()))
     drafter = Timed(toy_table(target), nodes, pieces)
@@ -129,6 +132,12 @@ def steps_of(kind: str, batch: int, temperature: float, context: int, nodes: int
         handles.append(engine.submit(Request(prompt, attached, params, StopParams(max_new_tokens=1 << 20))))
     while any(handle.stats.steps == 0 for handle in handles):  # their prompts are read one after the other
         engine.step()
+    return engine, drafter, handles
+
+
+def steps_of(kind: str, batch: int, temperature: float, context: int, nodes: int, pieces: bool) -> Iterator[Timed]:
+    """A batch of texts in the making: the drafter, after each step of all of them."""
+    engine, drafter, _ = started(kind, batch, temperature, context, nodes, pieces)
     while True:
         engine.step()
         if drafter.seconds:

@@ -83,9 +83,9 @@ class Search {
 
   private:
     struct Opinion {  // of one source on one token
-        Key key;
         double p, logit;
-        int asked;  // index of the source among those that have candidates at the node
+        int32_t entry;  // in the table, of its key
+        int asked;      // index of the source among those that have candidates at the node
     };
     struct Guess {  // a token that may follow a node
         int32_t token;
@@ -149,6 +149,7 @@ class Search {
     };
     struct Found {
         Opinion opinion;
+        Key key;
         int next;  // of the same token, or -1
     };
     std::vector<Candidate> candidates_;

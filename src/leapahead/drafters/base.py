@@ -10,8 +10,9 @@ The engine calls, for one sequence: `begin` when its session is open, `read_prom
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -54,6 +55,34 @@ class Host:
     draft_models: DraftModels = field(default_factory=DraftModels)
     heads: TrainedHeads = field(default_factory=TrainedHeads)
     running: Callable[[], int] = int
+
+
+class SequenceErrors(Exception):
+    """Raised by `Drafter.observe` once all sequences were observed: some of them have failed, each for itself.
+
+    Args:
+        errors: by index of the sequence.
+    """
+
+    def __init__(self, errors: Mapping[int, Exception]) -> None:
+        super().__init__("; ".join(map(repr, errors.values())))
+        self.errors = errors
+
+
+def each_alone(actions: Iterable[Callable[[], object]]) -> None:
+    """Runs one action for each sequence of a batch, whatever the others raise.
+
+    Raises:
+        SequenceErrors: some of them have failed.
+    """
+    errors: dict[int, Exception] = {}
+    for index, action in enumerate(actions):
+        try:
+            action()
+        except Exception as error:
+            errors[index] = error
+    if errors:
+        raise SequenceErrors(errors)
 
 
 class Drafter(ABC):
@@ -115,7 +144,16 @@ class Drafter(ABC):
         """A draft for each sequence, inside its budget. An empty draft is the tree of the root alone."""
 
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:  # noqa: B027
-        """Called after the commit of every step but a text's last; the tokens of the sequences have grown."""
+        """Called after the commit of every step but a text's last; the tokens of the sequences have grown.
+
+        Args:
+            sequences: those of one forward that use this drafter.
+            steps: one for each.
+
+        Raises:
+            SequenceErrors: it has failed for some of the sequences, whose requests end. Any other exception ends the
+                requests of all of them.
+        """
 
     def draft_probabilities(self, sequence: SequenceView, tree: TokenTree) -> Probabilities:
         """For reports, after a step: the probability that each draft model gave to every node of the tree.
@@ -200,8 +238,10 @@ class PerSequence(Drafter):
         ]
 
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
-        for sequence, step in zip(sequences, steps, strict=True):
-            self._drafters[sequence].observe(sequence, step)
+        each_alone(
+            partial(self._drafters[sequence].observe, sequence, step)
+            for sequence, step in zip(sequences, steps, strict=True)
+        )
 
     def finish(self, sequence: SequenceView) -> None:
         if (drafter := self._drafters.get(sequence)) is not None:

@@ -16,6 +16,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,20 +24,28 @@ import numpy as np
 from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import whole
 from leapahead.core.tree import Budget, TokenTree
-from leapahead.drafters.base import Drafter, Host, Probabilities
+from leapahead.drafters.base import Drafter, Host, Probabilities, each_alone
 from leapahead.drafters.draft_forwards import DraftForwards, StepForwards
 from leapahead.drafters.drafting import Drafting
 from leapahead.drafters.probe_groups import ProbeGroups
 from leapahead.drafters.sources.compiled import counterpart
 from leapahead.models.base import BRANCHES, TREE, Capture
 from leapahead.models.choices import PromptRows
-from leapahead.planner.compiled import CompiledTable, search_class, sizes_that_pay, take_all
-from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
-from leapahead.planner.guard import Guard
+from leapahead.planner.compiled import (
+    CompiledTable,
+    begin,
+    learn,
+    proposals,
+    search_class,
+    sizes_that_pay,
+    take_all,
+)
+from leapahead.planner.draft import Proposal, SequenceView, Step
+from leapahead.planner.guard import Guard, Guards
 from leapahead.planner.profile import DraftingTime
 from leapahead.planner.sizing import StepPlan
 from leapahead.planner.source import Source
-from leapahead.planner.tree_search import TreeSearch, proposals
+from leapahead.planner.tree_search import TreeSearch
 
 MOST_BRANCHES = 4  # where each takes as many rows as the longest
 MOST_NODES = 128  # of one sequence, where no limit is given
@@ -84,8 +93,7 @@ class Planned(Drafter):
         self._drafting_time = DraftingTime()
         self._observing = 0.0  # seconds spent in `observe` since the last proposal
         self._spent = 0.0  # seconds that the last proposal took, `observe` and `_resized` included
-        self._guards: dict[int, Guard] = {}  # by number of sequences
-        self._reported: tuple[Forward | None, int, int] = (None, 0, 0)  # the last forward, its steps seen, their tokens
+        self._guards = Guards()
         self._sequences: dict[SequenceView, Drafting] = {}
 
     @abstractmethod
@@ -134,44 +142,33 @@ class Planned(Drafter):
             source.read_prompt(sequence, rows)
 
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
-        latency, reads_time = self.host.latency, self._reads_time
+        latency = self.host.latency
         began = latency.clock()
-        for sequence, step in zip(sequences, steps, strict=True):
-            drafting = self._sequences[sequence]
-            for source in drafting.sources if self.capture.hidden else ():
-                if source.capture.hidden:
-                    source.committed(sequence, step)
-            if reads_time:
-                latency.observe(step.forward)
-            if not self.nodes:
-                self._judge(step)
-            if drafting.asked and drafting.search is not None:
-                if self.probes is not None:
-                    self.probes.observe(sequence, drafting.sources, step)
-                drafting.search.observe(step)
-            # The tokens of a plain step are read when the sources are asked next.
-        self._observing += latency.clock() - began
+        if self._reads_time:
+            latency.observe(steps[0].forward)
+        if not self.nodes:
+            self._guards.judge(steps, latency, self._spent)
+        asked: list[tuple[TreeSearch, Step]] = []
+        try:
+            each_alone(partial(self._observe, *each, asked) for each in zip(sequences, steps, strict=True))
+        finally:
+            learn([search for search, _ in asked], [step for _, step in asked])
+            self._observing += latency.clock() - began
 
-    def _judge(self, step: Step) -> None:
-        """Tells the guard of a forward, once the steps of all its sequences were seen."""
-        forward = step.forward
-        if forward.cost.read:  # its time says nothing of drafts
-            return
-        last, seen, tokens = self._reported
-        seen, tokens = (seen + 1, tokens + len(step.tokens)) if last is forward else (1, len(step.tokens))
-        self._reported = forward, seen, tokens
-        sequences, rows = forward.cost.sequences, forward.cost.rows
-        if seen < sequences or (guard := self._guards.get(sequences)) is None:
-            return
-        profile = self.host.latency.profile(sequences)
-        if profile.fixed:
-            return
-        plain = profile(sequences)
-        if rows > sequences:
-            spent, expected = forward.seconds + self._spent, profile(rows) + self._spent
-            guard.observe_drafted(spent, expected, tokens / sequences, plain)
-        else:
-            guard.observe_plain(plain)
+    def _observe(self, sequence: SequenceView, step: Step, asked: list[tuple[TreeSearch, Step]]) -> None:
+        """Shows the sources of a sequence its step, and adds its search, if it was asked, to those that are to learn.
+
+        The tokens of a plain step are read when the sources are asked next.
+        """
+        drafting = self._sequences[sequence]
+        for source in drafting.sources if self.capture.hidden else ():
+            if source.capture.hidden:
+                source.committed(sequence, step)
+        if drafting.asked and (search := drafting.search) is not None:
+            if self.probes is not None:
+                self.probes.observe(sequence, drafting.sources, step)
+            search.observe(step)
+            asked.append((search, step))
 
     def finish(self, sequence: SequenceView) -> None:
         for source in self._sequences[sequence].sources:
@@ -210,8 +207,7 @@ class Planned(Drafter):
     def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
         began = self.host.latency.clock()
         total = max(len(sequences), self.host.running())
-        if (guard := self._guards.get(total)) is None:
-            guard = self._guards[total] = Guard()
+        guard = self._guards.of(total)
         self._spent = 0.0
         active = self._active(sequences, budgets, total, guard)
         if not active:
@@ -334,7 +330,7 @@ class Planned(Drafter):
             return False
         if not self.nodes and drafting.back_off.suspended():
             return False
-        for source in drafting.sources:
+        for source in drafting.readers:
             source.read(drafting.sequence)
         drafting.asked = True
         return True
@@ -342,22 +338,27 @@ class Planned(Drafter):
     def _searches(self, active: Mapping[int, Drafting], budgets: Sequence[Budget]) -> dict[int, TreeSearch]:
         """The searches for the trees of these sequences, with nothing taken."""
         has_branches = self._has_branches(max(len(self._sequences), self.host.running()))
-        return {index: self._search(drafting, budgets[index], has_branches) for index, drafting in active.items()}
+        found, former, limits, table = dict[int, TreeSearch](), list[TreeSearch](), list[Budget](), self.host.acceptance
+        for index, drafting in active.items():
+            budget = self._limited(budgets[index], has_branches)
+            if drafting.search is None:
+                given = drafting.sequence, drafting.sources, table, budget, self.seed_aware, drafting.correction
+                drafting.search = search_class(table)(*given)
+            else:
+                former.append(drafting.search)
+                limits.append(budget)
+            found[index] = drafting.search
+        begin(former, limits)
+        return found
 
-    def _search(self, drafting: Drafting, budget: Budget, has_branches: bool) -> TreeSearch:
+    def _limited(self, budget: Budget, has_branches: bool) -> Budget:
+        """What a sequence may draft: its budget, and what this drafter is limited to."""
         leaves = budget.leaves if TREE in self.host.info.capabilities and not self.chain else 1
         if has_branches:
             leaves = min(budget.leaves, MOST_BRANCHES)
         if budget.nodes > self.max_nodes or budget.leaves != leaves:
             budget = Budget(min(budget.nodes, self.max_nodes), budget.depth, leaves)
-        if drafting.search is None:
-            table = self.host.acceptance
-            drafting.search = search_class(table)(
-                drafting.sequence, drafting.sources, table, budget, self.seed_aware, drafting.correction
-            )
-        else:
-            drafting.search.begin(budget)
-        return drafting.search
+        return budget
 
     def _sizes(self, searches: Mapping[int, TreeSearch], plan: StepPlan, spent: float) -> dict[int, int]:
         """How many nodes of each tree are drafted, the root counted.

@@ -19,43 +19,18 @@ from time import perf_counter
 from leapahead.core.errors import BadParameter, DraftError, LeapaheadError
 from leapahead.core.relaxed import verify_relaxed
 from leapahead.core.sampling import checked
-from leapahead.core.stats import Stats
 from leapahead.core.stop import Stopper
 from leapahead.core.text import Detokenizer, Tokenizer
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.core.verify import Verdict, verify
-from leapahead.drafters.base import Drafter
+from leapahead.drafters.base import Drafter, SequenceErrors
+from leapahead.engine.clock import Clock
 from leapahead.engine.output import Output, TokenLogprobs
 from leapahead.engine.request import Handle
 from leapahead.models.base import Capture, Cost, ReadsInSteps, Session, Target
 from leapahead.models.choices import Choices, PromptRows
 from leapahead.models.embeddings import AddsEmbeddings
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
-
-
-class Clock:
-    """Charges the time since the last charge to a phase of `Stats.seconds`.
-
-    Args:
-        now: gives the time in seconds.
-    """
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self.last = now()
-
-    def charge(self, phase: str, stats: Stats, choose: float = 0.0) -> None:
-        """Charges one sequence. Of the seconds since the last charge, `choose` are charged to that phase."""
-        last, self.last = self.last, self._now()
-        stats.seconds[phase] += self.last - last - choose
-        stats.seconds["choose"] += choose
-
-    def share(self, phase: str, batch: Sequence[Running], part: float = 1.0) -> float:
-        """Charges several sequences with equal shares of `part` of the seconds since the last charge. Returns these."""
-        last, self.last = self.last, self._now()
-        for running in batch:
-            running.stats.seconds[phase] += part * (self.last - last) / len(batch)
-        return self.last - last
 
 
 class Running:
@@ -161,32 +136,26 @@ class Running:
         if rows is not None:
             self.drafter.read_prompt(self.view, rows)
 
-    def advance(self, proposal: Proposal, choices: Choices, clock: Clock, forward: Forward) -> Output:
-        """Verify, stop, commit, observe, count."""
-        request = self.handle.request
+    def advance(self, proposal: Proposal, choices: Choices, clock: Clock, forward: Forward) -> tuple[Step, Output]:
+        """Verify, stop, commit, count. The drafter observes the step afterwards, with all others of the forward."""
+        request, stopper = self.handle.request, self.stopper
         if request.on_choices is not None:
             request.on_choices(proposal, choices)
         position = len(self.session.tokens) - 1
-        verdict = self.stopper.cut(self._verdict(proposal, choices))
+        verdict = stopper.cut(self._verdict(proposal, choices))
         if min(verdict.tokens) < 0:  # after the cut: EOS needs no successor
             if self.view.grammar is not None and self.view.grammar.problem:
                 raise BadParameter(self.view.grammar.problem)
             checked(verdict.tokens, f"position {position + len(verdict.tokens)}")
         logprobs = () if request.logprobs is None else self._logprobs(verdict, choices, request.logprobs)
-        clock.charge("verify", self.stats, choose=choices.seconds_since())
+        clock.charge("verify", choose=choices.seconds_since())
         self.stats.replayed += self.view.replay
         self.session.commit(verdict)
         self.view.replay = self.session.replay
-        clock.charge("commit", self.stats)
         step = Step(proposal, choices, verdict, position, forward)
-        if not self.finished:
-            self.drafter.observe([self.view], [step])
         self._count(step)
-        clock.charge("observe", self.stats, choose=choices.seconds_since())
-        if request.on_step is not None:
-            request.on_step(step)
-        stopper = self.stopper
-        return Output(verdict.tokens, verdict.accepted, stopper.finish_reason, stopper.stop_reason, logprobs)
+        clock.charge("commit")
+        return step, Output(verdict.tokens, verdict.accepted, stopper.finish_reason, stopper.stop_reason, logprobs)
 
     def _verdict(self, proposal: Proposal, choices: Choices) -> Verdict:
         """By exact matching, unless the request has a relaxed rule or the drafter one of its own."""
@@ -272,35 +241,83 @@ def step(
     sessions = [running.session for running in batch]
     capture = _union([running.capture for running in batch])
     cost = target.cost(sessions, trees)
-    clock.share("draft", batch)
+    everyone = [running.stats for running in batch]
+    clock.share("draft", everyone)
     if reads and isinstance(target, ReadsInSteps):
         unread = [session.unread for session in sessions]
         choices = target.step_and_read(sessions, trees, [reads.get(running, 0) for running in batch], capture)
         forward = _share(clock, batch, choices, unread, cost)
     else:
         choices = target.step(sessions, trees, capture=capture)
-        forward = Forward(clock.share("forward", batch), cost)
-    outputs = []
+        forward = Forward(clock.share("forward", everyone), cost)
+    done: list[tuple[Running, Step, Output]] = []
     try:
         for running, chosen in zip(batch, choices, strict=True):
             chosen.layers = capture.hidden
             try:
-                running.show_prompt(chosen.prompt)
-                running.reading = running.reading and not chosen.took_part and running.session.unread > 0
-                if not chosen.took_part:
-                    continue
-                output = running.advance(proposals[running], chosen, clock, forward)
-                running.handle.add(output)  # at once: an interrupt in the next sequence does not lose it
-                outputs.append((running, output))
+                if running.reading:
+                    running.show_prompt(chosen.prompt)
+                    running.reading = not chosen.took_part and running.session.unread > 0
+                if chosen.took_part:
+                    done.append((running, *running.advance(proposals[running], chosen, clock, forward)))
             except Exception as error:
                 running.error = error
-            except BaseException:  # interrupted, perhaps between two changes of the session
-                running.error = LeapaheadError("decoding was interrupted while a step of this request was committed")
+            except BaseException:  # perhaps between two changes of the session
+                running.error = _interrupted()
                 raise
-    finally:  # of all together: a thread that is woken takes the interpreter's lock from the other sequences
-        for running, _ in outputs:
+        _observe(done)
+        clock.charge("observe", choose=sum(chosen.seconds_since() for chosen in choices))
+        clock.settle([running.stats for running, _, _ in done])
+        _tell_callers(done)
+    finally:  # whatever was interrupted: what the others have committed belongs to their texts
+        outputs = [(running, output) for running, _, output in done if running.error is None]
+        for running, output in outputs:
+            running.handle.add(output)
+        for running, _ in outputs:  # of all together: a thread that is woken takes the interpreter's lock from the rest
             running.handle.tell()
     return outputs
+
+
+def _observe(done: Sequence[tuple[Running, Step, Output]]) -> None:
+    """Shows the drafters the steps of the texts that go on, of each drafter all together."""
+    groups: dict[Drafter, list[tuple[Running, Step]]] = {}
+    for running, step, _ in done:
+        if not running.finished:
+            groups.setdefault(running.drafter, []).append((running, step))
+    for drafter, members in groups.items():
+        failed: BaseException | None = None
+        try:
+            drafter.observe([running.view for running, _ in members], [step for _, step in members])
+        except SequenceErrors as found:
+            for index, error in found.errors.items():
+                members[index][0].error = error
+        except Exception as error:
+            failed = error
+        except BaseException:
+            failed = _interrupted()
+            raise
+        finally:
+            if failed is not None:
+                for running, _ in members:
+                    running.error = failed
+
+
+def _tell_callers(done: Sequence[tuple[Running, Step, Output]]) -> None:
+    """Shows the steps to those who asked for them."""
+    for running, step, _ in done:
+        if (on_step := running.handle.request.on_step) is None or running.error is not None:
+            continue
+        try:
+            on_step(step)
+        except Exception as error:
+            running.error = error
+        except BaseException:
+            running.error = _interrupted()
+            raise
+
+
+def _interrupted() -> LeapaheadError:
+    return LeapaheadError("decoding was interrupted while a step of this request was committed")
 
 
 def _share(
@@ -311,7 +328,7 @@ def _share(
     Args:
         unread: tokens of each prompt that were unread before.
     """
-    decoded = [running for running, chosen in zip(batch, choices, strict=True) if chosen.took_part]
+    decoded = [running.stats for running, chosen in zip(batch, choices, strict=True) if chosen.took_part]
     read = [
         before if before and chosen.took_part else before - running.session.unread
         for running, chosen, before in zip(batch, choices, unread, strict=True)
@@ -353,7 +370,7 @@ def propose(
             groups.setdefault(running.drafter, []).append((running, Budget(nodes, depth, leaves)))
     for drafter, members in groups.items():
         found.update(_propose(drafter, members))
-        clock.share("draft", [running for running, _ in members])
+        clock.share("draft", [running.stats for running, _ in members])
     return found
 
 
