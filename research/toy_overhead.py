@@ -33,7 +33,7 @@ from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import Proposal, SequenceView
 from leapahead.planner.latency import LatencyProfile
 from leapahead.planner.profile import LatencyProfiles
-from research.drafting import started
+from research.drafting import Usual, started
 from research.simulation import Stored
 
 # 16 drafted nodes under the root: a path of six nodes and siblings at the first four depths.
@@ -153,7 +153,7 @@ def whole_steps(batches: Sequence[int] = (1, 4, 16), context: int = 8192, steps:
     rows = []
     for temperature in (0.0, 1.0):
         for batch in batches:
-            engine, _, handles = started("compiled", batch, temperature, context, NODES)
+            engine, _, handles = started("compiled", batch, temperature, context, lambda table: Usual(table, NODES))
             rows.append({"batch": batch, "temperature": temperature, **_medians(engine, handles, steps + WARM_UP)})
     return rows
 

@@ -16,6 +16,9 @@ def contenders(
 ) -> npt.NDArray[np.int64]:
     """`leapahead.core.noise.GumbelNoise.contenders`: float32 [vocab] -> int64 [n]."""
 
+def largest_at(rows: npt.NDArray[Any], k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+    """`leapahead.core.filters.largest_at`; float32 or float64 [rows, k or more], each row contiguous."""
+
 class SuffixAutomaton:
     """`leapahead.drafters.sources.suffix_automaton.SuffixAutomaton`."""
 

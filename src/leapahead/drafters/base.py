@@ -10,9 +10,8 @@ The engine calls, for one sequence: `begin` when its session is open, `read_prom
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -69,16 +68,18 @@ class SequenceErrors(Exception):
         self.errors = errors
 
 
-def each_alone(actions: Iterable[Callable[[], object]]) -> None:
-    """Runs one action for each sequence of a batch, whatever the others raise.
+def each_alone(
+    action: Callable[[SequenceView, Step], object], sequences: Sequence[SequenceView], steps: Sequence[Step]
+) -> None:
+    """Runs an action for each sequence of a batch and its step, whatever it raises for the others.
 
     Raises:
-        SequenceErrors: some of them have failed.
+        SequenceErrors: it has failed for some of them.
     """
     errors: dict[int, Exception] = {}
-    for index, action in enumerate(actions):
+    for index, (sequence, step) in enumerate(zip(sequences, steps, strict=True)):
         try:
-            action()
+            action(sequence, step)
         except Exception as error:
             errors[index] = error
     if errors:
@@ -238,10 +239,7 @@ class PerSequence(Drafter):
         ]
 
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
-        each_alone(
-            partial(self._drafters[sequence].observe, sequence, step)
-            for sequence, step in zip(sequences, steps, strict=True)
-        )
+        each_alone(lambda sequence, step: self._drafters[sequence].observe(sequence, step), sequences, steps)
 
     def finish(self, sequence: SequenceView) -> None:
         if (drafter := self._drafters.get(sequence)) is not None:

@@ -16,14 +16,13 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import whole
-from leapahead.core.tree import Budget, TokenTree
+from leapahead.core.tree import UNLIMITED, Budget, TokenTree
 from leapahead.drafters.base import Drafter, Host, Probabilities, each_alone
 from leapahead.drafters.draft_forwards import DraftForwards, StepForwards
 from leapahead.drafters.drafting import Drafting
@@ -148,27 +147,27 @@ class Planned(Drafter):
             latency.observe(steps[0].forward)
         if not self.nodes:
             self._guards.judge(steps, latency, self._spent)
-        asked: list[tuple[TreeSearch, Step]] = []
+        searches: list[TreeSearch] = []
+        seen: list[Step] = []
+
+        def show(sequence: SequenceView, step: Step) -> None:
+            drafting = self._sequences[sequence]
+            for source in drafting.sources if self.capture.hidden else ():
+                if source.capture.hidden:
+                    source.committed(sequence, step)
+            if drafting.asked and (search := drafting.search) is not None:
+                if self.probes is not None:
+                    self.probes.observe(sequence, drafting.sources, step)
+                search.observe(step)
+                searches.append(search)
+                seen.append(step)
+            # The tokens of a plain step are read when the sources are asked next.
+
         try:
-            each_alone(partial(self._observe, *each, asked) for each in zip(sequences, steps, strict=True))
+            each_alone(show, sequences, steps)
         finally:
-            learn([search for search, _ in asked], [step for _, step in asked])
+            learn(searches, seen)
             self._observing += latency.clock() - began
-
-    def _observe(self, sequence: SequenceView, step: Step, asked: list[tuple[TreeSearch, Step]]) -> None:
-        """Shows the sources of a sequence its step, and adds its search, if it was asked, to those that are to learn.
-
-        The tokens of a plain step are read when the sources are asked next.
-        """
-        drafting = self._sequences[sequence]
-        for source in drafting.sources if self.capture.hidden else ():
-            if source.capture.hidden:
-                source.committed(sequence, step)
-        if drafting.asked and (search := drafting.search) is not None:
-            if self.probes is not None:
-                self.probes.observe(sequence, drafting.sources, step)
-            search.observe(step)
-            asked.append((search, step))
 
     def finish(self, sequence: SequenceView) -> None:
         for source in self._sequences[sequence].sources:
@@ -246,7 +245,7 @@ class Planned(Drafter):
         if not self.nodes:
             longest = plan.longest_back_off(self._drafting_time(0))
             for index, drafting in active.items():
-                is_probed = bool(found[index].tree.probes)  # whose candidates are for the next step
+                is_probed = self.probes is not None and bool(found[index].tree.probes)  # for the next step
                 drafting.back_off.update(paid=is_probed or (pays and kept[index] > 1), longest=longest)
         if not pays and len(sequences) > 1:
             self._suspend_together(sequences)
@@ -311,7 +310,7 @@ class Planned(Drafter):
             room = max((bucket - plan.sequences % bucket) // len(searches), 1)
             kept = {index: min(search.take_all(room), room + 1) for index, search in searches.items()}
         drafted = sum(kept.values()) - len(kept)
-        tokens = sum(sum(searches[index].expected[1:size]) for index, size in kept.items())
+        tokens = sum(sum(searches[index].expected[1:size]) for index, size in kept.items() if size > 1)
         plain = profile(plan.sequences)
         longer = profile(plan.sequences + drafted) - plain + plan.drafting(drafted) - plan.drafting(0) + spent
         profile.observe_gain(tokens * plain / plan.sequences - longer)
@@ -337,10 +336,13 @@ class Planned(Drafter):
 
     def _searches(self, active: Mapping[int, Drafting], budgets: Sequence[Budget]) -> dict[int, TreeSearch]:
         """The searches for the trees of these sequences, with nothing taken."""
-        has_branches = self._has_branches(max(len(self._sequences), self.host.running()))
+        most_leaves = UNLIMITED if TREE in self.host.info.capabilities and not self.chain else 1
+        if self._has_branches(max(len(self._sequences), self.host.running())):
+            most_leaves = MOST_BRANCHES
         found, former, limits, table = dict[int, TreeSearch](), list[TreeSearch](), list[Budget](), self.host.acceptance
         for index, drafting in active.items():
-            budget = self._limited(budgets[index], has_branches)
+            nodes, depth, leaves = budgets[index]
+            budget = Budget(min(nodes, self.max_nodes), depth, min(leaves, most_leaves))
             if drafting.search is None:
                 given = drafting.sequence, drafting.sources, table, budget, self.seed_aware, drafting.correction
                 drafting.search = search_class(table)(*given)
@@ -350,15 +352,6 @@ class Planned(Drafter):
             found[index] = drafting.search
         begin(former, limits)
         return found
-
-    def _limited(self, budget: Budget, has_branches: bool) -> Budget:
-        """What a sequence may draft: its budget, and what this drafter is limited to."""
-        leaves = budget.leaves if TREE in self.host.info.capabilities and not self.chain else 1
-        if has_branches:
-            leaves = min(budget.leaves, MOST_BRANCHES)
-        if budget.nodes > self.max_nodes or budget.leaves != leaves:
-            budget = Budget(min(budget.nodes, self.max_nodes), budget.depth, leaves)
-        return budget
 
     def _sizes(self, searches: Mapping[int, TreeSearch], plan: StepPlan, spent: float) -> dict[int, int]:
         """How many nodes of each tree are drafted, the root counted.
@@ -392,7 +385,8 @@ class Planned(Drafter):
         if not drafted or self.host.info.bucket > 1:  # there, the price of changes has decided, and a pause is a change
             return drafted > 0
         profile = plan.latency.profile(plan.sequences)
-        tokens = plan.sequences - len(kept) + sum(sum(searches[index].expected[:size]) for index, size in kept.items())
+        deeper = sum(sum(searches[index].expected[1:size]) for index, size in kept.items() if size > 1)
+        tokens = plan.sequences + deeper
         rows = plan.rows(kept, [each.tree for each in proposals])
         seconds = plan.seconds(rows) + plan.resizing + plan.drafting(drafted) + spent
         return tokens / seconds > WORTH * plan.sequences / profile(plan.sequences)

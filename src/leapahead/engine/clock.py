@@ -8,7 +8,7 @@ from leapahead.core.stats import PHASES, Stats
 
 
 class Clock:
-    """Charges the time since the last charge to a phase of `Stats.seconds`.
+    """Charges the time since the last charge to a phase, and then each sequence with its share.
 
     Args:
         now: gives the time in seconds.
@@ -19,11 +19,18 @@ class Clock:
         self.last = now()
         self._charged = dict.fromkeys(PHASES, 0.0)  # that are not shared yet
 
-    def charge(self, phase: str, choose: float = 0.0) -> None:
-        """Charges a phase, until `settle`. Of the seconds since the last charge, `choose` are charged to that phase."""
+    def charge(self, phase: str, choose: float = 0.0, part: float = 1.0) -> float:
+        """Charges a phase; returns the seconds since the last charge.
+
+        Args:
+            choose: seconds of these that are charged to that phase instead.
+            part: of the seconds that are charged at all.
+        """
         last, self.last = self.last, self._now()
-        self._charged[phase] += self.last - last - choose
+        seconds = self.last - last
+        self._charged[phase] += part * seconds - choose
         self._charged["choose"] += choose
+        return seconds
 
     def settle(self, batch: Sequence[Stats]) -> None:
         """Shares what was charged between these sequences, equally."""
@@ -35,11 +42,3 @@ class Clock:
             for phase, seconds in shares:
                 spent[phase] += seconds
         self._charged = dict.fromkeys(PHASES, 0.0)
-
-    def share(self, phase: str, batch: Sequence[Stats], part: float = 1.0) -> float:
-        """Charges several sequences with equal shares of `part` of the seconds since the last charge. Returns these."""
-        last, self.last = self.last, self._now()
-        seconds = part * (self.last - last) / len(batch)
-        for stats in batch:
-            stats.seconds[phase] += seconds
-        return self.last - last

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
+from typing import Any, TypeVar
 
 from leapahead.core.errors import BadParameter, DraftError, LeapaheadError
 from leapahead.core.relaxed import verify_relaxed
@@ -31,6 +32,8 @@ from leapahead.models.base import Capture, Cost, ReadsInSteps, Session, Target
 from leapahead.models.choices import Choices, PromptRows
 from leapahead.models.embeddings import AddsEmbeddings
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
+
+T = TypeVar("T")
 
 
 class Running:
@@ -136,35 +139,36 @@ class Running:
         if rows is not None:
             self.drafter.read_prompt(self.view, rows)
 
-    def advance(self, proposal: Proposal, choices: Choices, clock: Clock, forward: Forward) -> tuple[Step, Output]:
-        """Verify, stop, commit, count. The drafter observes the step afterwards, with all others of the forward."""
-        request, stopper = self.handle.request, self.stopper
+    def verify(self, proposal: Proposal, choices: Choices) -> Verdict:
+        """What the step would commit if the text did not end in it. Changes nothing.
+
+        By exact matching, unless the request has a relaxed rule or the drafter one of its own.
+        """
+        request = self.handle.request
         if request.on_choices is not None:
             request.on_choices(proposal, choices)
-        position = len(self.session.tokens) - 1
-        verdict = stopper.cut(self._verdict(proposal, choices))
+        if proposal.judge is not None:
+            return proposal.judge(choices)
+        if request.acceptance is None or len(proposal.tree.token_list) == 1:
+            return verify(proposal.tree, choices)
+        return verify_relaxed(proposal.tree, choices, choices.log_distribution, request.acceptance)
+
+    def commit(self, proposal: Proposal, choices: Choices, verdict: Verdict, forward: Forward) -> tuple[Step, Output]:
+        """Stop, commit, count. The drafter observes the step afterwards, with all others of the forward."""
+        session, stopper, k = self.session, self.stopper, self.handle.request.logprobs
+        position = len(session.tokens) - 1
+        verdict = stopper.cut(verdict)
         if min(verdict.tokens) < 0:  # after the cut: EOS needs no successor
             if self.view.grammar is not None and self.view.grammar.problem:
                 raise BadParameter(self.view.grammar.problem)
             checked(verdict.tokens, f"position {position + len(verdict.tokens)}")
-        logprobs = () if request.logprobs is None else self._logprobs(verdict, choices, request.logprobs)
-        clock.charge("verify", choose=choices.seconds_since())
+        logprobs = () if k is None else self._logprobs(verdict, choices, k)
         self.stats.replayed += self.view.replay
-        self.session.commit(verdict)
-        self.view.replay = self.session.replay
+        session.commit(verdict)
+        self.view.replay = session.replay
         step = Step(proposal, choices, verdict, position, forward)
-        self._count(step)
-        clock.charge("commit")
+        self._count(proposal, verdict)
         return step, Output(verdict.tokens, verdict.accepted, stopper.finish_reason, stopper.stop_reason, logprobs)
-
-    def _verdict(self, proposal: Proposal, choices: Choices) -> Verdict:
-        """By exact matching, unless the request has a relaxed rule or the drafter one of its own."""
-        if proposal.judge is not None:
-            return proposal.judge(choices)
-        rule = self.handle.request.acceptance
-        if rule is None or len(proposal.tree) == 1:
-            return verify(proposal.tree, choices)
-        return verify_relaxed(proposal.tree, choices, choices.log_distribution, rule)
 
     @staticmethod
     def _logprobs(verdict: Verdict, choices: Choices, k: int) -> tuple[TokenLogprobs, ...]:
@@ -174,24 +178,37 @@ class Running:
             for token, logprob, some, theirs in zip(verdict.tokens, chosen, tokens, values, strict=True)
         )
 
-    def _count(self, step: Step) -> None:
-        stats, tree, verdict = self.stats, step.proposal.tree, step.verdict
-        size = len(tree)
+    def _count(self, proposal: Proposal, verdict: Verdict) -> None:
+        stats, tree, accepted = self.stats, proposal.tree, verdict.accepted
+        size = len(tree.token_list)
         stats.steps += 1
         stats.committed += len(verdict.tokens)
         stats.nodes += size
         if size == 1:
             return
-        sources = step.proposal.sources or (self.drafter.name,) * size
+        sources = proposal.sources or (self.drafter.name,) * size
         stats.drafted += size - 1
-        stats.accepted += verdict.accepted
         stats.drafted_by.update(sources[1:])
+        if not accepted:
+            return
+        stats.accepted += accepted
         nodes = verdict.path
-        if len(nodes) == verdict.accepted:  # the text ends at a drafted token, whose node was cut from the path
+        if len(nodes) == accepted:  # the text ends at a drafted token, whose node was cut from the path
             nodes += (tree.child(nodes[-1], verdict.tokens[-1]) or 0,)
-        for depth in range(1, verdict.accepted + 1):
+        for depth in range(1, accepted + 1):
             stats.accepted_by[sources[nodes[depth]]] += 1
             stats.accepted_at[depth] += 1
+
+    def alone(self, action: Callable[..., T], *given: Any) -> T | None:
+        """What an action gives that concerns this sequence alone. An exception ends it, and gives None."""
+        try:
+            return action(*given)
+        except Exception as error:
+            self.error = error
+        except BaseException:  # perhaps between two changes of the session
+            self.error = _interrupted()
+            raise
+        return None
 
     def close(self) -> None:
         """Ends the text: the drafter keeps what it teaches, the cache rows are released. Again after an interrupt."""
@@ -232,43 +249,48 @@ def step(
     """
     clock, reads = Clock(now), reads or {}
     later = [running for running, most in reads.items() if most < running.session.unread]  # their prompts go on
-    proposals = propose(target, [running for running in batch if running not in later], clock, reads)
+    proposals = propose(target, [running for running in batch if running not in later], reads)
     proposals |= {running: Proposal(TokenTree.root(running.view.root)) for running in later}
     batch = [running for running in batch if running in proposals]
     if not batch:
         return []
-    trees = [proposals[running].tree for running in batch]
+    drafts = [proposals[running] for running in batch]
+    trees = [proposal.tree for proposal in drafts]
     sessions = [running.session for running in batch]
     capture = _union([running.capture for running in batch])
     cost = target.cost(sessions, trees)
-    everyone = [running.stats for running in batch]
-    clock.share("draft", everyone)
+    clock.charge("draft")
     if reads and isinstance(target, ReadsInSteps):
         unread = [session.unread for session in sessions]
         choices = target.step_and_read(sessions, trees, [reads.get(running, 0) for running in batch], capture)
-        forward = _share(clock, batch, choices, unread, cost)
+        forward = _shared(clock, batch, choices, unread, cost)
+        for running, chosen in zip(batch, choices, strict=True):
+            if running.reading:
+                running.alone(running.show_prompt, chosen.prompt)
+                running.reading = not chosen.took_part and running.session.unread > 0
     else:
         choices = target.step(sessions, trees, capture=capture)
-        forward = Forward(clock.share("forward", everyone), cost)
+        forward = Forward(clock.charge("forward"), cost)
     done: list[tuple[Running, Step, Output]] = []
     try:
-        for running, chosen in zip(batch, choices, strict=True):
+        verdicts = []
+        for running, proposal, chosen in zip(batch, drafts, choices, strict=True):
             chosen.layers = capture.hidden
-            try:
-                if running.reading:
-                    running.show_prompt(chosen.prompt)
-                    running.reading = not chosen.took_part and running.session.unread > 0
-                if chosen.took_part:
-                    done.append((running, *running.advance(proposals[running], chosen, clock, forward)))
-            except Exception as error:
-                running.error = error
-            except BaseException:  # perhaps between two changes of the session
-                running.error = _interrupted()
-                raise
+            is_stepped = chosen.took_part and running.error is None
+            verdicts.append(running.alone(running.verify, proposal, chosen) if is_stepped else None)
+        clock.charge("verify", choose=sum([chosen.seconds_since() for chosen in choices]))
+        for running, proposal, chosen, verdict in zip(batch, drafts, choices, verdicts, strict=True):
+            if verdict is not None:
+                committed = running.alone(running.commit, proposal, chosen, verdict, forward)
+                if committed is not None:
+                    done.append((running, *committed))
+        clock.charge("commit")
         _observe(done)
-        clock.charge("observe", choose=sum(chosen.seconds_since() for chosen in choices))
+        clock.charge("observe", choose=sum([chosen.seconds_since() for chosen in choices]))
         clock.settle([running.stats for running, _, _ in done])
-        _tell_callers(done)
+        for running, step, _ in done:
+            if (on_step := running.handle.request.on_step) is not None and running.error is None:
+                running.alone(on_step, step)
     finally:  # whatever was interrupted: what the others have committed belongs to their texts
         outputs = [(running, output) for running, _, output in done if running.error is None]
         for running, output in outputs:
@@ -302,25 +324,11 @@ def _observe(done: Sequence[tuple[Running, Step, Output]]) -> None:
                     running.error = failed
 
 
-def _tell_callers(done: Sequence[tuple[Running, Step, Output]]) -> None:
-    """Shows the steps to those who asked for them."""
-    for running, step, _ in done:
-        if (on_step := running.handle.request.on_step) is None or running.error is not None:
-            continue
-        try:
-            on_step(step)
-        except Exception as error:
-            running.error = error
-        except BaseException:
-            running.error = _interrupted()
-            raise
-
-
 def _interrupted() -> LeapaheadError:
     return LeapaheadError("decoding was interrupted while a step of this request was committed")
 
 
-def _share(
+def _shared(
     clock: Clock, batch: Sequence[Running], choices: Sequence[Choices], unread: Sequence[int], cost: Cost
 ) -> Forward:
     """Charges a forward that read prompts too: the prompts by their tokens, what remains to those that took part.
@@ -328,13 +336,12 @@ def _share(
     Args:
         unread: tokens of each prompt that were unread before.
     """
-    decoded = [running.stats for running, chosen in zip(batch, choices, strict=True) if chosen.took_part]
     read = [
         before if before and chosen.took_part else before - running.session.unread
         for running, chosen, before in zip(batch, choices, unread, strict=True)
     ]
     rows = sum(read) + cost.rows
-    seconds = clock.share("forward", decoded, cost.rows / rows)
+    seconds = clock.charge("forward", part=cost.rows / rows)
     for running, tokens in zip(batch, read, strict=True):
         if tokens:
             running.stats.prefill_forwards += 1
@@ -351,9 +358,7 @@ def _union(captures: Sequence[Capture]) -> Capture:
     return found
 
 
-def propose(
-    target: Target, batch: Sequence[Running], clock: Clock, reads: Mapping[Running, int]
-) -> dict[Running, Proposal]:
+def propose(target: Target, batch: Sequence[Running], reads: Mapping[Running, int]) -> dict[Running, Proposal]:
     """A draft for each sequence, which ends where the text must end. Those of one drafter are drafted together.
 
     Args:
@@ -370,7 +375,6 @@ def propose(
             groups.setdefault(running.drafter, []).append((running, Budget(nodes, depth, leaves)))
     for drafter, members in groups.items():
         found.update(_propose(drafter, members))
-        clock.share("draft", [running.stats for running, _ in members])
     return found
 
 

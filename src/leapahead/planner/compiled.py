@@ -280,6 +280,7 @@ def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, spent: fl
 
 
 def _compiled(searches: Collection[TreeSearch]) -> list[native.module.Search]:
-    """The compiled searches; none if one of them is not compiled."""
-    found = [search.compiled for search in searches if isinstance(search, CompiledSearch)]
-    return found if len(found) == len(searches) else []
+    """The compiled searches of a step; none where they are not compiled, which is the same for all of an engine."""
+    if not isinstance(next(iter(searches), None), CompiledSearch):
+        return []
+    return [search.compiled for search in searches]  # type: ignore[attr-defined]

@@ -169,7 +169,9 @@ class Adapter:
         Returns:
             The rows of the batch with a sequence that goes on, and the steps of those that were known before.
         """
-        lengths = batch.lengths[: self._requests].tolist()
+        lengths: list[int] = batch.lengths[: self._requests].tolist()
+        longest = max(map(len, batch.new), default=0)
+        endings = sequences.endings(batch.texts, batch.lengths[: self._requests], longest)
         active: list[int] = []
         known: list[tuple[int, sequences.Sequence]] = []
         irregular = self._ended is None
@@ -181,7 +183,7 @@ class Adapter:
                     sequence.proposal = None
                 continue
             active.append(row)
-            if sequence is not None and sequence.follows(batch.texts[row], lengths[row], new):
+            if sequence is not None and sequence.follows(endings[row], lengths[row], list(new)):
                 known.append((row, sequence))
                 continue
             irregular = True

@@ -27,6 +27,19 @@ SEAM = 8  # tokens before the new ones that are compared with the host's record
 Record = npt.NDArray[np.integer[Any]]
 
 
+def endings(records: Record, lengths: Record, new: int) -> list[list[int]]:
+    """The last tokens of the records of a batch: the seam and `new` tokens, behind anything where there are fewer.
+
+    Args:
+        records: int [requests, longest].
+        lengths: int [requests].
+        new: the most new tokens of a request.
+    """
+    at = lengths[:, None] + np.arange(-SEAM - new, 0)
+    found: list[list[int]] = records[np.arange(len(lengths))[:, None], np.maximum(at, 0)].tolist()
+    return found
+
+
 @dataclass(eq=False)
 class Sequence:
     """One request.
@@ -70,14 +83,19 @@ class Sequence:
         """All committed tokens, as they were last seen."""
         return self.sampler.tokens
 
-    def follows(self, record: Record, length: int, new: abc.Sequence[int]) -> bool:
-        """Whether the record is ours and these new tokens, as far as the seam shows."""
-        tokens = self.tokens
-        held = len(tokens)
-        if held + len(new) != length or record[length - 1] != new[-1]:
+    def follows(self, ending: list[int], length: int, new: list[int]) -> bool:
+        """Whether the record is ours and these new tokens, as far as the seam shows.
+
+        Args:
+            ending: the last tokens of the record, see `endings`.
+            length: of the record.
+            new: its new tokens.
+        """
+        held = len(self.tokens)
+        if held + len(new) != length:
             return False
-        start = max(held - SEAM, 0)
-        return bool(record[start:held].tolist() == tokens[start:])
+        expected = self.tokens[-SEAM:] + new
+        return ending[-len(expected) :] == expected
 
     def catches_up(self, record: Record, length: int) -> bool:
         """Takes over tokens of steps that were missed; False if the record is that of another text."""
