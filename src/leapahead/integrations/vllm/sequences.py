@@ -48,7 +48,8 @@ class Sequence:
         view: what drafters see.
         sampler: holds its tokens; it chooses nothing.
         request: what is known of it beside its tokens.
-        proposal: the draft that was given to the host last; None for none.
+        proposal: the draft that was given to the host last, of the root alone where that was none; None if the
+            sequence was not asked.
     """
 
     view: SequenceView
@@ -125,7 +126,7 @@ class Sequence:
         """
         proposal = self._verified(verified)
         accepted = len(new) - 1
-        if proposal.tree.token_list[1 : accepted + 1] != list(new[:-1]):
+        if accepted and proposal.tree.token_list[1 : accepted + 1] != list(new[:-1]):
             return None
         verdict = Verdict(tuple(range(len(new))), tuple(new), accepted)
         choices = Verified(proposal.tree, self.sampler, new, rows, start)
@@ -134,7 +135,7 @@ class Sequence:
     def _verified(self, verified: int | None) -> Proposal:
         """The part of the last draft that the host has verified; schedulers and grammars may shorten it."""
         proposal, size = self.proposal, (verified or 0) + 1
-        if proposal is None or (verified is not None and size == 1):
+        if proposal is None:
             return Proposal(TokenTree.root(self.view.root))
         tree = proposal.tree
         if verified is None or size >= len(tree):
