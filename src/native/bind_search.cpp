@@ -183,12 +183,13 @@ void learn_all(const Searches &searches, nb::list steps) {
 }
 
 // State, P, and the sum of p over the candidates, of each node in which a source has a state.
-std::vector<std::tuple<int, double, double>> states(const Search &search, int source) {
+std::vector<std::tuple<int, double, double>> states(Search &search, int source) {
     if (source < 0 || source >= search.num_sources()) throw nb::index_error("there are not so many sources");
     std::vector<std::tuple<int, double, double>> found;
     for (int node = 0; node < search.size(); ++node) {
+        if (search.nodes()[node].depth >= search.limits().depth) continue;
         const int state = search.state(node, source);
-        if (state == leapahead::Source::kNoState || search.nodes()[node].depth >= search.limits().depth) continue;
+        if (state == leapahead::Source::kNoState) continue;
         found.emplace_back(state, search.nodes()[node].expected, search.total(node));
     }
     return found;
