@@ -55,18 +55,17 @@ class AcceptanceTable {
     uint32_t source(const std::string &name);
     const std::string &name(uint32_t source) const { return names_[source]; }
 
-    void set_prior(Key key, double estimate) { entries_[entry(key)].prior = estimate; }
-    // The number of a key's entry, which it keeps. A key that is new gets one, and so do its prefixes.
-    int32_t entry(Key key);
-    Key key(int32_t entry) const { return Key::of_bits(entries_[entry].key); }
-    // Tell the processor that the entry of a key will be asked for, and that an entry will be read.
+    void set_prior(Key key, double estimate) { at(key).prior = estimate; }
+    // Tells the processor that the estimate of a key will be asked for.
     void prefetch(Key key) const { leapahead::prefetch(&places_[hashed(key.bits()) & (places_.size() - 1)]); }
-    void prefetch(int32_t entry) const { leapahead::prefetch(&entries_[entry]); }
-    // The estimate of an entry's key, at most 256 trials old, and its logit.
-    double probability(int32_t entry, double &logit);
-    double estimate(Key key, double unknown = kUnknown) const;
-    // Counts one trial for an entry's key and all its prefixes.
-    void learn(int32_t entry, bool hit);
+    // Tells it that a trial of a key will be counted.
+    void prefetch_prefixes(Key key) const {
+        for (int size = 3; size <= key.size(); ++size) prefetch(key.prefix(size));
+    }
+    // The estimate of a key, at most 256 trials old, and its logit.
+    double probability(Key key, double &logit);
+    double estimate(Key key, double unknown = 0.25) const;
+    void learn(Key key, bool hit);
 
     struct Row {
         Key key;
@@ -78,30 +77,21 @@ class AcceptanceTable {
     Mixer mixer;
 
   private:
-    static constexpr double kUnknown = 0.25;  // the estimate of a key of which nothing is known
-    static constexpr int32_t kNone = -1;
-
     struct alignas(64) Entry {  // one line of the processor's cache
-        uint64_t key;
-        int32_t prefix;      // the entry of the key without its last element; kNone where it has one only
-        double prior = -1.0;  // negative where there is none
-        double hits = 0.0, trials = 0.0;
-        double kept = 0.0, logit = 0.0;  // what `probability` gives until the next refreshment
-        int64_t epoch = -1;              // of these
-    };
-    struct Place {
-        int32_t entry = kNone;
-        uint32_t tag = 0;  // part of the hash, so that most other keys are told apart without their entry
+        uint64_t key;           // 0 where the place is free
+        double prior;           // negative where there is none
+        double hits, trials;
+        double kept, logit;  // what `probability` gives until the next refreshment
+        int64_t epoch;       // of these
     };
 
-    static uint64_t hashed(uint64_t key) { return (key * 0x9E3779B97F4A7C15) >> 20; }
-    static uint32_t tag(uint64_t hash) { return static_cast<uint32_t>(hash >> 12); }
-    // Where the entry of a key is, or would be.
-    size_t place(uint64_t key) const;
-    double estimate_of(int32_t entry, double unknown) const;
+    static size_t hashed(uint64_t key) { return static_cast<size_t>((key * 0x9E3779B97F4A7C15) >> 20); }
+    const Entry *find(uint64_t key) const;
+    Entry &at(Key key);
+    void grow();
 
-    std::vector<Entry> entries_;
-    std::vector<Place> places_;  // open addressing
+    std::vector<Entry> places_;  // open addressing
+    size_t used_ = 0;
     int64_t learned_ = 0, epoch_ = 0;
     std::vector<std::string> names_;
     std::unordered_map<std::string, uint32_t> sources_;

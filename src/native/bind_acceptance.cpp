@@ -83,7 +83,7 @@ void bind_acceptance(nb::module_ &m) {
             "probability",
             [](AcceptanceTable &self, nb::tuple key) {
                 double logit;
-                return self.probability(self.entry(key_of(self, key)), logit);
+                return self.probability(key_of(self, key), logit);
             },
             "key"_a)
         .def(
@@ -93,7 +93,7 @@ void bind_acceptance(nb::module_ &m) {
             },
             "key"_a, "unknown"_a)
         .def(
-            "learn", [](AcceptanceTable &self, nb::tuple key, bool hit) { self.learn(self.entry(key_of(self, key)), hit); },
+            "learn", [](AcceptanceTable &self, nb::tuple key, bool hit) { self.learn(key_of(self, key), hit); },
             "key"_a, "hit"_a)
         .def("set_mixer", &set_mixer, "mode"_a, "place"_a, "source"_a, "parameters"_a)
         .def("mixer_rows", &mixer_rows)

@@ -157,11 +157,7 @@ void Search::expand(int node, double chance) {
         table_->mixer.parameters(mode_, where, ids_[asked_[i]]);  // all are there before their addresses are kept
     for (int i = first_asked; i < static_cast<int>(asked_.size()); ++i)
         parameters_.push_back(&table_->mixer.parameters(mode_, where, ids_[asked_[i]]));
-    for (Found &each : found_) {
-        each.opinion.entry = table_->entry(each.key);
-        table_->prefetch(each.opinion.entry);
-    }
-    for (Found &each : found_) each.opinion.p = table_->probability(each.opinion.entry, each.opinion.logit);
+    for (Found &each : found_) each.opinion.p = table_->probability(each.opinion.key, each.opinion.logit);
     double sum = 0.0;
     for (int place = 0; place < static_cast<int>(proposed_.size()); ++place) {
         guesses_.push_back(joined(place));
@@ -245,12 +241,12 @@ void Search::add(int32_t token, Key key) {
     const int at = static_cast<int>(found_.size());
     const size_t place = std::find(tokens_.begin(), tokens_.end(), token) - tokens_.begin();
     table_->prefetch(key);
-    found_.push_back({{0.0, 0.0, -1, num_asked_}, key, -1});
+    found_.push_back({{key, 0.0, 0.0, num_asked_}, -1});
     if (place == tokens_.size()) {
         tokens_.push_back(token);
         proposed_.push_back({at, at});
     } else if (Found &last = found_[proposed_[place].last]; last.opinion.asked == num_asked_) {
-        last.key = key;  // a source that names a token twice: the last one counts
+        last.opinion = found_.back().opinion;  // a source that names a token twice: the last one counts
         found_.pop_back();
     } else {
         last.next = at;
@@ -299,7 +295,7 @@ void Search::learn(const std::vector<int> &path, const std::vector<int32_t> &tok
         const Node &node = nodes_[path[i]];
         for (int g = node.first_guess; g < node.end_guess; ++g)
             for (int o = guesses_[g].first_opinion; o < guesses_[g].end_opinion; ++o)
-                table_->prefetch(opinions_[o].entry);
+                table_->prefetch_prefixes(opinions_[o].key);
     }
     for (size_t i = 0; i < count; ++i) {
         if (path[i] < 0 || path[i] >= size()) continue;
@@ -333,12 +329,11 @@ void Search::learn(const Node &node, const Guess &guess, bool hit) {
         }
     }
     for (int o = guess.first_opinion; o < guess.end_opinion; ++o) {
-        table_->learn(opinions_[o].entry, hit);
+        const Key key = opinions_[o].key;
+        table_->learn(key, hit);
         const Source &source = *sources_[asked_[node.first_asked + opinions_[o].asked]];
-        if (source.costs_forward() && table_->key(opinions_[o].entry).value(2) == 0) {
-            const uint32_t first = table_->source(source.name() + ", first choice");
-            table_->learn(table_->entry(Key(first, static_cast<uint32_t>(mode_))), hit);
-        }
+        if (source.costs_forward() && key.value(2) == 0)
+            table_->learn(Key(table_->source(source.name() + ", first choice"), static_cast<uint32_t>(mode_)), hit);
     }
 }
 

@@ -88,9 +88,9 @@ class Search {
 
   private:
     struct Opinion {  // of one source on one token
+        Key key;
         double p, logit;
-        int32_t entry;  // in the table, of its key
-        int asked;      // index of the source among those that have candidates at the node
+        int asked;  // index of the source among those that have candidates at the node
     };
     struct Guess {  // a token that may follow a node
         int32_t token;
@@ -155,7 +155,6 @@ class Search {
     };
     struct Found {
         Opinion opinion;
-        Key key;
         int next;  // of the same token, or -1
     };
     std::vector<Candidate> candidates_;

@@ -91,10 +91,10 @@ class Running:
             DraftError: it is none, stands over another root, has tokens outside the vocabulary, or exceeds the budget;
                 or it has probes that the target does not know.
         """
-        name = self.drafter.name
+        name, root = self.drafter.name, self.session.tokens[-1]
         if not isinstance(proposal, Proposal):
             raise DraftError(f"drafter {name!r} proposed {proposal!r}; propose must return a Proposal")
-        tree, root = proposal.tree, self.view.root
+        tree = proposal.tree
         tokens = tree.token_list
         if tree.probes:
             known = self.target.embeddings() if isinstance(self.target, AddsEmbeddings) else range(0)
