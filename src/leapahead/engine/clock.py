@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import add
 
 from leapahead.core.stats import PHASES, Stats
 
@@ -36,9 +37,8 @@ class Clock:
         """Shares what was charged between these sequences, equally."""
         if not batch:
             return
-        shares = [(phase, seconds / len(batch)) for phase, seconds in self._charged.items() if seconds]
+        shares = [self._charged[phase] / len(batch) for phase in PHASES]
         for stats in batch:
             spent = stats.seconds
-            for phase, seconds in shares:
-                spent[phase] += seconds
+            spent.update(zip(PHASES, map(add, map(spent.__getitem__, PHASES), shares), strict=True))
         self._charged = dict.fromkeys(PHASES, 0.0)
