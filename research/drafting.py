@@ -114,7 +114,6 @@ class Timed(Usual):
             drafting = self._sequences[sequence]
             if drafting.search is not None:
                 drafting.search.observe(step)
-                drafting.search.learn(step)
         self.charge("observe")
 
 

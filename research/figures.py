@@ -27,7 +27,7 @@ from leapahead.cli.command import Command
 from leapahead.drafters.pool import NgramPool
 from leapahead.models.loading import Loaded
 from leapahead.planner.profile import processor
-from research import drawn, heads, vllm_drafting
+from research import drawn, heads
 from research.acceptance import HEADS, RULES, TEMPERATURES, acceptance
 from research.cascades import CASCADES
 from research.distilled import distilled, tuned
@@ -35,11 +35,9 @@ from research.exactness import exactness
 from research.overhead import cost_curve, overhead, target_135m
 from research.picture import picture
 from research.relaxed import relaxed
-from research.toy_overhead import whole_steps
 
 PARTS = (
-    *("check", "acceptance", "rules", "heads", "head-kinds", "relaxed", "cascades", "overhead"),
-    *("microseconds", "memory", "example"),
+    *("check", "acceptance", "rules", "heads", "head-kinds", "relaxed", "cascades", "overhead", "memory", "example"),
     *drawn.PARTS,
 )
 TRAINED = ("distilled", "cllm")  # parts that need models of `make train-draft` and `make train-cllm`
@@ -183,13 +181,6 @@ def _measured(
         }
         curve = cost_curve(target, list(range(1, 251)), (1, 2, 4, 8, 16, 32, 64, 128))
         return {"overhead": overhead(target), "cost_curve": curve}, conditions
-    if part == "microseconds":
-        conditions = {
-            "microseconds": "toy target of a vocabulary of 2,048, prompts of 8,192 tokens, 16 nodes in every step from "
-            "suffixes, recycling, sibling rows and a token table, medians of 200 steps; in vLLM (simulated forwards, "
-            f"vocabulary of 4,096, at most 12 tokens) 16 requests of 4,096 tokens, medians of 100 steps; {machine}.",
-        }
-        return {"microseconds": {"steps": whole_steps(), "vllm": vllm_drafting.rows()}}, conditions
     if part == "memory":
         return {"memory": _memory()}, {"memory": f"Python {platform.python_version()}."}
     picture(llm, out.parent / "run.svg")

@@ -11,7 +11,6 @@ import ast
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import click
 import numpy as np
@@ -81,20 +80,14 @@ def microseconds(sources: str, requests: int, context: int, steps: int, vocab_si
     return 1e6 * median(times), committed / (steps * requests)
 
 
-def rows(requests: int = 16, context: int = 4096, steps: int = 100) -> list[dict[str, Any]]:
-    """Microseconds of a request and step, and the tokens that a step commits, by the sources that draft."""
-    found = []
-    for sources in ("suffix", "prediction,suffix,recycling,siblings"):
-        spent, tokens = microseconds(sources, requests, context, steps)
-        found.append({"sources": sources, "microseconds": round(spent, 1), "tokens a step": round(tokens, 2)})
-    return found
-
-
 @click.command(cls=Command)
 @click.option("--requests", type=click.IntRange(min=1), default=16, show_default=True, help="Of a batch.")
 @click.option("--context", type=click.IntRange(min=2), default=4096, show_default=True, help="Tokens of each.")
 @click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="That are measured.")
 def main(requests: int, context: int, steps: int) -> None:
-    """Measure the time of drafting inside vLLM, without vLLM: microseconds of a request and step."""
-    found = rows(requests, context, steps)
-    show(list(found[0]), [list(row.values()) for row in found])
+    """Measure the time of drafting inside vLLM, without vLLM."""
+    rows = []
+    for sources in ("suffix", "prediction,suffix,recycling,siblings"):
+        spent, tokens = microseconds(sources, requests, context, steps)
+        rows.append((sources, f"{spent:.1f}", f"{tokens:.2f}"))
+    show(["sources", "microseconds a request and step", "tokens a step"], rows)

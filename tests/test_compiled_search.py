@@ -244,37 +244,6 @@ def test_acceptance_tables_are_equal(
     assert tables[0].rows(longest=3) == tables[1].rows(longest=3)
 
 
-def test_tables_of_many_keys_are_equal() -> None:
-    """More than the compiled table has room for at first."""
-    rng = np.random.default_rng(0)
-    trials = [("a", "greedy", *key) for key in rng.integers(0, 32, (3000, 3)).tolist()]
-    tables = AcceptanceTable({trials[0]: 0.7, trials[1][:4]: 0.1}), CompiledTable({trials[0]: 0.7, trials[1][:4]: 0.1})
-    for table in tables:
-        for key in trials:
-            table.learn(key, key[2] > 20)
-    assert tables[0].rows() == tables[1].rows()
-    seen = [[(table.probability(key), table.estimate((*key, 1))) for key in trials[:300]] for table in tables]
-    assert seen[0] == seen[1]
-
-
-def test_what_is_no_step_of_a_tree_is_refused() -> None:
-    view = SequenceView(Sampler(SamplingParams(), [1, 2, 3, 1, 2], 9))
-    search = CompiledSearch(view, [], CompiledTable(), Budget(4, 4, 4))
-    right = (view.tokens, 3, [1, 2], [-1, 0], (0, 1), (2, 3), None)
-    native.module.learn([search.compiled], [right])
-    for place, wrong in ((1, 5), (1, -2), (2, []), (3, [-1, 1]), (4, ()), (4, (2,))):
-        with pytest.raises(ValueError, match="not the nodes of a tree"):
-            native.module.learn([search.compiled], [(*right[:place], wrong, *right[place + 1 :])])
-    with pytest.raises(ValueError, match="for each search"):
-        native.module.learn([search.compiled], [])
-    with pytest.raises(ValueError, match="for each search"):
-        native.module.begin([search.compiled], [], [])
-    with pytest.raises(ValueError, match="for each search"):
-        native.module.trees([search.compiled], [])
-    with pytest.raises(ValueError, match="is empty"):
-        native.module.begin([search.compiled], [[]], [(1, 1, 1)])
-
-
 def test_the_compiled_table_refuses_keys_that_it_cannot_hold() -> None:
     table = CompiledTable()
     for key in (("a", "often"), ("a", "greedy", 32), ("a", "greedy", -1), ("a", "greedy", *range(10)), ()):

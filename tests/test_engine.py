@@ -29,7 +29,6 @@ from leapahead import (
     Request,
     SamplingParams,
     SequenceDrafter,
-    SequenceErrors,
     SequenceView,
     StopParams,
     TokenTree,
@@ -175,59 +174,6 @@ def test_a_drafter_that_fails_ends_its_own_request_only(when: str, max_batch: in
         engine.run([bad])
     engine.run([*good, more])
     assert [handle.tokens for handle in [*good, more]] == [alone(index) for index in (0, 1, 2, 4)]
-    assert not target.open_sessions
-
-
-class OfBatch(Drafter):
-    """Drafts nothing, records whose steps it is shown together, and raises `failure` when it is shown three."""
-
-    name: ClassVar[str] = "of_batch"
-
-    def __init__(self, failure: BaseException | None = None) -> None:
-        self.failure, self.seen = failure, list[list[tuple[int, ...]]]()
-
-    def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
-        return [Proposal(TokenTree.root(sequence.root)) for sequence in sequences]
-
-    def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Any]) -> None:
-        assert len({id(step.forward) for step in steps}) == 1
-        self.seen.append([tuple(sequence.tokens[:4]) for sequence in sequences])
-        if self.failure is not None and len(sequences) == 3:
-            raise self.failure
-
-
-def test_a_drafter_is_shown_the_steps_of_a_forward_together() -> None:
-    engine, drafter = Engine(ToyTarget()), OfBatch()
-    handles = [engine.submit(request(engine, index, drafter)) for index in range(3)]
-    engine.run([engine.submit(request(engine, 3)), *handles])
-    assert [tuple(prompt(index)) for index in range(3)] in drafter.seen
-    assert [handle.tokens for handle in handles] == [alone(index) for index in range(3)]
-    assert all(handle.stats.seconds["observe"] > 0.0 for handle in handles)
-
-
-@pytest.mark.parametrize(
-    ("failure", "ended"),
-    [
-        (SequenceErrors({1: ZeroDivisionError("a bug")}), [1]),
-        (ZeroDivisionError("a bug"), [0, 1, 2]),
-        (KeyboardInterrupt(), [0, 1, 2]),
-    ],
-)
-def test_what_fails_while_steps_are_observed_ends_those_requests_only(failure: BaseException, ended: list[int]) -> None:
-    target = Limited(8)
-    engine = Engine(target)
-    good, drafter = engine.submit(request(engine, 3)), OfBatch(failure)
-    handles = [engine.submit(request(engine, index, drafter)) for index in range(3)]
-    with pytest.raises((ZeroDivisionError, KeyboardInterrupt)):
-        engine.run([handles[ended[0]]])
-    for index, handle in enumerate(handles):
-        if index not in ended:
-            engine.run([handle])
-            assert handle.tokens == alone(index)
-        else:
-            assert isinstance(handle.error, ZeroDivisionError | LeapaheadError)
-    engine.run([good])
-    assert good.tokens == alone(3)
     assert not target.open_sessions
 
 

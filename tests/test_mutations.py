@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers import GREEDY, AnyDrafter, RandomTrees, Scattered, full_text, same_text
 
-import leapahead.engine.running
+import leapahead.engine.loop
 from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import BoolArray, IntArray, TokenTree
@@ -330,7 +330,7 @@ def test_a_broken_verifier_is_caught(
     broken: Callable[[TokenTree, Any], Verdict], params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not differs(Toy(), params)
-    monkeypatch.setattr(leapahead.engine.running, "verify", broken)
+    monkeypatch.setattr(leapahead.engine.loop, "verify", broken)
     assert differs(Toy(), params)
 
 

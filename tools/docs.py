@@ -119,23 +119,6 @@ def check_table(root: Path) -> str:
     return table(heads, rows) + _conditions(data, "check")
 
 
-def microseconds_table(root: Path) -> str:
-    """What drafting, verification and commit take of a step, from docs/figures.json."""
-    data = _figures(root)
-    parts = "draft", "verify", "commit", "observe", "rest", "outside"
-    rows = [
-        [str(row["batch"]), f"{row['temperature']:g}", *(f"{row[part]:.1f}" for part in parts)]
-        for row in data["microseconds"]["steps"]
-    ]
-    rows += [
-        [f"16, in vLLM, `{row['sources']}`", "0", *(5 * [""]), f"{row['microseconds']:.1f}"]
-        for row in data["microseconds"]["vllm"]
-    ]
-    return table(" | ".join(("sequences", "temperature", *parts[:-1], "in all")), rows) + _conditions(
-        data, "microseconds"
-    )
-
-
 def overhead_table(root: Path) -> str:
     """What a step costs outside the forward, from docs/figures.json."""
     data = _figures(root)
@@ -397,7 +380,6 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "head-kinds": partial(lengths_table, part="head-kinds"),
     "check": check_table,
     "overhead": overhead_table,
-    "microseconds": microseconds_table,
     "cost-curve": cost_table,
     "regret": regret_table,
     "families": families_table,

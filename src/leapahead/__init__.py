@@ -29,7 +29,7 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, Probes, TokenTree, TreeBuilder
-from leapahead.drafters.base import Drafter, SequenceDrafter, SequenceErrors
+from leapahead.drafters.base import Drafter, SequenceDrafter
 from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.output import Output, TokenLogprobs
 from leapahead.engine.request import Handle, Request
@@ -71,7 +71,6 @@ __all__ = [
     "Result",
     "SamplingParams",
     "SequenceDrafter",
-    "SequenceErrors",
     "SequenceView",
     "Stats",
     "Step",

@@ -128,6 +128,8 @@ class Search:
 
         The filter is given a path below the root and tokens, and tells for each of them whether it may come next.
         """
+    def begin(self, tokens: list[int], nodes: int, depth: int, leaves: int) -> None:
+        """Begins the search for the next tree of a text. Its sources read what is new in it."""
     def __len__(self) -> int: ...
     @property
     def bound(self) -> float: ...
@@ -141,28 +143,28 @@ class Search:
     def deepest(self) -> int: ...
     def take(self) -> bool: ...
     def take_all(self, nodes: int) -> int: ...
+    def observe(
+        self,
+        text: list[int],
+        position: int,
+        tokens: list[int],
+        parents: list[int],
+        path: tuple[int, ...],
+        committed: tuple[int, ...],
+        top_k: Callable[[int], tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]],
+    ) -> None:
+        """The sources, the estimates and the correction learn from a step.
+
+        Args:
+            text: with the committed tokens.
+            position: of the tree's root.
+            tokens, parents: of the tree.
+            path, committed: see `Verdict`.
+            top_k: gives the likeliest tokens after every node and their logits.
+        """
     def states(self, source: int) -> list[tuple[int, float, float]]: ...
-
-def begin(searches: list[Search], texts: list[list[int]], limits: Sequence[tuple[int, int, int]]) -> None:
-    """Begins the searches for the next trees of texts, whose sources read what is new in them.
-
-    Args:
-        limits: nodes, depth and leaves of each.
-    """
-
-def trees(
-    searches: list[Search], sizes: Sequence[int]
-) -> list[tuple[list[int], list[int], list[int], tuple[str, ...], bytes]]:
-    """Tokens, parents, depths, names of sources and P (float64, in memory) of the first nodes of each search."""
-
-def learn(searches: list[Search], steps: list[tuple[Any, ...]]) -> None:
-    """The compiled sources, the estimates and the corrections learn from the steps of one forward.
-
-    Args:
-        steps: of each search: the text with the committed tokens, a list; the position of the tree's root; tokens and
-            parents of the tree; path and tokens of the verdict; and what gives the likeliest tokens after every node
-            and their logits, see `Rows.best`.
-    """
+    def tree(self, size: int) -> tuple[list[int], list[int], list[int], tuple[str, ...], bytes]:
+        """Tokens, parents, depths, names of sources and P (float64, in memory) of the first `size` nodes."""
 
 def take_all(searches: list[Search], nodes: int) -> list[int]: ...
 def best_sizes(

@@ -52,7 +52,7 @@ void Search::begin(const Text &text, Limits limits) {
     guesses_.clear();
     opinions_.clear();
     asked_.clear();
-    nodes_.assign(1, {text.last.back(), -1, 0, -1, 1.0, false, 0, 0, 0, 0, true});
+    nodes_.assign(1, {text.last.back(), -1, 0, -1, 1.0, false, 0, 0, 0, 0});
     for (const auto &source : sources_) {
         source->read(text);
         states_.push_back(source->root());
@@ -101,21 +101,13 @@ bool Search::take() {
     nodes_[entry.node].inner = true;
     const int depth = nodes_[entry.node].depth + 1, node = size();
     deepest_ = std::max(deepest_, depth);
-    nodes_.push_back({guess.token, entry.node, depth, guess.source, -entry.chance, false, 0, 0, 0, 0, false});
-    states_.resize(nodes_.size() * sources_.size(), Source::kNoState);
+    nodes_.push_back({guess.token, entry.node, depth, guess.source, -entry.chance, false, 0, 0, 0, 0});
+    for (size_t i = 0; i < sources_.size(); ++i) {
+        const int state = states_[static_cast<size_t>(entry.node) * sources_.size() + i];
+        states_.push_back(state == Source::kNoState ? state : sources_[i]->follow(state, guess.token));
+    }
     if (depth < limits_.depth) push({entry.chance, order_++, node, -1, -1});
     return true;
-}
-
-void Search::follow(int node) {
-    if (nodes_[node].followed) return;
-    const int parent = nodes_[node].parent;
-    follow(parent);
-    nodes_[node].followed = true;
-    const size_t from = static_cast<size_t>(parent) * sources_.size(), to = static_cast<size_t>(node) * sources_.size();
-    for (size_t i = 0; i < sources_.size(); ++i)
-        if (states_[from + i] != Source::kNoState)
-            states_[to + i] = sources_[i]->follow(states_[from + i], nodes_[node].token);
 }
 
 int Search::take_all(int nodes) {

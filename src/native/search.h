@@ -72,16 +72,11 @@ class Search {
         bool inner;
         int first_guess, end_guess;  // of its candidates, once they were asked for
         int first_asked, end_asked;  // sources
-        bool followed;               // whether the sources' states are known
     };
     const std::vector<Node> &nodes() const { return nodes_; }
     int num_sources() const { return static_cast<int>(sources_.size()); }
     const Source &source(int index) const { return *sources_[index]; }
-    // The state of a source after a node; the sources follow a node when it is asked for first, which is seldom.
-    int state(int node, int source) {
-        follow(node);
-        return states_[static_cast<size_t>(node) * sources_.size() + source];
-    }
+    int state(int node, int source) const { return states_[static_cast<size_t>(node) * sources_.size() + source]; }
     // The sum of p over the candidates below a node, at most 1.
     double total(int node) const;
     const Limits &limits() const { return limits_; }
@@ -109,7 +104,6 @@ class Search {
         }
     };
 
-    void follow(int node);
     void push(const Entry &entry);
     Entry pop();
     // Asks all sources for candidates below a node whose P is `chance`.

@@ -29,7 +29,7 @@ class Stats:
         drafted_by: source -> nodes drafted.
         accepted_by: source -> nodes accepted.
         accepted_at: depth -> nodes accepted at that depth (1 is the first token after the root).
-        seconds: phase -> wall-clock seconds; those of a batch count in equal shares.
+        seconds: phase -> wall-clock seconds; a batched forward counts in equal shares.
         drafter: figures that the drafter reports (pool size, hit rate, ...).
     """
 

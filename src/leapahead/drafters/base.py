@@ -10,7 +10,7 @@ The engine calls, for one sequence: `begin` when its session is open, `read_prom
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -54,36 +54,6 @@ class Host:
     draft_models: DraftModels = field(default_factory=DraftModels)
     heads: TrainedHeads = field(default_factory=TrainedHeads)
     running: Callable[[], int] = int
-
-
-class SequenceErrors(Exception):
-    """Raised by `Drafter.observe` once all sequences were observed: some of them have failed, each for itself.
-
-    Args:
-        errors: by index of the sequence.
-    """
-
-    def __init__(self, errors: Mapping[int, Exception]) -> None:
-        super().__init__("; ".join(map(repr, errors.values())))
-        self.errors = errors
-
-
-def each_alone(
-    action: Callable[[SequenceView, Step], object], sequences: Sequence[SequenceView], steps: Sequence[Step]
-) -> None:
-    """Runs an action for each sequence of a batch and its step, whatever it raises for the others.
-
-    Raises:
-        SequenceErrors: it has failed for some of them.
-    """
-    errors: dict[int, Exception] = {}
-    for index, (sequence, step) in enumerate(zip(sequences, steps, strict=True)):
-        try:
-            action(sequence, step)
-        except Exception as error:
-            errors[index] = error
-    if errors:
-        raise SequenceErrors(errors)
 
 
 class Drafter(ABC):
@@ -145,16 +115,7 @@ class Drafter(ABC):
         """A draft for each sequence, inside its budget. An empty draft is the tree of the root alone."""
 
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:  # noqa: B027
-        """Called after the commit of every step but a text's last; the tokens of the sequences have grown.
-
-        Args:
-            sequences: those of one forward that use this drafter.
-            steps: one for each.
-
-        Raises:
-            SequenceErrors: it has failed for some of the sequences, whose requests end. Any other exception ends the
-                requests of all of them.
-        """
+        """Called after the commit of every step but a text's last; the tokens of the sequences have grown."""
 
     def draft_probabilities(self, sequence: SequenceView, tree: TokenTree) -> Probabilities:
         """For reports, after a step: the probability that each draft model gave to every node of the tree.
@@ -239,7 +200,8 @@ class PerSequence(Drafter):
         ]
 
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
-        each_alone(lambda sequence, step: self._drafters[sequence].observe(sequence, step), sequences, steps)
+        for sequence, step in zip(sequences, steps, strict=True):
+            self._drafters[sequence].observe(sequence, step)
 
     def finish(self, sequence: SequenceView) -> None:
         if (drafter := self._drafters.get(sequence)) is not None:

@@ -22,29 +22,21 @@ import numpy as np
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import whole
-from leapahead.core.tree import UNLIMITED, Budget, TokenTree
-from leapahead.drafters.base import Drafter, Host, Probabilities, each_alone
+from leapahead.core.tree import Budget, TokenTree
+from leapahead.drafters.base import Drafter, Host, Probabilities
 from leapahead.drafters.draft_forwards import DraftForwards, StepForwards
 from leapahead.drafters.drafting import Drafting
 from leapahead.drafters.probe_groups import ProbeGroups
 from leapahead.drafters.sources.compiled import counterpart
 from leapahead.models.base import BRANCHES, TREE, Capture
 from leapahead.models.choices import PromptRows
-from leapahead.planner.compiled import (
-    CompiledTable,
-    begin,
-    learn,
-    proposals,
-    search_class,
-    sizes_that_pay,
-    take_all,
-)
-from leapahead.planner.draft import Proposal, SequenceView, Step
-from leapahead.planner.guard import Guard, Guards
+from leapahead.planner.compiled import CompiledTable, search_class, sizes_that_pay, take_all
+from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
+from leapahead.planner.guard import Guard
 from leapahead.planner.profile import DraftingTime
 from leapahead.planner.sizing import StepPlan
 from leapahead.planner.source import Source
-from leapahead.planner.tree_search import TreeSearch
+from leapahead.planner.tree_search import TreeSearch, proposals
 
 MOST_BRANCHES = 4  # where each takes as many rows as the longest
 MOST_NODES = 128  # of one sequence, where no limit is given
@@ -92,7 +84,8 @@ class Planned(Drafter):
         self._drafting_time = DraftingTime()
         self._observing = 0.0  # seconds spent in `observe` since the last proposal
         self._spent = 0.0  # seconds that the last proposal took, `observe` and `_resized` included
-        self._guards = Guards()
+        self._guards: dict[int, Guard] = {}  # by number of sequences
+        self._reported: tuple[Forward | None, int, int] = (None, 0, 0)  # the last forward, its steps seen, their tokens
         self._sequences: dict[SequenceView, Drafting] = {}
 
     @abstractmethod
@@ -141,33 +134,44 @@ class Planned(Drafter):
             source.read_prompt(sequence, rows)
 
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
-        latency = self.host.latency
+        latency, reads_time = self.host.latency, self._reads_time
         began = latency.clock()
-        if self._reads_time:
-            latency.observe(steps[0].forward)
-        if not self.nodes:
-            self._guards.judge(steps, latency, self._spent)
-        searches: list[TreeSearch] = []
-        seen: list[Step] = []
-
-        def show(sequence: SequenceView, step: Step) -> None:
+        for sequence, step in zip(sequences, steps, strict=True):
             drafting = self._sequences[sequence]
             for source in drafting.sources if self.capture.hidden else ():
                 if source.capture.hidden:
                     source.committed(sequence, step)
-            if drafting.asked and (search := drafting.search) is not None:
+            if reads_time:
+                latency.observe(step.forward)
+            if not self.nodes:
+                self._judge(step)
+            if drafting.asked and drafting.search is not None:
                 if self.probes is not None:
                     self.probes.observe(sequence, drafting.sources, step)
-                search.observe(step)
-                searches.append(search)
-                seen.append(step)
+                drafting.search.observe(step)
             # The tokens of a plain step are read when the sources are asked next.
+        self._observing += latency.clock() - began
 
-        try:
-            each_alone(show, sequences, steps)
-        finally:
-            learn(searches, seen)
-            self._observing += latency.clock() - began
+    def _judge(self, step: Step) -> None:
+        """Tells the guard of a forward, once the steps of all its sequences were seen."""
+        forward = step.forward
+        if forward.cost.read:  # its time says nothing of drafts
+            return
+        last, seen, tokens = self._reported
+        seen, tokens = (seen + 1, tokens + len(step.tokens)) if last is forward else (1, len(step.tokens))
+        self._reported = forward, seen, tokens
+        sequences, rows = forward.cost.sequences, forward.cost.rows
+        if seen < sequences or (guard := self._guards.get(sequences)) is None:
+            return
+        profile = self.host.latency.profile(sequences)
+        if profile.fixed:
+            return
+        plain = profile(sequences)
+        if rows > sequences:
+            spent, expected = forward.seconds + self._spent, profile(rows) + self._spent
+            guard.observe_drafted(spent, expected, tokens / sequences, plain)
+        else:
+            guard.observe_plain(plain)
 
     def finish(self, sequence: SequenceView) -> None:
         for source in self._sequences[sequence].sources:
@@ -206,7 +210,8 @@ class Planned(Drafter):
     def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
         began = self.host.latency.clock()
         total = max(len(sequences), self.host.running())
-        guard = self._guards.of(total)
+        if (guard := self._guards.get(total)) is None:
+            guard = self._guards[total] = Guard()
         self._spent = 0.0
         active = self._active(sequences, budgets, total, guard)
         if not active:
@@ -245,7 +250,7 @@ class Planned(Drafter):
         if not self.nodes:
             longest = plan.longest_back_off(self._drafting_time(0))
             for index, drafting in active.items():
-                is_probed = self.probes is not None and bool(found[index].tree.probes)  # for the next step
+                is_probed = bool(found[index].tree.probes)  # whose candidates are for the next step
                 drafting.back_off.update(paid=is_probed or (pays and kept[index] > 1), longest=longest)
         if not pays and len(sequences) > 1:
             self._suspend_together(sequences)
@@ -310,7 +315,7 @@ class Planned(Drafter):
             room = max((bucket - plan.sequences % bucket) // len(searches), 1)
             kept = {index: min(search.take_all(room), room + 1) for index, search in searches.items()}
         drafted = sum(kept.values()) - len(kept)
-        tokens = sum(sum(searches[index].expected[1:size]) for index, size in kept.items() if size > 1)
+        tokens = sum(sum(searches[index].expected[1:size]) for index, size in kept.items())
         plain = profile(plan.sequences)
         longer = profile(plan.sequences + drafted) - plain + plan.drafting(drafted) - plan.drafting(0) + spent
         profile.observe_gain(tokens * plain / plan.sequences - longer)
@@ -329,29 +334,30 @@ class Planned(Drafter):
             return False
         if not self.nodes and drafting.back_off.suspended():
             return False
-        for source in drafting.readers:
+        for source in drafting.sources:
             source.read(drafting.sequence)
         drafting.asked = True
         return True
 
     def _searches(self, active: Mapping[int, Drafting], budgets: Sequence[Budget]) -> dict[int, TreeSearch]:
         """The searches for the trees of these sequences, with nothing taken."""
-        most_leaves = UNLIMITED if TREE in self.host.info.capabilities and not self.chain else 1
-        if self._has_branches(max(len(self._sequences), self.host.running())):
-            most_leaves = MOST_BRANCHES
-        found, former, limits, table = dict[int, TreeSearch](), list[TreeSearch](), list[Budget](), self.host.acceptance
-        for index, drafting in active.items():
-            nodes, depth, leaves = budgets[index]
-            budget = Budget(min(nodes, self.max_nodes), depth, min(leaves, most_leaves))
-            if drafting.search is None:
-                given = drafting.sequence, drafting.sources, table, budget, self.seed_aware, drafting.correction
-                drafting.search = search_class(table)(*given)
-            else:
-                former.append(drafting.search)
-                limits.append(budget)
-            found[index] = drafting.search
-        begin(former, limits)
-        return found
+        has_branches = self._has_branches(max(len(self._sequences), self.host.running()))
+        return {index: self._search(drafting, budgets[index], has_branches) for index, drafting in active.items()}
+
+    def _search(self, drafting: Drafting, budget: Budget, has_branches: bool) -> TreeSearch:
+        leaves = budget.leaves if TREE in self.host.info.capabilities and not self.chain else 1
+        if has_branches:
+            leaves = min(budget.leaves, MOST_BRANCHES)
+        if budget.nodes > self.max_nodes or budget.leaves != leaves:
+            budget = Budget(min(budget.nodes, self.max_nodes), budget.depth, leaves)
+        if drafting.search is None:
+            table = self.host.acceptance
+            drafting.search = search_class(table)(
+                drafting.sequence, drafting.sources, table, budget, self.seed_aware, drafting.correction
+            )
+        else:
+            drafting.search.begin(budget)
+        return drafting.search
 
     def _sizes(self, searches: Mapping[int, TreeSearch], plan: StepPlan, spent: float) -> dict[int, int]:
         """How many nodes of each tree are drafted, the root counted.
@@ -385,8 +391,7 @@ class Planned(Drafter):
         if not drafted or self.host.info.bucket > 1:  # there, the price of changes has decided, and a pause is a change
             return drafted > 0
         profile = plan.latency.profile(plan.sequences)
-        deeper = sum(sum(searches[index].expected[1:size]) for index, size in kept.items() if size > 1)
-        tokens = plan.sequences + deeper
+        tokens = plan.sequences - len(kept) + sum(sum(searches[index].expected[:size]) for index, size in kept.items())
         rows = plan.rows(kept, [each.tree for each in proposals])
         seconds = plan.seconds(rows) + plan.resizing + plan.drafting(drafted) + spent
         return tokens / seconds > WORTH * plan.sequences / profile(plan.sequences)

@@ -16,17 +16,231 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 
-from leapahead.core.errors import DraftError
+from leapahead.core.errors import BadParameter, DraftError, LeapaheadError
+from leapahead.core.relaxed import verify_relaxed
+from leapahead.core.sampling import checked
+from leapahead.core.stats import Stats
+from leapahead.core.stop import Stopper
+from leapahead.core.text import Detokenizer, Tokenizer
 from leapahead.core.tree import Budget, TokenTree
-from leapahead.drafters.base import Drafter, SequenceErrors
-from leapahead.engine.clock import Clock
-from leapahead.engine.output import Output
-from leapahead.engine.running import Running, interrupted
-from leapahead.models.base import Capture, Cost, ReadsInSteps, Target
-from leapahead.models.choices import Choices
-from leapahead.planner.draft import Forward, Proposal, Step
+from leapahead.core.verify import Verdict, verify
+from leapahead.drafters.base import Drafter
+from leapahead.engine.output import Output, TokenLogprobs
+from leapahead.engine.request import Handle
+from leapahead.models.base import Capture, Cost, ReadsInSteps, Session, Target
+from leapahead.models.choices import Choices, PromptRows
+from leapahead.models.embeddings import AddsEmbeddings
+from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 
-Done = tuple[Running, Step, Output]  # a sequence with the step that it has committed
+
+class Clock:
+    """Charges the time since the last charge to a phase of `Stats.seconds`.
+
+    Args:
+        now: gives the time in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.last = now()
+
+    def charge(self, phase: str, stats: Stats, choose: float = 0.0) -> None:
+        """Charges one sequence. Of the seconds since the last charge, `choose` are charged to that phase."""
+        last, self.last = self.last, self._now()
+        stats.seconds[phase] += self.last - last - choose
+        stats.seconds["choose"] += choose
+
+    def share(self, phase: str, batch: Sequence[Running], part: float = 1.0) -> float:
+        """Charges several sequences with equal shares of `part` of the seconds since the last charge. Returns these."""
+        last, self.last = self.last, self._now()
+        for running in batch:
+            running.stats.seconds[phase] += part * (self.last - last) / len(batch)
+        return self.last - last
+
+
+class Running:
+    """A request with a session: its text in the making.
+
+    Args:
+        target: that decodes it.
+        session: of that target.
+        handle: where its outputs go.
+        tokenizer: for stop strings.
+
+    Attributes:
+        capture: what its steps read of a forward beside the choices.
+        reading: whether a part of its prompt is still to be read.
+        error: what ends it, once something has failed.
+    """
+
+    def __init__(self, target: Target, session: Session, handle: Handle, tokenizer: Tokenizer | None = None) -> None:
+        self.target, self.session, self.handle = target, session, handle
+        request = handle.request
+        self.drafter, self.stats = request.drafter, handle.stats
+        self.capture = self.drafter.capture
+        if request.logprobs is not None or request.acceptance is not None:
+            self.capture |= Capture(logits=True)
+        source = request.tokens if target.info.decoder is not None else ()
+        self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction, request.owner, source)
+        text = Detokenizer(tokenizer).add if tokenizer is not None else None
+        self.stopper = Stopper(request.stop, session.tokens, target.info.context_length, text, self._complete())
+        self.error: BaseException | None = None
+        self.reading = session.unread > 0
+        self._ending = False
+
+    def _complete(self) -> Callable[[Sequence[int]], bool] | None:
+        """Whether the grammar, if there is one, allows nothing after these tokens, which follow the committed ones."""
+        grammar, tokens = self.view.grammar, self.session.tokens
+        return None if grammar is None else lambda new: grammar.ended(len(tokens), new)
+
+    def begin(self, rows: Sequence[PromptRows]) -> None:
+        """Shows the drafter the sequence, and those captured rows of its prompt that were read before."""
+        try:
+            self.drafter.begin(self.view)
+            for some in rows:
+                self.show_prompt(some)
+        except Exception as error:
+            self.error = error
+        except BaseException:
+            self.error = LeapaheadError("decoding was interrupted while this request began")
+            raise
+
+    @property
+    def finished(self) -> bool:
+        return self.stopper.finish_reason is not None or self.error is not None
+
+    @property
+    def reads_in_step(self) -> bool:
+        """Whether its prompt may be read in the forward of a step."""
+        if self.capture.hidden or not isinstance(self.target, ReadsInSteps):
+            return False
+        return len(self.session.tokens) - self.session.unread < self.target.info.reads_in_steps
+
+    def checked(self, proposal: Proposal, budget: Budget) -> Proposal:
+        """The proposal, if the target may be given it.
+
+        Raises:
+            DraftError: it is none, stands over another root, has tokens outside the vocabulary, or exceeds the budget;
+                or it has probes that the target does not know.
+        """
+        name = self.drafter.name
+        if not isinstance(proposal, Proposal):
+            raise DraftError(f"drafter {name!r} proposed {proposal!r}; propose must return a Proposal")
+        tree, root = proposal.tree, self.view.root
+        tokens = tree.token_list
+        if tree.probes:
+            known = self.target.embeddings() if isinstance(self.target, AddsEmbeddings) else range(0)
+            if not all(token in known for probes in tree.probes for token in probes.tokens):
+                raise DraftError(f"drafter {name!r} drafted probes whose embeddings were not added to the target")
+        if tokens[0] != root:
+            raise DraftError(f"drafter {name!r} drafted over token {tokens[0]}, not {root}")
+        if len(tokens) == 1:
+            return proposal
+        if proposal.sources and len(proposal.sources) != len(tokens):
+            raise DraftError(f"drafter {name!r} named {len(proposal.sources)} sources for {len(tokens)} nodes")
+        if min(tokens) < 0 or max(tokens) >= self.view.vocab_size:
+            raise DraftError(f"drafter {name!r} drafted a token outside the vocabulary of {self.view.vocab_size}")
+        if not budget.allows(tree):
+            raise DraftError(f"drafter {name!r} drafted beyond its budget of {budget}")
+        return proposal
+
+    def read_prompt(self, max_tokens: int) -> PromptRows | None:
+        """Reads one chunk of the prompt; returns its captured rows."""
+        began = perf_counter()
+        rows = self.target.prefill(self.session, max_tokens)
+        if rows is not None:
+            rows.layers = self.capture.hidden
+        self.reading = self.session.unread > 0
+        self.show_prompt(rows)
+        self.stats.prefill_forwards += 1
+        self.stats.prefill_seconds += perf_counter() - began
+        return rows
+
+    def show_prompt(self, rows: PromptRows | None) -> None:
+        """Gives the captured rows of a chunk to the drafter."""
+        if rows is not None:
+            self.drafter.read_prompt(self.view, rows)
+
+    def advance(self, proposal: Proposal, choices: Choices, clock: Clock, forward: Forward) -> Output:
+        """Verify, stop, commit, observe, count."""
+        request = self.handle.request
+        if request.on_choices is not None:
+            request.on_choices(proposal, choices)
+        position = len(self.session.tokens) - 1
+        verdict = self.stopper.cut(self._verdict(proposal, choices))
+        if min(verdict.tokens) < 0:  # after the cut: EOS needs no successor
+            if self.view.grammar is not None and self.view.grammar.problem:
+                raise BadParameter(self.view.grammar.problem)
+            checked(verdict.tokens, f"position {position + len(verdict.tokens)}")
+        logprobs = () if request.logprobs is None else self._logprobs(verdict, choices, request.logprobs)
+        clock.charge("verify", self.stats, choose=choices.seconds_since())
+        self.stats.replayed += self.view.replay
+        self.session.commit(verdict)
+        self.view.replay = self.session.replay
+        clock.charge("commit", self.stats)
+        step = Step(proposal, choices, verdict, position, forward)
+        if not self.finished:
+            self.drafter.observe([self.view], [step])
+        self._count(step)
+        clock.charge("observe", self.stats, choose=choices.seconds_since())
+        if request.on_step is not None:
+            request.on_step(step)
+        stopper = self.stopper
+        return Output(verdict.tokens, verdict.accepted, stopper.finish_reason, stopper.stop_reason, logprobs)
+
+    def _verdict(self, proposal: Proposal, choices: Choices) -> Verdict:
+        """By exact matching, unless the request has a relaxed rule or the drafter one of its own."""
+        if proposal.judge is not None:
+            return proposal.judge(choices)
+        rule = self.handle.request.acceptance
+        if rule is None or len(proposal.tree) == 1:
+            return verify(proposal.tree, choices)
+        return verify_relaxed(proposal.tree, choices, choices.log_distribution, rule)
+
+    @staticmethod
+    def _logprobs(verdict: Verdict, choices: Choices, k: int) -> tuple[TokenLogprobs, ...]:
+        chosen, tokens, values = choices.log_probabilities(verdict.path, verdict.tokens, k)
+        return tuple(
+            TokenLogprobs(token, float(logprob), tuple(zip(some.tolist(), theirs.tolist(), strict=True)))
+            for token, logprob, some, theirs in zip(verdict.tokens, chosen, tokens, values, strict=True)
+        )
+
+    def _count(self, step: Step) -> None:
+        stats, tree, verdict = self.stats, step.proposal.tree, step.verdict
+        size = len(tree)
+        stats.steps += 1
+        stats.committed += len(verdict.tokens)
+        stats.nodes += size
+        if size == 1:
+            return
+        sources = step.proposal.sources or (self.drafter.name,) * size
+        stats.drafted += size - 1
+        stats.accepted += verdict.accepted
+        stats.drafted_by.update(sources[1:])
+        nodes = verdict.path
+        if len(nodes) == verdict.accepted:  # the text ends at a drafted token, whose node was cut from the path
+            nodes += (tree.child(nodes[-1], verdict.tokens[-1]) or 0,)
+        for depth in range(1, verdict.accepted + 1):
+            stats.accepted_by[sources[nodes[depth]]] += 1
+            stats.accepted_at[depth] += 1
+
+    def close(self) -> None:
+        """Ends the text: the drafter keeps what it teaches, the cache rows are released. Again after an interrupt."""
+        try:
+            if not self._ending:
+                self._ending = True
+                if self.error is None:
+                    self.drafter.finish(self.view)
+                self.stats.drafter = self.drafter.figures(self.view)
+        except Exception as error:  # a drafter of the user's
+            self.error = self.error or error
+        finally:
+            try:
+                self.drafter.close(self.view)
+            except Exception as error:
+                self.error = self.error or error
+            finally:
+                self.session.close()
 
 
 def step(
@@ -49,93 +263,47 @@ def step(
     """
     clock, reads = Clock(now), reads or {}
     later = [running for running, most in reads.items() if most < running.session.unread]  # their prompts go on
-    proposals = propose(target, [running for running in batch if running not in later], reads)
+    proposals = propose(target, [running for running in batch if running not in later], clock, reads)
     proposals |= {running: Proposal(TokenTree.root(running.view.root)) for running in later}
     batch = [running for running in batch if running in proposals]
     if not batch:
         return []
-    drafts = [proposals[running] for running in batch]
-    trees = [proposal.tree for proposal in drafts]
+    trees = [proposals[running].tree for running in batch]
     sessions = [running.session for running in batch]
     capture = _union([running.capture for running in batch])
     cost = target.cost(sessions, trees)
-    clock.charge("draft")
+    clock.share("draft", batch)
     if reads and isinstance(target, ReadsInSteps):
         unread = [session.unread for session in sessions]
         choices = target.step_and_read(sessions, trees, [reads.get(running, 0) for running in batch], capture)
-        forward = _shared(clock, batch, choices, unread, cost)
-        for running, chosen in zip(batch, choices, strict=True):
-            if running.reading:
-                running.alone(running.show_prompt, chosen.prompt)
-                running.reading = not chosen.took_part and running.session.unread > 0
+        forward = _share(clock, batch, choices, unread, cost)
     else:
         choices = target.step(sessions, trees, capture=capture)
-        forward = Forward(clock.charge("forward"), cost)
-    for chosen in choices if capture.hidden else ():
-        chosen.layers = capture.hidden
-    done: list[Done] = []
+        forward = Forward(clock.share("forward", batch), cost)
+    outputs = []
     try:
-        _commit(batch, drafts, choices, forward, clock, done)
-        _observe(done)
-        clock.charge("observe", choose=sum([chosen.seconds_since() for chosen in choices]))
-        clock.settle([running.stats for running, _, _ in done])
-        for running, step, _ in done:
-            if (on_step := running.handle.request.on_step) is not None and running.error is None:
-                running.alone(on_step, step)
-    finally:  # whatever was interrupted: what the others have committed belongs to their texts
-        outputs = [(running, output) for running, _, output in done if running.error is None]
-        for running, output in outputs:
-            running.handle.add(output)
-        for running, _ in outputs:  # of all together: a thread that is woken takes the interpreter's lock from the rest
+        for running, chosen in zip(batch, choices, strict=True):
+            chosen.layers = capture.hidden
+            try:
+                running.show_prompt(chosen.prompt)
+                running.reading = running.reading and not chosen.took_part and running.session.unread > 0
+                if not chosen.took_part:
+                    continue
+                output = running.advance(proposals[running], chosen, clock, forward)
+                running.handle.add(output)  # at once: an interrupt in the next sequence does not lose it
+                outputs.append((running, output))
+            except Exception as error:
+                running.error = error
+            except BaseException:  # interrupted, perhaps between two changes of the session
+                running.error = LeapaheadError("decoding was interrupted while a step of this request was committed")
+                raise
+    finally:  # of all together: a thread that is woken takes the interpreter's lock from the other sequences
+        for running, _ in outputs:
             running.handle.tell()
     return outputs
 
 
-def _commit(
-    batch: Sequence[Running],
-    drafts: Sequence[Proposal],
-    choices: Sequence[Choices],
-    forward: Forward,
-    clock: Clock,
-    done: list[Done],
-) -> None:
-    """Verifies the drafts, and then commits what was accepted; adds each sequence to `done` when it is committed."""
-    verdicts = []
-    for running, proposal, chosen in zip(batch, drafts, choices, strict=True):
-        is_stepped = chosen.took_part and running.error is None
-        verdicts.append(running.alone(running.verify, proposal, chosen) if is_stepped else None)
-    clock.charge("verify", choose=sum([chosen.seconds_since() for chosen in choices]))
-    for running, proposal, chosen, verdict in zip(batch, drafts, choices, verdicts, strict=True):
-        if verdict is not None and (found := running.alone(running.commit, proposal, chosen, verdict, forward)):
-            done.append((running, *found))
-    clock.charge("commit")
-
-
-def _observe(done: Sequence[Done]) -> None:
-    """Shows the drafters the steps of the texts that go on, of each drafter all together."""
-    groups: dict[Drafter, list[tuple[Running, Step]]] = {}
-    for running, step, _ in done:
-        if not running.finished:
-            groups.setdefault(running.drafter, []).append((running, step))
-    for drafter, members in groups.items():
-        failed: BaseException | None = None
-        try:
-            drafter.observe([running.view for running, _ in members], [step for _, step in members])
-        except SequenceErrors as found:
-            for index, error in found.errors.items():
-                members[index][0].error = error
-        except Exception as error:
-            failed = error
-        except BaseException:
-            failed = interrupted()
-            raise
-        finally:
-            if failed is not None:
-                for running, _ in members:
-                    running.error = failed
-
-
-def _shared(
+def _share(
     clock: Clock, batch: Sequence[Running], choices: Sequence[Choices], unread: Sequence[int], cost: Cost
 ) -> Forward:
     """Charges a forward that read prompts too: the prompts by their tokens, what remains to those that took part.
@@ -143,12 +311,13 @@ def _shared(
     Args:
         unread: tokens of each prompt that were unread before.
     """
+    decoded = [running for running, chosen in zip(batch, choices, strict=True) if chosen.took_part]
     read = [
         before if before and chosen.took_part else before - running.session.unread
         for running, chosen, before in zip(batch, choices, unread, strict=True)
     ]
     rows = sum(read) + cost.rows
-    seconds = clock.charge("forward", part=cost.rows / rows)
+    seconds = clock.share("forward", decoded, cost.rows / rows)
     for running, tokens in zip(batch, read, strict=True):
         if tokens:
             running.stats.prefill_forwards += 1
@@ -165,7 +334,9 @@ def _union(captures: Sequence[Capture]) -> Capture:
     return found
 
 
-def propose(target: Target, batch: Sequence[Running], reads: Mapping[Running, int]) -> dict[Running, Proposal]:
+def propose(
+    target: Target, batch: Sequence[Running], clock: Clock, reads: Mapping[Running, int]
+) -> dict[Running, Proposal]:
     """A draft for each sequence, which ends where the text must end. Those of one drafter are drafted together.
 
     Args:
@@ -182,6 +353,7 @@ def propose(target: Target, batch: Sequence[Running], reads: Mapping[Running, in
             groups.setdefault(running.drafter, []).append((running, Budget(nodes, depth, leaves)))
     for drafter, members in groups.items():
         found.update(_propose(drafter, members))
+        clock.share("draft", [running for running, _ in members])
     return found
 
 

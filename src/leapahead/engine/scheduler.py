@@ -26,10 +26,9 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.text import Tokenizer
 from leapahead.drafters.base import Drafter, Host
 from leapahead.engine.attached import AttachedDrafters
-from leapahead.engine.loop import step
+from leapahead.engine.loop import Running, step
 from leapahead.engine.output import Output
 from leapahead.engine.request import Handle, Request
-from leapahead.engine.running import Running
 from leapahead.engine.turn import Turn
 from leapahead.models.base import KeepsPrefixes, Session, Target, checked_prompt
 from leapahead.models.choices import PromptRows
@@ -71,11 +70,12 @@ class Engine:
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.latency = latency or LatencyProfiles(target.info)
         self.acceptance = acceptance or acceptance_table()
-        self._active, self._batch_size = list[Running](), 0  # the latter of the step under way
+        self._batch_size = 0  # of the step under way
         host = Host(target.info, self.latency, self.acceptance, tokenizer, target, running=lambda: self._batch_size)
         self._drafters, self._queue = AttachedDrafters(target, host), deque[Handle]()
         self._samples: dict[Handle, list[Handle]] = {}  # first of several samples of a prompt -> the others
         self._prompt_rows: dict[Handle, list[PromptRows]] = {}  # captured for those others
+        self._active: list[Running] = []
         self._turn, self._closed = Turn(target.lock), False
         self._changed = self._turn.changed  # guards the queue and the handles; held for moments only
 

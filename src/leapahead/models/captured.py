@@ -135,7 +135,7 @@ class TopKRows(PromptRows):
         if found is not None:
             self.top_k_start = found.start
 
-    def best(self, k: int) -> tuple[IntArray, FloatArray]:
+    def top_k(self, k: int) -> tuple[IntArray, FloatArray]:
         if self._found is None:
             raise Refused("no top-k tokens were captured; ask for them in Capture(top_k=...)")
-        return self._found.tokens, self._found.logits
+        return self._found.tokens[:, :k], self._found.logits[:, :k]

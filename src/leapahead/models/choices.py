@@ -45,16 +45,12 @@ class Rows:
 
         From unprocessed logits, for every row, accepted or not.
         """
-        tokens, logits = self.best(k)
-        return tokens[:, :k], logits[:, :k]
-
-    def best(self, k: int) -> tuple[IntArray, FloatArray]:
-        """As `top_k`, with more columns where a wider selection was read before."""
         if self._best is None or self._best[0].shape[1] < k:
             began = perf_counter()
             self._best = best(self._live(), k)
             self._seconds += perf_counter() - began
-        return self._best
+        tokens, logits = self._best
+        return tokens[:, :k], logits[:, :k]
 
     @property
     def logits(self) -> Array:

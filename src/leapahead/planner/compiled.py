@@ -8,7 +8,7 @@ Both give the same trees and the same numbers, which the tests compare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import ref
 
@@ -90,19 +90,21 @@ class CompiledSearch(TreeSearch):
     acceptance: CompiledTable
 
     def begin(self, budget: Budget) -> None:
-        sequence, params = self.sequence, self.sequence.params
-        self._adapters = [_adapter(source, sequence) for source in self.sources]
-        self._uncompiled = [source for source in self.sources if source.compiled is None]
-        self.compiled = native.module.Search(
-            self._adapters,
-            self.acceptance.table,
-            MODES[self.mode],
-            params.seed,
-            params.temperature,
-            self.correction.factor,
-            _filter(self) if sequence.grammar is not None else None,
-        )
-        begin([self], [budget])
+        self.budget, sequence = budget, self.sequence
+        if not hasattr(self, "compiled"):
+            params = sequence.params
+            self._adapters = [_adapter(source, sequence) for source in self.sources]
+            self._uncompiled = [source for source in self.sources if source.compiled is None]
+            self.compiled = native.module.Search(
+                self._adapters,
+                self.acceptance.table,
+                MODES[self.mode],
+                params.seed,
+                params.temperature,
+                self.correction.factor,
+                _filter(self) if sequence.grammar is not None else None,
+            )
+        self.compiled.begin(sequence.tokens, budget.nodes, budget.depth, budget.leaves)
 
     def __len__(self) -> int:
         return len(self.compiled)
@@ -141,14 +143,22 @@ class CompiledSearch(TreeSearch):
         return list(found)
 
     def proposal(self, nodes: int | None = None) -> Proposal:
-        return _trees([self], [len(self.compiled) if nodes is None else nodes])[0]
+        tokens, parents, depths, sources, expected = self.compiled.tree(len(self.compiled) if nodes is None else nodes)
+        return Proposal(TokenTree.of_lists(tokens, parents, depths), sources, np.frombuffer(expected))
 
     def observe(self, step: Step) -> None:
+        sequence, tree, verdict = self.sequence, step.proposal.tree, step.verdict
         for source in self._uncompiled:
-            source.observe(self.sequence, step)
-
-    def learn(self, step: Step) -> None:
-        learn([self], [step])
+            source.observe(sequence, step)
+        self.compiled.observe(
+            sequence.tokens,
+            step.position,
+            tree.token_list,
+            tree.parent_list,
+            verdict.path,
+            verdict.tokens,
+            step.choices.top_k,
+        )
 
 
 def _filter(search: TreeSearch) -> Callable[[list[int], list[int]], list[bool]]:
@@ -176,66 +186,9 @@ def search_class(acceptance: AcceptanceTable) -> type[TreeSearch]:
     return CompiledSearch if isinstance(acceptance, CompiledTable) else TreeSearch
 
 
-def begin(searches: Sequence[TreeSearch], budgets: Sequence[Budget]) -> None:
-    """`TreeSearch.begin` of searches that have begun before."""
-    for search, budget in zip(searches, budgets, strict=True):
-        if isinstance(search, CompiledSearch):
-            search.budget = budget
-        else:
-            search.begin(budget)
-    if compiled := _compiled(searches):
-        native.module.begin(compiled, [search.sequence.tokens for search in searches], budgets)
-
-
-def learn(searches: Sequence[TreeSearch], steps: Sequence[Step]) -> None:
-    """What the searches, and the compiled sources, learn from the steps of one forward; see `TreeSearch.learn`."""
-    if not (compiled := _compiled(searches)):
-        for search, step in zip(searches, steps, strict=True):
-            search.learn(step)
-        return
-    seen = []
-    for search, step in zip(searches, steps, strict=True):
-        tree, verdict = step.proposal.tree, step.verdict
-        seen.append(
-            (
-                search.sequence.tokens,
-                step.position,
-                tree.token_list,
-                tree.parent_list,
-                verdict.path,
-                verdict.tokens,
-                step.choices.best,
-            )
-        )
-    native.module.learn(compiled, seen)
-
-
-def proposals(
-    sequences: Sequence[SequenceView], searches: Mapping[int, TreeSearch], kept: Mapping[int, int]
-) -> list[Proposal]:
-    """The draft of every sequence of a step.
-
-    Args:
-        searches, kept: by index of the sequence: the search, and how many of its nodes are drafted, the root counted.
-    """
-    drafted = [index for index, size in kept.items() if size > 1]
-    drafts = dict(zip(drafted, _trees([searches[at] for at in drafted], [kept[at] for at in drafted]), strict=True))
-    return [drafts.get(at) or Proposal(TokenTree.root(sequence.root)) for at, sequence in enumerate(sequences)]
-
-
-def _trees(searches: Sequence[TreeSearch], sizes: Sequence[int]) -> list[Proposal]:
-    """The drafts of the first `sizes` nodes of searches."""
-    if not (compiled := _compiled(searches)):
-        return [search.proposal(size) for search, size in zip(searches, sizes, strict=True)]
-    return [
-        Proposal(TokenTree.of_lists(tokens, parents, depths), sources, np.frombuffer(expected))
-        for tokens, parents, depths, sources, expected in native.module.trees(compiled, sizes)
-    ]
-
-
 def take_all(searches: Mapping[int, TreeSearch], nodes: int) -> dict[int, int]:
     """`TreeSearch.take_all` of the searches of one step: key -> size of the tree, the root counted."""
-    if compiled := _compiled(searches.values()):
+    if compiled := _compiled(searches):
         return dict(zip(searches, native.module.take_all(compiled, nodes), strict=True))
     return {index: search.take_all(nodes) for index, search in searches.items()}
 
@@ -249,7 +202,7 @@ def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, spent: fl
         spent: seconds that draft forwards have taken in this step.
     """
     profile, drafting, ahead = plan.latency.profile(plan.sequences), plan.drafting, plan.ahead(searches)
-    compiled = _compiled(searches.values())
+    compiled = _compiled(searches)
     if compiled and not profile.fixed:
         found = native.module.best_sizes(
             compiled,
@@ -279,8 +232,7 @@ def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, spent: fl
     return dict(zip(searches, found, strict=True))
 
 
-def _compiled(searches: Collection[TreeSearch]) -> list[native.module.Search]:
-    """The compiled searches of a step; none where they are not compiled, which is the same for all of an engine."""
-    if not isinstance(next(iter(searches), None), CompiledSearch):
-        return []
-    return [search.compiled for search in searches]  # type: ignore[attr-defined]
+def _compiled(searches: Mapping[int, TreeSearch]) -> list[native.module.Search]:
+    """The compiled searches; none if one of them is not compiled."""
+    found = [search.compiled for search in searches.values() if isinstance(search, CompiledSearch)]
+    return found if len(found) == len(searches) else []

@@ -15,12 +15,8 @@ trial may lose less. Once drafting has gained as much as a trial may lose, all t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import sqrt
 from typing import NamedTuple
-
-from leapahead.planner.draft import Step
-from leapahead.planner.profile import LatencyProfiles
 
 LEAST = 4.0  # excess in plain steps at which drafting is suspended, at first
 TRIAL_LEAST = 2.0  # and after a suspension
@@ -134,39 +130,3 @@ class Guard:
         """Whether the excess is greater than chance explains."""
         least = LEAST if self._length == FIRST else TRIAL_LEAST
         return self._losses.excess > least + CHANCE * sqrt(self._losses.steps * self._variance)
-
-
-class Guards:
-    """The guards of one drafter, by number of sequences."""
-
-    def __init__(self) -> None:
-        self._guards: dict[int, Guard] = {}
-
-    def of(self, sequences: int) -> Guard:
-        """That of steps of so many sequences, made when it is first asked for."""
-        if (found := self._guards.get(sequences)) is None:
-            found = self._guards[sequences] = Guard()
-        return found
-
-    def judge(self, steps: Sequence[Step], latency: LatencyProfiles, drafting: float) -> None:
-        """Tells the guard of a forward, if these are the steps of all its sequences.
-
-        Args:
-            steps: of one forward.
-            latency: of the target.
-            drafting: seconds that the drafts of these steps took.
-        """
-        forward = steps[0].forward
-        sequences, rows = forward.cost.sequences, forward.cost.rows
-        if forward.cost.read or len(steps) < sequences:  # the time of a prompt's forward says nothing of drafts
-            return
-        if (guard := self._guards.get(sequences)) is None:
-            return
-        profile = latency.profile(sequences)
-        if profile.fixed:
-            return
-        plain, tokens = profile(sequences), sum(len(step.tokens) for step in steps)
-        if rows > sequences:
-            guard.observe_drafted(forward.seconds + drafting, profile(rows) + drafting, tokens / sequences, plain)
-        else:
-            guard.observe_plain(plain)

@@ -10,7 +10,7 @@ that the sequence's grammar does not allow are dropped, and count nowhere.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial, reduce
 from heapq import heappop, heappush
 from itertools import count
@@ -177,9 +177,10 @@ class TreeSearch:
         return Proposal(tree, tuple(self._names[:size]), np.array(self.expected[:size]))
 
     def observe(self, step: Step) -> None:
-        """The sources learn from a step; `learn` is to be called next."""
+        """The sources and the estimates learn from a step."""
         for source in self.sources:
             source.observe(self.sequence, step)
+        self.learn(step)
 
     def learn(self, step: Step) -> None:
         """Updates the estimates with the outcome of all guesses along the committed path, drafted or not."""
@@ -270,3 +271,17 @@ def _guess(token: int, estimates: Sequence[tuple[Key, float] | None], parameters
     proposing = [each for each in estimates if each is not None]
     best, _ = max(proposing, key=lambda each: each[1])
     return Guess(token, mixed(parameters, logits), tuple([key for key, _ in proposing]), logits, str(best[0]))
+
+
+def proposals(
+    sequences: Sequence[SequenceView], searches: Mapping[int, TreeSearch], kept: Mapping[int, int]
+) -> list[Proposal]:
+    """The draft of every sequence of a step.
+
+    Args:
+        searches, kept: by index of the sequence: the search, and how many of its nodes are drafted, the root counted.
+    """
+    return [
+        searches[index].proposal(kept[index]) if kept.get(index, 1) > 1 else Proposal(TokenTree.root(sequence.root))
+        for index, sequence in enumerate(sequences)
+    ]

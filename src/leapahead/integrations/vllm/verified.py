@@ -25,12 +25,13 @@ class ForwardRows(Rows):
     vLLM may have changed them in place for the request's penalties, bans and grammar, which makes better drafts.
     """
 
-    def best(self, k: int) -> tuple[IntArray, FloatArray]:
+    def top_k(self, k: int) -> tuple[IntArray, FloatArray]:
         if self._best is None or self._best[0].shape[1] < k:
-            tokens, logits = super().best(k)
+            tokens, logits = super().top_k(k)
             top = np.nan_to_num(logits[:, :1], nan=0.0, posinf=0.0, neginf=0.0)
             self._best = tokens, np.clip(np.nan_to_num(logits - top, nan=LEAST_LOGIT), LEAST_LOGIT, 0.0)
-        return self._best
+        tokens, logits = self._best
+        return tokens[:, :k], logits[:, :k]
 
 
 class Verified(Choices):
@@ -51,8 +52,8 @@ class Verified(Choices):
         self._known = dict(enumerate(tokens))
         self._forward, self._start = rows, start
 
-    def best(self, k: int) -> tuple[IntArray, FloatArray]:
+    def top_k(self, k: int) -> tuple[IntArray, FloatArray]:
         assert self._forward is not None, "the drafter's capture request names what the forward must give"
-        tokens, logits = self._forward.best(k)
+        tokens, logits = self._forward.top_k(k)
         end = self._start + len(self.tree)
         return tokens[self._start : end], logits[self._start : end]
