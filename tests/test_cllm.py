@@ -188,7 +188,7 @@ def test_held_out_losses(target: Any, texts: list[Text]) -> None:
         ({"block": 0}, "block=0 is not possible: it must be at least 1"),
         ({"ar_weight": -1.0}, r"ar_weight=-1\.0 is not possible"),
         ({"sampled": 0.5}, r"sampled=0\.5 is not possible"),
-        ({"data": ""}, "give either data"),
+        ({"data": ""}, "give data, a file of prompts, or texts"),
     ],
 )
 def test_impossible_settings(given: dict[str, Any], message: str) -> None:
