@@ -109,6 +109,7 @@ def test_texts_of_another_run_and_further_prompts_are_trained_on_together(
     assert found == again
     assert found[: len(before)] == before
     assert [text.index for text in found] == list(range(len(before) + 2))
+    assert llm.tokenizer is not None
     assert [llm.tokenizer.decode(text.prompt) for text in found[len(before) :]] == ["def more", "class More"]
     state = State(step=1, seconds=1.0, points=[[1, 1.0]])
     run = run_of(settings, found, folder, state, (), {"gpu": None, "cpu": "a core"}, "")
