@@ -46,7 +46,7 @@ def start_of(model: Any) -> Any:
     show_default=True,
     help="Folder of `research repair`, which gets what is written, too.",
 )
-@click.option("--count", type=click.IntRange(min=1), default=4000, show_default=True, help="Number of prompts.")
+@click.option("--count", type=click.IntRange(min=1), default=2000, show_default=True, help="Number of prompts.")
 @click.option("--evaluated", type=click.IntRange(min=1), default=40, show_default=True, help="Of held-out files.")
 def main(repair: Path, count: int, evaluated: int) -> None:
     """Write the beginning of a draft model of the text-repair model, and prompts to train it on."""
