@@ -139,7 +139,7 @@ $(DISTILLED)/exercises.jsonl: | $(INSTALLED)
 	@mkdir -p $(DISTILLED)
 	$(BIN)/python -m research exercises --count 4000 --out $@
 $(DISTILLED)/draft/draft/README.md: | $(HEADS)/eagle3/head/README.md $(DISTILLED)/exercises.jsonl
-	$(call TRAIN_ON,train-draft,draft) --data $(DISTILLED)/exercises.jsonl --draft bundled --lr 2e-3 --steps $(DRAFT_STEPS)
+	$(call TRAIN_ON,train-draft,draft) --data $(DISTILLED)/exercises.jsonl --draft bundled --lr 3e-3 --steps $(DRAFT_STEPS)
 $(DISTILLED)/pard/draft/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN_ON,train-draft,pard) --kind pard --draft bundled --lr 2e-3 --steps $(PARD_STEPS)
 $(DISTILLED)/cllm/tuned/README.md: | $(HEADS)/eagle3/head/README.md
