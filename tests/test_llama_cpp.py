@@ -348,7 +348,7 @@ def test_prompts_wait_for_room_in_the_cache(target: LlamaCppTarget) -> None:
 
 
 def test_few_texts_stay_in_the_cells() -> None:
-    """As many as were open at once, since attention goes over all; the others, in the machine's memory."""
+    """Those that were closed last, until another sequence is opened: attention goes over all. The others, in memory."""
     target = load()
     prompts = [range(begin, begin + 20) for begin in range(100, 260, 20)]
     for prompt in prompts:
@@ -362,6 +362,8 @@ def test_few_texts_stay_in_the_cells() -> None:
     for session in sessions:
         session.close()
     assert len(last_positions(target)) == 6
+    assert target.open(prompts[2], GREEDY).track.length == 19
+    assert len(last_positions(target)) == 1
 
 
 @pytest.mark.parametrize(("tokens", "kept"), [(0, 4), (19, 2), (57, 4), (60, 4), (None, 9)])
