@@ -39,8 +39,6 @@ Array = Any  # a numpy array or a torch tensor: whatever the target's logits are
 FloatArray = npt.NDArray[np.floating[Any]]
 
 LEAST_TEMPERATURE = 1e-6  # below it, logits / temperature may overflow in float32
-UNUSUAL = 6.0  # a noise that few tokens exceed
-UNUSUAL_WORD = math.floor(2**32 * math.exp(-math.exp(-UNUSUAL)))  # the noise of lower words is at most that
 UNSETTLED = -2  # in place of a choice that waits for `choose(..., settle=True)`
 
 
@@ -226,6 +224,22 @@ class Sampler:
             chosen = map(self._sampled, _on_host(scores), least, positions)
             return self._to_array(np.fromiter(chosen, np.int64, len(positions)))
 
+    def choice(self, logits: Array, tree: TokenTree, node: int, length: int) -> int:
+        """`choose` for one node. Where only its own row of logits matters, with the fewest operations.
+
+        Args:
+            logits: float [vocab].
+            tree, length: see `choose`.
+            node: that they belong to.
+        """
+        if not self._plain_rows or self._filtered or self._on_device or not isinstance(logits, np.ndarray):
+            return int(self.choose(logits[None], tree, np.array([node]), length)[0])
+        if self.noise is None:
+            best = int(logits.argmax())
+            return best if math.isfinite(logits[best]) else -1
+        with np.errstate(all="ignore"):
+            return self.noise.leader(length + tree.depth_list[node], self._tempered(_floats(logits, copy=False)))
+
     def _sampled(self, scores: FloatArray, floor: float | None, position: int) -> int:
         """The choice of one row: of the tokens from the floor on, the one with the greatest sum of score and noise.
 
@@ -235,24 +249,13 @@ class Sampler:
             position: of the token that is chosen.
         """
         assert self.noise is not None
+        if floor is None:
+            return self.noise.leader(position, scores)
         best = int(scores.argmax())  # that of a NaN or of +inf if there is one
         if not math.isfinite(scores[best]):
             return -1
-        some = self._contenders(scores, best, position) if floor is None else np.flatnonzero(scores >= floor)
+        some = np.flatnonzero(scores >= floor)
         return int(some[0] if len(some) == 1 else some[np.argmax(scores[some] + self.noise.of(position, some))])
-
-    def _contenders(self, scores: FloatArray, best: int, position: int) -> IntArray:
-        """The tokens that can have the greatest sum of score and noise, without the noise of all tokens.
-
-        The token `best` has some sum. To reach it, a token needs a score at most `UNUSUAL` below it, or a noise above
-        `UNUSUAL`, which 1 token in 400 has. The noise rises with its word, and sums are rounded monotonically.
-        """
-        assert self.noise is not None
-        reached = scores[best] + self.noise.of(position, np.array([best]))  # [1], of the dtype of all sums
-        near = reached - UNUSUAL - 0.01
-        if not near + (UNUSUAL + 0.001) < reached:  # where scores are huge, rounding exceeds the difference
-            return np.arange(len(scores))
-        return self.noise.contenders(position, scores, near, UNUSUAL_WORD)
 
     def _sampled_on_device(self, scores: Array, positions: list[int], settle: bool) -> Array:
         assert self._device_noise is not None
@@ -296,10 +299,12 @@ class Sampler:
             if self.grammar is not None:
                 allowed = np.stack([self.grammar.mask(length, path) for path in paths])
                 scores = array_namespace(scores).where(self._to_array(allowed), scores, -math.inf)
-        if self.params.temperature > 0 and self.params.temperature != 1:
-            with np.errstate(all="ignore"):
-                scores = scores / self.params.temperature
-        return scores
+        with np.errstate(all="ignore"):
+            return self._tempered(scores)
+
+    def _tempered(self, scores: Array) -> Array:
+        """Scores over the temperature; the array itself where that changes nothing."""
+        return scores if self.params.temperature in (0, 1) else scores / self.params.temperature
 
     def _banned(self, path: list[int], committed: int) -> list[int]:
         """The tokens that may not follow a node."""
