@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -565,22 +564,21 @@ def test_a_prompt_and_its_first_token_take_one_forward(target: LlamaCppTarget) -
         del target.context.decode
 
 
-def in_front_of_another(self: Part, placed: Any = Part.placed.func) -> TokenTree:
+def in_front_of_another(self: Part, *given: Any, make: Any = Part.__init__) -> None:
     """The tree hangs over the last token but one of the prompt."""
-    tree = placed(self)
-    if self.tree is None or self.session.is_read or self.session.ahead < 2:
-        return tree
-    at = self.session.ahead
+    make(self, *given)
+    tree, at = self.placed, self.session.ahead
+    if self.tree is None or self.session.is_read or at < 2:
+        return
     parents = [*tree.parent_list[:at], at - 2, *tree.parent_list[at + 1 :]]
-    return TokenTree(np.array(tree.token_list), np.array(parents))
+    self.placed = TokenTree(np.array(tree.token_list), np.array(parents))
 
 
 def test_a_tree_in_a_wrong_place_behind_its_prompt_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     target = load()
     prompts = [[*PROMPT, i] for i in range(30, 40)]
     expected = [LLM(target, drafter="plain").generate(prompt, max_new_tokens=8).tokens for prompt in prompts]
-    monkeypatch.setattr(Part, "placed", cached_property(in_front_of_another))
-    Part.placed.__set_name__(Part, "placed")
+    monkeypatch.setattr(Part, "__init__", in_front_of_another)
     llm = LLM(load(), drafter="plain")
     assert is_noticed(lambda: [llm.generate(prompt, max_new_tokens=8).tokens for prompt in prompts] == expected)
 

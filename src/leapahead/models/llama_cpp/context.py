@@ -250,10 +250,10 @@ class Context:
         if total > len(self._ids):
             self._make_batch(2 * total)
         starts = accumulate(counts[:-1], initial=0)
-        self._tokens[:n], self._positions[:n], self._counts[:n] = tokens, positions, counts
+        self._tokens[:n], self._positions[:n], self._counts[:n] = list(tokens), list(positions), list(counts)
         self._ids[:total] = list(chain.from_iterable(ids))
         self._rows[:n] = [self._ids_at + ID_BYTES * start for start in starts]
-        self._wanted[:n] = wanted
+        self._wanted[:n] = list(wanted)
         self._batch.n_tokens = n
         if hidden != self._gives_hidden:
             c.llama_set_embeddings(self.pointer, hidden)
