@@ -176,6 +176,7 @@ class Sampler:
         changes = p.bad_words or p.forced or p.min_new_tokens or p.processors or p.grammar
         self._plain_rows = not (self._penalties or changes)
         self._filtered = 0 < p.top_k < vocab_size or p.top_p < 1 or p.min_p > 0
+        self._takes_leader = self.noise is not None and self._plain_rows and not (self._filtered or on_device)
 
     def committed(self) -> None:
         """To be called after `tokens` grew. Takes time in the number of new tokens only."""
@@ -212,6 +213,12 @@ class Sampler:
         if self.takes_argmax:
             return _best(self._from_target(logits))  # nothing to change, so nothing to copy
         length = len(self.tokens) if length is None else length
+        if self._takes_leader and len(logits) == 1 and isinstance(logits, np.ndarray):  # with the fewest operations
+            assert self.noise is not None
+            with np.errstate(all="ignore"):
+                scores = self._tempered(_floats(logits[0], copy=False))
+                chosen = self.noise.leader(length + tree.depth_list[int(nodes[0])], scores)
+            return self._to_array(np.array([chosen]))
         scores = self.unfiltered(logits, tree, nodes, length)
         if self.noise is None:
             return _best(scores) if self._on_device else self._to_array(_best(_on_host(scores)))
@@ -221,24 +228,8 @@ class Sampler:
                 return self._sampled_on_device(scores, positions, settle)
             lowest = self._floors(scores)[0]
             least = [None] * len(positions) if lowest is None else lowest[:, 0].tolist()
-            chosen = map(self._sampled, _on_host(scores), least, positions)
-            return self._to_array(np.fromiter(chosen, np.int64, len(positions)))
-
-    def choice(self, logits: Array, tree: TokenTree, node: int, length: int) -> int:
-        """`choose` for one node. Where only its own row of logits matters, with the fewest operations.
-
-        Args:
-            logits: float [vocab].
-            tree, length: see `choose`.
-            node: that they belong to.
-        """
-        if not self._plain_rows or self._filtered or self._on_device or not isinstance(logits, np.ndarray):
-            return int(self.choose(logits[None], tree, np.array([node]), length)[0])
-        if self.noise is None:
-            best = int(logits.argmax())
-            return best if math.isfinite(logits[best]) else -1
-        with np.errstate(all="ignore"):
-            return self.noise.leader(length + tree.depth_list[node], self._tempered(_floats(logits, copy=False)))
+            drawn = map(self._sampled, _on_host(scores), least, positions)
+            return self._to_array(np.fromiter(drawn, np.int64, len(positions)))
 
     def _sampled(self, scores: FloatArray, floor: float | None, position: int) -> int:
         """The choice of one row: of the tokens from the floor on, the one with the greatest sum of score and noise.

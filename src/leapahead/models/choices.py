@@ -248,14 +248,14 @@ class Choices(Rows):
         return chosen, alternatives, logits - log_sum
 
     def _choose(self, nodes: list[int]) -> None:
-        rows, began, sampler = self._live(), perf_counter(), self._sampler
-        if sampler.params.processors:  # called as seldom as possible
-            selected = rows[[node - self.num_computed for node in nodes]]
-            chosen = sampler.choose(selected, self.tree, np.array(nodes), self._length)
-            self._known.update(zip(nodes, chosen.tolist(), strict=True))
-        else:  # a row stays in the processor's cache from its first operation to its last; and it is no copy
-            for node in nodes:
-                self._known[node] = sampler.choice(rows[node - self.num_computed], self.tree, node, self._length)
+        rows, began = self._live(), perf_counter()
+        if self._sampler.params.processors:  # called as seldom as possible
+            parts = [(nodes, rows[[node - self.num_computed for node in nodes]])]
+        else:  # a row stays in the processor's cache from its first operation to its last; and a slice is no copy
+            parts = [([node], rows[node - self.num_computed :][:1]) for node in nodes]
+        for some, selected in parts:
+            chosen = self._sampler.choose(selected, self.tree, np.array(some), self._length)
+            self._known.update(zip(some, chosen.tolist(), strict=True))
         self._seconds += perf_counter() - began
 
 
