@@ -11,12 +11,12 @@ import seq2seq
 import torch
 import transformers
 from architectures import BY_NAME, SIZES, sharpen
-from helpers import Scattered, run
+from helpers import PROMPT, Oracle, Scattered, run
 from transformers.cache_utils import DynamicCache
 
 from leapahead.core.errors import Refused
 from leapahead.integrations import hf
-from leapahead.models.base import TREE
+from leapahead.models.base import CHAIN, TREE
 from leapahead.models.transformers.arguments import cache_name, returned_cache, takes_cache
 from leapahead.models.transformers.encoder_decoder import EncoderDecoderTarget
 from leapahead.models.transformers.model import TransformersTarget
@@ -77,9 +77,11 @@ def deprecations() -> Iterator[list[str]]:
 
 
 def decoded(target: TransformersTarget) -> None:
-    """A text with drafts that are right, wrong and partly right, and without."""
+    """The same text with the drafts that the target can be given, and without."""
     plain = run(target).tokens
-    assert run(target, Scattered([*IDS[0].tolist(), *plain])).tokens == run(target).tokens
+    kinds = {CHAIN: Oracle, TREE: Scattered}
+    for kind in kinds.keys() & target.info.capabilities:
+        assert run(target, kinds[kind]([*PROMPT, *plain])).tokens == plain
 
 
 @pytest.mark.parametrize("name", KINDS)
