@@ -239,8 +239,7 @@ void contenders(const float *scores, int count, float near, uint64_t seed, uint6
             if (wanted[i]) look(block + i, {numbers[0][i], numbers[1][i], numbers[2][i], numbers[3][i]});
     }
 #endif
-    for (; kBlock * block < count; ++block)
-        look(block, philox_block(seed, position, static_cast<uint64_t>(block) + 1));
+    for (; kBlock * block < count; ++block) look(block, philox_block(seed, position, static_cast<uint64_t>(block) + 1));
 }
 
 }  // namespace
