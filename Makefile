@@ -124,23 +124,40 @@ $(HEADS)/space/tuned/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call PROBES,space) --lr 6e-4 --steps $(SPACE_STEPS)
 
 # A draft model distilled from the bundled model, one with mask tokens (PARD), and the bundled model tuned for Jacobi
-# decoding, in build/distilled, on the texts that the heads are trained on; each in less than half an hour on two cores.
-# Run again, it goes on.
+# decoding, in build/distilled, on the texts that the heads are trained on, the first one on programming exercises too;
+# each in less than half an hour on two cores. Run again, it goes on.
 DISTILLED := build/distilled
 TRAIN_ON = $(BIN)/leapahead $(1) --out $(DISTILLED)/$(2) --texts $(HEADS)/eagle3/texts.jsonl $(EVALUATED) $(if $(wildcard $(DISTILLED)/$(2)/run.json),--resume)
-DRAFT_STEPS ?= 700
+DRAFT_STEPS ?= 900
 PARD_STEPS ?= 700
 CLLM_STEPS ?= 400
 .PHONY: train-draft train-pard train-cllm
 train-draft: $(DISTILLED)/draft/draft/README.md
 train-pard: $(DISTILLED)/pard/draft/README.md
 train-cllm: $(DISTILLED)/cllm/tuned/README.md
-$(DISTILLED)/draft/draft/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN_ON,train-draft,draft) --draft bundled --lr 2e-3 --steps $(DRAFT_STEPS)
+$(DISTILLED)/exercises.jsonl: | $(INSTALLED)
+	@mkdir -p $(DISTILLED)
+	$(BIN)/python -m research exercises --count 4000 --out $@
+$(DISTILLED)/draft/draft/README.md: | $(HEADS)/eagle3/head/README.md $(DISTILLED)/exercises.jsonl
+	$(call TRAIN_ON,train-draft,draft) --data $(DISTILLED)/exercises.jsonl --draft bundled --lr 3e-3 --steps $(DRAFT_STEPS)
 $(DISTILLED)/pard/draft/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN_ON,train-draft,pard) --kind pard --draft bundled --lr 2e-3 --steps $(PARD_STEPS)
 $(DISTILLED)/cllm/tuned/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN_ON,train-cllm,cllm) --block 4 --states 32 --ar-weight 1 --lr 6e-4 --steps $(CLLM_STEPS)
+
+# An encoder-decoder model that repairs code, in build/repair, and a draft model with mask tokens for it (Spec-Drafter).
+REPAIR := build/repair
+SPEC_DRAFTER_STEPS ?= 600
+.PHONY: train-spec-drafter
+train-spec-drafter: $(REPAIR)/drafter/draft/README.md
+$(REPAIR)/model/config.json: | $(INSTALLED)
+	$(BIN)/python -m research repair --out $(REPAIR) $(if $(wildcard $(REPAIR)/work/repair.json),--resume)
+$(REPAIR)/start/config.json: | $(REPAIR)/model/config.json
+	$(BIN)/python -m research repair-draft --repair $(REPAIR)
+$(REPAIR)/drafter/draft/README.md: | $(REPAIR)/start/config.json
+	$(BIN)/leapahead train-draft --kind pard -m $(REPAIR)/model --draft $(REPAIR)/start --dtype float32 \
+		--data $(REPAIR)/prompts.jsonl --evaluate $(REPAIR)/held-out.jsonl --lr 2e-3 --batch 32 \
+		--steps $(SPEC_DRAFTER_STEPS) --out $(REPAIR)/drafter $(if $(wildcard $(REPAIR)/drafter/run.json),--resume)
 
 # What docs/research/systems.md shows: every system of the literature by its own command, a quarter of an hour; and the
 # comparison of texts, as long. Weights that are not trained yet are left out. RESUME=--resume goes on.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 from rich.progress import Progress
@@ -61,8 +62,8 @@ def acceptance(
 
     Returns:
         Rows with task, temperature, ignore_eos, name, prompts, tokens, steps, acceptance_length, nodes_per_step,
-        distinct_4 (mean over prompts) and different (texts that differ from plain decoding's); of draft models also
-        draft_forwards, per step, by the names of their sources.
+        by_depth (see the function), distinct_4 (mean over prompts) and different (texts that differ from plain
+        decoding's); of draft models also draft_forwards, per step, by the names of their sources.
     """
     rows = []
     runs = [(t, temp, ignore) for t in tasks for temp in temperatures for ignore in ignore_eos]
@@ -103,6 +104,7 @@ def acceptance(
                         "steps": stats.steps,
                         "acceptance_length": round(stats.acceptance_length, 3),
                         "nodes_per_step": round(stats.nodes_per_step, 1),
+                        "by_depth": by_depth(stats),
                         "distinct_4": round(distinct(texts), 3),
                         "different": sum(a != b for a, b in zip(texts, plain, strict=True)),
                     }
@@ -110,3 +112,9 @@ def acceptance(
                 )
                 progress.advance(bar)
     return rows
+
+
+def by_depth(stats: Stats) -> list[float]:
+    """How often a token at each depth was accepted where those before it were, up to the deepest one that ever was."""
+    reached = [stats.steps, *(stats.accepted_at[depth] for depth in range(1, max(stats.accepted_at, default=0) + 1))]
+    return [round(after / before, 3) for before, after in pairwise(reached) if before]

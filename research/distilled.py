@@ -14,6 +14,7 @@ from research.acceptance import Compared, acceptance
 
 FOLDER = Path("build/distilled")  # of `make train-draft`, `make train-pard` and `make train-cllm`
 DRAFT, PARD, TUNED = FOLDER / "draft" / "draft", FOLDER / "pard" / "draft", FOLDER / "cllm" / "tuned"
+DFLASH = Path("build/heads/dflash/head")  # of `make train-heads`
 CHAIN, TREE = {"depth": 4, "nodes": 4, "chain": True}, {"depth": 4, "nodes": 16}
 PLAIN: Compared = ("plain", "plain", {})  # what the texts are compared with
 DRAFTS: list[Compared] = [
@@ -27,6 +28,16 @@ DRAFTS: list[Compared] = [
 ONCE: list[Compared] = [
     (f"draft of PARD, one forward, {name}", "draft_model", {"draft": str(PARD), "depth": 1, **options})
     for name, options in (("chains of 4", {"nodes": 4, "chain": True}), ("trees of 16", {"nodes": 16}))
+]
+BLOCK = 5  # depths that are compared
+PARALLEL: list[Compared] = [
+    PLAIN,
+    *(
+        (f"{name}, {BLOCK} draft forwards", "draft_model", {"draft": draft, "nodes": BLOCK, "chain": True})
+        for name, draft in (("bundled draft", "bundled"), ("distilled draft", str(DRAFT)))
+    ),
+    ("PARD, one draft forward", "draft_model", {"draft": str(PARD), "depth": 1, "nodes": BLOCK, "chain": True}),
+    ("DFlash, one forward of the head", "head", {"head": str(DFLASH), "nodes": BLOCK, "chain": True}),
 ]
 JACOBI: list[Compared] = [PLAIN, *((f"Jacobi, blocks of {block}", "jacobi", {"block": block}) for block in (4, 8))]
 
@@ -44,6 +55,24 @@ def distilled(llm: LLM, prompts: dict[str, list[str]]) -> list[dict[str, Any]]:
     _require(DRAFT, "train-draft")
     _require(PARD, "train-pard")
     return acceptance(llm, prompts, configurations=[*DRAFTS, *ONCE])
+
+
+def parallel(llm: LLM, prompts: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Acceptance by depth in chains, of drafters that run a forward for every token and of those that run one for all.
+
+    Args:
+        llm: the bundled model.
+        prompts: by task.
+
+    Returns:
+        Rows as of `acceptance`.
+
+    Raises:
+        BadParameter: a draft model or the head is not there.
+    """
+    for folder, recipe in ((DRAFT, "train-draft"), (PARD, "train-pard"), (DFLASH, "train-heads")):
+        _require(folder, recipe)
+    return acceptance(llm, prompts, configurations=PARALLEL)
 
 
 def tuned(llm: LLM, prompts: dict[str, list[str]]) -> list[dict[str, Any]]:

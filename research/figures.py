@@ -30,7 +30,7 @@ from leapahead.planner.profile import processor
 from research import drawn, heads
 from research.acceptance import HEADS, RULES, TEMPERATURES, acceptance
 from research.cascades import CASCADES
-from research.distilled import distilled, tuned
+from research.distilled import distilled, parallel, tuned
 from research.exactness import exactness
 from research.overhead import cost_curve, overhead, target_135m
 from research.picture import picture
@@ -40,7 +40,7 @@ PARTS = (
     *("check", "acceptance", "rules", "heads", "head-kinds", "relaxed", "cascades", "overhead", "memory", "example"),
     *drawn.PARTS,
 )
-TRAINED = ("distilled", "cllm")  # parts that need models of `make train-draft` and `make train-cllm`
+TRAINED = ("distilled", "parallel", "cllm")  # parts that need models of `make train-draft` and other recipes
 
 
 @click.command(cls=Command)
@@ -201,6 +201,9 @@ def _trained(part: str, llm: LLM, prompts: dict[str, list[str]], machine: str) -
     if part == "distilled":
         conditions = f"bundled model, {common}, seed 1; {machine}."
         return {part: distilled(llm, prompts)}, {part: conditions}
+    if part == "parallel":
+        conditions = f"bundled model, {common}, seed 1, chains of at most 5 tokens; {machine}."
+        return {part: parallel(llm, prompts)}, {part: conditions}
     conditions = f"bundled model and the same tuned for Jacobi decoding, {common}, greedy; {machine}."
     return {part: tuned(llm, prompts)}, {part: conditions}
 

@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import seq2seq  # noqa: E402
 from training_parts import QUIET, model_of, stopping, texts_of  # noqa: E402
 
 from leapahead import LLM  # noqa: E402
@@ -188,7 +189,7 @@ def test_held_out_losses(target: Any, texts: list[Text]) -> None:
         ({"block": 0}, "block=0 is not possible: it must be at least 1"),
         ({"ar_weight": -1.0}, r"ar_weight=-1\.0 is not possible"),
         ({"sampled": 0.5}, r"sampled=0\.5 is not possible"),
-        ({"data": ""}, "give either data"),
+        ({"data": ""}, "give data, a file of prompts, or texts"),
     ],
 )
 def test_impossible_settings(given: dict[str, Any], message: str) -> None:
@@ -199,8 +200,10 @@ def test_impossible_settings(given: dict[str, Any], message: str) -> None:
 def test_what_cannot_be_tuned_is_refused() -> None:
     from leapahead.models.toy import ToyTarget
 
-    with pytest.raises(LeapaheadError, match="cannot be tuned for Jacobi decoding, which needs a model of"):
+    with pytest.raises(LeapaheadError, match="cannot be tuned for Jacobi decoding, which needs a decoder-only model"):
         cllm.masked_executor(ToyTarget(8))
+    with pytest.raises(LeapaheadError, match="cannot be tuned for Jacobi decoding, which needs a decoder-only model"):
+        cllm.masked_executor(loading.load(seq2seq.build("t5")).target)
     with pytest.raises(LeapaheadError, match="none of the texts is greedy"):
         cllm_run._greedy([Text(0, [1], [2], 1.0)])
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -348,7 +347,7 @@ def test_prompts_wait_for_room_in_the_cache(target: LlamaCppTarget) -> None:
 
 
 def test_few_texts_stay_in_the_cells() -> None:
-    """As many as were open at once, since attention goes over all; the others, in the machine's memory."""
+    """Those that were closed last, until another sequence is opened: attention goes over all. The others, in memory."""
     target = load()
     prompts = [range(begin, begin + 20) for begin in range(100, 260, 20)]
     for prompt in prompts:
@@ -362,6 +361,8 @@ def test_few_texts_stay_in_the_cells() -> None:
     for session in sessions:
         session.close()
     assert len(last_positions(target)) == 6
+    assert target.open(prompts[2], GREEDY).track.length == 19
+    assert len(last_positions(target)) == 1
 
 
 @pytest.mark.parametrize(("tokens", "kept"), [(0, 4), (19, 2), (57, 4), (60, 4), (None, 9)])
@@ -563,22 +564,21 @@ def test_a_prompt_and_its_first_token_take_one_forward(target: LlamaCppTarget) -
         del target.context.decode
 
 
-def in_front_of_another(self: Part, placed: Any = Part.placed.func) -> TokenTree:
+def in_front_of_another(self: Part, *given: Any, make: Any = Part.__init__) -> None:
     """The tree hangs over the last token but one of the prompt."""
-    tree = placed(self)
-    if self.tree is None or self.session.is_read or self.session.ahead < 2:
-        return tree
-    at = self.session.ahead
+    make(self, *given)
+    tree, at = self.placed, self.session.ahead
+    if self.tree is None or self.session.is_read or at < 2:
+        return
     parents = [*tree.parent_list[:at], at - 2, *tree.parent_list[at + 1 :]]
-    return TokenTree(np.array(tree.token_list), np.array(parents))
+    self.placed = TokenTree(np.array(tree.token_list), np.array(parents))
 
 
 def test_a_tree_in_a_wrong_place_behind_its_prompt_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     target = load()
     prompts = [[*PROMPT, i] for i in range(30, 40)]
     expected = [LLM(target, drafter="plain").generate(prompt, max_new_tokens=8).tokens for prompt in prompts]
-    monkeypatch.setattr(Part, "placed", cached_property(in_front_of_another))
-    Part.placed.__set_name__(Part, "placed")
+    monkeypatch.setattr(Part, "__init__", in_front_of_another)
     llm = LLM(load(), drafter="plain")
     assert is_noticed(lambda: [llm.generate(prompt, max_new_tokens=8).tokens for prompt in prompts] == expected)
 

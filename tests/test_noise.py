@@ -246,15 +246,20 @@ def test_the_noise_is_finite_and_rises_with_its_word() -> None:
 
 @pytest.mark.skipif(not native.available, reason="the compiled module is not installed")
 @pytest.mark.parametrize("vocab", [1, 7, 8, 127, 128, 129, 1000, 4099])
-def test_compiled_contenders_are_those_of_python(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
-    """Whatever the scores: near the best or far, NaN, infinite, and a vocabulary of no whole number of blocks."""
+def test_the_leader_is_that_of_all_sums(monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
+    """Compiled or not, whatever the scores: flat or steep, huge, equal, NaN, infinite; any size of the vocabulary."""
     random = np.random.default_rng(vocab)
-    for position in range(40):
-        scores = (random.standard_normal(vocab) * 3).astype(np.float32)
-        scores[random.random(vocab) < 0.05] = random.choice([np.nan, -np.inf, np.inf, 0.0])
-        near, unusual = np.float32([random.choice([-2.0, 3.0, 50.0, np.inf])]), int(random.integers(0, 2**32))
-        found = []
-        for available in (True, False):
-            monkeypatch.setattr(native, "available", available)
-            found.append(GumbelNoise(2**64 - 1, vocab).contenders(position, scores, near, unusual).tolist())
-        assert found[0] == found[1]
+    for position in range(80):
+        scores = (random.standard_normal(vocab) * random.choice([0.0, 3.0, 1e4, 1e7, 1e30])).astype(np.float32)
+        scores += np.float32(random.choice([0.0, -50.0, 2e4]))
+        scores[random.random(vocab) < 0.05] = random.choice([np.nan, -np.inf, np.inf, 0.0], p=[0.1, 0.3, 0.1, 0.5])
+        with np.errstate(all="ignore"):
+            expected = int(np.argmax(scores + GumbelNoise(2**64 - 1, vocab).at(position)))
+            expected = expected if np.isfinite(scores.max()) else -1
+            for available in (True, False):
+                monkeypatch.setattr(native, "available", available)
+                own = GumbelNoise(2**64 - 1, vocab)
+                assert own.leader(position, scores) == expected
+                some = own.leaders(position, scores)
+                assert some == sorted(some)
+                assert expected in some or expected < 0

@@ -171,8 +171,16 @@ def test_the_last_message_is_continued(running: Running, client: openai.OpenAI) 
 def test_what_cannot_be_continued(running: Running, path: str) -> None:
     body = {"messages": BEGUN, "continue_final_message": True}
     check(running.post(path, body), 400, "continue_final_message", "add_generation_prompt=false")
-    empty = [BEGUN[0], {"role": "assistant", "content": ""}]
-    check(running.post(path, {**body, **OPEN, "messages": empty}), 400, "messages", "does not show it")
+
+
+@pytest.mark.parametrize("content", ["", " \n", None])
+def test_an_empty_message_is_continued(running: Running, content: str | None) -> None:
+    """Where its text would begin."""
+    messages = [BEGUN[0], {"role": "assistant", "content": content}]
+    tokenizer = running.llm.tokenizer
+    assert tokenizer is not None
+    text = tokenizer.decode(ids_of(running, messages=messages, **OPEN))
+    assert text.endswith("Count.\n<|assistant|>\n")
 
 
 @pytest.mark.parametrize(

@@ -395,7 +395,7 @@ def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_the_command(sig: signal.Signals, tmp_path: Path) -> None:
-    """A signal ends it with exit code 0 after the drafter cache was saved."""
+    """A signal ends it with exit code 0 after the running stream has ended and the drafter cache was saved."""
     file = tmp_path / "drafts.npz"
     arguments = ("--drafter-cache", str(file), "--served-model-name", "mine", "-d", "suffix", "--generation-config")
     with command(*arguments, LEAPAHEAD_API_KEY="secret") as (process, url):
@@ -404,12 +404,31 @@ def test_the_command(sig: signal.Signals, tmp_path: Path) -> None:
         found = httpx.post(url + COMPLETIONS, json=body, headers=bearer("secret"), timeout=60)
         with LLM() as llm:
             assert found.json()["choices"][0]["text"] == llm.generate("def add(a, b):", max_new_tokens=20).text
-        process.send_signal(sig)
+        long = {**body, "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", url + COMPLETIONS, json=long, headers=bearer("secret"), timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(sig)
+            assert unavailable(url)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
         assert process.wait(20) == 0
         assert process.stderr is not None
         events = [json.loads(line)["event"] for line in process.stderr]
-        assert events == ["request", "request", "drafter_cache_saved", "drafter_cache_saved", "stopped"]
+        assert events[:2] == ["request", "request"]  # and one for each look at /health
+        assert set(events[2:-3]) == {"request"}
+        assert events[-3:] == ["drafter_cache_saved", "drafter_cache_saved", "stopped"]
     assert file.exists()
+
+
+def unavailable(url: str, seconds: float = 5.0) -> bool:
+    """Whether /health says within so many seconds that the server is about to stop."""
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        if httpx.get(f"{url}/health", timeout=10).status_code == 503:
+            return True
+    return False
 
 
 def test_what_the_command_refuses(leapahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,15 +229,22 @@ def made(tiny_folder: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFac
     t5 = seq2seq.build("t5", vocab_size=vocabulary)
     t5.save_pretrained(root / "repair/model")
     tokenizer.save_pretrained(root / "repair/model")
-    parallel = shutil.copytree(tiny_folder, root / "distilled/pard/draft")
-    config = json.loads((parallel / "config.json").read_text(encoding="utf-8"))
-    (parallel / "config.json").write_text(json.dumps({**config, "pard_token": 3}), encoding="utf-8")
+    shutil.copytree(root / "repair/model", root / "repair/drafter/draft")
+    _with_mask(root / "repair/drafter/draft")
+    _with_mask(shutil.copytree(tiny_folder, root / "distilled/pard/draft"))
     return {
         **{f"build/{name}": root / name for name in ("heads", "distilled", "repair")},
         "dspark": heads.write(root / "dspark", "dspark", vocabulary),
         "jetspec": _jetspec(root / "jetspec", vocabulary),
         "build/systems": root / "systems",
     }
+
+
+def _with_mask(folder: Path) -> None:
+    """Names a mask token in the config of a draft model."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**config, "pard_token": 3}), encoding="utf-8")
 
 
 def _jetspec(folder: Path, vocabulary: int) -> Path:

@@ -25,10 +25,12 @@ from leapahead.drafters.heads import checkpoint, load, modules  # noqa: E402
 from leapahead.drafters.heads.dflash import DFlash  # noqa: E402
 from leapahead.drafters.heads.hydra import Hydra  # noqa: E402
 from leapahead.models import loading  # noqa: E402
-from leapahead.training import export, texts  # noqa: E402
+from leapahead.training import card, export, texts  # noqa: E402
 from leapahead.training.features import Online, Stored, training_target  # noqa: E402
+from leapahead.training.loop import State  # noqa: E402
 from leapahead.training.recipes import draft_vocabulary  # noqa: E402
-from leapahead.training.settings import Folder, Settings  # noqa: E402
+from leapahead.training.run import gathered, run_of  # noqa: E402
+from leapahead.training.settings import DraftSettings, Folder, Settings  # noqa: E402
 from leapahead.training.texts import Wish  # noqa: E402
 
 PROMPTS = ["def add(a, b):", "The quick brown", "for number in", "print(number,", "jumps over", "return a + b"]
@@ -91,6 +93,27 @@ def test_texts_are_the_targets_and_go_on(tiny_folder: Path, data: Path, tmp_path
     assert sorted(file.read_text().splitlines()) == sorted("".join(lines).splitlines())
     assert texts.read(llm, file) == found
     assert texts.written_for(file) == "prompts.jsonl"
+
+
+def test_texts_of_another_run_and_further_prompts_are_trained_on_together(
+    tiny_folder: Path, data: Path, tmp_path: Path
+) -> None:
+    llm, other = LLM(str(tiny_folder)), tmp_path / "others.jsonl"
+    other.write_text('{"prompt": "def more"}\n{"prompt": "class More"}\n')
+    before = texts.write(llm, Wish(data, 6), tmp_path / "texts.jsonl", silent)
+    settings = DraftSettings(data=str(other), texts=str(tmp_path / "texts.jsonl"), max_new_tokens=6, held_out=0.0)
+    folder = Folder(tmp_path / "run", "draft")
+    folder.begin(settings)
+    found, _, _ = gathered(llm, settings, folder, QUIET)
+    again, _, _ = gathered(llm, settings, folder, QUIET)
+    assert found == again
+    assert found[: len(before)] == before
+    assert [text.index for text in found] == list(range(len(before) + 2))
+    assert llm.tokenizer is not None
+    assert [llm.tokenizer.decode(text.prompt) for text in found[len(before) :]] == ["def more", "class More"]
+    state = State(step=1, seconds=1.0, points=[[1, 1.0]])
+    run = run_of(settings, found, folder, state, (), {"gpu": None, "cpu": "a core"}, "")
+    assert "to the prompts of `prompts.jsonl` and `others.jsonl`;" in card.training(run, "")
 
 
 def test_texts_of_others_are_refused(tiny_folder: Path, data: Path, tmp_path: Path) -> None:
@@ -201,8 +224,7 @@ def _logits(module: Any, states: Any, tokens: Any) -> Any:
     ("given", "message"),
     [
         ({"kind": "dspark"}, "kind='dspark' is not possible; choose one of medusa, eagle, eagle3, hydra"),
-        ({"texts": "b"}, "give either data"),
-        ({"data": ""}, "give either data"),
+        ({"data": ""}, "give data, a file of prompts, or texts"),
         ({"minutes": 1.0, "steps": 2}, "give either minutes or steps, not both"),
         ({"minutes": 0.0}, "must be above 0"),
         ({"lr": -1.0}, "must be above 0"),
@@ -302,7 +324,7 @@ def test_ctrl_c_says_how_to_go_on(leapahead: Any, data: Path, tmp_path: Path, mo
         (["--data", "{data}", "--steps", "2", "--minutes", "1"], "give either minutes or steps, not both"),
         (["--data", "{data}", "--resume"], "holds no training that could be resumed"),
         (["--data", "{data}", "--max-new-tokens", "600"], "leaves room for --max-new-tokens=600"),
-        ([], "give either data, a file of prompts, or texts"),
+        ([], "give data, a file of prompts, or texts, those that an earlier run has written, or both"),
     ],
 )
 def test_what_is_impossible_is_said_in_one_sentence(

@@ -374,6 +374,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **reference.blocks(table),
     "acceptance": acceptance_table,
     **{part: partial(lengths_table, part=part) for part in ("rules", "heads", "distilled")},
+    "parallel": lambda root: trained.depths_table(root, table),
     "cllm": lambda root: trained.tuned_table(root, table),
     "cascades": lambda root: cascades.cascades_table(root, table),
     "repair": lambda root: trained.repair_table(root, table),

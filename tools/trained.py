@@ -26,6 +26,27 @@ def repair_table(root: Path, table: Table) -> str:
     return table(" | ".join(["drafter", *each]), rows) + f"\n\nConditions: {data['conditions']}"
 
 
+def depths_table(root: Path, table: Table) -> str:
+    """Acceptance by depth in chains, from docs/figures.json."""
+    data = json.loads((root / "docs/figures.json").read_text(encoding="utf-8"))
+    shown = [row for row in data["parallel"] if row["name"] != "plain"]
+    deepest = max(len(row["by_depth"]) for row in shown)
+    rows = [
+        [
+            row["task"],
+            f"{row['temperature']:g}",
+            row["name"],
+            *(f"{rate:.2f}" for rate in row["by_depth"]),
+            *[""] * (deepest - len(row["by_depth"])),
+            f"{row['acceptance_length']:.2f}",
+        ]
+        for row in shown
+    ]
+    depths = [f"depth {depth}" for depth in range(1, deepest + 1)]
+    heads = " | ".join(["prompts", "T", "drafter", *depths, "acceptance length"])
+    return table(heads, rows) + f"\n\nConditions: {data['conditions']['parallel']}"
+
+
 def tuned_table(root: Path, table: Table) -> str:
     """Jacobi decoding before and after the tuning, from docs/figures.json."""
     data = json.loads((root / "docs/figures.json").read_text(encoding="utf-8"))

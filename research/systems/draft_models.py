@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from research.systems.system import DISTRIBUTION, EXACT, NOT_FOUND, RELAXED, REPAIR, Published, System
 
 SIMULATED = "simulated, see [several devices](several-devices.md)"
 DRAFT = "a draft model with the target's tokenizer"
 TPU = "T5-XXL drafted by T5-small, WMT English-German, one TPU-v4"
 SAMPLED = "Drafts are sampled; noise of tests and residuals is independent of the positions' noise."
+
+SPEC_DRAFTER = (
+    "leapahead generate -m build/repair/model -d draft_model --draft build/repair/drafter/draft -o nodes=8 -o depth=1 "
+    "-o chain=true"
+)
+SPEC_DRAFTED: dict[str, Any] = {
+    "paper": "2203.16487",
+    "prompts": REPAIR,
+    "needs": "an encoder-decoder model, and a drafter with mask tokens for it; here a small T5 that repairs code",
+    "before": "make train-spec-drafter",
+}
 
 DRAFT_MODELS: tuple[System, ...] = (
     System(
@@ -95,6 +108,27 @@ DRAFT_MODELS: tuple[System, ...] = (
         needs="an encoder-decoder model; here a small T5 that repairs code",
         before="python -m research repair",
         prompts=REPAIR,
+    ),
+    System(
+        key="spec-drafter",
+        name="SpecDec with its Spec-Drafter",
+        command=f"{SPEC_DRAFTER} --acceptance lossy-top-beta:beta=3,tau=1",
+        rule=RELAXED,
+        published=Published(
+            "about 5x", NOT_FOUND, "machine translation and summaries; hardware not found", "2203.16487, abstract"
+        ),
+        differs="Blocks of 8 tokens instead of 25. Masks see those before them, and the drafter's encoder begins as a "
+        "copy of the target's.",
+        **SPEC_DRAFTED,
+    ),
+    System(
+        key="spec-drafter-exact",
+        name="Spec-Drafter, exact",
+        command=SPEC_DRAFTER,
+        rule=EXACT,
+        published=Published(NOT_FOUND, NOT_FOUND, "", ""),
+        differs="As above, with exact matching, which the paper's rule is with beta = 1.",
+        **SPEC_DRAFTED,
     ),
     System(
         key="bild",

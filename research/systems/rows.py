@@ -12,7 +12,6 @@ ROWS: tuple[System, ...] = (*TRAINING_FREE, *DRAFT_MODELS, *HEADS)
 NOT_COVERED: tuple[tuple[str, str, str], ...] = (
     ("Jacobi Forcing", "2512.14681", "Its training is not there; `train-cllm` is its predecessor's."),
     ("Medusa-2", "2401.10774", "Heads are trained for a target that does not change, which is Medusa-1."),
-    ("SpecDec's drafter", "2203.16487", "There is no recipe for its non-autoregressive drafter, only its rule."),
     (
         "Kangaroo",
         "2404.18911",

@@ -11,10 +11,8 @@ INTERFACE: int
 def words(seed: int, position: int, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
     """The random 32 bits of the noise of tokens: int64 [n] -> uint32 [n]."""
 
-def contenders(
-    scores: npt.NDArray[np.float32], near: float, seed: int, position: int, unusual: int
-) -> npt.NDArray[np.int64]:
-    """`leapahead.core.noise.GumbelNoise.contenders`: float32 [vocab] -> int64 [n]."""
+def leaders(scores: npt.NDArray[np.float32], seed: int, position: int, unusual: float, word: int) -> list[int]:
+    """`leapahead.core.noise.GumbelNoise.leaders`: float32 [vocab] -> tokens."""
 
 class SuffixAutomaton:
     """`leapahead.drafters.sources.suffix_automaton.SuffixAutomaton`."""

@@ -14,7 +14,7 @@ using leapahead::SuffixAutomaton;
 namespace {
 
 // Raised whenever Python code and this module would not fit together; see leapahead/native.py.
-constexpr int kInterface = 11;
+constexpr int kInterface = 12;
 
 int64_t checked(const SuffixAutomaton &automaton, int64_t state) {
     if (state < 0 || state >= automaton.size()) throw nb::index_error("there is no such state");
@@ -34,12 +34,10 @@ nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>> words(uint64_t seed, uint64_t posi
 
 using Scores = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> contenders(Scores scores, float near, uint64_t seed, uint64_t position,
-                                                        uint32_t unusual) {
-    auto *found = new std::vector<int64_t>;
-    nb::capsule owner(found, [](void *data) noexcept { delete static_cast<std::vector<int64_t> *>(data); });
-    leapahead::contenders(scores.data(), static_cast<int>(scores.size()), near, seed, position, unusual, *found);
-    return {found->data(), {found->size()}, owner};
+std::vector<int64_t> leaders(Scores scores, uint64_t seed, uint64_t position, float unusual, uint32_t word) {
+    std::vector<int64_t> found;
+    leapahead::leaders(scores.data(), static_cast<int>(scores.size()), seed, position, unusual, word, found);
+    return found;
 }
 
 }  // namespace
@@ -103,6 +101,6 @@ NB_MODULE(_native, m) {
     bind_acceptance(m);
     bind_sources(m);
     bind_search(m);
-    m.def("contenders", &contenders, "scores"_a, "near"_a, "seed"_a, "position"_a, "unusual"_a);
+    m.def("leaders", &leaders, "scores"_a, "seed"_a, "position"_a, "unusual"_a, "word"_a);
     m.def("words", &words, "seed"_a, "position"_a, "tokens"_a);
 }

@@ -1,8 +1,10 @@
 #include "wide.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "philox.h"
 
@@ -61,12 +63,16 @@ LEAPAHEAD_AVX512 void wide_words(uint64_t seed, uint64_t position, const uint32_
     }
 }
 
-// Which of kLanes blocks have a token that `contenders` wants, 1 or 0.
+// The numbers of kLanes blocks, and which of these have a token that `contenders` wants, 1 or 0.
 LEAPAHEAD_AVX512 void wide_contenders(const float *scores, float near, uint64_t seed, uint64_t position, int block,
-                                      uint32_t unusual, uint32_t *wanted) {
-    uint64_t a[kLanes], b[kLanes], c[kLanes], d[kLanes];
+                                      uint32_t unusual, uint64_t (*numbers)[kLanes], uint32_t *wanted) {
+    uint64_t a[kLanes], b[kLanes], c[kLanes], d[kLanes];  // of this function alone: else they are no vectors
     for (int i = 0; i < kLanes; ++i) a[i] = static_cast<uint64_t>(block + i + 1);
     wide_blocks(seed, position, a, b, c, d);
+    std::copy(a, a + kLanes, numbers[0]);
+    std::copy(b, b + kLanes, numbers[1]);
+    std::copy(c, c + kLanes, numbers[2]);
+    std::copy(d, d + kLanes, numbers[3]);
     const uint64_t high = static_cast<uint64_t>(unusual) << 32;
     for (int i = 0; i < kLanes; ++i) {
         const uint64_t highest = std::max(std::max(a[i], b[i]), std::max(c[i], d[i]));
@@ -125,26 +131,100 @@ void noise_words(uint64_t seed, uint64_t position, const uint32_t *tokens, int c
     for (; done < count; ++done) words[done] = noise_word(seed, position, tokens[done]);
 }
 
+namespace {
+
+// The greatest score; NaN if there is a NaN.
+float greatest(const float *scores, int count) {
+    constexpr int kParts = 16;  // each waits for its own comparisons only
+    float most[kParts];
+    uint32_t wrong[kParts] = {};
+    std::fill_n(most, kParts, -std::numeric_limits<float>::infinity());
+    int done = 0;
+    for (; done + kParts <= count; done += kParts)
+        for (int i = 0; i < kParts; ++i) {
+            const float score = scores[done + i];
+            wrong[i] |= score != score;
+            most[i] = score > most[i] ? score : most[i];
+        }
+    for (; done < count; ++done) {
+        wrong[0] |= scores[done] != scores[done];
+        most[0] = scores[done] > most[0] ? scores[done] : most[0];
+    }
+    if (*std::max_element(wrong, wrong + kParts)) return std::numeric_limits<float>::quiet_NaN();
+    return *std::max_element(most, most + kParts);
+}
+
+// The noise of a word, but for the last bits of the logarithms, which are those of other libraries elsewhere.
+double noise(uint32_t word) { return -std::log(-std::log((word + 0.5) * 0x1p-32)); }
+
+// More than the rounding of two sums in float32, with noise in float32.
+double rounding(double sum) { return 1e-5 + 1e-6 * std::abs(sum); }
+
+// The greatest noise of the words with some upper eight bits.
+const std::array<double, 256> &greatest_noise() {
+    static const std::array<double, 256> found = [] {
+        std::array<double, 256> bounds;
+        for (uint32_t i = 0; i < 256; ++i) bounds[i] = noise(i << 24 | 0xFFFFFF);
+        return bounds;
+    }();
+    return found;
+}
+
+// Appends the tokens, rising, whose score is at least `near` or whose word at the position is at least `unusual`, and
+// these words.
 void contenders(const float *scores, int count, float near, uint64_t seed, uint64_t position, uint32_t unusual,
-                std::vector<int64_t> &found) {
-    const auto look = [&](int block) {
-        const auto numbers = philox_block(seed, position, static_cast<uint64_t>(block) + 1);
+                std::vector<int64_t> &found, std::vector<uint32_t> &words) {
+    const auto look = [&](int block, const std::array<uint64_t, 4> &numbers) {
         for (int token = kBlock * block; token < std::min(kBlock * (block + 1), count); ++token) {
             const uint64_t number = numbers[token / 2 % 4];
             const auto word = static_cast<uint32_t>(token % 2 ? number >> 32 : number);
-            if (scores[token] >= near || word >= unusual) found.push_back(token);
+            if (scores[token] < near && word < unusual) continue;
+            found.push_back(token);
+            words.push_back(word);
         }
     };
     int block = 0;
 #ifdef LEAPAHEAD_AVX512
+    uint64_t numbers[4][kLanes];
     uint32_t wanted[kLanes];
     for (; kWide && kBlock * (block + kLanes) <= count; block += kLanes) {
-        wide_contenders(scores + kBlock * block, near, seed, position, block, unusual, wanted);
+        wide_contenders(scores + kBlock * block, near, seed, position, block, unusual, numbers, wanted);
         for (int i = 0; i < kLanes; ++i)
-            if (wanted[i]) look(block + i);
+            if (wanted[i]) look(block + i, {numbers[0][i], numbers[1][i], numbers[2][i], numbers[3][i]});
     }
 #endif
-    for (; kBlock * block < count; ++block) look(block);
+    for (; kBlock * block < count; ++block)
+        look(block, philox_block(seed, position, static_cast<uint64_t>(block) + 1));
+}
+
+}  // namespace
+
+void leaders(const float *scores, int count, uint64_t seed, uint64_t position, float unusual, uint32_t word,
+             std::vector<int64_t> &found) {
+    const float best = greatest(scores, count);
+    if (!std::isfinite(best)) return;
+    const auto token = static_cast<uint32_t>(std::find(scores, scores + count, best) - scores);
+    const double reached = best + noise(noise_word(seed, position, token));
+    // A token with less noise than `unusual` needs a score near the best one to reach that sum. Where scores are so
+    // large that their rounding counts, all are looked at.
+    float near = static_cast<float>(reached - unusual - 0.01);
+    if (!(std::abs(reached) < 1e4)) near = -std::numeric_limits<float>::infinity();
+    std::vector<uint32_t> words;
+    contenders(scores, count, near, seed, position, word, found, words);
+    const auto &bounds = greatest_noise();  // most tokens are told apart without a logarithm
+    std::vector<double> sums;
+    size_t kept = 0;
+    for (size_t i = 0; i < found.size(); ++i) {
+        const double score = scores[found[i]];
+        if (score + bounds[words[i] >> 24] < reached - rounding(reached)) continue;
+        sums.push_back(score + noise(words[i]));
+        found[kept++] = found[i];
+    }
+    const double most = *std::max_element(sums.begin(), sums.end()), least = most - rounding(most);
+    size_t left = 0;
+    for (size_t i = 0; i < kept; ++i)
+        if (sums[i] >= least) found[left++] = found[i];
+    found.resize(left);
 }
 
 double exponentials(const double *logits, int count, double *found) {

@@ -9,10 +9,10 @@ namespace leapahead {
 // The random words of tokens at a position; see philox.h.
 void noise_words(uint64_t seed, uint64_t position, const uint32_t *tokens, int count, uint32_t *words);
 
-// Appends the tokens, rising, whose score is at least `near` or whose random word at the position is at least
-// `unusual`.
-void contenders(const float *scores, int count, float near, uint64_t seed, uint64_t position, uint32_t unusual,
-                std::vector<int64_t> &found);
+// The tokens, rising, of which one has the greatest sum of score and noise: usually it alone. None where the greatest
+// score is NaN or infinite. `unusual` is a noise that few tokens exceed, and those with lower words than `word` do not.
+void leaders(const float *scores, int count, uint64_t seed, uint64_t position, float unusual, uint32_t word,
+             std::vector<int64_t> &found);
 
 // Writes exp(logit - first logit) of falling logits, to about one unit in the last place; returns the sum of them.
 double exponentials(const double *logits, int count, double *found);

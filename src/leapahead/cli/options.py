@@ -82,6 +82,13 @@ MODEL: tuple[Option, ...] = (
         help="Capture a Transformers model's forwards as CUDA graphs, and compile those in use; auto: graphs on CUDA.",
     ),
     option(
+        "--pack/--no-pack",
+        default=None,
+        group=MODEL_GROUP,
+        show_default="--pack",
+        help="Lay out a Transformers model's bfloat16 weights for faster products on a CPU.",
+    ),
+    option(
         "-c",
         "--ctx-size",
         "n_ctx",

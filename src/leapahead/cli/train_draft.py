@@ -72,7 +72,8 @@ DISTILLATION = "Distillation options"
     default=0.7,
     metavar="SHARE",
     group=DISTILLATION,
-    help="PARD: share of the places at which the first mask is trained; of the d-th mask, to the power of d.",
+    help="PARD: share of the places at which the first mask is trained; of the d-th mask, to the power of d. Not read "
+    "for encoder-decoder models.",
 )
 @option(
     "--least-retention",
@@ -89,9 +90,9 @@ def train_draft(out: Path, resume: bool, as_json: bool, text_batch: int, **value
 
     The model first answers the prompts; the draft model learns to have the same distribution after every token. With
     `--kind pard` it also learns to predict the next tokens from mask tokens behind a text, so that one forward drafts
-    eight tokens. The model itself does not change, so texts stay its own. Ctrl-C ends the run such that --resume goes
-    on with it. The folder OUT/draft holds the result, an ordinary model of Transformers; `--draft OUT/draft` drafts
-    with it.
+    eight tokens; of encoder-decoder models this is the Spec-Drafter of SpecDec (2203.16487). The model itself does not
+    change, so texts stay its own. Ctrl-C ends the run such that --resume goes on with it. The folder OUT/draft holds
+    the result, an ordinary model of Transformers; `--draft OUT/draft` drafts with it.
     """
     command = training.command_line()
     model = model_arguments(values)

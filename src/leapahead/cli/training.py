@@ -42,7 +42,11 @@ PROMPTS: tuple[Option, ...] = (
         "turns, messages.",
     ),
     option(
-        "--texts", type=FILE, metavar="FILE", group=TEXTS, help="Texts of an earlier run, its texts.jsonl, instead."
+        "--texts",
+        type=FILE,
+        metavar="FILE",
+        group=TEXTS,
+        help="Texts of an earlier run, its texts.jsonl, instead of prompts or beside them.",
     ),
     option(
         "--max-new-tokens", type=AT_LEAST_ONE, default=128, metavar="N", group=TEXTS, help="Longest answer in tokens."

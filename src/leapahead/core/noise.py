@@ -15,6 +15,7 @@ The logarithms are the array library's, so that noise may differ in its last bit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)  # added to the key after e
 LOW = 2**32 - 1
 ALONE = 10 if native.available else 1300  # a word asked for alone takes as long as so many of a whole vocabulary
 KEPT = 64  # positions whose words are kept at most
+UNUSUAL = 6.0  # a noise that few tokens exceed
+UNUSUAL_WORD = math.floor(2**32 * math.exp(-math.exp(-UNUSUAL)))  # the noise of lower words is at most that
 TOGETHER, MOST_TOGETHER = 2**20, 16  # noises and positions that a device makes at once at most
 
 
@@ -106,21 +109,41 @@ class GumbelNoise:
             kept = self.words(position)
         return np.asarray(gumbel(kept[tokens]))
 
-    def contenders(
-        self, position: int, scores: npt.NDArray[Any], near: npt.NDArray[Any], unusual: int
-    ) -> npt.NDArray[np.int64]:
-        """int64, rising: the tokens with a score of at least `near` or a word of at least `unusual`.
+    def leader(self, position: int, scores: npt.NDArray[Any]) -> int:
+        """The token with the greatest sum of score and noise; of equal sums the lowest, and -1 where none is finite.
 
         Args:
             position: of the noise.
             scores: float [vocab].
-            near: float [1], of the same dtype.
-            unusual: a word.
         """
-        if native.available and scores.dtype == near.dtype == np.float32 and scores.flags.c_contiguous:
-            found: npt.NDArray[np.int64] = native.module.contenders(scores, near[0], self.seed, position, unusual)
-            return found
-        return np.flatnonzero((scores >= near) | (self.words(position) >= unusual))
+        some = self.leaders(position, scores)
+        if len(some) <= 1:
+            return some[0] if some else -1
+        tokens = np.array(some)
+        return int(tokens[np.argmax(scores[tokens] + self.of(position, tokens))])
+
+    def leaders(self, position: int, scores: npt.NDArray[Any]) -> list[int]:
+        """The tokens, rising, of which one is the `leader`; none where the greatest score is NaN or infinite.
+
+        The compiled module knows the logarithms but for their last bits, so it usually leaves one token.
+        """
+        if native.available and scores.dtype == np.float32 and scores.flags.c_contiguous:
+            return native.module.leaders(scores, self.seed, position, UNUSUAL, UNUSUAL_WORD)
+        best = int(scores.argmax())  # that of a NaN or of +inf if there is one
+        return self._contenders(position, scores, best) if math.isfinite(scores[best]) else []
+
+    def _contenders(self, position: int, scores: npt.NDArray[Any], best: int) -> list[int]:
+        """The tokens that can have the greatest sum of score and noise, without the noise of all tokens.
+
+        The token `best` has some sum. To reach it, a token needs a score at most `UNUSUAL` below it, or a noise above
+        `UNUSUAL`, which 1 token in 400 has. The noise rises with its word, and sums are rounded monotonically.
+        """
+        reached = scores[best] + self.of(position, np.array([best]))  # [1], of the dtype of all sums
+        near = reached - UNUSUAL - 0.01
+        if not near + (UNUSUAL + 0.001) < reached:  # where scores are huge, rounding exceeds the difference
+            return list(range(len(scores)))
+        found: list[int] = np.flatnonzero((scores >= near) | (self.words(position) >= UNUSUAL_WORD)).tolist()
+        return found
 
     def words(self, position: int) -> Words:
         """uint32 [vocab], the words of a position: noise rises with them. Kept until `drop_before`."""

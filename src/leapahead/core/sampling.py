@@ -39,8 +39,6 @@ Array = Any  # a numpy array or a torch tensor: whatever the target's logits are
 FloatArray = npt.NDArray[np.floating[Any]]
 
 LEAST_TEMPERATURE = 1e-6  # below it, logits / temperature may overflow in float32
-UNUSUAL = 6.0  # a noise that few tokens exceed
-UNUSUAL_WORD = math.floor(2**32 * math.exp(-math.exp(-UNUSUAL)))  # the noise of lower words is at most that
 UNSETTLED = -2  # in place of a choice that waits for `choose(..., settle=True)`
 
 
@@ -178,6 +176,7 @@ class Sampler:
         changes = p.bad_words or p.forced or p.min_new_tokens or p.processors or p.grammar
         self._plain_rows = not (self._penalties or changes)
         self._filtered = 0 < p.top_k < vocab_size or p.top_p < 1 or p.min_p > 0
+        self._takes_leader = self.noise is not None and self._plain_rows and not (self._filtered or on_device)
 
     def committed(self) -> None:
         """To be called after `tokens` grew. Takes time in the number of new tokens only."""
@@ -214,6 +213,12 @@ class Sampler:
         if self.takes_argmax:
             return _best(self._from_target(logits))  # nothing to change, so nothing to copy
         length = len(self.tokens) if length is None else length
+        if self._takes_leader and len(logits) == 1 and isinstance(logits, np.ndarray):  # with the fewest operations
+            assert self.noise is not None
+            with np.errstate(all="ignore"):
+                scores = self._tempered(_floats(logits[0], copy=False))
+                chosen = self.noise.leader(length + tree.depth_list[int(nodes[0])], scores)
+            return self._to_array(np.array([chosen]))
         scores = self.unfiltered(logits, tree, nodes, length)
         if self.noise is None:
             return _best(scores) if self._on_device else self._to_array(_best(_on_host(scores)))
@@ -223,8 +228,8 @@ class Sampler:
                 return self._sampled_on_device(scores, positions, settle)
             lowest = self._floors(scores)[0]
             least = [None] * len(positions) if lowest is None else lowest[:, 0].tolist()
-            chosen = map(self._sampled, _on_host(scores), least, positions)
-            return self._to_array(np.fromiter(chosen, np.int64, len(positions)))
+            drawn = map(self._sampled, _on_host(scores), least, positions)
+            return self._to_array(np.fromiter(drawn, np.int64, len(positions)))
 
     def _sampled(self, scores: FloatArray, floor: float | None, position: int) -> int:
         """The choice of one row: of the tokens from the floor on, the one with the greatest sum of score and noise.
@@ -235,24 +240,13 @@ class Sampler:
             position: of the token that is chosen.
         """
         assert self.noise is not None
+        if floor is None:
+            return self.noise.leader(position, scores)
         best = int(scores.argmax())  # that of a NaN or of +inf if there is one
         if not math.isfinite(scores[best]):
             return -1
-        some = self._contenders(scores, best, position) if floor is None else np.flatnonzero(scores >= floor)
+        some = np.flatnonzero(scores >= floor)
         return int(some[0] if len(some) == 1 else some[np.argmax(scores[some] + self.noise.of(position, some))])
-
-    def _contenders(self, scores: FloatArray, best: int, position: int) -> IntArray:
-        """The tokens that can have the greatest sum of score and noise, without the noise of all tokens.
-
-        The token `best` has some sum. To reach it, a token needs a score at most `UNUSUAL` below it, or a noise above
-        `UNUSUAL`, which 1 token in 400 has. The noise rises with its word, and sums are rounded monotonically.
-        """
-        assert self.noise is not None
-        reached = scores[best] + self.noise.of(position, np.array([best]))  # [1], of the dtype of all sums
-        near = reached - UNUSUAL - 0.01
-        if not near + (UNUSUAL + 0.001) < reached:  # where scores are huge, rounding exceeds the difference
-            return np.arange(len(scores))
-        return self.noise.contenders(position, scores, near, UNUSUAL_WORD)
 
     def _sampled_on_device(self, scores: Array, positions: list[int], settle: bool) -> Array:
         assert self._device_noise is not None
@@ -296,10 +290,12 @@ class Sampler:
             if self.grammar is not None:
                 allowed = np.stack([self.grammar.mask(length, path) for path in paths])
                 scores = array_namespace(scores).where(self._to_array(allowed), scores, -math.inf)
-        if self.params.temperature > 0 and self.params.temperature != 1:
-            with np.errstate(all="ignore"):
-                scores = scores / self.params.temperature
-        return scores
+        with np.errstate(all="ignore"):
+            return self._tempered(scores)
+
+    def _tempered(self, scores: Array) -> Array:
+        """Scores over the temperature; the array itself where that changes nothing."""
+        return scores if self.params.temperature in (0, 1) else scores / self.params.temperature
 
     def _banned(self, path: list[int], committed: int) -> list[int]:
         """The tokens that may not follow a node."""

@@ -170,7 +170,9 @@ class TextStream:
 
     def _held_back(self, text: str) -> int:
         """Length of the longest suffix of `text` that is a prefix of a stop string."""
-        longest = min(len(text), max((len(stop) - 1 for stop in self._stops), default=0))
+        if not self._stops:
+            return 0
+        longest = min(len(text), max(len(stop) - 1 for stop in self._stops))
         return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
 
     def _give(self, length: int) -> tuple[tuple[str, bool], ...]:

@@ -23,7 +23,7 @@ from leapahead.core.text import Tokenizer, difference
 from leapahead.drafters.draft_runner import LEAST_WINDOW, LONGEST_CHAIN, SINKS
 from leapahead.drafters.sources.draft import MASKED, DraftSource, ParallelDraftSource
 from leapahead.models import loading
-from leapahead.models.base import CHAIN, TOP_K, SharesCache, Target
+from leapahead.models.base import CHAIN, TOP_K, SharesCache, Target, TargetInfo
 from leapahead.models.loading import Loaded
 from leapahead.planner.profile import LatencyProfiles
 
@@ -99,18 +99,8 @@ class DraftModel:
         return cls(loaded.target, loaded.tokenizer, LatencyProfiles(info))
 
     def check_kind(self, target: Target) -> None:
-        """Refuses a draft model that reads prompts in another way than the target.
-
-        Raises:
-            Refused: one of both is an encoder-decoder model and the other one is not.
-        """
-        mine, theirs = self.target.info, target.info
-        if (mine.decoder is None) != (theirs.decoder is None):
-            kinds = {True: "a decoder-only model", False: "an encoder-decoder model"}
-            raise Refused(
-                f"the draft model {mine.name} is {kinds[mine.decoder is None]} and {theirs.name} is "
-                f"{kinds[theirs.decoder is None]}; use a draft model of the same kind"
-            )
+        """See the function `check_kind`."""
+        check_kind(self.target.info.name, self.target.info.decoder is not None, target.info)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Refuses a draft model whose tokenizer is not the target's.
@@ -123,6 +113,25 @@ class DraftModel:
                 f"the draft model {self.target.info.name} has another vocabulary than the target: {unlike}; use one "
                 "with the target's tokenizer"
             )
+
+
+def check_kind(name: str, is_both: bool, target: TargetInfo) -> None:
+    """Refuses a draft model that reads prompts in another way than the target.
+
+    Args:
+        name: of the draft model.
+        is_both: whether it is an encoder-decoder model.
+        target: what is known of the target.
+
+    Raises:
+        Refused: one of them is an encoder-decoder model and the other one is not.
+    """
+    if is_both != (target.decoder is not None):
+        kinds = ("a decoder-only model", "an encoder-decoder model")
+        raise Refused(
+            f"the draft model {name} is {kinds[is_both]} and {target.name} is {kinds[not is_both]}; use a draft model "
+            "of the same kind"
+        )
 
 
 Draft = DraftModel | str  # a name, or "self:..."

@@ -171,12 +171,12 @@ class Engine:
 
     def poll(self, handle: Handle) -> Output | None:
         """The next unread output of a streamed request, if there is one. Does not wait and drives nothing."""
-        if not handle.unread:  # the usual answer, without the lock
+        if not handle.unread:
             return None
-        with self._changed:
-            handle.thread = get_ident()
-            self._changed.notify_all()  # it may be stepped again
-            return handle.unread.popleft() if handle.unread else None
+        handle.thread, output = get_ident(), handle.unread.popleft()
+        if len(handle.unread) + 1 >= handle.request.ahead:  # it was not stepped, and may be again
+            self._turn.tell()
+        return output
 
     def outputs(self, handle: Handle) -> Iterator[Output]:
         """Every output of a streamed request. Closing the iterator cancels it."""

@@ -64,5 +64,9 @@ class Turn:
         finally:
             if self._driver == thread:
                 self._driver = None  # before any call, so that no interrupt comes in between
-                with self.changed:
-                    self.changed.notify_all()
+                self.tell()
+
+    def tell(self) -> None:
+        """Wakes the threads that wait for a change."""
+        with self.changed:
+            self.changed.notify_all()

@@ -26,14 +26,15 @@ OPENVINO_OPTIONS = tuple(name for name in OpenVinoOptions.__dataclass_fields__ i
 WEIGHTS = "weights"  # of a model that is exported for OpenVINO
 DEVICES = "devices"  # of a model of Transformers that is given by its name
 STATIC = "static"  # of a model of Transformers
+PACK = "pack"  # of a model of Transformers that is given by its name
 OPTIONS_OF = {
-    "transformers": (DEVICES, STATIC),
+    "transformers": (DEVICES, STATIC, PACK),
     "module": (STATIC,),
     "llama.cpp": LLAMA_CPP_OPTIONS,
     "openvino": (*OPENVINO_OPTIONS, WEIGHTS),
 }
 # What only some engines have.
-ENGINE_OPTIONS = tuple(dict.fromkeys((*LLAMA_CPP_OPTIONS, *OPENVINO_OPTIONS, WEIGHTS, DEVICES, STATIC)))
+ENGINE_OPTIONS = tuple(dict.fromkeys((*LLAMA_CPP_OPTIONS, *OPENVINO_OPTIONS, WEIGHTS, DEVICES, STATIC, PACK)))
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,9 @@ def load(
         options: of the engine: for llama.cpp see `LlamaCppOptions`, for OpenVINO `OpenVinoOptions`, and `weights`, the
             type that a folder of Transformers is exported with: f32, bf16 (by default), int8 or int4. For Transformers
             `devices`: over which the branches of every tree are divided, each with the whole model: "cuda:0,cuda:1", a
-            list, or "torchrun" for the processes that torchrun started (see `models.parallel`), and `static`: whether
-            forwards are captured as CUDA graphs or compiled (see `TransformersTarget`).
+            list, or "torchrun" for the processes that torchrun started (see `models.parallel`), `static`: whether
+            forwards are captured as CUDA graphs or compiled (see `TransformersTarget`), and `pack`: whether linear
+            layers are laid out for faster products on a CPU (see `models.transformers.linears`; by default true).
 
     Raises:
         LeapaheadError: no such model, a model that cannot be decoded, an option that this kind of model does not have,

@@ -82,6 +82,8 @@ class Chat:
         self._reading, self._has_spans = reading, body.extension.spans
         self._empty = "" if reading.tools is None else None  # content of the first chunk: calls may stand alone
         self._parsers = [reading.parser() for _ in range(self._samples)]
+        self._text_only = not (body.logprobs or body.return_token_ids or self._has_spans)  # but for the last chunk
+        self._is_plain = self._text_only and reading.tools is None and reading.reasoning is None
 
     def score(self, scores: Sequence[Sequence[TokenLogprobs]]) -> None:
         """Takes the log-probabilities of the prompt."""
@@ -130,11 +132,13 @@ class Chat:
         return ChatChunk(**members, choices=[ChatChunkChoice(index=index, delta=Delta(content=text))])
 
     def chunk(self, members: Members, index: int, piece: Piece) -> list[ChatChunk] | str:
+        if self._is_plain and piece.finish_reason is None:
+            return piece.text
         parser, held, body = self._parsers[index], self._held[index], self._body
         if body.return_token_ids:
             held += piece.tokens
         parts = [(parser.add(text), drafted) for text, drafted in piece.spans]
-        plain = not (piece.finish_reason or body.logprobs or body.return_token_ids or self._has_spans)
+        plain = self._text_only and piece.finish_reason is None
         if plain and not any(part.reasoning_content or part.tool_calls for part, _ in parts):
             text = "".join(part.content for part, _ in parts)
             return text or []

@@ -65,6 +65,7 @@ class Completion:
     def __init__(self, service: Service, body: CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
         self._texts, self._samples, self._prompts, self._body = service.texts, body.n or 1, prompts, body
         self._has_logprobs, self._has_spans = body.logprobs is not None, body.extension.spans
+        self._text_only = not (self._has_logprobs or self._has_spans or body.return_token_ids)  # but for the last chunk
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         self._echoes = [""] * len(prompts)
         if body.echo:
@@ -118,7 +119,7 @@ class Completion:
         return CompletionReply(**members, choices=[CompletionChoice(index=index, text=text)])
 
     def chunk(self, members: Members, index: int, piece: Piece) -> list[CompletionReply] | str:
-        if piece.finish_reason is None and not (self._has_logprobs or self._has_spans or self._body.return_token_ids):
+        if self._text_only and piece.finish_reason is None:
             return piece.text
         choice = CompletionChoice(
             index=index,

@@ -45,6 +45,7 @@ class Gate:
         headers = Headers(scope=scope)
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"], state["log"], state["owner"] = _request_id(headers), {}, ""
+        state["send"] = send  # for parts of a body, which no middleware changes
         answering = Answering(send, state["request_id"])
         began = perf_counter()
         try:

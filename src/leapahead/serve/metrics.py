@@ -15,6 +15,7 @@ LONG = (0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 1
 COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
 MOST_POSITIONS = 64  # depths of drafts that have a series of their own
+OF_ALL = 4  # counters of all steps, before those of positions
 
 
 class Metrics:
@@ -38,18 +39,20 @@ class Metrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self.cached_tokens = self._counter("prefix_cache_hits", "Tokens of prompts that were in the cache already.")
         self.queried_tokens = self._counter("prefix_cache_queries", "Tokens of prompts that were looked up in it.")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens of texts.")
+        generation_tokens = self._counter("generation_tokens", "Tokens of texts.")
         self._counter("num_preemptions", "Texts that were interrupted for others, which this server does not do.")
-        self.drafts = self._counter("spec_decode_num_drafts", "Steps of texts that had a draft.")
-        self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
-        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        drafts = self._counter("spec_decode_num_drafts", "Steps of texts that had a draft.")
+        draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
+        accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         per_position = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens by their position in the draft; 0 is the first.",
             (*LABELS, "position"),
             registry=self.registry,
         )
-        self._positions = [per_position.labels(**self._labels, position=str(at)) for at in range(MOST_POSITIONS)]
+        positions = [per_position.labels(**self._labels, position=str(at)) for at in range(MOST_POSITIONS)]
+        self._of_steps = (generation_tokens, drafts, draft_tokens, accepted_tokens, *positions)
+        self._counted, self._reported = [0] * len(self._of_steps), [0] * len(self._of_steps)
         self._finished = Counter(
             "vllm:request_success", "Finished texts.", (*LABELS, "finished_reason"), registry=self.registry
         )
@@ -70,19 +73,23 @@ class Metrics:
         self.samples = self._histogram("request_params_n", "Texts for each prompt.", SAMPLES)
 
     def text(self) -> bytes:
-        """All of them, in the text format of Prometheus."""
+        """All of them, in the text format of Prometheus. To be called by one thread."""
+        for index, (counter, counted) in enumerate(zip(self._of_steps, list(self._counted), strict=True)):
+            counter.inc(counted - self._reported[index])
+            self._reported[index] = counted
         return generate_latest(self.registry)
 
     def observe(self, step: Step) -> None:
-        """To be called after every step of a text."""
-        self.generation_tokens.inc(len(step.tokens))
-        drafted, accepted = len(step.tree) - 1, step.verdict.accepted
+        """To be called after every step of a text, by the thread that decodes, which has no time between two steps."""
+        counted = self._counted
+        counted[0] += len(step.verdict.tokens)
+        drafted, accepted = len(step.proposal.tree) - 1, step.verdict.accepted
         if drafted:
-            self.drafts.inc()
-            self.draft_tokens.inc(drafted)
-            self.accepted_tokens.inc(accepted)
+            counted[1] += 1
+            counted[2] += drafted
+            counted[3] += accepted
             for position in range(min(accepted, MOST_POSITIONS)):
-                self._positions[position].inc()
+                counted[OF_ALL + position] += 1
 
     def finished(self, handle: Handle, most: int, began: float, now: float) -> None:
         """To be called at the end of a text.

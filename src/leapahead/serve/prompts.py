@@ -19,6 +19,7 @@ from leapahead.serve.tokenization import TokenizeMessages
 
 T = TypeVar("T")
 KEPT_TOKENS = 1 << 16  # token ids whose text is kept
+IN_PLACE = "\ue000text\ue000"  # of an empty message that is continued, to see where the template writes it
 NO_CONTENT = re.compile(
     r"content['\"]?\]?\s+is\s+(?:not\s+)?none", re.IGNORECASE
 )  # in a template that has a case for it
@@ -60,9 +61,15 @@ class Texts:
             variables["tools"] = [
                 tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in body.tools
             ]
-        text = _about("messages", lambda: self._chat_text(body.messages, body.add_generation_prompt, variables))
+        messages, final = list(body.messages), joined(body.messages[-1].content or "")
+        is_empty = body.continue_final_message and not final.strip()
+        if is_empty:
+            messages[-1] = messages[-1].model_copy(update={"content": (final := IN_PLACE)})
+        text = _about("messages", lambda: self._chat_text(messages, body.add_generation_prompt, variables))
         if body.continue_final_message:
-            text = left_open(text, joined(body.messages[-1].content or ""))
+            text = left_open(text, final)
+        if is_empty:
+            text = text.removesuffix(IN_PLACE)
         return self._limited("messages", self.ids(text, body.add_special_tokens), last)
 
     def _chat_text(self, messages: Sequence[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:

@@ -46,6 +46,9 @@ class TextEvent:
 class EventStream(StreamingResponse):
     """A stream of events. However it ends, the generator is closed and the resources are released.
 
+    What is done for every event takes a processor from the model's forward, so it is little: the events go to the
+    server past the middlewares, which change the beginning of a response alone.
+
     Args:
         events: gives them as text. An exception becomes a last event with an error object.
         resources: released at the end.
@@ -56,26 +59,28 @@ class EventStream(StreamingResponse):
 
     def __init__(self, events: AsyncGenerator[str, None], resources: AsyncExitStack, request_id: str) -> None:
         self._events, self._resources, self._request_id = events, resources, request_id
-        self._guard = self._guarded()
-        super().__init__(self._guard, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await unless_gone(Request(scope, receive), self._send_all(scope["state"]["send"]))
+        except ClientGone:
+            pass
         finally:  # in this order, lest the garbage collector closes them at once
-            await self._guard.aclose()
             await self._events.aclose()
             await self._resources.aclose()
 
-    async def _guarded(self) -> AsyncGenerator[str, None]:
+    async def _send_all(self, send: Send) -> None:
         try:
             async for event in self._events:
-                yield event
+                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         except Exception as error:
             known = of(error)
             log_fault(known, error, self._request_id)
-            yield f"data: {json.dumps(known.body())}\n\n"
-        yield DONE
+            event = f"data: {json.dumps(known.body())}\n\n"
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": DONE.encode(), "more_body": False})
 
 
 def log_fault(known: ApiError, error: BaseException, request_id: str) -> None:

@@ -275,17 +275,15 @@ class Worker:
                 yield batch, index, Piece("", [], 0, (), "length", _empty(job, index))
             while going:
                 changed.clear()
-                idle = True
                 for index in list(going):
                     handle = batch.handles[index]
                     over = handle.done  # before it is polled, lest its last output come in between
-                    if (output := engine.poll(handle)) is not None:
-                        idle = False
+                    while (output := engine.poll(handle)) is not None:
                         yield batch, index, writers[index].piece(handle, output)
-                    elif over:
+                    if over:
                         self._check(batch, handle)
                         going.remove(index)
-                if idle and going:
+                if going:
                     await self._wait(changed, batch)
         finally:
             self._end(batch, job)

@@ -61,7 +61,7 @@ class Run:
         settings: complete.
         texts, tokens: number of texts that were trained on, and of tokens of their answers.
         sampled: share of these texts that were sampled at temperature 1.
-        data: name of the file of prompts.
+        data: names of the files of prompts.
         state: at the end.
         evaluations: of what was trained.
         conditions: of the measurements, see `leapahead.bench.conditions`.
@@ -72,7 +72,7 @@ class Run:
     texts: int
     tokens: int
     sampled: float
-    data: str
+    data: Sequence[str]
     state: State
     evaluations: Sequence[Evaluation]
     conditions: Data
@@ -145,8 +145,9 @@ def training(run: Run, method: str) -> str:
     """The paragraph that tells on which texts and how long was trained; `method` is its last sentence."""
     settings, state = run.settings, run.state
     texts = settings.batch * settings.accumulate
+    files = " and ".join(f"`{name}`" for name in run.data)
     return (
-        f"{run.texts:,} texts of the target, {run.tokens:,} tokens of its answers to the prompts of `{run.data}`;\n"
+        f"{run.texts:,} texts of the target, {run.tokens:,} tokens of its answers to the prompts of {files};\n"
         f"{run.sampled:.0%} of them sampled at temperature 1, the others greedy. {state.step:,} steps of {texts} texts "
         f"({state.step * texts / max(1, run.texts):.1f} epochs)\nin {state.seconds / 60:.1f} minutes on "
         f"{run.conditions['gpu'] or run.conditions['cpu']}. AdamW, learning rate {settings.lr:g}, warm-up and "

@@ -73,13 +73,14 @@ def masked_executor(target: Target) -> MaskedExecutor:
     """How the target is run over trees, which tuning needs.
 
     Raises:
-        Refused: it takes no trees, or is no model of Transformers.
+        Refused: it takes no trees, has an encoder, or is no model of Transformers.
     """
-    if isinstance(target, TransformersTarget) and isinstance(target.executor, MaskedExecutor):
-        return target.executor
+    executor = target.executor if isinstance(target, TransformersTarget) and target.info.decoder is None else None
+    if isinstance(executor, MaskedExecutor):
+        return executor
     raise Refused(
-        f"{target.info.name} cannot be tuned for Jacobi decoding, which needs a model of Transformers that takes tree "
-        "masks; give another model"
+        f"{target.info.name} cannot be tuned for Jacobi decoding, which needs a decoder-only model of Transformers "
+        "that takes tree masks; give another model"
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.text import Tokenizer
-from leapahead.drafters.draft_models import BUNDLED, SELF
+from leapahead.drafters.draft_models import BUNDLED, SELF, check_kind
 from leapahead.models import loading
 from leapahead.models.base import Target
 from leapahead.models.transformers.model import TransformersTarget
@@ -40,7 +40,8 @@ def load(name: str, target: Target, tokenizer: Tokenizer | None, trust_remote_co
 
     Raises:
         BadParameter: there is no such model, or it has another tokenizer than the target.
-        Refused: the target, or the draft model, is no model of Transformers.
+        Refused: the target, or the draft model, is no model of Transformers, or one is an encoder-decoder model and the
+            other one is not.
     """
     if not isinstance(target, TransformersTarget):
         raise Refused(
@@ -51,6 +52,7 @@ def load(name: str, target: Target, tokenizer: Tokenizer | None, trust_remote_co
         raise BadParameter(f"--draft {name} is made of the target, which is not changed; name a smaller model")
     path = loading.bundled("tiny-draft") if name == BUNDLED else name
     student = Student.load(path, name, target.device, trust_remote_code)
+    check_kind(student.name, student.is_encoder_decoder, target.info)
     student.check_tokenizer(tokenizer)
     return student
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from leapahead.api import LLM
 from leapahead.bench import plots
 from leapahead.bench.conditions import conditions
+from leapahead.models.transformers.encoder_decoder import EncoderDecoderTarget
 from leapahead.models.transformers.model import TransformersTarget
-from leapahead.training import card, decoding, draft_model, pard
+from leapahead.training import card, decoding, draft_model, pard, spec_drafter
 from leapahead.training.batches import Order
 from leapahead.training.draft_model import DraftRecipe
 from leapahead.training.evaluate import DEPTH, NODES, Evaluation
@@ -18,6 +19,7 @@ from leapahead.training.loop import Training, Watch
 from leapahead.training.pard import MASKS, PardRecipe
 from leapahead.training.run import Trained, by_temperature, gathered, run_of
 from leapahead.training.settings import DRAFT, PARD, DraftSettings, Folder
+from leapahead.training.spec_drafter import PLACES, SpecDrafterRecipe
 from leapahead.training.student import Student
 
 SINGLE = "\nWith mask tokens the draft model runs once a step; before, it runs for every level."
@@ -63,18 +65,27 @@ def train_draft(
     target = llm.target
     student = draft_model.load(settings.draft, target, llm.tokenizer, trust_remote_code)
     assert isinstance(target, TransformersTarget), "others are refused"
-    executor = pard.executor_of(student) if settings.kind == PARD else None
+    reader = target if isinstance(target, EncoderDecoderTarget) else None
+    if reader is not None:
+        spec_drafter.check(settings)
+    is_parallel = settings.kind == PARD
+    executor = pard.executor_of(student) if is_parallel and reader is None else None
     complete = settings.complete(student.hidden_size)
     folder.begin(settings)
     measured = conditions(target)
     trained, held_out, sets = gathered(llm, settings, folder, watch)
     llm.close()
-    own = DraftRecipe(student, target, complete, llm.eos_token_ids)
-    if executor is not None:
+    ends, mask = llm.eos_token_ids, None
+    if is_parallel:
         everything = [*trained, *held_out, *(text for texts in sets.values() for text in texts)]
-        mask = pard.mask_token(student, everything, llm.eos_token_ids)
-        own = PardRecipe(student, target, complete, llm.eos_token_ids, executor, mask)
+        mask = pard.mask_token(student, everything, (*ends, *(reader.model.start if reader else ())))
         student.model.config.pard_token = mask  # which tells those who draft with it
+    if reader is not None:
+        own: DraftRecipe = SpecDrafterRecipe(student, reader, complete, ends, mask)
+    elif executor is not None and mask is not None:
+        own = PardRecipe(student, target, complete, ends, executor, mask)
+    else:
+        own = DraftRecipe(student, target, complete, ends)
     some = held_out[: settings.batch]
     order = Order(trained, settings.batch, settings.seed)
     training = Training(own, order, own.batch, complete, folder.checkpoint, own.batch(some) if some else None)
@@ -89,7 +100,7 @@ def train_draft(
         )
         for draft, what, forwards in (
             (settings.draft, "drafting as before", None),
-            (str(folder.trained), "drafting with the result", None if executor is None else 1),
+            (str(folder.trained), "drafting with the result", 1 if is_parallel else None),
         )
     )
     run = run_of(complete, trained, folder, state, found, measured, command)
@@ -100,12 +111,16 @@ def train_draft(
 def _card(student: Student, settings: DraftSettings, run: card.Run, before: Sequence[Evaluation]) -> str:
     """The content of `README.md`."""
     parameters = sum(each.numel() for each in student.model.parameters())
-    is_parallel = settings.kind == PARD
+    is_parallel, is_both = settings.kind == PARD, student.is_encoder_decoder
     method = (
         f"Divergence: {settings.divergence}. In {settings.on_policy:.0%} of the batches the draft model sampled the "
         "answers itself."
     )
-    if is_parallel:
+    if is_parallel and is_both:
+        method += (
+            f" In every step a block of {MASKS} masks stood at {PLACES} places of each text (SpecDec, 2203.16487)."
+        )
+    elif is_parallel:
         method += (
             f" Masks of depth d were trained at a share of {settings.retention:g}^d of the places, of at least "
             f"{settings.least_retention:g}, d up to {MASKS} (PARD, 2504.18583)."

@@ -26,6 +26,7 @@ from leapahead.core.errors import BadParameter, Refused
 from leapahead.models.base import HIDDEN, Target
 from leapahead.models.transformers.families import text_config
 from leapahead.models.transformers.forward import accepts, inputs, side_by_side
+from leapahead.models.transformers.linears import weight_of
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.training.texts import Progress, Text
 
@@ -97,7 +98,7 @@ def training_target(target: Target) -> TrainingTarget:
             f"no head can be trained for {info.name}, which gives no hidden states; use a model of Transformers"
         )
     layers = [target.model.get_input_embeddings(), target.model.get_output_embeddings()]
-    weights = [weight for layer in layers if isinstance(weight := getattr(layer, "weight", None), Tensor)]
+    weights = [weight for layer in layers if (weight := weight_of(layer)) is not None]
     shape = (info.vocab_size, info.hidden_size)
     if [tuple(weight.shape) for weight in weights] != [shape, shape]:
         raise Refused(

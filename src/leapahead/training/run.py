@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -100,12 +100,17 @@ def run_of(
         len(trained),
         sum(len(text.answer) for text in trained),
         sum(text.temperature > 0 for text in trained) / len(trained),
-        texts.written_for(Path(settings.texts or folder.texts)),
+        [texts.written_for(file) for file in _files(settings, folder)],
         state,
         evaluations,
         measured,
         command,
     )
+
+
+def _files(settings: RunSettings, folder: Folder) -> list[Path]:
+    """The files of the texts that are trained on: those of an earlier run, and those that this one writes."""
+    return [Path(settings.texts)] * bool(settings.texts) + [folder.texts] * bool(settings.data)
 
 
 def write(own: Recipe, run: card.Run, folder: Path) -> None:
@@ -122,11 +127,12 @@ def gathered(
     llm: LLM, settings: RunSettings, folder: Folder, watch: Watch
 ) -> tuple[list[Text], list[Text], dict[str, list[Text]]]:
     """The texts to train on, the held-out ones, and those of the files that are evaluated only, by their names."""
-    if settings.texts:
-        found = texts.read(llm, Path(settings.texts))
-    else:
+    found = texts.read(llm, Path(settings.texts)) if settings.texts else []
+    if settings.data:
         wish = Wish(Path(settings.data), settings.max_new_tokens, settings.sampled, settings.seed)
-        found = texts.write(llm, wish, folder.texts, watch.progress)
+        before = 1 + max((text.index for text in found), default=-1)  # so that no two texts have one number
+        own = texts.write(llm, wish, folder.texts, watch.progress)
+        found += [replace(text, index=before + text.index) for text in own]
     sets = {}
     for name in settings.evaluate:
         wish = Wish(Path(name), settings.max_new_tokens, limit=settings.evaluate_prompts)

@@ -59,8 +59,8 @@ class RunSettings:
     Attributes:
         kind: what is trained: a kind of head, `DRAFT` or `CLLM`.
         model: name of the target, for the model card.
-        data: file of prompts; "" where `texts` is given.
-        texts: file of texts that an earlier run has written; "" for none.
+        data: file of prompts, whose answers the target writes; "" for none.
+        texts: file of texts that an earlier run has written; "" for none. With both, all of them are trained on.
         evaluate: files of prompts whose texts are evaluated beside the held-out ones.
         evaluate_prompts: the most prompts of each of these files, taken at equal distances.
         max_new_tokens: greatest length of the target's answers.
@@ -92,8 +92,8 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_choice(self, schedule=SCHEDULES)
-        if bool(self.data) == bool(self.texts):
-            raise BadParameter("give either data, a file of prompts, or texts, those that an earlier run has written")
+        if not self.data and not self.texts:
+            raise BadParameter("give data, a file of prompts, or texts, those that an earlier run has written, or both")
         if self.minutes is not None and self.steps is not None:
             raise BadParameter("give either minutes or steps, not both")
         for name, least in (("batch", 1), ("accumulate", 1), ("steps", 1)):
@@ -165,7 +165,7 @@ class DraftSettings(RunSettings):
         divergence: between the target's distribution and the draft model's, one of `DIVERGENCES`.
         on_policy: share of the batches whose answers the draft model samples itself; the others have the target's.
         retention, least_retention: of PARD, share of the places that a mask of depth 1 is trained at, to the power of
-            the depth for the others, and the least such share.
+            the depth for the others, and the least such share. Not read for encoder-decoder models.
     """
 
     kind: str = DRAFT

@@ -31,6 +31,11 @@ class Student:
     name: str
 
     @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether an encoder reads its prompts."""
+        return bool(getattr(self.model.config, "is_encoder_decoder", False))
+
+    @property
     def hidden_size(self) -> int:
         """The width of its hidden states."""
         return int(self.model.get_input_embeddings().weight.shape[-1])

@@ -32,6 +32,7 @@ from leapahead.drafters.heads.mtp import MtpHead
 from leapahead.drafters.heads.row_head import RowHead
 from leapahead.models.base import TargetInfo
 from leapahead.models.transformers.families import text_config
+from leapahead.models.transformers.linears import weight_of
 
 HEADS: dict[str, type[Head]] = {
     MEDUSA: BlockHead,
@@ -170,8 +171,7 @@ def _shared(
         )
     found = {}
     for own, of in wanted.items():
-        layer = getattr(network, of)()
-        weight = None if layer is None else getattr(layer, "weight", None)
+        weight = weight_of(getattr(network, of)())
         if weight is None:
             raise Refused(f"the head {name} has no {own} of its own, and the target {target} shows none")
         found[own] = weight.detach()

@@ -1,10 +1,10 @@
 """The sequence ids and cells of one KV cache, divided among the tracks of all sequences.
 
 A closed sequence leaves an idle track behind: its cells stay for a prompt that begins with the same tokens, until they
-or its id are needed. Attention goes over all cells, those of idle tracks too, so only as many tracks stay as sequences
-were open at once. What leaves the cells is kept in the machine's memory, see `kept`; where it cannot be, at least
-`LEAST_IDLE` tracks stay. A forked track owns the same cells
-as the one that it was forked from. So that a cell is counted once, every track may have a parent, with which its first
+or its id are needed. Attention goes over all cells, those of idle tracks too. So idle tracks that the next sequence
+does not take over leave the cells when it is opened, and are kept in the machine's memory, see `kept`. Where they
+cannot be, as many stay as sequences were open at once, and at least `LEAST_IDLE`. A forked track owns the same cells as
+the one that it was forked from. So that a cell is counted once, every track may have a parent, with which its first
 `shared` cells are counted:
 
     cells taken  =  sum over tracks of (cells - shared)         an open track's parent is open
@@ -65,6 +65,11 @@ class Cells:
         """Cells of idle tracks."""
         return sum(track.cells - track.shared for track, _ in self._idle)
 
+    @property
+    def _leave(self) -> bool:
+        """Whether idle tracks leave the cells when a sequence is opened."""
+        return self.texts.able and not self.context.model.stateful
+
     def acquire(self, tokens: Sequence[int], reserve: int, reuse: int, owner: str = "") -> Track:
         """A track for a prompt.
 
@@ -78,6 +83,8 @@ class Cells:
             CacheFull: no id, or not enough cells.
         """
         track = self._with_prefix(tokens[:reuse], owner) or self._track(self.context, self._spare_id, self._new_id())
+        while self._idle and self._leave:
+            self._put_away()
         track.owner = owner
         track.prompt, track.reserve = len(tokens), max(reserve, len(tokens) + 1)
         try:
@@ -297,7 +304,7 @@ class Cells:
         self._hand_over(track)
         self._idle.append((track, tokens))
         if not self.context.model.stateful:
-            while len(self._idle) > max(self._most_open, 0 if self.texts.able else LEAST_IDLE):
+            while len(self._idle) > max(self._most_open, LEAST_IDLE):
                 self._put_away()
 
     def _put_away(self) -> None:

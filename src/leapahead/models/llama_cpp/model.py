@@ -61,6 +61,7 @@ class LlamaCppTarget:
         self.context = self._make_context(model, options)
         self._cells = Cells(self.context, self.context.n_ctx if options.kept_tokens is None else options.kept_tokens)
         self._sessions: list[LlamaCppSession] = []
+        self._checked = NOTHING  # the last capture that was found possible
         self._given: list[Choices] = []  # of the last step: their logits are llama.cpp's memory
         self._chunk = self.context.n_batch  # greatest number of tokens of a prompt in one forward
         self.info = TargetInfo(
@@ -207,13 +208,13 @@ class LlamaCppTarget:
         parts = self._parts(sessions, trees, num_computed, reads)
         if not self.model.cells:  # llama.cpp computes them side by side where the ids follow one another
             parts.sort(key=lambda part: part.session.track.main)
-        total = sum(part.new for part in parts)
+        total = sum([part.new for part in parts])
         if total > max(self.context.n_step, len(trees)):
             raise BadParameter(
                 f"trees of {total} nodes are more than the {self.context.n_step} that a step may have; use smaller "
                 "trees, or load the model with a larger n_batch and n_ubatch"
             )
-        need = sum(part.new if part.session.is_read else part.rows for part in parts)  # a prompt has its cells
+        need = sum([part.new if part.session.is_read else part.rows for part in parts])  # a prompt has its cells
         self._cells.make_room(need, f"a step of {total} nodes")
         for part in parts:
             if len(part.placed) > 1:
@@ -306,13 +307,15 @@ class LlamaCppTarget:
 
     def _check(self, capture: Capture) -> None:
         """Refuses by name what cannot be captured."""
+        if capture is self._checked:
+            return
         require(self.info, capture.needs, "this capture")
-        others = [layer for layer in capture.hidden if layer != -1]
-        if others:
+        if others := [layer for layer in capture.hidden if layer != -1]:
             raise Refused(
                 f"{self.info.name} cannot give the hidden states of layer {others[0]}: llama.cpp's public interface "
                 "gives those of the last layer only; capture layer -1, or load the model with Transformers"
             )
+        self._checked = capture
 
     def _discard_tree(self, track: Track) -> None:
         """Discards a tree that was not committed; a state that cannot forget it is emptied."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 from leapahead.core.errors import BadParameter
@@ -64,63 +62,46 @@ class LlamaCppSession:
         self._target.release(self)
 
 
-@dataclass(frozen=True)
 class Part:
-    """One session of a step.
+    """One session of a step, whose `ahead` is known.
 
-    Attributes:
+    Args:
         index: of the caller's sessions.
+        session: see above.
         tree: its tree; None where the prompt is not read to its end by this forward.
         num_computed: nodes of the tree that the last step has computed.
+
+    Attributes:
+        placed: the tree, behind what is replayed or read of the prompt.
+        begin: nodes of `placed` that the last step has computed.
+        new: nodes of `placed` that go through the model.
+        rows: nodes of the tree that go through the model.
+        captured: tokens in front of the tree, the last of them, whose top-k tokens are captured.
+        wanted_rows: nodes whose outputs are wanted; they are its last ones.
+
+    Raises:
+        BadParameter: a tree behind tokens that are replayed is no chain.
     """
 
-    index: int
-    session: LlamaCppSession
-    tree: TokenTree | None
-    num_computed: int
-
-    @cached_property
-    def placed(self) -> TokenTree:
-        """The tree, behind what is replayed or read of the prompt."""
-        session = self.session
-        start = session.track.length
-        tokens = session.tokens[start : start + session.ahead]
-        if self.tree is None:
-            return TokenTree.chain(tokens[0], tokens[1:])
-        if session.replay and not self.tree.is_chain:
+    def __init__(self, index: int, session: LlamaCppSession, tree: TokenTree | None, num_computed: int) -> None:
+        self.index, self.session, self.tree, self.num_computed = index, session, tree, num_computed
+        start, ahead = session.track.length, session.ahead
+        tokens = session.tokens[start : start + ahead] if ahead else []
+        if tree is None:
+            self.placed = TokenTree.chain(tokens[0], tokens[1:])
+        elif ahead and session.replay and not tree.is_chain:
             raise BadParameter(CHAINS_ONLY)
-        return self.tree.behind(tokens)
-
-    @cached_property
-    def begin(self) -> int:
-        """Nodes of `placed` that the last step has computed."""
-        return self.num_computed and self.session.ahead + self.num_computed
-
-    @property
-    def new(self) -> int:
-        """Nodes of `placed` that go through the model."""
-        return len(self.placed) - self.begin
-
-    @cached_property
-    def rows(self) -> int:
-        """Nodes of the tree that go through the model."""
-        return 0 if self.tree is None else len(self.tree) - self.num_computed
-
-    @cached_property
-    def captured(self) -> int:
-        """Tokens in front of the tree, the last of them, whose top-k tokens are captured."""
-        session = self.session
-        if session.is_read:
-            return 0
-        start, end = session.track.length, session.track.length + session.ahead
-        return end - first_row(start, end, len(session.tokens) - 1, session.capture)
+        else:
+            self.placed = tree.behind(tokens)
+        self.begin = num_computed and ahead + num_computed
+        self.new = len(self.placed) - self.begin
+        self.rows = 0 if tree is None else len(tree) - num_computed
+        self.captured = 0
+        if not session.is_read:
+            self.captured = start + ahead - first_row(start, start + ahead, len(session.tokens) - 1, session.capture)
+        self.wanted_rows = self.captured + self.rows
 
     @property
-    def wanted_rows(self) -> int:
-        """Nodes whose outputs are wanted; they are its last ones."""
-        return self.captured + self.rows
-
-    @cached_property
     def wanted(self) -> list[bool]:
         """Of its nodes that go through the model, whether outputs are wanted."""
         return [False] * (self.new - self.wanted_rows) + [True] * self.wanted_rows

@@ -25,6 +25,7 @@ from leapahead.core.errors import Refused, needing
 from leapahead.core.tree import UNLIMITED
 from leapahead.models.base import CHAIN
 from leapahead.models.self_draft.layer_skip import as_view
+from leapahead.models.transformers.linears import PackedLinear, copied, weight_of
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.twin import twin
 
@@ -37,7 +38,7 @@ class Int8Linear(nn.Module):
     """x W' + b, with an approximate W where x has few rows.
 
     Args:
-        linear: of the user's model; its weight [out, in] and bias [out] are shared.
+        linear: of the user's model, which is shared.
         integers: int8 [out, in].
         scale: bfloat16 [out]; a row of the approximate W is its integers times its scale.
 
@@ -47,16 +48,17 @@ class Int8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear, integers: Tensor, scale: Tensor) -> None:
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        self.exact = linear
         self.integers, self.scale = nn.Buffer(integers), nn.Buffer(scale)
         self.few = UNLIMITED
 
     def forward(self, x: Tensor) -> Tensor:
         if x.numel() > self.few * x.shape[-1]:
-            return nn.functional.linear(x, self.weight, self.bias)
+            exact: Tensor = self.exact(x)
+            return exact
         rows = x.reshape(-1, x.shape[-1])  # [rows, in]
         result = torch._weight_int8pack_mm(rows, self.integers, self.scale).reshape(*x.shape[:-1], -1)
-        return result if self.bias is None else result + self.bias
+        return result if self.exact.bias is None else result + self.exact.bias
 
 
 def int8(target: TransformersTarget) -> TransformersTarget:
@@ -76,7 +78,7 @@ def int8(target: TransformersTarget) -> TransformersTarget:
     view = twin(target.model)
     embedding = target.model.get_input_embeddings().weight
     quantised = _quantise(view, embedding)
-    other = sum(each.numel() for each in target.model.parameters()) - embedding.numel()
+    other = sum(each.numel() for each in target.model.parameters()) - embedding.numel() - copied(target.model)
     if quantised < LEAST * other:
         raise Refused(
             f"{target.info.name} has {quantised:,} of {other:,} weights beside its embedding in linear layers, "
@@ -97,9 +99,12 @@ def _quantise(model: Any, embedding: Tensor) -> int:
     scale_of, count = AbsmaxOptimizer(), 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is not nn.Linear or child.in_features % MULTIPLE or child.weight.dtype != torch.bfloat16:
+            if type(child) not in (nn.Linear, PackedLinear) or child.in_features % MULTIPLE:
                 continue  # a subclass may do more than multiply
-            found = quantize_weight(child.weight, qint8, 0, scale_of(child.weight, qint8, 0))
+            weight = weight_of(child)
+            if weight is None or weight.dtype != torch.bfloat16:
+                continue
+            found = quantize_weight(weight, qint8, 0, scale_of(weight, qint8, 0))
             setattr(module, name, Int8Linear(child, found._data, found._scale.flatten()))
-            count += 0 if child.weight is embedding else child.weight.numel()
+            count += 0 if weight is embedding else weight.numel()
     return count

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import UNLIMITED, IntArray
-from leapahead.models.transformers import compacted, devices, grouped, ordered, packed
+from leapahead.models.transformers import compacted, devices, grouped, linears, ordered, packed
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ def fingerprint(model: Any, device: torch.device) -> str:
         parts.append(torch.cuda.get_device_name(device))
     if (count := len(devices.of(model))) > 1:
         parts.append(f"{count} devices")
+    if linears.is_packed(model):
+        parts.append("packed")
     return " ".join(map(str, parts))
 
 

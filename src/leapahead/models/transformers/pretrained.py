@@ -15,6 +15,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from transformers.utils import cached_file, logging
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_line
+from leapahead.models.transformers import packing
 from leapahead.models.transformers.devices import checked_device
 from leapahead.models.transformers.encoder_decoder import new_target
 from leapahead.models.transformers.model import TransformersTarget
@@ -42,6 +43,7 @@ def load(
     cache_tokens: int | None = None,
     exact: bool = False,
     static: str = "auto",
+    pack: bool = True,
 ) -> tuple[TransformersTarget, Any]:
     """Loads a model and its tokenizer from a folder or the Hugging Face hub.
 
@@ -53,6 +55,8 @@ def load(
             `devices.DIVIDED`.
         trust_remote_code: whether the repository's own Python code may run.
         cache_tokens, exact, static: see `TransformersTarget`.
+        pack: whether linear layers in bfloat16 on a CPU are laid out for faster products, where that is possible, see
+            `linears`. An output layer that shares the embedding's weights then has a copy of them.
 
     Returns:
         The target, and the tokenizer or None if there are no files of one.
@@ -73,6 +77,9 @@ def load(
             model = model.to(where)
         except torch.OutOfMemoryError as error:
             raise LeapaheadError(f"the model {source!r} does not fit on {where}; use dtype bfloat16") from error
+    model.eval()
+    if pack:
+        packing.packed(model)
     target = new_target(
         model, name=name or source, cache_tokens=cache_tokens, exclusive=True, exact=exact, static=static
     )
