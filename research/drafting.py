@@ -8,10 +8,10 @@ its top-k tokens, which is made before the clock starts.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import click
 import numpy as np
@@ -28,7 +28,7 @@ from leapahead.drafters.sources.siblings import Siblings
 from leapahead.drafters.sources.suffix import Suffix
 from leapahead.drafters.sources.token_table import TableSource
 from leapahead.drafters.token_table import TokenTable
-from leapahead.engine.request import Request
+from leapahead.engine.request import Handle, Request
 from leapahead.engine.scheduler import Engine
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.acceptance import AcceptanceTable, priors
@@ -39,10 +39,24 @@ from research.command_parts import show
 
 VOCAB, TABLE_K = 2048, 32
 WARM_UP = 20  # steps
+D = TypeVar("D", bound="Usual")
 KINDS: dict[str, type[AcceptanceTable]] = {"compiled": CompiledTable, "Python": AcceptanceTable}
 
 
-class Timed(Planned):
+class Usual(Planned):
+    """Drafts a fixed number of nodes from the usual sources of `auto`."""
+
+    name: ClassVar[str] = "usual"
+
+    def __init__(self, table: TokenTable, nodes: int) -> None:
+        super().__init__(nodes)
+        self.table = table
+
+    def make_sources(self, sequence: SequenceView | None) -> list[Source]:
+        return [Suffix(), Recycling(), Siblings(), TableSource(self.table)]
+
+
+class Timed(Usual):
     """The usual sources, and a clock.
 
     Args:
@@ -56,13 +70,10 @@ class Timed(Planned):
     name: ClassVar[str] = "timed"
 
     def __init__(self, table: TokenTable, nodes: int, pieces: bool) -> None:
-        super().__init__(nodes)
-        self.table, self.pieces = table, pieces
+        super().__init__(table, nodes)
+        self.pieces = pieces
         self.seconds: dict[str, float] = {}
         self._began = 0.0
-
-    def make_sources(self, sequence: SequenceView | None) -> list[Source]:
-        return [Suffix(), Recycling(), Siblings(), TableSource(self.table)]
 
     def charge(self, part: str) -> None:
         """Charges the time since the last charge to a part of the step."""
@@ -115,11 +126,18 @@ def toy_table(target: ToyTarget) -> TokenTable:
     return TokenTable(tokens.astype(np.int32), logp.astype(np.float16))
 
 
-def steps_of(kind: str, batch: int, temperature: float, context: int, nodes: int, pieces: bool) -> Iterator[Timed]:
-    """A batch of texts in the making: the drafter, after each step of all of them."""
+def started(
+    kind: str, batch: int, temperature: float, context: int, make: Callable[[TokenTable], D]
+) -> tuple[Engine, D, list[Handle]]:
+    """An engine with a batch of texts in the making, all of whose prompts are read; its drafter, and their handles.
+
+    Args:
+        kind: of `KINDS`.
+        make: makes the drafter, given the target's token table.
+    """
     target = ToyTarget(VOCAB, sharpness=5.0)
     engine = Engine(target, max_batch=batch, acceptance=KINDS[kind](*priors()))
-    drafter = Timed(toy_table(target), nodes, pieces)
+    drafter = make(toy_table(target))
     attached, handles = engine.drafter(drafter), []
     for index in range(batch):
         rng = np.random.default_rng(index)
@@ -129,6 +147,12 @@ def steps_of(kind: str, batch: int, temperature: float, context: int, nodes: int
         handles.append(engine.submit(Request(prompt, attached, params, StopParams(max_new_tokens=1 << 20))))
     while any(handle.stats.steps == 0 for handle in handles):  # their prompts are read one after the other
         engine.step()
+    return engine, drafter, handles
+
+
+def steps_of(kind: str, batch: int, temperature: float, context: int, nodes: int, pieces: bool) -> Iterator[Timed]:
+    """A batch of texts in the making: the drafter, after each step of all of them."""
+    engine, drafter, _ = started(kind, batch, temperature, context, lambda table: Timed(table, nodes, pieces))
     while True:
         engine.step()
         if drafter.seconds:

@@ -176,13 +176,14 @@ def main(steps: int, toy: bool, model: str | None, context: int | None) -> None:
     """Print the median time of the phases of a step: milliseconds with 64 nodes on the shapes of a 135M model.
 
     With --toy or --model: microseconds a sequence, without forward and choosing, of 16 nodes that are drafted
-    beforehand, so that what is left is the engine's work and the target's commit. With --toy also: those of steps of
-    `plain` and `auto` that draft nothing.
+    beforehand, so that what is left is the engine's work and the target's commit. With --toy also: the same with
+    the drafting, and steps of `plain` and `auto` that draft nothing.
     """
     if toy or model:
         target = load(model).target if model else ToyTarget(vocab_size=64)
         tables = [toy_overhead.overhead(target, context=context or 8192, steps=steps)]
         if toy:
+            tables.append(toy_overhead.whole_steps(context=context or 8192, steps=steps))
             tables.append(toy_overhead.plain_steps(context=context or 8192, steps=steps))
     else:
         tables = [overhead(target_135m(), steps=steps)]

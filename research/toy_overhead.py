@@ -4,7 +4,9 @@ The drafts are scripted: trees of a fixed shape whose tokens are known before th
 compiled planner returns. What is left is the engine's own work: making and checking trees, verification, the commit,
 counters, outputs and the scheduler.
 
-A second table has the steps of the drafter `auto` in which it drafts nothing, beside those of `plain`.
+A second table adds the drafting: whole steps of the usual sources of `auto`, which draft as many nodes.
+
+A third table has the steps of the drafter `auto` in which it drafts nothing, beside those of `plain`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import Proposal, SequenceView
 from leapahead.planner.latency import LatencyProfile
 from leapahead.planner.profile import LatencyProfiles
+from research.drafting import Usual, started
 from research.simulation import Stored
 
 # 16 drafted nodes under the root: a path of six nodes and siblings at the first four depths.
@@ -38,6 +41,7 @@ PARENTS = [-1, 0, 0, 0, 0, 1, 1, 1, 2, 5, 5, 6, 9, 9, 12, 14, 3]
 DEPTHS = [0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6, 2]
 PATH = (1, 5, 9, 12, 14, 15)
 ACCEPTED = 2  # drafted nodes that a step commits
+NODES = len(PARENTS) - 1
 WARM_UP = 20  # steps
 
 
@@ -108,6 +112,11 @@ def _measured(target: Target, prompt: list[int], temperature: float, batch: int,
     handles = [engine.submit(request) for _ in range(batch)]
     while any(handle.stats.steps == 0 for handle in handles):
         engine.step()
+    return {"batch": batch, "temperature": temperature, **_medians(engine, handles, steps)}
+
+
+def _medians(engine: Engine, handles: Sequence[Handle], steps: int) -> dict[str, float]:
+    """Of so many steps of an engine, which is closed then: tokens committed, and medians of the parts, see `_step`."""
     gc.collect()
     gc.disable()  # a collection in between would be charged to one step
     try:
@@ -115,9 +124,9 @@ def _measured(target: Target, prompt: list[int], temperature: float, batch: int,
     finally:
         gc.enable()
         engine.close()
-    medians = {phase: round(median(each[phase] for each in found), 1) for phase in found[0]}
     committed = sum(handle.stats.committed for handle in handles) / sum(handle.stats.steps for handle in handles)
-    return {"batch": batch, "temperature": temperature, "committed": round(committed, 2), **medians}
+    medians = {phase: round(median(each[phase] for each in found), 1) for phase in found[0]}
+    return {"committed": round(committed, 2), **medians}
 
 
 def _step(engine: Engine, handles: Sequence[Handle]) -> dict[str, float]:
@@ -134,6 +143,19 @@ def _step(engine: Engine, handles: Sequence[Handle]) -> dict[str, float]:
     phases["rest"] = whole - sum(phases.values())
     del phases["forward"], phases["choose"]
     return {name: 1e6 * seconds / len(handles) for name, seconds in {**phases, "outside": outside}.items()}
+
+
+# ------------------------------------------------------------------------------------------ steps with all they need
+
+
+def whole_steps(batches: Sequence[int] = (1, 4, 16), context: int = 8192, steps: int = 200) -> list[dict[str, Any]]:
+    """As `overhead`, with drafts of 16 nodes from the usual sources of `auto`, which is counted: see `drafting`."""
+    rows = []
+    for temperature in (0.0, 1.0):
+        for batch in batches:
+            engine, _, handles = started("compiled", batch, temperature, context, lambda table: Usual(table, NODES))
+            rows.append({"batch": batch, "temperature": temperature, **_medians(engine, handles, steps + WARM_UP)})
+    return rows
 
 
 # ------------------------------------------------------------------------------------------- plain steps of `auto`

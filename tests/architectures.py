@@ -96,6 +96,11 @@ class Architecture:
     expect: str = "tree"
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def installed(self) -> bool:
+        """Whether the installed Transformers has the family."""
+        return getattr(transformers, f"{self.config}Config", None) is not None
+
     def build(self, dtype: torch.dtype = torch.float32, attention: str | None = None, seed: int = 0) -> Any:
         config = getattr(transformers, f"{self.config}Config")(**{**SIZES, **self.options})
         torch.manual_seed(seed)
@@ -120,7 +125,7 @@ def _of(name: str, config: str, *options: dict[str, Any], expect: str = "tree", 
     return Architecture(name, config, expect, merged)
 
 
-ARCHITECTURES = [
+EVERY = [
     _of("llama", "Llama"),
     _of("llama_mqa", "Llama", num_key_value_heads=1, tie_word_embeddings=True),
     _of("mistral", "Mistral", SLIDING),
@@ -473,8 +478,51 @@ ARCHITECTURES = [
         index_n_heads=16,  # with few, scores are often all zero, and ties are broken by the length of the cache
         index_head_dim=16,
     ),
+    _of("exaone", "Exaone"),
+    _of("sarvam_moe", "SarvamMoE", ROUTED, HEAD),
+    _of("sarvam_mla", "SarvamMLA", ROUTED, LATENT, ALL_HEADS, q_lora_rank=None),
+    _of("apertus1p5", "Apertus1p5Text"),
+    _of(
+        "dory",  # layers that are run twice, with entries of their own each time
+        "Dory",
+        HEAD,
+        SLIDING,
+        num_hidden_layers=4,
+        n_input_layers=1,
+        n_recurrent_layers=2,
+        n_output_layers=1,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    _of(
+        "lara_mini",
+        "LaraMini",
+        SLIDING,
+        HEAD,
+        EXPERTS,
+        LINEAR_HEADS,
+        SHARED_EXPERT,
+        expect="replay",
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "sliding_attention", "full_attention"],
+    ),
+    _of(
+        "inkling2_loop",
+        "Inkling2LoopText",
+        HEAD,
+        RELATIVE,
+        expect="replay",
+        num_hidden_layers=4,
+        layer_types=["hybrid_sliding", "hybrid"] * 2,
+        unpadded_vocab_size=VOCABULARY,
+        loop_layer_index_start=1,
+        loop_layer_index_end=3,
+        loop_num_passes=2,
+        n_layers_per_attn_res_block=1,
+    ),
 ]
 
+# A family may be missing in the oldest supported version of Transformers.
+ARCHITECTURES = [each for each in EVERY if each.installed]
 BY_NAME = {each.name: each for each in ARCHITECTURES}
 
 # One of each kind, for tests that need not run on all: plain attention, a window, two kinds of layers with soft caps,

@@ -321,7 +321,7 @@ class Maker:
         if self.name in REGISTERED:
             name, options = REGISTERED[self.name]
             if not self.is_able:
-                pytest.skip("this target has no copy that could draft")
+                pytest.skip("this target cannot serve the drafter")
             return registry.make(name, **self.filled(options))
         drafter: SequenceDrafter = drafters_for(plain_text(self.case, params))[self.name]()
         return PerSequence(lambda: drafter)
@@ -330,7 +330,10 @@ class Maker:
     def is_able(self) -> bool:
         """Whether the target can serve the drafter."""
         name, _ = REGISTERED.get(self.name, ("plain", {}))
-        if not registry.load(name).copies_target:
+        kind = registry.load(name)
+        if not kind.needs <= self.case.target.info.capabilities:
+            return False
+        if not kind.copies_target:
             return True
         from leapahead.models.transformers.model import TransformersTarget
 

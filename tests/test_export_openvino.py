@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from architectures import ARCHITECTURES, BY_NAME, Architecture
 
 from leapahead import LLM
@@ -42,10 +43,12 @@ REFUSED = {
 # What paged attention cannot compute, and why.
 EAGER = "its attention is 'eager'"
 BY_STATES = {
-    **dict.fromkeys(("gemma2", "gpt_neo", "gptj", "codegen", "bloom", "mpt", "gpt_oss", "xglm"), EAGER),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "beam_idx"),
+    **dict.fromkeys(("gemma2", "gpt_neo", "bloom", "mpt", "gpt_oss", "xglm"), EAGER),
+    **({} if transformers.GPTJPreTrainedModel._supports_sdpa else dict.fromkeys(("gptj", "codegen"), EAGER)),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "sarvam_mla"), "beam_idx"),
     **dict.fromkeys(("llama4", "llama4_tuned"), "it attends in chunks"),
     "falcon_alibi": "it makes its attention mask itself",
+    "dory": "",  # whatever the transformation to paged attention says
 }
 
 

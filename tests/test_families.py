@@ -20,7 +20,7 @@ EXPECTED = {"tree": "trees", "chain": "chains", "replay": "chains with replay", 
 
 def test_the_table_names_all_families_of_transformers() -> None:
     written = {row["family"]: row["mode"] for row in ROWS if row["engine"] == "Transformers"}
-    assert written == {each.name: EXPECTED[each.expect] for each in architectures.ARCHITECTURES}
+    assert written == {each.name: EXPECTED[each.expect] for each in architectures.EVERY}
 
 
 def test_the_table_names_all_encoder_decoder_models() -> None:
@@ -39,8 +39,8 @@ def test_the_table_names_all_architectures_of_gguf_files() -> None:
 def test_the_table_names_all_families_under_openvino() -> None:
     """What exports is decoded with drafts, and what has recurrent layers is refused."""
     written = {row["family"]: row for row in ROWS if row["engine"] == "OpenVINO"}
-    assert list(written) == [each.name for each in architectures.ARCHITECTURES]
-    for each in architectures.ARCHITECTURES:
+    assert list(written) == [each.name for each in architectures.EVERY]
+    for each in architectures.EVERY:
         mode = written[each.name]["mode"]
         if each.expect in ("replay", "plain"):
             assert mode == "refused"

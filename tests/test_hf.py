@@ -40,7 +40,6 @@ from transformers import (
     WatermarkingConfig,
     set_seed,
 )
-from transformers.cache_utils import DynamicCache
 from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
@@ -551,7 +550,7 @@ def test_return_dict(llama: Any, eos: int, drafter: str) -> None:
     for mine_each, their_each in [(mine.scores, their.scores), (mine.logits, their.logits)]:
         assert isinstance(mine_each, tuple)
         torch.testing.assert_close(torch.stack(mine_each), torch.stack(their_each), atol=1e-4, rtol=1e-3)
-    assert mine.past_key_values is None
+    assert [*mine] == ["sequences", "scores", "logits"]  # and no cache
     assert mine.attentions is None
     transition = llama.compute_transition_scores(mine.sequences, mine.scores, normalize_logits=True)
     expected = llama.compute_transition_scores(their.sequences, their.scores, normalize_logits=True)
@@ -681,7 +680,6 @@ REFUSALS: dict[str, dict[str, Any]] = {
         "watermarking_config": SynthIDTextWatermarkingConfig(keys=[654, 400, 836, 123], ngram_len=5),
         "do_sample": True,
     },
-    "past_key_values": {"past_key_values": DynamicCache()},
     "token_type_ids": {"token_type_ids": torch.zeros(1, 9, dtype=torch.long)},
     "position_ids": {"position_ids": torch.arange(9)[None] + 1},
     "drafter 'plain' has no option": {"drafter": "plain", "window": 3},

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from leapahead import native
+from leapahead.core.filters import largest_at
 from leapahead.drafters.sources.suffix_automaton import SuffixAutomaton
 
 pytestmark = pytest.mark.skipif(not native.available, reason="installed without the compiled module")
@@ -56,6 +59,30 @@ def test_the_words_of_the_noise_are_those_of_numpy(seed: int, position: int, tok
     whole = generator.random_raw(2001).astype("<u8").view("<u4")
     found = native.module.words(seed, position, np.array(tokens, dtype=np.int64))
     assert found.tolist() == whole[tokens].tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("size", "k"), [(1, 1), (8, 8), (63, 8), (65, 32), (200, 3), (4096, 8), (50_000, 32)])
+def test_the_greatest_numbers_are_those_of_numpy(
+    size: int, k: int, dtype: type[np.floating[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.random.default_rng(size).normal(size=(5, size)).astype(dtype)
+    found = largest_at(rows, k)
+    for strided in (rows[::2], np.asfortranarray(rows)):
+        step = 2 if len(strided) == 3 else 1
+        assert largest_at(strided, k)[0].tolist() == found[0][::step].tolist()
+    monkeypatch.setattr(native, "available", False)
+    for mine, numpys in zip(found, largest_at(rows, k), strict=True):
+        assert mine.dtype == numpys.dtype
+        assert mine.tolist() == numpys.tolist()
+
+
+def test_of_equal_numbers_the_first_are_the_greatest_and_nan_is_the_least() -> None:
+    rows = np.full((3, 300), -np.inf, dtype=np.float32)
+    rows[0, 200], rows[1, 3], rows[1, 250], rows[2] = 1.0, np.nan, 5.0, np.nan
+    tokens, values = largest_at(rows, 4)
+    assert tokens.tolist() == [[200, 0, 1, 2], [250, 0, 1, 2], [0, 1, 2, 3]]
+    assert values.tolist() == [[1.0, *3 * [-np.inf]], [5.0, *3 * [-np.inf]], 4 * [-np.inf]]
 
 
 @pytest.mark.parametrize("k", [1, 8, 40])

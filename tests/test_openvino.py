@@ -176,6 +176,25 @@ def test_a_prompt_that_begins_like_another_reads_the_rest(target: OpenVinoTarget
     again.close()
 
 
+@pytest.mark.parametrize(("nodes", "held"), [(1, 0), (3, 5), (4, 5), (7, 2), (9, 0)])
+def test_plain_steps_after_a_draft_keep_its_rows_for_a_while(
+    target: OpenVinoTarget, reference: Reference, nodes: int, held: int
+) -> None:
+    tokens = text(40)
+    session = opened(target, tokens[:20])
+    rows = []
+    for turn in range(8):
+        at = len(session.tokens)
+        draft = TokenTree.chain(tokens[at - 1], tokens[at : at + nodes - 1] if turn == 0 else [])
+        rows.append(target.cost([session], [draft]).rows)
+        choices = target.step([session], [draft])[0]
+        close(choices.logits[0], reference(tokens)[at - 1])
+        session.commit(Verdict((0,), (tokens[at],), 0))
+    session.close()
+    drafted = -(-nodes // 4) * 4 if nodes > 1 else 1
+    assert rows == [drafted, *[drafted] * held, *[1] * (7 - held)]
+
+
 def test_captures(target: OpenVinoTarget, llama: Any, reference: Reference) -> None:
     tokens = text(40)
     session = target.open(tokens, SamplingParams(), Capture(top_k=3, hidden=(-1,)))

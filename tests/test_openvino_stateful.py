@@ -16,7 +16,7 @@ from openvino import opset13
 
 from leapahead import SamplingParams
 from leapahead.check import check
-from leapahead.core.errors import CacheFull, Refused
+from leapahead.core.errors import CacheFull, LeapaheadError, Refused
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.engine.scheduler import Engine
@@ -237,7 +237,7 @@ def test_families(name: str, tmp_path: Path) -> None:
 def test_mutation_entries_that_are_not_cut_off(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test of a model at construction notices it, too."""
     monkeypatch.setattr(type(target.pool), "cut", lambda self, track, length: None)
-    with pytest.raises((Refused, AssertionError)):
+    with pytest.raises(LeapaheadError):  # refused, or OpenVINO finds that the mask and the states have other lengths
         folder.load(target.model.file.parent, OpenVinoOptions(n_threads=1))
 
 

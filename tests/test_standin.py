@@ -21,6 +21,7 @@ from leapahead import LLM
 from leapahead.bench import prompts
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.models import loading
+from leapahead.models.transformers.arguments import cache_name
 from research import hybrid, widening
 from research import standin as module
 from research.cli import main as research
@@ -317,17 +318,17 @@ def test_the_state_of_a_hybrid_matters(make: Make, tmp_path: Path) -> None:
     whole = model(TOKENS).logits[:, -1:]
 
     def after(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
-        cache, late = (model(TOKENS[:, :-n], use_cache=True).past_key_values for n in (1, 2))
+        cache, late = (model(TOKENS[:, :-n], use_cache=True)[cache_name(model)] for n in (1, 2))
         for ours, theirs in zip(cache.layers, late.layers, strict=True):
             if hasattr(ours, "recurrent_states"):
                 state = ours.recurrent_states[0]
                 state.copy_(change(state, theirs.recurrent_states[0]))
-        return deviation(model(TOKENS[:, -1:], past_key_values=cache).logits, whole)
+        return deviation(model(TOKENS[:, -1:], **{cache_name(model): cache}).logits, whole)
 
     assert after(lambda state, late: state) < 1e-5
     assert after(lambda state, late: late) > 1e-4
     assert after(lambda state, late: state * 0) > 1e-4
-    cache = model(TOKENS.repeat(1, 100), use_cache=True).past_key_values
+    cache = model(TOKENS.repeat(1, 100), use_cache=True)[cache_name(model)]
     sizes = [
         layer.recurrent_states[0].abs().max().item() for layer in cache.layers if hasattr(layer, "recurrent_states")
     ]

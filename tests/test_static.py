@@ -24,6 +24,7 @@ from leapahead.core.tree import TokenTree
 from leapahead.core.verify import verify
 from leapahead.drafters import registry
 from leapahead.models.base import HIDDEN, Capture, read_prompt
+from leapahead.models.transformers.arguments import CACHE_NAMES
 from leapahead.models.transformers.forward import MaskedExecutor
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
 from leapahead.models.transformers.static import choice, gate
@@ -422,7 +423,7 @@ class Spoiled(torch.nn.Module):
             return hidden
         found = self.layer(hidden, *args, **kwargs)
         if self.how == "a number of the host":
-            cache = kwargs["past_key_values"]
+            cache = next(kwargs[name] for name in CACHE_NAMES if name in kwargs)
             return found * (1 + 1e-6 * sum(row.length for row in cache.rows if row.busy)) if cache else found
         return found
 

@@ -34,6 +34,7 @@ from leapahead.models.base import (
 )
 from leapahead.models.transformers import families, kv_cache, require_version, selftest
 from leapahead.models.transformers import model as backend
+from leapahead.models.transformers.arguments import cache_name
 from leapahead.models.transformers.forward import CachedExecutor, ChainExecutor, MaskedExecutor
 from leapahead.models.transformers.kv_cache import KVCache
 from leapahead.models.transformers.masks import Inputs
@@ -539,7 +540,7 @@ def test_hidden_states_that_are_not_the_model_s_own_are_refused() -> None:
     model = BY_NAME["llama"].build()
 
     def shift(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        if kwargs.get("past_key_values") is not None and output.hidden_states is not None:
+        if kwargs.get(cache_name(module)) is not None and output.hidden_states is not None:
             output.hidden_states = tuple(None if each is None else each + 1 for each in output.hidden_states)
         return output
 
@@ -940,7 +941,7 @@ def test_a_routers_flip_is_told_from_a_wrong_mask(every: bool, passes: bool) -> 
     draws = list[int]()
 
     def flip(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        if kwargs.get("past_key_values") is not None and output.logits.shape[1] == 6:  # the first step of a draw
+        if kwargs.get(cache_name(module)) is not None and output.logits.shape[1] == 6:  # the first step of a draw
             draws.append(1)
             if every or len(draws) == 1:
                 output.logits[0, 3] += torch.randn(VOCABULARY)
@@ -980,8 +981,8 @@ def test_a_model_that_ignores_masks_has_chains_only(monkeypatch: pytest.MonkeyPa
 
 def test_a_model_that_ignores_its_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = BY_NAME["llama"].build()
-    right = model.model.forward
-    monkeypatch.setattr(model.model, "forward", lambda **kwargs: right(**{**kwargs, "past_key_values": None}))
+    right, name = model.model.forward, cache_name(model.model)
+    monkeypatch.setattr(model.model, "forward", lambda **kwargs: right(**{**kwargs, name: None}))
     with pytest.raises(Refused, match="cannot be decoded exactly"):
         TransformersTarget(model)
 
@@ -1069,11 +1070,11 @@ def test_peft_models_work_or_are_refused_by_name(model: Any, monkeypatch: pytest
 def test_a_transformers_that_is_too_old_or_too_new_is_refused_with_the_version_that_is_needed(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for version in ("4.57.1", "5.24.0", "6.0"):
-        sentence = rf"needs Transformers 5\.23 or newer, before 5\.24, and {re.escape(version)} is installed: pip"
+    for version in ("4.57.1", "5.25.0", "6.0"):
+        sentence = rf"needs Transformers 5\.23 or newer, before 5\.25, and {re.escape(version)} is installed: pip"
         with pytest.raises(LeapaheadError, match=sentence):
             require_version(version)
-    for version in ("5.23.0", "5.23.1"):
+    for version in ("5.23.0", "5.23.1", "5.24.0"):
         require_version(version)
     # The module that the target refers to: another test may have made Python import Transformers again.
     monkeypatch.setattr("leapahead.models.transformers.model.transformers.__version__", "5.9.0")

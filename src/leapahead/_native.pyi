@@ -14,6 +14,9 @@ def words(seed: int, position: int, tokens: npt.NDArray[np.int64]) -> npt.NDArra
 def leaders(scores: npt.NDArray[np.float32], seed: int, position: int, unusual: float, word: int) -> list[int]:
     """`leapahead.core.noise.GumbelNoise.leaders`: float32 [vocab] -> tokens."""
 
+def largest_at(rows: npt.NDArray[Any], k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+    """`leapahead.core.filters.largest_at`; float32 or float64 [rows, k or more], each row contiguous."""
+
 class SuffixAutomaton:
     """`leapahead.drafters.sources.suffix_automaton.SuffixAutomaton`."""
 

@@ -35,7 +35,8 @@ from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
 from leapahead.models import loading
 from leapahead.models.self_draft.layer_skip import Skip, SubLayers, sub_layers
-from leapahead.models.transformers.forward import accepts, inputs
+from leapahead.models.transformers.arguments import accepts
+from leapahead.models.transformers.forward import inputs
 from leapahead.models.transformers.model import TransformersTarget
 
 ROUNDS = 9  # rounds of timing

@@ -3,6 +3,8 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "bindings.h"
 #include "suffix_automaton.h"
 #include "wide.h"
@@ -14,7 +16,7 @@ using leapahead::SuffixAutomaton;
 namespace {
 
 // Raised whenever Python code and this module would not fit together; see leapahead/native.py.
-constexpr int kInterface = 12;
+constexpr int kInterface = 13;
 
 int64_t checked(const SuffixAutomaton &automaton, int64_t state) {
     if (state < 0 || state >= automaton.size()) throw nb::index_error("there is no such state");
@@ -38,6 +40,23 @@ std::vector<int64_t> leaders(Scores scores, uint64_t seed, uint64_t position, fl
     std::vector<int64_t> found;
     leapahead::leaders(scores.data(), static_cast<int>(scores.size()), seed, position, unusual, word, found);
     return found;
+}
+
+// See leapahead::largest_at, of each row: indices and numbers, [rows, k].
+template <typename T>
+nb::tuple largest_at(nb::ndarray<const T, nb::ndim<2>, nb::device::cpu> rows, int k) {
+    const size_t count = rows.shape(0), width = static_cast<size_t>(std::max(k, 0));
+    if (rows.shape(1) < width || rows.shape(1) > INT32_MAX || (rows.shape(1) > 1 && rows.stride(1) != 1))
+        throw nb::value_error("rows must be [rows, k or more], each contiguous");
+    auto *indices = new int64_t[count * width];
+    nb::capsule owner(indices, [](void *data) noexcept { delete[] static_cast<int64_t *>(data); });
+    auto *values = new T[count * width];
+    nb::capsule other(values, [](void *data) noexcept { delete[] static_cast<T *>(data); });
+    for (size_t i = 0; i < count; ++i)
+        leapahead::largest_at(rows.data() + static_cast<int64_t>(i) * rows.stride(0), static_cast<int>(rows.shape(1)),
+                              static_cast<int>(width), indices + i * width, values + i * width);
+    return nb::make_tuple(nb::ndarray<nb::numpy, int64_t, nb::ndim<2>>(indices, {count, width}, owner),
+                          nb::ndarray<nb::numpy, T, nb::ndim<2>>(values, {count, width}, other));
 }
 
 }  // namespace
@@ -101,6 +120,8 @@ NB_MODULE(_native, m) {
     bind_acceptance(m);
     bind_sources(m);
     bind_search(m);
+    m.def("largest_at", &largest_at<float>, nb::arg("rows").noconvert(), "k"_a);
+    m.def("largest_at", &largest_at<double>, nb::arg("rows").noconvert(), "k"_a);
     m.def("leaders", &leaders, "scores"_a, "seed"_a, "position"_a, "unusual"_a, "word"_a);
     m.def("words", &words, "seed"_a, "position"_a, "tokens"_a);
 }

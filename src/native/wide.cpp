@@ -11,12 +11,53 @@
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
 #define LEAPAHEAD_AVX512 __attribute__((target("avx512f,avx512dq,avx512vl,avx512bw,prefer-vector-width=512")))
 #endif
+#if defined(__GNUC__)
+#define LEAPAHEAD_INLINE inline __attribute__((always_inline))  // into functions for other processors, too
+#else
+#define LEAPAHEAD_INLINE inline
+#endif
 
 namespace leapahead {
 
 namespace {
 
 constexpr int kBlock = 8;  // tokens, whose words are those of one block
+
+// See `largest_at`. Most spans of numbers have none that is greater than the least of those that are kept.
+template <typename T>
+LEAPAHEAD_INLINE void select_largest(const T *numbers, int count, int k, int64_t *indices, T *values) {
+    struct Kept {
+        T value;
+        int index;
+    };
+    constexpr int kSpan = 64;
+    constexpr T kLeast = -std::numeric_limits<T>::infinity();
+    const auto before = [](const Kept &a, const Kept &b) {
+        return a.value != b.value ? a.value > b.value : a.index < b.index;
+    };
+    std::vector<Kept> kept;  // a heap, the least in front
+    for (int i = 0; i < k; ++i) kept.push_back({numbers[i] == numbers[i] ? numbers[i] : kLeast, i});
+    std::make_heap(kept.begin(), kept.end(), before);
+    const auto offer = [&](int i) {
+        if (!(numbers[i] > kept.front().value)) return;
+        std::pop_heap(kept.begin(), kept.end(), before);
+        kept.back() = {numbers[i], i};
+        std::push_heap(kept.begin(), kept.end(), before);
+    };
+    int first = k;
+    for (; k > 0 && first + kSpan <= count; first += kSpan) {
+        const T least = kept.front().value;
+        uint32_t greater = 0;
+        for (int i = 0; i < kSpan; ++i) greater |= numbers[first + i] > least;
+        for (int i = 0; greater && i < kSpan; ++i) offer(first + i);
+    }
+    for (; k > 0 && first < count; ++first) offer(first);
+    std::sort_heap(kept.begin(), kept.end(), before);
+    for (int i = 0; i < k; ++i) {
+        indices[i] = kept[i].index;
+        values[i] = kept[i].value;
+    }
+}
 
 #ifdef LEAPAHEAD_AVX512
 
@@ -113,6 +154,11 @@ inline double exponential(double x) {
     bits += static_cast<int64_t>(static_cast<uint64_t>(exponent) << 52);
     std::memcpy(&found, &bits, sizeof found);
     return found;
+}
+
+template <typename T>
+LEAPAHEAD_AVX512 void wide_largest(const T *numbers, int count, int k, int64_t *indices, T *values) {
+    select_largest(numbers, count, k, indices, values);
 }
 
 LEAPAHEAD_AVX512 void wide_exponentials(const double *logits, int count, double *found) {
@@ -225,6 +271,26 @@ void leaders(const float *scores, int count, uint64_t seed, uint64_t position, f
     for (size_t i = 0; i < kept; ++i)
         if (sums[i] >= least) found[left++] = found[i];
     found.resize(left);
+}
+
+namespace {
+
+template <typename T>
+void find_largest(const T *numbers, int count, int k, int64_t *indices, T *values) {
+#ifdef LEAPAHEAD_AVX512
+    if (kWide) return wide_largest(numbers, count, k, indices, values);
+#endif
+    select_largest(numbers, count, k, indices, values);
+}
+
+}  // namespace
+
+void largest_at(const float *numbers, int count, int k, int64_t *indices, float *values) {
+    find_largest(numbers, count, k, indices, values);
+}
+
+void largest_at(const double *numbers, int count, int k, int64_t *indices, double *values) {
+    find_largest(numbers, count, k, indices, values);
 }
 
 double exponentials(const double *logits, int count, double *found) {

@@ -14,6 +14,11 @@ void noise_words(uint64_t seed, uint64_t position, const uint32_t *tokens, int c
 void leaders(const float *scores, int count, uint64_t seed, uint64_t position, float unusual, uint32_t word,
              std::vector<int64_t> &found);
 
+// Writes the indices of the k greatest of `count` numbers, at least k, and the numbers, falling; of equal ones the first
+// comes first. NaN counts as negative infinity.
+void largest_at(const float *numbers, int count, int k, int64_t *indices, float *values);
+void largest_at(const double *numbers, int count, int k, int64_t *indices, double *values);
+
 // Writes exp(logit - first logit) of falling logits, to about one unit in the last place; returns the sum of them.
 double exponentials(const double *logits, int count, double *found);
 

@@ -98,7 +98,7 @@ def generate(
         int64 [batch, length + new], or, with `return_dict_in_generate`, a `GenerateDecoderOnlyOutput` or a
         `GenerateEncoderDecoderOutput`. Its `scores` and
         `logits` are those of Transformers; those behind the end of a row are computed by forwards of their own.
-        `past_key_values` is None, since the KV cache is leapahead's.
+        `past_key_values` (`cache` in Transformers 5.24) is None, since the KV cache is leapahead's.
 
     Raises:
         Refused: a setting, processor, input or model that cannot be honoured, by name.

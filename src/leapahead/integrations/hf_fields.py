@@ -123,10 +123,10 @@ REFUSED_PROCESSORS: Mapping[str, str] = {
 }
 
 # Inputs of the model's forward that Transformers adds by itself. Any other would have to be passed to every forward.
-CACHES = ("past_key_values", "cache_params")
+CACHES = ("past_key_values", "cache_params", "cache")
 MODEL_INPUTS = frozenset(
     """
-    attention_mask position_ids past_key_values cache_params use_cache logits_to_keep output_attentions
+    attention_mask position_ids past_key_values cache_params cache use_cache logits_to_keep output_attentions
     output_hidden_states
     """.split()  # noqa: SIM905
 )

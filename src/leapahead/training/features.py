@@ -24,8 +24,9 @@ from torch.nn import functional as F
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.models.base import HIDDEN, Target
+from leapahead.models.transformers.arguments import accepts
 from leapahead.models.transformers.families import text_config
-from leapahead.models.transformers.forward import accepts, inputs, side_by_side
+from leapahead.models.transformers.forward import inputs, side_by_side
 from leapahead.models.transformers.linears import weight_of
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.training.texts import Progress, Text

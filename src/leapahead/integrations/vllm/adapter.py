@@ -112,7 +112,7 @@ class Adapter:
         self._end(batch)
         active, steps = self._read(batch, began)
         if steps:
-            self.drafter.observe([self.live[batch.ids[row]].view for row, _ in steps], [step for _, step in steps])
+            self.drafter.observe([view for view, _ in steps], [step for _, step in steps])
         if self._missed >= MISSED:
             self._give_up_logits()
             active = []
@@ -163,13 +163,15 @@ class Adapter:
 
     # ------------------------------------------------------------------------------ what the forward has committed
 
-    def _read(self, batch: Batch, began: float) -> tuple[list[int], list[tuple[int, Step]]]:
+    def _read(self, batch: Batch, began: float) -> tuple[list[int], list[tuple[SequenceView, Step]]]:
         """Brings all sequences up to date.
 
         Returns:
             The rows of the batch with a sequence that goes on, and the steps of those that were known before.
         """
-        lengths = batch.lengths[: self._requests].tolist()
+        lengths: list[int] = batch.lengths[: self._requests].tolist()
+        longest = max(map(len, batch.new), default=0)
+        endings = sequences.endings(batch.texts, batch.lengths[: self._requests], longest)
         active: list[int] = []
         known: list[tuple[int, sequences.Sequence]] = []
         irregular = self._ended is None
@@ -181,7 +183,7 @@ class Adapter:
                     sequence.proposal = None
                 continue
             active.append(row)
-            if sequence is not None and sequence.follows(batch.texts[row], lengths[row], new):
+            if sequence is not None and sequence.follows(endings[row], lengths[row], list(new)):
                 known.append((row, sequence))
                 continue
             irregular = True
@@ -213,9 +215,9 @@ class Adapter:
 
     def _steps(
         self, batch: Batch, known: Sequence[tuple[int, sequences.Sequence]], forward: Forward
-    ) -> list[tuple[int, Step]]:
+    ) -> list[tuple[SequenceView, Step]]:
         verified = batch.verified
-        found: list[tuple[int, Step]] = []
+        found: list[tuple[SequenceView, Step]] = []
         starts = [0]
         for count in verified if verified is not None else [0] * self._requests:
             starts.append(starts[-1] + count + 1)
@@ -229,7 +231,7 @@ class Adapter:
                 self.figures.resynchronised += 1
             else:
                 self.figures.count(step)
-                found.append((row, step))
+                found.append((sequence.view, step))
             sequence.proposal = None
             sequence.extend(new)
         if rows is None and found and self.drafter.capture.top_k:
@@ -253,9 +255,8 @@ class Adapter:
         if asking and any(len(proposal.tree) > 1 for proposal in found):
             self._each += RATE * ((self._clock() - began) / asking - self._each)
         for row, sequence, proposal in zip(active, chosen, found, strict=True):
-            if len(proposal.tree) > 1:
-                sequence.proposal = proposal
-                drafts[row] = proposal.tree.token_list[1:]
+            sequence.proposal = proposal
+            drafts[row] = proposal.tree.token_list[1:]
         return drafts
 
     def _budget(self, sequence: sequences.Sequence, most: int) -> Budget:

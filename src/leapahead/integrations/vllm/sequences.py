@@ -27,6 +27,19 @@ SEAM = 8  # tokens before the new ones that are compared with the host's record
 Record = npt.NDArray[np.integer[Any]]
 
 
+def endings(records: Record, lengths: Record, new: int) -> list[list[int]]:
+    """The last tokens of the records of a batch: the seam and `new` tokens, behind anything where there are fewer.
+
+    Args:
+        records: int [requests, longest].
+        lengths: int [requests].
+        new: the most new tokens of a request.
+    """
+    at = lengths[:, None] + np.arange(-SEAM - new, 0)
+    found: list[list[int]] = records[np.arange(len(lengths))[:, None], np.maximum(at, 0)].tolist()
+    return found
+
+
 @dataclass(eq=False)
 class Sequence:
     """One request.
@@ -35,7 +48,8 @@ class Sequence:
         view: what drafters see.
         sampler: holds its tokens; it chooses nothing.
         request: what is known of it beside its tokens.
-        proposal: the draft that was given to the host last; None for none.
+        proposal: the draft that was given to the host last, of the root alone where that was none; None if the
+            sequence was not asked.
     """
 
     view: SequenceView
@@ -70,14 +84,19 @@ class Sequence:
         """All committed tokens, as they were last seen."""
         return self.sampler.tokens
 
-    def follows(self, record: Record, length: int, new: abc.Sequence[int]) -> bool:
-        """Whether the record is ours and these new tokens, as far as the seam shows."""
-        tokens = self.tokens
-        held = len(tokens)
-        if held + len(new) != length or record[length - 1] != new[-1]:
+    def follows(self, ending: list[int], length: int, new: list[int]) -> bool:
+        """Whether the record is ours and these new tokens, as far as the seam shows.
+
+        Args:
+            ending: the last tokens of the record, see `endings`.
+            length: of the record.
+            new: its new tokens.
+        """
+        held = len(self.tokens)
+        if held + len(new) != length:
             return False
-        start = max(held - SEAM, 0)
-        return bool(record[start:held].tolist() == tokens[start:])
+        expected = self.tokens[-SEAM:] + new
+        return ending[-len(expected) :] == expected
 
     def catches_up(self, record: Record, length: int) -> bool:
         """Takes over tokens of steps that were missed; False if the record is that of another text."""
@@ -107,7 +126,7 @@ class Sequence:
         """
         proposal = self._verified(verified)
         accepted = len(new) - 1
-        if proposal.tree.token_list[1 : accepted + 1] != list(new[:-1]):
+        if accepted and proposal.tree.token_list[1 : accepted + 1] != list(new[:-1]):
             return None
         verdict = Verdict(tuple(range(len(new))), tuple(new), accepted)
         choices = Verified(proposal.tree, self.sampler, new, rows, start)
@@ -116,7 +135,7 @@ class Sequence:
     def _verified(self, verified: int | None) -> Proposal:
         """The part of the last draft that the host has verified; schedulers and grammars may shorten it."""
         proposal, size = self.proposal, (verified or 0) + 1
-        if proposal is None or (verified is not None and size == 1):
+        if proposal is None:
             return Proposal(TokenTree.root(self.view.root))
         tree = proposal.tree
         if verified is None or size >= len(tree):

@@ -144,6 +144,11 @@ class CompiledModel(ABC):
             LeapaheadError: OpenVINO failed; the message has its reason.
         """
 
+    def outputs(self, request: Any) -> tuple[Any, Any]:
+        """What `forward` returns, of a request that has run."""
+        logits, hidden = (request.get_output_tensor(index).data for index in (0, 1))
+        return logits.reshape(-1, self.vocab_size), hidden.reshape(-1, self.hidden_size)
+
     def digest(self) -> str:
         """16 hex digits of the sizes and some bytes of all weights; "" where the file cannot be read."""
         found = sha256()
@@ -155,6 +160,20 @@ class CompiledModel(ABC):
             return ""  # removed or replaced since it was loaded
         found.update(str(len(data)).encode())
         return found.hexdigest()[:16]
+
+
+def run(request: Any) -> None:
+    """Runs a request whose inputs are set.
+
+    Not by `infer`, which copies all outputs, and which lost an error of OpenVINO's where there was one thread.
+
+    Raises:
+        RuntimeError: OpenVINO failed.
+    """
+    try:
+        request.start_async()
+    finally:  # also when interrupted in between: nobody may touch the tensors of a request that runs
+        request.wait()
 
 
 def read_model(core: Any, file: Path) -> Any:
@@ -198,6 +217,8 @@ def _choose_rows(model: Any, file: Path, axis: int) -> None:
     chosen = opset13.gather(states, rows, opset13.constant(axis, dtype=np.int64))
     node.input(0).replace_source_output(chosen.output(0))
     model.add_parameters([rows])
+    # OpenVINO computes what leads to an output of float32 in float32, back to the last matrix products. With this one,
+    # those are the residual sums of all layers: more precise than in bf16, for up to 5 % of a forward's time.
     model.add_results([opset13.result(states)])
     model.validate_nodes_and_infer_types()
 
@@ -213,6 +234,6 @@ def _usual_precision(core: Any) -> str:
 
 def cause(error: BaseException) -> str:
     """The line of an error of OpenVINO's that says what is wrong; the ones before it name places in its code."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip().removeprefix("Caught exception: ") for line in str(error).splitlines() if line.strip()]
     useful = [line for line in lines if not line.startswith(("Exception from", "Check '", "While "))]
     return (useful or lines or [first_line(error)])[0].rstrip(".:")

@@ -32,6 +32,7 @@ from leapahead.core.errors import Refused
 from leapahead.models.openvino.compiled import STATEFUL, cause
 from leapahead.models.openvino.paged import ATTENTION, SLIDING_WINDOW, give_paged_attention
 from leapahead.models.transformers import families
+from leapahead.models.transformers.arguments import cache_name
 from leapahead.models.transformers.families import Pattern
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx")
@@ -134,7 +135,7 @@ class Stateless(torch.nn.Module):
 
     def __init__(self, model: Any, patterns: Mapping[str, Pattern]) -> None:
         super().__init__()
-        self.model, self.patterns = model, patterns
+        self.model, self.patterns, self.cache_name = model, patterns, cache_name(model)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, beam_idx: Tensor, *past: Tensor
@@ -149,8 +150,8 @@ class Stateless(torch.nn.Module):
             input_ids=input_ids,
             attention_mask=self.masks(input_ids.shape[1], attention_mask),
             position_ids=position_ids,
-            past_key_values=cache,
             use_cache=True,
+            **{self.cache_name: cache},
         )
         return (output.logits, *(each for layer in cache.layers for each in (layer.keys, layer.values)))
 

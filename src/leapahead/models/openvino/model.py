@@ -35,8 +35,9 @@ from leapahead.models.openvino.tracks import Cache, Track
 
 CHUNK = 512  # greatest number of tokens of a prompt in one forward
 EXACT_ROWS = 2  # tokens of a sequence in a forward, at least, with which all forwards give the same bits
-# So many plain steps after steps of `CompiledModel.bucket` rows are padded to as many: often the next one drafts again.
-HOLD = 2
+# Plain steps after a drafted one keep its number of rows until so many were computed, which cost about as much as the
+# two changes of size that are spared if the next step drafts again; steps with more than two buckets of rows do not.
+HELD_ROWS, HELD_BUCKETS = 20, 2
 TREE_ROOM = 256  # nodes of all trees that are possible while no sequence has filled a sliding window
 
 
@@ -251,8 +252,9 @@ class OpenVinoTarget:
         """
         if drafts:
             return -(-count // self.info.bucket) * self.info.bucket
-        holds = count <= self.info.bucket == self._last_rows and self._plain_steps < HOLD
-        return self.info.bucket if holds else count
+        last, bucket = self._last_rows, self.info.bucket
+        holds = bucket > 1 and count < last <= HELD_BUCKETS * bucket and self._plain_steps < HELD_ROWS // last
+        return last if holds else count
 
     def release(self, session: OpenVinoSession) -> None:
         """Ends a session; its blocks stay for a prompt that begins with its tokens, while there is room."""

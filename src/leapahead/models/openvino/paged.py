@@ -25,7 +25,7 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.models.openvino.blocks import Plane, Pool
-from leapahead.models.openvino.compiled import STATEFUL, CompiledModel, Part, cause
+from leapahead.models.openvino.compiled import STATEFUL, CompiledModel, Part, cause, run
 from leapahead.models.openvino.options import OpenVinoOptions
 
 DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}  # numpy has no bfloat16
@@ -142,13 +142,12 @@ class PagedModel(CompiledModel):
             each.put(inputs[name])
         self._longest[...] = longest
         try:
-            self._request.infer()
+            run(self._request)
         except RuntimeError as error:
             raise LeapaheadError(
                 f"OpenVINO could not compute a forward of {len(tokens)} tokens: {cause(error)}"
             ) from None
-        logits = self._request.get_output_tensor(0).data.reshape(-1, self.vocab_size)
-        return logits, self._request.get_output_tensor(1).data.reshape(-1, self.hidden_size)
+        return self.outputs(self._request)
 
     def _cache_tensor(self, memory: npt.NDArray[Any], plane: int) -> Any:
         if self.planes[plane].dtype == np.uint16:

@@ -21,7 +21,7 @@ import openvino as ov
 
 from leapahead.core.errors import LeapaheadError, Refused
 from leapahead.models.openvino import tracks
-from leapahead.models.openvino.compiled import CompiledModel, Part, cause
+from leapahead.models.openvino.compiled import CompiledModel, Part, cause, run
 
 INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx"}
 
@@ -165,20 +165,20 @@ class StatefulModel(CompiledModel):
     def _one(self, cache: States, part: Part, rows: Sequence[int]) -> tuple[Any, Any]:
         """The forward of one sequence; at least one row is computed."""
         track, count = part.track, len(part.tokens)
+        inputs = {
+            "input_ids": np.array([part.tokens], np.int64),
+            "attention_mask": np.ones((1, part.past + count), np.int64),
+            "position_ids": np.array([part.positions], np.int64),
+            "beam_idx": np.zeros(1, np.int32),
+            "rows": np.array(rows or [0], np.int64),
+        }
         try:
             cache.cut(track, part.past)
-            inputs = {
-                "input_ids": np.array([part.tokens], np.int64),
-                "attention_mask": np.ones((1, part.past + count), np.int64),
-                "position_ids": np.array([part.positions], np.int64),
-                "beam_idx": np.zeros(1, np.int32),
-                "rows": np.array(rows or [0], np.int64),
-            }
             for name in (*self._given, "rows"):
                 track.request.set_tensor(name, ov.Tensor(inputs[name]))
-            track.request.infer()
+            run(track.request)
         except RuntimeError as error:
             raise LeapaheadError(f"OpenVINO could not compute a forward of {count} tokens: {cause(error)}") from None
         track.held = part.past + count
-        logits = track.request.get_output_tensor(0).data.reshape(-1, self.vocab_size)
-        return logits[: len(rows)], track.request.get_output_tensor(1).data.reshape(-1, self.hidden_size)
+        logits, hidden = self.outputs(track.request)
+        return logits[: len(rows)], hidden

@@ -25,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from leapahead.core.errors import Refused
 from leapahead.core.tree import IntArray
 from leapahead.models.transformers import families
+from leapahead.models.transformers.arguments import cache_name
 from leapahead.models.transformers.crossed import BothCaches, Cross, CrossedCache
 from leapahead.models.transformers.masks import Inputs
 
@@ -51,6 +52,7 @@ class DecoderView(torch.nn.Module):
         super().__init__()
         self.__dict__["model"] = model  # not a part of this module: it may be a weak reference
         self.start = list(start)
+        self.cache_name = cache_name(model)
         self.ids: IntArray = np.zeros(1, dtype=np.int64)
         self.boolean = families.MASKS[families.attention_implementation(model)]
         decoder = model.get_decoder()
@@ -99,7 +101,7 @@ class DecoderView(torch.nn.Module):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: CrossedCache | None = None,
+        cache: CrossedCache | None = None,
         places: Tensor | None = None,
         use_cache: bool = True,
     ) -> Any:
@@ -108,30 +110,30 @@ class DecoderView(torch.nn.Module):
         Args:
             input_ids: int64 [batch, n].
             attention_mask: [batch, heads or 1, n, entries], as the model takes it; None for its own, for chains.
-            past_key_values: its rows have the sources. Without it this is the model's own plain forward, for the
+            cache: its rows have the sources. Without it this is the model's own plain forward, for the
                 self-test: of every row from its beginning, with a source that is drawn from its first token.
             places: int64 [batch, n]; the positions. None where they are those that the model counts.
             use_cache: not read.
         """
-        if past_key_values is None:
+        if cache is None:
             return self._plain(input_ids)
-        for row in past_key_values.stepped:
+        for row in cache.stepped:
             if row.cross is None:
                 row.cross = self.encode(row.source or self.drawn(row.tokens), row.states)
-        cross = past_key_values.cross()
+        cross = cache.cross()
         given = {"decoder_input_ids": input_ids}
         if places is not None and self.embeds is not None:
             given = {"decoder_inputs_embeds": self.embeds(input_ids, places)}
         shape = len(input_ids), max(cross.lengths), self.get_input_embeddings().weight.shape[-1]
         unread = BaseModelOutput(last_hidden_state=torch.empty(1, device=self.device, dtype=self.dtype).expand(shape))
-        begin = past_key_values.longest if places is None else 0
+        begin = cache.longest if places is None else 0
         return self.model(
             **given,
             encoder_outputs=unread,  # its keys and values are in the cache
             attention_mask=self._cross_mask(cross),
             decoder_attention_mask=attention_mask,
-            past_key_values=BothCaches(past_key_values, cross, begin),
             use_cache=True,
+            **{self.cache_name: BothCaches(cache, cross, begin)},
         )
 
     def _cross_mask(self, cross: Cross) -> Tensor | None:
@@ -168,7 +170,7 @@ class DecoderView(torch.nn.Module):
         if states is not None:
             given = {"encoder_outputs": BaseModelOutput(last_hidden_state=states[None].to(self.device, self.dtype))}
         begin = torch.tensor([self.start[:1]], device=self.device)
-        self.model(**given, decoder_input_ids=begin, past_key_values=caches, use_cache=True)
+        self.model(**given, decoder_input_ids=begin, use_cache=True, **{self.cache_name: caches})
         entries = caches.cross_attention_cache
         if not entries.layers:
             raise Refused("its decoder gives no keys and values of the encoder's output")

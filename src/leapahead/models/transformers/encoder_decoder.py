@@ -61,7 +61,7 @@ class DecoderExecutor(MaskedExecutor):
         output = model(
             input_ids=batch.inputs.tokens,
             attention_mask=self.masks(batch),
-            past_key_values=self.cache,
+            cache=self.cache,
             places=None if batch.inputs.straight else batch.inputs.positions,
         )
         self.cache.end()

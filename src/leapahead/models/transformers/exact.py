@@ -191,8 +191,8 @@ class ExactExecutor(CachedExecutor):
                 input_ids=tokens.to(self.device),
                 position_ids=positions.to(self.device),
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-                past_key_values=self.cache,
                 use_cache=True,
+                **{self.cache_name: self.cache},
                 **options,
             )
 

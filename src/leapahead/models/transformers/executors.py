@@ -14,6 +14,7 @@ from leapahead.core.errors import LeapaheadError, Refused, first_line
 from leapahead.core.tree import UNLIMITED, IntArray
 from leapahead.models.base import BRANCHES
 from leapahead.models.transformers import devices, exacttest, families, grouped, selftest, statetest
+from leapahead.models.transformers.arguments import accepts, takes_cache
 from leapahead.models.transformers.exact import ExactCache, ExactExecutor
 from leapahead.models.transformers.forward import (
     CachedExecutor,
@@ -21,7 +22,6 @@ from leapahead.models.transformers.forward import (
     Executor,
     Layers,
     MaskedExecutor,
-    accepts,
 )
 from leapahead.models.transformers.kv_cache import KVCache
 from leapahead.models.transformers.recurrent import NativeExecutor
@@ -58,15 +58,16 @@ def _without_states(
     model: Any, patterns: dict[str, families.Pattern], exclusive: bool, cache: Callable[[], KVCache]
 ) -> Iterator[Named]:
     implementation, config = families.attention_implementation(model), families.text_config(model)
-    if accepts(model, "position_ids", "past_key_values") and not families.counts_slots(config):
+    if not takes_cache(model):
+        return
+    if accepts(model, "position_ids") and not families.counts_slots(config):
         if exclusive and grouped.fits(implementation, model.get_input_embeddings().weight.device):
             name = "trees by a boolean mask, attention grouped and packed"
             yield name, lambda: MaskedExecutor(model, cache(), patterns, True, config)
         if families.MASKS[implementation]:
             yield "trees by a boolean mask", lambda: MaskedExecutor(model, cache(), patterns, True)
         yield "trees by an additive mask", lambda: MaskedExecutor(model, cache(), patterns, False)
-    if accepts(model, "past_key_values"):
-        yield "chains", lambda: ChainExecutor(model, cache())
+    yield "chains", lambda: ChainExecutor(model, cache())
 
 
 def _with_states(
@@ -150,7 +151,7 @@ def tested_exact(model: Any, name: str, ids: IntArray, usual_length: int) -> Exa
         if len(there) > 1 or there[0].type not in EXACT_DEVICES:
             on = " and ".join(map(str, there))
             raise Refused(f"exact mode is for models on the CPU or on one CUDA device; this one is on {on}")
-        if patterns is None or model._is_stateful or not accepts(model, "position_ids", "past_key_values"):
+        if patterns is None or model._is_stateful or not (accepts(model, "position_ids") and takes_cache(model)):
             raise Refused("not all of its layers are attention over a KV cache with positions and masks that are given")
         executor = ExactExecutor(model, ExactCache(usual_length), patterns)
         floor = EXACT_FLOOR * selftest.FLOOR.get(model.dtype, selftest.FLOOR[torch.float16])

@@ -11,7 +11,6 @@ model, see `selftest`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import itemgetter
@@ -23,6 +22,7 @@ from torch import Tensor
 from leapahead.core.tree import IntArray, TokenTree
 from leapahead.models.base import CHAIN, EMBEDDINGS, LOGITS, TOP_K, TREE
 from leapahead.models.transformers import grouped
+from leapahead.models.transformers.arguments import accepts, cache_name
 from leapahead.models.transformers.embeddings import AddedEmbeddings
 from leapahead.models.transformers.families import Pattern, text_config
 from leapahead.models.transformers.grouped import Packing
@@ -107,11 +107,6 @@ class Executor(Protocol):
         """Releases the memory that is kept for later sequences."""
 
 
-def accepts(model: Any, *names: str) -> bool:
-    """Whether the model's forward names these parameters."""
-    return all(name in inspect.signature(model.forward).parameters for name in names)
-
-
 def inputs(model: Any, tokens: IntArray, start: int, device: torch.device) -> dict[str, Tensor]:
     """What `generate` gives a model for tokens [batch, n] after `start` others: positions too, where it takes them.
 
@@ -161,6 +156,7 @@ class CachedExecutor:
         self.model = model
         self.cache = cache
         self.device: torch.device = model.get_input_embeddings().weight.device
+        self.cache_name = cache_name(model)
         self.few_logits = ["logits_to_keep"] if accepts(model, "logits_to_keep") else []
 
     def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0, owner: str = "") -> CachedState:
@@ -345,8 +341,8 @@ class MaskedExecutor(CachedExecutor):
             output = model(
                 position_ids=batch.pack(batch.inputs.positions),
                 attention_mask=self.masks(batch),
-                past_key_values=self.cache,
                 use_cache=True,
+                **{self.cache_name: self.cache},
                 **options,
             )
         self.cache.end()
@@ -393,7 +389,7 @@ class ChainExecutor(CachedExecutor):
             assert tree.is_chain, "this target takes chains only"
             self.cache.begin([row], [len(tree) - first], [first])
             given = inputs(self.model, tree.tokens[None, first:], row.length + first, self.device)
-            output = self.model(**given, past_key_values=self.cache, use_cache=True, **options)
+            output = self.model(**given, **{self.cache_name: self.cache}, use_cache=True, **options)
             hidden = side_by_side(output.hidden_states, layers) if layers else None
             found.append(Outputs(output.logits[0], None if hidden is None else hidden[0]))
             self.cache.end()

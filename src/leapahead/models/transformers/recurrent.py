@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
-from leapahead.core.errors import Refused
 from leapahead.core.tree import TokenTree
-from leapahead.models.transformers.forward import Layers, Outputs, accepts, inputs, side_by_side
+from leapahead.models.transformers.arguments import accepts, cache_name, returned_cache
+from leapahead.models.transformers.forward import Layers, Outputs, inputs, side_by_side
 
 
 class NativeState:
@@ -68,9 +68,7 @@ class NativeExecutor:
         self.shared = shared
         self.owner: NativeState | None = None
         self.few_logits = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
-        self.name = next((name for name in ("past_key_values", "cache_params", "state") if accepts(model, name)), None)
-        if self.name is None:
-            raise Refused("its forward takes no cache")
+        self.cache_name = cache_name(model)
 
     def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0, owner: str = "") -> NativeState:
         return NativeState(tokens)
@@ -145,9 +143,9 @@ class NativeExecutor:
         given = inputs(self.model, np.array([tokens]), state.length, self.device)
         options = {**self.few_logits, **({"output_hidden_states": True} if layers else {})}
         state.broken = True
-        output = self.model(**given, **{str(self.name): state.memory}, use_cache=True, **options)
+        output = self.model(**given, **{self.cache_name: state.memory}, use_cache=True, **options)
         state.broken = False
         if not isinstance(state.memory, DynamicCache):
-            state.memory = output[self.name]
+            state.memory = returned_cache(output, self.cache_name)
         hidden = side_by_side(output.hidden_states, layers) if layers else None
         return Outputs(output.logits[0, -1:], None if hidden is None else hidden[0, -1:])

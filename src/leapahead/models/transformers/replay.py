@@ -39,6 +39,7 @@ from torch import Tensor
 
 from leapahead.core.tree import TokenTree
 from leapahead.models.base import BRANCHES, CHAIN, LOGITS, TOP_K
+from leapahead.models.transformers.arguments import accepts, returned_cache
 from leapahead.models.transformers.families import RECURRENT_LAYERS, Pattern
 from leapahead.models.transformers.forward import (
     Batch,
@@ -46,7 +47,6 @@ from leapahead.models.transformers.forward import (
     Layers,
     MaskedExecutor,
     Outputs,
-    accepts,
     inputs,
     side_by_side,
 )
@@ -117,10 +117,9 @@ class ReplayExecutor(MaskedExecutor):
         self.masked, self.settings = masked, settings
         self.capabilities = frozenset({CHAIN, LOGITS, TOP_K, *([BRANCHES] if masked else [])})
         self._reads_prompt = False
+        self._attends = accepts(model, "position_ids")  # state-space models alone take no positions
         self._chunked = own_settings(model)
         self._bounded = [(each, "time_step_limit", NO_BOUNDS) for each in model.modules() if bounds_time_step(each)]
-        names = ("past_key_values", "cache_params", "state")
-        self.name = next((name for name in names if accepts(model, name)), "past_key_values")
 
     def another(self, model: Any) -> ReplayExecutor:
         boolean, cache = self.dtype is None, stateful_cache(model)
@@ -232,7 +231,7 @@ class ReplayExecutor(MaskedExecutor):
             return self._call(model, batch, layers, **options)
 
     def _call(self, model: Any, batch: Batch, layers: Layers = (), **options: Any) -> Outputs:
-        if self.masked and self.name == "past_key_values":
+        if self.masked and self._attends:
             return super().call(model, batch, layers, **options)
         if layers:
             options["output_hidden_states"] = list(layers)
@@ -245,22 +244,23 @@ class ReplayExecutor(MaskedExecutor):
 
     def model_output(self, model: Any, given: dict[str, Tensor], **options: Any) -> Any:
         """Of a model that makes its mask itself, which may take states in a form of its own instead of a `Cache`."""
-        if self.name == "state":  # RWKV: a list of tensors of all layers
+        name = self.cache_name
+        if name == "state":  # RWKV: a list of tensors of all layers
             states = self._states(("recurrent", number, 0) for number in count())
             output = model(**given, state=states or None, use_cache=True, **options)
             for number, state in enumerate(output.state):
                 self.cache.put(("recurrent", number, 0), state)
-        elif self.name == "cache_params" and not model._supports_default_dynamic_cache():
-            # xLSTM: an object with some tensors for each layer, which are written in place
+        elif type(self.cache) is StatefulCache and not model._supports_default_dynamic_cache():
+            # xLSTM, whose module defines no `Cache`: an object with some tensors for each layer, written in place
             layers = range(model.config.num_hidden_layers)
             of_layers = {layer: self._states(("recurrent", layer, number) for number in count()) for layer in layers}
             kept = SimpleNamespace(rnn_state=of_layers, seqlen_offset=0) if of_layers[0] else None
-            output = model(**given, cache_params=kept, use_cache=True, **options)
-            for layer, states in output.cache_params.rnn_state.items():
+            output = model(**given, **{name: kept}, use_cache=True, **options)
+            for layer, states in returned_cache(output, name).rnn_state.items():
                 for number, state in enumerate(states):
                     self.cache.put(("recurrent", layer, number), state)
         else:
-            output = model(**given, **{self.name: self.cache}, use_cache=True, **options)
+            output = model(**given, **{name: self.cache}, use_cache=True, **options)
         return output
 
     def _states(self, places: Iterable[Place]) -> list[Tensor]:
@@ -322,8 +322,8 @@ def own_settings(model: Any) -> list[Any]:
 def bounds_time_step(module: Any) -> bool:
     """Whether it is a Mamba-2 layer that bounds the time step of its recurrence.
 
-    In Transformers 5.23 all of them do so where several tokens are read, and none where one is. A state that hardly
-    changes is forgotten then, after enough tokens, in any precision.
+    In Transformers 5.23 and 5.24 all of them do so where several tokens are read, and none where one is. A state that
+    hardly changes is forgotten then, after enough tokens, in any precision.
     """
     low, high = vars(module).get("time_step_limit") or NO_BOUNDS
     return bool(low > 0 or high < math.inf)

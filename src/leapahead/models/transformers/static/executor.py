@@ -212,8 +212,8 @@ class StaticExecutor(MaskedExecutor):
                     input_ids=inputs.tokens,
                     position_ids=inputs.positions,
                     attention_mask=inputs.masks(self.patterns, self.dtype),
-                    past_key_values=self.cache,
                     use_cache=True,
+                    **{self.cache_name: self.cache},
                     **options,
                 )
         finally:
