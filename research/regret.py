@@ -2,12 +2,14 @@
 
 The real engine and planner decode in the worlds of `research.simulation`. Regret is the time of a run less that of
 plain decoding of as many tokens from the same moment under the same load. The gain of the right profile is that of a
-planner that knows the true curve, in the same world.
+planner that knows the true curve, in the same world. Gains are computed from the tokens that each step commits on
+average (`World.expected`), since it is a matter of luck how many it commits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
@@ -26,7 +28,7 @@ from leapahead.core.stop import StopParams
 from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
 from leapahead.planner.acceptance import AcceptanceTable
-from research.command_parts import out_option, prefix_of, show, write
+from research.command_parts import files_of, out_option, prefix_of, show, write
 from research.simulation import CURVES, LOADS, STARTS, Case, Guessing, Right, Target, World, start
 
 STEPS = 120  # of a run, at least
@@ -80,12 +82,13 @@ def run(case: Case, seed: int, right: bool = False) -> Outcome:
     handles = [engine.submit(Request([index], drafter, stop=stop)) for index in range(case.sequences)]
     length = sum(tokens for tokens, _ in world.phases)
     least = STEPS if len(world.phases) == 1 else 0
-    times, done = [0.0], [0.0]  # after each step: seconds; tokens per sequence
+    times, done, expected = [0.0], [0.0], [0.0]  # after each step: seconds; tokens per sequence, and expected ones
     while done[-1] < length or len(done) <= least:
         engine.step()
         assert not any(handle.done for handle in handles), "a text has ended"
         times.append(world.now)
         done.append(sum(len(handle.tokens) for handle in handles) / case.sequences)
+        expected.append(expected[-1] + target.expected / case.sequences)
     unit = world.seconds(case.sequences)
     plain = world.plainly(0.0, done[-1])
     parts, begin = [], 0
@@ -93,7 +96,7 @@ def run(case: Case, seed: int, right: bool = False) -> Outcome:
     for border in (*borders, done[-1]):
         end = next(step for step, count in enumerate(done) if count >= border)
         first = min(begin + WARM, end)
-        lasted = world.plainly(times[first], done[end] - done[first])
+        lasted = world.plainly(times[first], expected[end] - expected[first])
         parts.append(((lasted - (times[end] - times[first])) / unit, lasted / unit))
         begin = end
     return Outcome(plain / unit, (times[-1] - plain) / unit, tuple(parts))
@@ -175,22 +178,41 @@ def table(rows: Sequence[Data]) -> None:
 @click.command(cls=Command)
 @click.option("--seeds", type=click.IntRange(min=1), default=200, show_default=True, help="Runs of each case.")
 @click.option("--case", "words", multiple=True, metavar="TEXT", help="Only cases whose name has this; may be repeated.")
+@click.option("--resume", is_flag=True, help="Keep the rows of the file that have as many seeds.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Processes.")
 @out_option("regret")
-def main(seeds: int, words: tuple[str, ...], jobs: int, out: Path) -> None:
+def main(seeds: int, words: tuple[str, ...], resume: bool, jobs: int, out: Path) -> None:
     """Measure what planning loses and gains when the latency profile is wrong, or the load or the text changes.
 
-    Simulated: no model is needed. Regret is the time beyond that of plain decoding.
+    Simulated: no model is needed. Regret is the time beyond that of plain decoding. The data are written after every
+    row, and the figure at the end.
     """
     prefix = prefix_of(out)
-    chosen = [case for case in cases() if all(word in case.name for word in words)]
-    compute = partial(row, seeds=seeds)
+    names = {case.name: case for case in cases()}
+    rows = {name: row for name, row in _known(files_of(prefix)[0]).items() if name in names} if resume else {}
+    wanted = [name for name in names if all(word in name for word in words)]
+    wanted = [name for name in wanted if name not in rows or rows[name]["seeds"] < seeds]
     with Pool(jobs) as pool:
-        rows = list(track(pool.imap(compute, chosen), "regret", len(chosen)))
-    table(rows)
-    data: Data = {
-        "figure": "regret",
-        "conditions": {"seeds": seeds, "versions": {"leapahead": __version__}},
-        "rows": rows,
-    }
+        found = pool.imap(partial(row, seeds=seeds), [names[name] for name in wanted])
+        for name, each in zip(wanted, track(found, "regret", len(wanted)), strict=True):
+            rows[name] = each
+            files_of(prefix)[0].write_text(json.dumps(_data(rows, names)) + "\n", encoding="utf-8")
+    data = _data(rows, names)
+    table(data["rows"])
     write(data, prefix)
+
+
+def _known(path: Path) -> dict[str, Data]:
+    """The rows of a file by the names of their cases; none if there is no file."""
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return {f"{row['what']}, {row['curve']}, {row['acceptance']}": row for row in found}
+
+
+def _data(rows: Mapping[str, Data], names: Iterable[str]) -> Data:
+    """What is written: the rows in the order of the cases."""
+    found = [rows[name] for name in names if name in rows]
+    seeds = " or ".join(str(each) for each in sorted({row["seeds"] for row in found}))
+    conditions = {"seeds": seeds, "versions": {"leapahead": __version__}}
+    return {"figure": "regret", "conditions": conditions, "rows": found}

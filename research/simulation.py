@@ -99,6 +99,7 @@ class World:
         now: seconds since the first step.
         texts: for each sequence its tokens; the source's first and second candidate after each, right or `WRONG`; and
             what the source knows of its chances there.
+        chances: for each sequence and token, those of the first candidate and of the second one.
     """
 
     def __init__(self, case: Case, seed: int) -> None:
@@ -109,6 +110,7 @@ class World:
         self.noise = self.random.uniform(0.03, 0.08)
         self.changes = sorted(self._changes())  # (second, factor) and
         self.pauses = sorted(self._pauses())  # (second, length)
+        self.chances: list[list[tuple[float, float]]] = []
         self.texts = [self._text() for _ in range(case.sequences)]
 
     @property
@@ -142,12 +144,28 @@ class World:
         rng = np.random.default_rng(self.random.getrandbits(32))
         tokens = rng.integers(2, VOCABULARY, length)
         first, second = np.array([ACCEPTANCE[kind] for kind in kinds]).T
+        self.chances.append(list(zip(first.tolist(), ((1 - first) * second).tolist(), strict=True)))
         known, other = rng.random(length) < first, rng.random(length) < second
         firsts, seconds = np.where(known, tokens, WRONG), np.where(~known & other, tokens, 1)
         hints: list[tuple[int, ...]] = [()] * length
         if self.case.acceptance == "mixed":
             hints = [(int(kind == "good"),) for kind in kinds]
         return tokens.tolist(), firsts.tolist(), seconds.tolist(), hints
+
+    def expected(self, which: int, place: int, tree: TokenTree) -> float:
+        """Tokens that a step commits on average over all texts of which the source knows as much.
+
+        Args:
+            which: number of the text.
+            place: in it, of the root.
+            tree: of this source's candidates.
+        """
+        first, found = self.texts[which][1], [1.0]
+        for token, parent, depth in zip(tree.token_list[1:], tree.parent_list[1:], tree.depth_list[1:], strict=True):
+            at = place + depth - 1
+            is_second = token == 1 or (token > 1 and first[at] == WRONG)
+            found.append(found[parent] * self.chances[which][at][is_second])
+        return sum(found)
 
     def seconds(self, rows: int) -> float:
         """Of a forward on the idle machine."""
@@ -178,10 +196,15 @@ class World:
 
 
 class Target:
-    """Writes the texts of a world. The first token of a prompt is the number of the text."""
+    """Writes the texts of a world. The first token of a prompt is the number of the text.
+
+    Attributes:
+        expected: tokens that the last step committed on average, see `World.expected`.
+    """
 
     def __init__(self, world: World) -> None:
         self.world, self.lock = world, RLock()
+        self.expected = 0.0
         self.max_nodes = self.max_leaves = 200
         capabilities = frozenset({CHAIN, TREE})
         name = world.case.name
@@ -212,6 +235,10 @@ class Target:
         change = CHANGE * PLAIN if self.bucket > 1 and rows != self._last else 0.0
         self.world.work(self.world.seconds(rows) + change)
         self._last = rows
+        self.expected = sum(
+            self.world.expected(session.tokens[0] % len(self.world.texts), len(session.tokens) - 1, tree)
+            for session, tree in zip(sessions, trees, strict=True)
+        )
         return [self._choices(session, tree) for session, tree in zip(sessions, trees, strict=True)]
 
     def _choices(self, session: Session, tree: TokenTree) -> Choices:
@@ -247,26 +274,30 @@ class Session:
 
 
 class Guesses(Source):
-    """Two candidates after every token, right as often as the world says. A state is a place, or -1 off the text."""
+    """Two candidates after every token, right as often as the world says.
+
+    A state is the number of the text, a place in it, and whether the tokens before are those of the text. What the
+    source knows of its chances is told off the text as well, or it would tell which candidates are right.
+    """
 
     name: ClassVar[str] = "guesses"
 
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def root(self, sequence: SequenceView) -> tuple[int, int]:
+    def root(self, sequence: SequenceView) -> tuple[int, int, bool]:
         self.world.work(DRAFTING * PLAIN, noise=False)
-        return sequence.tokens[0], len(sequence.tokens) - 1
+        return sequence.tokens[0], len(sequence.tokens) - 1, True
 
-    def follow(self, state: tuple[int, int], token: int) -> tuple[int, int]:
-        which, place = state
-        return which, place + 1 if place >= 0 and self.world.texts[which][0][place] == token else -1
+    def follow(self, state: tuple[int, int, bool], token: int) -> tuple[int, int, bool]:
+        which, place, is_text = state
+        return which, place + 1, is_text and self.world.texts[which][0][place] == token
 
-    def candidates(self, state: tuple[int, int], limit: int) -> list[Candidate]:
-        which, place = state
+    def candidates(self, state: tuple[int, int, bool], limit: int) -> list[Candidate]:
+        which, place, is_text = state
         _, first, second, hints = self.world.texts[which]
-        tokens, hint = ((first[place], second[place]), hints[place]) if place >= 0 else ((WRONG, 1), ())
-        return [Candidate(tokens[0], -0.3, hint), Candidate(tokens[1], -1.5, hint)]
+        tokens = (first[place], second[place]) if is_text else (WRONG, 1)
+        return [Candidate(tokens[0], -0.3, hints[place]), Candidate(tokens[1], -1.5, hints[place])]
 
 
 class Guessing(Planned):

@@ -20,6 +20,7 @@ from leapahead.models.toy import ToyTarget
 from leapahead.planner.acceptance import AcceptanceTable
 from leapahead.planner.compiled import sizes_that_pay
 from leapahead.planner.draft import SequenceView, Step
+from leapahead.planner.latency import LatencyProfile
 from leapahead.planner.profile import DraftingTime
 from leapahead.planner.sizing import Ahead, StepPlan, best_sizes
 from leapahead.planner.source import Candidate, Source
@@ -162,6 +163,18 @@ def test_the_first_drafted_step_after_a_plain_one_pays_for_the_change() -> None:
     latency = FixedLatency(ToyTarget(), {1: 1.0, 2: 1.3, 3: 9.0})
     plans = [StepPlan(1, False, latency, DraftingTime(), resizing, replay=(0,)) for resizing in (0.0, 0.4)]
     assert [sizes_that_pay({0: search(CHANCES)}, plan, 0.0) for plan in plans] == [{0: 2}, {0: 1}]
+
+
+def test_back_offs_grow_with_the_steps_in_which_no_draft_was_near_to_paying() -> None:
+    latency = FixedLatency(ToyTarget(), {1: 1.0, 2: 1.7})
+    plan = StepPlan(1, False, latency, DraftingTime(), replay=(0,))
+    assert [plan.longest_back_off(0.02, vain) for vain in (0, 31, 160, 9999)] == [2, 2, 10, 32]
+    near, far = search(CHANCES), search({**CHANCES, (0, 0): 0.34, (1, 0): 0.1})
+    assert [plan.is_near(some) for some in ([near], [far], [far, near])] == [True, False, True]
+    near.take_all(2)
+    assert plan.is_near([near])
+    latency.fixed = LatencyProfile({1: 1.0, 8: 1.2}, fixed=True, bucket=8)  # a later start costs more there
+    assert plan.longest_back_off(0.1, 9999) == 5
 
 
 def test_the_plan_for_every_small_case() -> None:

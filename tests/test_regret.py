@@ -124,6 +124,15 @@ def test_steps_on_a_slower_machine_are_valued_again_before_the_verdict() -> None
     assert not guard.suspended
 
 
+def test_steps_on_a_machine_that_has_become_faster_since_are_not_a_loss() -> None:
+    guard = Guard()
+    for _ in range(6):
+        guard.observe_drafted(4 * 2.8, 4 * 2.8, 3.1, plain=4.0)
+    guard.observe_plain(1.0)
+    assert not guard.checking
+    assert not guard.suspended
+
+
 def test_an_interruption_is_not_the_drafts_fault() -> None:
     guard = Guard()
     for _ in range(10):

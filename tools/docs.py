@@ -169,10 +169,11 @@ def regret_table(root: Path) -> str:
             percent(row["p95_excess"]),
             percent(row["gain"]),
             percent(row["right_gain"]),
+            "" if row["share"] is None else f"{100 * row['share']:.0f}",
         ]
         for row in data["rows"]
     ]
-    return table(heads + " | time saved from step 60 on, % | with the right profile, %", rows)
+    return table(heads + " | time saved from step 60 on, % | with the right profile, % | share of it, %", rows)
 
 
 def _gguf(root: Path, part: str) -> tuple[dict[str, Any], str]:

@@ -85,6 +85,7 @@ class Planned(Drafter):
         self._observing = 0.0  # seconds spent in `observe` since the last proposal
         self._spent = 0.0  # seconds that the last proposal took, `observe` and `_resized` included
         self._guards: dict[int, Guard] = {}  # by number of sequences
+        self._vain = 0  # steps since a draft paid, or was near to it
         self._reported: tuple[Forward | None, int, int] = (None, 0, 0)  # the last forward, its steps seen, their tokens
         self._sequences: dict[SequenceView, Drafting] = {}
 
@@ -213,6 +214,7 @@ class Planned(Drafter):
         if (guard := self._guards.get(total)) is None:
             guard = self._guards[total] = Guard()
         self._spent = 0.0
+        self._vain += 1
         active = self._active(sequences, budgets, total, guard)
         if not active:
             return proposals(sequences, {}, {})
@@ -248,7 +250,8 @@ class Planned(Drafter):
         if not guard.suspended:
             found = self._probed(found, active, budgets, plan, forwards.seconds if forwards else 0.0)
         if not self.nodes:
-            longest = plan.longest_back_off(self._drafting_time(0))
+            self._vain = 0 if pays or plan.is_near(searches.values()) else self._vain
+            longest = plan.longest_back_off(self._drafting_time(0), self._vain)
             for index, drafting in active.items():
                 is_probed = bool(found[index].tree.probes)  # whose candidates are for the next step
                 drafting.back_off.update(paid=is_probed or (pays and kept[index] > 1), longest=longest)

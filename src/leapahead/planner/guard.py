@@ -9,8 +9,9 @@ drafting loses when the excess is greater than chance explains:
     excess  >  least + 2 sqrt(steps since the excess was 0 x variance of the loss)
 
 Two plain steps are run before it, because the machine may have become slower: the steps since the last plain step are
-valued again with their time. If they still lose, drafting is suspended, for twice as many steps each time, and the next
-trial may lose less. Once drafting has gained as much as a trial may lose, all this is forgotten.
+valued again with their time, where it is longer. If they still lose, drafting is suspended, for twice as many steps
+each time, and the next trial may lose less. Once drafting has gained as much as a trial may lose, all this is
+forgotten.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ RATE = 0.04  # weight of the newest step in the mean and variance of the loss
 RECOVERED = 5.0  # plain steps gained after a suspension from which it is forgotten
 CHECKS = 2  # plain steps before a verdict
 FIRST, LONGEST = 8, 1024  # steps of a suspension
-MOST_SECONDS = 2.0  # a step counts as at most so many times its expected time: an interruption is not its fault
+MOST_SECONDS = 1.3  # a step counts as at most so many times its expected time: an interruption is not its fault
 MOST_RECENT = 64  # steps that are valued again, at most
 MOST_REQUESTS, REQUEST_PAUSE = 4, 64  # plain steps requested in a row, and steps until more are requested
 
@@ -56,7 +57,8 @@ class Guard:
 
     def __init__(self) -> None:
         self._settled = self._losses = Losses()  # without and with the steps that may be valued again
-        self._recent: list[tuple[float, float]] = []  # those steps: seconds, tokens for each sequence
+        # Those steps: seconds, tokens for each sequence, seconds of a plain step at that time.
+        self._recent: list[tuple[float, float, float]] = []
         self._checks = 0  # plain steps to be run before the verdict
         self._suspended, self._length = 0, FIRST
         self._requests = 0
@@ -96,7 +98,7 @@ class Guard:
         seconds = min(seconds, MOST_SECONDS * expected)
         if len(self._recent) == MOST_RECENT:
             self._recent, self._settled = [], self._losses
-        self._recent.append((seconds, tokens))
+        self._recent.append((seconds, tokens, plain))
         loss = seconds / plain - tokens
         self._losses = self._losses.add(loss)
         self._mean = loss if self._mean is None else self._mean + RATE * (loss - self._mean)
@@ -112,8 +114,8 @@ class Guard:
         """
         self._suspended -= self.suspended
         losses = self._settled
-        for seconds, tokens in self._recent:
-            losses = losses.add(seconds / plain - tokens)
+        for seconds, tokens, before in self._recent:
+            losses = losses.add(seconds / max(plain, before) - tokens)
         self._losses = losses
         self._checks -= self.checking
         if self._checks:

@@ -10,16 +10,18 @@
     correction  1 for a plain step; known at the sizes that were seen in this process, interpolated between them,
                 constant beyond the largest
 
-So the prior gives a shape and nothing about the level, and it is overruled by every size that is seen. Where steps
-contradict it, it is dropped, and the assumed line is in its place.
+So the prior gives a shape and nothing about the level, and it is overruled by every size that is seen; where it agrees
+with the first time of a size, it counts as much as that. Where steps contradict it, it is dropped, and the assumed line
+is in its place.
 
 A plan may not trust T(n) at sizes that no step of this process has had (`planned`): they are limited to about twice the
 largest size seen, and beyond that size the lower of the prior and the assumed line counts. So a size that may pay is
-tried, by steps that cannot cost much, and is then known.
+tried, by steps that cannot cost much, and is then known. For the same reason a size that few steps have had is planned
+with a little less time than those took (`Size.hope`).
 
 A step whose time is far from T(n) teaches nothing at once, since the machine may have been interrupted or have become
-slower for all sizes alike. A plain step is wanted then (`wants_plain`), and tells which. Without plain steps, several
-such steps in a row are a change of the machine's speed.
+slower for all sizes alike. A plain step is wanted then (`wants_plain`), and tells which: if it is as far from what was
+expected, the speed has changed. Without plain steps, several such steps in a row are a change of the speed.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from collections.abc import Mapping
 from itertools import pairwise
 from math import ceil, exp, log
 from operator import attrgetter
-from statistics import median
 from typing import TYPE_CHECKING
 
-from leapahead.planner.size import Size, interval
+from leapahead.planner.outliers import Outliers
+from leapahead.planner.size import MOST_SEEN, Size, interval
 from leapahead.planner.switches import Switches
 
 if TYPE_CHECKING:
@@ -48,18 +50,18 @@ LEAST_SHAPE = 1e-3  # T relative to a plain step, at least: less is no measureme
 TRUSTED_GROWTH, TRUSTED_ROWS = 2, 3
 CONTRADICTED = log(1.4)  # log factor between prior and steps from which the prior is dropped
 LEAST_RATIO = log(0.7)  # of a forward to a plain step; less is an outlier
+AGREES = 2.0  # times the noise: up to this far from the first time of a size, the expectation counts as one more time
 BELIEVED = 2  # times that a size must have been seen before it is stored or contradicts the prior
 STALE = 128  # steps after which a size that was seen once is forgotten; twice as many if it was seen twice, ...
-MOST_SEEN = 12  # times that count: the newest has a weight of at least one such part
 
 LEVEL_GAIN, PLAIN_GAIN = 0.1, 0.2  # weight of a drafted step, and least weight of a plain step, in the level
 NOISE, LEAST_NOISE, MOST_NOISE = 0.1, 0.05, 0.25  # log seconds of one step: the first estimate and its bounds
 NOISE_RATE = 0.05  # weight of the newest step in the estimate of the noise
 OUTLIER = 3.5  # times the noise
 OUTLIERS_BELIEVED = 3  # without a plain step between them, a change of the level
-# Drafted steps between two plain steps: at first and after a change; doubled up to. So many times as many where a plain
-# step between drafted ones costs two changes of the size.
-FIRST_PAUSE, LONGEST_PAUSE, BUCKET_PAUSES = 4, 64, 4
+# Drafted steps between two plain steps: at first, and after a change; doubled up to. So many times as many where a
+# plain step between drafted ones costs two changes of the size.
+FIRST_PAUSE, CHANGE_PAUSE, LONGEST_PAUSE, BUCKET_PAUSES = 4, 16, 64, 4
 
 
 class LatencyProfile:
@@ -94,7 +96,7 @@ class LatencyProfile:
         self._sizes = [Size(self._first, 0.0, 0)]  # the plain step, and what was seen of others
         self._noise = NOISE
         self._held: float | None = None  # log seconds of a plain step that was an outlier
-        self._outliers: list[tuple[int, float]] = []  # rows and log seconds of others
+        self._outliers = Outliers(self._error)  # of others
         self._in_doubt = False  # an outlier came since the last plain step
         self._switches = Switches(bucket > 1)
         self._pauses = BUCKET_PAUSES if bucket > 1 else 1
@@ -231,10 +233,10 @@ class LatencyProfile:
             self._shapes.append(self._shape(len(self._shapes)))
         shapes, found = self._shapes, [plain] * (self._first + 1)
         for low, high in pairwise(sizes):
-            start, factor = low.rows, plain * exp(low.correction)
-            slope = (plain * exp(high.correction) - factor) / (high.rows - start)
+            start, factor = low.rows, plain * self._hopeful(low)
+            slope = (plain * self._hopeful(high) - factor) / (high.rows - start)
             found += [shapes[n] * (factor + slope * (n - start)) for n in range(start + 1, high.rows + 1)]
-        factor = plain * exp(sizes[-1].correction)
+        factor = plain * self._hopeful(sizes[-1])
         found += [shape * factor for shape in shapes[len(found) : self.trusted + 1]]
         hope = found[seen] / self._line(seen)
         for n in range(seen + 1, len(found)):
@@ -243,6 +245,10 @@ class LatencyProfile:
             found = [found[min(self._padded(n), len(found) - 1)] for n in range(len(found))]
         self._plans = found
         return found
+
+    def _hopeful(self, size: Size) -> float:
+        """The factor on the prior to plan with."""
+        return exp(size.correction - (size.hope(self._noise) if size.rows > self._first else 0.0))
 
     def _shape(self, rows: int) -> float:
         """The prior: linear between its sizes, rising beyond the last."""
@@ -302,9 +308,9 @@ class LatencyProfile:
             self._held = None
             self._believe_outliers()
         elif self._held is not None and abs(value - self._held) <= self._threshold:
-            self._move_level((value + self._held) / 2 - self._level)
-            self._held, self._pause = None, self._pauses * FIRST_PAUSE
-            self._believe_outliers()
+            self._change_level((value + self._held) / 2 - self._level)
+        elif self._held is None and (other := self._outliers.agreeing(error, self._threshold)) is not None:
+            self._change_level((error + other) / 2)
         else:
             self._held = value
             return
@@ -317,17 +323,18 @@ class LatencyProfile:
             if size.first > self._plain_step:
                 size.correction -= change
 
+    def _change_level(self, change: float) -> None:
+        """The machine's speed has changed, as two steps have shown."""
+        self._move_level(change)
+        self._held, self._pause = None, self._pauses * CHANGE_PAUSE
+        self._believe_outliers()
+
     def _believe_outliers(self) -> None:
-        """Drops the outliers that the level explains, and learns from others that came twice for as many rows."""
-        left = [each for each in self._outliers if abs(self._error(*each)) > self._threshold]
-        again = [rows for rows, _ in left]
-        again = [rows for rows in again if again.count(rows) > 1]
-        for rows, value in left:
-            if rows in again:
-                size = self._size(rows)
-                size.correction += self._error(rows, value)
-                size.seen, size.last, size.largest = 1, self.steps, max(size.largest, rows)
-        self._outliers = [each for each in left if each[0] not in again][-OUTLIERS_BELIEVED:]
+        """Drops the outliers that the level explains, and learns from others that came again for as many rows."""
+        for rows, value in self._outliers.believed(self._threshold).items():
+            size = self._size(rows)
+            size.correction += self._error(rows, value)
+            size.note(1, rows, self.steps)
 
     def _error(self, rows: int, value: float) -> float:
         """By how much log seconds exceed what was expected."""
@@ -345,26 +352,24 @@ class LatencyProfile:
                 self._doubt(rows, value)
                 return
             size = self._size(rows)
-            size.correction += error
+            size.agreed = int(abs(error) <= AGREES * self._noise)
         elif abs(error) > self._threshold:
             self._doubt(rows, value)
             return
         else:
             self._learn_noise(error)
-            weight = 1 / (size.seen + 1)
-            self._level += LEVEL_GAIN * (1 - weight) * error
-            size.correction += max(weight, 1 / MOST_SEEN) * error
-        size.seen, size.last, size.largest = min(size.seen + 1, MOST_SEEN), self.steps, max(size.largest, rows)
-        self._outliers = self._outliers[1:]
+            self._level += LEVEL_GAIN * (1 - size.weight) * error
+        size.learn(error, rows, self.steps)
+        self._outliers.forget_oldest()
         if self._prior and size.seen >= BELIEVED and abs(size.correction) > CONTRADICTED:
             self._drop_prior()
 
     def _doubt(self, rows: int, value: float) -> None:
         """Keeps the time of an outlier until it is explained."""
-        self._outliers.append((rows, value))
+        self._outliers.add(rows, value)
         self._in_doubt = True
         if len(self._outliers) >= OUTLIERS_BELIEVED and self._since_plain >= OUTLIERS_BELIEVED:
-            self._level += median(self._error(*each) for each in self._outliers)
+            self._level += self._outliers.median()
             self._believe_outliers()
 
     def _drop_prior(self) -> None:

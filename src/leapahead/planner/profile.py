@@ -61,6 +61,7 @@ class LatencyProfiles:
         self.store = store or ProfileStore(info.fingerprint or info.name)
         self.clock, self._bucket = clock, info.bucket
         self._profiles: dict[int, LatencyProfile] = {}
+        self._reported: dict[int, tuple[LatencyProfile, int, dict[str, float]]] = {}  # see `as_dict`; at which step
         self._last: Forward | None = None
         self._written = clock()
         self._lock = RLock()
@@ -179,12 +180,14 @@ class LatencyProfiles:
         return any(profile.contradicted and profile.steps >= LEAST_STEPS for profile in self._profiles.values())
 
     def as_dict(self) -> dict[str, dict[str, float]]:
-        """Milliseconds by sequences and rows, for `Stats.drafter`."""
+        """Milliseconds by sequences and rows, for `Stats.drafter`. What no step has changed is not computed again."""
         with self._lock:
-            return {
-                str(sequences): {str(n): round(1e3 * profile(n), 3) for n in profile.sizes}
-                for sequences, profile in sorted(self._profiles.items())
-            }
+            for sequences, profile in self._profiles.items():
+                known = self._reported.get(sequences)
+                if known is None or known[0] is not profile or known[1] != profile.steps:
+                    found = {str(n): round(1e3 * profile(n), 3) for n in profile.sizes}
+                    self._reported[sequences] = profile, profile.steps, found
+            return {str(sequences): dict(self._reported[sequences][2]) for sequences in sorted(self._profiles)}
 
 
 def _derived(one: LatencyProfile, sequences: int) -> LatencyProfile:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from math import log
-
 FINE = 16  # up to so many additional rows each number of rows is a size of its own; larger sizes are intervals
+MOST_SEEN = 12  # times that count: the newest has a weight of at least one such part
 
 
 class Size:
@@ -15,15 +14,46 @@ class Size:
         largest: rows of the largest forward seen.
         correction: log factor on the prior.
         seen: how often, at most `MOST_SEEN`.
+        agreed: 1 if the first time was as expected, so that the expectation counts as one more time; otherwise 0.
         first, last: the steps in which it was seen first and last.
     """
 
     def __init__(self, rows: int, correction: float, step: int) -> None:
-        self.rows, self.log = rows, log(rows)
-        self.largest = rows
+        self.rows = self.largest = rows
         self.correction = correction
-        self.seen = 0
+        self.seen = self.agreed = 0
         self.first = self.last = step
+
+    @property
+    def weight(self) -> float:
+        """Of the next time in the mean of all."""
+        return 1 / (self.seen + 1 + self.agreed)
+
+    def learn(self, error: float, rows: int, step: int) -> None:
+        """Corrects it by one time.
+
+        Args:
+            error: log factor between the time and what was expected.
+            rows: of the forward.
+            step: its number.
+        """
+        self.correction += max(self.weight, 1 / MOST_SEEN) * error
+        self.note(min(self.seen + 1, MOST_SEEN), rows, step)
+
+    def note(self, seen: int, rows: int, step: int) -> None:
+        """It was seen in a step, now `seen` times."""
+        self.seen, self.last, self.largest = seen, step, max(self.largest, rows)
+
+    def hope(self, noise: float) -> float:
+        """Log factor by which it may take less time than the mean of the times seen says.
+
+        Times that were too long by chance would keep a plan from this size for ever, while those that were too short
+        are corrected by the steps that they lead to. This makes up for it.
+
+        Args:
+            noise: standard deviation of the log seconds of one step.
+        """
+        return noise / (self.seen + self.agreed) if self.seen else 0.0
 
 
 def interval(rows: int, first: int) -> int:

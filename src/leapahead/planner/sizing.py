@@ -24,8 +24,10 @@ from leapahead.planner.tree_search import TreeSearch
 
 LONGEST_BACK_OFF = 32  # steps
 # Of a plain step, that drafts which do not pay may cost on average; where sizes are padded to buckets, a later start of
-# drafting costs more, since drafted steps are to follow each other.
+# drafting costs more, since drafted steps are to follow each other. After many steps in which all drafts were worth
+# less than `FAR` of their cost, a back-off may be longer: one part in so many of them.
 COST_SHARE, COST_SHARE_BUCKETS = 0.01, 0.02
+VAIN_PART, FAR = 16, 0.5
 AHEAD = 8  # T is evaluated at least this many rows beyond the present number
 MOST = 256  # drafted nodes of a step, whatever the latency profile promises
 
@@ -81,11 +83,29 @@ class StepPlan(NamedTuple):
             [self.replay[index] for index in drafting], rows, max(others, default=1), self.replays, self.branches
         )
 
-    def longest_back_off(self, seconds: float) -> int:
-        """The longest back-off, in steps, of a draft that takes so many seconds."""
+    def is_near(self, searches: Iterable[TreeSearch]) -> bool:
+        """Whether the likeliest node of these trees is worth at least `FAR` of what it costs.
+
+        Args:
+            searches: of which the likeliest nodes were asked for.
+        """
         profile = self.latency.profile(self.sequences)
-        share = COST_SHARE if profile.bucket == 1 else COST_SHARE_BUCKETS
-        return min(LONGEST_BACK_OFF, int(seconds / profile(self.sequences) / share))
+        plain = profile(self.sequences)
+        cost = (profile(self.sequences + 1) - plain) * self.sequences / plain  # in tokens
+        return any((each.expected[1] if len(each) > 1 else each.next) >= FAR * cost for each in searches)
+
+    def longest_back_off(self, seconds: float, vain: int = 0) -> int:
+        """The longest back-off, in steps, of a draft that takes so many seconds.
+
+        Args:
+            seconds: that drafting takes.
+            vain: steps since a draft was near to paying.
+        """
+        profile = self.latency.profile(self.sequences)
+        if profile.bucket > 1:
+            return min(LONGEST_BACK_OFF, int(seconds / profile(self.sequences) / COST_SHARE_BUCKETS))
+        steps = max(int(seconds / profile(self.sequences) / COST_SHARE), vain // VAIN_PART)
+        return min(LONGEST_BACK_OFF, steps)
 
 
 class Ahead(NamedTuple):
