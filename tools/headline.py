@@ -11,20 +11,22 @@ from leapahead.bench.record import OVERALL, read
 Row = dict[str, Any]
 Table = Callable[[str, list[list[str]]], str]
 
-# A line: bench, target, temperature and drafter; what it is; the bench with further peers, if there is one.
+# A line: bench, target, temperature and drafter; what it is.
 LINES = (
-    ("auto/135m", "135m-bf16", 0.0, "auto", "Transformers, bfloat16, 135M", "135m"),
-    ("auto/1b", "1b-bf16", 0.0, "auto", "Transformers, bfloat16, 1B", "1b"),
-    ("draft/1b", "1b-bf16", 0.0, "auto(draft", "the same, with a draft model of 135M", ""),
-    ("auto/sampled", "135m-bf16", 1.0, "auto", "Transformers, bfloat16, 135M, temperature 1", ""),
-    ("auto/135m", "135m-q8_0.gguf", 0.0, "auto", "llama.cpp, q8_0, 135M", "135m"),
-    ("auto/1b", "1b-q8_0.gguf", 0.0, "auto", "llama.cpp, q8_0, 1B", "1b"),
+    ("auto/135m", "135m-bf16", 0.0, "auto", "Transformers, bfloat16, 135M"),
+    ("auto/1b", "1b-bf16", 0.0, "auto", "Transformers, bfloat16, 1B"),
+    ("draft/1b", "1b-bf16", 0.0, "auto(draft", "the same, with a draft model of 135M"),
+    ("auto/sampled", "135m-bf16", 1.0, "auto", "Transformers, bfloat16, 135M, temperature 1"),
+    ("auto/135m", "135m-bf16.gguf", 0.0, "auto", "llama.cpp, bf16, 135M"),
+    ("auto/135m", "135m-q8_0.gguf", 0.0, "auto", "llama.cpp, q8_0, 135M"),
+    ("auto/1b", "1b-q8_0.gguf", 0.0, "auto", "llama.cpp, q8_0, 1B"),
 )
 PEERS = {
     "peer:transformers-prompt-lookup": "Transformers' prompt lookup",
     "peer:transformers-assisted": "Transformers' assisted generation",
     "peer:llama-lookup": "llama.cpp's lookup",
     "peer:llama-speculative-simple": "llama.cpp's draft model",
+    "peer:vllm": "vLLM, plain",
     "peer:vllm-suffix": "vLLM with suffix decoding",
 }
 
@@ -32,13 +34,14 @@ PEERS = {
 def headline(root: Path, table: Table) -> str:
     """Speed relative to our plain decoding in the same run, with 95 % intervals."""
     lines = []
-    for bench, target, temperature, drafter, name, others in LINES:
+    for bench, target, temperature, drafter, name in LINES:
         rows = _overall(root, bench, target, temperature)
         (own,) = [row for row in rows if row["drafter"].partition("=")[0] == drafter]  # without its value
-        best = _fastest_peer(rows)
-        elsewhere = _fastest_peer(_overall(root, others, target, temperature)) if others else ""
-        lines.append([name, _tasks(root, bench, own), f"**{_speed(own)}**", best, elsewhere])
-    return table("engine, precision, cost of the model | prompts | `auto` | fastest peer, same run | other run", lines)
+        (plain,) = [row for row in rows if row["drafter"] == "plain"]
+        speeds = [f"{plain['tokens_per_second']:.1f}", f"**{_speed(own)}**", _fastest_peer(rows)]
+        lines.append([name, _tasks(root, bench, own), *speeds])
+    columns = "plain decoding, tokens/s | `auto` | fastest peer, same run"
+    return table(f"engine, precision, cost of the model | prompts | {columns}", lines)
 
 
 def _overall(root: Path, bench: str, target: str, temperature: float) -> list[Row]:
