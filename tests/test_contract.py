@@ -443,6 +443,7 @@ def test_every_draft_keeps_to_its_budget(target: str, name: str, folder: Path) -
         assert len(drafter.trees) > 0
 
 
+@pytest.mark.parametrize("params", [GREEDY, pytest.param(EVERYTHING, marks=pytest.mark.slow)], ids=list(PARAMS))
 @pytest.mark.parametrize(
     "case", [slow(name, [each for each in FAST if each != "three leaves"]) for name in CASES], indirect=True
 )

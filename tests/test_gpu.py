@@ -292,7 +292,7 @@ def test_vllm_is_timed_without_its_prompt(with_vllm: Callable[[str], None]) -> N
     lab = Lab(TINY, settings(max_new_tokens=40, vllm_python=sys.executable))
     found = peers.vllm(lab, [1, 2, 3], Clock(60))
     assert (found["tokens"], found["version"]) == (20, "0.0")
-    assert 100 < found["tokens_per_second"] < 1001
+    assert 100 < found["tokens_per_second"] < 1500  # of two runs, each longer by chance
 
 
 def test_a_vllm_that_ends_or_hangs_is_refused(with_vllm: Callable[[str], None], tmp_path: Path) -> None:

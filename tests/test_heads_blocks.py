@@ -92,7 +92,7 @@ def old_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         *(("dflash", each) for each in (shifted, stale, wrong_layers, wrong_rows, causal_blocks, old_positions)),
         ("hydra++", shifted),
-        ("dspark", shifted),
+        pytest.param("dspark", shifted, marks=pytest.mark.slow),
     ],
 )
 def test_the_usual_mistakes_are_found(

@@ -884,6 +884,7 @@ def test_everything_is_released_with_the_model() -> None:
     assert [each() for each in gone] == [None, None]
 
 
+@pytest.mark.slow
 def test_the_kv_cache_is_released_after_every_call(llama: Any) -> None:
     def tensors() -> int:
         gc.collect()

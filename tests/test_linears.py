@@ -139,7 +139,7 @@ def test_models_of_the_user_are_not_changed() -> None:
     assert not linears.is_packed(own)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.filterwarnings("ignore:the draft model")  # that it is too slow, by what has been measured
 def test_texts(temperature: float) -> None:
     """Of every draft, where a draft model may be one whose layers are the target's own packed ones."""
@@ -165,7 +165,7 @@ def test_an_int8_draft_of_a_packed_model() -> None:
     assert linears.is_packed(target.model)
 
 
-@pytest.mark.parametrize("options", [{"exact": True}, {"static": "compiled"}])
+@pytest.mark.parametrize("options", [{"exact": True}, pytest.param({"static": "compiled"}, marks=pytest.mark.slow)])
 def test_other_ways_to_compute_forwards(options: dict[str, Any]) -> None:
     llm = LLM(dtype="bfloat16", **options)
     assert linears.is_packed(llm.target.model)  # type: ignore[attr-defined]

@@ -40,6 +40,7 @@ print(loaded, max(most) - 1, settled())  # without the thread itself
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
 def test_a_thread_leaves_no_pool_behind() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "3"}

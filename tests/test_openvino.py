@@ -319,7 +319,7 @@ def test_a_forward_that_fails_leaves_the_cache_as_it_was(
 # Windows
 
 
-@pytest.mark.parametrize("window", [pytest.param(9, marks=pytest.mark.slow), 700])
+@pytest.mark.parametrize("window", [pytest.param(each, marks=pytest.mark.slow) for each in (9, 700)])
 def test_sliding_windows(window: int, tmp_path: Path) -> None:
     """Chains reach beyond a window, trees do not, since OpenVINO counts it by rows."""
     torch.manual_seed(1)

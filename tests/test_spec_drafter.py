@@ -135,6 +135,7 @@ def test_a_resumed_training_is_the_same(targets: dict[str, Any], texts: list[Tex
         assert torch.equal(each, resumed.parameters[name]), name
 
 
+@pytest.mark.slow
 def test_one_forward_drafts_more_than_before_and_no_text_changes(
     targets: dict[str, Any], texts: list[Text], tmp_path: Path
 ) -> None:

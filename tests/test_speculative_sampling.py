@@ -166,6 +166,7 @@ class Unfiltered(Mutated):
         return judged
 
 
+@pytest.mark.slow
 def test_mutations_are_caught() -> None:
     assert deviation(Flattened, width=2, depth=2) > 1
     assert deviation(Shared, width=1, depth=2) > 1

@@ -153,6 +153,7 @@ def test_an_unknown_row_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "systems.json").exists()
 
 
+@pytest.mark.slow
 def test_a_row_is_measured_and_compared(tmp_path: Path) -> None:
     some = ["--out", tmp_path, "--row", "prompt-lookup", "--max-new-tokens", 6]
     measure = [*some, "--limit", 1, "--rounds", 1]

@@ -109,20 +109,27 @@ def test_planned_drafts_learn_the_times_of_steps() -> None:
     assert under_test.figures.plain_steps > 0
 
 
-def test_nothing_is_drafted_where_every_row_costs_a_step() -> None:
-    clock = Clock()
-    under_test = adapter(Options(), clock)
-    host = FakeHost(lambda batch: step(batch), rows=4)
+def test_nothing_is_lost_where_every_row_costs_a_step() -> None:
+    def seconds(drafts: bool) -> tuple[float, int]:
+        clock = Clock()
+        under_test = adapter(Options(), clock)
 
-    def step(batch: Batch) -> list[list[int]]:
-        assert batch.rows is not None
-        clock.now += float(batch.rows)
-        return under_test.step(batch)
+        def step(batch: Batch) -> list[list[int]]:
+            assert batch.rows is not None
+            clock.now += float(batch.rows)
+            drafted = under_test.step(batch)
+            return drafted if drafts else [[] for _ in drafted]
 
-    for index, prompt in enumerate(prompts(30)):
-        host.add(Job(f"r{index}", prompt, 60))
-    host.run()
-    assert host.drafted < 0.05 * sum(len(text) for text in host.done.values())
+        host = FakeHost(step, rows=4)
+        for index, prompt in enumerate(prompts(30)):
+            host.add(Job(f"r{index}", prompt, 60))
+        host.run()
+        return clock.now, host.drafted
+
+    # A draft that is right costs what it brings, and of these texts the surest drafts are nearly always right.
+    (took, drafted), (plain, none) = seconds(True), seconds(False)
+    assert none == 0 < drafted
+    assert took < 1.03 * plain
 
 
 def test_a_prediction_is_followed() -> None:

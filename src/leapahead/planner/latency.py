@@ -16,8 +16,7 @@ is in its place.
 
 A plan may not trust T(n) at sizes that no step of this process has had (`planned`): they are limited to about twice the
 largest size seen, and beyond that size the lower of the prior and the assumed line counts. So a size that may pay is
-tried, by steps that cannot cost much, and is then known. For the same reason a size that few steps have had is planned
-with a little less time than those took (`Size.hope`).
+tried, by steps that cannot cost much, and is then known; one that few steps have had, with less time (`Size.hope`).
 
 A step whose time is far from T(n) teaches nothing at once, since the machine may have been interrupted or have become
 slower for all sizes alike. A plain step is wanted then (`wants_plain`), and tells which: if it is as far from what was
@@ -59,8 +58,7 @@ NOISE, LEAST_NOISE, MOST_NOISE = 0.1, 0.05, 0.25  # log seconds of one step: the
 NOISE_RATE = 0.05  # weight of the newest step in the estimate of the noise
 OUTLIER = 3.5  # times the noise
 OUTLIERS_BELIEVED = 3  # without a plain step between them, a change of the level
-# Drafted steps between two plain steps: at first, and after a change; doubled up to. So many times as many where a
-# plain step between drafted ones costs two changes of the size.
+# Drafted steps between two plain steps: at first, after a change, at most; so many times as many with buckets.
 FIRST_PAUSE, CHANGE_PAUSE, LONGEST_PAUSE, BUCKET_PAUSES = 4, 16, 64, 4
 
 
@@ -248,7 +246,7 @@ class LatencyProfile:
 
     def _hopeful(self, size: Size) -> float:
         """The factor on the prior to plan with."""
-        return exp(size.correction - (size.hope(self._noise) if size.rows > self._first else 0.0))
+        return exp(size.correction - size.hope(self._noise) * (size.rows > self._first))
 
     def _shape(self, rows: int) -> float:
         """The prior: linear between its sizes, rising beyond the last."""
@@ -332,9 +330,7 @@ class LatencyProfile:
     def _believe_outliers(self) -> None:
         """Drops the outliers that the level explains, and learns from others that came again for as many rows."""
         for rows, value in self._outliers.believed(self._threshold).items():
-            size = self._size(rows)
-            size.correction += self._error(rows, value)
-            size.note(1, rows, self.steps)
+            self._size(rows).believe(self._error(rows, value), rows, self.steps)
 
     def _error(self, rows: int, value: float) -> float:
         """By how much log seconds exceed what was expected."""

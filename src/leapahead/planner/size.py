@@ -38,10 +38,14 @@ class Size:
             step: its number.
         """
         self.correction += max(self.weight, 1 / MOST_SEEN) * error
-        self.note(min(self.seen + 1, MOST_SEEN), rows, step)
+        self._note(min(self.seen + 1, MOST_SEEN), rows, step)
 
-    def note(self, seen: int, rows: int, step: int) -> None:
-        """It was seen in a step, now `seen` times."""
+    def believe(self, error: float, rows: int, step: int) -> None:
+        """Takes one time for the truth, and forgets the others; see `learn`."""
+        self.correction += error
+        self._note(1, rows, step)
+
+    def _note(self, seen: int, rows: int, step: int) -> None:
         self.seen, self.last, self.largest = seen, step, max(self.largest, rows)
 
     def hope(self, noise: float) -> float:
