@@ -183,3 +183,5 @@ def test_encoder_decoder_models() -> None:
 def test_the_option_is_of_named_models_of_transformers_only() -> None:
     with pytest.raises(BadParameter, match="pack can be set for a model of Transformers given by name or folder only"):
         LLM(model(), pack=False)
+    with pytest.raises(BadParameter, match="pack='no' is not possible: it must be true or false"):
+        LLM(bundled(), pack="no")

@@ -62,12 +62,14 @@ def load(
         The target, and the tokenizer or None if there are no files of one.
 
     Raises:
-        BadParameter: no such model, dtype or device.
+        BadParameter: no such model, dtype or device, or an impossible option.
         Refused: neither a causal language model nor an encoder-decoder model for text, or one that cannot be decoded
             exactly.
     """
     where, wanted = checked_device(device), checked_dtype(dtype)
     checked_mode(static)
+    if not isinstance(pack, bool):
+        raise BadParameter(f"pack={pack!r} is not possible: it must be true or false")
     with quiet():
         source, options = _source(name_or_path, "config.json", trust_remote_code)
         model, on_device = _model(source, wanted, where, options)
