@@ -12,11 +12,12 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from leapahead import LLM
 from leapahead.check import check
-from leapahead.core.errors import BadParameter
+from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.models.loading import bundled
 from leapahead.models.self_draft.int8 import Int8Linear, int8
 from leapahead.models.transformers import linears, packing, weights
+from leapahead.models.transformers.encoder_decoder import new_target
 from leapahead.models.transformers.families import fingerprint
 from leapahead.models.transformers.linears import PackedLinear, pack, unpack, weight_of
 from leapahead.models.transformers.model import TransformersTarget
@@ -178,6 +179,22 @@ def test_encoder_decoder_models() -> None:
         T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
     )
     assert packing.packed(own.to(torch.bfloat16).eval())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_architecture_can_do_packed_what_it_can_do_otherwise(name: str) -> None:
+    own = model(name)
+
+    def capabilities() -> object:
+        try:
+            return new_target(own, exclusive=True).info.capabilities
+        except Refused as error:
+            return str(error)
+
+    before = capabilities()
+    assert packing.packed(own) == linears.is_packed(own)  # a model that reads its weights itself stays as it was
+    assert capabilities() == before
 
 
 def test_the_option_is_of_named_models_of_transformers_only() -> None:
