@@ -69,6 +69,7 @@ def test_a_packed_model_has_the_logits_and_the_identity_of_the_model() -> None:
     # Forwards take another time.
     assert fingerprint(packed, device) == fingerprint(plain, device) + " packed"
     unpack(packed)
+    assert vars(packed).keys() == vars(plain).keys()
     assert {key: each.tolist() for key, each in packed.state_dict().items()} == {
         key: each.tolist() for key, each in plain.state_dict().items()
     }

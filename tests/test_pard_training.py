@@ -13,13 +13,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from training_parts import QUIET, model_of, small_model, stopping, texts_of  # noqa: E402
+from training_parts import QUIET, model_of, small_model, stopping, texts_of, trained_chains  # noqa: E402
 
 from leapahead import LLM  # noqa: E402
-from leapahead.bench.conditions import silent  # noqa: E402
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused  # noqa: E402
 from leapahead.models import loading  # noqa: E402
-from leapahead.training import decoding, pard  # noqa: E402
+from leapahead.training import pard  # noqa: E402
 from leapahead.training.batches import Order  # noqa: E402
 from leapahead.training.loop import Training  # noqa: E402
 from leapahead.training.pard import MASKS, PardRecipe  # noqa: E402
@@ -123,15 +122,8 @@ def test_one_forward_drafts_more_than_before_and_no_text_changes(
     own, training = made(target, few, tmp_path / "checkpoint", model_of(), batch=6, lr=6e-3)
     own.module.config.pard_token = MASK
     student = Student(own.module, None, torch.float32, "")
-    lengths = []
-    for name in ("before", "after"):
-        if name == "after":
-            training.run(QUIET)
-        student.save(tmp_path / name)
-        given: dict[str, Any] = {"drafter": "draft_model", "draft": str(tmp_path / name)}
-        (found,) = decoding.evaluations(target, None, {"all": few}, silent, "", 1, **given)
-        lengths.append(found.chain)
-    assert lengths[1] > lengths[0] + 0.5
+    before, after, given = trained_chains(training, student, target, few, tmp_path)
+    assert after > before + 0.5
     with LLM(model_of(), **given, nodes=8) as llm:
         for text in texts[:8]:
             assert llm.generate(text.prompt, max_new_tokens=20).tokens == text.answer

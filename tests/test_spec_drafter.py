@@ -13,14 +13,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from seq2seq import build  # noqa: E402
-from training_parts import QUIET, model_of, stopping  # noqa: E402
+from training_parts import QUIET, model_of, stopping, trained_chains  # noqa: E402
 
 from leapahead import LLM  # noqa: E402
-from leapahead.bench.conditions import silent  # noqa: E402
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused  # noqa: E402
 from leapahead.models import loading  # noqa: E402
 from leapahead.models.transformers.weights import digest  # noqa: E402
-from leapahead.training import decoding, draft_model  # noqa: E402
+from leapahead.training import draft_model  # noqa: E402
 from leapahead.training.batches import Order  # noqa: E402
 from leapahead.training.draft_run import train_draft  # noqa: E402
 from leapahead.training.loop import Training  # noqa: E402
@@ -143,15 +142,8 @@ def test_one_forward_drafts_more_than_before_and_no_text_changes(
     target, student, few = targets["t5"], student_of(seed=1), texts[:3]
     own, training = made(target, few, tmp_path / "checkpoint", student, steps=100, lr=3e-3)
     own.module.config.pard_token = MASK
-    lengths = []
-    for name in ("before", "after"):
-        if name == "after":
-            training.run(QUIET)
-        student.save(tmp_path / name)
-        given: dict[str, Any] = {"drafter": "draft_model", "draft": str(tmp_path / name)}
-        (found,) = decoding.evaluations(target, None, {"all": few}, silent, "", 1, **given)
-        lengths.append(found.chain)
-    assert lengths[1] > lengths[0] + 0.4
+    before, after, given = trained_chains(training, student, target, few, tmp_path)
+    assert after > before + 0.4
     with LLM(model("t5"), **given, nodes=8, depth=1) as llm:
         for text in texts:
             assert llm.generate(text.prompt, max_new_tokens=12).tokens == text.answer

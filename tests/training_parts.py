@@ -13,12 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from leapahead import LLM
 from leapahead.bench.conditions import silent
-from leapahead.training import recipes
+from leapahead.training import decoding, recipes
 from leapahead.training.batches import Order, batch_of
 from leapahead.training.features import Online, TrainingTarget
 from leapahead.training.loop import Training, Watch
 from leapahead.training.recipe import Recipe
 from leapahead.training.settings import Settings
+from leapahead.training.student import Student
 from leapahead.training.texts import Text
 
 VOCABULARY = 64
@@ -101,3 +102,20 @@ def stopping(after: int) -> Callable[[], Any]:
         yield lambda: next(left, True)
 
     return interrupts
+
+
+def trained_chains(
+    training: Training, student: Student, target: Any, texts: list[Text], folder: Path
+) -> tuple[float, float, dict[str, Any]]:
+    """The acceptance length with chains of a draft model of one forward a step, before its training and after, and the
+    options of the drafter that has the trained one."""
+    lengths = []
+    given: dict[str, Any] = {"drafter": "draft_model"}
+    for name in ("before", "after"):
+        if name == "after":
+            training.run(QUIET)
+        student.save(folder / name)
+        given["draft"] = str(folder / name)
+        (found,) = decoding.evaluations(target, None, {"all": texts}, silent, "", 1, **given)
+        lengths.append(found.chain)
+    return lengths[0], lengths[1], given

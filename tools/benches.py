@@ -79,8 +79,17 @@ def conditions(root: Path, name: str, cost: str, batch: str = ", batch 1", tasks
         f"Conditions: {model}{batch}; {given} prompts, "
         f"up to {told['max_new_tokens']} new tokens each (the table says how many prompts each target has had); "
         f"{told['rounds']} round after a warm-up, in which all take turns "
-        f"on each prompt; {threads} threads on {told['cpu']}; {versions}; commit {told['commit'][:10]}."
+        f"on each prompt; {threads} threads on {told['cpu']}; {versions}; {_commits(told)}."
     )
+
+
+def _commits(told: dict[str, Any]) -> str:
+    """The commits of a bench that may have been resumed."""
+    resumed = [
+        each["commit"] for each in told.get("resumed", []) if isinstance(each, dict)
+    ]  # older ones have dates alone
+    commits = dict.fromkeys(str(commit)[:10] for commit in (told["commit"], *resumed))
+    return f"commit{'s' * (len(commits) > 1)} {' and '.join(commits)}"
 
 
 def agreement(root: Path, name: str, again: str, table: Table) -> str:

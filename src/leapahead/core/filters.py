@@ -19,7 +19,7 @@ Array = Any
 
 # How many of the likeliest tokens are sorted for top-p, where they hold the mass that it asks for; otherwise all are.
 FEW, MANY = 64, 1024
-MOST_SCANNED = 32  # numbers of each row that the compiled module finds; steps with 128 were faster with numpy's
+MOST_SCANNED = 32  # numbers of each row that the compiled module finds; more of them are left to numpy's selection
 ROUNDING = 1e-3  # by which the mass of few tokens must exceed top-p, so that rounding cannot let a later one in
 
 

@@ -218,7 +218,7 @@ def _choose_rows(model: Any, file: Path, axis: int) -> None:
     node.input(0).replace_source_output(chosen.output(0))
     model.add_parameters([rows])
     # OpenVINO computes what leads to an output of float32 in float32, back to the last matrix products. With this one,
-    # those are the residual sums of all layers: more precise than in bf16, for up to 5 % of a forward's time.
+    # those are the residual sums of all layers: more precise than in bf16, and a little slower.
     model.add_results([opset13.result(states)])
     model.validate_nodes_and_infer_types()
 

@@ -1,8 +1,9 @@
 """Linear layers whose weights are laid out once as oneDNN multiplies them, instead of in every forward.
 
-PyTorch's product of a bfloat16 matrix with few rows takes the weights as they lie, and reads them two to three times
-slower than the memory gives them. oneDNN's own layout, which `torch.compile` uses when it freezes a model, does not:
-on two cores a forward of one token takes 0.6 to 0.75 of the time. The values are the same, and so are the products.
+PyTorch's product of a bfloat16 matrix with few rows takes the weights as they lie, and reads them slower than memory
+gives them. oneDNN's own layout, which `torch.compile` uses when it freezes a model, does not: on two cores a forward of
+one token takes 0.6 to 0.7 of the time (`leapahead tune`, with and without `--no-pack`). The values are the same, and
+the products are so up to rounding.
 
 Weights in that layout cannot be read element by element; `weight_of` gives them as they were.
 """
@@ -101,6 +102,7 @@ def unpack(model: nn.Module) -> None:
                 linear.weight = plain if isinstance(plain, nn.Parameter) else nn.Parameter(plain, requires_grad=False)
                 linear.bias = child.bias
                 module._modules[name] = linear.eval()
+    weights.forget(model)
 
 
 def fits(layer: nn.Module) -> bool:

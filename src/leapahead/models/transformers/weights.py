@@ -36,6 +36,11 @@ def remember(model: Any, known: str) -> None:
     setattr(model, REMEMBERED, known)
 
 
+def forget(model: Any) -> None:
+    """Takes back `remember`."""
+    vars(model).pop(REMEMBERED, None)
+
+
 def _some(values: torch.Tensor) -> torch.Tensor:
     """Some values of a parameter in bfloat16, from its beginning to its end, without a copy of the whole."""
     flat = values.reshape(-1)
