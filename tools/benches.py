@@ -85,9 +85,8 @@ def conditions(root: Path, name: str, cost: str, batch: str = ", batch 1", tasks
 
 def _commits(told: dict[str, Any]) -> str:
     """The commits of a bench that may have been resumed."""
-    resumed = [
-        each["commit"] for each in told.get("resumed", []) if isinstance(each, dict)
-    ]  # older ones have dates alone
+    # Records of earlier versions have dates alone.
+    resumed = [each["commit"] for each in told.get("resumed", []) if isinstance(each, dict)]
     commits = dict.fromkeys(str(commit)[:10] for commit in (told["commit"], *resumed))
     return f"commit{'s' * (len(commits) > 1)} {' and '.join(commits)}"
 
