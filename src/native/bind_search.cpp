@@ -141,7 +141,13 @@ void bind_search(nb::module_ &m) {
         .def_prop_ro("leaves", &Search::leaves)
         .def_prop_ro("deepest", &Search::deepest)
         .def("take", &Search::take)
-        .def("take_all", &Search::take_all, "nodes"_a)
+        .def(
+            "take_all",
+            [](Search &self, int nodes) {
+                leapahead::take_all({&self}, nodes);
+                return self.size();
+            },
+            "nodes"_a)
         .def("observe", &observe, "text"_a, "position"_a, "tokens"_a, "parents"_a, "path"_a, "committed"_a, "top_k"_a)
         .def("states", &states, "source"_a)
         .def("tree", &tree, "size"_a);
@@ -161,7 +167,8 @@ void bind_search(nb::module_ &m) {
         "take_all",
         [](const std::vector<Search *> &searches, int nodes) {
             std::vector<int> found;
-            for (Search *search : searches) found.push_back(search->take_all(nodes));
+            leapahead::take_all(searches, nodes);
+            for (const Search *search : searches) found.push_back(search->size());
             return found;
         },
         "searches"_a, "nodes"_a);

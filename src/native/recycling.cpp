@@ -101,14 +101,24 @@ void Recycling::observe(const Outcome &outcome) {
 
 int Recycling::root() {
     states_.clear();
-    states_.emplace_back(end_);
+    states_.push_back({HashedContext(end_), {}, {}});
+    prefetch(states_.back().context);
     return 0;
 }
 
 int Recycling::follow(int state, int32_t token) {
-    states_.emplace_back(states_[state].context.with(token, longest_));
-    prefetch(states_.back());
+    states_.push_back({HashedContext(states_[state].context.context.with(token, longest_)), {}, {}});
+    prefetch(states_.back().context);
     return static_cast<int>(states_.size()) - 1;
+}
+
+void Recycling::prepare(int state, int stage) {
+    State &at = states_[state];
+    if (stage == 0) prefetch_entries(at.context);
+    if (stage != 1) return;
+    at.feature = Feature();
+    at.row = find(at.context, at.feature);
+    prefetch_all(at.row.begin(), at.row.end());
 }
 
 TopK Recycling::find(const HashedContext &context, Feature &feature) const {
@@ -135,15 +145,13 @@ TopK Recycling::find(const HashedContext &context, Feature &feature) const {
 }
 
 void Recycling::candidates(int state, int limit, std::vector<Candidate> &found) {
-    Feature feature;
-    const TopK row = find(states_[state], feature);
+    const auto &[context, row, feature] = states_[state];
     for (int i = 0; i < std::min(row.count, limit); ++i)
         found.push_back({row[i].token, row[i].logp, feature, 0.0, false});
 }
 
 void Recycling::seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) {
-    Feature feature;
-    const TopK row = find(states_[state], feature);
+    const auto &[context, row, feature] = states_[state];
     TopScored top(score, limit, scored_);
     top.offer(row.count, [&](int i) { return row[i].token; }, [&](int i) { return row[i].logp; });
     for (const auto &[value, i] : scored_) found.push_back({row[i].token, row[i].logp, feature, value, true});

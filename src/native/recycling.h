@@ -60,7 +60,7 @@ class Recycling : public Source {
     void observe(const Outcome &outcome) override;
     int root() override;
     int follow(int state, int32_t token) override;
-    void prepare(int state) override { prefetch_entries(states_[state]); }
+    void prepare(int state, int stage) override;
     void candidates(int state, int limit, std::vector<Candidate> &found) override;
     void seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) override;
 
@@ -81,7 +81,12 @@ class Recycling : public Source {
     ContextTable own_;
     int64_t num_steps_ = 0;
     Context end_;
-    std::vector<HashedContext> states_;
+    struct State {
+        HashedContext context;
+        TopK row;  // and its feature, once it is prepared
+        Feature feature;
+    };
+    std::vector<State> states_;
     std::vector<HashedContext> contexts_;  // of one call, as the next: members so that their memory is kept
     std::vector<int32_t> rows_;
     std::vector<double> chances_;

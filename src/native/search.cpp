@@ -43,7 +43,7 @@ size_t Search::unread(size_t length) const {
 void Search::begin(const Text &text, Limits limits) {
     limits_ = limits;
     scoring_.position = text.length;
-    order_ = 0;
+    order_ = stage_ = 0;
     leaves_ = 1;
     deepest_ = 0;
     states_.clear();
@@ -84,11 +84,22 @@ Search::Entry Search::pop() {
 }
 
 double Search::next() {
-    while (!heap_.empty() && heap_.front().guess < 0) {
+    while (look()) {}
+    return bound();
+}
+
+bool Search::look() {
+    if (heap_.empty() || heap_.front().guess >= 0) return false;
+    if (stage_ < Source::kStages) {
+        for (int i = 0; i < num_sources(); ++i)
+            if (const int at = state(heap_.front().node, i); at != Source::kNoState) sources_[i]->prepare(at, stage_);
+        ++stage_;
+    } else {
+        stage_ = 0;
         const Entry entry = pop();
         expand(entry.node, -entry.chance);
     }
-    return bound();
+    return true;
 }
 
 bool Search::take() {
@@ -110,9 +121,37 @@ bool Search::take() {
     return true;
 }
 
-int Search::take_all(int nodes) {
-    while (size() <= nodes && next() > 0.0) take();
-    return size();
+bool Search::advance(int nodes) {
+    if (size() > nodes) return false;
+    if (look()) return true;
+    if (bound() <= 0.0) return false;
+    take();
+    return true;
+}
+
+namespace {
+
+// Lets the searches take turns, of which `part` does one of a search.
+template <typename Part>
+void in_turns(const std::vector<Search *> &searches, Part part) {
+    constexpr size_t kTogether = 8;  // what more of them need would leave the cache again before it is read
+    for (size_t first = 0; first < searches.size(); first += kTogether) {
+        const size_t end = std::min(first + kTogether, searches.size());
+        for (bool any = true; any;) {
+            any = false;
+            for (size_t i = first; i < end; ++i) any |= part(*searches[i]);
+        }
+    }
+}
+
+}  // namespace
+
+void look_all(const std::vector<Search *> &searches) {
+    in_turns(searches, [](Search &search) { return search.look(); });
+}
+
+void take_all(const std::vector<Search *> &searches, int nodes) {
+    in_turns(searches, [&](Search &search) { return search.advance(nodes); });
 }
 
 double Search::total(int node) const {
@@ -136,8 +175,6 @@ void Search::expand(int node, double chance) {
         for (int at = node; at > 0; at = nodes_[at].parent) path_.push_back(nodes_[at].token);
         std::reverse(path_.begin(), path_.end());
     }
-    for (int i = 0; i < static_cast<int>(sources_.size()); ++i)
-        if (const int at = state(node, i); at != Source::kNoState) sources_[i]->prepare(at);
     for (int i = 0; i < static_cast<int>(sources_.size()); ++i) {
         const int at = state(node, i);
         if (at == Source::kNoState || !ask(i, at, limit, score)) continue;

@@ -68,8 +68,10 @@ class Source {
     // Drops all states and gives the one after the last committed token, or kNoState.
     virtual int root() = 0;
     virtual int follow(int state, int32_t token) = 0;
-    // Tells that the candidates of a state will be asked for next.
-    virtual void prepare(int) {}
+    // Called with all stages, 0, 1, .. in order, before the candidates of a state are asked for. Each stage asks for
+    // memory (see prefetch.h) that is found through what the stage before has asked for.
+    static constexpr int kStages = 5;
+    virtual void prepare(int, int) {}
     // Adds at most `limit` candidates to `found`, likeliest first.
     virtual void candidates(int state, int limit, std::vector<Candidate> &found) = 0;
     // Adds those for seed-aware drafting, in any order; the caller ranks them and keeps `limit`.

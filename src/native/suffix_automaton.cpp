@@ -1,19 +1,18 @@
 #include "suffix_automaton.h"
 
+#include <algorithm>
+
 namespace leapahead {
 
 size_t Branches::place(int32_t token) const {
     const size_t mask = places_.size() - 1;
-    size_t at = (static_cast<uint32_t>(token) * 0x9E3779B1u >> 7) & mask;
+    size_t at = hashed(token) & mask;
     while (places_[at].token != token && places_[at].target >= 0) at = (at + 1) & mask;
     return at;
 }
 
 int32_t Branches::find(int32_t token) const {
-    if (!places_.empty()) {
-        const int32_t target = places_[place(token)].target;
-        return target < 0 ? -1 : targets_[target].second;
-    }
+    if (!places_.empty()) return places_[place(token)].state;
     for (const auto &[known, state] : targets_)
         if (known == token) return state;
     return -1;
@@ -23,10 +22,10 @@ void Branches::set(int32_t token, int32_t state) {
     if (!places_.empty()) {
         Place &found = places_[place(token)];
         if (found.target >= 0) {
-            targets_[found.target].second = state;
+            targets_[found.target].second = found.state = state;
             return;
         }
-        found = {token, static_cast<int32_t>(targets_.size())};
+        found = {token, static_cast<int32_t>(targets_.size()), state};
     } else {
         for (auto &[known, target] : targets_) {
             if (known == token) {
@@ -44,7 +43,8 @@ void Branches::index() {
     while (size < 4 * targets_.size()) size *= 2;
     places_.assign(size, Place());
     for (size_t target = 0; target < targets_.size(); ++target)
-        places_[place(targets_[target].first)] = {targets_[target].first, static_cast<int32_t>(target)};
+        places_[place(targets_[target].first)] = {targets_[target].first, static_cast<int32_t>(target),
+                                                  targets_[target].second};
 }
 
 SuffixAutomaton::SuffixAutomaton() { states_.push_back({-1, 0, 0, kNone, 0}); }
@@ -64,6 +64,22 @@ void SuffixAutomaton::followers(int32_t state, int32_t limit, std::vector<Follow
         const auto [token, target] = targets.at(place < early ? place : size - 1 - (place - early));
         found.push_back({token, states_[target].count});
     }
+}
+
+void SuffixAutomaton::prefetch_followers(int32_t state, int stage) const {
+    constexpr size_t kTargets = 8;
+    if (stage == 0) return leapahead::prefetch(&states_[state]);
+    const State &at = states_[state];
+    if (at.token >= 0) {
+        if (stage == 1) leapahead::prefetch(&states_[at.target]);
+    } else if (at.token == kSeveral) {
+        const Branches &targets = branches_[at.target];
+        if (stage == 1) leapahead::prefetch(&targets);
+        if (stage == 2) targets.prefetch_targets();
+        for (size_t i = 0; stage == 3 && i < std::min(targets.size(), kTargets); ++i)
+            leapahead::prefetch(&states_[targets.at(i).second]);
+    }
+    if (at.link > 0) prefetch_followers(at.link, stage - 1);
 }
 
 int32_t SuffixAutomaton::settled(int32_t state, int32_t length) const {
