@@ -56,6 +56,7 @@ class Recycling : public Source {
     size_t unread(size_t) const override { return static_cast<size_t>(longest_); }
     void read(const Text &text) override { end_ = context(text.last); }
     int wanted(const Outcome &) const override { return k_; }
+    void expect(const Outcome &outcome, int stage) override;
     // Enters the rows of a step's nodes, those of the committed path last.
     void observe(const Outcome &outcome) override;
     int root() override;
@@ -73,13 +74,15 @@ class Recycling : public Source {
     // The two stages of reading ahead, see ContextTable.
     void prefetch(const HashedContext &context) const;
     void prefetch_entries(const HashedContext &context) const;
-    // Enters the log-probabilities of a row.
-    int32_t add(const int64_t *tokens, const double *logits);
+    // Enters `rows_` for `contexts_`, in this order.
+    void enter(const std::vector<int> &order);
+    // A new row of log-probabilities; `sum` is that of exp(logit - first logit).
+    int32_t add(const int64_t *tokens, const double *logits, double sum);
 
     int k_, longest_;
     std::shared_ptr<Adjacency> shared_;
     ContextTable own_;
-    int64_t num_steps_ = 0;
+    int32_t num_steps_ = 0;
     Context end_;
     struct State {
         HashedContext context;

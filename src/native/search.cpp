@@ -66,6 +66,18 @@ int Search::wanted(const Outcome &outcome) const {
     return most;
 }
 
+void Search::expect(const Outcome &outcome) {
+    for (const auto &source : sources_) source->expect(outcome, 0);
+    for (const int each : outcome.path) {
+        if (each >= size()) continue;  // a node that the search has not made
+        const Node &node = nodes_[each];
+        for (int g = node.first_guess; g < node.end_guess; ++g)
+            for (int o = guesses_[g].first_opinion; o < guesses_[g].end_opinion; ++o)
+                table_->prefetch_prefixes(opinions_[o].key);
+    }
+    for (const auto &source : sources_) source->expect(outcome, 1);
+}
+
 void Search::observe(const Outcome &outcome) {
     for (const auto &source : sources_) source->observe(outcome);
 }
@@ -84,7 +96,8 @@ Search::Entry Search::pop() {
 }
 
 double Search::next() {
-    while (look()) {}
+    while (look()) {
+    }
     return bound();
 }
 
@@ -321,13 +334,6 @@ void Search::learn(const std::vector<int> &path, const std::vector<int32_t> &tok
     const size_t count = std::min(path.size(), tokens.size());
     for (size_t i = 0; i < count; ++i) {
         if (path[i] < 0 || path[i] >= size()) continue;  // a node that the search has not made
-        const Node &node = nodes_[path[i]];
-        for (int g = node.first_guess; g < node.end_guess; ++g)
-            for (int o = guesses_[g].first_opinion; o < guesses_[g].end_opinion; ++o)
-                table_->prefetch_prefixes(opinions_[o].key);
-    }
-    for (size_t i = 0; i < count; ++i) {
-        if (path[i] < 0 || path[i] >= size()) continue;
         const Node &node = nodes_[path[i]];
         if (node.first_guess == node.end_guess) continue;
         bool any = false;
