@@ -142,13 +142,7 @@ void bind_search(nb::module_ &m) {
         .def_prop_ro("leaves", &Search::leaves)
         .def_prop_ro("deepest", &Search::deepest)
         .def("take", &Search::take)
-        .def(
-            "take_all",
-            [](Search &self, int nodes) {
-                leapahead::take_all({&self}, nodes);
-                return self.size();
-            },
-            "nodes"_a)
+        .def("take_all", &Search::take_all, "nodes"_a)
         .def("observe", &observe, "text"_a, "position"_a, "tokens"_a, "parents"_a, "path"_a, "committed"_a, "top_k"_a)
         .def("states", &states, "source"_a)
         .def("tree", &tree, "size"_a);
@@ -168,8 +162,7 @@ void bind_search(nb::module_ &m) {
         "take_all",
         [](const std::vector<Search *> &searches, int nodes) {
             std::vector<int> found;
-            leapahead::take_all(searches, nodes);
-            for (const Search *search : searches) found.push_back(search->size());
+            for (Search *search : searches) found.push_back(search->take_all(nodes));
             return found;
         },
         "searches"_a, "nodes"_a);

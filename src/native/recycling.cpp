@@ -134,8 +134,7 @@ int Recycling::follow(int state, int32_t token) {
 
 void Recycling::prepare(int state, int stage) {
     State &at = states_[state];
-    if (stage == 0) prefetch_entries(at.context);
-    if (stage != 1) return;
+    if (stage == 0) return prefetch_entries(at.context);
     at.feature = Feature();
     at.row = find(at.context, at.feature);
     prefetch_all(at.row.begin(), at.row.end());

@@ -43,7 +43,7 @@ size_t Search::unread(size_t length) const {
 void Search::begin(const Text &text, Limits limits) {
     limits_ = limits;
     scoring_.position = text.length;
-    order_ = stage_ = 0;
+    order_ = 0;
     leaves_ = 1;
     deepest_ = 0;
     states_.clear();
@@ -96,23 +96,11 @@ Search::Entry Search::pop() {
 }
 
 double Search::next() {
-    while (look()) {
-    }
-    return bound();
-}
-
-bool Search::look() {
-    if (heap_.empty() || heap_.front().guess >= 0) return false;
-    if (stage_ < Source::kStages) {
-        for (int i = 0; i < num_sources(); ++i)
-            if (const int at = state(heap_.front().node, i); at != Source::kNoState) sources_[i]->prepare(at, stage_);
-        ++stage_;
-    } else {
-        stage_ = 0;
+    while (!heap_.empty() && heap_.front().guess < 0) {
         const Entry entry = pop();
         expand(entry.node, -entry.chance);
     }
-    return true;
+    return bound();
 }
 
 bool Search::take() {
@@ -134,37 +122,9 @@ bool Search::take() {
     return true;
 }
 
-bool Search::advance(int nodes) {
-    if (size() > nodes) return false;
-    if (look()) return true;
-    if (bound() <= 0.0) return false;
-    take();
-    return true;
-}
-
-namespace {
-
-// Lets the searches take turns, of which `part` does one of a search.
-template <typename Part>
-void in_turns(const std::vector<Search *> &searches, Part part) {
-    constexpr size_t kTogether = 8;  // what more of them need would leave the cache again before it is read
-    for (size_t first = 0; first < searches.size(); first += kTogether) {
-        const size_t end = std::min(first + kTogether, searches.size());
-        for (bool any = true; any;) {
-            any = false;
-            for (size_t i = first; i < end; ++i) any |= part(*searches[i]);
-        }
-    }
-}
-
-}  // namespace
-
-void look_all(const std::vector<Search *> &searches) {
-    in_turns(searches, [](Search &search) { return search.look(); });
-}
-
-void take_all(const std::vector<Search *> &searches, int nodes) {
-    in_turns(searches, [&](Search &search) { return search.advance(nodes); });
+int Search::take_all(int nodes) {
+    while (size() <= nodes && next() > 0.0) take();
+    return size();
 }
 
 double Search::total(int node) const {
@@ -188,6 +148,9 @@ void Search::expand(int node, double chance) {
         for (int at = node; at > 0; at = nodes_[at].parent) path_.push_back(nodes_[at].token);
         std::reverse(path_.begin(), path_.end());
     }
+    for (int stage = 0; stage < 2; ++stage)
+        for (int i = 0; i < num_sources(); ++i)
+            if (const int at = state(node, i); at != Source::kNoState) sources_[i]->prepare(at, stage);
     for (int i = 0; i < static_cast<int>(sources_.size()); ++i) {
         const int at = state(node, i);
         if (at == Source::kNoState || !ask(i, at, limit, score)) continue;
@@ -211,11 +174,19 @@ void Search::expand(int node, double chance) {
     expanded.end_guess = static_cast<int>(guesses_.size());
     expanded.first_asked = first_asked;
     expanded.end_asked = static_cast<int>(asked_.size());
-    const int begin = static_cast<int>(entries_.size());
-    for (int i = first; i < expanded.end_guess; ++i)
-        entries_.push_back({-chance * guesses_[i].p * scale, order_++, node, i, -1});
-    std::sort(entries_.begin() + begin, entries_.end(), [](const Entry &a, const Entry &b) { return Later()(b, a); });
-    for (int i = begin; i + 1 < static_cast<int>(entries_.size()); ++i) entries_[i].next = i + 1;
+    // Sorted by counting those that come before each: few, and the branches of a sort could not be predicted.
+    const int begin = static_cast<int>(entries_.size()), count = expanded.end_guess - first;
+    chances_.clear();
+    for (int i = 0; i < count; ++i) chances_.push_back(-chance * guesses_[first + i].p * scale);
+    entries_.resize(entries_.size() + static_cast<size_t>(count));
+    for (int i = 0; i < count; ++i) {
+        int place = 0;
+        for (int other = 0; other < count; ++other)
+            place += (chances_[other] < chances_[i]) | ((chances_[other] == chances_[i]) & (other < i));
+        const int next = place + 1 < count ? begin + place + 1 : -1;
+        entries_[begin + place] = {chances_[i], order_ + i, node, first + i, next};
+    }
+    order_ += count;
     if (expanded.end_guess > first) push(entries_[begin]);
 }
 
@@ -264,7 +235,8 @@ void Search::rank(int source, int limit, const Scoring &score) {
         return first != second ? first > second : a < b;
     };
     const int kept = std::min(limit, static_cast<int>(order_of_.size()));
-    std::partial_sort(order_of_.begin(), order_of_.begin() + kept, order_of_.end(), greater);
+    if (!std::is_sorted(order_of_.begin(), order_of_.end(), greater))
+        std::partial_sort(order_of_.begin(), order_of_.begin() + kept, order_of_.end(), greater);
     for (int rank = 0; rank < kept; ++rank) {
         const Candidate &each = candidates_[order_of_[rank]];
         const double other = kept > 1 ? candidates_[order_of_[rank == 0 ? 1 : 0]].score : 0.0;
@@ -281,7 +253,8 @@ void Search::rank(int source, int limit, const Scoring &score) {
 
 void Search::add(int32_t token, Key key) {
     const int at = static_cast<int>(found_.size());
-    const size_t place = std::find(tokens_.begin(), tokens_.end(), token) - tokens_.begin();
+    size_t place = tokens_.size();  // if it is new
+    for (size_t i = 0; i < tokens_.size(); ++i) place = tokens_[i] == token ? i : place;
     table_->prefetch(key);
     found_.push_back({{key, 0.0, 0.0, num_asked_}, -1});
     if (place == tokens_.size()) {
@@ -314,16 +287,14 @@ Search::Guess Search::joined(int place) {
     int next = guess.first_opinion;
     for (int i = 0; i < num_asked_; ++i) {
         const Mixer::Weights &weights = (*parameters_[i])[index];
-        if (next == guess.end_opinion || opinions_[next].asked != i) {
-            z += weights.silent;
-            continue;
-        }
-        const Opinion &opinion = opinions_[next++];
-        z += weights.proposing * opinion.logit + weights.bias;
-        if (opinion.p > greatest) {
-            greatest = opinion.p;
-            guess.source = asked_[first_asked + i];
-        }
+        const bool proposes = next < guess.end_opinion && opinions_[next].asked == i;
+        const Opinion &opinion = opinions_[proposes ? next : guess.first_opinion];
+        const double spoken = weights.proposing * opinion.logit + weights.bias;
+        z += proposes ? spoken : weights.silent;
+        const bool is_greatest = proposes & (opinion.p > greatest);
+        greatest = is_greatest ? opinion.p : greatest;
+        guess.source = is_greatest ? asked_[first_asked + i] : guess.source;
+        next += proposes;
     }
     z = std::min(std::max(z, -kMostLogit), kMostLogit);
     guess.p = 1.0 / (1.0 + std::exp(-z));

@@ -61,13 +61,9 @@ class Search {
     double bound() const { return heap_.empty() ? 0.0 : -heap_.front().chance; }
     // P of the likeliest node that is not taken yet; 0 if there is none.
     double next();
-    // A part of what `next` does, short, so that those of several searches can take turns while memory is being read;
-    // false once nothing is left to do.
-    bool look();
     // Adds the node that `next` has found; false, and it is dropped, if the limits forbid it.
     bool take();
-    // Takes a node, or does a part of what comes before; false once there are so many nodes, or no more.
-    bool advance(int nodes);
+    int take_all(int nodes);
     // Updates the estimates with the outcome along the committed path: the nodes, and the token after each.
     void learn(const std::vector<int> &path, const std::vector<int32_t> &tokens);
 
@@ -145,7 +141,7 @@ class Search {
     std::vector<Entry> entries_;  // of all candidates, in the order in which those below a node are taken
     std::vector<Guess> guesses_;
     std::vector<Opinion> opinions_;
-    int order_ = 0, stage_ = 0;  // stage_: of preparing the front of the heap
+    int order_ = 0;
     int64_t leaves_ = 1;
     int deepest_ = 0;
     std::vector<int> asked_;  // of all nodes one after the other: sources that have candidates there
@@ -163,13 +159,9 @@ class Search {
     std::vector<int32_t> tokens_;
     std::vector<Proposed> proposed_;  // of each of tokens_
     std::vector<Found> found_;
+    std::vector<double> chances_;  // of the guesses
     std::vector<Mixer::Parameters *> parameters_;
     int num_asked_ = 0;
 };
-
-// Does what `next` does, of all of these.
-void look_all(const std::vector<Search *> &searches);
-// Takes so many nodes of each search, or as many as there are.
-void take_all(const std::vector<Search *> &searches, int nodes);
 
 }  // namespace leapahead

@@ -130,7 +130,6 @@ std::vector<int> best_sizes(const std::vector<Search *> &searches, const Costs &
     std::vector<int> taken;  // the search of each node
     double total = costs.sequences, best = total / step.plain();
     size_t kept = 0;
-    look_all(searches);
     Order order(searches);
     for (int index; taken.size() < kMost && (index = order.first()) >= 0;) {
         const double chance = searches[index]->next();

@@ -82,8 +82,7 @@ class Source {
     // Reads a text before `root`; it may ask for as many of the last tokens as `unread` says.
     virtual size_t unread(size_t) const { return 0; }
     virtual void read(const Text &) {}
-    // Tells that `observe` will be called, for which the likeliest tokens are still to be made; in two stages, see
-    // `prepare`.
+    // Tells that `observe` will be called, for which the likeliest tokens are still to be made; in the same stages.
     virtual void expect(const Outcome &, int) {}
     // Learns from a draft that was expected. It needs as many of the likeliest tokens as `wanted` says; for 0 they may
     // be missing.
@@ -93,9 +92,8 @@ class Source {
     // Drops all states and gives the one after the last committed token, or kNoState.
     virtual int root() = 0;
     virtual int follow(int state, int32_t token) = 0;
-    // Called with all stages, 0, 1, .. in order, before the candidates of a state are asked for. Each stage asks for
-    // memory (see prefetch.h) that is found through what the stage before has asked for.
-    static constexpr int kStages = 5;
+    // Called with the stages 0 and 1 before the candidates of a state are asked for. The second asks for memory (see
+    // prefetch.h) that is found through what the first has asked for.
     virtual void prepare(int, int) {}
     // Adds at most `limit` candidates to `found`, likeliest first.
     virtual void candidates(int state, int limit, std::vector<Candidate> &found) = 0;
@@ -111,11 +109,11 @@ class Source {
     std::string name_;
 };
 
-// The place of a value among rising edges, as Python's bisect_left.
+// The place of a value among rising edges, as Python's bisect_left. Without branches, which could not be predicted.
 template <typename T, size_t count>
 int bisect_left(const T (&edges)[count], T value) {
     int place = 0;
-    while (place < static_cast<int>(count) && edges[place] < value) ++place;
+    for (const T edge : edges) place += edge < value;
     return place;
 }
 

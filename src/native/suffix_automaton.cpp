@@ -1,7 +1,5 @@
 #include "suffix_automaton.h"
 
-#include <algorithm>
-
 namespace leapahead {
 
 size_t Branches::place(int32_t token) const {
@@ -67,19 +65,11 @@ void SuffixAutomaton::followers(int32_t state, int32_t limit, std::vector<Follow
 }
 
 void SuffixAutomaton::prefetch_followers(int32_t state, int stage) const {
-    constexpr size_t kTargets = 8;
-    if (stage == 0) return leapahead::prefetch(&states_[state]);
     const State &at = states_[state];
-    if (at.token >= 0) {
-        if (stage == 1) leapahead::prefetch(&states_[at.target]);
-    } else if (at.token == kSeveral) {
-        const Branches &targets = branches_[at.target];
-        if (stage == 1) leapahead::prefetch(&targets);
-        if (stage == 2) targets.prefetch_targets();
-        for (size_t i = 0; stage == 3 && i < std::min(targets.size(), kTargets); ++i)
-            leapahead::prefetch(&states_[targets.at(i).second]);
-    }
-    if (at.link > 0) prefetch_followers(at.link, stage - 1);
+    if (stage == 0) return leapahead::prefetch(&at);
+    if (at.token == kSeveral) leapahead::prefetch(&branches_[at.target]);
+    if (at.token >= 0) leapahead::prefetch(&states_[at.target]);
+    if (at.link > 0) leapahead::prefetch(&states_[at.link]);
 }
 
 int32_t SuffixAutomaton::settled(int32_t state, int32_t length) const {

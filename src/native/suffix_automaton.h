@@ -29,11 +29,10 @@ class Branches {
     void set(int32_t token, int32_t state);
     size_t size() const { return targets_.size(); }
     std::pair<int32_t, int32_t> at(size_t place) const { return targets_[place]; }
-    // Tells the processor that a token will be looked for, or that all targets will be read.
+    // Tells the processor that a token will be looked for.
     void prefetch(int32_t token) const {
         if (!places_.empty()) leapahead::prefetch(&places_[hashed(token) & (places_.size() - 1)]);
     }
-    void prefetch_targets() const { leapahead::prefetch(targets_.data()); }
 
   private:
     static constexpr size_t kSearched = 8;  // as many are searched one by one; more have an index
@@ -69,8 +68,8 @@ class SuffixAutomaton {
     void prefetch(int32_t token) const {
         if (states_[0].token == kSeveral) branches_[states_[0].target].prefetch(token);
     }
-    // or that the followers of a state and of the states that it links to will be asked for: in stages, of which each
-    // reads what the one before has asked for.
+    // or that the followers of a state will be asked for: in two stages, the second of which reads what the first has
+    // asked for.
     void prefetch_followers(int32_t state, int stage) const;
     int32_t settled(int32_t state, int32_t length) const;
     Match advance(int32_t state, int32_t length, int32_t token, int32_t max_links = -1) const;
