@@ -79,7 +79,7 @@ void ContextTable::prefetch_entry(const HashedContext &context, int size) const 
     if (place.tag == tag(hash) && place.index != kFree) leapahead::prefetch(&entries_[place.index]);
 }
 
-void ContextTable::put(const HashedContext &context, int size, int32_t row, int64_t number, bool move_to_end) {
+void ContextTable::put(const HashedContext &context, int size, int32_t row, int32_t number, bool move_to_end) {
     const uint64_t hash = context.hashes[size - 1];
     const int32_t *tokens = context.context.tokens + context.context.size - size;
     const size_t at = place(tokens, size, hash);

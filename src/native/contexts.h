@@ -81,10 +81,10 @@ class RowPool {
 // unless it is moved to the end. Open addressing over a list of entries, which may have gaps.
 class ContextTable {
   public:
-    struct Entry {
+    struct alignas(32) Entry {  // two fill a line of the processor's cache
         Context context;
         int32_t row;  // kGap in a gap
-        int64_t number;
+        int32_t number;
     };
 
     ContextTable() : places_(64) {}
@@ -92,7 +92,7 @@ class ContextTable {
     // Of the last `size` tokens; null for none.
     const Entry *find(const HashedContext &context, int size) const;
     TopK top_k(const Entry &entry) const { return rows.top_k(entry.row); }
-    void put(const HashedContext &context, int size, int32_t row, int64_t number, bool move_to_end);
+    void put(const HashedContext &context, int size, int32_t row, int32_t number, bool move_to_end);
     // Tells the processor that the last `size` tokens will be asked for or written; first this,
     void prefetch(const HashedContext &context, int size) const {
         leapahead::prefetch(&places_[context.hashes[size - 1] & (places_.size() - 1)]);

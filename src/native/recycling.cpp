@@ -11,7 +11,7 @@ namespace leapahead {
 
 namespace {
 
-constexpr int64_t kAges[] = {1, 4, 16, 64};
+constexpr int32_t kAges[] = {1, 4, 16, 64};
 
 }  // namespace
 
@@ -56,9 +56,8 @@ void Recycling::prefetch_entries(const HashedContext &context) const {
     if (shared_) shared_->prefetch_entry(context);
 }
 
-int32_t Recycling::add(const int64_t *tokens, const double *logits) {
-    chances_.resize(static_cast<size_t>(k_));
-    const double log_sum = std::log(exponentials(logits, k_, chances_.data()));
+int32_t Recycling::add(const int64_t *tokens, const double *logits, double sum) {
+    const double log_sum = std::log(sum);
     const int32_t row = own_.rows.add(k_);
     Likely *likely = own_.rows.at(row);
     for (int i = 0; i < k_; ++i)
@@ -68,13 +67,20 @@ int32_t Recycling::add(const int64_t *tokens, const double *logits) {
 
 void Recycling::keep(const std::vector<Context> &contexts, const int64_t *tokens, const double *logits, size_t width,
                      const std::vector<int> &order) {
-    // What is written lies far apart in memory. So it is all asked for before the first of it is needed.
     contexts_.clear();
     for (const Context &each : contexts) contexts_.emplace_back(each);
-    rows_.clear();
     for (const HashedContext &each : contexts_) prefetch(each);
-    for (size_t row = 0; row < contexts.size(); ++row) rows_.push_back(add(tokens + row * width, logits + row * width));
     for (const HashedContext &each : contexts_) prefetch_entries(each);
+    chances_.resize(static_cast<size_t>(k_));
+    rows_.clear();
+    for (size_t row = 0; row < contexts.size(); ++row) {
+        const double *those = logits + row * width;
+        rows_.push_back(add(tokens + row * width, those, exponentials(those, k_, chances_.data())));
+    }
+    enter(order);
+}
+
+void Recycling::enter(const std::vector<int> &order) {
     for (const int row : order) {
         const HashedContext &context = contexts_[row];
         for (int length = context.context.size; length > 0; --length)
@@ -86,29 +92,52 @@ void Recycling::keep(const std::vector<Context> &contexts, const int64_t *tokens
     if (shared_) shared_->drop_oldest();
 }
 
+void Recycling::expect(const Outcome &outcome, int stage) {
+    // What is written lies far apart in memory. So it is all asked for before the first of it is needed.
+    if (stage == 0) {
+        contexts_.assign(1, HashedContext(context(outcome.last)));
+        for (size_t node = 1; node < outcome.tokens.size(); ++node)
+            contexts_.emplace_back(contexts_[outcome.parents[node]].context.with(outcome.tokens[node], longest_));
+        for (const HashedContext &each : contexts_) prefetch(each);
+    } else {
+        for (const HashedContext &each : contexts_) prefetch_entries(each);
+    }
+}
+
 void Recycling::observe(const Outcome &outcome) {
     ++num_steps_;
     const int nodes = static_cast<int>(outcome.tokens.size());
-    std::vector<Context> contexts{context(outcome.last)};
-    for (int node = 1; node < nodes; ++node)
-        contexts.push_back(contexts[outcome.parents[node]].with(outcome.tokens[node], longest_));
     std::vector<int> order;
     for (int node = 0; node < nodes; ++node)
         if (std::find(outcome.path.begin(), outcome.path.end(), node) == outcome.path.end()) order.push_back(node);
     order.insert(order.end(), outcome.path.begin(), outcome.path.end());
-    keep(contexts, outcome.following, outcome.logits, outcome.width, order);
+    rows_.clear();
+    for (size_t node = 0; node < outcome.tokens.size(); ++node) {
+        const size_t first = node * outcome.width;
+        rows_.push_back(add(outcome.following + first, outcome.logits + first, outcome.chances(node, k_).sum));
+    }
+    enter(order);
 }
 
 int Recycling::root() {
     states_.clear();
-    states_.emplace_back(end_);
+    states_.push_back({HashedContext(end_), {}, {}});
+    prefetch(states_.back().context);
     return 0;
 }
 
 int Recycling::follow(int state, int32_t token) {
-    states_.emplace_back(states_[state].context.with(token, longest_));
-    prefetch(states_.back());
+    states_.push_back({HashedContext(states_[state].context.context.with(token, longest_)), {}, {}});
+    prefetch(states_.back().context);
     return static_cast<int>(states_.size()) - 1;
+}
+
+void Recycling::prepare(int state, int stage) {
+    State &at = states_[state];
+    if (stage == 0) return prefetch_entries(at.context);
+    at.feature = Feature();
+    at.row = find(at.context, at.feature);
+    prefetch_all(at.row.begin(), at.row.end());
 }
 
 TopK Recycling::find(const HashedContext &context, Feature &feature) const {
@@ -123,7 +152,7 @@ TopK Recycling::find(const HashedContext &context, Feature &feature) const {
         if (const auto *found = own_.find(context, length)) {
             feature.append(length);
             int older = 0;
-            for (const int64_t age : kAges) older += num_steps_ - found->number > age;
+            for (const int32_t age : kAges) older += num_steps_ - found->number > age;
             feature.append(older);
             return own_.top_k(*found);
         }
@@ -135,15 +164,13 @@ TopK Recycling::find(const HashedContext &context, Feature &feature) const {
 }
 
 void Recycling::candidates(int state, int limit, std::vector<Candidate> &found) {
-    Feature feature;
-    const TopK row = find(states_[state], feature);
+    const auto &[context, row, feature] = states_[state];
     for (int i = 0; i < std::min(row.count, limit); ++i)
         found.push_back({row[i].token, row[i].logp, feature, 0.0, false});
 }
 
 void Recycling::seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) {
-    Feature feature;
-    const TopK row = find(states_[state], feature);
+    const auto &[context, row, feature] = states_[state];
     TopScored top(score, limit, scored_);
     top.offer(row.count, [&](int i) { return row[i].token; }, [&](int i) { return row[i].logp; });
     for (const auto &[value, i] : scored_) found.push_back({row[i].token, row[i].logp, feature, value, true});

@@ -56,11 +56,12 @@ class Recycling : public Source {
     size_t unread(size_t) const override { return static_cast<size_t>(longest_); }
     void read(const Text &text) override { end_ = context(text.last); }
     int wanted(const Outcome &) const override { return k_; }
+    void expect(const Outcome &outcome, int stage) override;
     // Enters the rows of a step's nodes, those of the committed path last.
     void observe(const Outcome &outcome) override;
     int root() override;
     int follow(int state, int32_t token) override;
-    void prepare(int state) override { prefetch_entries(states_[state]); }
+    void prepare(int state, int stage) override;
     void candidates(int state, int limit, std::vector<Candidate> &found) override;
     void seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) override;
 
@@ -73,15 +74,22 @@ class Recycling : public Source {
     // The two stages of reading ahead, see ContextTable.
     void prefetch(const HashedContext &context) const;
     void prefetch_entries(const HashedContext &context) const;
-    // Enters the log-probabilities of a row.
-    int32_t add(const int64_t *tokens, const double *logits);
+    // Enters `rows_` for `contexts_`, in this order.
+    void enter(const std::vector<int> &order);
+    // A new row of log-probabilities; `sum` is that of exp(logit - first logit).
+    int32_t add(const int64_t *tokens, const double *logits, double sum);
 
     int k_, longest_;
     std::shared_ptr<Adjacency> shared_;
     ContextTable own_;
-    int64_t num_steps_ = 0;
+    int32_t num_steps_ = 0;
     Context end_;
-    std::vector<HashedContext> states_;
+    struct State {
+        HashedContext context;
+        TopK row;  // and its feature, once it is prepared
+        Feature feature;
+    };
+    std::vector<State> states_;
     std::vector<HashedContext> contexts_;  // of one call, as the next: members so that their memory is kept
     std::vector<int32_t> rows_;
     std::vector<double> chances_;

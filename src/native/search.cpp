@@ -66,6 +66,18 @@ int Search::wanted(const Outcome &outcome) const {
     return most;
 }
 
+void Search::expect(const Outcome &outcome) {
+    for (const auto &source : sources_) source->expect(outcome, 0);
+    for (const int each : outcome.path) {
+        if (each >= size()) continue;  // a node that the search has not made
+        const Node &node = nodes_[each];
+        for (int g = node.first_guess; g < node.end_guess; ++g)
+            for (int o = guesses_[g].first_opinion; o < guesses_[g].end_opinion; ++o)
+                table_->prefetch_prefixes(opinions_[o].key);
+    }
+    for (const auto &source : sources_) source->expect(outcome, 1);
+}
+
 void Search::observe(const Outcome &outcome) {
     for (const auto &source : sources_) source->observe(outcome);
 }
@@ -136,8 +148,9 @@ void Search::expand(int node, double chance) {
         for (int at = node; at > 0; at = nodes_[at].parent) path_.push_back(nodes_[at].token);
         std::reverse(path_.begin(), path_.end());
     }
-    for (int i = 0; i < static_cast<int>(sources_.size()); ++i)
-        if (const int at = state(node, i); at != Source::kNoState) sources_[i]->prepare(at);
+    for (int stage = 0; stage < 2; ++stage)
+        for (int i = 0; i < num_sources(); ++i)
+            if (const int at = state(node, i); at != Source::kNoState) sources_[i]->prepare(at, stage);
     for (int i = 0; i < static_cast<int>(sources_.size()); ++i) {
         const int at = state(node, i);
         if (at == Source::kNoState || !ask(i, at, limit, score)) continue;
@@ -161,11 +174,19 @@ void Search::expand(int node, double chance) {
     expanded.end_guess = static_cast<int>(guesses_.size());
     expanded.first_asked = first_asked;
     expanded.end_asked = static_cast<int>(asked_.size());
-    const int begin = static_cast<int>(entries_.size());
-    for (int i = first; i < expanded.end_guess; ++i)
-        entries_.push_back({-chance * guesses_[i].p * scale, order_++, node, i, -1});
-    std::sort(entries_.begin() + begin, entries_.end(), [](const Entry &a, const Entry &b) { return Later()(b, a); });
-    for (int i = begin; i + 1 < static_cast<int>(entries_.size()); ++i) entries_[i].next = i + 1;
+    // Sorted by counting those that come before each: few, and the branches of a sort could not be predicted.
+    const int begin = static_cast<int>(entries_.size()), count = expanded.end_guess - first;
+    chances_.clear();
+    for (int i = 0; i < count; ++i) chances_.push_back(-chance * guesses_[first + i].p * scale);
+    entries_.resize(entries_.size() + static_cast<size_t>(count));
+    for (int i = 0; i < count; ++i) {
+        int place = 0;
+        for (int other = 0; other < count; ++other)
+            place += (chances_[other] < chances_[i]) | ((chances_[other] == chances_[i]) & (other < i));
+        const int next = place + 1 < count ? begin + place + 1 : -1;
+        entries_[begin + place] = {chances_[i], order_ + i, node, first + i, next};
+    }
+    order_ += count;
     if (expanded.end_guess > first) push(entries_[begin]);
 }
 
@@ -214,7 +235,8 @@ void Search::rank(int source, int limit, const Scoring &score) {
         return first != second ? first > second : a < b;
     };
     const int kept = std::min(limit, static_cast<int>(order_of_.size()));
-    std::partial_sort(order_of_.begin(), order_of_.begin() + kept, order_of_.end(), greater);
+    if (!std::is_sorted(order_of_.begin(), order_of_.end(), greater))
+        std::partial_sort(order_of_.begin(), order_of_.begin() + kept, order_of_.end(), greater);
     for (int rank = 0; rank < kept; ++rank) {
         const Candidate &each = candidates_[order_of_[rank]];
         const double other = kept > 1 ? candidates_[order_of_[rank == 0 ? 1 : 0]].score : 0.0;
@@ -231,7 +253,8 @@ void Search::rank(int source, int limit, const Scoring &score) {
 
 void Search::add(int32_t token, Key key) {
     const int at = static_cast<int>(found_.size());
-    const size_t place = std::find(tokens_.begin(), tokens_.end(), token) - tokens_.begin();
+    size_t place = tokens_.size();  // if it is new
+    for (size_t i = 0; i < tokens_.size(); ++i) place = tokens_[i] == token ? i : place;
     table_->prefetch(key);
     found_.push_back({{key, 0.0, 0.0, num_asked_}, -1});
     if (place == tokens_.size()) {
@@ -264,16 +287,14 @@ Search::Guess Search::joined(int place) {
     int next = guess.first_opinion;
     for (int i = 0; i < num_asked_; ++i) {
         const Mixer::Weights &weights = (*parameters_[i])[index];
-        if (next == guess.end_opinion || opinions_[next].asked != i) {
-            z += weights.silent;
-            continue;
-        }
-        const Opinion &opinion = opinions_[next++];
-        z += weights.proposing * opinion.logit + weights.bias;
-        if (opinion.p > greatest) {
-            greatest = opinion.p;
-            guess.source = asked_[first_asked + i];
-        }
+        const bool proposes = next < guess.end_opinion && opinions_[next].asked == i;
+        const Opinion &opinion = opinions_[proposes ? next : guess.first_opinion];
+        const double spoken = weights.proposing * opinion.logit + weights.bias;
+        z += proposes ? spoken : weights.silent;
+        const bool is_greatest = proposes & (opinion.p > greatest);
+        greatest = is_greatest ? opinion.p : greatest;
+        guess.source = is_greatest ? asked_[first_asked + i] : guess.source;
+        next += proposes;
     }
     z = std::min(std::max(z, -kMostLogit), kMostLogit);
     guess.p = 1.0 / (1.0 + std::exp(-z));
@@ -284,13 +305,6 @@ void Search::learn(const std::vector<int> &path, const std::vector<int32_t> &tok
     const size_t count = std::min(path.size(), tokens.size());
     for (size_t i = 0; i < count; ++i) {
         if (path[i] < 0 || path[i] >= size()) continue;  // a node that the search has not made
-        const Node &node = nodes_[path[i]];
-        for (int g = node.first_guess; g < node.end_guess; ++g)
-            for (int o = guesses_[g].first_opinion; o < guesses_[g].end_opinion; ++o)
-                table_->prefetch_prefixes(opinions_[o].key);
-    }
-    for (size_t i = 0; i < count; ++i) {
-        if (path[i] < 0 || path[i] >= size()) continue;
         const Node &node = nodes_[path[i]];
         if (node.first_guess == node.end_guess) continue;
         bool any = false;

@@ -48,7 +48,9 @@ class Search {
     void begin(const Text &text, Limits limits);
     // How many of the likeliest tokens after the nodes of a draft `observe` needs.
     int wanted(const Outcome &outcome) const;
-    // The sources learn from a draft.
+    // Asks for the memory that `observe` and `learn` will read.
+    void expect(const Outcome &outcome);
+    // The sources learn from a draft that was expected.
     void observe(const Outcome &outcome);
 
     // Of the tree: its leaves, and the greatest depth.
@@ -157,6 +159,7 @@ class Search {
     std::vector<int32_t> tokens_;
     std::vector<Proposed> proposed_;  // of each of tokens_
     std::vector<Found> found_;
+    std::vector<double> chances_;  // of the guesses
     std::vector<Mixer::Parameters *> parameters_;
     int num_asked_ = 0;
 };

@@ -4,8 +4,6 @@
 #include <cmath>
 #include <cstring>
 
-#include "wide.h"
-
 namespace leapahead {
 
 namespace {
@@ -137,7 +135,6 @@ int Siblings::wanted(const Outcome &outcome) const {
 
 void Siblings::observe(const Outcome &outcome) {
     const auto length = static_cast<int64_t>(outcome.length);
-    chances_.resize(static_cast<size_t>(k_));
     const auto end = rows_.begin() + static_cast<std::ptrdiff_t>(size_);
     size_ = std::partition(rows_.begin(), end, [&](const Row &row) { return row.position >= length; }) - rows_.begin();
     for (size_t i = 0; i < size_; ++i) rows_[i].age(kOlder);
@@ -151,8 +148,8 @@ void Siblings::observe(const Outcome &outcome) {
         Row &row = at(position);
         const double weight = below[node] ? 1.0 : kAside;
         const int64_t *tokens = outcome.following + node * outcome.width;
-        const double sum = exponentials(outcome.logits + node * outcome.width, k_, chances_.data());
-        row.add(tokens, chances_.data(), k_, sum, weight);
+        const auto [chances, sum] = outcome.chances(static_cast<size_t>(node), k_);
+        row.add(tokens, chances, k_, sum, weight);
     }
 }
 

@@ -62,7 +62,6 @@ class Siblings : public Source {
     int64_t end_ = 0;
     std::vector<Row> rows_;  // the first size_ are in use
     size_t size_ = 0;
-    std::vector<double> chances_;  // of one call; a member so that its memory is kept
 };
 
 }  // namespace leapahead

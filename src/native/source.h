@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "scoring.h"
+#include "wide.h"
 
 namespace leapahead {
 
@@ -34,7 +35,8 @@ struct Text {
 };
 
 // What the target chose after the nodes of a draft.
-struct Outcome {
+class Outcome {
+  public:
     size_t length;              // of the text, with the committed tokens
     int64_t position;           // of the root
     std::vector<int32_t> last;  // tokens up to the root, as far as kContext
@@ -46,6 +48,25 @@ struct Outcome {
     size_t width = 0;
 
     static constexpr int kContext = 4;
+
+    struct Chances {
+        const double *values;
+        double sum;
+    };
+    // exp(logit - first logit) of the k likeliest tokens after a node, and the sum of them; computed once for one k.
+    Chances chances(size_t node, int k) const {
+        const auto count = static_cast<size_t>(k);
+        if (kept_.size() != count * tokens.size()) {
+            kept_.resize(count * tokens.size());
+            sums_.assign(tokens.size(), 0.0);
+        }
+        double *values = kept_.data() + node * count;
+        if (sums_[node] == 0.0) sums_[node] = exponentials(logits + node * width, k, values);
+        return {values, sums_[node]};
+    }
+
+  private:
+    mutable std::vector<double> kept_, sums_;  // 0 where they are not computed
 };
 
 class Source {
@@ -61,15 +82,19 @@ class Source {
     // Reads a text before `root`; it may ask for as many of the last tokens as `unread` says.
     virtual size_t unread(size_t) const { return 0; }
     virtual void read(const Text &) {}
-    // Learns from a draft. It needs as many of the likeliest tokens as `wanted` says; for 0 they may be missing.
+    // Tells that `observe` will be called, for which the likeliest tokens are still to be made; in the same stages.
+    virtual void expect(const Outcome &, int) {}
+    // Learns from a draft that was expected. It needs as many of the likeliest tokens as `wanted` says; for 0 they may
+    // be missing.
     virtual int wanted(const Outcome &) const { return 0; }
     virtual void observe(const Outcome &) {}
 
     // Drops all states and gives the one after the last committed token, or kNoState.
     virtual int root() = 0;
     virtual int follow(int state, int32_t token) = 0;
-    // Tells that the candidates of a state will be asked for next.
-    virtual void prepare(int) {}
+    // Called with the stages 0 and 1 before the candidates of a state are asked for. The second asks for memory (see
+    // prefetch.h) that is found through what the first has asked for.
+    virtual void prepare(int, int) {}
     // Adds at most `limit` candidates to `found`, likeliest first.
     virtual void candidates(int state, int limit, std::vector<Candidate> &found) = 0;
     // Adds those for seed-aware drafting, in any order; the caller ranks them and keeps `limit`.
@@ -84,11 +109,11 @@ class Source {
     std::string name_;
 };
 
-// The place of a value among rising edges, as Python's bisect_left.
+// The place of a value among rising edges, as Python's bisect_left. Without branches, which could not be predicted.
 template <typename T, size_t count>
 int bisect_left(const T (&edges)[count], T value) {
     int place = 0;
-    while (place < static_cast<int>(count) && edges[place] < value) ++place;
+    for (const T edge : edges) place += edge < value;
     return place;
 }
 

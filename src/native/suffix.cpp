@@ -39,6 +39,7 @@ void Suffix::read(const std::vector<int32_t> &last, size_t fresh, const Volumes 
 
 int Suffix::root() {
     states_.clear();
+    pending_.assign(1, kNone);
     states_.push_back({own_.get(), own_->end(), own_->length(own_->end())});
     for (const auto &[automaton, texts, match] : volumes_)
         states_.push_back({automaton.get(), automaton->settled(match.state, match.length), match.length});
@@ -49,10 +50,24 @@ int Suffix::follow(int state, int32_t token) {
     const size_t automata = 1 + volumes_.size(), first = state * automata;
     for (size_t i = first; i < first + automata; ++i) {
         const Place place = states_[i];
-        const Match match = place.automaton->advance(place.state, place.length, token, kDraftLinks);
-        states_.push_back({place.automaton, match.state, match.length});
+        place.automaton->prefetch(token);
+        states_.push_back(place);
     }
-    return static_cast<int>(states_.size() / automata) - 1;
+    pending_.push_back(token);  // few states are asked for candidates
+    return static_cast<int>(pending_.size()) - 1;
+}
+
+void Suffix::prepare(int state, int stage) {
+    const size_t automata = 1 + volumes_.size(), first = state * automata;
+    for (size_t i = first; i < first + automata; ++i) {
+        Place &place = states_[i];
+        if (stage == 0 && pending_[state] != kNone) {
+            const Match match = place.automaton->advance(place.state, place.length, pending_[state], kDraftLinks);
+            place = {place.automaton, match.state, match.length};
+        }
+        if (place.length > 0) place.automaton->prefetch_followers(place.state, stage);
+    }
+    if (stage == 0) pending_[state] = kNone;
 }
 
 void Suffix::candidates(int state, int limit, std::vector<Candidate> &found) {

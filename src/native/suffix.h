@@ -27,6 +27,7 @@ class Suffix : public Source {
     void read(const Text &text) override { read(text.last, unread(text.length), nullptr); }
     int root() override;
     int follow(int state, int32_t token) override;
+    void prepare(int state, int stage) override;
     void candidates(int state, int limit, std::vector<Candidate> &found) override;
 
   private:
@@ -44,6 +45,7 @@ class Suffix : public Source {
         int64_t count;
         bool own;
     };
+    static constexpr int32_t kNone = -1;
     struct Weighed {
         int32_t token;
         double weight;
@@ -57,7 +59,8 @@ class Suffix : public Source {
 
     std::shared_ptr<SuffixAutomaton> own_;
     std::vector<Volume> volumes_;
-    std::vector<Place> states_;  // one for each automaton and state
+    std::vector<Place> states_;     // one for each automaton and state
+    std::vector<int32_t> pending_;  // of each state the token by which it is still to be advanced, or kNone
     // Of one call of `candidates`; members so that their memory is kept.
     std::vector<Place> matches_, level_;
     std::vector<Follower> followers_;

@@ -4,16 +4,13 @@ namespace leapahead {
 
 size_t Branches::place(int32_t token) const {
     const size_t mask = places_.size() - 1;
-    size_t at = (static_cast<uint32_t>(token) * 0x9E3779B1u >> 7) & mask;
+    size_t at = hashed(token) & mask;
     while (places_[at].token != token && places_[at].target >= 0) at = (at + 1) & mask;
     return at;
 }
 
 int32_t Branches::find(int32_t token) const {
-    if (!places_.empty()) {
-        const int32_t target = places_[place(token)].target;
-        return target < 0 ? -1 : targets_[target].second;
-    }
+    if (!places_.empty()) return places_[place(token)].state;
     for (const auto &[known, state] : targets_)
         if (known == token) return state;
     return -1;
@@ -23,10 +20,10 @@ void Branches::set(int32_t token, int32_t state) {
     if (!places_.empty()) {
         Place &found = places_[place(token)];
         if (found.target >= 0) {
-            targets_[found.target].second = state;
+            targets_[found.target].second = found.state = state;
             return;
         }
-        found = {token, static_cast<int32_t>(targets_.size())};
+        found = {token, static_cast<int32_t>(targets_.size()), state};
     } else {
         for (auto &[known, target] : targets_) {
             if (known == token) {
@@ -44,7 +41,8 @@ void Branches::index() {
     while (size < 4 * targets_.size()) size *= 2;
     places_.assign(size, Place());
     for (size_t target = 0; target < targets_.size(); ++target)
-        places_[place(targets_[target].first)] = {targets_[target].first, static_cast<int32_t>(target)};
+        places_[place(targets_[target].first)] = {targets_[target].first, static_cast<int32_t>(target),
+                                                  targets_[target].second};
 }
 
 SuffixAutomaton::SuffixAutomaton() { states_.push_back({-1, 0, 0, kNone, 0}); }
@@ -64,6 +62,14 @@ void SuffixAutomaton::followers(int32_t state, int32_t limit, std::vector<Follow
         const auto [token, target] = targets.at(place < early ? place : size - 1 - (place - early));
         found.push_back({token, states_[target].count});
     }
+}
+
+void SuffixAutomaton::prefetch_followers(int32_t state, int stage) const {
+    const State &at = states_[state];
+    if (stage == 0) return leapahead::prefetch(&at);
+    if (at.token == kSeveral) leapahead::prefetch(&branches_[at.target]);
+    if (at.token >= 0) leapahead::prefetch(&states_[at.target]);
+    if (at.link > 0) leapahead::prefetch(&states_[at.link]);
 }
 
 int32_t SuffixAutomaton::settled(int32_t state, int32_t length) const {

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "prefetch.h"
+
 namespace leapahead {
 
 struct Match {
@@ -27,13 +29,19 @@ class Branches {
     void set(int32_t token, int32_t state);
     size_t size() const { return targets_.size(); }
     std::pair<int32_t, int32_t> at(size_t place) const { return targets_[place]; }
+    // Tells the processor that a token will be looked for.
+    void prefetch(int32_t token) const {
+        if (!places_.empty()) leapahead::prefetch(&places_[hashed(token) & (places_.size() - 1)]);
+    }
 
   private:
     static constexpr size_t kSearched = 8;  // as many are searched one by one; more have an index
 
     struct Place {
         int32_t token = -1, target = -1;  // of targets_; -1 where the place is free
+        int32_t state = -1;               // that of the target, so that targets_ is not read
     };
+    static size_t hashed(int32_t token) { return static_cast<uint32_t>(token) * 0x9E3779B1u >> 7; }
     size_t place(int32_t token) const;  // in places_, or the free one where it would be
     void index();
 
@@ -56,6 +64,13 @@ class SuffixAutomaton {
     }
     // At most `limit` of them are added to `found`.
     void followers(int32_t state, int32_t limit, std::vector<Follower> &found) const;
+    // Tells the processor that `step` will fall back on the initial state,
+    void prefetch(int32_t token) const {
+        if (states_[0].token == kSeveral) branches_[states_[0].target].prefetch(token);
+    }
+    // or that the followers of a state will be asked for: in two stages, the second of which reads what the first has
+    // asked for.
+    void prefetch_followers(int32_t state, int stage) const;
     int32_t settled(int32_t state, int32_t length) const;
     Match advance(int32_t state, int32_t length, int32_t token, int32_t max_links = -1) const;
 

@@ -28,8 +28,8 @@ double half(uint16_t bits) {
 int TokenTable::state(int32_t token) const {
     if (static_cast<uint32_t>(token) >= vocab_) return kNoState;
     const size_t first = static_cast<size_t>(token) * k_;
-    prefetch(tokens_ + first);
-    prefetch(logp_ + first);
+    prefetch_all(tokens_ + first, tokens_ + first + k_);
+    prefetch_all(logp_ + first, logp_ + first + k_);
     return token;
 }
 

@@ -15,6 +15,7 @@ class Drafting:
     Attributes:
         sequence: the sequence.
         sources: of its own.
+        readers: those of them that read the text before they are asked.
         correction: its factor on the acceptance estimates.
         back_off: of drafting.
         search: made when the sources are asked for the first time.
@@ -23,6 +24,7 @@ class Drafting:
 
     def __init__(self, sequence: SequenceView, sources: list[Source]) -> None:
         self.sequence, self.sources = sequence, sources
+        self.readers = [source for source in sources if type(source).read is not Source.read]
         self.correction, self.back_off = Correction(), BackOff()
         self.search: TreeSearch | None = None
         self.asked = False

@@ -337,7 +337,7 @@ class Planned(Drafter):
             return False
         if not self.nodes and drafting.back_off.suspended():
             return False
-        for source in drafting.sources:
+        for source in drafting.readers:
             source.read(drafting.sequence)
         drafting.asked = True
         return True
