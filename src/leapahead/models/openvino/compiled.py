@@ -157,7 +157,8 @@ class CompiledModel(ABC):
         """float32, to be kept: hidden states as a forward gives them."""
         if self.computed_in != BF16:
             return np.array(hidden)
-        return (hidden.view(np.uint16).astype(np.uint32) << 16).view(np.float32)  # numpy has no bfloat16
+        bits: npt.NDArray[np.uint32] = hidden.view(np.uint16).astype(np.uint32) << 16  # numpy has no bfloat16
+        return bits.view(np.float32)
 
     def digest(self) -> str:
         """16 hex digits of the sizes and some bytes of all weights; "" where the file cannot be read."""
