@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from leapahead.models import huge_pages, loading
+from leapahead.models import huge_pages
 
 SIZE = 2 << 20
 HAS = pytest.mark.skipif(not huge_pages.page_size(), reason="a system without huge pages")
@@ -110,11 +110,3 @@ def test_without_the_list_of_mappings(
     with huge_pages.for_new_memory():
         pass
     assert [record.args[:2] for record in told.records] == [(0, 0)]  # type: ignore[index]
-
-
-@HAS
-def test_loading_a_model_moves_its_memory(told: pytest.LogCaptureFixture) -> None:
-    target = loading.load().target
-    (record,) = told.records
-    assert "MiB moved in" in record.getMessage()
-    assert loading.load(target).target is target

@@ -1,9 +1,9 @@
 """Moves what a model's loading has written to memory into huge pages, on Linux.
 
-A forward of one token reads all weights once. Engines that lay them out anew allocate them in pages of 4 KiB, and each
-page costs an address translation; a huge page of 2 MiB costs one for 512 of those. Linux 6.1 and later copies memory
-that is in use into huge pages on request (MADV_COLLAPSE of madvise(2)), which changes neither its addresses nor its
-content. Only memory that is there in all its pages is moved, so that none is added.
+A forward of one token reads all weights once. OpenVINO lays them out anew in pages of 4 KiB, and each page costs an
+address translation; a huge page of 2 MiB costs one for 512 of those. Linux 6.1 and later copies memory that is in use
+into huge pages on request (MADV_COLLAPSE of madvise(2)), which changes neither its addresses nor its content. Only
+memory that is there in all its pages is moved, so that none is added. The copies make loading longer.
 
 Where Linux cannot do it, everything stays as it was. The logger "leapahead.huge_pages" tells how much was moved; it is
 silent until it is given a handler.

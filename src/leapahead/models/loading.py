@@ -15,7 +15,6 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused, needing
 from leapahead.core.text import Tokenizer
-from leapahead.models import huge_pages
 from leapahead.models.base import HoldsProcesses, Target
 from leapahead.models.llama_cpp.options import LlamaCppOptions
 from leapahead.models.openvino.options import OpenVinoOptions, is_openvino
@@ -51,7 +50,6 @@ class Loaded:
     eos_token_ids: tuple[int, ...]
 
 
-@huge_pages.for_new_memory()
 def load(
     model: Any = None,
     *,
