@@ -6,6 +6,7 @@ The models are exported from random ones of Transformers in float32, so that equ
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from leapahead import LLM, SamplingParams
 from leapahead.core.errors import BadParameter, CacheFull, ContextOverflow, LeapaheadError, Refused
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.models import loading
+from leapahead.models import huge_pages, loading
 from leapahead.models.base import Capture, read_prompt
 from leapahead.models.openvino import folder
 from leapahead.models.openvino.blocks import Plane, Pool
@@ -217,6 +218,21 @@ def test_captures(target: OpenVinoTarget, llama: Any, reference: Reference) -> N
     (rows,) = read_prompt(target, again)
     assert (rows.top_k(3)[0] == likeliest).all()
     again.close()
+
+
+def test_captured_states_of_bfloat16(exported: Path, llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "leapahead.huge_pages")
+    target = folder.load(exported, OpenVinoOptions(n_threads=1, precision="bf16"))
+    assert ["MiB moved in" in record.getMessage() for record in caplog.records] == [True] * bool(huge_pages.page_size())
+    tokens = text(40)
+    session = target.open(tokens, SamplingParams(), Capture(hidden=(-1,)))
+    given = np.concatenate([rows.hidden for rows in read_prompt(target, session)])
+    with torch.no_grad():
+        states = llama.model(torch.tensor([tokens])).last_hidden_state[0].numpy()[:39]
+    assert given.dtype == np.float32
+    assert np.abs(given - states).max() < 0.05 * np.abs(states).max()
+    assert not (given.view(np.uint32) & 0xFFFF).any()
+    session.close()
 
 
 def test_what_is_read_once_expires(target: OpenVinoTarget) -> None:

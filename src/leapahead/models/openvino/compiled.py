@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import openvino as ov
 from openvino import opset13
 
@@ -21,6 +22,9 @@ from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_l
 from leapahead.core.tree import BoolArray
 from leapahead.models.openvino.options import OpenVinoOptions
 
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+
+BF16 = "bf16"
 STEPS = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}  # relative steps of these types
 PIECES, PIECE = 1024, 256  # so many pieces of so many bytes of the weights are part of the digest
 LEAST_WEIGHT = 4096  # numbers of a constant that counts as a weight
@@ -82,8 +86,8 @@ class CompiledModel(ABC):
         graph = read_model(core, file)
         self.weights, count = weight_type(graph)
         self.prepare(graph)
-        _choose_rows(graph, file, self.token_axis)
         kind = options.precision or ("f32" if self.weights == "f32" else _usual_precision(core))
+        _choose_rows(graph, file, self.token_axis, kind)
         cache = options.cache_type or kind
         settings: dict[str, Any] = {
             "PERFORMANCE_HINT": "LATENCY",
@@ -137,8 +141,8 @@ class CompiledModel(ABC):
             rows: tokens whose logits are wanted, counted over all parts; at least one.
 
         Returns:
-            Logits, float32 [rows, vocab], and the hidden states after the final norm, float32 [tokens, hidden_size], in
-            memory that the next forward may overwrite.
+            Logits, float32 [rows, vocab], and the hidden states after the final norm, [tokens, hidden_size], for
+            `states`; both in memory that the next forward may overwrite.
 
         Raises:
             LeapaheadError: OpenVINO failed; the message has its reason.
@@ -148,6 +152,13 @@ class CompiledModel(ABC):
         """What `forward` returns, of a request that has run."""
         logits, hidden = (request.get_output_tensor(index).data for index in (0, 1))
         return logits.reshape(-1, self.vocab_size), hidden.reshape(-1, self.hidden_size)
+
+    def states(self, hidden: Any) -> FloatArray:
+        """float32, to be kept: hidden states as a forward gives them."""
+        if self.computed_in != BF16:
+            return np.array(hidden)
+        bits: npt.NDArray[np.uint32] = hidden.view(np.uint16).astype(np.uint32) << 16  # numpy has no bfloat16
+        return bits.view(np.float32)
 
     def digest(self) -> str:
         """16 hex digits of the sizes and some bytes of all weights; "" where the file cannot be read."""
@@ -204,7 +215,7 @@ def weight_type(model: Any) -> tuple[str, int]:
     return max(counts, key=lambda name: counts[name], default="f32"), sum(counts.values())
 
 
-def _choose_rows(model: Any, file: Path, axis: int) -> None:
+def _choose_rows(model: Any, file: Path, axis: int, kind: str) -> None:
     """Lets the output layer compute the wanted rows only, and gives the hidden states before it as a second output."""
     node = model.output("logits").get_node().input_value(0).get_node() if _named(model, "logits") else None
     while node is not None and node.get_type_name() != "MatMul":
@@ -217,9 +228,9 @@ def _choose_rows(model: Any, file: Path, axis: int) -> None:
     chosen = opset13.gather(states, rows, opset13.constant(axis, dtype=np.int64))
     node.input(0).replace_source_output(chosen.output(0))
     model.add_parameters([rows])
-    # OpenVINO computes what leads to an output of float32 in float32, back to the last matrix products. With this one,
-    # those are the residual sums of all layers: more precise than in bf16, and a little slower.
-    model.add_results([opset13.result(states)])
+    # OpenVINO computes what leads to an output of float32 in float32, back to the last matrix products. With the hidden
+    # states, those would be the residual sums of all layers.
+    model.add_results([opset13.result(opset13.convert(states, BF16) if kind == BF16 else states)])
     model.validate_nodes_and_infer_types()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.text import Tokenizer
+from leapahead.models import huge_pages
 from leapahead.models.memory import free_host_bytes
 from leapahead.models.openvino import export, gguf
 from leapahead.models.openvino.compiled import CompiledModel
@@ -89,6 +90,7 @@ def tokenizer(folder: Path, of_transformers: Callable[[str], Tokenizer]) -> Toke
     return OpenVinoTokenizer(folder) if has_graph else None
 
 
+@huge_pages.for_new_memory()
 def load(
     folder: str | Path, options: OpenVinoOptions | None = None, name: str | None = None, exact: bool = False
 ) -> OpenVinoTarget:

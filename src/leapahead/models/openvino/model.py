@@ -181,7 +181,7 @@ class OpenVinoTarget:
         self._last_rows = 0
         self.pool.keep(track, range(end - start))
         found = TopK(first, *best(logits, min(capture.top_k, self.info.vocab_size))) if first < end else None
-        states = np.array(hidden[: end - start]) if capture.hidden else None
+        states = self.model.states(hidden[: end - start]) if capture.hidden else None
         captured = prompt_rows(track, session.tokens, (start, end), session.rows_given, found, states)
         session.rows_given = end if found else session.rows_given
         return captured
@@ -227,7 +227,7 @@ class OpenVinoTarget:
         parts[-1] = _filled(parts[-1], rows - at)
         logits, hidden = self._forward(parts, range(rows))
         self._last_rows, self._plain_steps = rows, 0 if drafts else self._plain_steps + 1
-        states = np.array(hidden) if capture.hidden else None
+        states = self.model.states(hidden) if capture.hidden else None
         found = []
         for session, tree, computed, begin in zip(sessions, trees, known, first, strict=True):
             mine = slice(begin, begin + len(tree) - computed)
