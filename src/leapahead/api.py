@@ -95,6 +95,8 @@ class LLM:
         whole("max_batch", max_batch, least=1)
         self._acceptance = rule(acceptance) or EXACT
         backend = {name: options.pop(name) for name in loading.ENGINE_OPTIONS if name in options}
+        if backend.get("kv_unified") is False:
+            backend.setdefault("n_seq_max", max_batch)
         backend |= {"engine": engine, "dtype": dtype, "device": device}
         self._networks = {} if head is None else {"head": head}
         if draft is None:  # refuses what is not possible before the load, which may take long
