@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +13,8 @@ from helpers import GREEDY
 
 from leapahead import LLM, Engine
 from leapahead.check import check
-from leapahead.cli import main as cli
+from leapahead.cli import main as command_line
 from leapahead.core.errors import BadParameter, CacheFull, Refused
-from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models import loading
@@ -60,12 +60,20 @@ def chain(session: Any, drafted: int) -> TokenTree:
     return TokenTree.chain(session.tokens[-1], range(40, 40 + drafted))
 
 
+@cache
+def unified() -> Any:
+    return loading.load(gguf_models.llama(), n_ctx=512, n_threads=1).target
+
+
 def alone(tokens: list[int]) -> np.ndarray:
     """float32 [vocab]: the logits after these tokens, of the unified cache."""
-    target = loading.load(gguf_models.llama(), n_ctx=256, n_threads=1).target
+    target = unified()
+    target.forget()
     session = target.open(tokens, GREEDY)
     read_prompt(target, session)
-    return np.array(target.step([session], [TokenTree.root(tokens[-1])])[0].logits[0])
+    row = np.array(target.step([session], [TokenTree.root(tokens[-1])])[0].logits[0])
+    session.close()
+    return row
 
 
 def test_info(target: SeparateLlamaCppTarget) -> None:
@@ -161,14 +169,15 @@ def test_earlier_texts_are_kept(target: SeparateLlamaCppTarget) -> None:
 
 def test_texts_are_those_of_plain_decoding(target: SeparateLlamaCppTarget) -> None:
     """Sequences join and leave; some have predictions that are right in part; some are cancelled; samples of one."""
-    plain = LLM(loading.load(gguf_models.llama(), n_ctx=512, n_threads=1).target, drafter="plain")
+    plain = LLM(unified(), drafter="plain")
     prompts = [list(range(3 * i + 1, 3 * i + 8 + 5 * i)) for i in range(9)]
     options: dict[str, Any] = {"temperature": 0.8, "seed": list(range(9)), "max_new_tokens": 24}
     expected = [plain.generate(p, **{**options, "seed": i}).tokens for i, p in enumerate(prompts)]
     wrong = [[each if i % 6 else 9 for i, each in enumerate(text)] for text in expected]
-    for drafter in ("auto", "prompt_lookup", "jacobi"):
+    for drafter in ("auto", "prediction", "jacobi"):
         with LLM(target, drafter=drafter, max_batch=6) as llm:
-            assert [each.tokens for each in llm.generate(prompts, **options, prediction=wrong)] == expected
+            guess = {} if drafter == "jacobi" else {"prediction": wrong}
+            assert [each.tokens for each in llm.generate(prompts, **options, **guess)] == expected
             stream = llm.stream(prompts[0], temperature=0.8, seed=0, max_new_tokens=24)
             next(stream)
             stream.close()
@@ -221,7 +230,7 @@ def test_as_many_sequences_as_are_decoded_together() -> None:
     llm = LLM(gguf_models.llama(), kv_unified=False, n_ctx=256, n_threads=1, max_batch=3, drafter="plain")
     assert llm.target.context.n_seq_max == 3  # type: ignore[attr-defined]
     words = ["--no-kv-unified", "--threads", "1", "-c", "256", "--max-new-tokens", "4", "hello"]
-    result = CliRunner().invoke(cli.main, ["generate", "-m", str(gguf_models.llama()), *words])
+    result = CliRunner().invoke(command_line, ["generate", "-m", str(gguf_models.llama()), *words])
     assert result.exit_code == 0, result.output
 
 
