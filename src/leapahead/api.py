@@ -95,8 +95,6 @@ class LLM:
         whole("max_batch", max_batch, least=1)
         self._acceptance = rule(acceptance) or EXACT
         backend = {name: options.pop(name) for name in loading.ENGINE_OPTIONS if name in options}
-        if backend.get("kv_unified") is False:
-            backend.setdefault("n_seq_max", max_batch)
         backend |= {"engine": engine, "dtype": dtype, "device": device}
         self._networks = {} if head is None else {"head": head}
         if draft is None:  # refuses what is not possible before the load, which may take long
@@ -108,7 +106,7 @@ class LLM:
             trust_remote_code=trust_remote_code,
             cache_tokens=cache_tokens,
             exact=exact,
-            **backend,
+            **(backend if backend.get("kv_unified", True) else {"n_seq_max": max_batch, **backend}),
         )
         self.target, self.tokenizer, self.eos_token_ids = loaded.target, loaded.tokenizer, loaded.eos_token_ids
         self.engine = Engine(self.target, tokenizer=self.tokenizer, max_batch=max_batch, prefill_chunk=prefill_chunk)
