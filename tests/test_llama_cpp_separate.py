@@ -258,7 +258,7 @@ def test_mutation_padding_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ids_of_a_step_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """What llama.cpp is given: rows of every id from the first to the last where gaps are small."""
     target, seen = load(), list[list[int]]()
-    sessions = [opened(target, PROMPT[: 5 + i]) for i in range(6)]
+    sessions = sorted((opened(target, PROMPT[: 5 + i]) for i in range(6)), key=lambda each: each.track.main)
     whole = SeparateContext.__mro__[1].decode  # type: ignore[attr-defined]
 
     def decode(self: Any, tokens: Any, positions: Any, ids: Any, *rest: Any) -> Any:
