@@ -212,7 +212,9 @@ def test_what_is_impossible_is_refused_by_name(target: SeparateLlamaCppTarget) -
         loading.load(gguf_architectures.BY_NAME["mamba"].path(), kv_unified=False)
     with pytest.raises(BadParameter, match="kv_unified='no' is not possible: it must be true or false"):
         LLM(gguf_models.llama(), kv_unified="no")
-    with pytest.raises(Refused, match="needs tree from the target"):
+    with pytest.raises(
+        Refused, match=r"needs tree from the target, which .* does not have with a KV cache for each sequence"
+    ):
         Engine(target).drafter("lookahead")
     session = opened(target, PROMPT)
     with pytest.raises(BadParameter, match=r"with branches is not possible.*kv_unified=False"):
@@ -232,6 +234,8 @@ def test_as_many_sequences_as_are_decoded_together() -> None:
     words = ["--no-kv-unified", "--threads", "1", "-c", "256", "--max-new-tokens", "4", "hello"]
     result = CliRunner().invoke(command_line, ["generate", "-m", str(gguf_models.llama()), *words])
     assert result.exit_code == 0, result.output
+    with pytest.raises(BadParameter, match=r"^kv_unified can be set for a GGUF file only, not for 'bundled'"):
+        LLM(kv_unified=False)
 
 
 def test_exact_mode_has_a_cache_for_each_sequence_anyway() -> None:

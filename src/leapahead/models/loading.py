@@ -136,6 +136,12 @@ def load(
     return Loaded(target, found, tuple(dict.fromkeys((*ends, *eos_token_ids(target, found)))))
 
 
+def for_batch(size: int, model: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of `load`, for so many sequences at a time where each has a KV cache of its own."""
+    separate = options.get("kv_unified") is False and engine_of(model, options.get("engine", "auto")) == "llama.cpp"
+    return ({"n_seq_max": size} if separate else {}) | options
+
+
 def engine_of(model: Any, engine: str = "auto") -> str:
     """What computes a model: "transformers", "llama.cpp" or "openvino"; "module" or "target" of what is loaded.
 

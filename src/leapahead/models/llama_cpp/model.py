@@ -63,8 +63,6 @@ class LlamaCppTarget:
         self._sessions: list[LlamaCppSession] = []
         self._checked = NOTHING  # the last capture that was found possible
         self._given: list[Choices] = []  # of the last step: their logits are llama.cpp's memory
-        # Whether llama.cpp computes sequences side by side only where their ids follow one another.
-        self._by_id = not (self.model.cells and self.context.unified)
         self._chunk = self.context.n_batch  # greatest number of tokens of a prompt in one forward
         self.info = TargetInfo(
             name=name or Path(model.path).name,
@@ -208,7 +206,7 @@ class LlamaCppTarget:
     ) -> list[Choices]:
         self._check(capture)
         parts = self._parts(sessions, trees, num_computed, reads)
-        if self._by_id:
+        if not (self.model.cells and self.context.unified):  # computed side by side where the ids follow one another
             parts.sort(key=lambda part: part.session.track.main)
         total = sum([part.new for part in parts])
         if total > max(self.context.n_step, len(trees)):

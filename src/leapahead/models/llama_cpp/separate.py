@@ -29,6 +29,7 @@ from leapahead.models.llama_cpp.session import LlamaCppSession
 
 MOST_NODES = 32  # of a draft and its root; so many cells lie behind the end of each sequence
 USUAL_SEQUENCES = 8
+NO_TREES = "a KV cache for each sequence"
 PADDING = 0  # the token of padding rows
 PASS_ROWS = 3  # a further pass over the model takes about as long as so many more rows
 
@@ -104,9 +105,8 @@ class SeparateLlamaCppTarget(LlamaCppTarget):
             )
         usual = 1 if model.alone else USUAL_SEQUENCES
         super().__init__(model, replace(options, n_seq_max=options.n_seq_max or usual), name)
-        self.info = replace(
-            self.info, padded=True, reads_in_steps=0, fingerprint=f"{self.info.fingerprint} separate caches"
-        )
+        fingerprint = f"{self.info.fingerprint} separate caches"
+        self.info = replace(self.info, padded=True, reads_in_steps=0, fingerprint=fingerprint, no_trees=NO_TREES)
 
     @property
     def max_leaves(self) -> int:
