@@ -75,10 +75,12 @@ def llama_cpp(together: int = 100, **options: Any) -> Case:
     import gguf_models
 
     from leapahead.models.llama_cpp.context import LlamaCppOptions
-    from leapahead.models.llama_cpp.model import load
+    from leapahead.models.llama_cpp.model import LlamaCppTarget, load
+    from leapahead.models.llama_cpp.separate import SeparateLlamaCppTarget
 
     options = {"n_ctx": 2048, "n_threads": 1, **options}
-    target, _ = load(gguf_models.llama(), LlamaCppOptions(**options))
+    kind = LlamaCppTarget if options.get("kv_unified", True) else SeparateLlamaCppTarget
+    target, _ = load(gguf_models.llama(), LlamaCppOptions(**options), kind)
     return Case(target, (3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), letters, together=together)
 
 
@@ -180,6 +182,7 @@ SLOW: dict[str, Callable[[], Case]] = {
     "openvino, by states": lambda: openvino(by_states=True),
     "captured": captured,
     "encoder-decoder": encoder_decoder,
+    "llama.cpp, a cache each": lambda: llama_cpp(together=12, n_ctx=256, n_seq_max=12, kv_unified=False),
     "llama.cpp, few sequence ids": lambda: llama_cpp(together=20, n_seq_max=30),
 }
 CASES = {**FAST, **SLOW}

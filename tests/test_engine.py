@@ -34,6 +34,7 @@ from leapahead import (
     TokenTree,
 )
 from leapahead.models.toy import ToySession, ToyTarget
+from leapahead.planner.chunk import UNKNOWN
 
 LENGTH = StopParams(max_new_tokens=20)
 SAMPLED = SamplingParams(temperature=1.0, seed=5)
@@ -464,6 +465,31 @@ def test_what_does_not_fit_in_the_cache_waits() -> None:
     full = Engine(Limited(0))
     with pytest.raises(CacheFull, match="all 0 rows"):  # nobody will ever leave
         full.run([full.submit(request(full, 0))])
+
+
+@pytest.mark.parametrize("running", [1, 2, 5, 8])
+def test_prompts_that_outnumber_the_running_requests_are_read_sooner(running: int) -> None:
+    """Before a step, a chunk for each prompt that waits for each running request, and never more."""
+    read: list[int] = []
+
+    class Watching(ToyTarget):
+        def prefill(self, session: ToySession, max_tokens: int) -> Any:
+            before = session.unread
+            rows = super().prefill(session, max_tokens)
+            read.append(before - session.unread)
+            return rows
+
+    engine = Engine(Watching(vocab_size=8, context_length=2000), max_batch=16)
+    drafter, stop = engine.drafter("plain"), StopParams(max_new_tokens=500)
+    first = [engine.submit(Request([1, 2], drafter, stop=stop)) for _ in range(running)]
+    while not all(each.stats.steps for each in first):
+        engine.step()
+    for _ in range(8):
+        engine.submit(Request([1] * 401, drafter, stop=stop))
+    read.clear()
+    engine.step()
+    assert sum(read) == UNKNOWN * max(1, 8 // running)
+    engine.close()
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])

@@ -106,7 +106,7 @@ class LLM:
             trust_remote_code=trust_remote_code,
             cache_tokens=cache_tokens,
             exact=exact,
-            **backend,
+            **loading.for_batch(max_batch, model, backend),
         )
         self.target, self.tokenizer, self.eos_token_ids = loaded.target, loaded.tokenizer, loaded.eos_token_ids
         self.engine = Engine(self.target, tokenizer=self.tokenizer, max_batch=max_batch, prefill_chunk=prefill_chunk)

@@ -177,6 +177,16 @@ MODEL: tuple[Option, ...] = (
         help="Type of the cached values: f32, f16, bf16 or q8_0.",
     ),
     option(
+        "-kvu/-no-kvu",
+        "--kv-unified/--no-kv-unified",
+        "kv_unified",
+        default=None,
+        group=GGUF_GROUP,
+        show_default="--kv-unified",
+        help="One KV cache for all sequences, or one of --ctx-size tokens for each: without branches in drafts, and "
+        "faster where many are decoded together.",
+    ),
+    option(
         "--kept-tokens",
         type=int,
         metavar="N",

@@ -281,7 +281,8 @@ def load(name: str, dtype: str = "auto", device: str = "auto", engine: str = "au
     _check_memory(path)
     kind = loading.engine_of(path, engine if engine == "openvino" else "auto")
     own = {name: value for name, value in options.items() if name in loading.OPTIONS_OF[kind]}
-    own.pop(loading.DEVICES, None)  # it drafts on one of them
+    for each in (loading.DEVICES, "kv_unified"):  # it drafts on one of them, and in a cache as it needs it
+        own.pop(each, None)
     if kind == "transformers":
         own["dtype"] = dtype
     return DraftModel.of(loading.load(path, engine=kind, device=device, **own))

@@ -34,7 +34,7 @@ from leapahead.models.base import KeepsPrefixes, Session, Target, checked_prompt
 from leapahead.models.choices import PromptRows
 from leapahead.models.encoder_decoder import opened
 from leapahead.planner.acceptance import AcceptanceTable
-from leapahead.planner.chunk import LARGEST, chunk_size
+from leapahead.planner.chunk import LARGEST, chunk_size, step_tokens
 from leapahead.planner.compiled import acceptance_table
 from leapahead.planner.profile import LatencyProfiles
 
@@ -314,9 +314,9 @@ class Engine:
         reads = dict[Running, int]()
         if not (reading := [each for each in self._active if each.reading and each.error is None]):
             return reads
-        alone = len(reading) == len(self._active)  # no request is running that would wait
+        alone = not (running := len(self._active) - len(reading))  # no request is running that would wait
         most = self.prefill_chunk or (LARGEST if alone else chunk_size(self.latency.known(1)))
-        left = LARGEST if alone else most
+        left = step_tokens(most, 1 if self.prefill_chunk else len(reading), running)
         while reading and left > 0:
             unread, chunk = (first := reading.pop(0)).session.unread, min(left, most)
             # Other samples wait for the end of their prompt, not of a step.
@@ -324,8 +324,8 @@ class Engine:
                 reads[first] = min(unread, chunk)
                 left -= reads[first]
             else:
-                self._read(first, most)
-                left = left - (unread - first.session.unread) if alone else 0
+                self._read(first, most if alone else left)
+                left -= unread - first.session.unread
             if unread > chunk and len(self._active) > 1:  # prompts take turns
                 self._active.remove(first)
                 self._active.append(first)

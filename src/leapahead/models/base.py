@@ -118,6 +118,7 @@ class TargetInfo:
         mask_token: the token behind which it predicts further tokens when it drafts (PARD); -1 for none.
         decoder: how the decoder of an encoder-decoder model writes; None for all other models.
         devices: how many devices the branches of a tree are divided over.
+        no_trees: what it was loaded with that rules out branches, as messages name it; "" for nothing.
     """
 
     name: str
@@ -138,6 +139,7 @@ class TargetInfo:
     mask_token: int = -1
     decoder: Decoder | None = None
     devices: int = 1
+    no_trees: str = ""
 
     @property
     def reference(self) -> str:
@@ -365,10 +367,10 @@ def require(info: TargetInfo, needs: frozenset[str], what: str) -> None:
     missing = sorted(needs - info.capabilities)
     if missing:
         reason = ONE_PATH if info.replays and missing[0] == TREE else REASONS.get(missing[0], "")
-        if info.exact:
-            reason = " in exact mode"
-        elif info.devices > 1:
-            reason = " on several devices"
+        if info.exact or info.devices > 1:
+            reason = " in exact mode" if info.exact else " on several devices"
+        elif info.no_trees and missing[0] == TREE:
+            reason = f" with {info.no_trees}"
         raise Refused(
             f"{what} needs {' and '.join(missing)} from the target, which {info.name} does not have{reason}; use "
             "drafter='plain'"

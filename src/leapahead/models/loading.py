@@ -136,6 +136,12 @@ def load(
     return Loaded(target, found, tuple(dict.fromkeys((*ends, *eos_token_ids(target, found)))))
 
 
+def for_batch(size: int, model: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of `load`, for so many sequences at a time where each has a KV cache of its own."""
+    separate = options.get("kv_unified") is False and engine_of(model, options.get("engine", "auto")) == "llama.cpp"
+    return ({"n_seq_max": size} if separate else {}) | options
+
+
 def engine_of(model: Any, engine: str = "auto") -> str:
     """What computes a model: "transformers", "llama.cpp" or "openvino"; "module" or "target" of what is loaded.
 
@@ -243,15 +249,16 @@ def _is_module(model: object) -> bool:
 def _gguf(path: str | Path, dtype: str, device: str, exact: bool, options: dict[str, Any]) -> Any:
     with needing("a GGUF file", "llama-cpp", "llama_cpp"):
         from leapahead.models.llama_cpp import exact as exact_mode
-        from leapahead.models.llama_cpp import model
+        from leapahead.models.llama_cpp import model, separate
     if dtype != "auto":
         raise BadParameter(f"dtype={dtype!r} is not possible with a GGUF file, which has its own; export it as another")
     if device not in ("auto", "cpu"):
         raise BadParameter(f"device={device!r} is not possible with a GGUF file; n_gpu_layers says what goes to a GPU")
     if device == "cpu":
         options = {"n_gpu_layers": 0, **options}
-    kind = exact_mode.ExactLlamaCppTarget if exact else model.LlamaCppTarget
-    return model.load(path, LlamaCppOptions(**options), kind)
+    settings = LlamaCppOptions(**options)
+    kind = model.LlamaCppTarget if settings.kv_unified else separate.SeparateLlamaCppTarget
+    return model.load(path, settings, exact_mode.ExactLlamaCppTarget if exact else kind)
 
 
 def _openvino(

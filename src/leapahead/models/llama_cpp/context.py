@@ -147,6 +147,9 @@ class Context:
         n_batch: greatest number of tokens in a forward.
         n_step: greatest number of nodes in a step.
         n_seq_max: number of sequence ids.
+        unified: one cache for all sequences, whose cells may belong to several; else each has a cache of its own.
+        copies_states: without a unified cache, whether `copy` goes through the machine's memory, which is done at once
+            and copies used cells only.
         windowed: some layers have a sliding window.
         shares_states: two sequence ids may share a recurrent state until one of them goes on; set after a test.
         saves_states: a recurrent state may be copied out and back; set after a test.
@@ -165,6 +168,8 @@ class Context:
     """
 
     def __init__(self, model: Model, options: LlamaCppOptions, beyond: int = 0) -> None:
+        if not (options.kv_unified or beyond):
+            raise BadParameter("kv_unified=False needs the target of `separate`; load the file with leapahead.LLM(...)")
         self.model = model
         usual = "f32" if model.precision == STEPS["f32"] else "f16"
         types = (options.type_k or usual, options.type_v or usual)
@@ -189,6 +194,7 @@ class Context:
         self.n_seq_max: int = c.llama_n_seq_max(self.pointer)
         # Computed in parts, a step would move a sliding window on with its first part, and llama.cpp would write the
         # next part over what has left the window, which is lost even if the draft is rejected.
+        self.unified, self.copies_states = not beyond, False
         self.windowed = c.llama_model_n_swa(model.pointer) > 0
         self.shares_states = self.saves_states = False
         self.n_step: int = c.llama_n_ubatch(self.pointer) if self.windowed else self.n_batch
@@ -279,8 +285,12 @@ class Context:
     def copy(self, source: int, goal: int, start: int = 0, end: int = -1) -> None:
         """Lets the cells of `source` at positions [start, end), by default all, belong to `goal` as well.
 
-        So does its recurrent state, in place of the one of `goal`. Nothing is moved.
+        So does its recurrent state, in place of the one of `goal`. Nothing is moved, but where each sequence has a
+        cache of its own: there, all cells are copied, those of `goal` are lost, and start and end must be left out.
         """
+        if self.copies_states:
+            self.load_state(goal, self.save_state(source, whole=True), whole=True)
+            return
         c.llama_memory_seq_cp(self.memory, source, goal, start, end)
 
     def first_position(self, sequence: int) -> int:

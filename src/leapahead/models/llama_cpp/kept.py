@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from leapahead.core.errors import LeapaheadError
 from leapahead.models.captured import TopK
-from leapahead.models.llama_cpp.context import Context, State
+from leapahead.models.llama_cpp.context import USUAL_SEQUENCES, Context, State
 from leapahead.models.prefix import common_prefix
 
 
@@ -43,6 +43,8 @@ class KeptTexts:
 
     def __init__(self, context: Context, most_tokens: int) -> None:
         self.context, self.most_tokens = context, most_tokens
+        ids = context.n_seq_max
+        self._most_texts = ids if context.unified else max(ids, USUAL_SEQUENCES)
         self._texts: list[KeptText] = []  # least recently used first
 
     @property
@@ -67,7 +69,7 @@ class KeptTexts:
             or (each.tokens != tokens if stateful else each.tokens != tokens[: len(each.tokens)])  # it serves as well
         ]
         room = self.most_tokens - len(tokens)
-        while len(self._texts) >= self.context.n_seq_max or sum(len(each.tokens) for each in self._texts) > room:
+        while len(self._texts) >= self._most_texts or sum(len(each.tokens) for each in self._texts) > room:
             self._texts.pop(0)
         try:
             state = self.context.save_state(sequence, whole=True)

@@ -206,7 +206,7 @@ class LlamaCppTarget:
     ) -> list[Choices]:
         self._check(capture)
         parts = self._parts(sessions, trees, num_computed, reads)
-        if not self.model.cells:  # llama.cpp computes them side by side where the ids follow one another
+        if not (self.model.cells and self.context.unified):  # computed side by side where the ids follow one another
             parts.sort(key=lambda part: part.session.track.main)
         total = sum([part.new for part in parts])
         if total > max(self.context.n_step, len(trees)):

@@ -17,9 +17,9 @@ class LlamaCppOptions:
     """How llama.cpp loads and runs a GGUF file, by llama.cpp's own names.
 
     Attributes:
-        n_ctx: cells of the KV cache, shared by all sequences, and so the greatest length of one. At least 256, and
-            rounded up to a multiple of 256; 0 for the length that the model was trained with; by default the same,
-            but at most 4,096.
+        n_ctx: cells of the KV cache, shared by all sequences, and so the greatest length of one; of each sequence's
+            cache where it has its own. At least 256, and rounded up to a multiple of 256; 0 for the length that the
+            model was trained with; by default the same, but at most 4,096.
         n_batch: greatest number of tokens in one call, all trees of a step together.
         n_ubatch: number of those tokens that are computed at once.
         n_threads: threads for forwards of one token; by default one per physical core.
@@ -36,6 +36,9 @@ class LlamaCppOptions:
         n_seq_max: sequence ids, of which every leaf of every tree of a step takes one; at most 256; by default 64, and
             8 for recurrent and hybrid models, which have a state for each; a draft takes a second one for the state
             before it.
+        kv_unified: one cache for all sequences, in which the branches of a tree share cells. False gives every sequence
+            `n_ctx` cells of its own, and `n_seq_max` is the number of sequences, by default 8: forwards of many
+            sequences take less time, and drafts have no branches.
         kept_tokens: greatest number of tokens of earlier texts whose keys and values are kept in the machine's memory
             when others need their cells, for prompts that begin with the same tokens; by default `n_ctx`, so that they
             take no more memory than the KV cache; 0 for none.
@@ -57,6 +60,7 @@ class LlamaCppOptions:
     type_k: str | None = None
     type_v: str | None = None
     n_seq_max: int | None = None
+    kv_unified: bool = True
     kept_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -68,6 +72,8 @@ class LlamaCppOptions:
         self._check("n_gpu_layers", -1, None)
         self._check("n_seq_max", 1, MOST_SEQUENCES)
         self._check("kept_tokens", 0, None)
+        if not isinstance(self.kv_unified, bool):
+            raise BadParameter(f"kv_unified={self.kv_unified!r} is not possible: it must be true or false")
         if self.n_ctx is not None and 0 < self.n_ctx < SMALLEST_CONTEXT:
             raise BadParameter(
                 f"n_ctx={self.n_ctx} is not possible: llama.cpp's smallest context has {SMALLEST_CONTEXT} tokens; give "

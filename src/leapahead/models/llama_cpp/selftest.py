@@ -47,7 +47,7 @@ def capabilities(target: TestedTarget) -> frozenset[str]:
     if differ(chained, own[0][2:]):
         raise Refused(f"{target.info.name} does not give its own logits when it reads several tokens at once")
     able.add(CHAIN)
-    if target.context.n_seq_max > 1:
+    if target.max_leaves > 1:
         rows, after = tree_logits(target, [a, b, d], tree, (0, 2, 4), (f, a, e))
         wrong = [differ(rows[nodes], each[2:]) for nodes, each in zip(([0, 1, 3], [0, 2, 4]), own, strict=True)]
         if not any(wrong) and not differ(after, own_logits(target, [*paths[1], e])[-1:]):
