@@ -245,16 +245,18 @@ def engines(root: Path, table: Table) -> str:
 
 def positions(root: Path, table: Table) -> str:
     """How often the drafted token at each position of a chain is accepted, of steps, in ours and in vLLM."""
-    found = read(root / "docs/bench/heads-vllm")
+    kinds = sorted(path.parent.name for path in (root / "docs/bench/heads-vllm").glob("*/bench.json"))
     lines = []
-    for row in found["results"]:
-        if row["drafter"] == PLAIN or row["task"] == OVERALL:
-            continue
-        who = "vLLM" if row["drafter"].startswith("peer:") else "leapahead"
-        shares = [f"{100 * row['accepted_at'].get(str(depth), 0) / row['steps']:.1f}" for depth in range(1, 5)]
-        lines.append([row["task"], who, *shares, str(row["steps"]), str(row["mismatches"])])
-    columns = "prompts | program | position 1, % | 2, % | 3, % | 4, % | steps | texts that differ"
-    return table(columns, lines) + "\n\n" + conditions(root, "heads-vllm", "")
+    for kind in kinds:
+        for row in read(root / "docs/bench/heads-vllm" / kind)["results"]:
+            if row["drafter"] == PLAIN or row["task"] == OVERALL:
+                continue
+            who = "vLLM" if row["drafter"].startswith("peer:") else "leapahead"
+            shares = [f"{100 * row['accepted_at'].get(str(depth), 0) / row['steps']:.1f}" for depth in range(1, 5)]
+            lines.append([kind, row["task"], who, *shares, str(row["steps"]), str(row["mismatches"])])
+    columns = "head | prompts | program | position 1, % | 2, % | 3, % | 4, % | steps | texts that differ"
+    notes = dict.fromkeys(conditions(root, f"heads-vllm/{kind}", "") for kind in kinds)
+    return "\n\n".join((table(columns, lines), *notes))
 
 
 def _samples(rows: Sequence[Row]) -> dict[str, Any]:
