@@ -109,24 +109,24 @@ def agreement(root: Path, name: str, again: str, table: Table) -> str:
     return table("task | target | drafter | first run | second run | intervals meet", lines)
 
 
-def gain(root: Path, names: Sequence[str], table: Table) -> str:
-    """Of `auto` with a draft model over `auto` without, in the same run and on the same prompts."""
+def gain(root: Path, names: Sequence[str], table: Table, model: str = "draft") -> str:
+    """Of `auto` with a draft model, or a head, over `auto` without, in the same run and on the same prompts."""
     lines = []
     for name in names:
         found = read(root / "docs/bench" / name)
         rows = [row for row in found["results"] if row["task"] != OVERALL]
-        (with_draft,) = {row["drafter"] for row in rows if row["drafter"].startswith("auto(draft=")}
+        (with_it,) = {row["drafter"] for row in rows if row["drafter"].startswith(f"auto({model}=")}
         for temperature in dict.fromkeys(row["temperature"] for row in rows):
             mine, others = (
                 _samples([row for row in rows if (row["drafter"], row["temperature"]) == (drafter, temperature)])
-                for drafter in (with_draft, "auto")
+                for drafter in (with_it, "auto")
             )
             each = speedup(mine, others)
             target = _target(found["conditions"], rows[0]["target"])
-            cost = name.rsplit("/", maxsplit=1)[-1].partition("-")[0].upper()
+            cost = Path(rows[0]["target"]).name.partition("-")[0].upper()
             times = f"{each['median']:.2f}{_interval(each)}"
             lines.append([f"{cost}, {target}", f"{temperature:g}", times])
-    return table("target | temperature | `auto` with the draft / without", lines)
+    return table(f"target | temperature | `auto` with the {model} / without", lines)
 
 
 def batches(root: Path, table: Table) -> str:
@@ -290,6 +290,7 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
         "heads-135m": whole("heads", "135M"),
         "heads-135m-sampled": lambda root: overall(root, "heads", 1.0, table),
         "heads-vllm": lambda root: positions(root, table),
+        "head-gain": lambda root: gain(root, ("heads",), table, "head"),
         "draft-gain": lambda root: gain(root, ("draft/135m", "draft/1b", "draft/135m-gguf"), table),
         "bench-135m": whole("135m", "135M"),
         "bench-135m-sampled": lambda root: overall(root, "135m", 1.0, table),
