@@ -39,8 +39,11 @@ demo-serve: $(INSTALLED)
 # At most five minutes on two cores once installed; what is slow and rarely fails runs in test-all only.
 test: lint types tests
 
+# All tests, which takes hours on two cores: PART=3 PARTS=60 runs the third of sixty parts, so that they can be run by turns.
+PART  := 1
+PARTS := 1
 test-all: lint types docs $(WITH_OPENVINO)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --splits $(PARTS) --group $(PART)
 
 # Real Ray jobs with the bundled model, in an environment of their own: some minutes.
 RAY := ray[data]==2.60.*

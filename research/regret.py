@@ -3,7 +3,8 @@
 The real engine and planner decode in the worlds of `research.simulation`. Regret is the time of a run less that of
 plain decoding of as many tokens from the same moment under the same load. The gain of the right profile is that of a
 planner that knows the true curve, in the same world. Gains are computed from the tokens that each step commits on
-average (`World.expected`), since it is a matter of luck how many it commits.
+average (`World.expected`), and in the time of the idle machine, since it is a matter of luck how many it commits, and
+whether a load falls in it. Interruptions themselves are not counted in the regret either.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def cases() -> list[Case]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run gave, in plain steps.
+    """What one run gave, in plain steps, without the time of interruptions.
 
     Attributes:
         plain: time of plain decoding.
@@ -82,24 +83,25 @@ def run(case: Case, seed: int, right: bool = False) -> Outcome:
     handles = [engine.submit(Request([index], drafter, stop=stop)) for index in range(case.sequences)]
     length = sum(tokens for tokens, _ in world.phases)
     least = STEPS if len(world.phases) == 1 else 0
-    times, done, expected = [0.0], [0.0], [0.0]  # after each step: seconds; tokens per sequence, and expected ones
+    worked, done, expected = [0.0], [0.0], [0.0]  # after each step: seconds; tokens per sequence, and expected ones
     while done[-1] < length or len(done) <= least:
         engine.step()
         assert not any(handle.done for handle in handles), "a text has ended"
-        times.append(world.now)
+        worked.append(world.worked)
         done.append(sum(len(handle.tokens) for handle in handles) / case.sequences)
         expected.append(expected[-1] + target.expected / case.sequences)
     unit = world.seconds(case.sequences)
-    plain = world.plainly(0.0, done[-1])
+    whole, paused = world.after(0.0, world.plain(done[-1]))
+    plain = whole - paused
     parts, begin = [], 0
     borders = [sum(tokens for tokens, _ in world.phases[: index + 1]) for index in range(len(world.phases) - 1)]
     for border in (*borders, done[-1]):
         end = next(step for step, count in enumerate(done) if count >= border)
         first = min(begin + WARM, end)
-        lasted = world.plainly(times[first], expected[end] - expected[first])
-        parts.append(((lasted - (times[end] - times[first])) / unit, lasted / unit))
+        lasted = world.plain(expected[end] - expected[first])
+        parts.append(((lasted - (worked[end] - worked[first])) / unit, lasted / unit))
         begin = end
-    return Outcome(plain / unit, (times[-1] - plain) / unit, tuple(parts))
+    return Outcome(plain / unit, (world.now - world.paused - plain) / unit, tuple(parts))
 
 
 @cache

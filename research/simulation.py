@@ -97,6 +97,8 @@ class World:
 
     Attributes:
         now: seconds since the first step.
+        paused: of these, seconds for which the process stood still.
+        worked: seconds that all work would have taken on the idle machine.
         texts: for each sequence its tokens; the source's first and second candidate after each, right or `WRONG`; and
             what the source knows of its chances there.
         chances: for each sequence and token, those of the first candidate and of the second one.
@@ -104,7 +106,8 @@ class World:
 
     def __init__(self, case: Case, seed: int) -> None:
         self.case, self.random = case, random.Random(f"{seed} of {replace(case, start='')}")
-        self.now, self.busy = 0.0, False
+        self.now = self.paused = self.worked = 0.0
+        self.busy = False
         curve = CURVES[case.curve]
         self.relative = np.interp(range(max(curve) + 1), list(curve), list(curve.values())).tolist()
         self.noise = self.random.uniform(0.03, 0.08)
@@ -171,28 +174,32 @@ class World:
         """Of a forward on the idle machine."""
         return PLAIN * self.relative[rows]
 
-    def after(self, start: float, seconds: float) -> float:
-        """When work that takes so long on the idle machine ends."""
+    def after(self, start: float, seconds: float) -> tuple[float, float]:
+        """When work of so many seconds on the idle machine ends, and for how long the process stands still till then."""
+        paused = 0.0
         while True:
             factor = [factor for at, factor in self.changes if at <= start][-1]
             change = min((at for at, _ in self.changes if at > start), default=float("inf"))
             pause, length = min((each for each in self.pauses if each[0] > start), default=(float("inf"), 0.0))
             until = min(change, pause)
             if start + seconds * factor <= until:
-                return start + seconds * factor
+                return start + seconds * factor, paused
             seconds -= (until - start) / factor
-            start = until + (length if pause < change else 0.0)
+            length = length if pause < change else 0.0
+            start, paused = until + length, paused + length
 
     def work(self, seconds: float, noise: bool = True) -> None:
         """Lets time pass."""
         factor = exp(self.random.gauss(0, self.noise)) if noise else 1.0
         if self.busy:
             factor *= self.random.choice((1.0, 2.0, 3.0, 4.0))
-        self.now = self.after(self.now, seconds * factor)
+        self.worked += seconds * factor
+        self.now, paused = self.after(self.now, seconds * factor)
+        self.paused += paused
 
-    def plainly(self, start: float, steps: float) -> float:
-        """Seconds of so many plain steps from a moment on."""
-        return self.after(start, steps * self.seconds(self.case.sequences) * exp(self.noise**2 / 2)) - start
+    def plain(self, steps: float) -> float:
+        """Seconds of so many plain steps on the idle machine."""
+        return steps * self.seconds(self.case.sequences) * exp(self.noise**2 / 2)
 
 
 class Target:

@@ -173,6 +173,7 @@ def test_nodes_that_are_not_free_are_found_out_before_they_have_cost_much() -> N
 @pytest.mark.parametrize("slope", [0.02, 0.13, 0.3])
 def test_a_profile_that_was_guessed_is_right_after_thirty_steps(slope: float, seed: int) -> None:
     world, profile = World(line(slope), seed, noise=0.05, outliers=0.0), LatencyProfile.guessed()
+    world.live(profile, 2, sizes=(1,))  # as long as `wants_plain`
     world.live(profile, 30, sizes=(1, 2, 4, 8, 12))
     assert world.error(profile, (2, 4, 8, 12)) < 0.15
     assert profile(1) == pytest.approx(0.02, rel=0.2)
@@ -248,12 +249,12 @@ def test_sizes_never_seen_are_planned_with_hope_and_seen_ones_with_what_they_too
     assert profile.planned(4) == pytest.approx(0.02 * (1 + 3 * ASSUMED_SLOPE))
     profile.observe(4, 0.08)
     assert profile(4) == pytest.approx(0.08)
-    assert 0.073 < profile.planned(4) < 0.08  # it may have been slow by chance
-    assert 0.055 < profile.planned(3) < 0.06  # between what was seen, the prior has the shape
+    assert 0.069 < profile.planned(4) < 0.08  # it may have been slow by chance
+    assert 0.052 < profile.planned(3) < 0.06  # between what was seen, the prior has the shape
     assert profile.planned(8) < profile(8) == pytest.approx(0.16)
     for _ in range(10):
         profile.observe(4, 0.08)
-    assert profile.planned(4) == pytest.approx(0.08, rel=0.005)
+    assert profile.planned(4) == pytest.approx(0.08, rel=0.01)
 
 
 def test_a_first_time_that_is_about_as_expected_does_not_count_alone() -> None:
@@ -292,11 +293,11 @@ def test_a_prior_that_steps_contradict_is_dropped() -> None:
 
 def test_a_dip_that_steps_have_shown_is_kept() -> None:
     profile = LatencyProfile.guessed()
-    seconds = {1: 1.0, 2: 1.3, 3: 1.9, 4: 1.4}
-    for _ in range(5):
+    seconds = {1: 1.0, 2: 1.3, 3: 1.9, 4: 1.4}  # the assumed line has 1.1, 1.2, 1.3
+    for _ in range(60):
         for rows, took in seconds.items():
             profile.observe(rows, took)
-    assert {n: profile(n) for n in seconds} == pytest.approx(seconds)
+    assert {n: profile(n) for n in seconds} == pytest.approx(seconds, rel=0.01)
     assert profile.planned(3) > 1.3 * profile.planned(4)
 
 

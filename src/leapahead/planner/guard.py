@@ -6,7 +6,7 @@
 Gains reduce the excess to 0 and no further, so that gains of long ago do not pay for a loss now. The verdict is that
 drafting loses when the excess is greater than chance explains:
 
-    excess  >  least + 2 sqrt(steps since the excess was 0 x variance of the loss)
+    excess  >  least + 2.5 sqrt(steps since the excess was 0 x variance of the loss)
 
 Two plain steps are run before it, because the machine may have become slower: the steps since the last plain step are
 valued again with their time, where it is longer. If they still lose, drafting is suspended, for twice as many steps
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 LEAST = 4.0  # excess in plain steps at which drafting is suspended, at first
 TRIAL_LEAST = 2.0  # and after a suspension
-CHANCE = 2.0  # standard deviations
+CHANCE = 2.5  # standard deviations
 RATE = 0.04  # weight of the newest step in the mean and variance of the loss
 RECOVERED = 5.0  # plain steps gained after a suspension from which it is forgotten
 CHECKS = 2  # plain steps before a verdict

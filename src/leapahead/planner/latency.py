@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # Up to 16 every n, since kernels that compute several rows at once make T rise and fall (llama.cpp: in fours).
 SIZES = (*range(1, 17), 24, 32, 48, 64, 96, 128)
-ASSUMED_SLOPE = 0.05  # cost of an additional row relative to a plain step, where nothing is known
+ASSUMED_SLOPE = 0.1  # cost of an additional row relative to a plain step, where nothing is known
 LEAST_SLOPE = 0.01  # the same beyond the last size of a prior, at least
 LEAST_SHAPE = 1e-3  # T relative to a plain step, at least: less is no measurement
 

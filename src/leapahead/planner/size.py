@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 FINE = 16  # up to so many additional rows each number of rows is a size of its own; larger sizes are intervals
+HOPE = 1.5  # standard deviations by which a time seen once may have been too long, see `Size.hope`
 MOST_SEEN = 12  # times that count: the newest has a weight of at least one such part
 
 
@@ -57,7 +58,7 @@ class Size:
         Args:
             noise: standard deviation of the log seconds of one step.
         """
-        return noise / (self.seen + self.agreed) if self.seen else 0.0
+        return HOPE * noise / (self.seen + self.agreed) if self.seen else 0.0
 
 
 def interval(rows: int, first: int) -> int:
