@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import heads
+import numpy as np
 import pytest
 import torch
 from architectures import BY_NAME
@@ -14,6 +17,8 @@ from leapahead import LLM
 from leapahead.check import check
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.sampling import SamplingParams
+from leapahead.drafters.heads import checkpoint
+from leapahead.drafters.heads.load import load as load_head
 from leapahead.models.loading import bundled
 from leapahead.models.self_draft.int8 import Int8Linear, int8
 from leapahead.models.transformers import linears, packing, weights
@@ -203,3 +208,23 @@ def test_the_option_is_of_named_models_of_transformers_only() -> None:
         LLM(model(), pack=False)
     with pytest.raises(BadParameter, match="pack='no' is not possible: it must be true or false"):
         LLM(bundled(), pack="no")
+
+
+@pytest.mark.parametrize("kind", heads.LAYERS)
+def test_a_head_is_packed_as_its_target_is(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    model().save_pretrained(folder)
+    targets = [load(str(folder), dtype="bfloat16", pack=wanted)[0] for wanted in (True, False)]
+    own = targets[1].model
+    read = checkpoint.read(heads.write(tmp_path / kind, kind, own.config.vocab_size, size=own.config.hidden_size))
+    packed, plain = (load_head(*read, target, "a head") for target in targets)
+    assert not any(type(each) is nn.Linear for each in packed.module.modules())
+    assert not linears.is_packed(plain.module)
+    of_both = [each.latency.store.fingerprint for each in (packed, plain)]
+    assert of_both[0] == of_both[1].replace(" of ", " packed of ") + " packed"
+    tokens, path = [5, 6, 7, 8, 9], [3, 4]
+    found, expected = (heads.recomputed(own, each.module, heads.LAYERS[kind], tokens, path) for each in (packed, plain))
+    assert np.abs(found - expected).max() <= 0.05 * expected.std()
+    if kind in ("eagle", "dflash"):  # whose output layer is the target's
+        assert packed.module.lm_head is targets[0].model.lm_head
+        assert torch.equal(plain.module.lm_head.weight, own.lm_head.weight)

@@ -24,6 +24,7 @@ from leapahead.drafters.heads.config import TYPE
 from leapahead.drafters.heads.row_head import RowHead, RowText
 from leapahead.models.base import ALL
 from leapahead.models.toy import ToyTarget
+from leapahead.models.transformers import linears, packing
 
 PROMPTS = [[5, 7, 9, 11, 3, 5, 7, 9, 11, 3, 5], [40, 41, 40], [8, 30, 31, 32, 8, 30]]
 TREE, CHAIN = {"nodes": 12, "depth": 3}, {"nodes": 5, "depth": 5, "chain": True}
@@ -321,3 +322,16 @@ def test_the_model_that_they_belong_to_is_left_as_it_is(models: Any) -> None:
     LLM(target, head="mtp")
     assert model.lm_head.weight.requires_grad
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.skipif(not linears.can_pack(), reason="this processor's bfloat16 is not oneDNN's")
+@pytest.mark.parametrize("name", ["glm4_moe", pytest.param("mellum", marks=pytest.mark.slow)])
+def test_modules_of_a_packed_model_are_packed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mtp.load(mtp.write(tmp_path / name, name, 1), monkeypatch).to(torch.bfloat16).eval()
+    assert packing.packed(model)
+    llm = LLM(model, drafter="head", head="mtp", nodes=4)
+    (drafting,) = llm.engine.drafter("head", head="mtp").draft_forwards.models
+    layers = drafting.head.module.layers
+    assert linears.is_packed(layers)
+    assert not any(type(each) is torch.nn.Linear for each in layers.modules())
+    assert texts(llm) == plain(llm.target)

@@ -101,7 +101,7 @@ def test_the_committed_record_has_every_row_and_no_mismatch() -> None:
 def test_a_record_is_resumed_row_by_row(tmp_path: Path) -> None:
     one, other = DECODING[:2]
     record = Record(tmp_path, [one, other], resume=False)
-    record.agree(MEASURED, {"rounds": 2, "date": "today"})
+    record.agree(MEASURED, {"rounds": 2, "date": "today", "commit": "abc"})
     record.add(one, MEASURED, 0.0, {"mismatches": 0})
     with pytest.raises(BadParameter, match="already holds results; pass --resume"):
         Record(tmp_path, [one, other], resume=False)
@@ -110,7 +110,10 @@ def test_a_record_is_resumed_row_by_row(tmp_path: Path) -> None:
     assert list(read(tmp_path)["rows"]) == [other.key, one.key]
     assert again.has(one, MEASURED, 0.0)
     assert not again.has(other, MEASURED, 0.0)
-    again.agree(MEASURED, {"rounds": 2, "date": "tomorrow"})
+    again.agree(MEASURED, {"rounds": 2, "date": "tomorrow", "commit": "def"})
+    again.add(other, MEASURED, 0.0, {"mismatches": 0})
+    figures = [read(tmp_path)["rows"][row.key][MEASURED]["0"] for row in (one, other)]
+    assert [each["commit"] for each in figures] == ["abc", "def"]  # each is of the run that made it
     with pytest.raises(BadParameter, match="rounds was 2 and is 3"):
         again.agree(MEASURED, {"rounds": 3, "date": "tomorrow"})
 

@@ -109,24 +109,24 @@ def agreement(root: Path, name: str, again: str, table: Table) -> str:
     return table("task | target | drafter | first run | second run | intervals meet", lines)
 
 
-def gain(root: Path, names: Sequence[str], table: Table) -> str:
-    """Of `auto` with a draft model over `auto` without, in the same run and on the same prompts."""
+def gain(root: Path, names: Sequence[str], table: Table, model: str = "draft") -> str:
+    """Of `auto` with a draft model, or a head, over `auto` without, in the same run and on the same prompts."""
     lines = []
     for name in names:
         found = read(root / "docs/bench" / name)
         rows = [row for row in found["results"] if row["task"] != OVERALL]
-        (with_draft,) = {row["drafter"] for row in rows if row["drafter"].startswith("auto(draft=")}
+        (with_it,) = {row["drafter"] for row in rows if row["drafter"].startswith(f"auto({model}=")}
         for temperature in dict.fromkeys(row["temperature"] for row in rows):
             mine, others = (
                 _samples([row for row in rows if (row["drafter"], row["temperature"]) == (drafter, temperature)])
-                for drafter in (with_draft, "auto")
+                for drafter in (with_it, "auto")
             )
             each = speedup(mine, others)
             target = _target(found["conditions"], rows[0]["target"])
-            cost = name.rsplit("/", maxsplit=1)[-1].partition("-")[0].upper()
+            cost = Path(rows[0]["target"]).name.partition("-")[0].upper()
             times = f"{each['median']:.2f}{_interval(each)}"
             lines.append([f"{cost}, {target}", f"{temperature:g}", times])
-    return table("target | temperature | `auto` with the draft / without", lines)
+    return table(f"target | temperature | `auto` with the {model} / without", lines)
 
 
 def batches(root: Path, table: Table) -> str:
@@ -245,16 +245,18 @@ def engines(root: Path, table: Table) -> str:
 
 def positions(root: Path, table: Table) -> str:
     """How often the drafted token at each position of a chain is accepted, of steps, in ours and in vLLM."""
-    found = read(root / "docs/bench/heads-vllm")
+    kinds = sorted(path.parent.name for path in (root / "docs/bench/heads-vllm").glob("*/bench.json"))
     lines = []
-    for row in found["results"]:
-        if row["drafter"] == PLAIN or row["task"] == OVERALL:
-            continue
-        who = "vLLM" if row["drafter"].startswith("peer:") else "leapahead"
-        shares = [f"{100 * row['accepted_at'].get(str(depth), 0) / row['steps']:.1f}" for depth in range(1, 5)]
-        lines.append([row["task"], who, *shares, str(row["steps"]), str(row["mismatches"])])
-    columns = "prompts | program | position 1, % | 2, % | 3, % | 4, % | steps | texts that differ"
-    return table(columns, lines) + "\n\n" + conditions(root, "heads-vllm", "")
+    for kind in kinds:
+        for row in read(root / "docs/bench/heads-vllm" / kind)["results"]:
+            if row["drafter"] == PLAIN or row["task"] == OVERALL:
+                continue
+            who = "vLLM" if row["drafter"].startswith("peer:") else "leapahead"
+            shares = [f"{100 * row['accepted_at'].get(str(depth), 0) / row['steps']:.1f}" for depth in range(1, 5)]
+            lines.append([kind, row["task"], who, *shares, str(row["steps"]), str(row["mismatches"])])
+    columns = "head | prompts | program | position 1, % | 2, % | 3, % | 4, % | steps | texts that differ"
+    notes = dict.fromkeys(conditions(root, f"heads-vllm/{kind}", "") for kind in kinds)
+    return "\n\n".join((table(columns, lines), *notes))
 
 
 def _samples(rows: Sequence[Row]) -> dict[str, Any]:
@@ -288,6 +290,7 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
         "heads-135m": whole("heads", "135M"),
         "heads-135m-sampled": lambda root: overall(root, "heads", 1.0, table),
         "heads-vllm": lambda root: positions(root, table),
+        "head-gain": lambda root: gain(root, ("heads",), table, "head"),
         "draft-gain": lambda root: gain(root, ("draft/135m", "draft/1b", "draft/135m-gguf"), table),
         "bench-135m": whole("135m", "135M"),
         "bench-135m-sampled": lambda root: overall(root, "135m", 1.0, table),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -81,10 +82,11 @@ def checked(root: Path, table: Table) -> str:
     lines = []
     for row in found["rows"].values():
         if each := row.get("checked", {}):
-            lines.append([row["name"], *(_pair(each, partial(_count, key=key)) for key in COMPARED)])
+            counts = (_pair(each, partial(_count, key=key)) for key in COMPARED)
+            lines.append([row["name"], *counts, _pair(each, lambda figures: str(figures["commit"][:10]))])
     if not lines:
         return "Not compared yet."
-    heads = "system|tokens compared, greedy / T = 1|mismatches|ties"
+    heads = "system|tokens compared, greedy / T = 1|mismatches|ties|commit"
     return table(heads, lines) + "\n\n" + _conditions(found, "checked")
 
 
@@ -101,11 +103,23 @@ def _conditions(found: dict[str, Any], kind: str) -> str:
         if kind == "measured"
         else f"seed 0, batches of {told['batch']}"
     )
+    commits = _commits(found) if kind == "measured" else "commits as told"
     return (
         f"Conditions: the bundled model in float32, {tasks} prompts, up to {told['max_new_tokens']} new tokens, {how}; "
-        f"{told['threads']} threads on {told['cpu']}; {versions}; commit {told['commit'][:10]}. The encoder-decoder "
+        f"{told['threads']} threads on {told['cpu']}; {versions}; {commits}. The encoder-decoder "
         "model has as many damaged pieces of held-out code instead."
     )
+
+
+def _commits(found: dict[str, Any]) -> str:
+    """The commit with the most figures, and of each other one the rows that it measured."""
+    rows = defaultdict[str, list[str]](list)
+    for row in found["rows"].values():
+        for figures in row.get("measured", {}).values():
+            rows[figures["commit"][:10]].append(row["name"])
+    first, *others = sorted(rows, key=lambda commit: -len(rows[commit]))
+    told = [f"{commit} for the rows {', '.join(dict.fromkeys(rows[commit]))}" for commit in others]
+    return "; ".join((f"commit {first}", *told))
 
 
 def uncovered(root: Path, table: Table) -> str:

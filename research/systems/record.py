@@ -1,8 +1,8 @@
 """The file of the results: a record for each row, written when the row is done.
 
-    conditions    of the measurement, and of the comparison of texts
+    conditions    of the measurement, and of the comparison of texts; `date` and `commit` are those of the last run
     not_covered   see `rows`
-    rows          key -> the row's description, `measured` and `checked`: temperature -> figures
+    rows          key -> the row's description, `measured` and `checked`: temperature -> figures, with their commit
 
 Rows that are not measured have their description only, so that the page is made from this file alone.
 """
@@ -80,8 +80,9 @@ class Record:
         return f"{temperature:g}" in self.content["rows"][system.key].get(kind, {})
 
     def add(self, system: System, kind: str, temperature: float, figures: Row) -> None:
-        """Adds figures of a row, and writes the file."""
-        self.content["rows"][system.key].setdefault(kind, {})[f"{temperature:g}"] = figures
+        """Adds figures of a row, with the commit that made them, and writes the file."""
+        commit = self.content["conditions"].get(kind, {}).get("commit")
+        self.content["rows"][system.key].setdefault(kind, {})[f"{temperature:g}"] = {**figures, "commit": commit}
         self._write()
 
     def mismatches(self) -> list[str]:

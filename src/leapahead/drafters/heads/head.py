@@ -24,6 +24,7 @@ from leapahead.core.tree import IntArray
 from leapahead.drafters.heads.config import HeadConfig
 from leapahead.models.base import TargetInfo
 from leapahead.models.choices import Rows
+from leapahead.models.transformers.linears import is_packed
 from leapahead.planner.measurement import Round
 from leapahead.planner.profile import LatencyProfiles
 
@@ -107,6 +108,7 @@ class Head(ABC):
         mapping = getattr(module, "d2t", None)
         self._ids = None if mapping is None else _target_ids(mapping, config)
         described = f"{config.kind} {config.hidden_size} {config.draft_vocab_size} {config.depths} {self.dtype}"
+        described += " packed" if is_packed(module) else ""
         own = TargetInfo(
             name=name,
             vocab_size=info.vocab_size,

@@ -32,7 +32,7 @@ from leapahead.drafters.heads.mtp import MtpHead
 from leapahead.drafters.heads.row_head import RowHead
 from leapahead.models.base import TargetInfo
 from leapahead.models.transformers.families import text_config
-from leapahead.models.transformers.linears import weight_of
+from leapahead.models.transformers.linears import PackedLinear, is_packed, pack, weight_of
 
 HEADS: dict[str, type[Head]] = {
     MEDUSA: BlockHead,
@@ -80,12 +80,25 @@ def load(config: HeadConfig, tensors: dict[str, Tensor], target: Any, name: str)
             module.set_submodule(place, LlamaRotaryEmbedding(each.config).to(device))
     if config.kind == MTP:
         module.rotary.to(device)
-    tensors |= _shared(module, tensors, network, info.name, name)
+    shared = _shared(module, tensors, network, info.name, name)
+    tensors |= shared
     _check_tensors(module, tensors, name)
     module.load_state_dict(tensors, strict=False, assign=True)
     module.d2t = offsets
     module.requires_grad_(False).eval()
+    if network is not None and is_packed(network):
+        _pack(module, network, shared)
     return HEADS[config.kind](config, module, info, name)
+
+
+def _pack(module: torch.nn.Module, network: Any, shared: dict[str, Tensor]) -> None:
+    """Packs a head as its target is. An output layer that is the target's is taken as it lies there, not copied."""
+    output = network.get_output_embeddings()
+    for name in shared:
+        layer = name.removesuffix(".weight")
+        if isinstance(output, PackedLinear) and isinstance(module.get_submodule(layer), torch.nn.Linear):
+            module.set_submodule(layer, output)
+    pack(module)
 
 
 def probes(config: HeadConfig, tensors: dict[str, Tensor], target: Any, name: str) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from leapahead.drafters.heads.config import MTP, HeadConfig
 from leapahead.drafters.heads.head import Path
 from leapahead.drafters.heads.row_head import Part, RowHead
 from leapahead.models.base import TargetInfo
+from leapahead.models.transformers.linears import is_packed, pack
 
 STATES = 2  # a plane beside KEYS and VALUES: outputs of the rows, float [1, rows, hidden_size]
 # Of models whose modules `MtpModel` can load, though their configurations do not say so to Transformers 5.23: the field
@@ -272,6 +273,8 @@ def own(target: Any) -> MtpHead:
         loaded.config._attn_implementation = "sdpa"
     # The modules alone are changed: the embedding and the output layer are the model's.
     loaded.layers.to(loaded.shared_head.weight.dtype).requires_grad_(False).eval()
+    if is_packed(model):
+        pack(loaded.layers)
     module = Mtp(loaded.config, loaded.layers, loaded.embed_tokens, loaded.shared_head, loaded.rotary_emb)
     config = HeadConfig(MTP, text.hidden_size, text.hidden_size, info.vocab_size, info.vocab_size, decoder={})
     return MtpHead(config, module, info, f"mtp of {info.name}")
