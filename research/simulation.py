@@ -175,7 +175,7 @@ class World:
         return PLAIN * self.relative[rows]
 
     def after(self, start: float, seconds: float) -> tuple[float, float]:
-        """When work of so many seconds on the idle machine ends, and for how long the process stands still till then."""
+        """When work of so many seconds on the idle machine ends, and for how long the process stands still before."""
         paused = 0.0
         while True:
             factor = [factor for at, factor in self.changes if at <= start][-1]
