@@ -37,7 +37,9 @@ class AHeadOfRows(CachedHead):
 
 
 def head_of(has_attention: bool) -> AHeadOfRows:
-    module = SimpleNamespace(has_attention=has_attention, d2t=None, parameters=lambda: iter([torch.zeros(1)]))
+    module = SimpleNamespace(
+        has_attention=has_attention, d2t=None, parameters=lambda: iter([torch.zeros(1)]), modules=list
+    )
     info = TargetInfo(
         name="tiny", vocab_size=16, context_length=64, precision=1e-7, capabilities=frozenset(), fingerprint="tiny"
     )

@@ -46,9 +46,9 @@ def test_the_acceptance_rises_on_repeated_prompts_and_no_text_changes() -> None:
             if number in (0, 4):
                 plain = llm.generate(PROMPTS, max_new_tokens=24, drafter="plain")
                 assert [result.tokens for result in results] == [result.tokens for result in plain]
-        figures = results[-1].stats.drafter["learning"]
-        assert figures["updates"] == 15
-        assert figures["positions"] > 100
+        figures = [result.stats.drafter["learning"] for result in results]  # each as they were when its text ended
+        assert max(each["updates"] for each in figures) == 15
+        assert max(each["positions"] for each in figures) > 100
         assert rounds[-1] > 1.2 * rounds[0]
         sampled = llm.generate(PROMPTS, max_new_tokens=24, temperature=1.0, seed=7)
         expected = llm.generate(PROMPTS, max_new_tokens=24, temperature=1.0, seed=7, drafter="plain")

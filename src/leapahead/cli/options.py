@@ -10,17 +10,15 @@ import click
 
 from leapahead import drafters
 from leapahead.cli.command import Decorated, option
+from leapahead.cli.engine_options import ENGINE, GGUF_GROUP
+from leapahead.cli.engine_options import Option as Option
 from leapahead.cli.text_input import utf8_only
 from leapahead.cli.typed import value_of
 from leapahead.core.errors import BadParameter
 from leapahead.models.loading import ENGINE_OPTIONS, ENGINES
 
-Option = Callable[[Any], Any]  # a click decorator
-
 SHORTHANDS = ("window", "ngram", "guesses", "preset", "draft", "head")  # drafter options with a flag of their own
-MODEL_GROUP, GGUF_GROUP = "Model options", "GGUF options (llama.cpp)"
-OPENVINO_GROUP = "OpenVINO options"
-DRAFTER_GROUP, TEXT_GROUP = "Drafter options", "Text options"
+MODEL_GROUP, DRAFTER_GROUP, TEXT_GROUP = "Model options", "Drafter options", "Text options"
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -107,114 +105,7 @@ MODEL: tuple[Option, ...] = (
         show_default="one per core",
         help="CPU threads of llama.cpp, for forwards of few tokens, and of OpenVINO.",
     ),
-    option(
-        "--threads-batch",
-        "n_threads_batch",
-        type=int,
-        metavar="N",
-        group=GGUF_GROUP,
-        show_default="as --threads",
-        help="CPU threads for forwards of many tokens.",
-    ),
-    option(
-        "-ngl",
-        "--gpu-layers",
-        "n_gpu_layers",
-        type=int,
-        metavar="N",
-        group=GGUF_GROUP,
-        show_default="llama.cpp's",
-        help="Number of layers on the GPU; -1 is all.",
-    ),
-    option(
-        "--no-mmap",
-        "use_mmap",
-        flag_value=False,
-        default=None,
-        group=GGUF_GROUP,
-        help="Read the file into memory instead of mapping it.",
-    ),
-    option(
-        "--mlock",
-        "use_mlock",
-        is_flag=True,
-        default=None,
-        group=GGUF_GROUP,
-        help="Lock the model in memory, so that it is never swapped out.",
-    ),
-    option(
-        "--no-repack",
-        "use_extra_bufts",
-        flag_value=False,
-        default=None,
-        group=GGUF_GROUP,
-        help="Do not rearrange quantised weights for the processor when they are loaded.",
-    ),
-    option(
-        "-fa",
-        "--flash-attn",
-        type=click.Choice(["on", "off"]),
-        group=GGUF_GROUP,
-        show_default="llama.cpp's",
-        help="Flash attention.",
-    ),
-    option(
-        "-ctk",
-        "--cache-type-k",
-        "type_k",
-        metavar="TYPE",
-        group=GGUF_GROUP,
-        show_default="f16; f32 if the weights are f32",
-        help="Type of the cached keys: f32, f16, bf16 or q8_0.",
-    ),
-    option(
-        "-ctv",
-        "--cache-type-v",
-        "type_v",
-        metavar="TYPE",
-        group=GGUF_GROUP,
-        show_default="f16; f32 if the weights are f32",
-        help="Type of the cached values: f32, f16, bf16 or q8_0.",
-    ),
-    option(
-        "-kvu/-no-kvu",
-        "--kv-unified/--no-kv-unified",
-        "kv_unified",
-        default=None,
-        group=GGUF_GROUP,
-        show_default="--kv-unified",
-        help="One KV cache for all sequences, or one of --ctx-size tokens for each: without branches in drafts, and "
-        "faster where many are decoded together.",
-    ),
-    option(
-        "--kept-tokens",
-        type=int,
-        metavar="N",
-        group=GGUF_GROUP,
-        show_default="as --ctx-size",
-        help="Tokens of earlier texts that are kept in the machine's memory, beside the cache; 0 for none.",
-    ),
-    option(
-        "--weights",
-        metavar="TYPE",
-        group=OPENVINO_GROUP,
-        show_default="bf16",
-        help="Type that a folder of Transformers is exported with: f32, bf16, int8 or int4.",
-    ),
-    option(
-        "--precision",
-        metavar="TYPE",
-        group=OPENVINO_GROUP,
-        show_default="f32 if the weights are f32, else OpenVINO's",
-        help="Type of the computation: f32, bf16 or f16.",
-    ),
-    option(
-        "--cache-type",
-        metavar="TYPE",
-        group=OPENVINO_GROUP,
-        show_default="as --precision",
-        help="Type of the cached keys and values: f32, bf16 or f16.",
-    ),
+    *ENGINE,
 )
 
 DRAFTER_OPTIONS: tuple[Option, ...] = (

@@ -1,0 +1,125 @@
+"""Options of the engines: how llama.cpp runs a GGUF file, and OpenVINO a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from leapahead.cli.command import option
+
+Option = Callable[[Any], Any]  # a click decorator
+
+GGUF_GROUP, OPENVINO_GROUP = "GGUF options (llama.cpp)", "OpenVINO options"
+
+ENGINE: tuple[Option, ...] = (
+    option(
+        "--threads-batch",
+        "n_threads_batch",
+        type=int,
+        metavar="N",
+        group=GGUF_GROUP,
+        show_default="as --threads",
+        help="CPU threads for forwards of many tokens.",
+    ),
+    option(
+        "-ngl",
+        "--gpu-layers",
+        "n_gpu_layers",
+        type=int,
+        metavar="N",
+        group=GGUF_GROUP,
+        show_default="llama.cpp's",
+        help="Number of layers on the GPU; -1 is all.",
+    ),
+    option(
+        "--no-mmap",
+        "use_mmap",
+        flag_value=False,
+        default=None,
+        group=GGUF_GROUP,
+        help="Read the file into memory instead of mapping it.",
+    ),
+    option(
+        "--mlock",
+        "use_mlock",
+        is_flag=True,
+        default=None,
+        group=GGUF_GROUP,
+        help="Lock the model in memory, so that it is never swapped out.",
+    ),
+    option(
+        "--no-repack",
+        "use_extra_bufts",
+        flag_value=False,
+        default=None,
+        group=GGUF_GROUP,
+        help="Do not rearrange quantised weights for the processor when they are loaded.",
+    ),
+    option(
+        "-fa",
+        "--flash-attn",
+        type=click.Choice(["on", "off"]),
+        group=GGUF_GROUP,
+        show_default="llama.cpp's",
+        help="Flash attention.",
+    ),
+    option(
+        "-ctk",
+        "--cache-type-k",
+        "type_k",
+        metavar="TYPE",
+        group=GGUF_GROUP,
+        show_default="f16; f32 if the weights are f32",
+        help="Type of the cached keys: f32, f16, bf16 or q8_0.",
+    ),
+    option(
+        "-ctv",
+        "--cache-type-v",
+        "type_v",
+        metavar="TYPE",
+        group=GGUF_GROUP,
+        show_default="f16; f32 if the weights are f32",
+        help="Type of the cached values: f32, f16, bf16 or q8_0.",
+    ),
+    option(
+        "-kvu/-no-kvu",
+        "--kv-unified/--no-kv-unified",
+        "kv_unified",
+        default=None,
+        group=GGUF_GROUP,
+        show_default="--kv-unified",
+        help="One KV cache for all sequences, or one of --ctx-size tokens for each: without branches in drafts, and "
+        "faster where many are decoded together.",
+    ),
+    option(
+        "--kept-tokens",
+        type=int,
+        metavar="N",
+        group=GGUF_GROUP,
+        show_default="as --ctx-size",
+        help="Tokens of earlier texts that are kept in the machine's memory, beside the cache; 0 for none.",
+    ),
+    option(
+        "--weights",
+        metavar="TYPE",
+        group=OPENVINO_GROUP,
+        show_default="bf16",
+        help="Type that a folder of Transformers is exported with: f32, bf16, int8 or int4.",
+    ),
+    option(
+        "--precision",
+        metavar="TYPE",
+        group=OPENVINO_GROUP,
+        show_default="f32 if the weights are f32, else OpenVINO's",
+        help="Type of the computation: f32, bf16 or f16.",
+    ),
+    option(
+        "--cache-type",
+        metavar="TYPE",
+        group=OPENVINO_GROUP,
+        show_default="as --precision",
+        help="Type of the cached keys and values: f32, bf16 or f16.",
+    ),
+)
