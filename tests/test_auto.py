@@ -222,6 +222,7 @@ def test_the_times_of_steps_are_kept_only_where_a_drafter_plans_with_them(
     assert done.stats.accepted > 0
 
 
+@pytest.mark.slow
 def test_plain_steps_of_auto_are_measured_with_and_without_asking_the_sources() -> None:
     for row in plain_steps(batches=(2,), context=100, steps=40):
         assert 0 < row["share asking"] < 0.5  # nothing pays, so drafting is suspended most of the time

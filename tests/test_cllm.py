@@ -208,6 +208,7 @@ def test_what_cannot_be_tuned_is_refused() -> None:
         cllm_run._greedy([Text(0, [1], [2], 1.0)])
 
 
+@pytest.mark.slow
 def test_the_command_tunes_a_model_and_reports_say_so(leapahead: Any, tmp_path: Path) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))

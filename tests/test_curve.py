@@ -45,6 +45,7 @@ def test_variants(tmp_path: Path) -> None:
             Variant.parse(wrong)
 
 
+@pytest.mark.slow
 def test_every_size_of_every_variant_is_measured(tmp_path: Path) -> None:
     file, out = gguf_models.llama("q4_0"), tmp_path / "curve"
     words = ("--variant", "as it is:threads=1", "--variant", "not repacked:threads=1,repack=off")

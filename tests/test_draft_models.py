@@ -133,6 +133,7 @@ def test_the_target_drafts_for_itself(own: LLM, draft: str, options: dict[str, A
     assert own.generate("def add(a, b):", max_new_tokens=24, **options).tokens == expected.tokens
 
 
+@pytest.mark.slow
 def test_the_stored_result_of_a_search_is_used_and_its_lack_is_reported(
     own: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

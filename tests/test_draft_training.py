@@ -172,6 +172,7 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_command_distils_a_draft_model(leapahead: Any, data: Path, tmp_path: Path) -> None:
     few = ("--max-new-tokens", "8", "--steps", "2", "--batch", "2", "--held-out", "0.3", "--on-policy", "0.5")
     given = ("train-draft", "--draft", "bundled", "--data", str(data), "--out", str(tmp_path / "run"), *few)

@@ -74,6 +74,7 @@ def test_every_cell_is_measured_written_and_reported(few_shapes: None, tmp_path:
         assert (tmp_path / f"{name}.svg").read_text(encoding="utf-8").count("<svg") == 1
 
 
+@pytest.mark.slow
 def test_what_is_there_is_kept_and_what_failed_is_repeated(tmp_path: Path) -> None:
     assert run(tmp_path, "--cell", "bandwidth").exit_code == 0
     kept = cell(tmp_path, "bandwidth")
@@ -295,6 +296,7 @@ def test_vllm_is_timed_without_its_prompt(with_vllm: Callable[[str], None]) -> N
     assert 100 < found["tokens_per_second"] < 1500  # of two runs, each longer by chance
 
 
+@pytest.mark.slow
 def test_a_vllm_that_ends_or_hangs_is_refused(with_vllm: Callable[[str], None], tmp_path: Path) -> None:
     with_vllm("raise SystemExit('no GPU here')")
     lab = Lab(TINY, settings(vllm_python=sys.executable))

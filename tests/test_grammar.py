@@ -580,6 +580,7 @@ def test_wrong_options_of_the_command_line(leapahead: Any, options: tuple[str, .
     assert re.search(message.replace("(a", r"\(a"), found.stderr)
 
 
+@pytest.mark.slow
 def test_nothing_of_a_request_outlives_it(tokenizer: Any) -> None:
     """Compiled objects are not seen by the garbage collector, so a cycle through one would live for ever."""
 

@@ -300,6 +300,7 @@ def texts(llm: LLM, drafter: str, temperature: float, length: int) -> list[list[
     return [result.tokens for result in together]
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_text_of_one(tiny_folder: Path) -> None:
     with LLM(str(tiny_folder), dtype="float32", drafter="plain") as one:
         plain = {temperature: texts(one, "plain", temperature, 24) for temperature in (0.0, 0.9)}

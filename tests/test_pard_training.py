@@ -150,6 +150,7 @@ def test_a_draft_model_without_tree_masks_is_refused() -> None:
         pard.executor_of(Student(model, None, torch.float32, "small"))
 
 
+@pytest.mark.slow
 def test_the_command_trains_a_draft_model_that_drafts_with_masks(leapahead: Any, tmp_path: Path) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))

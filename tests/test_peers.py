@@ -42,6 +42,7 @@ def row_of(peer: peers.Peer, entry: peers.Entry, prompts: Sequence[list[int]], s
     return measure_cell([plain, other], prompts, setting, rounds=1, seed=0, judge=tie_on(loaded.target))[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", [Greedy(), PromptLookup(), PromptLookup(3), Assisted()], ids=lambda peer: peer.label)
 def test_transformers_writes_our_text_and_is_timed_without_its_prefill(
     entry: peers.Entry, prompts: list[list[int]], peer: peers.Peer

@@ -172,6 +172,7 @@ def test_no_length_is_without_a_limit(fake: Fake, entry: peers.Entry, setting: S
     assert after(fake.seen[0], "-n") == {"llama-lookahead": "0", "llama-lookup": "1"}[name]
 
 
+@pytest.mark.slow
 def test_the_child_s_own_peak_is_told(fake: Fake, entry: peers.Entry, setting: Setting) -> None:
     """A program that ends between two readings has none; on a busy machine even a slow one may, so it runs again."""
     fake.says(seconds=0.5)

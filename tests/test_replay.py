@@ -31,7 +31,7 @@ from leapahead.models.transformers.recurrent import NativeExecutor
 from leapahead.models.transformers.replay import MOST_REPLAYED, ReplayExecutor
 from leapahead.planner.draft import Proposal, SequenceView
 
-FAST = ("qwen3_next", "granitemoehybrid", "rwkv")
+FAST = ("qwen3_next", "rwkv")
 NAMES = [each.name for each in ARCHITECTURES if each.expect == "replay"]
 FAMILIES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NAMES]
 PROMPTS = ([5, 6, 7], [*range(3, 23)], [9], [5, 6, 7, 8])
@@ -358,6 +358,7 @@ def kept_of(session: Any) -> tuple[int, int, dict[Any, torch.Tensor]]:
 # ------------------------------------------------------------------------------------ draft models and what is captured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_as_a_draft_model_and_with_one(name: str) -> None:
     """Drafts that grow by a forward for each token: the hybrid drafts for a llama, for itself, and a llama for it."""

@@ -26,7 +26,8 @@ from leapahead.models.transformers.states import StatefulCache, StatefulRow, Sta
 PROMPTS = ([5, 6, 7, 8], [*range(3, 15)])
 STOP = StopParams(max_new_tokens=40)
 FAMILIES = ["qwen3_next", "granitemoehybrid", "rwkv", "lfm2", "kimi_linear"]
-SOME = [pytest.param(name, marks=() if name in FAMILIES[:3] else pytest.mark.slow) for name in FAMILIES]
+FAST = ("qwen3_next", "rwkv")
+SOME = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES]
 
 
 @cache
@@ -154,7 +155,9 @@ def test_a_state_of_another_branch_is_caught_by_the_test_of_branches(
     assert not passes()
 
 
-@pytest.mark.parametrize("name", [*FAMILIES[:2], pytest.param("mamba2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", *(pytest.param(each, marks=pytest.mark.slow) for each in ("granitemoehybrid", "mamba2"))]
+)
 def test_a_state_that_is_written_while_it_is_kept_is_caught_by_the_next_text(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,7 +214,7 @@ def test_a_forward_that_begins_with_an_empty_state_is_found_with_margin(name: st
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAMILIES[:3] else pytest.mark.slow) for name in REPLAYING]
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in REPLAYING]
 )
 def test_right_states_are_far_from_the_limit(name: str, dtype: str) -> None:
     if name in FLOAT32 and dtype != "float32":

@@ -58,6 +58,7 @@ def test_every_document_ends(corpus: data.Corpus) -> None:
     assert any(len(parts) == 2 for parts in documents)
 
 
+@pytest.mark.slow
 def test_an_export_is_what_was_trained(corpus: data.Corpus, tmp_path: Path) -> None:
     """`export` compares its logits with Transformers' and raises if they differ."""
     tokenizer = train_tokenizer(data.tokenizer_texts(corpus), 512)

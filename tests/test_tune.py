@@ -368,6 +368,7 @@ def observed(batch: int = 1, **options: Any) -> Any:
     return calibration(Coin(), prompts, Honest, options, max_new_tokens=320, batch=batch)
 
 
+@pytest.mark.slow
 def test_a_drafter_that_knows_comes_out_calibrated() -> None:
     found = observed(batch=3)
     assert found["path"]["nodes"] > 2500
