@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,12 @@ from leapahead.models.llama_cpp.separate import SeparateLlamaCppTarget
 
 MANY = form.FEW + 1
 SMALL: dict[str, Any] = {"n_ctx": 256, "n_threads": 1}
+
+
+@pytest.fixture(autouse=True)
+def _free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So much memory is free, whatever else the machine does."""
+    monkeypatch.setattr(form, "free_host_bytes", lambda: 2 * 10**9)
 
 
 def loaded(path: Path | None = None, sequences: int | None = MANY, **options: Any) -> Any:
@@ -108,10 +113,3 @@ def test_the_memory_of_a_cache(name: str, most: float, types: dict[str, Any], ca
         SeparateLlamaCppTarget(model, options)
     sizes = [float(size) for size in re.findall(r"KV buffer size *= *([\d.]+) MiB", caplog.text)]
     assert 0.98 <= form.cache_bytes(model, options) / (sum(sizes) * 2**20 / 8) <= most
-
-
-@pytest.fixture(autouse=True)
-def _free(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """So much memory is free, whatever else the machine does."""
-    monkeypatch.setattr(form, "free_host_bytes", lambda: 2 * 10**9)
-    yield
