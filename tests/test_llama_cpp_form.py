@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import GREEDY
 
 from leapahead import LLM
-from leapahead.core.errors import Refused
+from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.tree import TokenTree
 from leapahead.drafters import registry
 from leapahead.models import loading
+from leapahead.models.base import read_prompt
 
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
@@ -113,3 +116,52 @@ def test_the_memory_of_a_cache(name: str, most: float, types: dict[str, Any], ca
         SeparateLlamaCppTarget(model, options)
     sizes = [float(size) for size in re.findall(r"KV buffer size *= *([\d.]+) MiB", caplog.text)]
     assert 0.98 <= form.cache_bytes(model, options) / (sum(sizes) * 2**20 / 8) <= most
+
+
+@pytest.mark.parametrize(
+    ("options", "tree", "words"),
+    [
+        (
+            {},
+            TokenTree.chain(3, range(4, 260)),
+            "a step of 257 rows is more than the 256 that one may have; give shorter",
+        ),
+        (
+            {"kv_unified": False},
+            TokenTree([3, 4, 5], [-1, 0, 0]),
+            "with branches is not possible with a KV cache for each",
+        ),
+        (
+            {"exact": True},
+            TokenTree([3, 4, 5], [-1, 0, 0]),
+            "with branches is not possible in exact mode; give a chain",
+        ),
+        (
+            {"exact": True},
+            TokenTree.chain(3, range(4, 12)),
+            "a step of 9 rows is more than the 8 .*; give shorter drafts$",
+        ),
+    ],
+)
+def test_steps_that_are_refused(options: dict[str, Any], tree: TokenTree, words: str) -> None:
+    """By one check in all forms, and nothing is lost."""
+    target = loaded(sequences=None, **options)
+    session = target.open([1, 2, 3], GREEDY)
+    read_prompt(target, session)
+    root = [TokenTree.root(3)]
+    before = int(target.step([session], root)[0][0])
+    with pytest.raises(BadParameter, match=words):
+        target.step([session], [tree])
+    assert int(target.step([session], root)[0][0]) == before
+
+
+def test_padding_counts() -> None:
+    """Three sequences of which one drafts 31 tokens take 96 rows of a step of 64."""
+    target = loaded(sequences=None, kv_unified=False, n_batch=64, n_ubatch=64, n_seq_max=3)
+    sessions = [target.open([1, 2, 3], GREEDY) for _ in range(3)]
+    for session in sessions:
+        read_prompt(target, session)
+    trees = [TokenTree.chain(3, range(4, 4 + drafted)) for drafted in (31, 0, 0)]
+    assert target.cost(sessions, trees).rows == 96
+    with pytest.raises(BadParameter, match="a step of 96 rows is more than the 64"):
+        target.step(sessions, trees)

@@ -217,7 +217,7 @@ class LlamaCppTarget:
         rows = self._rows([part.new for part in parts])
         check_step(trees, rows, max(self.context.n_step, len(trees)), self.chains_only)
         need = sum([part.new if part.session.is_read else part.rows for part in parts])  # a prompt has its cells
-        self._cells.make_room(need, f"a step of {rows} rows")
+        self._cells.make_room(need, f"a step of {need} nodes")
         for part in parts:
             if len(part.placed) > 1:
                 part.session.track.keep(part.begin)
