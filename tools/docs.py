@@ -286,8 +286,9 @@ def serving_table(root: Path) -> str:
     for file in sorted((root / "docs/bench/serving").glob("*.json")):
         data = json.loads(file.read_text(encoding="utf-8"))
         known, servers = data["conditions"], list(dict.fromkeys(row["server"] for row in data["rows"]))
-        options = [known.get("options", []), [*known.get("options", []), *known.get("beside", [])]]
-        for server, given in zip(servers[:-1], options, strict=False):  # the last is llama.cpp's
+        options, beside = known.get("options", []), known.get("beside", [])
+        kept = [each for each in options if each not in {f"--no-{other[2:]}" for other in beside}]
+        for server, given in zip(servers[:-1], (options, [*kept, *beside]), strict=False):  # the last is llama.cpp's
             rows = []
             for ours, theirs in zip(
                 data["rows"][servers.index(server) :: len(servers)],
@@ -306,7 +307,7 @@ def serving_table(root: Path) -> str:
             found.append(f"`{known['model']}` (leapahead{words} / llama-server):\n\n{table(heads, rows)}")
         found[-1] += (
             f"\n\nConditions: {known['requests']} requests a pass, {known['max_tokens']} tokens each, "
-            f"{known['rounds']} rounds after a warm-up{', both in the same turns' if known.get('beside') else ''}; "
+            f"{known['rounds']} rounds after a warm-up{', both in the same turns' if beside else ''}; "
             f"{known['threads']} threads; {known['cpu']}; commit {known['commit']}."
         )
     return "\n\n".join(found)
