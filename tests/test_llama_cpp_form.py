@@ -56,10 +56,14 @@ def test_many_sequences_have_a_cache_each(caplog: pytest.LogCaptureFixture) -> N
         ({"sequences": form.FEW}, f"no more than {form.FEW} are decoded together"),
         ({"branching": "lookahead"}, "the drafter 'lookahead' drafts branches"),
         ({"n_seq_max": 32}, "n_seq_max=32 sets the number of branches"),
-        ({"sequences": 10**7}, r"would take \d+\.\d of \d+\.\d GB free memory"),
+        ({"sequences": 257}, "llama.cpp computes at most 256 sequences with one each"),
+        ({"n_ubatch": 8}, "llama.cpp computes at most 8 sequences with one each"),
+        ({"sequences": 256}, r"would take \d+\.\d of \d+\.\d GB free memory"),
     ],
 )
-def test_what_speaks_against_it(options: dict[str, Any], why: str) -> None:
+def test_what_speaks_against_it(options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if options.get("sequences") == 256:
+        monkeypatch.setattr(form, "free_host_bytes", lambda: 10**7)
     target = loaded(**options)
     assert not isinstance(target, SeparateLlamaCppTarget)
     assert re.search(f"^one KV cache for all sequences, since .*{why}", target.info.kv_cache)
@@ -92,6 +96,8 @@ def test_an_llm_has_the_form_for_its_batch_and_drafter() -> None:
         assert not isinstance(usual.target, SeparateLlamaCppTarget)
     with LLM(gguf_models.llama(), max_batch=MANY, drafter="lookahead", **SMALL) as branching:
         assert not isinstance(branching.target, SeparateLlamaCppTarget)
+    with pytest.raises(BadParameter, match="max_batch=257 is not possible with kv_unified=False"):
+        LLM(gguf_models.llama(), max_batch=257, kv_unified=False, **SMALL)
     with LLM(gguf_models.llama(), max_batch=MANY, **SMALL) as many:
         assert isinstance(many.target, SeparateLlamaCppTarget)
         with pytest.raises(Refused, match=r"needs tree .* \(kv_unified gives one for all\)"):

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import llama_cpp as c
 
+from leapahead.core.errors import BadParameter
 from leapahead.models.llama_cpp.context import Model, cache_types, context_size
 from leapahead.models.llama_cpp.log import log
 from leapahead.models.llama_cpp.model import LlamaCppTarget
-from leapahead.models.llama_cpp.options import LlamaCppOptions
+from leapahead.models.llama_cpp.options import MOST_SEQUENCES, LlamaCppOptions
 from leapahead.models.llama_cpp.separate import MOST_NODES, SeparateLlamaCppTarget
 from leapahead.models.llama_cpp.tokenizer import GgufTokenizer
 from leapahead.models.memory import free_host_bytes
@@ -54,6 +55,11 @@ def load(
                 f"of more than {FEW} take less time so; kv_unified=True (--kv-unified) gives one for all, and drafts "
                 "with branches"
             )
+    if separate and options.n_seq_max is None and (sequences or 0) > MOST_SEQUENCES:
+        raise BadParameter(
+            f"max_batch={sequences} is not possible with kv_unified=False, since llama.cpp has at most "
+            f"{MOST_SEQUENCES} sequences; give a smaller one, or kv_unified=True"
+        )
     if not separate:
         target = LlamaCppTarget(model, options)
     else:
@@ -76,6 +82,8 @@ def against_separate(model: Model, options: LlamaCppOptions, sequences: int, bra
         return f"n_seq_max={options.n_seq_max} sets the number of branches"
     if options.n_gpu_layers != 0 and c.llama_supports_gpu_offload():
         return "one for each was measured on CPUs only"
+    if sequences > (most := min(MOST_SEQUENCES, options.n_ubatch, options.n_batch, context_size(model, options))):
+        return f"llama.cpp computes at most {most} sequences with one each"
     needed, free = sequences * cache_bytes(model, options), free_host_bytes()
     if needed > MOST_MEMORY * free:
         return (
