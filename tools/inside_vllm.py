@@ -13,6 +13,7 @@ import benches
 
 from leapahead.bench.cell import speedup
 from leapahead.bench.record import OVERALL, read
+from leapahead.bench.run import LEAST_PASSES
 from leapahead.integrations.vllm.figures import LABELS, METRICS
 from leapahead.integrations.vllm.options import Options
 
@@ -54,11 +55,9 @@ def bench(root: Path, table: Table) -> str:
         others = [_ratio(cells.get((task, batch, name)), plain) for name in (*OTHERS, OURS)]
         lines.append([task, str(batch), f"{plain['tokens_per_second']:.1f}", *others])
     heads = "task | requests | vLLM, tokens a second | its n-grams | its suffixes | leapahead inside vLLM"
-    return (
-        table(heads, lines)
-        + "\n\n"
-        + benches.conditions(root, NAME, "135M", batch="", tasks={row["task"] for row in rows})
-    )
+    told = benches.conditions(root, NAME, "135M", batch="", tasks={row["task"] for row in rows})
+    passes = f"At several requests there are as many rounds as give {LEAST_PASSES} passes over the prompts of a task."
+    return f"{table(heads, lines)}\n\n{told} {passes}"
 
 
 def _ratio(row: dict[str, Any] | None, plain: dict[str, Any]) -> str:
