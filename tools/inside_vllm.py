@@ -19,7 +19,7 @@ from leapahead.integrations.vllm.figures import LABELS, METRICS
 from leapahead.integrations.vllm.options import Options
 
 Table = Callable[[str, list[list[str]]], str]
-BENCHES = ("vllm-plugin", "vllm-plugin-again")  # on two machines
+BENCHES = ("vllm-plugin", "vllm-plugin-again", "vllm-plugin-sixteen")
 PLAIN, OURS = "peer:vllm", "peer:vllm-leapahead"
 OTHERS = ("peer:vllm-ngram", "peer:vllm-suffix")
 
