@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -43,6 +43,7 @@ START_SECONDS = 120.0
 CONTEXT = 1024  # tokens of each sequence
 LONG = ("summarization", "rag")  # tasks of Spec-Bench with prompts of a thousand tokens
 NAME = "model"
+BESIDE = "leapahead, other options"
 Question = tuple[str, dict[str, Any]]  # path and body of a request
 
 
@@ -100,6 +101,13 @@ def running(name: str, command: Sequence[str], port: int, extra: dict[str, Any])
             raise LeapaheadError(f"{name} has ended with {process.returncode}: {last_words()}") from error
         finally:
             process.terminate()
+
+
+def served(name: str, model: Path, most: int, threads: int, options: Sequence[str]) -> AbstractContextManager[Server]:
+    """Our server, for so many requests at a time."""
+    port = free_port()
+    command = [sys.executable, "-m", "leapahead", "serve", str(model), "--served-model-name", NAME, "--port", str(port)]
+    return running(name, [*command, "--max-batch", str(most), "--threads", str(threads), *options], port, {})
 
 
 def _is_healthy(url: str) -> bool:
@@ -197,7 +205,12 @@ def with_predictions(bodies: Sequence[Question], texts: Sequence[str]) -> list[Q
 
 
 async def measured(
-    ours: Server, theirs: Server, questions: Iterator[list[Question]], workload: str, concurrent: int, rounds: int
+    ours: Sequence[Server],
+    theirs: Server,
+    questions: Iterator[list[Question]],
+    workload: str,
+    concurrent: int,
+    rounds: int,
 ) -> list[dict[str, Any]]:
     """A row for each server: the medians of its rounds, in which the servers take turns. The first round is a warm-up.
 
@@ -205,13 +218,14 @@ async def measured(
         ours, theirs: the servers.
         questions: of each pass.
     """
-    passes: dict[str, list[dict[str, Any]]] = {ours.name: [], theirs.name: []}
+    servers = [*ours, theirs]
+    passes: dict[str, list[dict[str, Any]]] = {server.name: [] for server in servers}
     for turn in range(rounds + 1):
         bodies = asked = next(questions)
         if workload == "edit":
             asked = with_predictions(bodies, (await pass_of(theirs, bodies, concurrent))["texts"])
-        for server in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
-            found = await pass_of(server, asked if server is ours else bodies, concurrent)
+        for server in servers if turn % 2 == 0 else servers[::-1]:
+            found = await pass_of(server, bodies if server is theirs else asked, concurrent)
             if turn:
                 passes[server.name].append(found)
     rows = []
@@ -304,6 +318,12 @@ def compared(files: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     show_default=True,
     help="What is asked for; may be repeated.",
 )
+@click.option(
+    "--beside",
+    multiple=True,
+    metavar="OPTION",
+    help="Measure another `leapahead serve` in the same turns, with these options more; may be repeated.",
+)
 @click.option("--requests", "count", type=click.IntRange(min=1), default=8, show_default=True, help="Of a pass.")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Of an answer.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Passes that are counted.")
@@ -313,6 +333,7 @@ def main(
     data: Path,
     levels: tuple[int, ...],
     workloads: tuple[str, ...],
+    beside: tuple[str, ...],
     count: int,
     max_tokens: int,
     rounds: int,
@@ -321,10 +342,8 @@ def main(
     out: Path | None,
 ) -> None:
     """Measure leapahead's server beside llama.cpp's on a GGUF file: tokens per second and latencies."""
-    most, ports = max(levels), (free_port(), free_port())
-    ours = [sys.executable, "-m", "leapahead", "serve", str(model), "--served-model-name", NAME]
-    ours += ["--port", str(ports[0]), "--max-batch", str(most), "--threads", str(threads), *options]
-    theirs = [str(llama_server), "-m", str(model), "--port", str(ports[1]), "-t", str(threads), "-np", str(most)]
+    most, port = max(levels), free_port()
+    theirs = [str(llama_server), "-m", str(model), "--port", str(port), "-t", str(threads), "-np", str(most)]
     theirs += ["-c", str(CONTEXT * most), "--alias", NAME]
     passes = len(levels) * (rounds + 1)
     questions = {
@@ -332,12 +351,15 @@ def main(
     }
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        first = stack.enter_context(running("leapahead", ours, ports[0], {}))
-        second = stack.enter_context(running("llama-server", theirs, ports[1], {"cache_prompt": False}))
+        ours = [
+            stack.enter_context(served(name, model, most, threads, given))
+            for name, given in (("leapahead", options), (BESIDE, (*options, *beside)))[: 1 + bool(beside)]
+        ]
+        last = stack.enter_context(running("llama-server", theirs, port, {"cache_prompt": False}))
         for workload in workloads:
             for concurrent in levels:
-                rows += asyncio.run(measured(first, second, questions[workload], workload, concurrent, rounds))
-                show(COLUMNS, [cells(row) for row in rows[-2:]])
+                rows += asyncio.run(measured(ours, last, questions[workload], workload, concurrent, rounds))
+                show(COLUMNS, [cells(row) for row in rows[-len(ours) - 1 :]])
     show(COLUMNS, [cells(row) for row in rows])
     if out is not None:
         found: dict[str, Any] = {"figure": "serving", "rows": rows}
@@ -348,5 +370,6 @@ def main(
             requests=count,
             max_tokens=max_tokens,
             options=list(options),
+            beside=list(beside),
         )
         out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

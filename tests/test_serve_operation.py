@@ -321,14 +321,20 @@ def test_settings_are_checked() -> None:
         ("queue", -1),
         ("body_bytes", 0),
         ("header_seconds", float("nan")),
+        ("request_seconds", 0),  # every request would take longer
         ("max_tokens", 0),
         ("unread", 0),
     ):
         with pytest.raises(BadParameter, match=name):
             Limits(**{name: value})
+    assert Limits(shutdown_seconds=0).shutdown_seconds == 0
     for names in ((), ("",), ("a\nb",)):
-        with pytest.raises(BadParameter, match="served_model_name"):
+        with pytest.raises(BadParameter, match="names="):
             Settings(names=names)
+    for origin in ("example.org", "http://localhost:3000/", ""):  # of which none ever equals an Origin header
+        with pytest.raises(BadParameter, match=f"cors={origin!r} is not possible"):
+            Settings(names=("m",), cors=("*", origin))
+    assert Settings(names=("m",), cors=("*", "null", "http://localhost:3000")).cors
 
 
 # ------------------------------------------------------------------------------------------------------------ the end
@@ -440,7 +446,9 @@ def test_what_the_command_refuses(leapahead: Any, tmp_path: Path, monkeypatch: p
         (("--max-queue", "-1"), "--max-queue"),
         (("--api-key", "a b"), "visible ASCII"),
         (("--max-batch", "0"), "--max-batch=0"),
-        (("--served-model-name", ""), "served_model_name"),
+        (("--served-model-name", "", "-m", "none"), "--served-model-name='' is not possible"),  # before the model
+        (("--allowed-origin", "example.org", "-m", "none"), "--allowed-origin='example.org' is not possible"),
+        (("--request-seconds", "0", "-m", "none"), "--request-seconds=0.0 is not possible"),
     ):
         result = leapahead("serve", *arguments)
         assert result.exit_code == 2, arguments
@@ -448,7 +456,7 @@ def test_what_the_command_refuses(leapahead: Any, tmp_path: Path, monkeypatch: p
         assert "Traceback" not in result.stderr
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = leapahead("serve", "--port", str(taken.getsockname()[1]))
-        assert "in use" in result.stderr
+        assert f"--port={taken.getsockname()[1]} of 127.0.0.1 is in use by another program" in result.stderr
     assert "/v1/completions" in leapahead("serve", "--help").stdout
 
 

@@ -280,29 +280,35 @@ def switching_table(root: Path) -> str:
 
 
 def serving_table(root: Path) -> str:
-    """Our server beside llama.cpp's: a table for each model of docs/bench/serving."""
+    """Our server beside llama.cpp's: a table for each model and options of docs/bench/serving."""
     found = []
+    heads = "workload | at a time | tokens/s | ratio by round | first token, ms | a token, ms | 95 % | a piece, 95 %"
     for file in sorted((root / "docs/bench/serving").glob("*.json")):
         data = json.loads(file.read_text(encoding="utf-8"))
-        rows = []
-        for ours, theirs in zip(data["rows"][::2], data["rows"][1::2], strict=True):
-            both = [
-                f"{ours[key][part]:.1f} / {theirs[key][part]:.1f}"
-                for key, part in (("token_ms", "p50"), ("token_ms", "p95"), ("piece_ms", "p95"))
-            ]
-            speeds = f"{ours['tokens_per_second']:.0f} / {theirs['tokens_per_second']:.0f}"
-            ratios = ", ".join(f"{ratio:.2f}" for ratio in ours["ratios"])
-            first = f"{ours['first_ms']:.0f} / {theirs['first_ms']:.0f}"
-            rows.append([ours["workload"], str(ours["concurrent"]), speeds, ratios, first, *both])
-        known = data["conditions"]
-        heads = (
-            "workload | at a time | tokens/s | ratio by round | first token, ms | a token, ms | 95 % | a piece, 95 %"
-        )
-        options = f" with `{' '.join(known['options'])}`" if known.get("options") else ""
-        found.append(
-            f"`{known['model']}` (leapahead{options} / llama-server):\n\n{table(heads, rows)}\n\nConditions: "
-            f"{known['requests']} requests a pass, {known['max_tokens']} tokens each, {known['rounds']} rounds after a "
-            f"warm-up; {known['threads']} threads; {known['cpu']}; commit {known['commit']}."
+        known, servers = data["conditions"], list(dict.fromkeys(row["server"] for row in data["rows"]))
+        options, beside = known.get("options", []), known.get("beside", [])
+        kept = [each for each in options if each not in {f"--no-{other[2:]}" for other in beside}]
+        for server, given in zip(servers[:-1], (options, [*kept, *beside]), strict=False):  # the last is llama.cpp's
+            rows = []
+            for ours, theirs in zip(
+                data["rows"][servers.index(server) :: len(servers)],
+                data["rows"][len(servers) - 1 :: len(servers)],
+                strict=True,
+            ):
+                both = [
+                    f"{ours[key][part]:.1f} / {theirs[key][part]:.1f}"
+                    for key, part in (("token_ms", "p50"), ("token_ms", "p95"), ("piece_ms", "p95"))
+                ]
+                speeds = f"{ours['tokens_per_second']:.0f} / {theirs['tokens_per_second']:.0f}"
+                ratios = ", ".join(f"{ratio:.2f}" for ratio in ours["ratios"])
+                first = f"{ours['first_ms']:.0f} / {theirs['first_ms']:.0f}"
+                rows.append([ours["workload"], str(ours["concurrent"]), speeds, ratios, first, *both])
+            words = f" with `{' '.join(given)}`" if given else ""
+            found.append(f"`{known['model']}` (leapahead{words} / llama-server):\n\n{table(heads, rows)}")
+        found[-1] += (
+            f"\n\nConditions: {known['requests']} requests a pass, {known['max_tokens']} tokens each, "
+            f"{known['rounds']} rounds after a warm-up{', both in the same turns' if beside else ''}; "
+            f"{known['threads']} threads; {known['cpu']}; commit {known['commit']}."
         )
     return "\n\n".join(found)
 

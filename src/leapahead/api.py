@@ -106,7 +106,9 @@ class LLM:
             trust_remote_code=trust_remote_code,
             cache_tokens=cache_tokens,
             exact=exact,
-            **loading.for_batch(max_batch, model, backend),
+            sequences=max_batch,
+            branching=registry.branching(drafter),
+            **backend,
         )
         self.target, self.tokenizer, self.eos_token_ids = loaded.target, loaded.tokenizer, loaded.eos_token_ids
         self.engine = Engine(self.target, tokenizer=self.tokenizer, max_batch=max_batch, prefill_chunk=prefill_chunk)
@@ -204,8 +206,7 @@ class LLM:
             A `Piece` per step. While a piece is not taken, the request is not stepped. Closing the generator ends the
             text there.
         """
-        request = self._streamed(prompt, options)
-        return self._pieces(request, self.writer(options))
+        return self._pieces(self._streamed(prompt, options), self.writer(options))
 
     def _pieces(self, request: Request, writer: Writer) -> Generator[Piece, None, None]:
         handle = self.engine.submit(request)
@@ -345,8 +346,7 @@ class AsyncLLM:
             while True:
                 changed.clear()
                 over = handle.done  # before it is polled, lest the last output come in between
-                output = llm.engine.poll(handle)
-                if output is not None:
+                if (output := llm.engine.poll(handle)) is not None:
                     yield writer.piece(handle, output)
                 elif over:
                     check(handle)

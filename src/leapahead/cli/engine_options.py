@@ -89,7 +89,7 @@ ENGINE: tuple[Option, ...] = (
         "kv_unified",
         default=None,
         group=GGUF_GROUP,
-        show_default="--kv-unified",
+        show_default="by the number of sequences",
         help="One KV cache for all sequences, or one of --ctx-size tokens for each: without branches in drafts, and "
         "faster where many are decoded together.",
     ),

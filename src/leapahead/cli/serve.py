@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ WHO = (
     option("--no-auth", is_flag=True, group=ACCESS, help="Listen at other addresses than loopback without any key."),
     option(
         "--allowed-origin",
-        "origins",
+        "cors",
         multiple=True,
         metavar="ORIGIN",
         group=ACCESS,
@@ -173,7 +174,7 @@ def serve(
     api_keys: tuple[str, ...],
     api_key_file: Path | None,
     no_auth: bool,
-    origins: tuple[str, ...],
+    cors: tuple[str, ...],
     shared_drafter_cache: bool,
     **values: Any,
 ) -> None:
@@ -196,21 +197,24 @@ def serve(
         )
     bounds = {key: values.pop(key) for key in OF_LIMITS}
     limits = settings.Limits(**{NAMES.get(key, key): value for key, value in bounds.items()})
+    chosen = settings.Settings(
+        names=names or (str(name or "bundled"),),
+        keys=given,
+        cors=cors,
+        share_drafter_cache=shared_drafter_cache,
+        log_prompts=log_prompts,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
+        limits=limits,
+    )
     listening = server.bound(host, port)
     with listening:
         llm = open_llm(values, max_batch, prefill_chunk)
-        chosen = settings.Settings(
-            names=names or (str(name or "bundled"),),
-            keys=given,
-            cors=origins,
-            share_drafter_cache=shared_drafter_cache,
-            log_prompts=log_prompts,
-            tool_call_parser=tool_call_parser,
-            reasoning_parser=reasoning_parser,
-            defaults=model_defaults(llm) if generation_config else {},
-            limits=limits,
-        )
+        if generation_config:
+            chosen = replace(chosen, defaults=model_defaults(llm))
         logs.set_up()
+        if llm.target.info.kv_cache:
+            logs.event("kv_cache", chosen=llm.target.info.kv_cache)
         application, worker = app.make(llm, chosen)
         server.run(application, worker, limits, listening)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter
 from leapahead.drafters.base import Drafter, PerSequence, SequenceDrafter
+from leapahead.models.base import TREE
 
 GROUP = "leapahead.drafters"
 
@@ -49,6 +50,7 @@ NEEDING = (
     "speculative_sampling",
 )
 
+A_CLASS = "a drafter must be a name or a class, got"
 DrafterClass = type[Drafter] | type[SequenceDrafter]
 
 
@@ -85,6 +87,16 @@ def options(drafter: DrafterClass) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in inspect.signature(drafter).parameters.items() if p.kind != p.VAR_KEYWORD}
 
 
+def branching(drafter: str | DrafterClass) -> str:
+    """The name of a drafter that needs branches in its drafts; "" of any other.
+
+    Raises:
+        BadParameter: the drafter is unknown, or is no drafter.
+    """
+    kind = load(drafter) if isinstance(drafter, str) else _checked(drafter, A_CLASS)
+    return kind.name if TREE in kind.needs else ""
+
+
 def make(drafter: str | DrafterClass, **given: Any) -> Drafter:
     """A new drafter object, for one engine: `Drafter.attach` is called by the engine that takes it.
 
@@ -95,7 +107,7 @@ def make(drafter: str | DrafterClass, **given: Any) -> Drafter:
     Raises:
         BadParameter: the drafter is unknown, is no drafter, or does not take such an option or value.
     """
-    kind = load(drafter) if isinstance(drafter, str) else _checked(drafter, "a drafter must be a name or a class, got")
+    kind = load(drafter) if isinstance(drafter, str) else _checked(drafter, A_CLASS)
     known = options(kind)
     for option in given:
         if option not in known:

@@ -119,6 +119,7 @@ class TargetInfo:
         decoder: how the decoder of an encoder-decoder model writes; None for all other models.
         devices: how many devices the branches of a tree are divided over.
         no_trees: what it was loaded with that rules out branches, as messages name it; "" for nothing.
+        kv_cache: how sequences share the KV cache and why, where that was chosen automatically; "" elsewhere.
     """
 
     name: str
@@ -140,6 +141,7 @@ class TargetInfo:
     decoder: Decoder | None = None
     devices: int = 1
     no_trees: str = ""
+    kv_cache: str = ""
 
     @property
     def reference(self) -> str:

@@ -60,6 +60,8 @@ def load(
     trust_remote_code: bool = False,
     cache_tokens: int | None = None,
     exact: bool = False,
+    sequences: int | None = None,
+    branching: str = "",
     **options: Any,
 ) -> Loaded:
     """Loads a target.
@@ -76,6 +78,7 @@ def load(
         cache_tokens: of a Transformers or OpenVINO model, the greatest number of tokens in its KV cache, see
             `TransformersTarget`; by default what fits in the free memory. The cache of a GGUF file has `n_ctx` tokens.
         exact: whether a token's logits must be the same bits with every draft, batch and schedule.
+        sequences, branching: see `llama_cpp.form.load`.
         options: of the engine: for llama.cpp see `LlamaCppOptions`, for OpenVINO `OpenVinoOptions`, and `weights`, the
             type that a folder of Transformers is exported with: f32, bf16 (by default), int8 or int4. For Transformers
             `devices`: over which the branches of every tree are divided, each with the whole model: "cuda:0,cuda:1", a
@@ -97,7 +100,7 @@ def load(
             "a GGUF file"
         )
     if kind == "llama.cpp":
-        target, gguf_tokenizer = _gguf(model, dtype, device, exact, options)
+        target, gguf_tokenizer = _gguf(model, dtype, device, exact, sequences, branching, options)
         found, ends = gguf_tokenizer, gguf_tokenizer.end_token_ids
     elif kind == "openvino":
         target, found, ends = _openvino(
@@ -134,12 +137,6 @@ def load(
     elif tokenizer is not None:
         found = tokenizer
     return Loaded(target, found, tuple(dict.fromkeys((*ends, *eos_token_ids(target, found)))))
-
-
-def for_batch(size: int, model: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of `load`, for so many sequences at a time where each has a KV cache of its own."""
-    separate = options.get("kv_unified") is False and engine_of(model, options.get("engine", "auto")) == "llama.cpp"
-    return ({"n_seq_max": size} if separate else {}) | options
 
 
 def engine_of(model: Any, engine: str = "auto") -> str:
@@ -227,8 +224,8 @@ def gguf_tokenizer(path: str) -> Tokenizer:
         LeapaheadError: the file is missing or broken, or llama-cpp-python is not installed.
     """
     with needing("a GGUF file", "llama-cpp", "llama_cpp"):
-        from leapahead.models.llama_cpp import model
-    return model.read_tokenizer(path)
+        from leapahead.models.llama_cpp import tokenizer
+    return tokenizer.read_tokenizer(path)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool) -> Tokenizer:
@@ -246,10 +243,18 @@ def _is_module(model: object) -> bool:
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
-def _gguf(path: str | Path, dtype: str, device: str, exact: bool, options: dict[str, Any]) -> Any:
+def _gguf(
+    path: str | Path,
+    dtype: str,
+    device: str,
+    exact: bool,
+    sequences: int | None,
+    branching: str,
+    options: dict[str, Any],
+) -> Any:
     with needing("a GGUF file", "llama-cpp", "llama_cpp"):
         from leapahead.models.llama_cpp import exact as exact_mode
-        from leapahead.models.llama_cpp import model, separate
+        from leapahead.models.llama_cpp import form, model
     if dtype != "auto":
         raise BadParameter(f"dtype={dtype!r} is not possible with a GGUF file, which has its own; export it as another")
     if device not in ("auto", "cpu"):
@@ -257,8 +262,9 @@ def _gguf(path: str | Path, dtype: str, device: str, exact: bool, options: dict[
     if device == "cpu":
         options = {"n_gpu_layers": 0, **options}
     settings = LlamaCppOptions(**options)
-    kind = model.LlamaCppTarget if settings.kv_unified else separate.SeparateLlamaCppTarget
-    return model.load(path, settings, exact_mode.ExactLlamaCppTarget if exact else kind)
+    if exact:
+        return model.load(path, settings, exact_mode.ExactLlamaCppTarget)
+    return form.load(path, settings, sequences, branching)
 
 
 def _openvino(

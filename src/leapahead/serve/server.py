@@ -6,6 +6,7 @@ SIGTERM, SIGINT ──> /health is 503, no further requests ──> running ones
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 from functools import partial
@@ -187,6 +188,10 @@ def bound(host: str, port: int) -> socket.socket:
             found.close()
             raise
     except (OSError, OverflowError, UnicodeError) as error:
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            raise BadParameter(
+                f"port={port} of {host} is in use by another program; end that one, or choose another port"
+            ) from None
         reason = getattr(error, "strerror", None) or str(error)
         raise BadParameter(f"host={host!r} and port={port} are not possible: {reason}; choose others") from None
     return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import number, whole
 
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 LONGEST_NAME = 256  # characters of a model's name
 
 
@@ -69,9 +71,9 @@ class Limits:
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), 1)
         for name in ("header_seconds", "body_seconds", "send_seconds", "request_seconds", "shutdown_seconds"):
-            value = getattr(self, name)
-            if value is not None and (number(value) is None or not value >= 0):
-                raise BadParameter(f"{name}={value!r} is not possible: it must be a number of seconds")
+            value, least = getattr(self, name), " above 0" if name != "shutdown_seconds" else ""
+            if value is not None and (number(value) is None or not (value > 0 if least else value >= 0)):
+                raise BadParameter(f"{name}={value!r} is not possible: it must be a number of seconds{least}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,13 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        if not self.names or not all(0 < len(name) <= LONGEST_NAME and name.isprintable() for name in self.names):
-            raise BadParameter(
-                f"served_model_name={list(self.names)} is not possible: give at least one name, of printable characters"
-            )
+        if not self.names:
+            raise BadParameter("names=() is not possible: give at least one")
+        for name in self.names:
+            if not (0 < len(name) <= LONGEST_NAME and name.isprintable()):
+                rule = f"it must have 1 to {LONGEST_NAME} printable characters"
+                raise BadParameter(f"names={name[:LONGEST_NAME]!r} is not possible: {rule}")
+        for origin in self.cors:
+            if not ORIGIN.fullmatch(origin):
+                rule = "it must be of the form https://example.org:8000, without a path, or *"
+                raise BadParameter(f"cors={origin!r} is not possible: {rule}")

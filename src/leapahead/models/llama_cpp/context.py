@@ -168,11 +168,10 @@ class Context:
     """
 
     def __init__(self, model: Model, options: LlamaCppOptions, beyond: int = 0) -> None:
-        if not (options.kv_unified or beyond):
+        if options.kv_unified is False and not beyond:
             raise BadParameter("kv_unified=False needs the target of `separate`; load the file with leapahead.LLM(...)")
         self.model = model
-        usual = "f32" if model.precision == STEPS["f32"] else "f16"
-        types = (options.type_k or usual, options.type_v or usual)
+        types = cache_types(model, options)
         params = _context_params(model, options, types)
         wanted = params.n_ctx
         if beyond:
@@ -318,6 +317,19 @@ class Context:
             raise LeapaheadError(f"llama.cpp could not restore the state of a sequence: {log.reason()}")
 
 
+def cache_types(model: Model, options: LlamaCppOptions) -> tuple[str, str]:
+    """The types of keys and values."""
+    usual = "f32" if model.precision == STEPS["f32"] else "f16"
+    return options.type_k or usual, options.type_v or usual
+
+
+def context_size(model: Model, options: LlamaCppOptions) -> int:
+    """Cells of the KV cache; of each sequence's cache where it has its own."""
+    trained = model.n_ctx_train or USUAL_CONTEXT
+    wanted = min(trained, USUAL_CONTEXT) if options.n_ctx is None else options.n_ctx or trained
+    return max(wanted, SMALLEST_CONTEXT)
+
+
 def _context_params(model: Model, options: LlamaCppOptions, types: tuple[str, str]) -> Any:
     """What llama.cpp is asked for. What an assertion of llama.cpp would end the process for is refused."""
     trained = model.n_ctx_train or USUAL_CONTEXT
@@ -327,8 +339,7 @@ def _context_params(model: Model, options: LlamaCppOptions, types: tuple[str, st
             f"give a smaller one, or 0 for all {trained}"
         )
     params = c.llama_context_default_params()
-    wanted = min(trained, USUAL_CONTEXT) if options.n_ctx is None else options.n_ctx or trained
-    params.n_ctx = max(wanted, SMALLEST_CONTEXT)
+    params.n_ctx = context_size(model, options)
     params.n_batch = min(options.n_batch, params.n_ctx)
     params.n_ubatch = min(options.n_ubatch, params.n_batch)
     if model.alone and (options.n_seq_max or 1) > 1:

@@ -28,7 +28,7 @@ from leapahead.models.llama_cpp import selftest
 from leapahead.models.llama_cpp.context import Context, Model, Outputs
 from leapahead.models.llama_cpp.model import LlamaCppTarget
 from leapahead.models.llama_cpp.options import LlamaCppOptions
-from leapahead.models.llama_cpp.session import LlamaCppSession
+from leapahead.models.llama_cpp.session import LlamaCppSession, check_step
 
 STEP_ROWS = 8
 CHUNK = 64
@@ -46,6 +46,8 @@ class ExactLlamaCppTarget(LlamaCppTarget):
         BadParameter: options with which nothing is exact.
         Refused: the model cannot be decoded exactly.
     """
+
+    chains_only = "in exact mode"
 
     def __init__(self, model: Model, options: LlamaCppOptions | None = None, name: str | None = None) -> None:
         options = options or LlamaCppOptions()
@@ -131,11 +133,7 @@ class ExactLlamaCppTarget(LlamaCppTarget):
         self._check(capture)
         found = []
         for index, (session, tree) in enumerate(zip(sessions, trees, strict=True)):
-            if len(tree) > STEP_ROWS or not tree.is_chain:
-                raise BadParameter(
-                    f"a draft of {len(tree) - 1} tokens{' with branches' * (not tree.is_chain)} is not possible in "
-                    f"exact mode: it must be a chain of at most {STEP_ROWS - 1}"
-                )
+            check_step([tree], len(tree), STEP_ROWS, self.chains_only, fixed=True)
             self._discard_tree(session.track)
             self._cells.make_room(STEP_ROWS, f"a step of {STEP_ROWS} nodes")
             outputs = self._forward([session], [tree], [True] * len(tree), [0], capture)

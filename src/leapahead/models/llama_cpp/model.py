@@ -32,7 +32,7 @@ from leapahead.models.llama_cpp.cells import Cells
 from leapahead.models.llama_cpp.context import Context, FloatArray, Model, Outputs
 from leapahead.models.llama_cpp.file import weights_digest
 from leapahead.models.llama_cpp.options import LlamaCppOptions
-from leapahead.models.llama_cpp.session import LlamaCppSession, Part
+from leapahead.models.llama_cpp.session import LlamaCppSession, Part, check_step
 from leapahead.models.llama_cpp.tokenizer import GgufTokenizer
 from leapahead.models.llama_cpp.track import Track
 
@@ -54,6 +54,8 @@ class LlamaCppTarget:
         LeapaheadError: no memory for the context.
         Refused: the model's logits of a chain are not those of one token at a time.
     """
+
+    chains_only = ""  # where drafts have no branches, as messages name it
 
     def __init__(self, model: Model, options: LlamaCppOptions | None = None, name: str | None = None) -> None:
         options = options or LlamaCppOptions()
@@ -85,6 +87,10 @@ class LlamaCppTarget:
 
     def _make_context(self, model: Model, options: LlamaCppOptions) -> Context:
         return Context(model, options)
+
+    def _rows(self, sizes: Sequence[int]) -> int:
+        """Rows of a forward over so many tokens of each sequence."""
+        return sum(sizes)
 
     def _tested(self) -> frozenset[str]:
         """The capabilities that a test of the model finds."""
@@ -208,14 +214,10 @@ class LlamaCppTarget:
         parts = self._parts(sessions, trees, num_computed, reads)
         if not (self.model.cells and self.context.unified):  # computed side by side where the ids follow one another
             parts.sort(key=lambda part: part.session.track.main)
-        total = sum([part.new for part in parts])
-        if total > max(self.context.n_step, len(trees)):
-            raise BadParameter(
-                f"trees of {total} nodes are more than the {self.context.n_step} that a step may have; use smaller "
-                "trees, or load the model with a larger n_batch and n_ubatch"
-            )
+        rows = self._rows([part.new for part in parts])
+        check_step(trees, rows, max(self.context.n_step, len(trees)), self.chains_only)
         need = sum([part.new if part.session.is_read else part.rows for part in parts])  # a prompt has its cells
-        self._cells.make_room(need, f"a step of {total} nodes")
+        self._cells.make_room(need, f"a step of {need} nodes")
         for part in parts:
             if len(part.placed) > 1:
                 part.session.track.keep(part.begin)
@@ -288,7 +290,7 @@ class LlamaCppTarget:
         return parts
 
     def cost(self, sessions: Sequence[LlamaCppSession], trees: Sequence[TokenTree]) -> Cost:
-        rows = sum(map(len, trees)) + sum(session.replay for session in sessions)
+        rows = self._rows([len(t) for t in trees]) + sum(session.replay for session in sessions)
         return Cost(rows, len(trees), max(len(session.tokens) for session in sessions))
 
     def release(self, session: LlamaCppSession) -> None:
@@ -368,15 +370,6 @@ class LlamaCppTarget:
 def _copy(outputs: Outputs) -> FloatArray | None:
     """The hidden states of a forward, float32 [rows, hidden_size], in memory of their own."""
     return None if outputs.hidden is None else np.array(outputs.hidden)
-
-
-def read_tokenizer(path: str | Path) -> GgufTokenizer:
-    """The tokenizer of a GGUF file, without its weights.
-
-    Raises:
-        LeapaheadError: no such file, or a broken one.
-    """
-    return GgufTokenizer(Model(path, LlamaCppOptions(), vocab_only=True))
 
 
 def load(

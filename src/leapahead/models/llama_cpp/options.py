@@ -38,7 +38,7 @@ class LlamaCppOptions:
             before it.
         kv_unified: one cache for all sequences, in which the branches of a tree share cells. False gives every sequence
             `n_ctx` cells of its own, and `n_seq_max` is the number of sequences, by default 8: forwards of many
-            sequences take less time, and drafts have no branches.
+            sequences take less time, and drafts have no branches. None chooses by the number of sequences, see `form`.
         kept_tokens: greatest number of tokens of earlier texts whose keys and values are kept in the machine's memory
             when others need their cells, for prompts that begin with the same tokens; by default `n_ctx`, so that they
             take no more memory than the KV cache; 0 for none.
@@ -60,7 +60,7 @@ class LlamaCppOptions:
     type_k: str | None = None
     type_v: str | None = None
     n_seq_max: int | None = None
-    kv_unified: bool = True
+    kv_unified: bool | None = None
     kept_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class LlamaCppOptions:
         self._check("n_gpu_layers", -1, None)
         self._check("n_seq_max", 1, MOST_SEQUENCES)
         self._check("kept_tokens", 0, None)
-        if not isinstance(self.kv_unified, bool):
+        if not isinstance(self.kv_unified, bool | None):
             raise BadParameter(f"kv_unified={self.kv_unified!r} is not possible: it must be true or false")
         if self.n_ctx is not None and 0 < self.n_ctx < SMALLEST_CONTEXT:
             raise BadParameter(

@@ -18,18 +18,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from leapahead.core.errors import BadParameter, Refused
-from leapahead.core.tree import TokenTree
-from leapahead.models.base import TREE, Capture, Cost
+from leapahead.core.errors import Refused
+from leapahead.models.base import TREE
 from leapahead.models.llama_cpp import selftest
 from leapahead.models.llama_cpp.context import Context, Model, Outputs
 from leapahead.models.llama_cpp.model import LlamaCppTarget
 from leapahead.models.llama_cpp.options import LlamaCppOptions
-from leapahead.models.llama_cpp.session import LlamaCppSession
 
 MOST_NODES = 32  # of a draft and its root; so many cells lie behind the end of each sequence
 USUAL_SEQUENCES = 8
-NO_TREES = "a KV cache for each sequence"
+NO_TREES = "a KV cache for each sequence (kv_unified gives one for all)"
 PADDING = 0  # the token of padding rows
 PASS_ROWS = 3  # a further pass over the model takes about as long as so many more rows
 
@@ -96,6 +94,8 @@ class SeparateLlamaCppTarget(LlamaCppTarget):
         Refused: the model has a recurrent state.
     """
 
+    chains_only = "with a KV cache for each sequence (kv_unified=False)"
+
     def __init__(self, model: Model, options: LlamaCppOptions | None = None, name: str | None = None) -> None:
         options = options or LlamaCppOptions(kv_unified=False)
         if model.stateful:
@@ -123,30 +123,8 @@ class SeparateLlamaCppTarget(LlamaCppTarget):
         """See `LlamaCppTarget`: everything but trees."""
         return selftest.capabilities(self) - {TREE}
 
-    def cost(self, sessions: Sequence[LlamaCppSession], trees: Sequence[TokenTree]) -> Cost:
-        longest = max(map(len, trees))
-        return Cost(len(trees) * longest, len(trees), max(len(session.tokens) for session in sessions))
-
-    def _forward(
-        self,
-        sessions: Sequence[LlamaCppSession],
-        trees: Sequence[TokenTree],
-        wanted: Sequence[bool],
-        num_computed: Sequence[int],
-        capture: Capture,
-    ) -> Outputs:
-        if not all(tree.is_chain for tree in trees):
-            raise BadParameter(
-                f"a draft with branches is not possible with a KV cache for each sequence ({self.info.name}, "
-                "kv_unified=False); give a chain"
-            )
-        rows = len(trees) * max(len(tree) - first for tree, first in zip(trees, num_computed, strict=True))
-        if rows > max(self.context.n_step, len(trees)):
-            raise BadParameter(
-                f"a step of {rows} rows, padding included, is more than the {self.context.n_step} that one may have; "
-                "give shorter drafts, or load the model with a larger n_batch and n_ubatch"
-            )
-        return super()._forward(sessions, trees, wanted, num_computed, capture)
+    def _rows(self, sizes: Sequence[int]) -> int:
+        return len(sizes) * max(sizes, default=0)
 
 
 def _filled(ids: Sequence[int], rows: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from leapahead.core.errors import BadParameter
@@ -60,6 +61,28 @@ class LlamaCppSession:
 
     def close(self) -> None:
         self._target.release(self)
+
+
+def check_step(trees: Sequence[TokenTree], rows: int, most: int, chains_only: str = "", fixed: bool = False) -> None:
+    """Refuses a step that a target cannot compute.
+
+    Args:
+        trees: of its sessions.
+        rows: that it takes, padding included.
+        most: rows that it may have.
+        chains_only: where trees must be chains, as messages name it; "" where they need not be.
+        fixed: whether `most` is the same with all options.
+
+    Raises:
+        BadParameter: a tree has branches where it must not, or there are too many rows.
+    """
+    if chains_only and not all(tree.is_chain for tree in trees):
+        raise BadParameter(f"a draft with branches is not possible {chains_only}; give a chain")
+    if rows > most:
+        larger = "" if fixed else ", or load the model with a larger n_batch and n_ubatch"
+        raise BadParameter(
+            f"a step of {rows} rows is more than the {most} that one may have; give shorter drafts{larger}"
+        )
 
 
 class Part:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import llama_cpp as c
 import numpy as np
 
 from leapahead.models.llama_cpp.context import Model
+from leapahead.models.llama_cpp.options import LlamaCppOptions
 
 SPECIAL = c.LLAMA_TOKEN_ATTR_CONTROL | c.LLAMA_TOKEN_ATTR_UNKNOWN | c.LLAMA_TOKEN_ATTR_UNUSED
 
@@ -115,6 +117,15 @@ class GgufTokenizer:
             return str(formatter(messages=conversation, **variables).prompt)  # type: ignore[arg-type]
         except TemplateError as error:
             raise ValueError(f"the chat template of the file fails: {error}") from None
+
+
+def read_tokenizer(path: str | Path) -> GgufTokenizer:
+    """The tokenizer of a GGUF file, without its weights.
+
+    Raises:
+        LeapaheadError: no such file, or a broken one.
+    """
+    return GgufTokenizer(Model(path, LlamaCppOptions(), vocab_only=True))
 
 
 def _or_none(token: int) -> int | None:

@@ -1,0 +1,103 @@
+"""Whether the sequences of a GGUF file share one KV cache or have one each, where the user names neither.
+
+One cache for all allows branches in drafts, and the attention of every row passes over the cells of all sequences. So
+a cache for each is faster where many are decoded together, which docs/research/serving.md measures, and is chosen by
+their number, as far as model, drafter and memory allow it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import llama_cpp as c
+
+from leapahead.core.errors import BadParameter
+from leapahead.models.llama_cpp.context import Model, cache_types, context_size
+from leapahead.models.llama_cpp.log import log
+from leapahead.models.llama_cpp.model import LlamaCppTarget
+from leapahead.models.llama_cpp.options import MOST_SEQUENCES, LlamaCppOptions
+from leapahead.models.llama_cpp.separate import MOST_NODES, SeparateLlamaCppTarget
+from leapahead.models.llama_cpp.tokenizer import GgufTokenizer
+from leapahead.models.memory import free_host_bytes
+
+FEW = 8  # sequences up to which they share one cache
+# Of the free memory, what the caches may take: earlier texts that are kept beside them can take as much again.
+MOST_MEMORY = 0.25
+VALUE_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
+
+
+def load(
+    path: str | Path, options: LlamaCppOptions, sequences: int | None = None, branching: str = ""
+) -> tuple[LlamaCppTarget, GgufTokenizer]:
+    """Loads a GGUF file with the form of the KV cache that is named, or else with the one that is chosen here.
+
+    Args:
+        path: the file; of a model in several files the first.
+        options: how; `kv_unified` names the form.
+        sequences: greatest number that is decoded together; None where it is not known.
+        branching: name of the drafter, if it needs branches in its drafts.
+
+    Returns:
+        The target, whose `TargetInfo.kv_cache` tells what was chosen and why, and the tokenizer that the file holds.
+
+    Raises:
+        LeapaheadError: whatever is wrong with the file or the options, in one sentence.
+    """
+    model, chosen = Model(path, options), ""
+    separate = options.kv_unified is False
+    if options.kv_unified is None and sequences is not None:
+        against = against_separate(model, options, sequences, branching)
+        separate, chosen = not against, f"one KV cache for all sequences, since {against}"
+        if separate:
+            chosen = (
+                f"a KV cache of {context_size(model, options)} tokens for each of {sequences} sequences, since steps "
+                f"of more than {FEW} take less time so; kv_unified=True (--kv-unified) gives one for all, and drafts "
+                "with branches"
+            )
+    if separate and options.n_seq_max is None and (sequences or 0) > MOST_SEQUENCES:
+        raise BadParameter(
+            f"max_batch={sequences} is not possible with kv_unified=False, since llama.cpp has at most "
+            f"{MOST_SEQUENCES} sequences; give a smaller one, or kv_unified=True"
+        )
+    if not separate:
+        target = LlamaCppTarget(model, options)
+    else:
+        target = SeparateLlamaCppTarget(model, replace(options, n_seq_max=options.n_seq_max or sequences))
+    if chosen:
+        log.info("%s: %s", target.info.name, chosen)
+        target.info = replace(target.info, kv_cache=chosen)
+    return target, GgufTokenizer(model)
+
+
+def against_separate(model: Model, options: LlamaCppOptions, sequences: int, branching: str) -> str:
+    """What speaks against a cache for each sequence, as the end of a sentence; "" for nothing."""
+    if sequences <= FEW:
+        return f"no more than {FEW} are decoded together"
+    if model.stateful:
+        return "the model has a recurrent state for each anyway"
+    if branching:
+        return f"the drafter {branching!r} drafts branches"
+    if options.n_seq_max is not None:
+        return f"n_seq_max={options.n_seq_max} sets the number of branches"
+    if options.n_gpu_layers != 0 and c.llama_supports_gpu_offload():
+        return "one for each was measured on CPUs only"
+    if sequences > (most := min(MOST_SEQUENCES, options.n_ubatch, options.n_batch, context_size(model, options))):
+        return f"llama.cpp computes at most {most} sequences with one each"
+    needed, free = sequences * cache_bytes(model, options), free_host_bytes()
+    if needed > MOST_MEMORY * free:
+        return (
+            f"one for each of {sequences} would take {needed / 1e9:.1f} of {free / 1e9:.1f} GB free memory; a smaller "
+            "n_ctx (--ctx-size) takes less"
+        )
+    return ""
+
+
+def cache_bytes(model: Model, options: LlamaCppOptions) -> int:
+    """An estimate of the memory of one sequence's cache."""
+    architecture = model.meta("general.architecture")
+    usual = c.llama_model_n_embd(model.pointer) // max(1, c.llama_model_n_head(model.pointer))
+    wide = [int(model.meta(f"{architecture}.attention.{part}_length") or usual) for part in ("key", "value")]
+    sizes = [VALUE_BYTES[each] for each in cache_types(model, options)]
+    row = sum(width * size for width, size in zip(wide, sizes, strict=True)) * c.llama_model_n_head_kv(model.pointer)
+    return round((context_size(model, options) + MOST_NODES) * row * model.layers)

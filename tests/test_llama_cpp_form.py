@@ -1,0 +1,173 @@
+"""Which form the KV cache of a GGUF file has where the user names none, and what is told of it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import GREEDY
+
+from leapahead import LLM
+from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.tree import TokenTree
+from leapahead.drafters import registry
+from leapahead.models import loading
+from leapahead.models.base import read_prompt
+
+pytest.importorskip("llama_cpp")
+pytest.importorskip("gguf")
+
+import gguf_architectures
+import gguf_models
+
+from leapahead.models.llama_cpp import context, form
+from leapahead.models.llama_cpp.options import LlamaCppOptions
+from leapahead.models.llama_cpp.separate import SeparateLlamaCppTarget
+
+MANY = form.FEW + 1
+SMALL: dict[str, Any] = {"n_ctx": 256, "n_threads": 1}
+
+
+@pytest.fixture(autouse=True)
+def _free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So much memory is free, whatever else the machine does."""
+    monkeypatch.setattr(form, "free_host_bytes", lambda: 2 * 10**9)
+
+
+def loaded(path: Path | None = None, sequences: int | None = MANY, **options: Any) -> Any:
+    return loading.load(path or gguf_models.llama(), sequences=sequences, **SMALL, **options).target
+
+
+def test_many_sequences_have_a_cache_each(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "leapahead.llama_cpp"):
+        target = loaded()
+    assert isinstance(target, SeparateLlamaCppTarget)
+    assert (target.context.n_seq_max, target.info.context_length) == (MANY, 256)
+    assert target.info.kv_cache.startswith(f"a KV cache of 256 tokens for each of {MANY} sequences, since")
+    assert [each for each in caplog.messages if target.info.kv_cache in each]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"sequences": form.FEW}, f"no more than {form.FEW} are decoded together"),
+        ({"branching": "lookahead"}, "the drafter 'lookahead' drafts branches"),
+        ({"n_seq_max": 32}, "n_seq_max=32 sets the number of branches"),
+        ({"sequences": 257}, "llama.cpp computes at most 256 sequences with one each"),
+        ({"n_ubatch": 8}, "llama.cpp computes at most 8 sequences with one each"),
+        ({"sequences": 256}, r"would take \d+\.\d of \d+\.\d GB free memory"),
+    ],
+)
+def test_what_speaks_against_it(options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if options.get("sequences") == 256:
+        monkeypatch.setattr(form, "free_host_bytes", lambda: 10**7)
+    target = loaded(**options)
+    assert not isinstance(target, SeparateLlamaCppTarget)
+    assert re.search(f"^one KV cache for all sequences, since .*{why}", target.info.kv_cache)
+
+
+def test_a_recurrent_state_speaks_against_it() -> None:
+    target = loaded(gguf_architectures.BY_NAME["mamba"].path())
+    assert not isinstance(target, SeparateLlamaCppTarget)
+    assert target.info.kv_cache.endswith("the model has a recurrent state for each anyway")
+
+
+def test_so_does_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form.c, "llama_supports_gpu_offload", lambda: True)
+    assert loaded().info.kv_cache.endswith("one for each was measured on CPUs only")
+    assert isinstance(loaded(n_gpu_layers=0), SeparateLlamaCppTarget)
+
+
+def test_what_the_user_names_is_taken() -> None:
+    for named in (True, False):
+        for sequences in (None, 2, MANY):
+            target = loaded(sequences=sequences, kv_unified=named)
+            assert isinstance(target, SeparateLlamaCppTarget) is not named
+            assert target.info.kv_cache == ""
+    assert loaded(sequences=None).info.kv_cache == ""  # it is not known how many there will be
+    assert not isinstance(loaded(exact=True), SeparateLlamaCppTarget)
+
+
+def test_an_llm_has_the_form_for_its_batch_and_drafter() -> None:
+    with LLM(gguf_models.llama(), **SMALL) as usual:
+        assert not isinstance(usual.target, SeparateLlamaCppTarget)
+    with LLM(gguf_models.llama(), max_batch=MANY, drafter="lookahead", **SMALL) as branching:
+        assert not isinstance(branching.target, SeparateLlamaCppTarget)
+    with pytest.raises(BadParameter, match="max_batch=257 is not possible with kv_unified=False"):
+        LLM(gguf_models.llama(), max_batch=257, kv_unified=False, **SMALL)
+    with LLM(gguf_models.llama(), max_batch=MANY, **SMALL) as many:
+        assert isinstance(many.target, SeparateLlamaCppTarget)
+        with pytest.raises(Refused, match=r"needs tree .* \(kv_unified gives one for all\)"):
+            many.generate([1, 2, 3], drafter="lookahead")
+
+
+def test_drafters_that_need_branches() -> None:
+    needing = {name for name in registry.BUILT_IN if registry.branching(name)}
+    assert "lookahead" in needing
+    assert not needing & {"auto", "plain", "prompt_lookup", "prediction", "draft_model", "head"}
+
+
+@pytest.mark.parametrize("types", [{}, {"type_k": "f16", "type_v": "f16"}])
+@pytest.mark.parametrize(("name", "most"), [("llama", 1.02), ("gemma2", 1.02), ("deepseek2", 2.0)])
+def test_the_memory_of_a_cache(name: str, most: float, types: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """The estimate is what llama.cpp says that it allocates, or more: of latent attention, it keeps no values."""
+    path = gguf_models.llama() if name == "llama" else gguf_architectures.BY_NAME[name].path()
+    options = LlamaCppOptions(kv_unified=False, n_ctx=2048 - form.MOST_NODES, **types)
+    with caplog.at_level(logging.INFO, "leapahead.llama_cpp"):
+        model = context.Model(path, options)
+        caplog.clear()
+        SeparateLlamaCppTarget(model, options)
+    sizes = [float(size) for size in re.findall(r"KV buffer size *= *([\d.]+) MiB", caplog.text)]
+    assert 0.98 <= form.cache_bytes(model, options) / (sum(sizes) * 2**20 / 8) <= most
+
+
+@pytest.mark.parametrize(
+    ("options", "tree", "words"),
+    [
+        (
+            {},
+            TokenTree.chain(3, range(4, 260)),
+            "a step of 257 rows is more than the 256 that one may have; give shorter",
+        ),
+        (
+            {"kv_unified": False},
+            TokenTree([3, 4, 5], [-1, 0, 0]),
+            "with branches is not possible with a KV cache for each",
+        ),
+        (
+            {"exact": True},
+            TokenTree([3, 4, 5], [-1, 0, 0]),
+            "with branches is not possible in exact mode; give a chain",
+        ),
+        (
+            {"exact": True},
+            TokenTree.chain(3, range(4, 12)),
+            "a step of 9 rows is more than the 8 .*; give shorter drafts$",
+        ),
+    ],
+)
+def test_steps_that_are_refused(options: dict[str, Any], tree: TokenTree, words: str) -> None:
+    """By one check in all forms, and nothing is lost."""
+    target = loaded(sequences=None, **options)
+    session = target.open([1, 2, 3], GREEDY)
+    read_prompt(target, session)
+    root = [TokenTree.root(3)]
+    before = int(target.step([session], root)[0][0])
+    with pytest.raises(BadParameter, match=words):
+        target.step([session], [tree])
+    assert int(target.step([session], root)[0][0]) == before
+
+
+def test_padding_counts() -> None:
+    """Three sequences of which one drafts 31 tokens take 96 rows of a step of 64."""
+    target = loaded(sequences=None, kv_unified=False, n_batch=64, n_ubatch=64, n_seq_max=3)
+    sessions = [target.open([1, 2, 3], GREEDY) for _ in range(3)]
+    for session in sessions:
+        read_prompt(target, session)
+    trees = [TokenTree.chain(3, range(4, 4 + drafted)) for drafted in (31, 0, 0)]
+    assert target.cost(sessions, trees).rows == 96
+    with pytest.raises(BadParameter, match="a step of 96 rows is more than the 64"):
+        target.step(sessions, trees)
