@@ -71,9 +71,9 @@ class Limits:
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), 1)
         for name in ("header_seconds", "body_seconds", "send_seconds", "request_seconds", "shutdown_seconds"):
-            value, least = getattr(self, name), " above 0" if name != "shutdown_seconds" else ""
-            if value is not None and (number(value) is None or not (value > 0 if least else value >= 0)):
-                raise BadParameter(f"{name}={value!r} is not possible: it must be a number of seconds{least}")
+            value, above = getattr(self, name), " above 0" if name != "shutdown_seconds" else ""
+            if value is not None and (number(value) is None or not (value > 0 if above else value >= 0)):
+                raise BadParameter(f"{name}={value!r} is not possible: it must be a number of seconds{above}")
 
 
 @dataclass(frozen=True, kw_only=True)
