@@ -133,10 +133,10 @@ def test_the_interval_of_one_batch_of_several_prompts_is_over_the_rounds() -> No
 def test_few_batches_have_more_rounds() -> None:
     prompts = [tasks.Task("one", ["x"] * 12), tasks.Task("two", ["y"] * 4)]
     plan = runner.Plan(tasks=prompts, configurations=[Configuration("auto")], rounds=1)
-    assert [plan.rounds_of(batch) for batch in (1, 2, 4, 8, 16)] == [1, 2, 2, 2, 2]
-    assert replace(plan, rounds=3).rounds_of(16) == 3
-    assert replace(plan, tasks=prompts[1:]).rounds_of(4) == 4
-    assert replace(plan, tasks=[tasks.Task("one", ["x"])]).rounds_of(1) == 1, "one prompt stays one prompt"
+    assert [plan.rounds_of(prompts[0], batch) for batch in (1, 2, 4, 8, 16)] == [1, 2, 4, 4, 4]
+    assert plan.rounds_of(prompts[1], 4) == 4, "whatever other tasks there are"
+    assert replace(plan, rounds=3).rounds_of(prompts[0], 2) == 3
+    assert plan.rounds_of(tasks.Task("one", ["x"]), 1) == 1, "one prompt stays one prompt"
 
 
 def test_texts_decoded_alone_are_known_to_the_next_batch_size() -> None:

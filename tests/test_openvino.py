@@ -25,7 +25,7 @@ from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models import huge_pages, loading
 from leapahead.models.base import Capture, read_prompt
-from leapahead.models.openvino import folder
+from leapahead.models.openvino import compiled, folder
 from leapahead.models.openvino.blocks import Plane, Pool
 from leapahead.models.openvino.export import export
 from leapahead.models.openvino.model import OpenVinoTarget
@@ -218,6 +218,15 @@ def test_captures(target: OpenVinoTarget, llama: Any, reference: Reference) -> N
     (rows,) = read_prompt(target, again)
     assert (rows.top_k(3)[0] == likeliest).all()
     again.close()
+
+
+def test_one_thread_with_amx_is_refused_in_bfloat16(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "uses_amx", lambda core: True)
+    with pytest.raises(
+        Refused, match="bf16 for one thread on a processor with AMX; use n_threads=2 or precision='f32'"
+    ):
+        folder.load(exported, OpenVinoOptions(n_threads=1, precision="bf16"))
+    folder.load(exported, OpenVinoOptions(n_threads=1, precision="f32"))
 
 
 def test_captured_states_of_bfloat16(exported: Path, llama: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 import shutil
@@ -116,6 +117,34 @@ def test_a_record_is_resumed_row_by_row(tmp_path: Path) -> None:
     assert [each["commit"] for each in figures] == ["abc", "def"]  # each is of the run that made it
     with pytest.raises(BadParameter, match="rounds was 2 and is 3"):
         again.agree(MEASURED, {"rounds": 3, "date": "tomorrow"})
+
+
+def test_figures_of_another_machine_say_so(tmp_path: Path) -> None:
+    one, other = DECODING[:2]
+    record = Record(tmp_path, [one, other], resume=False)
+    first = {"commit": "abc", "cpu": "a processor", "versions": {"torch": "1"}, "rounds": 2}
+    record.agree(MEASURED, first)
+    record.add(one, MEASURED, 0.0, {"mismatches": 0})
+    again = Record(tmp_path, [one, other], resume=True)
+    again.agree(MEASURED, {**first, "commit": "def", "cpu": "another"})
+    again.add(other, MEASURED, 0.0, {"mismatches": 0})
+    found = read(tmp_path)
+    assert found["conditions"][MEASURED] == first
+    assert found["rows"][one.key][MEASURED]["0"] == {"mismatches": 0, "commit": "abc"}
+    assert found["rows"][other.key][MEASURED]["0"] == {"mismatches": 0, "commit": "def", "cpu": "another"}
+
+
+def test_the_page_names_the_rows_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    page = importlib.import_module("systems")
+    figures = {"commit": "abc", "mismatches": 0}
+    other = {**figures, "cpu": "another", "versions": {"torch": "2", "numpy": "1"}}
+    rows = {"a": {"name": "A", MEASURED: {"0": figures, "1": figures}}, "b": {"name": "B", MEASURED: {"0": other}}}
+    told = {kind: {"versions": {"torch": "1", "numpy": "1"}} for kind in (MEASURED, CHECKED)}
+    found = {"conditions": told, "rows": rows}
+    assert page._origins(found, MEASURED) == "commit abc; commit abc on another, torch 2 for the rows B"
+    rows = {name: {"name": row["name"], CHECKED: row[MEASURED]} for name, row in rows.items()}
+    assert page._origins({**found, "rows": rows}, CHECKED) == "commits as told; on another, torch 2 for the rows B"
 
 
 def test_figures_of_another_command_are_dropped(tmp_path: Path) -> None:

@@ -251,6 +251,8 @@ def test_a_run_is_resumed_with_the_same_settings_only(tmp_path: Path) -> None:
     folder.check(Settings("eagle3", data="a", steps=9, lr=1e-3), resume=True)
     with pytest.raises(LeapaheadError, match=r"batch=8 is not possible with --resume, because .* was begun with 16"):
         folder.check(Settings("eagle3", data="a", batch=8), resume=True)
+    folder.check(Settings("eagle3", data="b", batch=8), resume=False)  # no text was written yet
+    folder.texts.touch()
     with pytest.raises(LeapaheadError, match="is not empty; give a new folder, or go on with --resume"):
         folder.check(settings, resume=False)
 
@@ -273,6 +275,8 @@ def test_the_command_trains_a_head(leapahead: Any, data: Path, tmp_path: Path) -
     readme = (out / "head" / "README.md").read_text()
     assert f"--kind eagle3 --data {data}" in readme
     assert "| prompts | 2 |" in readme
+    for wrong in (("--head", str(out)), ("-m", str(out))):
+        assert f"; a training has written its result to {out / 'head'}" in leapahead("generate", "a", *wrong).stderr
     text = leapahead("generate", "def add", "--max-new-tokens", "8", "-d", "head", "--head", str(out / "head"))
     assert text.stdout == leapahead("generate", "def add", "--max-new-tokens", "8", "-d", "plain").stdout
 
@@ -317,6 +321,7 @@ def test_ctrl_c_says_how_to_go_on(leapahead: Any, data: Path, tmp_path: Path, mo
         (["--data", "missing.jsonl"], "there is no file missing.jsonl"),
         (["--data", "{empty}"], "holds no prompts"),
         (["--data", "{data}", "--evaluate", "missing.jsonl"], "there is no file missing.jsonl"),
+        (["--texts", "."], ". is a folder; give a file, such as a training's texts.jsonl"),
         (["--data", "{data}", "--layers", "1,x"], "--layers 1,x is not possible: give numbers of layers"),
         (["--data", "{data}", "--layers", "1,2,9"], "the head reads the hidden states of layers 1, 2, 9"),
         (["--data", "{data}", "--heads", "2"], "--heads 2 is not possible with eagle3"),

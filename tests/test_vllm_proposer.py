@@ -22,6 +22,9 @@ class GPUModelRunner:
     def initialize_kv_cache(self, config):
         self.effective_drafter_max_model_len = self.max_model_len
 
+    def _sample(self, logits, spec_decode_metadata):
+        return logits, spec_decode_metadata
+
     def propose_draft_token_ids(
         self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states,
         aux_hidden_states, {metadata}, common_attn_metadata, slot_mappings,
@@ -136,6 +139,19 @@ def test_the_wrapped_methods_tell_all_that_drafting_needs(install: Install) -> N
     assert proposer.figures.accepted["prediction"] > 30
     assert proposer.figures.drafted["recycling"] + proposer.figures.drafted["siblings"] > 0
     assert proposer.figures.errors == proposer.figures.resynchronised == 0
+
+
+def test_steps_without_drafted_tokens_are_sampled_as_without_a_proposer(install: Install) -> None:
+    install()
+    runner = Runner(Proposer(config())).runner
+    drafted, plain = Some(num_draft_tokens=[0, 2]), Some(num_draft_tokens=[0, 0])
+    assert runner._sample("logits", drafted) == ("logits", drafted)
+    assert runner._sample("logits", plain) == ("logits", None)
+    assert runner._sample("logits", None) == ("logits", None)
+    runner.drafter = Some()  # another method's
+    assert runner._sample("logits", plain) == ("logits", plain)
+    del runner.drafter
+    assert runner._sample("logits", plain) == ("logits", plain)
 
 
 def test_a_second_proposer_wraps_nothing_twice(install: Install) -> None:

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import benches
 
 from leapahead.bench.cell import speedup
 from leapahead.bench.record import OVERALL, read
+from leapahead.bench.run import LEAST_PASSES
 from leapahead.integrations.vllm.figures import LABELS, METRICS
 from leapahead.integrations.vllm.options import Options
 
 Table = Callable[[str, list[list[str]]], str]
-NAME = "vllm-plugin"  # of the bench
+BENCHES = ("vllm-plugin", "vllm-plugin-again", "vllm-plugin-sixteen")
 PLAIN, OURS = "peer:vllm", "peer:vllm-leapahead"
 OTHERS = ("peer:vllm-ngram", "peer:vllm-suffix")
 
@@ -40,11 +42,11 @@ def metrics(table: Table) -> str:
     return table("metric | labels | meaning", rows)
 
 
-def bench(root: Path, table: Table) -> str:
+def bench(root: Path, table: Table, name: str) -> str:
     """Tokens a second against vLLM without drafts, by task and number of requests: `ratio (95 % interval)`."""
-    if not (root / "docs/bench" / NAME / "bench.json").is_file():
+    if not (root / "docs/bench" / name / "bench.json").is_file():
         return "Not measured yet."
-    rows = [row for row in read(root / "docs/bench" / NAME)["results"] if row["task"] != OVERALL]
+    rows = [row for row in read(root / "docs/bench" / name)["results"] if row["task"] != OVERALL]
     cells = {(row["task"], row["batch"], row["drafter"]): row for row in rows}
     lines = []
     for task, batch in dict.fromkeys((row["task"], row["batch"]) for row in sorted(rows, key=lambda row: row["batch"])):
@@ -54,17 +56,16 @@ def bench(root: Path, table: Table) -> str:
         others = [_ratio(cells.get((task, batch, name)), plain) for name in (*OTHERS, OURS)]
         lines.append([task, str(batch), f"{plain['tokens_per_second']:.1f}", *others])
     heads = "task | requests | vLLM, tokens a second | its n-grams | its suffixes | leapahead inside vLLM"
-    return (
-        table(heads, lines)
-        + "\n\n"
-        + benches.conditions(root, NAME, "135M", batch="", tasks={row["task"] for row in rows})
-    )
+    told = benches.conditions(root, name, "135M", batch="", tasks={row["task"] for row in rows})
+    rounds = {len(row["samples"]["tokens"]) for row in rows if row["batch"] > 1}
+    passes = f" At several requests there are {LEAST_PASSES} rounds." if rounds == {LEAST_PASSES} else ""
+    return f"{table(heads, lines)}\n\n{told}{passes}"
 
 
 def _ratio(row: dict[str, Any] | None, plain: dict[str, Any]) -> str:
     if row is None:
         return ""
-    found = speedup(row["samples"], plain["samples"])
+    found = speedup(row["samples"], plain["samples"], prompts=row["prompts"])
     interval = "" if found["low"] is None else f" ({found['low']:.2f} to {found['high']:.2f})"
     return f"{found['median']:.2f}{interval}"
 
@@ -73,5 +74,5 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
     return {
         "vllm-options": lambda root: options(table),
         "vllm-metrics": lambda root: metrics(table),
-        "vllm-plugin": lambda root: bench(root, table),
+        **{name: partial(bench, table=table, name=name) for name in BENCHES},
     }

@@ -103,23 +103,29 @@ def _conditions(found: dict[str, Any], kind: str) -> str:
         if kind == "measured"
         else f"seed 0, batches of {told['batch']}"
     )
-    commits = _commits(found) if kind == "measured" else "commits as told"
     return (
         f"Conditions: the bundled model in float32, {tasks} prompts, up to {told['max_new_tokens']} new tokens, {how}; "
-        f"{told['threads']} threads on {told['cpu']}; {versions}; {commits}. The encoder-decoder "
+        f"{told['threads']} threads on {told['cpu']}; {versions}; {_origins(found, kind)}. The encoder-decoder "
         "model has as many damaged pieces of held-out code instead."
     )
 
 
-def _commits(found: dict[str, Any]) -> str:
-    """The commit with the most figures, and of each other one the rows that it measured."""
-    rows = defaultdict[str, list[str]](list)
+def _origins(found: dict[str, Any], kind: str) -> str:
+    """The commit with the most figures, and of each other commit or machine the rows whose figures it made.
+
+    Where the table has the commits, only other machines are told.
+    """
+    told, rows = found["conditions"][kind], defaultdict[str, list[str]](list)
     for row in found["rows"].values():
-        for figures in row.get("measured", {}).values():
-            rows[figures["commit"][:10]].append(row["name"])
-    first, *others = sorted(rows, key=lambda commit: -len(rows[commit]))
-    told = [f"{commit} for the rows {', '.join(dict.fromkeys(rows[commit]))}" for commit in others]
-    return "; ".join((f"commit {first}", *told))
+        for figures in row.get(kind, {}).values():
+            new = [f"on {figures['cpu']}"] if "cpu" in figures else []
+            versions = figures.get("versions", {})
+            new += [f"{name} {each}" for name, each in versions.items() if each and each != told["versions"].get(name)]
+            made = [f"commit {figures['commit'][:10]}"] if kind == "measured" else []
+            rows[" ".join((*made, ", ".join(new))).strip()].append(row["name"])
+    first, *others = sorted(rows, key=lambda origin: -len(rows[origin]))
+    listed = [f"{origin} for the rows {', '.join(dict.fromkeys(rows[origin]))}" for origin in others]
+    return "; ".join((first or "commits as told", *listed))
 
 
 def uncovered(root: Path, table: Table) -> str:

@@ -1,8 +1,9 @@
 """The file of the results: a record for each row, written when the row is done.
 
-    conditions    of the measurement, and of the comparison of texts; `date` and `commit` are those of the last run
+    conditions    of the measurement, and of the comparison of texts, as they were in the first run
     not_covered   see `rows`
-    rows          key -> the row's description, `measured` and `checked`: temperature -> figures, with their commit
+    rows          key -> the row's description, `measured` and `checked`: temperature -> figures, with their commit,
+                  and with the machine and the versions of their run where these are others than the first one's
 
 Rows that are not measured have their description only, so that the page is made from this file alone.
 """
@@ -21,7 +22,8 @@ from research.systems.system import System
 
 FILE = "systems.json"
 MEASURED, CHECKED = "measured", "checked"
-FREE = ("date", "commit")  # conditions that may differ when a run is resumed
+MACHINE = ("cpu", "system", "versions")  # conditions that are kept with the figures where they differ
+FREE = ("date", "commit", *MACHINE)  # conditions that may differ when a run is resumed
 
 Row = dict[str, Any]
 
@@ -49,6 +51,7 @@ class Record:
             if not resume:
                 raise BadParameter(f"{self.path} already holds results; pass --resume, or choose another --out")
             self.content = read(folder)
+        self._now: dict[str, dict[str, Any]] = {}  # conditions of this run, by the kind of figures
         old, rows = self.content["rows"], {}
         for system in systems:
             before = old.get(system.key, {})
@@ -61,10 +64,13 @@ class Record:
     def agree(self, kind: str, conditions: dict[str, Any]) -> None:
         """Keeps the conditions of one kind of figures.
 
+        Commit, machine and versions may be others than those of the figures that are there, see `add`.
+
         Raises:
-            BadParameter: the record has figures that were made under others.
+            BadParameter: the record has figures that were made under other conditions.
         """
         plain: dict[str, Any] = json.loads(json.dumps(conditions))  # as JSON gives them back
+        self._now[kind] = plain
         known = self.content["conditions"].get(kind)
         if known is not None and any(kind in row for row in self.content["rows"].values()):
             for name in (name for name in {**known, **plain} if name not in FREE):
@@ -73,16 +79,19 @@ class Record:
                         f"{self.path} cannot be resumed: {name} was {known.get(name)} and is {plain.get(name)}; "
                         "choose another --out"
                     )
-        self.content["conditions"][kind] = plain
+        else:
+            self.content["conditions"][kind] = plain
 
     def has(self, system: System, kind: str, temperature: float) -> bool:
         """Whether there are such figures of a row."""
         return f"{temperature:g}" in self.content["rows"][system.key].get(kind, {})
 
     def add(self, system: System, kind: str, temperature: float, figures: Row) -> None:
-        """Adds figures of a row, with the commit that made them, and writes the file."""
-        commit = self.content["conditions"].get(kind, {}).get("commit")
-        self.content["rows"][system.key].setdefault(kind, {})[f"{temperature:g}"] = {**figures, "commit": commit}
+        """Adds figures of a row, with the commit that made them and what else is new, and writes the file."""
+        now, first = self._now.get(kind, {}), self.content["conditions"].get(kind, {})
+        other = {name: now[name] for name in MACHINE if name in now and now[name] != first.get(name)}
+        kept = {**figures, "commit": now.get("commit"), **other}
+        self.content["rows"][system.key].setdefault(kind, {})[f"{temperature:g}"] = kept
         self._write()
 
     def mismatches(self) -> list[str]:

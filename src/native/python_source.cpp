@@ -1,5 +1,7 @@
 #include "python_source.h"
 
+#include <nanobind/stl/string.h>
+
 #include <utility>
 
 namespace nb = nanobind;

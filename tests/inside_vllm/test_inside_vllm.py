@@ -228,6 +228,15 @@ def test_impossible_options_end_the_start_with_one_sentence(run: Run, additional
     assert message in found["log"]
 
 
+def test_parameters_that_vllm_would_ignore_are_refused_by_it(run: Run) -> None:
+    """Otherwise a text would be another one than without drafts."""
+    biased = [call("biased", PROMPTS[:1], {"min_p": 0.2, "temperature": 0.5})]
+    found = run(biased, speculative_config=OURS)
+    assert found["texts"] is None
+    assert "not yet supported with speculative decoding" in found["log"]
+    assert completed(run(biased))["texts"]
+
+
 def test_the_second_model_runner_is_refused(run: Run) -> None:
     found = run(
         [call("second runner", PROMPTS[:1])],

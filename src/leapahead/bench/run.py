@@ -27,7 +27,7 @@ from leapahead.planner.profile import LatencyProfiles
 
 Say = Callable[[str], None]
 Texts = dict[int, list[int]]  # prompt -> plain decoding's tokens
-LEAST_PASSES = 4  # of every contender over batches, since few batches make few samples of the speed-up
+LEAST_PASSES = 4  # of every contender over the batches of a task, since few make few samples of the speed-up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,9 @@ class Plan:
             for name, model in zip(short, self.models, strict=True)
         ]
 
-    def rounds_of(self, batch: int) -> int:
-        """The rounds of cells of a batch size: of batches as many more as give `LEAST_PASSES` passes."""
-        groups = sum(len(groups_of(task.prompts, batch)) for task in self.tasks)
+    def rounds_of(self, task: Task, batch: int) -> int:
+        """The rounds of a cell: of batches as many more as give `LEAST_PASSES` passes over the task's groups."""
+        groups = len(groups_of(task.prompts, batch))
         return self.rounds if batch == 1 else max(self.rounds, -(-LEAST_PASSES // groups))
 
     def conditions(self, date: str) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _cell(
         able,
         prompts,
         setting,
-        rounds=plan.rounds_of(batch),
+        rounds=plan.rounds_of(task, batch),
         seed=plan.seed,
         judge=tie_on(loaded.target),
         tokenizer=loaded.tokenizer,
@@ -271,7 +271,7 @@ class _Bar:
         self._progress = progress
         contenders = len({PLAIN, *(each.name for each in plan.configurations)}) + len(plan.peers)
         self._sizes = [
-            contenders * passes(len(task.prompts), cell[3], plan.rounds_of(cell[3]))
+            contenders * passes(len(task.prompts), cell[3], plan.rounds_of(task, cell[3]))
             for some in todo.values()
             for task, cell in some
         ]

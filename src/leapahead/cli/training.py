@@ -151,6 +151,8 @@ def train(
         LeapaheadError: a file or a package is missing, or the training cannot run.
     """
     for file in filter(None, (settings.data, settings.texts, *settings.evaluate)):
+        if Path(file).is_dir():
+            raise BadParameter(f"{file} is a folder; give a file, such as a training's {Path(file) / 'texts.jsonl'}")
         if not Path(file).is_file():
             raise BadParameter(f"there is no file {file}")
     folder.check(settings, resume)

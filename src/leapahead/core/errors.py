@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class LeapaheadError(Exception):
@@ -53,6 +54,12 @@ def needing(what: str, extra: str, *packages: str) -> Iterator[None]:
         raise LeapaheadError(
             f'{what} needs {package}, which is not installed: pip install "leapahead[{extra}]"'
         ) from None
+
+
+def trained_in(folder: Path) -> str:
+    """For the end of a message about a folder: where a training has written its result; "" where there is none."""
+    results = (folder / name for name in ("tuned", "head", "draft"))
+    return next((f"; a training has written its result to {each}" for each in results if each.is_dir()), "")
 
 
 def first_line(error: BaseException) -> str:

@@ -12,8 +12,7 @@ Invariant, asserted by every target after a commit: the cache holds every commit
 root of the next tree. A recurrent state may lag behind: the tokens that it has not read yet ride at the head of the
 next forward.
 
-A target is used by one thread at a time: whoever calls `open`, `prefill`, `fork`, `step` or a method of a session holds
-`Target.lock`. The engine does.
+One thread at a time uses a target: whoever calls `open`, `prefill`, `fork`, `step` or a session holds `Target.lock`.
 """
 
 from __future__ import annotations
@@ -113,8 +112,7 @@ class TargetInfo:
         cache_tokens: tokens that the KV cache of all sequences together can hold; 0 where that is not limited.
         reads_in_steps: how many tokens of a prompt, its first ones, are read in the forwards of steps, see
             `ReadsInSteps`; those behind them in forwards of their own. 0 for none.
-        tuned_from: the model that this one was tuned from by `leapahead train-cllm` or `train-probes`, which changes
-            its texts; "" where it was not.
+        tuned_from: the model from which `leapahead train-cllm` or `train-probes` tuned this one; "" for none.
         mask_token: the token behind which it predicts further tokens when it drafts (PARD); -1 for none.
         decoder: how the decoder of an encoder-decoder model writes; None for all other models.
         devices: how many devices the branches of a tree are divided over.

@@ -75,8 +75,7 @@ def load(
         tokenizer: instead of the model's own; or the name or folder of one.
         dtype, device: for a name or path; a loaded model is not changed.
         trust_remote_code: whether Python code that comes with the model may run.
-        cache_tokens: of a Transformers or OpenVINO model, the greatest number of tokens in its KV cache, see
-            `TransformersTarget`; by default what fits in the free memory. The cache of a GGUF file has `n_ctx` tokens.
+        cache_tokens: of the KV cache, see `TransformersTarget`; not of a GGUF file's, which has `n_ctx` tokens.
         exact: whether a token's logits must be the same bits with every draft, batch and schedule.
         sequences, branching: see `llama_cpp.form.load`.
         options: of the engine: for llama.cpp see `LlamaCppOptions`, for OpenVINO `OpenVinoOptions`, and `weights`, the
@@ -87,18 +86,12 @@ def load(
             layers are laid out for faster products on a CPU (see `models.transformers.linears`; by default true).
 
     Raises:
-        LeapaheadError: no such model, a model that cannot be decoded, an option that this kind of model does not have,
-            or a package that it needs is not installed.
+        LeapaheadError: no such model, one that cannot be decoded or lacks an option, or a package is not installed.
     """
     if isinstance(model, str) and model == BUNDLED:
         model = None
     kind, found, ends = engine_of(model, engine), None, tuple[int, ...]()
-    _refuse_options(kind, model, options)
-    if cache_tokens is not None and kind in ("llama.cpp", "target"):
-        raise BadParameter(
-            f"cache_tokens={cache_tokens} is for Transformers and OpenVINO models that are loaded here; set n_ctx for "
-            "a GGUF file"
-        )
+    _refuse_options(kind, model, options, cache_tokens)
     if kind == "llama.cpp":
         target, gguf_tokenizer = _gguf(model, dtype, device, exact, sequences, branching, options)
         found, ends = gguf_tokenizer, gguf_tokenizer.end_token_ids
@@ -167,7 +160,7 @@ def engine_of(model: Any, engine: str = "auto") -> str:
     raise BadParameter(f"a model must be {what}, got {type(model).__name__}")
 
 
-def _refuse_options(kind: str, model: Any, options: dict[str, Any]) -> None:
+def _refuse_options(kind: str, model: Any, options: dict[str, Any], cache_tokens: int | None) -> None:
     """Refuses options that the engine does not have."""
     if unknown := [name for name in options if name not in ENGINE_OPTIONS]:
         raise BadParameter(f"there is no option {unknown[0]!r}; there are {', '.join(ENGINE_OPTIONS)}")
@@ -182,6 +175,11 @@ def _refuse_options(kind: str, model: Any, options: dict[str, Any]) -> None:
         is_named = model is None or isinstance(model, (str, Path))
         what = repr(BUNDLED if model is None else model) if is_named else "a loaded one"
         raise BadParameter(f"{', '.join(wrong)} can be set for {owners} only, not for {what}")
+    if cache_tokens is not None and kind in ("llama.cpp", "target"):
+        raise BadParameter(
+            f"cache_tokens={cache_tokens} is for Transformers and OpenVINO models that are loaded here; set n_ctx for "
+            "a GGUF file"
+        )
 
 
 def close(target: Target) -> None:

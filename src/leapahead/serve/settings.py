@@ -71,9 +71,9 @@ class Limits:
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), 1)
         for name in ("header_seconds", "body_seconds", "send_seconds", "request_seconds", "shutdown_seconds"):
-            value, rule = getattr(self, name), "" if name == "shutdown_seconds" else " above 0"
-            if value is not None and (number(value) is None or not (value > 0 if rule else value >= 0)):
-                raise BadParameter(f"{name}={value!r} is not possible: it must be a number of seconds{rule}")
+            value, above = getattr(self, name), " above 0" if name != "shutdown_seconds" else ""
+            if value is not None and (number(value) is None or not (value > 0 if above else value >= 0)):
+                raise BadParameter(f"{name}={value!r} is not possible: it must be a number of seconds{above}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -308,6 +308,8 @@ class Folder:
     def check(self, settings: RunSettings, resume: bool) -> None:
         """Checks that the folder is new, or if it is resumed, that it was begun with the same settings.
 
+        A folder with settings alone is new: a run has failed before it wrote a text.
+
         Raises:
             BadParameter: it is not.
         """
@@ -315,7 +317,7 @@ class Folder:
             raise BadParameter(f"{self.path} is a file; give a new folder")
         if resume:
             _check_same(self._run, _plain(settings))
-        elif self.path.exists() and any(self.path.iterdir()):
+        elif self.path.exists() and any(each != self._run for each in self.path.iterdir()):
             raise BadParameter(f"{self.path} is not empty; give a new folder, or go on with --resume")
 
     def begin(self, settings: RunSettings) -> None:

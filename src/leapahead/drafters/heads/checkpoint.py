@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.errors import BadParameter, Refused, trained_in
 from leapahead.drafters.heads import config
 from leapahead.drafters.heads.config import HeadConfig
 
@@ -91,7 +91,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise BadParameter(f"{folder} is no head: it has no config.json") from error
+        raise BadParameter(f"{folder} is no head: it has no config.json{trained_in(folder)}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise BadParameter(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):

@@ -62,22 +62,27 @@ class Options:
         for name in ("sources", "datastore"):
             if not isinstance(getattr(self, name), str):
                 raise BadParameter(f"{name}={getattr(self, name)!r} is not possible: it must be text")
-        for source in filter(None, map(str.strip, self.sources.split(","))):
+        named = [source.strip() for source in self.sources.split(",")] if self.sources else []
+        for source in named:
             if source in REFUSED:
                 raise Refused(f"the source {source!r} is not possible in vLLM: {REFUSED[source]}")
             if source not in SOURCES:
                 raise BadParameter(f"there is no source {source!r}; there are {', '.join(SOURCES)}")
-        if not isinstance(self.drafter_cache, (str, bool)):
+            if named.count(source) > 1:
+                raise BadParameter(f"sources={self.sources!r} is not possible: it names {source!r} twice")
+        if not isinstance(self.drafter_cache, (str, bool)) or self.drafter_cache == "":
             raise BadParameter(
                 f"drafter_cache={self.drafter_cache!r} is not possible: it must be true, false, or a file"
             )
         whole("nodes", self.nodes)
-        for name, rule, least in (("share", "above 0 and at most 1", 0.0), ("report_seconds", "at least 0", -1.0)):
-            value = number(getattr(self, name))
-            if value is None or not least < value <= (1.0 if name == "share" else float("inf")):
-                raise BadParameter(f"{name}={getattr(self, name)!r} is not possible: it must be {rule}")
-        if number(self.save_seconds) is None or self.save_seconds <= 0:
-            raise BadParameter(f"save_seconds={self.save_seconds!r} is not possible: it must be above 0")
+        share, report, save = (number(each) for each in (self.share, self.report_seconds, self.save_seconds))
+        for name, right, rule in (
+            ("share", share is not None and 0 < share <= 1, "above 0 and at most 1"),
+            ("report_seconds", report is not None and report >= 0, "of at least 0"),
+            ("save_seconds", save is not None and save > 0, "above 0"),
+        ):
+            if not right:
+                raise BadParameter(f"{name}={getattr(self, name)!r} is not possible: it must be a number {rule}")
 
 
 def parsed(additional_config: object) -> Options:

@@ -99,6 +99,6 @@ def cache_bytes(model: Model, options: LlamaCppOptions) -> int:
     usual = c.llama_model_n_embd(model.pointer) // max(1, c.llama_model_n_head(model.pointer))
     wide = [int(model.meta(f"{architecture}.attention.{part}_length") or usual) for part in ("key", "value")]
     sizes = [VALUE_BYTES[each] for each in cache_types(model, options)]
-    heads: int = c.llama_model_n_head_kv(model.pointer)
-    row = heads * sum(width * size for width, size in zip(wide, sizes, strict=True))
+    heads = int(c.llama_model_n_head_kv(model.pointer))
+    row = sum(width * size for width, size in zip(wide, sizes, strict=True)) * heads
     return round((context_size(model, options) + MOST_NODES) * row * model.layers)

@@ -6,6 +6,7 @@ enter it become a second output. Knows neither sessions nor trees.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,6 +97,12 @@ class CompiledModel(ABC):
         }
         if options.n_threads is not None:
             settings["INFERENCE_NUM_THREADS"] = options.n_threads
+        if kind == BF16 and (options.n_threads or os.cpu_count()) == 1 and uses_amx(core):
+            raise Refused(
+                f"{str(file)!r} cannot be loaded: OpenVINO ends the process when it compiles bf16 for one thread on a "
+                "processor with AMX; use n_threads=2 or precision='f32', or set the "
+                "environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
+            )
         try:
             self.compiled: Any = core.compile_model(graph, "CPU", settings)
         except RuntimeError as error:
@@ -241,6 +248,15 @@ def _named(model: Any, name: str) -> bool:
 def _usual_precision(core: Any) -> str:
     """What OpenVINO computes with on this processor by default."""
     return str(core.get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name())
+
+
+def uses_amx(core: Any) -> bool:
+    """Whether OpenVINO computes with AMX. Where ONEDNN_MAX_CPU_ISA forbids it, FP16 is no capability either."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return "amx_bf16" in flags and "FP16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 def cause(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers.utils import cached_file, logging
 
-from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_line
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_line, trained_in
 from leapahead.models.transformers import packing
 from leapahead.models.transformers.devices import checked_device
 from leapahead.models.transformers.encoder_decoder import new_target
@@ -188,7 +188,7 @@ def _source(name_or_path: str | Path, file: str, trust_remote_code: bool) -> tup
     if folder.is_dir():
         if not (folder / file).is_file():
             what = "Transformers model" if file == "config.json" else "tokenizer"
-            raise BadParameter(f"the folder {name!r} has no {file}, so it is not a {what}")
+            raise BadParameter(f"the folder {name!r} has no {file}, so it is not a {what}{trained_in(folder)}")
         return str(folder), options
     if folder.is_file():
         raise BadParameter(
