@@ -149,7 +149,7 @@ def test_tuning_lengthens_jacobi_decoding(target: Any, recorded: list[Trajectory
     sets = {"all": [each.text for each in few]}
     tuned = loading.load(own.module.eval()).target
     before, after = (cllm_run.measure(each, None, BLOCK, sets, silent, "") for each in (target, tuned))
-    assert after[0].acceptance_length > 1.3 * before[0].acceptance_length
+    assert after[0].acceptance_length > 1.2 * before[0].acceptance_length
     assert after[0].answer_loss < before[0].answer_loss
     llm = LLM(tuned, drafter="jacobi", block=BLOCK)
     for each in recorded[:4]:
