@@ -20,7 +20,6 @@ from leapahead.integrations.vllm.batch import Batch
 from leapahead.integrations.vllm.figures import Metrics
 from leapahead.integrations.vllm.options import Options, parsed
 from leapahead.integrations.vllm.requests import ByText, Descriptions
-from leapahead.integrations.vllm.resting import Rest
 from leapahead.models.base import CHAIN, TOP_K, TargetInfo
 from tests.vllm_host import LONGEST, VOCAB, FakeHost, Job, plain_text
 
@@ -134,22 +133,15 @@ def test_nothing_is_lost_where_every_row_costs_a_step() -> None:
 
 
 @pytest.mark.parametrize(("preempts", "seed"), [(0.0, 0), (0.1, 1), (0.1, 2)])
-def test_where_nothing_pays_most_steps_are_rests(preempts: float, seed: int) -> None:
+def test_where_nothing_pays_little_is_drafted_until_it_pays(preempts: float, seed: int) -> None:
     """A drafted row costs as much as fifty steps at first, so nothing pays; then next to nothing."""
     clock, row_seconds = Clock(), 50.0
-    under_test = adapter(Options(), clock, fingerprint=f"rests {preempts} {seed}")  # times are stored by it
+    under_test = adapter(Options(), clock, fingerprint=f"vain {preempts} {seed}")  # times are stored by it
     host = FakeHost(lambda batch: step(batch), rows=4, preempts=preempts, seed=seed)
-    steps = behind = 0
 
     def step(batch: Batch) -> list[list[int]]:
-        nonlocal steps, behind
         clock.now += 1.0 + row_seconds * sum(batch.verified or ())
-        drafts = under_test.step(batch)
-        steps += 1
-        known = {name: under_test.live[name].tokens for name in batch.ids if name in under_test.live}
-        assert all(host.jobs[name].tokens[: len(tokens)] == tokens for name, tokens in known.items())
-        behind += any(len(tokens) < len(host.jobs[name].tokens) for name, tokens in known.items())
-        return drafts
+        return under_test.step(batch)
 
     def serve(start: int) -> None:
         jobs = [Job(f"r{start + index}", prompt, 100) for index, prompt in enumerate(prompts(21))]
@@ -159,39 +151,14 @@ def test_where_nothing_pays_most_steps_are_rests(preempts: float, seed: int) -> 
         assert all(host.done[job.name] == plain_text(job.prompt, job.new) for job in jobs)
 
     serve(0)
-    drafted, plain_steps = host.drafted, under_test.figures.plain_steps
-    assert drafted < 60
-    assert behind > steps * (0.15 if preempts else 0.5)
+    figures = under_test.figures
+    assert host.drafted < 60
     if not preempts:
-        assert under_test.figures.resynchronised == 0
-        assert plain_steps + under_test.figures.drafted_steps == 24 * 99 - host.accepted
+        assert figures.resynchronised == 0
+        assert figures.plain_steps + figures.drafted_steps == 24 * 99 - host.accepted
     row_seconds = 0.001
     serve(100)
     assert host.accepted > 1000
-
-
-def test_a_rest_is_over_where_anything_but_plain_steps_happens() -> None:
-    tokens = np.arange(20, dtype=np.int32).reshape(2, 10)
-    first = Batch(["a", "b"], [[3], [13]], np.array([4, 4]), tokens, {"a", "b"}, lambda name: Some_request(), [0, 0], 2)
-    good = replace(first, new=[[4], [14]], lengths=np.array([5, 5]))
-    rest = Rest(first, 2)
-    assert rest.takes(good)
-    assert rest.tokens == [[4, 14]]
-    assert rest.takes(replace(good, lengths=np.array([6, 6])))
-    assert not rest.takes(replace(good, lengths=np.array([7, 7]))), "it lasts two steps"
-    for change in (
-        {"ids": ["b", "a"]},
-        {"ids": ["a"], "new": [[4]], "rows": 1},
-        {"rows": 5},  # a prompt is read, too
-        {"rows": None},
-        {"verified": [0, 1]},
-        {"verified": None},
-        {"new": [[4], []]},
-        {"new": [[4], [14, 15]]},
-        {"lengths": np.array([5, 6])},  # a step was missed
-    ):
-        assert not Rest(first, 2).takes(replace(good, **change)), change  # type: ignore[arg-type]
-    assert not Rest().takes(replace(first, ids=[], new=[], verified=[], rows=0))
 
 
 def test_a_prediction_is_followed() -> None:

@@ -16,22 +16,42 @@ from time import perf_counter
 
 from leapahead.core.text import Tokenizer
 from leapahead.core.tree import Budget
+from leapahead.drafters.auto import Auto
 from leapahead.drafters.base import Host
 from leapahead.drafters.cache import DrafterCache
 from leapahead.integrations.vllm import sequences
 from leapahead.integrations.vllm.batch import Batch
 from leapahead.integrations.vllm.figures import Figures
 from leapahead.integrations.vllm.options import Options
-from leapahead.integrations.vllm.resting import Chains, Rest
 from leapahead.integrations.vllm.verified import ForwardRows
 from leapahead.models.base import TOP_K, Cost, TargetInfo
 from leapahead.planner.compiled import acceptance_table
 from leapahead.planner.draft import Forward, SequenceView, Step
 from leapahead.planner.profile import LatencyProfiles
+from leapahead.planner.source import Source
 
 NOTHING = Budget(0, 0, 1)
 RATE = 0.05  # weight of the newest step in the estimate of a sequence's drafting time
 MISSED = 8  # forwards in a row without logits after which drafts do without them
+
+
+class Chains(Auto):
+    """`auto` for a host: sequences that must not draft have no sources, but their steps count for the planner.
+
+    Attributes:
+        plain: the views of these sequences.
+    """
+
+    def __init__(self, options: Options, most: int) -> None:
+        super().__init__(options.sources, options.datastore, nodes=options.nodes, max_nodes=most, seed_aware=False)
+        self.plain: set[SequenceView] = set()
+
+    def make_sources(self, sequence: SequenceView | None) -> list[Source]:
+        return [] if sequence in self.plain else super().make_sources(sequence)
+
+    def close(self, sequence: SequenceView) -> None:
+        super().close(sequence)
+        self.plain.discard(sequence)
 
 
 class Adapter:
@@ -73,7 +93,6 @@ class Adapter:
         self._each = 0.0  # seconds that drafting takes for one sequence
         self._turn = 0
         self._missed = 0
-        self._rest = Rest()
         self._latency = LatencyProfiles(info, clock=clock)
         self._acceptance = acceptance_table()
         self.drafter = self._attached(info)
@@ -89,9 +108,6 @@ class Adapter:
     def step(self, batch: Batch) -> list[list[int]]:
         """The drafts that follow on a forward: a list of tokens for each request, empty for none."""
         began = self._clock()
-        if self._rest.takes(batch):
-            return self._rested(began)
-        self._wake()
         self._requests = len(batch.new)
         self._end(batch)
         active, steps = self._read(batch, began)
@@ -105,31 +121,8 @@ class Adapter:
         self.figures.add(self._ended - began, len(active))
         return drafts
 
-    def _rested(self, began: float) -> list[list[int]]:
-        """Counts a step of a rest, which drafts nothing."""
-        assert self._ended is not None  # by the step before it
-        requests = self._requests
-        seconds = began - self._ended
-        self.drafter.rest(Forward(seconds, Cost(requests, requests, 0, 0)))
-        self.figures.plain_steps += requests
-        self._ended = self._clock()
-        self.figures.add(self._ended - began, requests)
-        return [[] for _ in range(requests)]
-
-    def _wake(self) -> None:
-        """Ends a rest: its sequences get their tokens."""
-        rest, self._rest = self._rest, Rest()
-        if not rest.tokens:
-            return
-        resting = [self.live[name] for name in rest.ids]
-        for sequence, tokens in zip(resting, zip(*rest.tokens, strict=True), strict=True):
-            sequence.proposal = None
-            sequence.extend(tokens)
-        self.drafter.wake([sequence.view for sequence in resting], len(rest.tokens))
-
     def reset(self) -> None:
         """Forgets all sequences, after an error: those that go on are met as new ones."""
-        self._rest = Rest()
         live, self.live, self._ended = list(self.live.values()), {}, None
         for sequence in live:
             self.drafter.close(sequence.view)
@@ -148,7 +141,6 @@ class Adapter:
 
     def close(self) -> None:
         """Ends all sequences; what was learned is kept."""
-        self._wake()
         for name in list(self.live):
             self._finish(name)
         self.keep()
@@ -257,7 +249,6 @@ class Adapter:
         chosen = [self.live[batch.ids[row]] for row in active]
         most = self._most if batch.most is None else min(self._most, batch.most)
         budgets = [self._budget(sequence, most) for sequence in chosen]
-        able = [sequence.view for sequence, budget in zip(chosen, budgets, strict=True) if budget is not NOTHING]
         asking = self._take_turns(budgets)
         began = self._clock()
         found = self.drafter.propose([sequence.view for sequence in chosen], budgets)
@@ -266,8 +257,6 @@ class Adapter:
         for row, sequence, proposal in zip(active, chosen, found, strict=True):
             sequence.proposal = proposal
             drafts[row] = proposal.tree.token_list[1:]
-        if len(active) == self._requests and not any(drafts):
-            self._rest = Rest(batch, self.drafter.suspended(able))
         return drafts
 
     def _budget(self, sequence: sequences.Sequence, most: int) -> Budget:
