@@ -85,6 +85,21 @@ def test_of_equal_numbers_the_first_are_the_greatest_and_nan_is_the_least() -> N
     assert values.tolist() == [[1.0, *3 * [-np.inf]], [5.0, *3 * [-np.inf]], 4 * [-np.inf]]
 
 
+@pytest.mark.parametrize("size", [40, 500, 4096])
+@pytest.mark.parametrize("k", [1, 8, 32])
+def test_the_greatest_of_many_equal_numbers_and_of_banned_tokens(size: int, k: int) -> None:
+    generator = np.random.default_rng(size + k)
+    rows = generator.integers(0, 5, (6, size)).astype(np.float32)
+    rows[1:3][generator.random((2, size)) > 5 / size] = -np.inf  # a grammar allows few tokens
+    rows[3] = 7.0
+    rows[4] = np.sort(generator.normal(size=size))
+    rows[5] = -rows[4]
+    order = np.argsort(-rows, axis=1, kind="stable")[:, :k]
+    tokens, values = largest_at(rows, k)
+    assert tokens.tolist() == order.tolist()
+    assert values.tolist() == np.take_along_axis(rows, order, axis=1).tolist()
+
+
 @pytest.mark.parametrize("k", [1, 8, 40])
 def test_recycling_keeps_log_probabilities(k: int) -> None:
     rng = np.random.default_rng(k)

@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 
 #include "philox.h"
@@ -24,36 +25,56 @@ namespace {
 
 constexpr int kBlock = 8;  // tokens, whose words are those of one block
 
-// See `largest_at`. Most spans of numbers have none that is greater than the least of those that are kept.
+template <typename T>
+struct Kept {
+    T value;
+    int index;
+
+    // Whether it comes before another one.
+    bool operator<(const Kept &other) const { return value != other.value ? value > other.value : index < other.index; }
+};
+
+constexpr int kColumns = 16, kSpan = 64;
+
+// A number that at least k of `count` numbers reach: the k-th of the greatest numbers of parts of them. Negative
+// infinity where there are too few numbers for that, or fewer than k that are greater.
+template <typename T>
+LEAPAHEAD_INLINE T reached(const T *numbers, int count, int k, std::vector<T> &greatest) {
+    constexpr T kLeast = -std::numeric_limits<T>::infinity();
+    const int groups = std::max(4, (4 * k + kColumns - 1) / kColumns), rows = count / (groups * kColumns);
+    if (rows < 4) return kLeast;
+    greatest.assign(static_cast<size_t>(groups * kColumns), kLeast);
+    for (int group = 0; group < groups; ++group) {
+        T most[kColumns];
+        std::fill_n(most, kColumns, kLeast);
+        const T *first = numbers + group * rows * kColumns;
+        for (int row = 0; row < rows; ++row, first += kColumns)
+            for (int i = 0; i < kColumns; ++i) most[i] = first[i] > most[i] ? first[i] : most[i];
+        std::copy_n(most, kColumns, greatest.begin() + group * kColumns);
+    }
+    std::nth_element(greatest.begin(), greatest.begin() + k - 1, greatest.end(), std::greater<T>());
+    return greatest[k - 1];
+}
+
+// See `largest_at`. Few numbers reach the bound that is found first, and most spans have none of these.
 template <typename T>
 LEAPAHEAD_INLINE void select_largest(const T *numbers, int count, int k, int64_t *indices, T *values) {
-    struct Kept {
-        T value;
-        int index;
-    };
-    constexpr int kSpan = 64;
     constexpr T kLeast = -std::numeric_limits<T>::infinity();
-    const auto before = [](const Kept &a, const Kept &b) {
-        return a.value != b.value ? a.value > b.value : a.index < b.index;
-    };
-    std::vector<Kept> kept;  // a heap, the least in front
-    for (int i = 0; i < k; ++i) kept.push_back({numbers[i] == numbers[i] ? numbers[i] : kLeast, i});
-    std::make_heap(kept.begin(), kept.end(), before);
-    const auto offer = [&](int i) {
-        if (!(numbers[i] > kept.front().value)) return;
-        std::pop_heap(kept.begin(), kept.end(), before);
-        kept.back() = {numbers[i], i};
-        std::push_heap(kept.begin(), kept.end(), before);
-    };
-    int first = k;
-    for (; k > 0 && first + kSpan <= count; first += kSpan) {
-        const T least = kept.front().value;
-        uint32_t greater = 0;
-        for (int i = 0; i < kSpan; ++i) greater |= numbers[first + i] > least;
-        for (int i = 0; greater && i < kSpan; ++i) offer(first + i);
+    std::vector<T> greatest;
+    const T bound = k > 0 ? reached(numbers, count, k, greatest) : kLeast;
+    std::vector<Kept<T>> kept;
+    int first = 0;
+    for (; first + kSpan <= count; first += kSpan) {
+        uint32_t wanted = 0;
+        for (int i = 0; i < kSpan; ++i) wanted |= numbers[first + i] >= bound;
+        for (int i = first; wanted && i < first + kSpan; ++i)
+            if (numbers[i] >= bound && numbers[i] > kLeast) kept.push_back({numbers[i], i});
     }
-    for (; k > 0 && first < count; ++first) offer(first);
-    std::sort_heap(kept.begin(), kept.end(), before);
+    for (; first < count; ++first)
+        if (numbers[first] >= bound && numbers[first] > kLeast) kept.push_back({numbers[first], first});
+    for (int i = 0; static_cast<int>(kept.size()) < k; ++i)
+        if (!(numbers[i] > kLeast)) kept.push_back({kLeast, i});
+    std::partial_sort(kept.begin(), kept.begin() + k, kept.end());
     for (int i = 0; i < k; ++i) {
         indices[i] = kept[i].index;
         values[i] = kept[i].value;

@@ -16,6 +16,8 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -137,15 +139,16 @@ class Planned(Drafter):
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
         latency, reads_time = self.host.latency, self._reads_time
         began = latency.clock()
+        for forward, group in groupby(steps, key=attrgetter("forward")):
+            if reads_time:
+                latency.observe(forward)
+            if not self.nodes:
+                self._judge(forward, [len(step.tokens) for step in group])
         for sequence, step in zip(sequences, steps, strict=True):
             drafting = self._sequences[sequence]
             for source in drafting.sources if self.capture.hidden else ():
                 if source.capture.hidden:
                     source.committed(sequence, step)
-            if reads_time:
-                latency.observe(step.forward)
-            if not self.nodes:
-                self._judge(step)
             if drafting.asked and drafting.search is not None:
                 if self.probes is not None:
                     self.probes.observe(sequence, drafting.sources, step)
@@ -153,19 +156,16 @@ class Planned(Drafter):
             # The tokens of a plain step are read when the sources are asked next.
         self._observing += latency.clock() - began
 
-    def _judge(self, step: Step) -> None:
-        """Tells the guard of a forward, once the steps of all its sequences were seen."""
-        forward = step.forward
+    def _judge(self, forward: Forward, committed: Sequence[int]) -> None:
+        """Tells the guard of a forward, once all of its steps were seen; `committed` are the tokens of some."""
         if forward.cost.read:  # its time says nothing of drafts
             return
-        last, seen, tokens = self._reported
-        seen, tokens = (seen + 1, tokens + len(step.tokens)) if last is forward else (1, len(step.tokens))
-        self._reported = forward, seen, tokens
+        _, seen, tokens = self._reported if self._reported[0] is forward else (None, 0, 0)
+        self._reported = _, seen, tokens = forward, seen + len(committed), tokens + sum(committed)
         sequences, rows = forward.cost.sequences, forward.cost.rows
         if seen < sequences or (guard := self._guards.get(sequences)) is None:
             return
-        profile = self.host.latency.profile(sequences)
-        if profile.fixed:
+        if (profile := self.host.latency.profile(sequences)).fixed:
             return
         plain = profile(sequences)
         if rows > sequences:

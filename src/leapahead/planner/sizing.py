@@ -76,8 +76,8 @@ class StepPlan(NamedTuple):
 
     def ahead(self, indices: Iterable[int]) -> Ahead:
         """The rows before the nodes that these sequences draft."""
-        drafting = list(indices)
-        others = [1 + ahead for index, ahead in enumerate(self.replay) if index not in set(drafting)]
+        drafting = dict.fromkeys(indices)
+        others = [1 + ahead for index, ahead in enumerate(self.replay) if index not in drafting]
         rows = sum(others) + self.sequences - len(self.replay)
         return Ahead(
             [self.replay[index] for index in drafting], rows, max(others, default=1), self.replays, self.branches

@@ -28,10 +28,10 @@ class ForwardRows(Rows):
     def top_k(self, k: int) -> tuple[IntArray, FloatArray]:
         if self._best is None or self._best[0].shape[1] < k:
             tokens, logits = super().top_k(k)
-            top = np.nan_to_num(logits[:, :1], nan=0.0, posinf=0.0, neginf=0.0)
-            self._best = tokens, np.clip(np.nan_to_num(logits - top, nan=LEAST_LOGIT), LEAST_LOGIT, 0.0)
+            top = np.where(np.isfinite(logits[:, :1]), logits[:, :1], 0.0)
+            self._best = tokens, np.minimum(np.fmax(logits - top, LEAST_LOGIT), 0.0)  # of NaN, the number
         tokens, logits = self._best
-        return tokens[:, :k], logits[:, :k]
+        return (tokens, logits) if tokens.shape[1] == k else (tokens[:, :k], logits[:, :k])
 
 
 class Verified(Choices):
