@@ -211,6 +211,7 @@ def test_every_case_at_every_single_cut(
 @settings(max_examples=100)
 @given(st.lists(PIECES, max_size=10), st.sampled_from([HERMES, LLAMA, MISTRAL]))
 @example(["<tool_call>", "x"], HERMES)
+@example(["[TOOL_CALLS]", "[", "]"], MISTRAL)
 def test_no_text_is_lost_where_there_is_no_call(pieces: list[str], format: Any) -> None:
     text = "".join(pieces)
     message = whole(text, format)

@@ -128,7 +128,9 @@ class JsonCalls(ToolParser):
     def _item(self) -> None:
         """Between the calls of an array."""
         self._space()
-        if self._text[0] == "]":
+        if self._text[0] == "]" and not self._given:  # an empty array
+            self._no_call()
+        elif self._text[0] == "]":
             self._leave()
             self._text = self._text[1:]
         elif self._text[0] == ",":
