@@ -112,7 +112,7 @@ def test_texts_of_another_run_and_further_prompts_are_trained_on_together(
     assert llm.tokenizer is not None
     assert [llm.tokenizer.decode(text.prompt) for text in found[len(before) :]] == ["def more", "class More"]
     state = State(step=1, seconds=1.0, points=[[1, 1.0]])
-    run = run_of(settings, found, folder, state, (), {"gpu": None, "cpu": "a core"}, "")
+    run = run_of(settings.complete(64), found, folder, state, (), {"gpu": None, "cpu": "a core"}, "")
     assert "to the prompts of `prompts.jsonl` and `others.jsonl`;" in card.training(run, "")
 
 
