@@ -119,7 +119,7 @@ $(HEADS)/hydra/head/README.md: | $(HEADS)/eagle3/head/README.md
 $(HEADS)/hydra++/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,hydra++) --kind hydra++ --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --minutes $(HEAD_MINUTES)
 $(HEADS)/dflash/head/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN,dflash) --kind dflash --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --heads 5 --steps 3500
+	$(call TRAIN,dflash) --kind dflash --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --heads 5 --steps 2000
 
 $(HEADS)/pass/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call PROBES,pass) --lr 3e-2 --batch 8 --steps $(PASS_STEPS)
