@@ -95,7 +95,7 @@ figures: $(INSTALLED)
 # Heads that draft for the bundled model, in build/heads: the model's own texts, then one head of each kind, each in
 # less than half an hour on two cores. HumanEval and GSM8K's test split are only evaluated. Run again, it goes on.
 HEADS := build/heads
-HEAD_PROMPTS ?= 4400
+HEAD_PROMPTS ?= 13600
 HEAD_MINUTES ?= 15
 PASS_STEPS ?= 200
 SPACE_STEPS ?= 420
@@ -119,7 +119,7 @@ $(HEADS)/hydra/head/README.md: | $(HEADS)/eagle3/head/README.md
 $(HEADS)/hydra++/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,hydra++) --kind hydra++ --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --minutes $(HEAD_MINUTES)
 $(HEADS)/dflash/head/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN,dflash) --kind dflash --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --heads 5 --lr 2e-3 --minutes $(HEAD_MINUTES)
+	$(call TRAIN,dflash) --kind dflash --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --heads 5 --steps 2000
 
 $(HEADS)/pass/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call PROBES,pass) --lr 3e-2 --batch 8 --steps $(PASS_STEPS)

@@ -25,6 +25,7 @@ from leapahead.training import evaluate, export, losses, recipes  # noqa: E402
 from leapahead.training.batches import Order, batch_of  # noqa: E402
 from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES  # noqa: E402
 from leapahead.training.features import Online, TrainingTarget, training_target  # noqa: E402
+from leapahead.training.optimizer import Optimizer  # noqa: E402
 from leapahead.training.recipe import Recipe  # noqa: E402
 from leapahead.training.settings import LOSSES  # noqa: E402
 from leapahead.training.texts import Text  # noqa: E402
@@ -156,6 +157,39 @@ def test_the_order_is_a_function_of_the_number(texts: Any) -> None:
         seen = [index for batch in numbers[4 * epoch : 4 * epoch + 4] for index in batch]
         assert len(set(seen)) == len(seen) == 20
     assert numbers[:4] != numbers[4:8]
+
+
+def test_muon_changes_hidden_matrices_alone(target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
+    own, training = made(target, texts, settings_of("medusa", optimizer="muon", steps=1), tmp_path / "checkpoint")
+    training.run(QUIET)
+    kept: dict[str, set[str]] = {}
+    for name in training.optimizer.tensors():
+        place, _, what = name.partition(".")
+        kept.setdefault(list(own.parameters)[int(place)], set()).add(what)
+    assert {name for name, found in kept.items() if found == {"momentum_buffer"}} == {
+        f"blocks.{depth}.layers.0.weight" for depth in range(5)
+    }
+    assert {name for name, found in kept.items() if "exp_avg_sq" in found} == {
+        f"lm_heads.{depth}.weight" for depth in range(5)
+    }
+
+
+def test_a_step_of_muon_goes_as_far_in_all_directions() -> None:
+    matrix = torch.nn.Parameter(torch.zeros(8, 4))
+    matrix.grad = torch.diag(torch.tensor([1.0, 0.5, 0.2, 0.1])).repeat(2, 1)
+    Optimizer("muon", {"fc.weight": matrix}).step(0.5)
+    steps = torch.linalg.svdvals(matrix.detach()) / (0.5 * 0.2 * 8**0.5)  # the scale of 2502.16982, equation 4
+    assert steps.min() > 0.6
+    assert steps.max() < 1.3
+    assert matrix.grad is None
+
+
+def test_muon_is_refused_where_pytorch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    parameters = {"fc.weight": torch.nn.Parameter(torch.zeros(2, 2))}
+    Optimizer("adamw", parameters)
+    with pytest.raises(LeapaheadError, match=r"optimizer='muon' needs PyTorch 2\.9 or newer"):
+        Optimizer("muon", parameters)
 
 
 # --------------------------------------------------------------------------------------------- a resumed training

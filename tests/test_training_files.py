@@ -112,7 +112,7 @@ def test_texts_of_another_run_and_further_prompts_are_trained_on_together(
     assert llm.tokenizer is not None
     assert [llm.tokenizer.decode(text.prompt) for text in found[len(before) :]] == ["def more", "class More"]
     state = State(step=1, seconds=1.0, points=[[1, 1.0]])
-    run = run_of(settings, found, folder, state, (), {"gpu": None, "cpu": "a core"}, "")
+    run = run_of(settings.complete(64), found, folder, state, (), {"gpu": None, "cpu": "a core"}, "")
     assert "to the prompts of `prompts.jsonl` and `others.jsonl`;" in card.training(run, "")
 
 
@@ -231,6 +231,7 @@ def _logits(module: Any, states: Any, tokens: Any) -> Any:
         ({"sampled": 1.5}, "sampled=1.5 is not possible: it must be from 0 to 1"),
         ({"batch": 0}, "batch=0 is not possible: it must be at least 1"),
         ({"loss": "mse"}, "loss='mse' is not possible"),
+        ({"optimizer": "sgd"}, "optimizer='sgd' is not possible; choose one of adamw, muon"),
         ({"kind": "eagle", "draft_vocab": 9}, "draft_vocab is not possible with eagle"),
         ({"kind": "dflash", "draft_vocab": 9}, "draft_vocab is not possible with dflash"),
         ({"kind": "medusa", "layers": (1,)}, "layers is not possible with medusa"),
@@ -240,6 +241,20 @@ def _logits(module: Any, states: Any, tokens: Any) -> Any:
 def test_impossible_settings(given: dict[str, Any], message: str) -> None:
     with pytest.raises(LeapaheadError, match=message):
         Settings(**{"kind": "eagle3", "data": "a", **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "optimizer", "rate"),
+    [
+        ({"kind": "dflash"}, "muon", 3 / 256),
+        ({"kind": "dflash", "optimizer": "adamw"}, "adamw", 0.5 / 256),
+        ({"kind": "eagle3"}, "adamw", 0.5 / 256),
+        ({"kind": "medusa", "optimizer": "muon", "lr": 2e-3}, "muon", 2e-3),
+    ],
+)
+def test_the_usual_optimizer_and_its_rate(given: dict[str, Any], optimizer: str, rate: float) -> None:
+    settings = Settings(**{"data": "a", **given}).complete(256)
+    assert (settings.optimizer, settings.lr) == (optimizer, rate)
 
 
 def test_a_run_is_resumed_with_the_same_settings_only(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from leapahead.cli.training import AT_LEAST_ONE, TRAINING
 from leapahead.core.errors import BadParameter
 from leapahead.drafters.heads.config import EAGLE, EAGLE3
 from leapahead.models.loading import BUNDLED
-from leapahead.training.settings import FEATURES, LOSSES, TRAINED, Folder, Settings
+from leapahead.training.settings import FEATURES, LOSSES, OPTIMIZERS, TRAINED, Folder, Settings
 
 if TYPE_CHECKING:
     from leapahead.training.loop import Watch
@@ -70,8 +70,21 @@ HEAD = "Head options"
     help="Loss of a token.",
 )
 @all_of(training.LENGTH)
-@option("--lr", type=float, metavar="RATE", group=TRAINING, show_default="1e-3; EAGLE and DFlash: 0.5 / hidden size",
-        help="Greatest learning rate.")  # fmt: skip
+@option(
+    "--lr",
+    type=float,
+    metavar="RATE",
+    group=TRAINING,
+    show_default="1e-3; EAGLE: 0.5 / hidden size; DFlash: 3 / hidden size",
+    help="Greatest learning rate.",
+)
+@option(
+    "--optimizer",
+    type=click.Choice(OPTIMIZERS),
+    group=TRAINING,
+    show_default="muon for dflash; else adamw",
+    help="AdamW, or Muon for the matrices of hidden layers and AdamW for the rest.",
+)
 @all_of(training.STEPS)
 @option(
     "--prompt-tokens",

@@ -23,7 +23,7 @@ from leapahead.training.batches import Batch
 from leapahead.training.recipe import Found, Recipe
 
 PROBED = 16  # tokens whose states tell how large the target's are
-BLOCKS = 32  # of each text that are trained in one step
+BLOCKS = 16  # of each text that are trained in one step
 
 
 class HydraRecipe(Recipe):

@@ -15,7 +15,7 @@ from leapahead.training.block_recipes import BLOCKS
 from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES, Evaluation
 from leapahead.training.loop import State
 from leapahead.training.recipe import Recipe
-from leapahead.training.settings import CLLM, DRAFT, PARD, RunSettings, Settings
+from leapahead.training.settings import ADAMW, CLLM, DRAFT, MUON, PARD, RunSettings, Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,6 +43,7 @@ PAPERS = {
     PASS: "2311.13581",
     SPACE: "2402.11809",
 }
+OPTIMIZERS = {ADAMW: "AdamW", MUON: "Muon, and AdamW for what is no hidden matrix"}
 FORMATS = {
     MEDUSA: "vLLM's",
     EAGLE: "EAGLE's own",
@@ -150,8 +151,8 @@ def training(run: Run, method: str) -> str:
         f"{run.texts:,} texts of the target, {run.tokens:,} tokens of its answers to the prompts of {files};\n"
         f"{run.sampled:.0%} of them sampled at temperature 1, the others greedy. {state.step:,} steps of {texts} texts "
         f"({state.step * texts / max(1, run.texts):.1f} epochs)\nin {state.seconds / 60:.1f} minutes on "
-        f"{run.conditions['gpu'] or run.conditions['cpu']}. AdamW, learning rate {settings.lr:g}, warm-up and "
-        f"{settings.schedule} decay.\n{method}\n"
+        f"{run.conditions['gpu'] or run.conditions['cpu']}. {OPTIMIZERS[settings.optimizer]}, "
+        f"learning rate {settings.lr:g}, warm-up and {settings.schedule} decay.\n{method}\n"
     )
 
 

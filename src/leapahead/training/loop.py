@@ -1,4 +1,4 @@
-"""The optimization, the same for all that is trained: AdamW, warm-up and decay, checkpoints, an end by steps or clock.
+"""The optimization, the same for all that is trained: warm-up and decay, checkpoints, an end by steps or clock.
 
 Everything that a step depends on is in the checkpoint or a function of the step's number, so that a training of so
 many steps that was interrupted and resumed ends with the same weights as one that was not.
@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from leapahead.core.errors import BadParameter
 from leapahead.training.batches import Order
+from leapahead.training.optimizer import Optimizer
 from leapahead.training.recipe import Found
 from leapahead.training.settings import RunSettings
 from leapahead.training.texts import Progress, Text
 
-BETAS, WEIGHT_DECAY, MOST_GRADIENT = (0.9, 0.95), 0.01, 1.0
+MOST_GRADIENT = 1.0
 WARM_UP = 0.03  # of the training
 CHECKPOINT_SECONDS = 150.0
 POINT = 10  # steps whose mean is a point of the curves
@@ -139,9 +140,7 @@ class Training:
         self.recipe, self.order, self.batches, self.settings = recipe, order, batches, settings
         self.checkpoint, self.held_out = checkpoint, held_out
         self.parameters = recipe.parameters
-        self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=settings.lr, betas=BETAS, weight_decay=WEIGHT_DECAY
-        )
+        self.optimizer = Optimizer(settings.optimizer, self.parameters)
         self.state = self._load() if checkpoint.exists() else State()
 
     @property
@@ -193,9 +192,7 @@ class Training:
 
     def _step(self) -> Row:
         """One optimizer step; returns its row."""
-        count, step = self.settings.accumulate, self.state.step
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._rate()
+        count, step, rate = self.settings.accumulate, self.state.step, self._rate()
         generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + step)
         rows: list[Tensor] = []
         for number in range(step * count, (step + 1) * count):
@@ -211,8 +208,7 @@ class Training:
                 f"a lower learning rate than lr={self.settings.lr:g}"
             )
         nn.utils.clip_grad_norm_(self.parameters.values(), MOST_GRADIENT)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(rate)
         return row
 
     # ------------------------------------------------------------------------------------------------ checkpoints
@@ -229,8 +225,7 @@ class Training:
             right = " ".join(f"{each:.2f}" for each in state.held_out[-1][2:])
             line += f"; held-out texts: loss {state.held_out[-1][1]:.3f}, right at each depth {right}"
         tensors = {name: each.detach() for name, each in self.parameters.items()}
-        kept = self.optimizer.state_dict()["state"]
-        tensors |= {f"{OPTIMIZER}{place}.{name}": each for place, some in kept.items() for name, each in some.items()}
+        tensors |= {OPTIMIZER + name: each for name, each in self.optimizer.tensors().items()}
         part = self.checkpoint.with_suffix(".part")
         try:
             save_file(
@@ -252,11 +247,9 @@ class Training:
             self.recipe.module.load_state_dict(
                 {name: each for name, each in tensors.items() if not name.startswith(OPTIMIZER)}, strict=False
             )
-            found: dict[int, dict[str, Tensor]] = {}
-            for name in (name for name in tensors if name.startswith(OPTIMIZER)):
-                place, _, which = name.removeprefix(OPTIMIZER).partition(".")
-                found.setdefault(int(place), {})[which] = tensors[name]
-            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": found})
+            self.optimizer.load(
+                {name.removeprefix(OPTIMIZER): each for name, each in tensors.items() if name.startswith(OPTIMIZER)}
+            )
         except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError) as error:
             raise BadParameter(f"the checkpoint {self.checkpoint} cannot be used: {error}") from None
         return state

@@ -41,12 +41,14 @@ DRAFT, PARD = DRAFTS = ("draft", "pard")  # a draft model is distilled, and one 
 CLLM = "cllm"  # a target is tuned for Jacobi decoding
 FEATURES = ("online", "disk")
 SCHEDULES = ("cosine", "linear")
+ADAMW, MUON = OPTIMIZERS = ("adamw", "muon")
 USUAL_MINUTES = 30.0
 TRAINED = tuple(kind for kind in KINDS if kind not in (DSPARK, MTP, *PROBES))
 USUAL_LOSS = {MEDUSA: "ce", HYDRA: "ce"}  # soft_ce of the others
 USUAL_DEPTHS = {MEDUSA: 5, EAGLE: 1, EAGLE3: 4, HYDRA: 5, HYDRA_PREFIX: 5, DFLASH: 7}
 MEDUSA_RATE = 1e-3  # 2401.10774, and of Hydra
 EAGLE_RATE = 0.5  # divided by the hidden size: 2e-3 for 256, 1.2e-4 for 4096
+DFLASH_RATE = 3.0  # with Muon, divided by the hidden size: 1.2e-2 for 256, 7e-4 for 4096
 PASS_RATE = 1e-2
 TUNING_RATE = 0.05  # of whole models, divided by the hidden size: 5e-4 for 96, 5e-5 for 1024
 CHANGEABLE = ("minutes", "steps", "lr")  # when a run is resumed
@@ -69,6 +71,7 @@ class RunSettings:
         lr: greatest learning rate.
         batch, accumulate: texts of a forward, and forwards of an optimizer step.
         schedule: how the learning rate falls, "cosine" or "linear".
+        optimizer: one of `OPTIMIZERS`; "" for the usual one, which is AdamW, and of DFlash Muon.
         minutes, steps: the length of the training; exactly one is set.
         seed: of the weights, the order and the sampled texts.
     """
@@ -86,12 +89,15 @@ class RunSettings:
     batch: int = 16
     accumulate: int = 1
     schedule: str = "cosine"
+    optimizer: str = ""
     minutes: float | None = None
     steps: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_choice(self, schedule=SCHEDULES)
+        if self.optimizer:
+            check_choice(self, optimizer=OPTIMIZERS)
         if not self.data and not self.texts:
             raise BadParameter("give data, a file of prompts, or texts, those that an earlier run has written, or both")
         if self.minutes is not None and self.steps is not None:
@@ -145,9 +151,14 @@ class Settings(RunSettings):
 
     def complete(self, hidden_size: int) -> Settings:
         """The settings with the usual values in place of those that were left out, for a target of this width."""
-        rate = MEDUSA_RATE if self.kind in (MEDUSA, *HYDRAS) else EAGLE_RATE / hidden_size
+        optimizer = self.optimizer or (MUON if self.kind == DFLASH else ADAMW)
+        if self.kind in (MEDUSA, *HYDRAS):
+            rate = MEDUSA_RATE
+        else:
+            rate = (DFLASH_RATE if self.kind == DFLASH and optimizer == MUON else EAGLE_RATE) / hidden_size
         return replace(
             self,
+            optimizer=optimizer,
             depths=self.depths or USUAL_DEPTHS[self.kind],
             loss=self.loss or USUAL_LOSS.get(self.kind, "soft_ce"),
             lr=self.lr or rate,
@@ -183,7 +194,8 @@ class DraftSettings(RunSettings):
 
     def complete(self, hidden_size: int) -> DraftSettings:
         """The settings with the usual values in place of those that were left out, for a model of this width."""
-        return replace(self, lr=self.lr or TUNING_RATE / hidden_size, minutes=self.length)
+        rate = self.lr or TUNING_RATE / hidden_size
+        return replace(self, lr=rate, optimizer=self.optimizer or ADAMW, minutes=self.length)
 
 
 @dataclass(frozen=True)
@@ -214,7 +226,8 @@ class CllmSettings(RunSettings):
 
     def complete(self, hidden_size: int) -> CllmSettings:
         """The settings with the usual values in place of those that were left out, for a model of this width."""
-        return replace(self, lr=self.lr or TUNING_RATE / hidden_size, minutes=self.length)
+        rate = self.lr or TUNING_RATE / hidden_size
+        return replace(self, lr=rate, optimizer=self.optimizer or ADAMW, minutes=self.length)
 
 
 @dataclass(frozen=True)
@@ -246,7 +259,7 @@ class ProbeSettings(RunSettings):
     def complete(self, hidden_size: int) -> ProbeSettings:
         """The settings with the usual values in place of those that were left out, for a model of this width."""
         rate = TUNING_RATE / hidden_size if self.kind == SPACE else PASS_RATE
-        return replace(self, lr=self.lr or rate, minutes=self.length)
+        return replace(self, lr=self.lr or rate, optimizer=self.optimizer or ADAMW, minutes=self.length)
 
 
 def check_choice(settings: RunSettings, **known: Sequence[str]) -> None:
