@@ -92,19 +92,12 @@ void Recycling::enter(const std::vector<int> &order) {
     if (shared_) shared_->drop_oldest();
 }
 
-void Recycling::expect(const Outcome &outcome, int stage) {
-    // What is written lies far apart in memory. So it is all asked for before the first of it is needed.
-    if (stage == 0) {
-        contexts_.assign(1, HashedContext(context(outcome.last)));
-        for (size_t node = 1; node < outcome.tokens.size(); ++node)
-            contexts_.emplace_back(contexts_[outcome.parents[node]].context.with(outcome.tokens[node], longest_));
-        for (const HashedContext &each : contexts_) prefetch(each);
-    } else {
-        for (const HashedContext &each : contexts_) prefetch_entries(each);
-    }
-}
-
 void Recycling::observe(const Outcome &outcome) {
+    // What is written lies far apart in memory. So it is all asked for before the first of it is needed.
+    contexts_.assign(1, HashedContext(context(outcome.last)));
+    for (size_t node = 1; node < outcome.tokens.size(); ++node)
+        contexts_.emplace_back(contexts_[outcome.parents[node]].context.with(outcome.tokens[node], longest_));
+    for (const HashedContext &each : contexts_) prefetch(each);
     ++num_steps_;
     const int nodes = static_cast<int>(outcome.tokens.size());
     std::vector<int> order;
@@ -116,6 +109,7 @@ void Recycling::observe(const Outcome &outcome) {
         const size_t first = node * outcome.width;
         rows_.push_back(add(outcome.following + first, outcome.logits + first, outcome.chances(node, k_).sum));
     }
+    for (const HashedContext &each : contexts_) prefetch_entries(each);
     enter(order);
 }
 

@@ -56,7 +56,6 @@ class Recycling : public Source {
     size_t unread(size_t) const override { return static_cast<size_t>(longest_); }
     void read(const Text &text) override { end_ = context(text.last); }
     int wanted(const Outcome &) const override { return k_; }
-    void expect(const Outcome &outcome, int stage) override;
     // Enters the rows of a step's nodes, those of the committed path last.
     void observe(const Outcome &outcome) override;
     int root() override;

@@ -66,8 +66,7 @@ int Search::wanted(const Outcome &outcome) const {
     return most;
 }
 
-void Search::expect(const Outcome &outcome) {
-    for (const auto &source : sources_) source->expect(outcome, 0);
+void Search::observe(const Outcome &outcome) {
     for (const int each : outcome.path) {
         if (each >= size()) continue;  // a node that the search has not made
         const Node &node = nodes_[each];
@@ -75,10 +74,6 @@ void Search::expect(const Outcome &outcome) {
             for (int o = guesses_[g].first_opinion; o < guesses_[g].end_opinion; ++o)
                 table_->prefetch_prefixes(opinions_[o].key);
     }
-    for (const auto &source : sources_) source->expect(outcome, 1);
-}
-
-void Search::observe(const Outcome &outcome) {
     for (const auto &source : sources_) source->observe(outcome);
 }
 

@@ -82,10 +82,7 @@ class Source {
     // Reads a text before `root`; it may ask for as many of the last tokens as `unread` says.
     virtual size_t unread(size_t) const { return 0; }
     virtual void read(const Text &) {}
-    // Tells that `observe` will be called, for which the likeliest tokens are still to be made; in the same stages.
-    virtual void expect(const Outcome &, int) {}
-    // Learns from a draft that was expected. It needs as many of the likeliest tokens as `wanted` says; for 0 they may
-    // be missing.
+    // Learns from a draft. It needs as many of the likeliest tokens as `wanted` says; for 0 they may be missing.
     virtual int wanted(const Outcome &) const { return 0; }
     virtual void observe(const Outcome &) {}
 
