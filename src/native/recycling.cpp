@@ -115,22 +115,24 @@ void Recycling::observe(const Outcome &outcome) {
 
 int Recycling::root() {
     states_.clear();
-    states_.push_back({HashedContext(end_), {}, {}});
-    prefetch(states_.back().context);
+    states_.push_back({end_, {}, {}});
     return 0;
 }
 
 int Recycling::follow(int state, int32_t token) {
-    states_.push_back({HashedContext(states_[state].context.context.with(token, longest_)), {}, {}});
-    prefetch(states_.back().context);
+    states_.push_back({states_[state].context.with(token, longest_), {}, {}});
     return static_cast<int>(states_.size()) - 1;
 }
 
 void Recycling::prepare(int state, int stage) {
     State &at = states_[state];
-    if (stage == 0) return prefetch_entries(at.context);
+    if (stage == 0) {
+        prepared_ = HashedContext(at.context);
+        return prefetch(prepared_);
+    }
+    if (stage == 1) return prefetch_entries(prepared_);
     at.feature = Feature();
-    at.row = find(at.context, at.feature);
+    at.row = find(prepared_, at.feature);
     prefetch_all(at.row.begin(), at.row.end());
 }
 

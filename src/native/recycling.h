@@ -84,11 +84,12 @@ class Recycling : public Source {
     int32_t num_steps_ = 0;
     Context end_;
     struct State {
-        HashedContext context;
+        Context context;
         TopK row;  // and its feature, once it is prepared
         Feature feature;
     };
     std::vector<State> states_;
+    HashedContext prepared_{Context()};    // of the state that is being prepared
     std::vector<HashedContext> contexts_;  // of one call, as the next: members so that their memory is kept
     std::vector<int32_t> rows_;
     std::vector<double> chances_;

@@ -143,7 +143,7 @@ void Search::expand(int node, double chance) {
         for (int at = node; at > 0; at = nodes_[at].parent) path_.push_back(nodes_[at].token);
         std::reverse(path_.begin(), path_.end());
     }
-    for (int stage = 0; stage < 2; ++stage)
+    for (int stage = 0; stage < Source::kStages; ++stage)
         for (int i = 0; i < num_sources(); ++i)
             if (const int at = state(node, i); at != Source::kNoState) sources_[i]->prepare(at, stage);
     for (int i = 0; i < static_cast<int>(sources_.size()); ++i) {
