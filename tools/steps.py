@@ -31,7 +31,9 @@ def steps(root: Path, table: Table) -> str:
     ]
     same = "are those of the older code" if all(row["same"] for row in rows) else "differ from those of the older code"
     versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items() if name in USED)
-    turns = f"medians; the ratio is that of {told['turns']} turns of 6 steps each"
+    turns = (
+        f"medians; the ratio is that of {told['turns']} turns of 6 steps in each of {told['pairs']} pairs of processes"
+    )
     compared = f"before: commit {told['other']}, after: {told['commit'][:10]}"
     conditions = f"{told['context']:,} tokens of text; {turns}; drafts, estimates and texts {same}; {compared}"
     found = table("sequences | temperature | before | after | ratio, quartiles", lines)
