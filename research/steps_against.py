@@ -2,7 +2,8 @@
 
 FOLDER is another checkout, with its own compiled module beside its Python files. The steps are those of
 `research.toy_overhead.whole_steps`. Each checkout has a process, and the two take turns of few steps each, so that both
-see the same machine; several pairs of processes do so one after the other. First their drafts, the estimates of these and their texts are compared.
+see the same machine; several pairs of processes do so one after the other. First their drafts, the estimates of these
+and their texts are compared.
 """
 
 from __future__ import annotations
