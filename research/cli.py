@@ -19,6 +19,7 @@ COMMANDS = {  # name -> where it is, and what it does
     "priors": ("research.priors:main", "Measure the planner's initial acceptance estimates."),
     "oracle": ("research.oracle:main", "Measure auto without each source, and an oracle over their candidates."),
     "overhead": ("research.overhead:main", "Measure the time of a step outside the forward."),
+    "steps-against": ("research.steps_against:main", "Compare the time of whole steps with another checkout's."),
     "drafting": ("research.drafting:main", "Measure the time of drafting, compiled and in Python."),
     "vllm-drafting": ("research.vllm_drafting:main", "Measure the time of drafting inside vLLM, without vLLM."),
     "busy": ("research.busy:main", "Compare auto after a first run on a busy machine with auto after an idle one."),

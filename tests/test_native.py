@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,3 +118,27 @@ def test_recycling_keeps_log_probabilities(k: int) -> None:
         assert tokens.tolist() == following[row].tolist()
         expected = logits[row] - logits[row, 0]
         np.testing.assert_allclose(logp, expected - np.log(np.exp(expected).sum()), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tables are in memory of their own on Linux alone")
+def test_tables_give_their_memory_back() -> None:
+    def kilobytes() -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
+        return int(line.split()[1])
+
+    def automata(length: int) -> list[native.module.SuffixAutomaton]:
+        found = [native.module.SuffixAutomaton() for _ in range(3)]
+        for automaton in found:
+            automaton.extend(np.random.default_rng(length).integers(0, 500, length).tolist())
+        return found
+
+    kept = automata(2000)
+    automata(100_000)  # what Python's own memory keeps
+    before, most = kilobytes(), 0
+    for length in (100, 3000, 100_000, 20_000, 100_000, 300):
+        found = automata(length)
+        most = max(most, kilobytes())
+        del found
+    assert most - before > 10_000
+    assert kilobytes() - before < 4000
+    assert [len(each) for each in kept] == [len(each) for each in automata(2000)]

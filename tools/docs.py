@@ -23,6 +23,7 @@ import inside_vllm
 import long_contexts
 import reference
 import several_devices
+import steps
 import systems
 import trained
 
@@ -405,6 +406,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **benches.blocks(table),
     **inside_vllm.blocks(table),
     **several_devices.blocks(table),
+    **steps.blocks(table),
     **long_contexts.blocks(table),
     **systems.blocks(table),
 }

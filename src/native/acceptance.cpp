@@ -44,7 +44,7 @@ AcceptanceTable::Entry &AcceptanceTable::at(Key key) {
 }
 
 void AcceptanceTable::grow() {
-    std::vector<Entry> former(2 * places_.size(), Entry{0, -1.0, 0.0, 0.0, 0.0, 0.0, -1});
+    Table<Entry> former(2 * places_.size(), Entry{0, -1.0, 0.0, 0.0, 0.0, 0.0, -1});
     former.swap(places_);
     const size_t mask = places_.size() - 1;
     for (const Entry &entry : former) {

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "huge_pages.h"
 #include "mixer.h"
 #include "prefetch.h"
 
@@ -90,7 +91,7 @@ class AcceptanceTable {
     Entry &at(Key key);
     void grow();
 
-    std::vector<Entry> places_;  // open addressing
+    Table<Entry> places_;  // open addressing
     size_t used_ = 0;
     int64_t learned_ = 0, epoch_ = 0;
     std::vector<std::string> names_;

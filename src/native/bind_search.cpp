@@ -89,7 +89,6 @@ void observe(Search &self, nb::list text, int64_t position, nb::list tokens, nb:
     const size_t first = end - std::min<size_t>(end, leapahead::Outcome::kContext);
     outcome.last = integers(text, first);
     outcome.last.resize(end - first);
-    self.expect(outcome);
     std::optional<Matrix<int64_t>> following;
     std::optional<Matrix<double>> logits;
     if (const int k = self.wanted(outcome)) {

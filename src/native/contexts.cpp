@@ -34,7 +34,7 @@ int32_t RowPool::add(int count) {
     if (static_cast<size_t>(count) > width_) widen(count);
     if (free_.empty()) {
         const int32_t first = static_cast<int32_t>(references_.size());
-        blocks_.emplace_back(new Likely[kBlock * width_]);
+        blocks_.emplace_back(kBlock * width_);
         references_.resize(references_.size() + kBlock);
         counts_.resize(references_.size());
         for (int32_t row = first + kBlock; row-- > first;) free_.push_back(row);
@@ -48,9 +48,9 @@ int32_t RowPool::add(int count) {
 
 void RowPool::widen(int width) {
     for (auto &block : blocks_) {
-        std::unique_ptr<Likely[]> wider(new Likely[static_cast<size_t>(kBlock) * width]);
+        Table<Likely> wider(static_cast<size_t>(kBlock) * width);
         for (int row = 0; row < kBlock; ++row)
-            std::copy_n(block.get() + row * width_, width_, wider.get() + static_cast<size_t>(row) * width);
+            std::copy_n(block.data() + row * width_, width_, wider.data() + static_cast<size_t>(row) * width);
         block = std::move(wider);
     }
     width_ = width;

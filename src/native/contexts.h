@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "huge_pages.h"
 #include "prefetch.h"
 
 namespace leapahead {
@@ -56,9 +57,9 @@ class RowPool {
 
     // A new row for `count` tokens, to which the caller has a reference.
     int32_t add(int count);
-    Likely *at(int32_t row) { return blocks_[row / kBlock].get() + static_cast<size_t>(row % kBlock) * width_; }
+    Likely *at(int32_t row) { return blocks_[row / kBlock].data() + static_cast<size_t>(row % kBlock) * width_; }
     TopK top_k(int32_t row) const {
-        return {blocks_[row / kBlock].get() + static_cast<size_t>(row % kBlock) * width_, counts_[row]};
+        return {blocks_[row / kBlock].data() + static_cast<size_t>(row % kBlock) * width_, counts_[row]};
     }
     void hold(int32_t row) { ++references_[row]; }
     void release(int32_t row) {
@@ -71,7 +72,7 @@ class RowPool {
     void widen(int width);
 
     size_t width_ = 0;
-    std::vector<std::unique_ptr<Likely[]>> blocks_;
+    std::vector<Table<Likely>> blocks_;
     std::vector<uint8_t> references_;
     std::vector<int32_t> counts_;
     std::vector<int32_t> free_;  // rows without references
@@ -124,8 +125,8 @@ class ContextTable {
     size_t place(const int32_t *tokens, int size, uint64_t hash) const;
     void rebuild();
 
-    std::vector<Entry> entries_;  // in order
-    std::vector<Place> places_;
+    Table<Entry> entries_;  // in order
+    Table<Place> places_;
     size_t first_ = 0;  // no entry before this one is left
     size_t used_ = 0;
 };

@@ -92,19 +92,12 @@ void Recycling::enter(const std::vector<int> &order) {
     if (shared_) shared_->drop_oldest();
 }
 
-void Recycling::expect(const Outcome &outcome, int stage) {
-    // What is written lies far apart in memory. So it is all asked for before the first of it is needed.
-    if (stage == 0) {
-        contexts_.assign(1, HashedContext(context(outcome.last)));
-        for (size_t node = 1; node < outcome.tokens.size(); ++node)
-            contexts_.emplace_back(contexts_[outcome.parents[node]].context.with(outcome.tokens[node], longest_));
-        for (const HashedContext &each : contexts_) prefetch(each);
-    } else {
-        for (const HashedContext &each : contexts_) prefetch_entries(each);
-    }
-}
-
 void Recycling::observe(const Outcome &outcome) {
+    // What is written lies far apart in memory. So it is all asked for before the first of it is needed.
+    contexts_.assign(1, HashedContext(context(outcome.last)));
+    for (size_t node = 1; node < outcome.tokens.size(); ++node)
+        contexts_.emplace_back(contexts_[outcome.parents[node]].context.with(outcome.tokens[node], longest_));
+    for (const HashedContext &each : contexts_) prefetch(each);
     ++num_steps_;
     const int nodes = static_cast<int>(outcome.tokens.size());
     std::vector<int> order;
@@ -116,27 +109,30 @@ void Recycling::observe(const Outcome &outcome) {
         const size_t first = node * outcome.width;
         rows_.push_back(add(outcome.following + first, outcome.logits + first, outcome.chances(node, k_).sum));
     }
+    for (const HashedContext &each : contexts_) prefetch_entries(each);
     enter(order);
 }
 
 int Recycling::root() {
     states_.clear();
-    states_.push_back({HashedContext(end_), {}, {}});
-    prefetch(states_.back().context);
+    states_.push_back({end_, {}, {}});
     return 0;
 }
 
 int Recycling::follow(int state, int32_t token) {
-    states_.push_back({HashedContext(states_[state].context.context.with(token, longest_)), {}, {}});
-    prefetch(states_.back().context);
+    states_.push_back({states_[state].context.with(token, longest_), {}, {}});
     return static_cast<int>(states_.size()) - 1;
 }
 
 void Recycling::prepare(int state, int stage) {
     State &at = states_[state];
-    if (stage == 0) return prefetch_entries(at.context);
+    if (stage == 0) {
+        prepared_ = HashedContext(at.context);
+        return prefetch(prepared_);
+    }
+    if (stage == 1) return prefetch_entries(prepared_);
     at.feature = Feature();
-    at.row = find(at.context, at.feature);
+    at.row = find(prepared_, at.feature);
     prefetch_all(at.row.begin(), at.row.end());
 }
 

@@ -56,7 +56,6 @@ class Recycling : public Source {
     size_t unread(size_t) const override { return static_cast<size_t>(longest_); }
     void read(const Text &text) override { end_ = context(text.last); }
     int wanted(const Outcome &) const override { return k_; }
-    void expect(const Outcome &outcome, int stage) override;
     // Enters the rows of a step's nodes, those of the committed path last.
     void observe(const Outcome &outcome) override;
     int root() override;
@@ -85,11 +84,12 @@ class Recycling : public Source {
     int32_t num_steps_ = 0;
     Context end_;
     struct State {
-        HashedContext context;
+        Context context;
         TopK row;  // and its feature, once it is prepared
         Feature feature;
     };
     std::vector<State> states_;
+    HashedContext prepared_{Context()};    // of the state that is being prepared
     std::vector<HashedContext> contexts_;  // of one call, as the next: members so that their memory is kept
     std::vector<int32_t> rows_;
     std::vector<double> chances_;

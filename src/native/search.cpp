@@ -66,8 +66,7 @@ int Search::wanted(const Outcome &outcome) const {
     return most;
 }
 
-void Search::expect(const Outcome &outcome) {
-    for (const auto &source : sources_) source->expect(outcome, 0);
+void Search::observe(const Outcome &outcome) {
     for (const int each : outcome.path) {
         if (each >= size()) continue;  // a node that the search has not made
         const Node &node = nodes_[each];
@@ -75,10 +74,6 @@ void Search::expect(const Outcome &outcome) {
             for (int o = guesses_[g].first_opinion; o < guesses_[g].end_opinion; ++o)
                 table_->prefetch_prefixes(opinions_[o].key);
     }
-    for (const auto &source : sources_) source->expect(outcome, 1);
-}
-
-void Search::observe(const Outcome &outcome) {
     for (const auto &source : sources_) source->observe(outcome);
 }
 
@@ -148,7 +143,7 @@ void Search::expand(int node, double chance) {
         for (int at = node; at > 0; at = nodes_[at].parent) path_.push_back(nodes_[at].token);
         std::reverse(path_.begin(), path_.end());
     }
-    for (int stage = 0; stage < 2; ++stage)
+    for (int stage = 0; stage < Source::kStages; ++stage)
         for (int i = 0; i < num_sources(); ++i)
             if (const int at = state(node, i); at != Source::kNoState) sources_[i]->prepare(at, stage);
     for (int i = 0; i < static_cast<int>(sources_.size()); ++i) {

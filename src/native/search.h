@@ -48,9 +48,7 @@ class Search {
     void begin(const Text &text, Limits limits);
     // How many of the likeliest tokens after the nodes of a draft `observe` needs.
     int wanted(const Outcome &outcome) const;
-    // Asks for the memory that `observe` and `learn` will read.
-    void expect(const Outcome &outcome);
-    // The sources learn from a draft that was expected.
+    // The sources learn from a draft; the memory that `learn` will read is asked for.
     void observe(const Outcome &outcome);
 
     // Of the tree: its leaves, and the greatest depth.

@@ -82,18 +82,17 @@ class Source {
     // Reads a text before `root`; it may ask for as many of the last tokens as `unread` says.
     virtual size_t unread(size_t) const { return 0; }
     virtual void read(const Text &) {}
-    // Tells that `observe` will be called, for which the likeliest tokens are still to be made; in the same stages.
-    virtual void expect(const Outcome &, int) {}
-    // Learns from a draft that was expected. It needs as many of the likeliest tokens as `wanted` says; for 0 they may
-    // be missing.
+    // Learns from a draft. It needs as many of the likeliest tokens as `wanted` says; for 0 they may be missing.
     virtual int wanted(const Outcome &) const { return 0; }
     virtual void observe(const Outcome &) {}
 
     // Drops all states and gives the one after the last committed token, or kNoState.
     virtual int root() = 0;
     virtual int follow(int state, int32_t token) = 0;
-    // Called with the stages 0 and 1 before the candidates of a state are asked for. The second asks for memory (see
-    // prefetch.h) that is found through what the first has asked for.
+    // Called with the stages from 0 to kStages - 1 before the candidates of a state are asked for. Each may ask for
+    // memory (see prefetch.h) that is found through what the one before has asked for. `follow` asks for none: most
+    // states of a greedy search are never asked for candidates.
+    static constexpr int kStages = 3;
     virtual void prepare(int, int) {}
     // Adds at most `limit` candidates to `found`, likeliest first.
     virtual void candidates(int state, int limit, std::vector<Candidate> &found) = 0;

@@ -50,7 +50,6 @@ int Suffix::follow(int state, int32_t token) {
     const size_t automata = 1 + volumes_.size(), first = state * automata;
     for (size_t i = first; i < first + automata; ++i) {
         const Place place = states_[i];
-        place.automaton->prefetch(token);
         states_.push_back(place);
     }
     pending_.push_back(token);  // few states are asked for candidates
@@ -61,13 +60,17 @@ void Suffix::prepare(int state, int stage) {
     const size_t automata = 1 + volumes_.size(), first = state * automata;
     for (size_t i = first; i < first + automata; ++i) {
         Place &place = states_[i];
-        if (stage == 0 && pending_[state] != kNone) {
+        if (stage == 0) {
+            if (pending_[state] != kNone) place.automaton->prefetch(pending_[state]);
+            continue;
+        }
+        if (stage == 1 && pending_[state] != kNone) {
             const Match match = place.automaton->advance(place.state, place.length, pending_[state], kDraftLinks);
             place = {place.automaton, match.state, match.length};
         }
-        if (place.length > 0) place.automaton->prefetch_followers(place.state, stage);
+        if (place.length > 0) place.automaton->prefetch_followers(place.state, stage - 1);
     }
-    if (stage == 0) pending_[state] = kNone;
+    if (stage == 1) pending_[state] = kNone;
 }
 
 void Suffix::candidates(int state, int limit, std::vector<Candidate> &found) {

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "huge_pages.h"
 #include "prefetch.h"
 
 namespace leapahead {
@@ -46,7 +47,7 @@ class Branches {
     void index();
 
     std::vector<std::pair<int32_t, int32_t>> targets_;  // (token, state)
-    std::vector<Place> places_;                         // open addressing; empty where there is no index
+    Table<Place> places_;                               // open addressing; empty where there is no index
 };
 
 class SuffixAutomaton {
@@ -94,8 +95,8 @@ class SuffixAutomaton {
     int32_t create(int32_t length, int32_t link);
     int32_t split(int32_t state, int32_t token, int32_t target);
 
-    std::vector<State> states_;
-    std::vector<Branches> branches_;
+    Table<State> states_;
+    Table<Branches> branches_;
     int32_t last_ = 0;
     int64_t tokens_ = 0;
 };

@@ -27,10 +27,14 @@ double half(uint16_t bits) {
 
 int TokenTable::state(int32_t token) const {
     if (static_cast<uint32_t>(token) >= vocab_) return kNoState;
-    const size_t first = static_cast<size_t>(token) * k_;
+    return token;
+}
+
+void TokenTable::prepare(int state, int stage) {
+    if (stage > 0) return;
+    const size_t first = static_cast<size_t>(state) * k_;
     prefetch_all(tokens_ + first, tokens_ + first + k_);
     prefetch_all(logp_ + first, logp_ + first + k_);
-    return token;
 }
 
 void TokenTable::candidates(int state, int limit, std::vector<Candidate> &found) {

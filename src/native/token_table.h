@@ -17,6 +17,7 @@ class TokenTable : public Source {
     void read(const Text &text) override { end_ = text.last.back(); }
     int root() override { return state(end_); }
     int follow(int, int32_t token) override { return state(token); }
+    void prepare(int state, int stage) override;
     void candidates(int state, int limit, std::vector<Candidate> &found) override;
     void seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) override;
 

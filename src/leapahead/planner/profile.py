@@ -20,12 +20,12 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from threading import RLock
 from time import perf_counter, time
 from typing import Any
 
 from leapahead.core.errors import LeapaheadError
+from leapahead.core.processor import described
 from leapahead.core.storage import cache_directory, write_json
 from leapahead.models.base import KeepsPrefixes, Target, TargetInfo
 from leapahead.planner.draft import Forward
@@ -301,11 +301,6 @@ def processor() -> str:
 
     Clouds give processors of several generations the same name; their latency differs most by these extensions.
     """
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    told = {key.strip().lower(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
-    flags = f"{told.get('flags', '')} {told.get('features', '')}".split()
-    best = next((f" with {name.upper()}" for name in EXTENSIONS if name in flags), "")
-    return f"{os.cpu_count()} cores of {told.get('model name') or platform.processor() or platform.machine()}{best}"
+    name, extensions = described()
+    best = next((f" with {each.upper()}" for each in EXTENSIONS if each in extensions), "")
+    return f"{os.cpu_count()} cores of {name or platform.processor() or platform.machine()}{best}"

@@ -20,6 +20,7 @@ import openvino as ov
 from openvino import opset13
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_line
+from leapahead.core.processor import described
 from leapahead.core.tree import BoolArray
 from leapahead.models.openvino.options import OpenVinoOptions
 
@@ -252,11 +253,8 @@ def _usual_precision(core: Any) -> str:
 
 def uses_amx(core: Any) -> bool:
     """Whether OpenVINO computes with AMX. Where ONEDNN_MAX_CPU_ISA forbids it, FP16 is no capability either."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return "amx_bf16" in flags and "FP16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    _, extensions = described()
+    return "amx_bf16" in extensions and "FP16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 def cause(error: BaseException) -> str:
