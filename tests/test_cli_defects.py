@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import heads
 import pytest
 
-from leapahead import LLM
+from leapahead import LLM, interrupts
 from leapahead import drafters as registry
 from leapahead.cli import main, screen
 
@@ -119,6 +120,47 @@ def test_a_page_is_written_whole_or_not_at_all(leapahead: Any, tmp_path: Path, m
 
 
 # ------------------------------------------------------------------------------------------------------ interrupts
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.1, 0.2, 0.3])  # while modules are imported, then perhaps later
+@pytest.mark.parametrize(
+    "begin",
+    [["-m", "leapahead"], ["-c", "import sys\nfrom leapahead.__main__ import main\nsys.exit(main())"]],
+    ids=["module", "entry point"],
+)
+def test_interrupted_while_it_is_imported(begin: list[str], delay: float) -> None:
+    command = [sys.executable, *begin, "generate", "--max-new-tokens", "100000", PROMPT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as started:
+        time.sleep(delay)
+        started.send_signal(signal.SIGINT)
+        errors = started.communicate(timeout=60)[1].decode()
+    if started.returncode == -signal.SIGINT:  # before the package is imported, it is Python's own
+        pytest.skip("Python itself was not ready yet")
+    assert (started.returncode, "Traceback" in errors) == (130, False), errors
+    assert errors.splitlines()[-1] == "interrupted"
+
+
+@pytest.mark.parametrize("module", ["click", "numpy", "leapahead.api"])
+def test_interrupted_in_an_import(module: str, tmp_path: Path) -> None:
+    """The signal comes while this module is imported."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    source = str(Path(interrupts.__file__).parent.parent)
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(tmp_path), source])}
+    command = [sys.executable, "-m", "leapahead", "drafters"]
+    done = subprocess.run(command, capture_output=True, timeout=60, env=environment, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
+
+
+def test_the_command_is_entered_where_interrupts_end_it() -> None:
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    assert 'leapahead = "leapahead.__main__:main"' in project.read_text()
 
 
 def interrupted_after(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
