@@ -12,4 +12,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        # After `python -m`, CPython ends itself by SIGINT if a KeyboardInterrupt has ever left exec("..."), which
+        # dataclasses use, even if it was handled. The next exec("...") makes it forget that.
+        exec("")
