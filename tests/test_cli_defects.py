@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import heads
 import pytest
 
-from leapahead import LLM
+from leapahead import LLM, interrupts
 from leapahead import drafters as registry
 from leapahead.cli import main, screen
 
@@ -119,6 +120,56 @@ def test_a_page_is_written_whole_or_not_at_all(leapahead: Any, tmp_path: Path, m
 
 
 # ------------------------------------------------------------------------------------------------------ interrupts
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.1, 0.2, 0.3])  # while modules are imported, then perhaps later
+@pytest.mark.parametrize(
+    "begin",
+    [["-m", "leapahead"], ["-c", "import sys\nfrom leapahead.__main__ import main\nsys.exit(main())"]],
+    ids=["module", "entry point"],
+)
+def test_interrupted_while_it_is_imported(begin: list[str], delay: float) -> None:
+    command = [sys.executable, *begin, "generate", "--max-new-tokens", "100000", PROMPT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as started:
+        time.sleep(delay)
+        started.send_signal(signal.SIGINT)
+        errors = started.communicate(timeout=60)[1].decode()
+    if started.returncode == -signal.SIGINT and f"leapahead{os.sep}" not in errors:
+        pytest.skip("Python had not begun to import the package yet")
+    assert (started.returncode, "Traceback" in errors) == (130, False), errors
+    assert errors.splitlines()[-1] == "interrupted"
+
+
+def interrupted_in_an_import(module: str, folder: Path, *args: str) -> subprocess.CompletedProcess[bytes]:
+    """A command to which the signal comes while it imports this module."""
+    (folder / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            exec('os.kill(os.getpid(), signal.SIGINT)\\nfor _ in range(1000): pass')\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    source = str(Path(interrupts.__file__).parent.parent)
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(folder), source])}
+    command = [sys.executable, "-m", "leapahead", *args]
+    return subprocess.run(command, capture_output=True, timeout=60, env=environment, check=False)
+
+
+@pytest.mark.parametrize("module", ["click", "numpy", "leapahead.api"])
+def test_interrupted_in_an_import(module: str, tmp_path: Path) -> None:
+    done = interrupted_in_an_import(module, tmp_path, "drafters")
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
+
+
+def test_interrupted_in_an_import_of_the_command(tmp_path: Path) -> None:
+    done = interrupted_in_an_import("torch", tmp_path, "generate", "--max-new-tokens", "4", PROMPT)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
+
+
+def test_the_command_is_entered_where_interrupts_end_it() -> None:
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    assert 'leapahead = "leapahead.__main__:main"' in project.read_text()
 
 
 def interrupted_after(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:

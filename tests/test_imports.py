@@ -18,6 +18,7 @@ SOURCE = Path(leapahead.__file__).parent
 LAYERS = [
     "_native",  # compiled, from src/native
     "native",
+    "interrupts",
     "core",
     "grammar",
     "chat",

@@ -243,6 +243,12 @@ def test_exact_mode_has_a_cache_for_each_sequence_anyway() -> None:
         gguf_models.bundled("bf16"), exact=True, kv_unified=False, n_ctx=256, n_threads=1, n_seq_max=2
     ).target
     assert target.info.exact
+    with pytest.raises(BadParameter, match=r"^kv_unified=True is not possible in exact mode.*leave it out$"):
+        LLM(gguf_models.bundled("bf16"), exact=True, kv_unified=True, n_ctx=256, n_threads=1)
+    words = ["-m", str(gguf_models.bundled("bf16")), "--exact", "--kv-unified", "-c", "256", "hello"]
+    result = CliRunner().invoke(command_line, ["generate", *words])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: --kv-unified=True is not possible in exact mode")
 
 
 # ----------------------------------------------------------------------------------------------------- mutations

@@ -20,9 +20,10 @@ from typing import Any, TextIO, TypeVar
 import click
 from click.exceptions import Exit
 
+from leapahead import interrupts
 from leapahead.core.errors import LeapaheadError
 
-DIFFERENT, ERROR, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+DIFFERENT, ERROR, INTERRUPTED, PIPE_CLOSED = 1, 2, interrupts.STATUS, 141
 EXIT_CODES = (
     ("0", "success"),
     (str(DIFFERENT), "generate --compare, demo, check, bench: a text differs from that of plain decoding"),
@@ -168,8 +169,10 @@ class Program(Group):
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _outcome(), _shown_warnings():
-            return super().invoke(ctx)
+        with _outcome():
+            interrupts.raises()
+            with _shown_warnings():
+                return super().invoke(ctx)
 
 
 def _prepare_streams() -> None:

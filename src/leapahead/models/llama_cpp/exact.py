@@ -53,6 +53,10 @@ class ExactLlamaCppTarget(LlamaCppTarget):
         options = options or LlamaCppOptions()
         if options.flash_attn:
             raise BadParameter("flash_attn=True is not possible in exact mode: it divides the cells among threads")
+        if options.kv_unified:
+            raise BadParameter(
+                "kv_unified=True is not possible in exact mode, where every sequence has cells of its own; leave it out"
+            )
         if options.n_gpu_layers:
             raise BadParameter(f"n_gpu_layers={options.n_gpu_layers} is not possible in exact mode, which uses the CPU")
         if min(options.n_batch, options.n_ubatch) < CHUNK:

@@ -39,6 +39,7 @@ class LlamaCppOptions:
         kv_unified: one cache for all sequences, in which the branches of a tree share cells. False gives every sequence
             `n_ctx` cells of its own, and `n_seq_max` is the number of sequences, by default 8: forwards of many
             sequences take less time, and drafts have no branches. None chooses by the number of sequences, see `form`.
+            In exact mode every sequence has its own in any case, and True is refused.
         kept_tokens: greatest number of tokens of earlier texts whose keys and values are kept in the machine's memory
             when others need their cells, for prompts that begin with the same tokens; by default `n_ctx`, so that they
             take no more memory than the KV cache; 0 for none.

@@ -1,0 +1,34 @@
+"""What Ctrl-C does while the `leapahead` command is imported. Imports the standard library only.
+
+The imports take some tenths of a second. A KeyboardInterrupt in one of them would end the process with a traceback, or
+become another exception. There is nothing to clean up yet, so the signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import _signal as signal  # type: ignore[import-not-found]  # what `signal` is made of, without its imports
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+
+STATUS = 130  # of a process that was interrupted, as shells report it
+
+
+def end_process(number: int, frame: FrameType | None) -> None:
+    """A handler of signals that ends the process, without the clean-up that Python does at its end."""
+    os.write(2, b"interrupted\n")
+    os._exit(STATUS)
+
+
+def ends_process() -> None:
+    """From here on, Ctrl-C ends the process, unless whoever started it has chosen that it is ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_process)
+
+
+def raises() -> None:
+    """From here on, Ctrl-C raises KeyboardInterrupt, as it usually does; to be called after `ends_process`."""
+    if signal.getsignal(signal.SIGINT) is end_process:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
