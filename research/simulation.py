@@ -46,10 +46,12 @@ CURVES: dict[str, dict[int, float]] = {  # rows -> time relative to one row
         )
     ),
     "flat": {1: 1.0, 64: 1.02, 65: 1.6, 128: 1.65, 129: 2.6, 256: 3.0},
+    "prepared": {1: 1.0, 4: 1.5, 8: 1.7, 16: 2.1, 32: 3.0, 64: 5.0, 256: 18.0},
     "buckets": {1: 1.0, 8: 1.15, 16: 1.4, 32: 1.9, 64: 3.0, 256: 9.0},
 }
-BUCKETS = {"buckets": 8}  # rows to whose multiples steps with drafts are padded
-CHANGE = 0.6  # of a plain step: how much longer a forward takes there after one of another size
+BUCKETS = {"buckets": 8, "prepared": 4}  # rows to whose multiples steps with drafts are padded
+PREPARED = {"prepared": 3}  # so many sizes of drafted steps stay prepared
+CHANGE = 0.6  # of a plain step: how much longer a forward takes there if its size is not prepared
 ACCEPTANCE = {"good": (0.8, 0.4), "fair": (0.45, 0.2), "useless": (0.03, 0.01)}  # of the first and second candidate
 STRETCHES = (5, 40)  # tokens for which acceptance is good or useless in turns, where it is mixed
 STARTS = ("right", "flat", "flat to 16", "steep", "times 3", "shuffled", "none", "measured busy")
@@ -215,11 +217,19 @@ class Target:
         self.max_nodes = self.max_leaves = 200
         capabilities = frozenset({CHAIN, TREE})
         name = world.case.name
-        self.bucket = BUCKETS.get(world.case.curve, 1)
+        self.bucket, self.prepared = BUCKETS.get(world.case.curve, 1), PREPARED.get(world.case.curve, 0)
         self.info = TargetInfo(
-            name, VOCABULARY, UNLIMITED, 0.0, capabilities, name, padded=world.case.padded, bucket=self.bucket
+            name,
+            VOCABULARY,
+            UNLIMITED,
+            0.0,
+            capabilities,
+            name,
+            padded=world.case.padded,
+            bucket=self.bucket,
+            prepared=self.prepared,
         )
-        self._last = 0  # rows of the last forward
+        self._ready: list[int] = []  # rows of forwards whose sizes are prepared; the one used last at the end
 
     def open(
         self,
@@ -239,9 +249,11 @@ class Target:
 
     def step(self, sessions: Any, trees: Sequence[TokenTree], num_computed: Any = None, capture: Any = None) -> Any:
         rows = self.cost(sessions, trees).rows
-        change = CHANGE * PLAIN if self.bucket > 1 and rows != self._last else 0.0
+        is_ready = rows in self._ready or (self.prepared and rows == len(sessions))
+        change = CHANGE * PLAIN if self.bucket > 1 and not is_ready else 0.0
         self.world.work(self.world.seconds(rows) + change)
-        self._last = rows
+        if not self.prepared or rows > len(sessions):  # plain steps stay prepared beside so many drafted ones
+            self._ready = [*(each for each in self._ready if each != rows), rows][-max(self.prepared, 1) :]
         self.expected = sum(
             self.world.expected(session.tokens[0] % len(self.world.texts), len(session.tokens) - 1, tree)
             for session, tree in zip(sessions, trees, strict=True)
@@ -329,8 +341,10 @@ class Stored(ProfileStore):
     def __init__(self, seconds: Mapping[int, float] | None) -> None:
         self.seconds = seconds
 
-    def read(self, sequences: int, bucket: int = 1) -> LatencyProfile | None:
-        return LatencyProfile(self.seconds, bucket=bucket) if self.seconds is not None and sequences == 1 else None
+    def read(self, sequences: int, bucket: int = 1, prepared: int = 0) -> LatencyProfile | None:
+        if self.seconds is None or sequences > 1:
+            return None
+        return LatencyProfile(self.seconds, bucket=bucket, prepared=prepared)
 
     def write(self, profiles: Mapping[int, LatencyProfile], measured: bool) -> bool:
         for profile in profiles.values():
@@ -344,9 +358,9 @@ class Right(LatencyProfiles):
     def __init__(self, world: World) -> None:
         super().__init__(Target(world).info, Stored(None), lambda: world.now)
         first = world.case.sequences
-        bucket = BUCKETS.get(world.case.curve, 1)
+        bucket, prepared = BUCKETS.get(world.case.curve, 1), PREPARED.get(world.case.curve, 0)
         seconds = {n: world.seconds(n) for n in range(first, len(world.relative)) if n == first or n % bucket == 0}
-        self.right = LatencyProfile(seconds, fixed=True, bucket=bucket)
+        self.right = LatencyProfile(seconds, fixed=True, bucket=bucket, prepared=prepared)
 
     def prepare(self, target: Any) -> bool:
         return False
@@ -374,7 +388,7 @@ def start(world: World, target: Target, kind: str) -> LatencyProfiles:
     }
     found = LatencyProfiles(target.info, Stored(stored.get(kind)), lambda: world.now)
     if kind == "none":
-        found.put(1, LatencyProfile.guessed(target.info.bucket))
+        found.put(1, LatencyProfile.guessed(target.bucket, target.prepared))
     if kind == "measured busy":
         world.busy = True
         found.prepare(target)

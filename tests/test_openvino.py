@@ -30,6 +30,7 @@ from leapahead.models.openvino.blocks import Plane, Pool
 from leapahead.models.openvino.export import export
 from leapahead.models.openvino.model import OpenVinoTarget
 from leapahead.models.openvino.options import OpenVinoOptions
+from leapahead.models.openvino.paged import PagedModel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 60,
@@ -63,7 +64,7 @@ def exported(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared_target(exported: Path) -> OpenVinoTarget:
-    return folder.load(exported, OpenVinoOptions(n_threads=1))
+    return folder.load(exported, OpenVinoOptions(n_threads=1, copies=3))
 
 
 @pytest.fixture
@@ -178,10 +179,10 @@ def test_a_prompt_that_begins_like_another_reads_the_rest(target: OpenVinoTarget
 
 
 @pytest.mark.parametrize(("nodes", "held"), [(1, 0), (3, 5), (4, 5), (7, 2), (9, 0)])
-def test_plain_steps_after_a_draft_keep_its_rows_for_a_while(
-    target: OpenVinoTarget, reference: Reference, nodes: int, held: int
+def test_plain_steps_after_a_draft_keep_its_rows_for_a_while_where_the_model_is_compiled_once(
+    exported: Path, reference: Reference, nodes: int, held: int
 ) -> None:
-    tokens = text(40)
+    target, tokens = folder.load(exported, OpenVinoOptions(n_threads=1, copies=1)), text(40)
     session = opened(target, tokens[:20])
     rows = []
     for turn in range(8):
@@ -194,6 +195,27 @@ def test_plain_steps_after_a_draft_keep_its_rows_for_a_while(
     session.close()
     drafted = -(-nodes // 4) * 4 if nodes > 1 else 1
     assert rows == [drafted, *[drafted] * held, *[1] * (7 - held)]
+
+
+def test_each_copy_computes_steps_of_one_size_over_the_same_cache(exported: Path, reference: Reference) -> None:
+    target, tokens = folder.load(exported, OpenVinoOptions(n_threads=1, copies=3)), text(90)
+    assert isinstance(target.model, PagedModel)
+    assert target.info.prepared == 2
+    first, others = target.model._first, {*target.model._others}
+    session, used = opened(target, tokens[:20]), list[object]()
+    for nodes in (1, 3, 8, 1, 4, 7, 12, 8, 1, 12):
+        at = len(session.tokens)
+        draft = TokenTree.chain(tokens[at - 1], tokens[at : at + nodes - 1])
+        assert target.cost([session], [draft]).rows == (-(-nodes // 4) * 4 if nodes > 1 else 1)
+        close(target.step([session], [draft])[0].logits[-1], reference(tokens)[at + nodes - 2])
+        session.commit(Verdict((*range(nodes),), (*tokens[at : at + nodes],), 0))
+        used.append(first if nodes == 1 else target.model._others[-1])
+    session.close()
+    four, eight = used[1], used[2]
+    assert {four, eight} == others
+    # 12 rows take the place of 4, which were used longest ago.
+    assert used == [first, four, eight, first, four, eight, four, eight, first, four]
+    assert [each.size for each in target.model._others] == [(8, 1), (12, 1)]
 
 
 def test_captures(target: OpenVinoTarget, llama: Any, reference: Reference) -> None:
@@ -429,6 +451,7 @@ def test_an_llm_of_a_folder(exported: Path, llama: Any) -> None:
         ({"engine": "llama.cpp"}, "engine='llama.cpp' cannot compute"),
         ({"engine": "wobble"}, "engine='wobble' is not possible"),
         ({"cache_tokens": 1}, "cache_tokens=1 is not possible"),
+        ({"copies": 0}, "copies=0 is not possible"),
     ],
 )
 def test_what_is_impossible_is_refused_by_name(exported: Path, options: dict[str, Any], message: str) -> None:

@@ -223,7 +223,8 @@ def test_families(name: str, tmp_path: Path) -> None:
     """Logits of long texts are Transformers', and texts with drafts are plain decoding's."""
     model, place = exported(name, tmp_path)
     target = folder.load(place, OpenVinoOptions(n_threads=1))
-    assert isinstance(target.model, StatefulModel)
+    # Of gptj and codegen, paged attention computes the graphs that some versions of Transformers give.
+    assert isinstance(target.model, StatefulModel) or name in ("gptj", "codegen")
     tokens = text(70)
     session, expected = opened(target, tokens[:50], 16), logits_of(model)(tokens)
     for index in range(50, 70, 2):

@@ -81,7 +81,7 @@ def tune(
         busy, few = _busy(found, sequences), _few(found)
         if not (busy or few):
             break
-    profile = LatencyProfile(fitted(found), bucket=target.info.bucket)
+    profile = LatencyProfile(fitted(found), bucket=target.info.bucket, prepared=target.info.prepared)
     profiles = LatencyProfiles(target.info, clock=clock)
     stored = not (busy or few) and profiles.put(sequences, profile)
     rows = _rows(found, profile, sequences)

@@ -116,6 +116,14 @@ ENGINE: tuple[Option, ...] = (
         help="Type of the computation: f32, bf16 or f16.",
     ),
     option(
+        "--copies",
+        type=int,
+        metavar="N",
+        group=OPENVINO_GROUP,
+        show_default="1",
+        help="Compile the model N times, so that steps of different sizes stay prepared.",
+    ),
+    option(
         "--cache-type",
         metavar="TYPE",
         group=OPENVINO_GROUP,

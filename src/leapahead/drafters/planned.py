@@ -226,7 +226,7 @@ class Planned(Drafter):
             self.host.info.padded,
             self.host.latency,
             self._drafting_time,
-            self.host.latency.profile(total).resizing(self.host.latency.last_rows),
+            self.host.latency.profile(total).resizing(self.host.latency.recent(total)),
             self.host.info.replays,
             [sequence.replay for sequence in sequences],
             self._has_branches(total),
@@ -243,7 +243,7 @@ class Planned(Drafter):
             kept = self._sizes(searches, plan, forwards.seconds if forwards else 0.0)
             if forwards is None or not forwards.more(searches, kept):
                 break
-        if self.host.info.bucket > 1 and not self.nodes:
+        if self.host.info.changes_cost and not self.nodes:
             self._observe_gain(searches, kept, plan, forwards.seconds if forwards else 0.0)
         found = proposals(sequences, searches, kept)
         pays = not self.nodes and self._pays(searches, kept, plan, found, forwards.seconds if forwards else 0.0)
@@ -298,9 +298,9 @@ class Planned(Drafter):
 
     def _resized(self, plan: StepPlan) -> float:
         """Seconds that a drafted step makes the next plain one longer; each of several in a row is charged once."""
-        if self.host.info.bucket == 1:
+        if not self.host.info.changes_cost:
             return plan.resizing
-        last = self.host.latency.last_rows
+        last = plan.latency.recent(plan.sequences).last
         return 0.0 if last is not None and last > plan.sequences else plan.latency.profile(plan.sequences).leaving
 
     def _observe_gain(
@@ -321,7 +321,7 @@ class Planned(Drafter):
         tokens = sum(sum(searches[index].expected[1:size]) for index, size in kept.items())
         plain = profile(plan.sequences)
         longer = profile(plan.sequences + drafted) - plain + plan.drafting(drafted) - plan.drafting(0) + spent
-        profile.observe_gain(tokens * plain / plan.sequences - longer)
+        profile.switches.observe_gain(tokens * plain / plan.sequences - longer)
 
     def _suspend_together(self, sequences: Sequence[SequenceView]) -> None:
         """Makes all suspensions end in the same step, since asking for one sequence takes as long as for a few."""
@@ -391,7 +391,9 @@ class Planned(Drafter):
             spent: seconds that draft forwards have taken in this step.
         """
         drafted = sum(kept.values()) - len(kept)
-        if not drafted or self.host.info.bucket > 1:  # there, the price of changes has decided, and a pause is a change
+        if (
+            not drafted or self.host.info.changes_cost
+        ):  # there, the price of changes has decided, and a pause is a change
             return drafted > 0
         profile = plan.latency.profile(plan.sequences)
         tokens = plan.sequences - len(kept) + sum(sum(searches[index].expected[:size]) for index, size in kept.items())

@@ -109,6 +109,8 @@ class TargetInfo:
             number of rows, so that all trees of up to `max_nodes` nodes cost the same.
         bucket: steps with drafted nodes have a multiple of so many rows, padding included, since a forward of another
             size than the last one takes longer; 1 for no padding.
+        prepared: so many sizes of drafted steps stay prepared beside that of plain steps, where `bucket` is above 1;
+            0 where only the size of the last forward is.
         cache_tokens: tokens that the KV cache of all sequences together can hold; 0 where that is not limited.
         reads_in_steps: how many tokens of a prompt, its first ones, are read in the forwards of steps, see
             `ReadsInSteps`; those behind them in forwards of their own. 0 for none.
@@ -132,6 +134,7 @@ class TargetInfo:
     hidden_size: int = 0
     exact: bool = False
     bucket: int = 1
+    prepared: int = 0
     cache_tokens: int = 0
     reads_in_steps: int = 0
     tuned_from: str = ""
@@ -140,6 +143,11 @@ class TargetInfo:
     devices: int = 1
     no_trees: str = ""
     kv_cache: str = ""
+
+    @property
+    def changes_cost(self) -> bool:
+        """Whether plain and drafted steps in turns take far longer than several of the same size in a row."""
+        return self.bucket > 1 and not self.prepared
 
     @property
     def reference(self) -> str:

@@ -206,7 +206,7 @@ def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, spent: fl
     if compiled and not profile.fixed:
         found = native.module.best_sizes(
             compiled,
-            profile.plans(plan.latency.last_rows),
+            profile.plans(plan.latency.recent(plan.sequences)),
             profile.sizes,
             ahead.replay,
             plan.sequences,

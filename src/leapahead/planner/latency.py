@@ -33,6 +33,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from leapahead.planner.outliers import Outliers
+from leapahead.planner.recent import NO_FORWARD, Recent
 from leapahead.planner.size import MOST_SEEN, Size, interval
 from leapahead.planner.switches import Switches
 
@@ -70,10 +71,11 @@ class LatencyProfile:
             are assumed, each additional row at `ASSUMED_SLOPE` of it.
         fixed: these are the times, whatever steps take: nothing is learned, nothing is distrusted.
         assumed: the seconds were not measured, or not reliably, so only what steps have seen is stored.
-        bucket: see `TargetInfo.bucket`.
+        bucket, prepared: see `TargetInfo`.
 
     Attributes:
         steps: how many steps were observed.
+        switches: what changes of the size cost.
         contradicted: whether steps have shown that the seconds given were wrong.
 
     Raises:
@@ -81,12 +83,19 @@ class LatencyProfile:
     """
 
     def __init__(
-        self, seconds: Mapping[int, float], fixed: bool = False, assumed: bool = False, bucket: int = 1
+        self,
+        seconds: Mapping[int, float],
+        fixed: bool = False,
+        assumed: bool = False,
+        bucket: int = 1,
+        prepared: int = 0,
     ) -> None:
         sizes = sorted(seconds)
         if not sizes or sizes[0] < 1 or any(not 0 < seconds[n] < float("inf") for n in sizes):
             raise ValueError(f"a latency profile needs positive seconds of positive sizes, got {dict(seconds)}")
-        self.fixed, self.steps, self.contradicted, self.bucket = fixed, 0, False, bucket
+        self.fixed, self.steps, self.contradicted = fixed, 0, False
+        self.bucket, self.prepared = bucket, prepared
+        self.changes_cost = bucket > 1 and not prepared  # see `TargetInfo`
         self._assumed = assumed
         self._first = sizes[0]
         self._prior = {n: seconds[n] / seconds[self._first] for n in sizes} if len(sizes) > 1 else {}
@@ -96,17 +105,17 @@ class LatencyProfile:
         self._held: float | None = None  # log seconds of a plain step that was an outlier
         self._outliers = Outliers(self._error)  # of others
         self._in_doubt = False  # an outlier came since the last plain step
-        self._switches = Switches(bucket > 1)
-        self._pauses = BUCKET_PAUSES if bucket > 1 else 1
+        self.switches = Switches(bucket > 1, prepared)
+        self._pauses = BUCKET_PAUSES if self.changes_cost else 1
         self._since_plain, self._pause, self._plain_step = 0, self._pauses * FIRST_PAUSE, 0
         self._shapes: list[float] = []  # the prior by rows, as far as it was needed
         self._plans: list[float] = []  # `planned` by rows; empty where it must be computed anew, as the next
         self._breaks: list[int] = []  # `sizes`
 
     @classmethod
-    def guessed(cls, bucket: int = 1) -> Self:
+    def guessed(cls, bucket: int = 1, prepared: int = 0) -> Self:
         """A profile without a measurement: its first step sets the level, and others the shape."""
-        return cls({1: 1.0}, bucket=bucket)
+        return cls({1: 1.0}, bucket=bucket, prepared=prepared)
 
     # ------------------------------------------------------------------------------------------------ reading
 
@@ -118,37 +127,35 @@ class LatencyProfile:
         """The rows of a forward over so many, padding included."""
         return rows if rows <= self._first else -(-rows // self.bucket) * self.bucket
 
-    def planned(self, rows: int, last: int | None = None) -> float:
+    def planned(self, rows: int, recent: Recent = NO_FORWARD) -> float:
         """Seconds to plan with: infinite outside the trusted region, hopeful at sizes that no step has had yet.
 
         Args:
             rows: of the forward.
-            last: rows of the forward before, padding included; None if it was another kind of forward, as a prompt's.
-                Where sizes are padded to buckets, what a change costs is added.
+            recent: what the target is prepared for. Where sizes are padded to buckets, what a change costs is added.
         """
         if self.fixed:
-            return self(rows) + self._change(rows, last, *self._changes(last))
-        plans = self.plans(last)
+            return self(rows) + self._change(rows, recent, *self._changes(recent))
+        plans = self.plans(recent)
         return plans[rows] if rows < len(plans) else float("inf")
 
-    def plans(self, last: int | None = None) -> list[float]:
+    def plans(self, recent: Recent = NO_FORWARD) -> list[float]:
         """`planned` of 0, 1, 2, ... rows, as far as the trusted region goes; of a profile that is not fixed."""
         found = self._plans or self._make_plans()
         if self.bucket == 1:
             return found
-        changes = self._changes(last)
-        return [seconds + self._change(rows, last, *changes) for rows, seconds in enumerate(found)]
+        changes = self._changes(recent)
+        return [seconds + self._change(rows, recent, *changes) for rows, seconds in enumerate(found)]
 
-    def _changes(self, last: int | None) -> tuple[float, float]:
+    def _changes(self, recent: Recent) -> tuple[float, float]:
         """See `Switches.changes`; nothing where the price is one of drafted steps."""
-        is_drafted = last is not None and last > self._first
-        return self._switches.changes(is_drafted, *self._ends) if self.bucket > 1 else (0.0, 0.0)
+        return self.switches.changes(recent, self._first, *self._ends) if self.bucket > 1 else (0.0, 0.0)
 
-    def _change(self, rows: int, last: int | None, plain: float, drafted: float) -> float:
+    def _change(self, rows: int, recent: Recent, plain: float, drafted: float) -> float:
         """Seconds by which a forward takes longer than after one of its size, by the prices of both kinds."""
         if rows <= self._first:
             return plain
-        return 0.0 if last is None or self._padded(rows) == last else drafted
+        return 0.0 if recent.has(self._padded(rows)) else drafted
 
     @property
     def largest(self) -> int:
@@ -166,33 +173,25 @@ class LatencyProfile:
         if self.fixed:
             return False
         unknown = not self._sizes[0].seen or self._held is not None
-        in_doubt = self._in_doubt and (self.bucket == 1 or len(self._outliers) > 1)
+        in_doubt = self._in_doubt and (not self.changes_cost or len(self._outliers) > 1)
         return unknown or in_doubt or self._since_plain >= self._pause
 
-    def resizing(self, last: int | None) -> float:
-        """Seconds to add to every drafted step, since forwards of another size than the last take longer.
-
-        Args:
-            last: see `planned`.
-        """
-        if self.bucket > 1:
-            return max(-self._switches.value(*self._ends), 0.0)
-        return self.leaving if last is None or last <= self._first else 0.0
+    def resizing(self, recent: Recent) -> float:
+        """Seconds to add to every drafted step, since forwards of another size take longer; see `planned`."""
+        if self.changes_cost:
+            return max(-self.switches.value(*self._ends), 0.0)
+        return self.leaving if recent.last is None or recent.last <= self._first else 0.0
 
     @property
     def leaving(self) -> float:
         """Seconds that the first plain step after drafted ones takes longer than others."""
-        return self._switches.prices(*self._ends)[0]
+        return self.switches.prices(*self._ends)[0]
 
     @property
     def _ends(self) -> tuple[float, float]:
         """Seconds of a plain step, and of the smallest drafted one, which counts where sizes are padded to buckets."""
         plain = exp(self._level)
         return plain, self(self._first + 1) if self.bucket > 1 else plain
-
-    def observe_gain(self, seconds: float) -> None:
-        """See `Switches.observe_gain`."""
-        self._switches.observe_gain(seconds)
 
     @property
     def sizes(self) -> list[int]:
@@ -267,19 +266,19 @@ class LatencyProfile:
 
     # ----------------------------------------------------------------------------------------------- learning
 
-    def observe(self, rows: int, seconds: float, resized: bool = False) -> None:
+    def observe(self, rows: int, seconds: float, resized: bool = False, unprepared: bool = False) -> None:
         """Corrects the profile by a forward over so many rows that took so long.
 
         Args:
             rows: of the forward.
             seconds: that it took.
-            resized: whether the forward before had another size.
+            resized, unprepared: see `RecentSizes.observe`.
         """
         if self.fixed or rows < 1 or not 0 < seconds < float("inf"):
             return
         self.steps += 1
         is_plain, value = rows <= self._first, log(seconds)
-        value -= self._switches.observe(rows, value, resized, is_plain)
+        value -= self.switches.observe(rows, value, is_plain, resized, unprepared)
         if is_plain:
             self._observe_plain(value)
         else:

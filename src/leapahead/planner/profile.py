@@ -31,6 +31,7 @@ from leapahead.models.base import KeepsPrefixes, Target, TargetInfo
 from leapahead.planner.draft import Forward
 from leapahead.planner.latency import LatencyProfile
 from leapahead.planner.measurement import Round, agree, fitted, rounds
+from leapahead.planner.recent import Recent, RecentSizes
 
 FORMAT = 3
 LEAST_STEPS = 30  # after which a corrected profile is written
@@ -59,10 +60,11 @@ class LatencyProfiles:
         self, info: TargetInfo, store: ProfileStore | None = None, clock: Callable[[], float] = perf_counter
     ) -> None:
         self.store = store or ProfileStore(info.fingerprint or info.name)
-        self.clock, self._bucket = clock, info.bucket
+        self.clock, self._padding = clock, (info.bucket, info.prepared)
         self._profiles: dict[int, LatencyProfile] = {}
         self._reported: dict[int, tuple[LatencyProfile, int, dict[str, float]]] = {}  # see `as_dict`; at which step
         self._last: Forward | None = None
+        self._sizes = RecentSizes(info.prepared)
         self._written = clock()
         self._lock = RLock()
 
@@ -86,7 +88,7 @@ class LatencyProfiles:
     def load(self) -> bool:
         """Whether the profile of one sequence is in use or stored; a stored one is used from now on."""
         with self._lock:
-            if self.known(1) is None and (stored := self.store.read(1, self._bucket)) is not None:
+            if self.known(1) is None and (stored := self.store.read(1, *self._padding)) is not None:
                 self._profiles[1] = stored
             return self.known(1) is not None
 
@@ -100,14 +102,16 @@ class LatencyProfiles:
             found = rounds(target, clock=self.clock)
         except LeapaheadError:
             with self._lock:
-                self._profiles.setdefault(1, LatencyProfile.guessed(self._bucket))
+                self._profiles.setdefault(1, LatencyProfile.guessed(*self._padding))
             return
         self.use(found)
 
     def use(self, found: Sequence[Round]) -> None:
         """Replaces all profiles by what was measured of one sequence, and stores it if the rounds agree."""
         with self._lock:
-            self._profiles = {1: LatencyProfile(fitted(found), assumed=not agree(found), bucket=self._bucket)}
+            bucket, prepared = self._padding
+            profile = LatencyProfile(fitted(found), assumed=not agree(found), bucket=bucket, prepared=prepared)
+            self._profiles = {1: profile}
             if agree(found):
                 self.store.write(self._profiles, measured=True)
 
@@ -118,9 +122,11 @@ class LatencyProfiles:
         correct it. Nothing is measured here: without `prepare`, and with nothing stored, it is a guess.
         """
         with self._lock:
-            found = self._profiles.get(sequences) or self.store.read(sequences, self._bucket)
+            found = self._profiles.get(sequences) or self.store.read(sequences, *self._padding)
             if found is None:
-                found = _derived(self.profile(1), sequences) if sequences > 1 else LatencyProfile.guessed(self._bucket)
+                found = (
+                    _derived(self.profile(1), sequences) if sequences > 1 else LatencyProfile.guessed(*self._padding)
+                )
             self._profiles[sequences] = found
             return found
 
@@ -145,25 +151,24 @@ class LatencyProfiles:
         with self._lock:
             if forward is self._last:
                 return
-            last, self._last = self._last, forward
-            cost = forward.cost
-            resized = last is None or (last.cost.rows, last.cost.sequences) != (cost.rows, cost.sequences)
+            self._last, cost = forward, forward.cost
+            changes = self._sizes.observe(cost)
             if (profile := self._profiles.get(cost.sequences)) is not None:
-                profile.observe(cost.rows, forward.seconds, resized)
+                profile.observe(cost.rows, forward.seconds, *changes)
             now = self.clock()
             if now - self._written >= WRITE_SECONDS or self._is_refuted():
                 self._written = now
                 self.keep()
 
-    @property
-    def last_rows(self) -> int | None:
-        """Rows of the last forward, padding included; None if it was another kind of forward, as a prompt's."""
-        return None if self._last is None else self._last.cost.rows
+    def recent(self, sequences: int) -> Recent:
+        """What the target is prepared for in steps of so many sequences."""
+        return self._sizes.of(sequences)
 
     def interrupt(self) -> None:
         """To be called when another kind of forward was computed, such as a prompt's."""
         with self._lock:
             self._last = None
+            self._sizes.interrupt()
 
     def keep(self) -> bool:
         """Writes the profiles that enough steps have corrected; False if there are none or they cannot be written."""
@@ -193,7 +198,7 @@ class LatencyProfiles:
 def _derived(one: LatencyProfile, sequences: int) -> LatencyProfile:
     """The profile of several sequences from that of one. A plain step has one row for each sequence, none has fewer."""
     rows = sorted({sequences, 2 * sequences, 4 * sequences, *(n for n in one.sizes if n > sequences)})
-    return LatencyProfile({n: one(n) for n in rows}, assumed=True, bucket=one.bucket)
+    return LatencyProfile({n: one(n) for n in rows}, assumed=True, bucket=one.bucket, prepared=one.prepared)
 
 
 class DraftingTime:
@@ -243,18 +248,18 @@ class ProfileStore:
         name = hashlib.sha256(f"{fingerprint} on {processor()}".encode()).hexdigest()[:16]
         self.path = cache_directory() / "latency" / f"{name}.json"
 
-    def read(self, sequences: int, bucket: int = 1) -> LatencyProfile | None:
+    def read(self, sequences: int, bucket: int = 1, prepared: int = 0) -> LatencyProfile | None:
         """The stored profile of so many sequences; None if there is none, or it is too old or broken.
 
         Args:
-            bucket: see `TargetInfo.bucket`.
+            bucket, prepared: see `TargetInfo`.
         """
         try:
             found = self._entries()[str(sequences)]
             if not 0 <= time() - found["measured"] <= MOST_AGE:
                 return None
             seconds = {int(n): float(seconds) for n, seconds in found["seconds"].items()}
-            profile = LatencyProfile(seconds, bucket=bucket)
+            profile = LatencyProfile(seconds, bucket=bucket, prepared=prepared)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return None
         return profile if profile.sizes[0] == sequences else None

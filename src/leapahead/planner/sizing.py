@@ -57,7 +57,7 @@ class StepPlan(NamedTuple):
 
     def seconds(self, rows: int) -> float:
         """See `LatencyProfile.planned`."""
-        return self.latency.profile(self.sequences).planned(rows, self.latency.last_rows)
+        return self.latency.profile(self.sequences).planned(rows, self.latency.recent(self.sequences))
 
     def rows(self, kept: Mapping[int, int], trees: Sequence[TokenTree] = ()) -> int:
         """Rows of the forward if so many nodes of each tree are kept, roots counted.
@@ -102,7 +102,7 @@ class StepPlan(NamedTuple):
             vain: steps since a draft was near to paying.
         """
         profile = self.latency.profile(self.sequences)
-        if profile.bucket > 1:
+        if profile.changes_cost:
             return min(LONGEST_BACK_OFF, int(seconds / profile(self.sequences) / COST_SHARE_BUCKETS))
         steps = max(int(seconds / profile(self.sequences) / COST_SHARE), vain // VAIN_PART)
         return min(LONGEST_BACK_OFF, steps)

@@ -12,16 +12,24 @@ hysteresis: a change pays if the gain of drafting lasts. So the state in which a
 A plain step forgoes it. With a lasting gain, entering is free and drafting goes on over a few steps that do not pay;
 where drafting loses on the whole, it needs a step that pays for entering and for leaving. A change between sizes of
 drafted steps counts as a part of its price, since such a size lasts for a few steps.
+
+Where OpenVINO has compiled a model several times (`TargetInfo.prepared`), plain and drafted steps in turns cost no more
+than under llama.cpp, and so there is no hysteresis. A drafted step of a size that is not prepared takes longer, and is
+charged with that: whole if another size is given up for it, else with the part that falls to it if the size is used
+again. What plain steps take longer after a prompt, or in a batch of another size, is learned apart.
 """
 
 from __future__ import annotations
 
 from math import exp
 
+from leapahead.planner.recent import Recent
+
 MOST, RATE = 1.2, 0.1  # greatest log factor; least weight of the newest pair
 FIRST = 0.4  # log factor where entering costs: what is assumed before it is known
 HORIZON, GAIN_RATE = 8.0, 0.15  # steps for which a mean gain is expected to last; weight of the newest gain in it
 LASTS = 3.0  # drafted steps of one size that follow each other
+STAYS = 8.0  # drafted steps of one size while it stays prepared
 
 
 class Switches:
@@ -30,13 +38,17 @@ class Switches:
     Args:
         both_ways: whether drafted steps take longer after ones of another size, too; otherwise only plain ones after
             drafted ones do, and their price is that of one drafted step.
+        prepared: see `TargetInfo.prepared`.
     """
 
-    def __init__(self, both_ways: bool) -> None:
-        self.both_ways = both_ways
-        self._factors = [FIRST if both_ways else 0.0] * 2  # log factors of a plain step, and of a drafted one
-        self._pairs = [0, 0]  # that they are the means of
-        self._last: tuple[int, float] | None = None  # rows and log seconds of the last step, if it had another size
+    def __init__(self, both_ways: bool, prepared: int = 0) -> None:
+        self.both_ways, self.prepared = both_ways, prepared
+        leaving = FIRST if both_ways and not prepared else 0.0
+        # Log factors of a plain step after a drafted one, of a drafted one, and of a plain one that is not prepared.
+        self._factors = [leaving, *[FIRST if both_ways else 0.0] * 2]
+        self._pairs = [0, 0, 0]  # that they are the means of
+        # By whether they were plain: steps that wait for another of their size. Kind, rows and log seconds of each.
+        self._waiting: dict[bool, tuple[int, int, float]] = {}
         self._gain: float | None = None  # mean seconds that a drafted step gained lately
 
     def prices(self, plain: float, drafted: float) -> tuple[float, float]:
@@ -45,7 +57,7 @@ class Switches:
         Args:
             plain, drafted: seconds of a plain step, and of a small drafted one.
         """
-        leaving, entering = ((exp(max(factor, 0.0)) - 1.0) for factor in self._factors)
+        leaving, entering = ((exp(max(factor, 0.0)) - 1.0) for factor in self._factors[:2])
         return leaving * plain, entering * drafted
 
     def value(self, plain: float, drafted: float) -> float:
@@ -57,39 +69,49 @@ class Switches:
         leaving, entering = self.prices(plain, drafted)
         return entering if self._gain is None else min(max(HORIZON * self._gain, -leaving), entering)
 
-    def changes(self, was_drafted: bool, plain: float, drafted: float) -> tuple[float, float]:
-        """Seconds to add to a plain step now, and to a drafted one that has another size than the last step.
+    def changes(self, recent: Recent, first: int, plain: float, drafted: float) -> tuple[float, float]:
+        """Seconds to add to a plain step now, and to a drafted one that has another size than those of `recent`.
 
         Args:
-            was_drafted: whether the last step was a drafted one.
+            recent: what the target is prepared for.
+            first: rows of a plain step.
             plain, drafted: see `prices`.
         """
         leaving, entering = self.prices(plain, drafted)
+        if self.prepared:
+            return 0.0, entering if recent.evicts else entering / STAYS
         of_plain = max(self.value(plain, drafted), 0.0)
-        return (of_plain + leaving, entering / LASTS) if was_drafted else (of_plain, entering)
+        if recent.last is not None and recent.last > first:
+            return of_plain + leaving, entering / LASTS
+        return of_plain, entering
 
     def observe_gain(self, seconds: float) -> None:
         """Takes into account what a drafted step gains over a plain one now, whether nodes were drafted or not."""
         self._gain = seconds if self._gain is None else self._gain + GAIN_RATE * (seconds - self._gain)
 
-    def observe(self, rows: int, value: float, resized: bool, is_plain: bool) -> float:
+    def observe(self, rows: int, value: float, is_plain: bool, resized: bool, unprepared: bool = False) -> float:
         """Learns from a step.
 
         Args:
             rows: of its forward.
             value: its log seconds.
-            resized: whether the forward before had another size.
             is_plain: whether it drafted nothing.
+            resized, unprepared: see `RecentSizes.observe`.
 
         Returns:
             By how much its log seconds exceed those of one after another of its size.
         """
-        before, self._last = self._last, (rows, value) if resized else None
-        if before is not None and not resized and before[0] == rows and (is_plain or self.both_ways):
-            kind = 0 if is_plain else 1
-            self._pairs[kind] += 1
-            factor = min(max(before[1] - value, -MOST), MOST)
-            self._factors[kind] += max(1 / (self._pairs[kind] + 1), RATE) * (factor - self._factors[kind])
-        if not resized or not (is_plain or self.both_ways):
+        before = self._waiting.pop(is_plain, None)
+        if not (self.prepared and is_plain):  # else a drafted size stays prepared meanwhile
+            self._waiting.clear()
+        counts = is_plain or self.both_ways
+        if not resized:
+            if before is not None and before[1] == rows and counts:
+                kind, _, longer = before
+                self._pairs[kind] += 1
+                factor = min(max(longer - value, -MOST), MOST)
+                self._factors[kind] += max(1 / (self._pairs[kind] + 1), RATE) * (factor - self._factors[kind])
             return 0.0
-        return max(self._factors[0 if is_plain else 1], 0.0)
+        kind = 1 if not is_plain else 2 if self.prepared and unprepared else 0
+        self._waiting[is_plain] = kind, rows, value
+        return max(self._factors[kind], 0.0) if counts else 0.0

@@ -67,6 +67,7 @@ class CompiledModel(ABC):
         weights: the type of most of its weights, by OpenVINO's name.
         computed_in, cached_in: the types of the computation and of the cache.
         threads: number of them.
+        copies: the model, compiled several times; `compiled` is the first one.
         precision: relative step of its numbers.
         fingerprint: of the weights' shapes and of the options.
         bytes_per_token: of the cache.
@@ -78,6 +79,7 @@ class CompiledModel(ABC):
 
     trees: ClassVar[bool]
     bucket: ClassVar[int]
+    prepared: int = 0  # see `TargetInfo.prepared`
     token_axis: ClassVar[int]  # of the hidden states
     bytes_per_token: int
     layers: int
@@ -105,11 +107,12 @@ class CompiledModel(ABC):
                 "environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
             )
         try:
-            self.compiled: Any = core.compile_model(graph, "CPU", settings)
+            self.copies: list[Any] = [core.compile_model(graph, "CPU", settings) for _ in range(self.count(options))]
         except RuntimeError as error:
             raise LeapaheadError(
                 f"OpenVINO cannot compile {str(file)!r} for this processor: {cause(error)}; export it as f32"
             ) from None
+        self.compiled = self.copies[0]
         self.computed_in, self.cached_in = kind, cache
         self.threads = int(self.compiled.get_property("INFERENCE_NUM_THREADS"))
         logits, hidden = self.compiled.outputs
@@ -131,6 +134,10 @@ class CompiledModel(ABC):
             Refused: that is not possible.
         """
 
+    def count(self, options: OpenVinoOptions) -> int:
+        """How often the model is compiled."""
+        return 1
+
     @abstractmethod
     def measure(self) -> None:
         """Reads `layers`, and what else belongs to the cache, from the compiled model."""
@@ -140,13 +147,14 @@ class CompiledModel(ABC):
         """A cache for at most so many tokens, all sequences together; a subclass of `tracks.Cache`."""
 
     @abstractmethod
-    def forward(self, cache: Any, parts: Sequence[Part], rows: Sequence[int]) -> tuple[Any, Any]:
+    def forward(self, cache: Any, parts: Sequence[Part], rows: Sequence[int], drafts: bool = False) -> tuple[Any, Any]:
         """ONE forward.
 
         Args:
             cache: see `new_cache`.
             parts: of the sequences.
             rows: tokens whose logits are wanted, counted over all parts; at least one.
+            drafts: whether it is a step with drafted nodes, for which a copy of its own may be compiled.
 
         Returns:
             Logits, float32 [rows, vocab], and the hidden states after the final norm, [tokens, hidden_size], for

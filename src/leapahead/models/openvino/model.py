@@ -7,6 +7,7 @@ cannot compute, in `stateful`. This module knows neither drafters nor text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from threading import RLock
 from typing import Any
@@ -35,8 +36,9 @@ from leapahead.models.openvino.tracks import Cache, Track
 
 CHUNK = 512  # greatest number of tokens of a prompt in one forward
 EXACT_ROWS = 2  # tokens of a sequence in a forward, at least, with which all forwards give the same bits
-# Plain steps after a drafted one keep its number of rows until so many were computed, which cost about as much as the
-# two changes of size that are spared if the next step drafts again; steps with more than two buckets of rows do not.
+# Where the model is compiled once, plain steps after a drafted one keep its number of rows until so many were computed,
+# which cost about as much as the two changes of size that are spared if the next step drafts again; steps with more
+# than two buckets of rows do not.
 HELD_ROWS, HELD_BUCKETS = 20, 2
 TREE_ROOM = 256  # nodes of all trees that are possible while no sequence has filled a sliding window
 
@@ -115,6 +117,7 @@ class OpenVinoTarget:
             hidden_size=model.hidden_size,
             exact=exact,
             bucket=model.bucket,
+            prepared=model.prepared,
             cache_tokens=cache_tokens,
         )
         self.info = replace(self.info, capabilities=selftest.capabilities(self, window))
@@ -123,9 +126,19 @@ class OpenVinoTarget:
                 f"{name} cannot be decoded in exact mode: the logits of {wrong} drafted tokens are not those of plain "
                 "decoding bit for bit on this processor; leave out exact"
             )
+        self._warm_up()
         self.pool.forget()
         # OpenVINO counts a sliding window by the row of a node and not by its depth, which differ in a tree.
         self._window = 0 if TREE not in self.info.capabilities else window or UNLIMITED
+
+    def _warm_up(self) -> None:
+        """Computes a step with every copy for drafted steps, since the first forward of each takes far longer."""
+        for copy in range(self.info.prepared):
+            rows = (copy + 1) * self.info.bucket
+            if rows + 1 >= min(self.info.context_length, self.info.cache_tokens):
+                return
+            with closing(self.open([0], SamplingParams())) as session:
+                self.step([session], [TokenTree.chain(0, [0] * (rows - 1))])
 
     @property
     def _within_window(self) -> bool:
@@ -225,7 +238,7 @@ class OpenVinoTarget:
         drafts = any(len(tree) - computed > 1 for tree, computed in zip(trees, known, strict=True))
         rows = self._rows(at, drafts)
         parts[-1] = _filled(parts[-1], rows - at)
-        logits, hidden = self._forward(parts, range(rows))
+        logits, hidden = self._forward(parts, range(rows), drafts)
         self._last_rows, self._plain_steps = rows, 0 if drafts else self._plain_steps + 1
         states = self.model.states(hidden) if capture.hidden else None
         found = []
@@ -253,7 +266,9 @@ class OpenVinoTarget:
         if drafts:
             return -(-count // self.info.bucket) * self.info.bucket
         last, bucket = self._last_rows, self.info.bucket
-        holds = bucket > 1 and count < last <= HELD_BUCKETS * bucket and self._plain_steps < HELD_ROWS // last
+        holds = (
+            self.info.changes_cost and count < last <= HELD_BUCKETS * bucket and self._plain_steps < HELD_ROWS // last
+        )
         return last if holds else count
 
     def release(self, session: OpenVinoSession) -> None:
@@ -288,7 +303,9 @@ class OpenVinoTarget:
             return part
         return replace(part, tokens=[*part.tokens] * EXACT_ROWS, positions=[*part.positions] * EXACT_ROWS, mask=None)
 
-    def _forward(self, parts: Sequence[Part], rows: Sequence[int]) -> tuple[FloatArray, FloatArray]:
+    def _forward(
+        self, parts: Sequence[Part], rows: Sequence[int], drafts: bool = False
+    ) -> tuple[FloatArray, FloatArray]:
         """ONE forward, see `CompiledModel.forward`; its entries are pending behind the committed ones."""
         for given in self._given:
             given.expire()
@@ -296,7 +313,7 @@ class OpenVinoTarget:
         counts = [part.past - part.track.length + len(part.tokens) for part in parts]
         try:
             self.pool.extend([part.track for part in parts], counts)
-            outputs = self.model.forward(self.pool, parts, rows)
+            outputs = self.model.forward(self.pool, parts, rows, drafts)
         except BaseException:
             for part in parts:
                 self.pool.discard(part.track)

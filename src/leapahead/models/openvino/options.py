@@ -25,6 +25,9 @@ class OpenVinoOptions:
         cache_type: of cached keys and values: f32, bf16 or f16; by default that of the computation.
         cache_tokens: greatest number of tokens in the KV cache, all sequences together; by default as many as fit in
             half of the free memory.
+        copies: how often the model is compiled, where it has paged attention: once for prompts and plain steps, and
+            once for each size of drafted steps that stays prepared; with 1, every change of the size takes longer.
+            Each takes up to twice the memory of the weights, and the time of compiling. 1 by default.
 
     Raises:
         BadParameter: a value is not possible.
@@ -34,9 +37,10 @@ class OpenVinoOptions:
     precision: str | None = None
     cache_type: str | None = None
     cache_tokens: int | None = None
+    copies: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("n_threads", 1), ("cache_tokens", 2)):
+        for name, least in (("n_threads", 1), ("cache_tokens", 2), ("copies", 1)):
             value = getattr(self, name)
             if value is not None and (not is_whole(value) or value < least):
                 raise BadParameter(f"{name}={value!r} is not possible: it must be a whole number, at least {least}")

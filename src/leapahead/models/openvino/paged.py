@@ -13,9 +13,9 @@ Knows neither sessions nor trees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.models.openvino.blocks import Plane, Pool
 from leapahead.models.openvino.compiled import STATEFUL, CompiledModel, Part, cause, run
 from leapahead.models.openvino.options import OpenVinoOptions
+
+Cached: TypeAlias = tuple[str, Any]  # the name of an input of the cache, and its tensor
 
 DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}  # numpy has no bfloat16
 ATTENTION, SLIDING_WINDOW = "PagedAttentionExtension", 10  # type of a paged attention; its input with the window
@@ -48,8 +50,62 @@ class _Input:
         self._values[:] = found
 
 
+class _Copy:
+    """One of the compiled models, with its inputs.
+
+    Args:
+        compiled: OpenVINO's.
+
+    Attributes:
+        size: tokens and sequences of its last forward, for which its operations are prepared.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self._request, self._version = compiled.create_infer_request(), -1
+        self.size = (0, 0)
+        self._longest = np.zeros((), np.int32)
+        self._request.set_tensor("max_context_len", ov.Tensor(self._longest, shared_memory=True))
+        self._inputs = {
+            name: _Input(self._request, name, dtype)
+            for name, dtype in (
+                *((name, np.int64) for name in ("input_ids", "position_ids", "rows")),
+                *((name, np.int32) for name in ("past_lens", "subsequence_begins", "block_indices")),
+                *((name, np.int32) for name in ("block_indices_begins", "qq_bias_begins")),
+                ("qq_bias", np.uint8),
+            )
+        }
+
+    def run(self, inputs: Mapping[str, npt.ArrayLike], longest: int, version: int, cache: Iterable[Cached]) -> Any:
+        """Computes a forward.
+
+        Args:
+            inputs: but for the cache.
+            longest: tokens of the longest sequence, those of this forward included.
+            version: of the memory of the cache.
+            cache: its inputs, which are read when the version is another one.
+
+        Returns:
+            The request, which has the outputs.
+
+        Raises:
+            RuntimeError: OpenVINO failed.
+        """
+        if version != self._version:
+            for name, tensor in cache:
+                self._request.set_tensor(name, tensor)
+            self._version = version
+        for name, each in self._inputs.items():
+            each.put(inputs[name])
+        self._longest[...] = longest
+        run(self._request)
+        return self._request
+
+
 class PagedModel(CompiledModel):
     """A model compiled with paged attention.
+
+    Where it is compiled several times (`OpenVinoOptions.copies`), the first copy computes prompts and plain steps, and
+    each of the others drafted steps of one size, until another size takes its place. All have one KV cache.
 
     Args:
         file: openvino_model.xml of an exported model.
@@ -73,18 +129,11 @@ class PagedModel(CompiledModel):
     def __init__(self, file: Path, options: OpenVinoOptions, windows: Sequence[int] | None = None) -> None:
         self._windows = windows
         super().__init__(file, options)
-        self._request, self._version = self.compiled.create_infer_request(), -1
-        self._longest = np.zeros((), np.int32)
-        self._request.set_tensor("max_context_len", ov.Tensor(self._longest, shared_memory=True))
-        self._inputs = {
-            name: _Input(self._request, name, dtype)
-            for name, dtype in (
-                *((name, np.int64) for name in ("input_ids", "position_ids", "rows")),
-                *((name, np.int32) for name in ("past_lens", "subsequence_begins", "block_indices")),
-                *((name, np.int32) for name in ("block_indices_begins", "qq_bias_begins")),
-                ("qq_bias", np.uint8),
-            )
-        }
+        self._first, *self._others = (_Copy(each) for each in self.copies)
+        self.prepared = len(self._others)
+
+    def count(self, options: OpenVinoOptions) -> int:
+        return options.copies
 
     def prepare(self, graph: Any) -> None:
         why = str(graph.get_rt_info(STATEFUL).astype(str)) if graph.has_rt_info(STATEFUL) else ""
@@ -105,11 +154,7 @@ class PagedModel(CompiledModel):
     def new_cache(self, limit: int) -> Pool:
         return Pool(self.planes, limit)
 
-    def forward(self, cache: Pool, parts: Sequence[Part], rows: Sequence[int]) -> tuple[Any, Any]:
-        if cache.version != self._version:
-            for index, name in enumerate(self.cache_names):
-                self._request.set_tensor(name, self._cache_tensor(cache.memory(index), index))
-            self._version = cache.version
+    def forward(self, cache: Pool, parts: Sequence[Part], rows: Sequence[int], drafts: bool = False) -> tuple[Any, Any]:
         masked = any(part.mask is not None for part in parts)
         begins, blocks, block_begins = [0], list[int](), [0]
         tokens, positions = list[int](), list[int]()
@@ -138,16 +183,28 @@ class PagedModel(CompiledModel):
             "qq_bias": np.concatenate(masks) if masked else [],
             "qq_bias_begins": mask_begins,
         }
-        for name, each in self._inputs.items():
-            each.put(inputs[name])
-        self._longest[...] = longest
+        copy = self._copy((len(tokens), len(parts))) if drafts else self._first
         try:
-            run(self._request)
+            request = copy.run(inputs, longest, cache.version, self._cache_inputs(cache))
         except RuntimeError as error:
             raise LeapaheadError(
                 f"OpenVINO could not compute a forward of {len(tokens)} tokens: {cause(error)}"
             ) from None
-        return self.outputs(self._request)
+        return self.outputs(request)
+
+    def _copy(self, size: tuple[int, int]) -> _Copy:
+        """The copy for a drafted step: the one whose last forward had this size, or the one used longest ago."""
+        if not self._others:
+            return self._first
+        found = next((each for each in self._others if each.size == size), self._others[0])
+        self._others.remove(found)
+        self._others.append(found)
+        found.size = size
+        return found
+
+    def _cache_inputs(self, cache: Pool) -> Iterator[Cached]:
+        for index, name in enumerate(self.cache_names):
+            yield name, self._cache_tensor(cache.memory(index), index)
 
     def _cache_tensor(self, memory: npt.NDArray[Any], plane: int) -> Any:
         if self.planes[plane].dtype == np.uint16:

@@ -151,7 +151,9 @@ class StatefulModel(CompiledModel):
     def new_cache(self, limit: int) -> States:
         return States(self.compiled, self._axes, limit)
 
-    def forward(self, cache: States, parts: Sequence[Part], rows: Sequence[int]) -> tuple[Any, Any]:
+    def forward(
+        self, cache: States, parts: Sequence[Part], rows: Sequence[int], drafts: bool = False
+    ) -> tuple[Any, Any]:
         found, begin = [], 0
         for part in parts:
             end = begin + len(part.tokens)
