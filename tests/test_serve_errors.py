@@ -26,7 +26,7 @@ USER = [{"role": "user", "content": "Hi"}]
 def running() -> Iterator[Running]:
     limits = {
         "body_bytes": 20_000,
-        "body_seconds": 0.5,
+        "body_seconds": 1.0,
         "header_seconds": 0.5,
         "samples": 8,
         "prompts": 4,

@@ -243,7 +243,7 @@ class Planned(Drafter):
             kept = self._sizes(searches, plan, forwards.seconds if forwards else 0.0)
             if forwards is None or not forwards.more(searches, kept):
                 break
-        if self.host.info.changes_cost and not self.nodes:
+        if plan.latency.profile(total).changes_cost and not self.nodes:
             self._observe_gain(searches, kept, plan, forwards.seconds if forwards else 0.0)
         found = proposals(sequences, searches, kept)
         pays = not self.nodes and self._pays(searches, kept, plan, found, forwards.seconds if forwards else 0.0)
@@ -298,10 +298,10 @@ class Planned(Drafter):
 
     def _resized(self, plan: StepPlan) -> float:
         """Seconds that a drafted step makes the next plain one longer; each of several in a row is charged once."""
-        if not self.host.info.changes_cost:
+        profile, last = plan.latency.profile(plan.sequences), plan.latency.recent(plan.sequences).last
+        if not profile.changes_cost:
             return plan.resizing
-        last = plan.latency.recent(plan.sequences).last
-        return 0.0 if last is not None and last > plan.sequences else plan.latency.profile(plan.sequences).leaving
+        return 0.0 if last is not None and last > plan.sequences else profile.leaving
 
     def _observe_gain(
         self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int], plan: StepPlan, spent: float
@@ -391,11 +391,9 @@ class Planned(Drafter):
             spent: seconds that draft forwards have taken in this step.
         """
         drafted = sum(kept.values()) - len(kept)
-        if (
-            not drafted or self.host.info.changes_cost
-        ):  # there, the price of changes has decided, and a pause is a change
-            return drafted > 0
         profile = plan.latency.profile(plan.sequences)
+        if not drafted or profile.changes_cost:  # there, the price of changes has decided, and a pause is a change
+            return drafted > 0
         tokens = plan.sequences - len(kept) + sum(sum(searches[index].expected[:size]) for index, size in kept.items())
         rows = plan.rows(kept, [each.tree for each in proposals])
         seconds = plan.seconds(rows) + plan.resizing + plan.drafting(drafted) + spent

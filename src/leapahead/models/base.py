@@ -97,8 +97,7 @@ class TargetInfo:
         context_length: greatest number of tokens of a sequence.
         precision: relative step of the coarsest numbers that it computes with, as 2**-7 for bfloat16: how far two
             computations that are equal in exact arithmetic may part.
-        capabilities: which of "chain", "tree", "branches", "logits", "top_k", "hidden" and "embeddings" it has.
-            Without any, it decodes plainly.
+        capabilities: of "chain", "tree", "branches", "logits", "top_k", "hidden" and "embeddings"; none: plain only.
         fingerprint: what the time of a forward depends on: model, precision, device, threads.
         padded: whether all sequences of a step take as many rows as the longest of them.
         replays: whether it has a recurrent state, which cannot discard tokens: of a draft that was not accepted whole,
@@ -107,10 +106,8 @@ class TargetInfo:
         hidden_size: width of one hidden state.
         exact: whether a token's logits are the same bits with every draft, batch and schedule. Steps then take a fixed
             number of rows, so that all trees of up to `max_nodes` nodes cost the same.
-        bucket: steps with drafted nodes have a multiple of so many rows, padding included, since a forward of another
-            size than the last one takes longer; 1 for no padding.
-        prepared: so many sizes of drafted steps stay prepared beside that of plain steps, where `bucket` is above 1;
-            0 where only the size of the last forward is.
+        bucket: steps with drafts have a multiple of so many rows, since another size takes longer; 1 for no padding.
+        prepared: so many sizes of drafted steps stay prepared beside that of plain steps; 0: only the last forward's.
         cache_tokens: tokens that the KV cache of all sequences together can hold; 0 where that is not limited.
         reads_in_steps: how many tokens of a prompt, its first ones, are read in the forwards of steps, see
             `ReadsInSteps`; those behind them in forwards of their own. 0 for none.
@@ -143,11 +140,6 @@ class TargetInfo:
     devices: int = 1
     no_trees: str = ""
     kv_cache: str = ""
-
-    @property
-    def changes_cost(self) -> bool:
-        """Whether plain and drafted steps in turns take far longer than several of the same size in a row."""
-        return self.bucket > 1 and not self.prepared
 
     @property
     def reference(self) -> str:

@@ -95,7 +95,7 @@ class LatencyProfile:
             raise ValueError(f"a latency profile needs positive seconds of positive sizes, got {dict(seconds)}")
         self.fixed, self.steps, self.contradicted = fixed, 0, False
         self.bucket, self.prepared = bucket, prepared
-        self.changes_cost = bucket > 1 and not prepared  # see `TargetInfo`
+        self.changes_cost = bucket > 1 and not prepared  # plain and drafted steps in turns are far slower
         self._assumed = assumed
         self._first = sizes[0]
         self._prior = {n: seconds[n] / seconds[self._first] for n in sizes} if len(sizes) > 1 else {}

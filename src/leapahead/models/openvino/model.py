@@ -265,10 +265,8 @@ class OpenVinoTarget:
         """
         if drafts:
             return -(-count // self.info.bucket) * self.info.bucket
-        last, bucket = self._last_rows, self.info.bucket
-        holds = (
-            self.info.changes_cost and count < last <= HELD_BUCKETS * bucket and self._plain_steps < HELD_ROWS // last
-        )
+        last, bucket = self._last_rows, 1 if self.info.prepared else self.info.bucket
+        holds = bucket > 1 and count < last <= HELD_BUCKETS * bucket and self._plain_steps < HELD_ROWS // last
         return last if holds else count
 
     def release(self, session: OpenVinoSession) -> None:
