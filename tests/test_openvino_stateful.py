@@ -16,7 +16,7 @@ from openvino import opset13
 
 from leapahead import SamplingParams
 from leapahead.check import check
-from leapahead.core.errors import CacheFull, LeapaheadError, Refused
+from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refused
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.engine.scheduler import Engine
@@ -215,6 +215,11 @@ def test_exact_mode(gemma2: tuple[Any, Path]) -> None:
     target = folder.load(gemma2[1], OpenVinoOptions(n_threads=1, precision="bf16"), exact=True)
     assert target.info.exact
     assert differing(target, prompts_of((5, 60, 40)), batch=3) == 0
+
+
+def test_several_copies_are_refused(gemma2: tuple[Any, Path]) -> None:
+    with pytest.raises(BadParameter, match=r"copies=2 is not possible .* it is decoded by its own states"):
+        folder.load(gemma2[1], OpenVinoOptions(n_threads=1, copies=2))
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-import tomllib
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
@@ -69,5 +68,6 @@ def test_its_metadata(wheel: zipfile.ZipFile) -> None:
     told = Parser().parsestr(metadata(wheel))
     assert told["Version"] == __version__
     assert told["License-Expression"] == "Apache-2.0"
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {*(told.get_all("Provides-Extra") or ())} == {*project["optional-dependencies"]}

@@ -134,9 +134,13 @@ class CompiledModel(ABC):
             Refused: that is not possible.
         """
 
+    @abstractmethod
     def count(self, options: OpenVinoOptions) -> int:
-        """How often the model is compiled."""
-        return 1
+        """How often the model is compiled.
+
+        Raises:
+            BadParameter: the options ask for more copies than are possible.
+        """
 
     @abstractmethod
     def measure(self) -> None:

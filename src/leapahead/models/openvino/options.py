@@ -25,9 +25,9 @@ class OpenVinoOptions:
         cache_type: of cached keys and values: f32, bf16 or f16; by default that of the computation.
         cache_tokens: greatest number of tokens in the KV cache, all sequences together; by default as many as fit in
             half of the free memory.
-        copies: how often the model is compiled, where it has paged attention: once for prompts and plain steps, and
-            once for each size of drafted steps that stays prepared; with 1, every change of the size takes longer.
-            Each takes up to twice the memory of the weights, and the time of compiling. 1 by default.
+        copies: how often the model is compiled: once for prompts and plain steps, and once for each size of drafted
+            steps that stays prepared; with 1, every change of the size takes longer. Each takes up to twice the memory
+            of the weights, and the time of compiling. More than 1 only where the model has paged attention.
 
     Raises:
         BadParameter: a value is not possible.

@@ -57,7 +57,7 @@ class _Copy:
         compiled: OpenVINO's.
 
     Attributes:
-        size: tokens and sequences of its last forward, for which its operations are prepared.
+        size: tokens and sequences of its last drafted step, for which its operations are prepared.
     """
 
     def __init__(self, compiled: Any) -> None:

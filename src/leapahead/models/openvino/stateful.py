@@ -19,9 +19,10 @@ from typing import Any, ClassVar
 import numpy as np
 import openvino as ov
 
-from leapahead.core.errors import LeapaheadError, Refused
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.models.openvino import tracks
 from leapahead.models.openvino.compiled import CompiledModel, Part, cause, run
+from leapahead.models.openvino.options import OpenVinoOptions
 
 INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx"}
 
@@ -118,6 +119,14 @@ class StatefulModel(CompiledModel):
     trees: ClassVar[bool] = False
     bucket: ClassVar[int] = 1  # the states grow with every forward, so that no forward is like the last one
     token_axis: ClassVar[int] = 1
+
+    def count(self, options: OpenVinoOptions) -> int:
+        if options.copies > 1:
+            raise BadParameter(
+                f"copies={options.copies} is not possible for {str(self.file)!r}, which OpenVINO cannot give paged "
+                "attention: it is decoded by its own states and compiled once; leave out copies"
+            )
+        return 1
 
     def prepare(self, graph: Any) -> None:
         inputs = {port.get_any_name() for port in graph.inputs}
