@@ -53,9 +53,10 @@ BUCKETS = {"buckets": 8, "prepared": 4}  # rows to whose multiples steps with dr
 PREPARED = {"prepared": 3}  # so many sizes of drafted steps stay prepared
 CHANGE = 0.6  # of a plain step: how much longer a forward takes there if its size is not prepared
 ACCEPTANCE = {"good": (0.8, 0.4), "fair": (0.45, 0.2), "useless": (0.03, 0.01)}  # of the first and second candidate
+NOISE = {"": (0.03, 0.08), "contention": (0.08, 0.18)}  # log seconds of a forward, at least and at most, by load
 STRETCHES = (5, 40)  # tokens for which acceptance is good or useless in turns, where it is mixed
 STARTS = ("right", "flat", "flat to 16", "steep", "times 3", "shuffled", "none", "measured busy")
-LOADS = ("stretches", "interruptions")
+LOADS = ("stretches", "interruptions", "contention")
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class World:
         self.busy = False
         curve = CURVES[case.curve]
         self.relative = np.interp(range(max(curve) + 1), list(curve), list(curve.values())).tolist()
-        self.noise = self.random.uniform(0.03, 0.08)
+        self.noise = self.random.uniform(*NOISE["contention" if case.load == "contention" else ""])
         self.changes = sorted(self._changes())  # (second, factor) and
         self.pauses = sorted(self._pauses())  # (second, length)
         self.chances: list[list[tuple[float, float]]] = []
@@ -126,6 +127,9 @@ class World:
     def _changes(self) -> Iterator[tuple[float, float]]:
         at, loaded = 0.0, False
         yield at, 1.0
+        while self.case.load == "contention" and at < LONG:  # others use the same cores, now more of them, now less
+            at += self.random.uniform(3, 120) * PLAIN
+            yield at, self.random.uniform(1.0, 2.5)
         while self.case.load == "stretches" and at < LONG:
             at += self.random.uniform(20, 200) * PLAIN
             loaded = not loaded

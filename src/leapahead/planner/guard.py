@@ -81,10 +81,13 @@ class Guard:
         Args:
             wanted: by the latency profile. Not followed for ever, as some targets may never show it a plain step.
         """
-        self._requests = self._requests + 1 if wanted else min(self._requests, 0)
+        if self._requests < 0:
+            self._requests += 1
+            return False
+        self._requests = self._requests + 1 if wanted else 0
         if self._requests > MOST_REQUESTS:
             self._requests = -REQUEST_PAUSE
-        return wanted and self._requests > 0
+        return self._requests > 0
 
     def observe_drafted(self, seconds: float, expected: float, tokens: float, plain: float) -> None:
         """Takes a step with drafted nodes into account.

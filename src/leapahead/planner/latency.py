@@ -321,8 +321,14 @@ class LatencyProfile:
                 size.correction -= change
 
     def _change_level(self, change: float) -> None:
-        """The machine's speed has changed, as two steps have shown."""
-        self._move_level(change)
+        """The machine's speed has changed, as two steps have shown.
+
+        It is unknown whether sizes seen first since the last plain step were seen before or after that, so they are
+        forgotten.
+        """
+        self._level += change
+        self._sizes = [size for size in self._sizes if size.first <= self._plain_step]
+        self._breaks = []
         self._held, self._pause = None, self._pauses * CHANGE_PAUSE
         self._believe_outliers()
 
