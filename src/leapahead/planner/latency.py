@@ -28,7 +28,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Mapping
 from itertools import pairwise
-from math import ceil, exp, log
+from math import ceil, exp, inf, log
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -235,9 +235,10 @@ class LatencyProfile:
             found += [shapes[n] * (factor + slope * (n - start)) for n in range(start + 1, high.rows + 1)]
         factor = plain * self._hopeful(sizes[-1])
         found += [shape * factor for shape in shapes[len(found) : self.trusted + 1]]
-        hope = found[seen] / self._line(seen)
+        hope, slope = found[seen] / self._line(seen), (found[seen] - plain) / max(seen - self._first, 1)
+        slope = max(slope, LEAST_SLOPE * plain) if seen > self._first else inf
         for n in range(seen + 1, len(found)):
-            found[n] = min(found[n], hope * self._line(n))
+            found[n] = min(found[n], hope * self._line(n), found[seen] + slope * (n - seen))
         if self.bucket > 1:
             found = [found[min(self._padded(n), len(found) - 1)] for n in range(len(found))]
         self._plans = found
