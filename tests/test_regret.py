@@ -148,4 +148,6 @@ def test_plain_steps_are_requested_but_not_for_ever() -> None:
     asked = [guard.requests_plain(True) for _ in range(MOST_REQUESTS + REQUEST_PAUSE + 3)]
     assert asked[:MOST_REQUESTS] == [True] * MOST_REQUESTS
     assert sum(asked) <= 2 * MOST_REQUESTS
+    assert [guard.requests_plain(False) for _ in range(REQUEST_PAUSE)] == [False] * REQUEST_PAUSE
+    assert guard.requests_plain(True)  # the pause has passed, although no plain step was wanted in it
     assert not Guard().requests_plain(False)

@@ -15,12 +15,14 @@ with the first time of a size, it counts as much as that. Where steps contradict
 is in its place.
 
 A plan may not trust T(n) at sizes that no step of this process has had (`planned`): they are limited to about twice the
-largest size seen, and beyond that size the lower of the prior and the assumed line counts. So a size that may pay is
-tried, by steps that cannot cost much, and is then known; one that few steps have had, with less time (`Size.hope`).
+largest size seen, and beyond that size the lowest of the prior, the assumed line, and the slope up to that size counts.
+So a size that may pay is tried, by steps that cannot cost much, and is then known; one that few steps have had, with
+less time (`Size.hope`).
 
-A step whose time is far from T(n) teaches nothing at once, since the machine may have been interrupted or have become
-slower for all sizes alike. A plain step is wanted then (`wants_plain`), and tells which: if it is as far from what was
-expected, the speed has changed. Without plain steps, several such steps in a row are a change of the speed.
+A step whose time is far from T(n), or a first one that is far from what was measured, teaches nothing at once, since
+the machine may have been interrupted or have become slower for all sizes alike. A plain step is wanted then
+(`wants_plain`), and tells which: if it is as far from what was expected, the speed has changed. Without plain steps,
+several such steps in a row are a change of the speed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from math import ceil, exp, inf, log
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from leapahead.planner.outliers import Outliers
+from leapahead.planner.outliers import Noise, Outliers
 from leapahead.planner.recent import NO_FORWARD, Recent
 from leapahead.planner.size import MOST_SEEN, Size, interval
 from leapahead.planner.switches import Switches
@@ -49,15 +51,13 @@ LEAST_SHAPE = 1e-3  # T relative to a plain step, at least: less is no measureme
 # Rows of a planned forward, at most: so many times the largest that was seen, or so many more.
 TRUSTED_GROWTH, TRUSTED_ROWS = 2, 3
 CONTRADICTED = log(1.4)  # log factor between prior and steps from which the prior is dropped
+UNEXPECTED = log(2.0)  # log factor between the first time of a size and the prior; more must be seen twice
 LEAST_RATIO = log(0.7)  # of a forward to a plain step; less is an outlier
 AGREES = 2.0  # times the noise: up to this far from the first time of a size, the expectation counts as one more time
 BELIEVED = 2  # times that a size must have been seen before it is stored or contradicts the prior
 STALE = 128  # steps after which a size that was seen once is forgotten; twice as many if it was seen twice, ...
 
 LEVEL_GAIN, PLAIN_GAIN = 0.1, 0.2  # weight of a drafted step, and least weight of a plain step, in the level
-NOISE, LEAST_NOISE, MOST_NOISE = 0.1, 0.05, 0.25  # log seconds of one step: the first estimate and its bounds
-NOISE_RATE = 0.05  # weight of the newest step in the estimate of the noise
-OUTLIER = 3.5  # times the noise
 OUTLIERS_BELIEVED = 3  # without a plain step between them, a change of the level
 # Drafted steps between two plain steps: at first, after a change, at most; so many times as many with buckets.
 FIRST_PAUSE, CHANGE_PAUSE, LONGEST_PAUSE, BUCKET_PAUSES = 4, 16, 64, 4
@@ -101,7 +101,7 @@ class LatencyProfile:
         self._prior = {n: seconds[n] / seconds[self._first] for n in sizes} if len(sizes) > 1 else {}
         self._level = log(seconds[self._first])
         self._sizes = [Size(self._first, 0.0, 0)]  # the plain step, and what was seen of others
-        self._noise = NOISE
+        self._noise = Noise()
         self._held: float | None = None  # log seconds of a plain step that was an outlier
         self._outliers = Outliers(self._error)  # of others
         self._in_doubt = False  # an outlier came since the last plain step
@@ -246,7 +246,7 @@ class LatencyProfile:
 
     def _hopeful(self, size: Size) -> float:
         """The factor on the prior to plan with."""
-        return exp(size.correction - size.hope(self._noise) * (size.rows > self._first))
+        return exp(size.correction - size.hope(self._noise.value) * (size.rows > self._first))
 
     def _shape(self, rows: int) -> float:
         """The prior: linear between its sizes, rising beyond the last."""
@@ -296,18 +296,18 @@ class LatencyProfile:
             self._pause = min(2 * self._pause, self._pauses * LONGEST_PAUSE)
         self._since_plain, self._in_doubt = 0, False
         if not plain.seen:  # the first of a process may be slow, so it counts if it is as expected, or for the second
-            plain.seen = int(self._held is not None or abs(error) <= self._threshold)
+            plain.seen = int(self._held is not None or abs(error) <= self._noise.threshold)
             self._move_level(error if self._held is None else min(error, 0.0))
             self._held = None if plain.seen else value
-        elif abs(error) <= self._threshold:
-            self._learn_noise(error)
+        elif abs(error) <= self._noise.threshold:
+            self._noise.learn(error)
             plain.seen = min(plain.seen + 1, MOST_SEEN)
             self._level += error * max(1 / plain.seen, PLAIN_GAIN)
             self._held = None
             self._believe_outliers()
-        elif self._held is not None and abs(value - self._held) <= self._threshold:
+        elif self._held is not None and abs(value - self._held) <= self._noise.threshold:
             self._change_level((value + self._held) / 2 - self._level)
-        elif self._held is None and (other := self._outliers.agreeing(error, self._threshold)) is not None:
+        elif self._held is None and (other := self._outliers.agreeing(error, self._noise.threshold)) is not None:
             self._change_level((error + other) / 2)
         else:
             self._held = value
@@ -335,7 +335,7 @@ class LatencyProfile:
 
     def _believe_outliers(self) -> None:
         """Drops the outliers that the level explains, and learns from others that came again for as many rows."""
-        for rows, value in self._outliers.believed(self._threshold).items():
+        for rows, value in self._outliers.believed(self._noise.threshold).items():
             self._size(rows).believe(self._error(rows, value), rows, self.steps)
 
     def _error(self, rows: int, value: float) -> float:
@@ -350,16 +350,17 @@ class LatencyProfile:
         if size is None:
             ratio = value - self._level
             most = ceil(rows / self.largest) * self._relative(self.largest)  # as so many forwards
-            if not LEAST_RATIO <= ratio <= log(max(most, self._relative(rows))) + self._threshold:
+            wrong = bool(self._prior) and error > UNEXPECTED and not self._outliers.has(rows)
+            if wrong or not LEAST_RATIO <= ratio <= log(max(most, self._relative(rows))) + self._noise.threshold:
                 self._doubt(rows, value)
                 return
             size = self._size(rows)
-            size.agreed = int(abs(error) <= AGREES * self._noise)
-        elif abs(error) > self._threshold:
+            size.agreed = int(abs(error) <= AGREES * self._noise.value)
+        elif abs(error) > self._noise.threshold:
             self._doubt(rows, value)
             return
         else:
-            self._learn_noise(error)
+            self._noise.learn(error)
             self._level += LEVEL_GAIN * (1 - size.weight) * error
         size.learn(error, rows, self.steps)
         self._outliers.forget_oldest()
@@ -379,14 +380,6 @@ class LatencyProfile:
         for size in self._sizes[1:]:
             size.correction += log(self._shape(size.rows) / self._line(size.rows))
         self._prior, self._shapes, self._breaks, self.contradicted = {}, [], [], True
-
-    def _learn_noise(self, error: float) -> None:
-        self._noise += NOISE_RATE * (1.25 * abs(error) - self._noise)  # of a normal distribution, sigma = 1.25 E|x|
-        self._noise = min(max(self._noise, LEAST_NOISE), MOST_NOISE)
-
-    @property
-    def _threshold(self) -> float:
-        return OUTLIER * self._noise
 
     # -------------------------------------------------------------------------------------------------- sizes
 

@@ -10,8 +10,31 @@ from collections.abc import Callable
 from statistics import median
 
 KEPT = 3  # the newest ones
+NOISE, LEAST_NOISE, MOST_NOISE = 0.1, 0.05, 0.25  # log seconds of one step: the first estimate and its bounds
+NOISE_RATE = 0.05  # weight of the newest step in the estimate of the noise
+OUTLIER = 3.5  # times the noise
 
 Error = Callable[[int, float], float]  # rows and log seconds -> by how much these exceed what is expected now
+
+
+class Noise:
+    """How much the times of steps of one size vary.
+
+    Attributes:
+        value: standard deviation of the log seconds of one step.
+        threshold: error of log seconds beyond which a step is an outlier.
+    """
+
+    def __init__(self) -> None:
+        self._set(NOISE)
+
+    def learn(self, error: float) -> None:
+        """Takes a step that was no outlier into account; of a normal distribution, sigma = 1.25 E|x|."""
+        value = self.value + NOISE_RATE * (1.25 * abs(error) - self.value)
+        self._set(min(max(value, LEAST_NOISE), MOST_NOISE))
+
+    def _set(self, value: float) -> None:
+        self.value, self.threshold = value, OUTLIER * value
 
 
 class Outliers:
@@ -27,6 +50,10 @@ class Outliers:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def has(self, rows: int) -> bool:
+        """Whether one of so many rows is kept."""
+        return any(kept == rows for kept, _ in self._kept)
 
     def add(self, rows: int, value: float) -> None:
         """Keeps one."""
