@@ -26,6 +26,7 @@ from leapahead.planner.profile import (
     FORMAT,
     LEAST_STEPS,
     MOST_AGE,
+    STEPS_AGE,
     WRITE_SECONDS,
     DraftingTime,
     LatencyProfiles,
@@ -830,6 +831,26 @@ def test_a_batch_begins_as_one_and_is_kept_as_steps_correct_it() -> None:
     later = profiles(target)
     assert relative(later.profile(4))[8] == pytest.approx(world.true(8) / world.true(4), rel=0.05)
     assert relative(later.profile(1))[8] == pytest.approx(1.7, rel=0.01)  # no step of one: as it was measured
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_what_only_steps_have_shown_is_measured_again_soon(is_measured: bool) -> None:
+    """A measurement is stored and contradicted, or none was stored; the sizes that pay may never have been seen."""
+    target = Timed()
+    store = ProfileStore(target.info.fingerprint)
+    if is_measured:
+        stored(target)
+    here = profiles(target)
+    here.profile(1)
+    for rows in [1, 4] * LEAST_STEPS:
+        here.observe(Forward(0.02 * rows, Cost(rows, 1, 9)))
+    here.keep()
+    content = json.loads(store.path.read_text())
+    assert sorted(content["profiles"]["1"]["seconds"]) == ["1", "4"]
+    assert store.read(1) is not None
+    content["profiles"]["1"]["measured"] -= STEPS_AGE
+    store.path.write_text(json.dumps(content))
+    assert store.read(1) is None
 
 
 def test_corrections_do_not_make_a_measurement_younger() -> None:

@@ -7,8 +7,10 @@ There is one file per target, by its fingerprint (model, precision, device, thre
 for each number of sequences that are stepped together. The cache directory is `LEAPAHEAD_CACHE`, by default
 `leapahead` in the user's cache directory. The file is written after a measurement whose rounds agree, at most once a
 minute as steps correct it, and at once where they contradict it. Sizes that neither such a measurement nor a step has
-had are not written. Each writer writes a temporary file beside it and renames it, so processes may share the file; the
-last writer wins. A file that cannot be read, or is older than a week, is measured again. Without a writable cache
+had are not written, and a profile of one sequence that has only such sizes of steps, since no measurement was stored or
+steps have contradicted it, is measured again after an hour. Each writer writes a temporary file beside it and renames
+it, so processes may share the file; the last writer wins. A file that cannot be read, or is older than a week, is
+measured again. Without a writable cache
 directory nothing fails: every process then measures for itself.
 """
 
@@ -36,6 +38,7 @@ from leapahead.planner.recent import Recent, RecentSizes
 FORMAT = 3
 LEAST_STEPS = 30  # after which a corrected profile is written
 WRITE_SECONDS = 60.0  # least time between two writes
+STEPS_AGE = 3600.0  # seconds; of one sequence's profile that only steps have shown, in place of a measurement
 MOST_AGE = 7 * 24 * 3600.0  # seconds; where nothing is drafted, steps do not correct the shape of a profile
 
 DRAFTING_RATE = 0.05  # weight of the newest step in the estimate of drafting time
@@ -280,6 +283,8 @@ class ProfileStore:
             before = entries.get(str(sequences))
             is_new = measured or profile.contradicted
             age = before.get("measured") if isinstance(before, dict) and not is_new else None
+            if sequences == 1 and age is None and not measured:  # sizes that pay may be among those never seen
+                age = now + STEPS_AGE - MOST_AGE
             profile.contradicted = False
             entries[str(sequences)] = {
                 "measured": age if isinstance(age, (int, float)) else now,
