@@ -33,6 +33,7 @@ OPTIONS_OF = {
     "llama.cpp": LLAMA_CPP_OPTIONS,
     "openvino": (*OPENVINO_OPTIONS, WEIGHTS),
 }
+COMMON_OPTIONS = ("dtype", "device", "exact", "trust_remote_code", "cache_tokens")  # arguments of `load` beside these
 # What only some engines have.
 ENGINE_OPTIONS = tuple(dict.fromkeys((*LLAMA_CPP_OPTIONS, *OPENVINO_OPTIONS, WEIGHTS, DEVICES, STATIC, PACK)))
 
@@ -158,6 +159,22 @@ def engine_of(model: Any, engine: str = "auto") -> str:
         return "module" if _is_module(model) else "target"
     what = "a name, a path, a loaded Transformers model or a leapahead target"
     raise BadParameter(f"a model must be {what}, got {type(model).__name__}")
+
+
+def check(model: Any = None, *, engine: str = "auto", **options: Any) -> None:
+    """Refuses arguments of `load` that are not possible for a model, as far as they can be told without loading it.
+
+    Raises:
+        BadParameter: no such engine or option, or one that the model's engine does not have; a value out of its range.
+    """
+    kind = engine_of(model, engine)
+    given = {name: value for name, value in options.items() if name not in COMMON_OPTIONS}
+    _refuse_options(kind, model, given, options.get("cache_tokens"))
+    given.pop(WEIGHTS, None)
+    if kind == "llama.cpp":
+        LlamaCppOptions(**given)
+    elif kind == "openvino":
+        OpenVinoOptions(**given)
 
 
 def _refuse_options(kind: str, model: Any, options: dict[str, Any], cache_tokens: int | None) -> None:
