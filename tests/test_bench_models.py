@@ -118,12 +118,12 @@ def test_options_that_are_not_possible_are_named(text: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (["-m", "b.gguf", "--copies", "4"], "copies can be set for an OpenVINO model only, not for 'b.gguf'"),
-        (["--precision", "f32"], "precision can be set for an OpenVINO model only, not for 'bundled'"),
-        (["-m", "b.gguf(static=off)"], "static can be set for a model of Transformers"),
+        (["-m", "b.gguf", "--copies", "4"], "--copies=4 can be set for an OpenVINO model only, not for 'b.gguf'"),
+        (["--precision", "f32"], "--precision='f32' can be set for an OpenVINO model only, not for 'bundled'"),
+        (["-m", "b.gguf(static=off)"], "static='off' can be set for a model of Transformers"),
         (["-m", "b.gguf", "-c", "5"], "--ctx-size=5 is not possible"),
         (["-m", "b.gguf", "-m", "b.gguf(kept-tokens=-1)"], "--kept-tokens=-1 is not possible"),
-        (["-m", "b.gguf", "-m", "x/y", "-fa", "on"], "flash_attn|--flash-attn can be set for a GGUF file only"),
+        (["-m", "b.gguf", "-m", "x/y", "-fa", "on"], "--flash-attn=True can be set for a GGUF file only"),
         (["-m", "b.gguf", "-m", "x/y", "-fa", "on"], "-m 'MODEL(OPTION)' gives an option to one model alone"),
         (["-m", "b.gguf", "--engine", "transformers"], "engine='transformers' cannot compute 'b.gguf'"),
         (["-m", "b.gguf(n_ctx=512)", "-m", "b.gguf(ctx-size=512)"], "was given twice"),

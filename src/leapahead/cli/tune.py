@@ -19,6 +19,7 @@ from leapahead.cli import screen, tune_files
 from leapahead.cli.command import Command, option
 from leapahead.cli.options import MODEL, all_of, model_arguments
 from leapahead.cli.screen import Console
+from leapahead.cli.typed import Finite
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.drafters.token_table import MOST_K, TokenTable, stored
 from leapahead.models import loading
@@ -58,14 +59,14 @@ WIDTH = 8  # characters of the longest bar
 )
 @option(
     "--seconds",
-    type=click.FloatRange(min=0.1),
+    type=Finite(min=0.1),
     default=5.0,
     metavar="SECONDS",
     help="Time for the measurement of the latency profile.",
 )
 @option(
     "--text-seconds",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=10.0,
     metavar="SECONDS",
     help="Time for trying auto on texts; 0 decodes none.",

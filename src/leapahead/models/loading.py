@@ -141,6 +141,8 @@ def engine_of(model: Any, engine: str = "auto") -> str:
     """
     if engine not in ENGINES:
         raise BadParameter(f"engine={engine!r} is not possible; choose one of {', '.join(ENGINES)}")
+    if isinstance(model, str) and not model.strip():
+        raise BadParameter(f"model={model!r} is not possible: give a hub name, a folder or a file, or {BUNDLED!r}")
     if model is None or isinstance(model, (str, Path)):
         is_gguf = str(model).lower().endswith(".gguf")
         usual = "llama.cpp" if is_gguf else "openvino" if is_openvino(model) else "transformers"
@@ -191,7 +193,8 @@ def _refuse_options(kind: str, model: Any, options: dict[str, Any], cache_tokens
         owners = " or ".join(what for each, what in kinds.items() if wrong[0] in OPTIONS_OF[each])
         is_named = model is None or isinstance(model, (str, Path))
         what = repr(BUNDLED if model is None else model) if is_named else "a loaded one"
-        raise BadParameter(f"{', '.join(wrong)} can be set for {owners} only, not for {what}")
+        given = ", ".join(f"{name}={options[name]!r}" for name in wrong)
+        raise BadParameter(f"{given} can be set for {owners} only, not for {what}")
     if cache_tokens is not None and kind in ("llama.cpp", "target"):
         raise BadParameter(
             f"cache_tokens={cache_tokens} is for Transformers and OpenVINO models that are loaded here; set n_ctx for "
