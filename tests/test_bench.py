@@ -648,6 +648,7 @@ def test_bad_folders_and_files(run: Any, tmp_path: Path) -> None:
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "bench.json").write_text("[]")
     for args, sentence in [
+        (["--data", str(tmp_path / "none")], f"there is no folder '{tmp_path / 'none'}' of prompts"),
         (["--data", str(tmp_path / "empty")], "holds prompts in none of the files"),
         (["--data", str(tmp_path / "broken")], "line 2: the field 'prompt' holds no text"),
         (["--data", str(tmp_path / "edits")], "line 1: an edit must have the texts 'prompt' and 'prediction'"),

@@ -82,6 +82,7 @@ def test_bench_has_every_option_of_models_that_generate_has() -> None:
         ("b.gguf(flash-attn=off)", "b.gguf", {"flash_attn": False}, "flash-attn=off"),
         ("b.gguf( n_ctx = 512 , no-mmap )", "b.gguf", {"n_ctx": 512, "use_mmap": False}, "n_ctx=512, no-mmap"),
         ("b.gguf(--no_kv_unified,type_k=f32)", "b.gguf", {"kv_unified": False, "type_k": "f32"}, None),
+        ("b.gguf(fa=on,c=256)", "b.gguf", {"flash_attn": True, "n_ctx": 256}, "fa=on, c=256"),
         ("b (1)(copies=4)", "b (1)", {"copies": 4}, "copies=4"),
         ("bundled(dtype=float32,exact)", None, {"dtype": "float32", "exact": True}, "dtype=float32, exact"),
         ("b.gguf(engine=openvino,threads=1)", "b.gguf", {"engine": "openvino", "n_threads": 1}, None),

@@ -219,6 +219,19 @@ def test_check_shows_the_drafters_that_are_finished(leapahead: Any, monkeypatch:
     assert (found["interrupted"], [row["name"] for row in found["drafters"]]) == (True, ["lookahead"])
 
 
+def test_an_interrupt_that_an_import_turned_into_its_own_error(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    causes: list[BaseException] = [KeyboardInterrupt(), KeyError()]
+
+    def failing(*args: Any, **options: Any) -> Any:
+        raise ImportError("initialization failed") from causes.pop(0)  # as modules made with pybind11 do
+
+    monkeypatch.setattr("leapahead.models.loading.load", failing)
+    result = leapahead("check")
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+    with pytest.raises(SystemExit, match="2"):  # any other is a bug, whose traceback is shown
+        main(["check"])
+
+
 def test_check_interrupted_before_any_drafter(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(self: screen.Bar, what: str, done: int, total: int) -> None:
         raise KeyboardInterrupt

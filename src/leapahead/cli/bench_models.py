@@ -54,8 +54,10 @@ def _path(text: str) -> str | None:
 
 
 def _long(name: str) -> str:
-    """The long name of an option that is given with its dashes or underscores, or by its name in Python."""
+    """The long name of an option that is given by it or its short name, with underscores, or by its name in Python."""
     for parameter in _options.params:
-        if isinstance(parameter, click.Option) and parameter.name == name and not parameter.is_flag:
+        if isinstance(parameter, click.Option) and (
+            f"-{name}" in parameter.opts or (parameter.name == name and not parameter.is_flag)
+        ):
             return max(parameter.opts, key=len).removeprefix("--")
     return name.replace("_", "-")
