@@ -17,9 +17,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from leapahead import LLM, BadParameter, LeapaheadError, Refused, drafters
-from leapahead.bench import cell, peers, record, report, tasks
+from leapahead.bench import cell, figures, peers, record, report, tasks
 from leapahead.bench import run as runner
 from leapahead.bench.contender import Configuration, Contender, Ours, Pass, Setting, Text, aligned
+from leapahead.bench.plan import Model, Plan
 from leapahead.cli import main
 from leapahead.cli.bench import configurations
 from leapahead.core.tree import Budget, TokenTree
@@ -98,20 +99,20 @@ def test_the_warm_up_is_not_measured_and_a_slow_round_is_one_of_many() -> None:
 def test_the_interval_is_over_rounds_and_prompts() -> None:
     plain = {"tokens": [[10, 10]] * 2, "seconds": [[1.0, 1.0]] * 2}
     steady = {"tokens": [[10, 10]] * 2, "seconds": [[0.5, 0.5]] * 2}
-    assert cell.speedup(steady, plain) == {"median": 2.0, "low": 2.0, "high": 2.0}
-    rounds = cell.speedup({**steady, "seconds": [[0.5, 0.5], [1.0, 1.0]]}, plain)
+    assert figures.speedup(steady, plain) == {"median": 2.0, "low": 2.0, "high": 2.0}
+    rounds = figures.speedup({**steady, "seconds": [[0.5, 0.5], [1.0, 1.0]]}, plain)
     assert (rounds["low"], rounds["median"], rounds["high"]) == (1.0, 1.5, 2.0)
-    prompts = cell.speedup({**steady, "seconds": [[0.5, 1.0]] * 2}, plain)
+    prompts = figures.speedup({**steady, "seconds": [[0.5, 1.0]] * 2}, plain)
     assert (prompts["low"], prompts["high"]) == (1.0, 2.0)
     assert prompts["median"] == pytest.approx(4 / 3, abs=1e-4)
-    assert prompts == cell.speedup({**steady, "seconds": [[0.5, 1.0]] * 2}, plain)  # seeded
+    assert prompts == figures.speedup({**steady, "seconds": [[0.5, 1.0]] * 2}, plain)  # seeded
 
 
 def test_there_is_no_interval_from_one_prompt() -> None:
     """Rounds differ, but nothing is known of other prompts; the table says why the interval is missing."""
     plain = {"tokens": [[10]] * 3, "seconds": [[1.0]] * 3}
     mine = {"tokens": [[10]] * 3, "seconds": [[0.5], [0.4], [0.8]]}
-    assert cell.speedup(mine, plain) == {"median": 2.0, "low": None, "high": None}
+    assert figures.speedup(mine, plain) == {"median": 2.0, "low": None, "high": None}
     contenders = [Timed("plain", lambda turn: 1.0, ten), Timed("peer:x", lambda turn: 0.5, ten)]
     settings: dict[str, Any] = {"rounds": 2, "seed": 0, "judge": never}
     rows = cell.measure_cell(contenders, PROMPTS[:1], Setting(max_new_tokens=24), **settings)
@@ -124,15 +125,15 @@ def test_there_is_no_interval_from_one_prompt() -> None:
 def test_the_interval_of_one_batch_of_several_prompts_is_over_the_rounds() -> None:
     plain = {"tokens": [[40]] * 3, "seconds": [[1.0]] * 3}
     mine = {"tokens": [[40]] * 3, "seconds": [[0.5], [0.4], [0.8]]}
-    assert cell.speedup(mine, plain, prompts=4) == {"median": 2.0, "low": 1.25, "high": 2.5}
+    assert figures.speedup(mine, plain, prompts=4) == {"median": 2.0, "low": 1.25, "high": 2.5}
     one = {key: value[:1] for key, value in mine.items()}
     others = {key: value[:1] for key, value in plain.items()}
-    assert cell.speedup(one, others, prompts=4) == {"median": 2.0, "low": None, "high": None}
+    assert figures.speedup(one, others, prompts=4) == {"median": 2.0, "low": None, "high": None}
 
 
 def test_few_batches_have_more_rounds() -> None:
     prompts = [tasks.Task("one", ["x"] * 12), tasks.Task("two", ["y"] * 4)]
-    plan = runner.Plan(tasks=prompts, configurations=[Configuration("auto")], rounds=1)
+    plan = Plan(tasks=prompts, configurations=[Configuration("auto")], rounds=1)
     assert [plan.rounds_of(prompts[0], batch) for batch in (1, 2, 4, 8, 16)] == [1, 2, 4, 4, 4]
     assert plan.rounds_of(prompts[1], 4) == 4, "whatever other tasks there are"
     assert replace(plan, rounds=3).rounds_of(prompts[0], 2) == 3
@@ -159,7 +160,7 @@ def test_the_interval_covers_as_often_as_it_says() -> None:
         seconds = np.exp(rng.normal(scale=0.2, size=20))
         plain = {"tokens": [[10] * 20] * 3, "seconds": [[1.5] * 20] * 3}
         mine = {"tokens": [[10] * 20] * 3, "seconds": [(seconds / np.exp(0.02)).tolist()] * 3}  # of mean 1
-        found = cell.speedup(mine, plain)
+        found = figures.speedup(mine, plain)
         inside += found["low"] <= 1.5 <= found["high"]
     assert inside >= 85
 
@@ -283,7 +284,7 @@ def test_every_round_is_begun() -> None:
 
 def test_a_peer_without_steps_is_a_row_and_joins_the_overall_row() -> None:
     rows = measured([Timed("plain", lambda turn: 1.0, ten), Timed("peer:x", lambda turn: 0.5, ten)])
-    whole = cell.overall([rows[1], rows[1]], [rows[0], rows[0]], 0)
+    whole = figures.overall([rows[1], rows[1]], [rows[0], rows[0]], 0)
     assert whole["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert (whole["prompts"], whole["tokens"], whole["acceptance_length"]) == (6, 60, None)
 
@@ -454,7 +455,9 @@ def test_our_own_prompts() -> None:
 def run(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`leapahead bench` with the tiny model as the bundled one, on a task of two prompts unless `data` is named."""
     monkeypatch.setattr(loading, "bundled", lambda: str(tiny_folder))
-    monkeypatch.setattr(runner, "conditions", lambda: {"versions": {"leapahead": "0"}, **dict.fromkeys(MACHINE)})
+    monkeypatch.setattr(
+        "leapahead.bench.plan.conditions", lambda: {"versions": {"leapahead": "0"}, **dict.fromkeys(MACHINE)}
+    )
     folder = tmp_path / "small"
     folder.mkdir()
     (folder / "humaneval.jsonl").write_text('{"prompt": "def add(a, b):"}\n{"prompt": "for number in"}\n')
@@ -558,7 +561,7 @@ def test_resume_measures_what_is_missing(run: Any, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_and_reports_what_there_is(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, calls = runner.measure_cell, []
+    whole, calls = runner.measure_sides, []
 
     def interrupted(*args: Any, **options: Any) -> Any:
         calls.append(1)
@@ -566,7 +569,7 @@ def test_ctrl_c_keeps_and_reports_what_there_is(run: Any, tmp_path: Path, monkey
             raise KeyboardInterrupt
         return whole(*args, **options)
 
-    monkeypatch.setattr(runner, "measure_cell", interrupted)
+    monkeypatch.setattr(runner, "measure_sides", interrupted)
     result = run()
     assert result.exit_code == 130
     assert "humaneval" in result.stdout
@@ -580,14 +583,14 @@ def test_ctrl_c_keeps_and_reports_what_there_is(run: Any, tmp_path: Path, monkey
 def test_a_mismatch_is_exit_code_1_after_everything_is_written(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = runner.measure_cell
+    whole = runner.measure_sides
 
     def differing(*args: Any, **options: Any) -> Any:
-        rows = whole(*args, **options)
+        (rows,) = whole(*args, **options)
         rows[1]["mismatches"] = 1
-        return rows
+        return [rows]
 
-    monkeypatch.setattr(runner, "measure_cell", differing)
+    monkeypatch.setattr(runner, "measure_sides", differing)
     result = run()
     assert result.exit_code == 1
     assert "MISMATCH" in result.stdout
@@ -645,6 +648,7 @@ def test_bad_folders_and_files(run: Any, tmp_path: Path) -> None:
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "bench.json").write_text("[]")
     for args, sentence in [
+        (["--data", str(tmp_path / "none")], f"there is no folder '{tmp_path / 'none'}' of prompts"),
         (["--data", str(tmp_path / "empty")], "holds prompts in none of the files"),
         (["--data", str(tmp_path / "broken")], "line 2: the field 'prompt' holds no text"),
         (["--data", str(tmp_path / "edits")], "line 1: an edit must have the texts 'prompt' and 'prediction'"),
@@ -667,7 +671,7 @@ def test_without_matplotlib_nothing_is_measured(run: Any, tmp_path: Path, monkey
 
 
 def test_quick_is_less_where_nothing_else_is_said(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: list[runner.Plan] = []
+    plans: list[Plan] = []
     monkeypatch.setattr(runner, "run", lambda plan, kept, **options: plans.append(plan))
     run("--quick")
     assert (plans[0].rounds, plans[0].max_new_tokens) == (1, 6)
@@ -730,7 +734,7 @@ class Sampler(Timed):
 def test_what_a_target_cannot_do_is_left_out_by_name(tmp_path: Path) -> None:
     target = ToyTarget(capabilities=frozenset({"chain"}), context_length=20)
     chat = [{"role": "user", "content": "Hello"}]
-    plan = runner.Plan(
+    plan = Plan(
         tasks=[tasks.Task("chat", [chat, "x" * 30, "x" * 18]), tasks.Task("long", ["x" * 19])],
         configurations=[Configuration("lookahead"), Configuration("prompt_lookup")],
         peers=[Other(), Other(2, there="x")],
@@ -779,7 +783,7 @@ def test_a_target_starts_every_pass_from_an_empty_cache() -> None:
 
 def test_the_same_model_twice() -> None:
     with pytest.raises(BadParameter, match="the model bundled was given twice"):
-        runner.Plan(tasks=[], models=[None, None], configurations=[])
+        Plan(tasks=[], models=[Model(), Model()], configurations=[])
 
 
 def test_a_record_that_cannot_be_rescued_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

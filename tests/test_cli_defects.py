@@ -219,6 +219,19 @@ def test_check_shows_the_drafters_that_are_finished(leapahead: Any, monkeypatch:
     assert (found["interrupted"], [row["name"] for row in found["drafters"]]) == (True, ["lookahead"])
 
 
+def test_an_interrupt_that_an_import_turned_into_its_own_error(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    causes: list[BaseException] = [KeyboardInterrupt(), KeyError()]
+
+    def failing(*args: Any, **options: Any) -> Any:
+        raise ImportError("initialization failed") from causes.pop(0)  # as modules made with pybind11 do
+
+    monkeypatch.setattr("leapahead.models.loading.load", failing)
+    result = leapahead("check")
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+    with pytest.raises(SystemExit, match="2"):  # any other is a bug, whose traceback is shown
+        main(["check"])
+
+
 def test_check_interrupted_before_any_drafter(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(self: screen.Bar, what: str, done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -303,6 +316,28 @@ def test_commands_of_chat_are_no_messages(leapahead: Any, monkeypatch: pytest.Mo
     assert [line.split()[0] for line in result.stderr.splitlines()] == ["/reset", "/exit", "/help"]
 
 
+@pytest.mark.parametrize(
+    "args", [("tune", "--seconds", "nan"), ("tune", "--text-seconds", "inf"), ("serve", "--body-seconds", "nan")]
+)
+def test_numbers_of_seconds_are_finite(leapahead: Any, args: tuple[str, ...]) -> None:
+    result = leapahead(*args)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{args[1]}': '{args[2]}' is not a finite number." in result.stderr
+
+
+def test_transformers_is_quiet_where_it_only_loads_the_tokenizer(tmp_path: Path) -> None:
+    from transformers.utils import logging
+
+    (tmp_path / "openvino_model.xml").write_text("")
+    before = logging.get_verbosity()
+    try:
+        logging.set_verbosity_warning()
+        with screen.loading(str(tmp_path)):
+            assert logging.get_verbosity() == logging.ERROR  # a prompt beyond the context is refused in one line
+    finally:
+        logging.set_verbosity(before)
+
+
 # -------------------------------------------------------------------------------------- refusals, in the user's words
 
 
@@ -311,8 +346,13 @@ def test_commands_of_chat_are_no_messages(leapahead: Any, monkeypatch: pytest.Mo
     [
         (["-t", "1e-300"], "error: --temperature=1e-300 is not possible"),
         (["--min-new-tokens", "10", "--max-new-tokens", "4"], "error: --min-new-tokens=10 is not possible with --max-"),
-        (["-c", "100"], "error: --ctx-size can be set for a GGUF file only, not for 'bundled'"),
+        (["-c", "100"], "error: --ctx-size=100 can be set for a GGUF file only, not for 'bundled'"),
         (["-m", "missing.gguf"], "error: there is no file 'missing.gguf'"),
+        (["-m", ""], "error: --model='' is not possible: give a hub name, a folder or a file, or 'bundled'"),
+        (
+            ["-m", "x.gguf", "--copies", "2"],
+            "error: --copies=2 can be set for an OpenVINO model only, not",
+        ),
     ],
 )
 def test_refusals_name_the_options(leapahead: Any, args: list[str], sentence: str) -> None:

@@ -439,7 +439,7 @@ def test_a_cache_that_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), r"\(.*No space left on device\); free some space"),
+        (OSError(errno.ENOSPC, "No space left on device"), r"\(No space left on device\); free some space"),
         (PermissionError(errno.EACCES, "Permission denied"), r"\(.*Permission denied\); name a file in a folder"),
         (KeyboardInterrupt(), None),
     ],

@@ -204,7 +204,7 @@ def test_every_architecture_can_do_packed_what_it_can_do_otherwise(name: str) ->
 
 
 def test_the_option_is_of_named_models_of_transformers_only() -> None:
-    with pytest.raises(BadParameter, match="pack can be set for a model of Transformers given by name or folder only"):
+    with pytest.raises(BadParameter, match="pack=False can be set for a model of Transformers given by name"):
         LLM(model(), pack=False)
     with pytest.raises(BadParameter, match="pack='no' is not possible: it must be true or false"):
         LLM(bundled(), pack="no")

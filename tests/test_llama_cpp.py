@@ -760,7 +760,8 @@ def test_what_is_impossible_is_refused_by_name(tmp_path: Path) -> None:
         (lambda: LLM(path, n_seq_max=1000), "n_seq_max=1000 is not possible"),
         (lambda: LLM(path, n_seq_max=32, n_batch=16), "n_seq_max=32 sequences do not fit a batch of 16 tokens"),
         (lambda: LLM(path, type_k="q3"), "type_k='q3' is not possible"),
-        (lambda: LLM(n_ctx=512), "n_ctx can be set for a GGUF file only"),
+        (lambda: LLM(path, type_v="q8_0", flash_attn=False), "type_v='q8_0' is not possible with flash_attn=False"),
+        (lambda: LLM(n_ctx=512), "n_ctx=512 can be set for a GGUF file only"),
         (lambda: LLM(path, wobble=3), "wobble"),
     ):
         with pytest.raises(BadParameter, match=message):

@@ -234,7 +234,7 @@ def test_as_many_sequences_as_are_decoded_together() -> None:
     words = ["--no-kv-unified", "--threads", "1", "-c", "256", "--max-new-tokens", "4", "hello"]
     result = CliRunner().invoke(command_line, ["generate", "-m", str(gguf_models.llama()), *words])
     assert result.exit_code == 0, result.output
-    with pytest.raises(BadParameter, match=r"^kv_unified can be set for a GGUF file only, not for 'bundled'"):
+    with pytest.raises(BadParameter, match=r"^kv_unified=False can be set for a GGUF file only, not for 'bundled'"):
         LLM(kv_unified=False)
 
 

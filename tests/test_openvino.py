@@ -441,7 +441,7 @@ def test_an_llm_of_a_folder(exported: Path, llama: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_ctx": 512}, "n_ctx can be set for a GGUF file only"),
+        ({"n_ctx": 512}, "n_ctx=512 can be set for a GGUF file only"),
         ({"precision": "f8"}, "precision='f8' is not possible"),
         ({"cache_type": "q8_0"}, "cache_type='q8_0' is not possible"),
         ({"n_threads": 0}, "n_threads=0 is not possible"),
@@ -457,6 +457,17 @@ def test_an_llm_of_a_folder(exported: Path, llama: Any) -> None:
 def test_what_is_impossible_is_refused_by_name(exported: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadParameter, match=message):
         LLM(str(exported), **options)
+
+
+def test_a_type_of_the_cache_that_cannot_be_compiled_is_named(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*given: Any) -> None:
+        raise RuntimeError("expect kvcache type f16, current: f32")
+
+    monkeypatch.setattr("openvino.Core.compile_model", failing)
+    with pytest.raises(LeapaheadError, match="current: f32; leave out cache_type='bf16', so that"):
+        LLM(str(exported), precision="f32", cache_type="bf16")
+    with pytest.raises(LeapaheadError, match="current: f32; export it as f32"):
+        LLM(str(exported), precision="f32")
 
 
 def test_broken_folders(exported: Path, tmp_path: Path) -> None:

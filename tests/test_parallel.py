@@ -277,13 +277,18 @@ def test_bad_values_are_told_before_anything_is_loaded(leapahead: Any, monkeypat
     for options, message in {
         ("--devices", "cpu"): "--devices='cpu' names 1 of at least two devices",
         ("--devices", "cpu,cpu", "--device", "cpu"): "--device='cpu' is not possible with --devices='cpu,cpu'",
-        ("--devices", "cpu,cpu", "-m", "x.gguf"): "devices can be set for a model of Transformers given by name",
+        (
+            "--devices",
+            "cpu,cpu",
+            "-m",
+            "x.gguf",
+        ): "--devices='cpu,cpu' can be set for a model of Transformers",
         ("--devices", "torchrun"): "--devices='torchrun' needs processes that torchrun started",
     }.items():
         result = leapahead("generate", "def", *options)
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
         assert message in result.stderr
-    with pytest.raises(BadParameter, match=r"devices can be set for .* only, not for a loaded one"):
+    with pytest.raises(BadParameter, match=r"devices=.* can be set for .* only, not for a loaded one"):
         LLM(ToyTarget(), devices="cpu,cpu")
 
 

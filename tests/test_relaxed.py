@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leapahead import LLM, BadParameter, Engine, Refused, Request, SamplingParams, StopParams, TokenTree
-from leapahead.bench.cell import measure_cell, overall
+from leapahead.bench.cell import measure_cell
 from leapahead.bench.contender import Configuration, Ours, Setting
+from leapahead.bench.figures import overall
 from leapahead.bench.report import cells
 from leapahead.core.relaxed import FloatArray, Relaxed, Rollback, TopBeta, Typical, rule, verify_relaxed
 from leapahead.drafters.draft_model import DraftModelDrafter

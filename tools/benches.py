@@ -7,9 +7,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from leapahead.bench.cell import PLAIN, speedup
+from leapahead.bench.cell import PLAIN
+from leapahead.bench.figures import speedup
+from leapahead.bench.plan import LEAST_PASSES
 from leapahead.bench.record import OVERALL, read
-from leapahead.bench.run import LEAST_PASSES
 
 Row = dict[str, Any]
 Table = Callable[[str, list[list[str]]], str]

@@ -12,9 +12,9 @@ from typing import Any
 
 import benches
 
-from leapahead.bench.cell import speedup
+from leapahead.bench.figures import speedup
+from leapahead.bench.plan import LEAST_PASSES
 from leapahead.bench.record import OVERALL, read
-from leapahead.bench.run import LEAST_PASSES
 from leapahead.integrations.vllm.figures import LABELS, METRICS
 from leapahead.integrations.vllm.options import Options
 

@@ -45,7 +45,7 @@ def measured(
     temperature: float,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Figures of a configuration that took turns with plain decoding on every prompt; see `bench.cell.row`.
+    """Figures of a configuration that took turns with plain decoding on every prompt; see `bench.figures.row`.
 
     Args:
         loaded: the model.

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from leapahead.bench.cell import PLAIN, overall
+from leapahead.bench.cell import PLAIN
+from leapahead.bench.figures import overall, overall_beside
 from leapahead.core.errors import BadParameter, LeapaheadError
 
 FILE = "bench.json"
@@ -101,10 +102,16 @@ class Record:
         for row in self.rows:
             groups.setdefault((row["target"], row["drafter"], row["temperature"], row["batch"]), []).append(row)
         rows = []
-        for (target, _, temperature, batch), mine in groups.items():
+        for key, mine in groups.items():
+            target, _, temperature, batch = key
             plain = groups.get((target, PLAIN, temperature, batch), [])
             if len(mine) > 1 and [row["task"] for row in mine] == [row["task"] for row in plain]:
-                rows.append({"task": OVERALL, "target": target, **overall(mine, plain, self.conditions["seed"])})
+                seed = self.conditions["seed"]
+                rows.append({"task": OVERALL, "target": target, **overall(mine, plain, seed)})
+                bases = {row.get("beside", {}).get("target") for row in mine}  # of a form of a model: the first form
+                base = groups.get((*bases, *key[1:]), []) if len(bases) == 1 else []
+                if [row["task"] for row in base] == [row["task"] for row in mine]:
+                    rows[-1]["beside"] = {"target": base[0]["target"], **overall_beside(mine, base, seed)}
         return rows
 
     def _write(self, path: Path) -> None:

@@ -21,6 +21,11 @@ COLUMNS = (
     *("task", "drafter", "speed-up", "95 %", "tokens/s", "accept. length", "nodes/step", "1st token", "distinct-4"),
     *("prompts", "tokens", "mismatches", "ties"),
 )
+FORMS = ("form", "measured", "drafter", "ratio", "95 %")
+FORMS_NOTE = (
+    "The forms of one model were loaded together and took turns. The ratio is that of a drafter's tokens per second "
+    "with one form to those with the other, in the same rounds."
+)
 OURS, PEER = plots.COLOURS[:2]
 NO_INTERVAL = (
     "Rows without an interval were measured on a single prompt (or once on a single batch), which does not show how "
@@ -67,6 +72,30 @@ def cells(row: Row) -> list[str]:
     ]
 
 
+def forms(results: Sequence[Row]) -> dict[str, list[list[str]]]:
+    """Tables by FORMS of the speeds of a model's forms, relative to the first form, under the name of that one."""
+    found: dict[str, list[list[str]]] = {}
+    for row in sorted(results, key=lambda row: bool(row["task"] == OVERALL)):
+        if "beside" in row:
+            speed = row["beside"]
+            sampling = "greedy" if row["temperature"] == 0 else f"temperature {row['temperature']:g}"
+            found.setdefault(speed["target"], []).append(
+                [
+                    row["target"],
+                    f"{row['task']}, {sampling}, batch {row['batch']}",
+                    row["drafter"],
+                    f"{speed['median']:.2f}",
+                    "" if speed["low"] is None else f"{speed['low']:.2f} to {speed['high']:.2f}",
+                ]
+            )
+    return found
+
+
+def forms_title(first: str) -> str:
+    """The heading of such a table."""
+    return f"Speed in relation to {first}"
+
+
 def notes(rows: Sequence[Row]) -> list[str]:
     """Remarks below a table."""
     found = [NO_INTERVAL] if any(row["drafter"] != PLAIN and row["speedup"]["low"] is None for row in rows) else []
@@ -81,6 +110,9 @@ def markdown(found: dict[str, Any]) -> str:
         lines += [f"## {title(group)}", "", _line(COLUMNS), _line(["---", "---", *["---:"] * (len(COLUMNS) - 2)])]
         lines += [_line(cells(row)) for row in rows]
         lines += ["", *(line for note in notes(rows) for line in (note, "")), *_details(rows), ""]
+    for first, table in forms(found["results"]).items():
+        lines += [f"## {forms_title(first)}", "", _line(FORMS), _line(["---", "---", "---", "---:", "---:"])]
+        lines += [*map(_line, table), "", FORMS_NOTE, ""]
     if found["results"]:
         lines += ["![speed-up by task and drafter](speedup.svg)", ""]
         lines += ["![acceptance length by task and drafter](acceptance.svg)", ""]
@@ -226,6 +258,7 @@ def _conditions(conditions: dict[str, Any]) -> list[str]:
     lines += [f"- Peer {name}: {version}" for name, version in conditions.get("peers", {}).items()]
     for name, each in conditions["targets"].items():
         parts = [f"{key} {each[key]}" for key in ("backend", "dtype", "device", "threads") if key in each]
+        parts += [f"{name}={value}" for name, value in each.get("options", {}).items()]
         lines.append(f"- {name}: {', '.join((*parts, 'conversations as ' + each['chat']))}")
         lines += [f"  - {each['reference']}"] if "reference" in each else []
         lines += [f"  - {drafter} was left out: {why}" for drafter, why in each["refused"].items()]

@@ -1,115 +1,69 @@
 """Runs a bench: tasks x targets x temperatures x batch sizes, with every drafter and peer in each cell.
 
-plan      what is to be measured
+plan      what is to be measured (`bench.plan`)
 cell      (task, target, temperature, batch), in which all contenders take turns (`bench.cell`)
 record    the file to which every finished cell is written (`bench.record`)
+
+Models that differ in their options only are forms of one model: they are loaded together, and measured in one cell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from leapahead.bench.cell import PLAIN, groups_of, measure_cell, passes, tie_on
-from leapahead.bench.conditions import Progress, conditions, describe, silent
+from leapahead.bench.cell import PLAIN, Side, measure_sides, passes, tie_on
+from leapahead.bench.conditions import Progress, describe, silent
 from leapahead.bench.contender import Configuration, Contender, Ours, Setting
+from leapahead.bench.figures import beside
 from leapahead.bench.peers import Entry, Peer
-from leapahead.bench.record import Cell, Record
+from leapahead.bench.plan import Model, Plan
+from leapahead.bench.record import Record
 from leapahead.bench.tasks import Task, encoded, has_template, predicted
-from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.errors import Refused
 from leapahead.models import loading
 from leapahead.models.loading import Loaded
 from leapahead.planner.profile import LatencyProfiles
 
 Say = Callable[[str], None]
 Texts = dict[int, list[int]]  # prompt -> plain decoding's tokens
-LEAST_PASSES = 4  # of every contender over the batches of a task, since few make few samples of the speed-up
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is to be measured.
+@dataclass(frozen=True)
+class Todo:
+    """A cell of the forms of one model that have not been measured.
 
     Attributes:
-        tasks: see `bench.tasks.read`.
-        models: hub name, folder or GGUF file; None for the bundled model.
-        configurations: of drafters; plain decoding is always measured.
-        peers: other implementations, measured on the targets that they can run.
-        temperatures, batches: all combinations are measured.
-        rounds: measured rounds, after a warm-up; see `rounds_of`.
-        max_new_tokens: of each text.
-        seed: of the order, of the sampling and of the bootstrap.
-        data: origin of the prompts, for the conditions.
-        dtype, device: of models that are not GGUF files.
-        threads: of torch and of llama.cpp; None for their defaults.
-        exact: load the models in exact mode.
+        task, temperature, batch: of the cell.
+        labels: names of the forms.
     """
 
-    tasks: Sequence[Task]
-    models: Sequence[str | None] = (None,)
-    configurations: Sequence[Configuration]
-    peers: Sequence[Peer] = ()
-    temperatures: Sequence[float] = (0.0, 1.0)
-    batches: Sequence[int] = (1,)
-    rounds: int = 5
-    max_new_tokens: int = 64
-    seed: int = 0
-    data: str = "the bundled prompts"
-    dtype: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    exact: bool = False
+    task: Task
+    temperature: float
+    batch: int
+    labels: Sequence[str]
 
-    def __post_init__(self) -> None:
-        names = [configuration.name for configuration in self.configurations] + [peer.label for peer in self.peers]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise BadParameter(f"{twice} was given twice; give each once")
-        labels = self.labels
-        if again := next((label for label in labels if labels.count(label) > 1), None):
-            raise BadParameter(f"the model {again} was given twice; give each model once")
 
-    @property
-    def labels(self) -> list[str]:
-        """The models' names in the results: the last part of a path, where that is unique."""
-        short = [_short(model) for model in self.models]
-        return [
-            name if short.count(name) == 1 or model is None else model
-            for name, model in zip(short, self.models, strict=True)
-        ]
+@dataclass(frozen=True)
+class Form:
+    """A loaded model with its options, and what is measured of it.
 
-    def rounds_of(self, task: Task, batch: int) -> int:
-        """The rounds of a cell: of batches as many more as give `LEAST_PASSES` passes over the task's groups."""
-        groups = len(groups_of(task.prompts, batch))
-        return self.rounds if batch == 1 else max(self.rounds, -(-LEAST_PASSES // groups))
+    Attributes:
+        label: its name in the results.
+        loaded: the target and its tokenizer.
+        contenders: plain decoding first.
+        say: says a line about it.
+        texts: plain decoding's, by task and temperature.
+    """
 
-    def conditions(self, date: str) -> dict[str, Any]:
-        """The conditions of the bench; those of the targets are added when they are loaded."""
-        return {
-            "date": date,
-            **conditions(),
-            "data": self.data,
-            "tasks": {
-                task.name: {"prompts": len(task.prompts), "chat": task.chat, "digest": task.digest}
-                for task in self.tasks
-            },
-            "targets": {},
-            "drafters": {each.name: each.as_dict() for each in self.configurations},
-            "peers": {peer.label: peer.version() for peer in self.peers},
-            "rounds": self.rounds,
-            "max_new_tokens": self.max_new_tokens,
-            "seed": self.seed,
-            "dtype": self.dtype,
-            "device": self.device,
-            "threads": self.threads,
-            **({"exact": True} if self.exact else {}),
-            "figures": "speed-up: median over the rounds of the ratio to plain decoding in the same round, tokens per "
-            "second without prefill, after a warm-up; 95 % percentile bootstrap over rounds and prompts. Only the "
-            "first turn of conversations. Counters are of one pass over the prompts, forwards of all passes.",
-        }
+    label: str
+    loaded: Loaded
+    contenders: Sequence[Contender]
+    say: Say
+    texts: dict[tuple[str, float], Texts] = field(default_factory=dict)
 
 
 def run(
@@ -118,7 +72,7 @@ def run(
     *,
     progress: Progress = silent,
     say: Say = lambda line: None,
-    load: Callable[[str | None, Plan], Loaded] | None = None,
+    load: Callable[[Model, Plan], Loaded] | None = None,
 ) -> None:
     """Measures every cell of the plan that the record does not have.
 
@@ -132,57 +86,104 @@ def run(
     Raises:
         LeapaheadError: a model cannot be loaded, or the record cannot be written; finished cells are in the record.
     """
-    cells = {
-        label: [
-            (task, (task.name, label, float(temperature), batch))
-            for task in plan.tasks
-            for temperature in plan.temperatures
-            for batch in plan.batches
-        ]
-        for label in plan.labels
-    }
-    todo = {label: [each for each in some if not record.finished(each[1])] for label, some in cells.items()}
+    todo = [_todo(plan, forms, record) for forms in plan.forms]
     bar = _Bar(plan, todo, progress)
-    for label, model in zip(plan.labels, plan.models, strict=True):
-        if not todo[label]:
-            continue
-        bar.show(f"loading {label}")
-        entry = Entry((load or load_model)(model, plan), model, plan.threads)
-
-        def tell(line: str, label: str = label) -> None:
-            say(f"{label}: {line}")
-
-        known: dict[tuple[str, float], Texts] = {}  # by task and temperature
-        with ExitStack() as ending:
-            contenders, refused = _entered(plan, entry, tell, ending)
-            record.describe("targets", label, {**_describe(entry.loaded), "refused": refused})
-            for task, cell in todo[label]:
-                bar.begin(cell)
-                texts = known.setdefault((task.name, cell[2]), {})
-                rows = _cell(plan, entry.loaded, contenders, task, cell, bar, tell, texts)
-                if rows:
-                    record.add([{"task": task.name, "target": label, **row} for row in rows])
-                bar.end()
+    for models, cells in zip(plan.forms, todo, strict=True):
+        _measure(plan, models, cells, record, bar, say, load or load_model)  # which releases the models at its end
 
 
-def load_model(model: str | None, plan: Plan) -> Loaded:
+def _measure(
+    plan: Plan,
+    models: Mapping[str, Model],
+    cells: Sequence[Todo],
+    record: Record,
+    bar: _Bar,
+    say: Say,
+    load: Callable[[Model, Plan], Loaded],
+) -> None:
+    """Loads the forms of a model that are to be measured, and measures them."""
+    wanted = {label for cell in cells for label in cell.labels}
+    with ExitStack() as ending:
+        forms = []
+        for label, model in models.items():
+            if label in wanted:
+                bar.show(f"loading {label}")
+                loaded = load(model, plan)
+                ending.callback(loading.close, loaded.target)
+                peers = plan.peers if label == next(iter(models)) else ()
+                forms.append(_form(plan, label, model, loaded, peers, say, record, ending))
+        for cell in cells:
+            bar.begin(cell)
+            rows = _cell(plan, [form for form in forms if form.label in cell.labels], cell, bar)
+            if rows:
+                record.add([{"task": cell.task.name, **row} for row in rows])
+            bar.end()
+
+
+def load_model(model: Model, plan: Plan) -> Loaded:
     """Loads a model as the plan says. GGUF files and OpenVINO have their own number of threads; torch's is global."""
-    if loading.engine_of(model) != "transformers":
-        options: dict[str, Any] = {} if plan.threads is None else {"n_threads": plan.threads}
-        return loading.load(model, device=plan.device, exact=plan.exact, **options)
-    if plan.threads is not None:
+    options = plan.arguments(model)
+    kind = loading.engine_of(model.path, options.get("engine", "auto"))
+    if kind == "transformers" and plan.threads is not None:
         _set_torch_threads(plan.threads)
-    return loading.load(model, dtype=plan.dtype, device=plan.device, exact=plan.exact)
+    if kind == "llama.cpp" and options.get("kv_unified") is False:
+        options["sequences"] = max(plan.batches)
+    return loading.load(model.path, **options)
 
 
-def _entered(plan: Plan, entry: Entry, say: Say, ending: ExitStack) -> tuple[list[Contender], dict[str, str]]:
+def _todo(plan: Plan, forms: Iterable[str], record: Record) -> list[Todo]:
+    """The cells of some forms that have not been measured."""
+    cells = [
+        Todo(task, float(temperature), batch, [])
+        for task in plan.tasks
+        for temperature in plan.temperatures
+        for batch in plan.batches
+    ]
+    missing = [
+        replace(
+            cell,
+            labels=[
+                label for label in forms if not record.finished((cell.task.name, label, cell.temperature, cell.batch))
+            ],
+        )
+        for cell in cells
+    ]
+    return [cell for cell in missing if cell.labels]
+
+
+def _form(
+    plan: Plan,
+    label: str,
+    model: Model,
+    loaded: Loaded,
+    peers: Sequence[Peer],
+    say: Say,
+    record: Record,
+    ending: ExitStack,
+) -> Form:
+    """A loaded model with its contenders, which `ending` closes; its description is put into the record."""
+
+    def tell(line: str) -> None:
+        say(f"{label}: {line}")
+
+    entry = Entry(loaded, model.path, plan.threads_of(model))
+    contenders, refused = _entered(plan, entry, peers, tell, ending)
+    given = plan.given(model)
+    options = {"options": given} if given else {}
+    record.describe("targets", label, {**_describe(loaded), **options, "refused": refused})
+    return Form(label, loaded, contenders, tell)
+
+
+def _entered(
+    plan: Plan, entry: Entry, peers: Sequence[Peer], say: Say, ending: ExitStack
+) -> tuple[list[Contender], dict[str, str]]:
     """The contenders for a loaded model, plain decoding first; and the reasons of those that are refused."""
     loaded, latency = entry.loaded, LatencyProfiles(entry.loaded.target.info)
     makers: dict[str, Callable[[], Contender]] = {}
     for each in (Configuration(PLAIN), *plan.configurations):
         drafter = (each.drafter, each.options, latency, each.acceptance)
         makers[each.name] = partial(Ours, each.name, loaded.target, loaded.tokenizer, *drafter)
-    for peer in plan.peers:
+    for peer in peers:
         makers[f"peer:{peer.label}"] = partial(peer.enter, f"peer:{peer.label}", entry)
     contenders, refused = list[Contender](), dict[str, str]()
     for name, make in makers.items():
@@ -196,45 +197,46 @@ def _entered(plan: Plan, entry: Entry, say: Say, ending: ExitStack) -> tuple[lis
     return contenders, refused
 
 
-def _cell(
-    plan: Plan,
-    loaded: Loaded,
-    contenders: Sequence[Contender],
-    task: Task,
-    cell: Cell,
-    bar: _Bar,
-    say: Say,
-    texts: Texts,
-) -> list[dict[str, Any]]:
-    """The rows of a cell; none if no prompt fits into the context."""
-    _, _, temperature, batch = cell
-    prompts = encoded(task, loaded, plan.max_new_tokens)
+def _cell(plan: Plan, forms: Sequence[Form], cell: Todo, bar: _Bar) -> list[dict[str, Any]]:
+    """The rows of a cell for each form; none if no prompt fits into the context of every form."""
+    task = cell.task
+    shortest = min(forms, key=lambda form: form.loaded.target.info.context_length)
+    prompts = encoded(task, shortest.loaded, plan.max_new_tokens)
     if len(prompts) < len(task.prompts):
-        say(
+        shortest.say(
             f"{task.name}: {len(task.prompts) - len(prompts)} of {len(task.prompts)} prompts left out: with "
-            f"{plan.max_new_tokens} new tokens they do not fit the context of {loaded.target.info.context_length}"
+            f"{plan.max_new_tokens} new tokens they do not fit the context of "
+            f"{shortest.loaded.target.info.context_length}"
         )
     if not prompts:
         return []
-    expected = predicted(task, loaded)
-    setting = Setting(temperature, batch, plan.max_new_tokens, loaded.eos_token_ids, plan.seed, expected)
+    ends, expected = shortest.loaded.eos_token_ids, predicted(task, shortest.loaded)
+    setting = Setting(cell.temperature, cell.batch, plan.max_new_tokens, ends, plan.seed, expected)
+    sides = [
+        Side(
+            _able(form, prompts, setting, task),
+            tie_on(form.loaded.target),
+            form.loaded.tokenizer,
+            form.texts.setdefault((task.name, cell.temperature), {}),
+        )
+        for form in forms
+    ]
+    rounds = plan.rounds_of(task, cell.batch)
+    found = measure_sides(sides, prompts, setting, rounds=rounds, seed=plan.seed, progress=bar.step)
+    rows = [{"target": form.label, **row} for form, rows in zip(forms, found, strict=True) for row in rows]
+    return beside(rows, plan.seed)
+
+
+def _able(form: Form, prompts: Sequence[list[int]], setting: Setting, task: Task) -> list[Contender]:
+    """The contenders that can run a cell."""
     able = []
-    for each in contenders:
+    for each in form.contenders:
         if reason := each.refusal(prompts, setting):
-            say(f"{task.name}, temperature {temperature:g}, batch {batch}: {each.name} is left out: {reason}")
+            where = f"{task.name}, temperature {setting.temperature:g}, batch {setting.batch}"
+            form.say(f"{where}: {each.name} is left out: {reason}")
         else:
             able.append(each)
-    return measure_cell(
-        able,
-        prompts,
-        setting,
-        rounds=plan.rounds_of(task, batch),
-        seed=plan.seed,
-        judge=tie_on(loaded.target),
-        tokenizer=loaded.tokenizer,
-        progress=bar.step,
-        expected=texts,
-    )
+    return able
 
 
 def _describe(loaded: Loaded) -> dict[str, Any]:
@@ -258,22 +260,17 @@ def _set_torch_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _short(model: str | None) -> str:
-    if model is None:
-        return loading.BUNDLED
-    return Path(model).name if Path(model).exists() else model
-
-
 class _Bar:
     """Counts passes; a cell that ends early counts as complete."""
 
-    def __init__(self, plan: Plan, todo: dict[str, list[tuple[Task, Cell]]], progress: Progress) -> None:
+    def __init__(self, plan: Plan, todo: Sequence[Sequence[Todo]], progress: Progress) -> None:
         self._progress = progress
-        contenders = len({PLAIN, *(each.name for each in plan.configurations)}) + len(plan.peers)
+        contenders = len({PLAIN, *(each.name for each in plan.configurations)})
         self._sizes = [
-            contenders * passes(len(task.prompts), cell[3], plan.rounds_of(task, cell[3]))
-            for some in todo.values()
-            for task, cell in some
+            (len(cell.labels) * contenders + len(plan.peers))
+            * passes(len(cell.task.prompts), cell.batch, plan.rounds_of(cell.task, cell.batch))
+            for cells in todo
+            for cell in cells
         ]
         self._done, self._cells, self._within = 0, 0, 0
         self._what = ""
@@ -281,9 +278,9 @@ class _Bar:
     def show(self, what: str) -> None:
         self._progress(what, self._done + self._within, sum(self._sizes))
 
-    def begin(self, cell: Cell) -> None:
-        task, target, temperature, batch = cell
-        self._what = f"{target}, {task}, temperature {temperature:g}, batch {batch}"
+    def begin(self, cell: Todo) -> None:
+        labels = " and ".join(cell.labels)
+        self._what = f"{labels}, {cell.task.name}, temperature {cell.temperature:g}, batch {cell.batch}"
         self._within = 0
         self.show(self._what)
 

@@ -79,7 +79,7 @@ def read(folder: Path | None, names: Sequence[str] = (), limit: int | None = Non
         limit: greatest number of prompts of each task without `=K`, taken at equal distances from the file.
 
     Raises:
-        BadParameter: no known file, a line without a prompt, or an unknown name.
+        BadParameter: no such folder, no known file, a line without a prompt, or an unknown name.
     """
     found = _bundled() if folder is None else _of_folder(folder)
     limits = dict(_limited(name, limit) for name in names)
@@ -191,6 +191,8 @@ def _bundled() -> dict[str, list[Prompt]]:
 
 
 def _of_folder(folder: Path) -> dict[str, list[Prompt]]:
+    if not folder.is_dir():
+        raise BadParameter(f"there is no folder {str(folder)!r} of prompts")
     tasks: dict[str, list[Prompt]] = {}
     for file, (task, name) in FILES.items():
         if (folder / file).is_file():

@@ -19,14 +19,16 @@ from leapahead.bench import peers, plots, record, report, tasks
 from leapahead.bench import run as runner
 from leapahead.bench.cell import PLAIN
 from leapahead.bench.contender import Configuration
+from leapahead.bench.plan import Model, Plan
 from leapahead.cli import screen
 from leapahead.cli.acceptance import SPELLED
+from leapahead.cli.bench_models import model_of
 from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, option
-from leapahead.cli.options import EXACT, MODEL_GROUP, SHORTHANDS, drafter_arguments
+from leapahead.cli.engine_options import ENGINE
+from leapahead.cli.options import LOADING, MODEL_GROUP, SHORTHANDS, all_of, drafter_arguments, loading_arguments
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.relaxed import rule
 from leapahead.core.sampling import SamplingParams
-from leapahead.models import loading
 
 MEASURED = "What is measured"
 # The columns of the report that fit on a terminal, with their headings.
@@ -48,6 +50,7 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
         "leapahead bench --quick -d auto -d lookahead",
         "leapahead bench -m model.gguf --config lookahead:window=7,ngram=5,guesses=7 -t 0 --out results",
         "leapahead bench --data prompts --task gsm8k=20 --peer transformers-prompt-lookup",
+        "leapahead bench -m 'model.gguf(flash-attn=on)' -m 'model.gguf(flash-attn=off)' -d auto --out attention",
     ),
 )
 @option(
@@ -58,19 +61,18 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     metavar="MODEL",
     group=MODEL_GROUP,
     show_default="the bundled model",
-    help="Hub name or folder of a Transformers model, or a GGUF file. May be repeated.",
+    help="As of `generate`; MODEL(OPTION=VALUE,...) gives options to this model alone. May be repeated.",
 )
-@option("--dtype", default="auto", metavar="DTYPE", group=MODEL_GROUP, help="As of `generate`; not for GGUF files.")
-@option("--device", default="auto", metavar="DEVICE", group=MODEL_GROUP, help="cpu, cuda, mps, or the best available.")
-@EXACT
+@all_of(LOADING)
 @option(
     "--threads",
     type=click.IntRange(min=1),
     metavar="N",
     group=MODEL_GROUP,
     show_default="chosen by each of them",
-    help="CPU threads of torch and of llama.cpp.",
+    help="CPU threads of torch, llama.cpp and OpenVINO, and of the peers.",
 )
+@all_of(ENGINE)
 @option(
     "-d",
     "--drafter",
@@ -201,6 +203,11 @@ def bench(
 ) -> None:
     """Measure drafters against plain decoding, alternating in one run, and compare every text.
 
+    Options of models and engines count for every model and drafter of leapahead, and are refused for a model that has
+    no such option; --dtype is for those of Transformers. Forms of one model, such as -m "model_ov(copies=1)" -m
+    "model_ov(copies=4)", are loaded together, take turns, and are compared with each other, too. Peers are not given
+    these options, and run beside the first form; openvino-genai computes in the same types as the model beside it.
+
     Results are written to DIR/bench.json after every finished cell (task, target, temperature, batch size). Ctrl-C
     keeps and reports them, and --resume continues. The exit code is 1 if a text differs from that of plain decoding.
     """
@@ -215,9 +222,10 @@ def bench(
         SamplingParams(temperature=temperature)  # refuses what cannot be
     chosen = tasks.read(data, names_of_tasks, values.pop("limit"))
     values |= {name: tuple(dict.fromkeys(values[name])) for name in ("temperatures", "batches")}
-    plan = runner.Plan(
+    values |= _common(values)
+    plan = Plan(
         tasks=chosen,
-        models=tuple(None if model == loading.BUNDLED else model for model in models) or (None,),
+        models=tuple(map(model_of, models)) or (Model(),),
         configurations=configurations(names, configs, rules),
         peers=peers.configured(peers_given),
         data="our own" if data is None else str(data),
@@ -239,7 +247,15 @@ def bench(
         raise Exit(DIFFERENT)
 
 
-def _measure(plan: runner.Plan, kept: record.Record) -> LeapaheadError | KeyboardInterrupt | None:
+def _common(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a plan with the options of all models, which are removed from the command's values."""
+    found = loading_arguments(values)
+    fields = {name: found.pop(name) for name in ("dtype", "device", "exact")}
+    usual = {"engine": "auto", "trust_remote_code": False}
+    return {**fields, "options": {name: value for name, value in found.items() if value != usual.get(name)}}
+
+
+def _measure(plan: Plan, kept: record.Record) -> LeapaheadError | KeyboardInterrupt | None:
     """Measures what the plan has and the record has not. Returns what ended it early, so that its rows are shown."""
     screen.quiet_transformers()
     try:
@@ -302,6 +318,13 @@ def _show(found: dict[str, Any]) -> None:
             texts = dict(zip(report.COLUMNS, report.cells(row), strict=True))
             style = "red" if row["mismatches"] else "dim" if row["drafter"] == PLAIN else None
             table.add_row(f"  {row['drafter']}", *(texts[column] for column in shown), style=style)
+        console.print(table)
+    for first, rows_of in report.forms(found["results"]).items():
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=report.forms_title(first), title_justify="left")
+        for column in report.FORMS:
+            table.add_column(column, overflow="fold", justify="right" if column in report.FORMS[-2:] else "left")
+        for texts_of in rows_of:
+            table.add_row(*texts_of)
         console.print(table)
     for note in report.notes(found["results"]):
         click.echo(note)

@@ -200,6 +200,11 @@ def _outcome() -> Iterator[None]:
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         raise Exit(INTERRUPTED) from None
+    except ImportError as error:
+        if not _interrupted(error):
+            raise
+        click.echo("interrupted", err=True)
+        raise Exit(INTERRUPTED) from None
     except LeapaheadError as error:
         raise Failure.of(error) from None
     except BrokenPipeError:
@@ -212,6 +217,13 @@ def _outcome() -> Iterator[None]:
             raise
         _silence(sys.stdout)
         raise Failure(f"standard output cannot be written: {error.strerror}") from None
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether an error came from Ctrl-C, which compiled modules turn into an ImportError while they are imported."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _silence(stream: TextIO) -> None:

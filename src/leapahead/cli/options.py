@@ -39,8 +39,7 @@ EXACT: Option = option(
     group=MODEL_GROUP,
     help="Compute the same bits whatever is drafted or decoded together, so that no rounding changes a text; slower.",
 )
-MODEL: tuple[Option, ...] = (
-    MODEL_NAME,
+LOADING: tuple[Option, ...] = (
     option(
         "--engine",
         type=click.Choice(ENGINES),
@@ -96,17 +95,17 @@ MODEL: tuple[Option, ...] = (
         show_default="the length that the model was trained with, at most 4096",
         help="Length of the context in tokens; 0 is the length that the model was trained with.",
     ),
-    option(
-        "--threads",
-        "n_threads",
-        type=int,
-        metavar="N",
-        group=MODEL_GROUP,
-        show_default="one per core",
-        help="CPU threads of llama.cpp, for forwards of few tokens, and of OpenVINO.",
-    ),
-    *ENGINE,
 )
+THREADS: Option = option(
+    "--threads",
+    "n_threads",
+    type=int,
+    metavar="N",
+    group=MODEL_GROUP,
+    show_default="one per core",
+    help="CPU threads of llama.cpp, for forwards of few tokens, and of OpenVINO.",
+)
+MODEL: tuple[Option, ...] = (MODEL_NAME, *LOADING, THREADS, *ENGINE)
 
 DRAFTER_OPTIONS: tuple[Option, ...] = (
     option("-W", "--window", type=int, metavar="W", group=DRAFTER_GROUP, help="Window of lookahead."),
@@ -268,7 +267,12 @@ def all_of(*groups: Sequence[Option]) -> Callable[[Decorated], Decorated]:
 
 def model_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `loading.load` and `LLM`, removed from a command's values; an engine's only where given."""
-    found = {name: values.pop(name) for name in ("model", "engine", "dtype", "device", "trust_remote_code", "exact")}
+    return {"model": values.pop("model"), **loading_arguments(values)}
+
+
+def loading_arguments(values: dict[str, Any]) -> dict[str, Any]:
+    """The same without the model."""
+    found = {name: values.pop(name) for name in ("engine", "dtype", "device", "trust_remote_code", "exact")}
     backend = {name: values.pop(name) for name in ENGINE_OPTIONS if name in values}
     if backend["flash_attn"] is not None:
         backend["flash_attn"] = backend["flash_attn"] == "on"

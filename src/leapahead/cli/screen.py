@@ -240,11 +240,13 @@ def progress(what: str) -> Iterator[Bar]:
 @contextmanager
 def loading(model: str | None) -> Iterator[None]:
     """Shows a progress bar while a local model is loaded; the download of a model shows that of the hub's client."""
-    if engine_of(model) != "transformers":
+    kind = engine_of(model)
+    if kind != "llama.cpp":
+        quiet_transformers()  # which loads the tokenizers of OpenVINO's folders, too
+    if kind != "transformers":
         with progress(f"loading {model}"):
             yield
         return
-    quiet_transformers()
     if model is None or Path(model).exists():
         with progress(f"loading {model or 'the bundled model'}"):
             yield

@@ -17,6 +17,7 @@ from leapahead.cli.cache import DRAFTER_CACHE
 from leapahead.cli.command import Command, option
 from leapahead.cli.generate import open_llm
 from leapahead.cli.options import DRAFTER, EXISTING_FILE, MODEL, all_of
+from leapahead.cli.typed import Finite
 from leapahead.core.errors import BadParameter, needing
 
 SERVER, LIMITS, ACCESS = "Server options", "Limits", "Access options"
@@ -100,7 +101,7 @@ def _count(name: str, help_text: str, default: int | None = None, least: int = 1
 
 
 def _seconds(name: str, help_text: str, default: float | None = None) -> Any:
-    kind = click.FloatRange(min=0.0)
+    kind = Finite(min=0.0)
     return option(name, type=kind, default=default, metavar="SECONDS", group=LIMITS, help=help_text)
 
 

@@ -19,6 +19,7 @@ from leapahead.cli import screen, tune_files
 from leapahead.cli.command import Command, option
 from leapahead.cli.options import MODEL, all_of, model_arguments
 from leapahead.cli.screen import Console
+from leapahead.cli.typed import Finite
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.drafters.token_table import MOST_K, TokenTable, stored
 from leapahead.models import loading
@@ -58,14 +59,14 @@ WIDTH = 8  # characters of the longest bar
 )
 @option(
     "--seconds",
-    type=click.FloatRange(min=0.1),
+    type=Finite(min=0.1),
     default=5.0,
     metavar="SECONDS",
     help="Time for the measurement of the latency profile.",
 )
 @option(
     "--text-seconds",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=10.0,
     metavar="SECONDS",
     help="Time for trying auto on texts; 0 decodes none.",
@@ -115,7 +116,7 @@ def tune(
         return
     if plot is not None:
         _check(plot)
-    sets = tasks.read(_folder(data), (), limit) if text_seconds else []
+    sets = tasks.read(data, (), limit) if text_seconds else []
     model = model_arguments(values)
     with screen.loading(model["model"]):
         loaded = loading.load(**model)
@@ -160,20 +161,13 @@ def _compare(
     given = {"--model": values["model"], "--table": table, "--plot": plot, "--text-seconds 0": not text_seconds}
     if wrong := [name for name, value in given.items() if value]:
         raise BadParameter(f"{wrong[0]} is not possible where files are compared; leave it out")
-    sets = tasks.read(_folder(data), (), limit)
+    sets = tasks.read(data, (), limit)
     tune_files.check(files)
     found = tune_files.compare(files, values, sets, batch, max_new_tokens, seconds, text_seconds)
     if as_json:
         click.echo(json.dumps(found))
     else:
         tune_files.show(found)
-
-
-def _folder(data: Path | None) -> Path | None:
-    """The folder of prompts, refused where there is none."""
-    if data is not None and not data.is_dir():
-        raise BadParameter(f"there is no folder {str(data)!r} of prompts")
-    return data
 
 
 def _make_table(loaded: Loaded, k: int, bar: screen.Bar) -> float:

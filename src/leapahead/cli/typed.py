@@ -1,12 +1,25 @@
-"""Values of `-o KEY=VALUE`, in the types of a drafter's options."""
+"""Types of values on the command line: of `-o KEY=VALUE`, those of a drafter's options; finite numbers."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
+import click
+
 from leapahead.core.errors import BadParameter
+
+
+class Finite(click.FloatRange):
+    """A number in a range, without nan and infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return found
 
 
 def value_of(key: str, text: str, annotation: Any) -> Any:

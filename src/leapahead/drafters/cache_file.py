@@ -214,7 +214,8 @@ def locked(file: Path, timeout: float = LOCK_TIMEOUT) -> Iterator[None]:
 
 def summary(error: Exception) -> str:
     """The message of an error on one short line."""
-    return " ".join(str(error).split())[:120] or type(error).__name__
+    message = str((error.strerror if isinstance(error, OSError) else None) or error)
+    return " ".join(message.split())[:120] or type(error).__name__
 
 
 def not_written(file: Path, error: OSError) -> BadParameter:

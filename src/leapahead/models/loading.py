@@ -33,6 +33,7 @@ OPTIONS_OF = {
     "llama.cpp": LLAMA_CPP_OPTIONS,
     "openvino": (*OPENVINO_OPTIONS, WEIGHTS),
 }
+COMMON_OPTIONS = ("dtype", "device", "exact", "trust_remote_code", "cache_tokens")  # arguments of `load` beside these
 # What only some engines have.
 ENGINE_OPTIONS = tuple(dict.fromkeys((*LLAMA_CPP_OPTIONS, *OPENVINO_OPTIONS, WEIGHTS, DEVICES, STATIC, PACK)))
 
@@ -140,6 +141,8 @@ def engine_of(model: Any, engine: str = "auto") -> str:
     """
     if engine not in ENGINES:
         raise BadParameter(f"engine={engine!r} is not possible; choose one of {', '.join(ENGINES)}")
+    if isinstance(model, str) and not model.strip():
+        raise BadParameter(f"model={model!r} is not possible: give a hub name, a folder or a file, or {BUNDLED!r}")
     if model is None or isinstance(model, (str, Path)):
         is_gguf = str(model).lower().endswith(".gguf")
         usual = "llama.cpp" if is_gguf else "openvino" if is_openvino(model) else "transformers"
@@ -160,6 +163,22 @@ def engine_of(model: Any, engine: str = "auto") -> str:
     raise BadParameter(f"a model must be {what}, got {type(model).__name__}")
 
 
+def check(model: Any = None, *, engine: str = "auto", **options: Any) -> None:
+    """Refuses arguments of `load` that are not possible for a model, as far as they can be told without loading it.
+
+    Raises:
+        BadParameter: no such engine or option, or one that the model's engine does not have; a value out of its range.
+    """
+    kind = engine_of(model, engine)
+    given = {name: value for name, value in options.items() if name not in COMMON_OPTIONS}
+    _refuse_options(kind, model, given, options.get("cache_tokens"))
+    given.pop(WEIGHTS, None)
+    if kind == "llama.cpp":
+        LlamaCppOptions(**given)
+    elif kind == "openvino":
+        OpenVinoOptions(**given)
+
+
 def _refuse_options(kind: str, model: Any, options: dict[str, Any], cache_tokens: int | None) -> None:
     """Refuses options that the engine does not have."""
     if unknown := [name for name in options if name not in ENGINE_OPTIONS]:
@@ -174,7 +193,8 @@ def _refuse_options(kind: str, model: Any, options: dict[str, Any], cache_tokens
         owners = " or ".join(what for each, what in kinds.items() if wrong[0] in OPTIONS_OF[each])
         is_named = model is None or isinstance(model, (str, Path))
         what = repr(BUNDLED if model is None else model) if is_named else "a loaded one"
-        raise BadParameter(f"{', '.join(wrong)} can be set for {owners} only, not for {what}")
+        given = ", ".join(f"{name}={options[name]!r}" for name in wrong)
+        raise BadParameter(f"{given} can be set for {owners} only, not for {what}")
     if cache_tokens is not None and kind in ("llama.cpp", "target"):
         raise BadParameter(
             f"cache_tokens={cache_tokens} is for Transformers and OpenVINO models that are loaded here; set n_ctx for "

@@ -86,6 +86,12 @@ class LlamaCppOptions:
                     f"{name}={getattr(self, name)!r} is not possible; choose one of {', '.join(CACHE_TYPES)}"
                 )
 
+        if self.type_v == "q8_0" and self.flash_attn is False:
+            raise BadParameter(
+                "type_v='q8_0' is not possible with flash_attn=False: llama.cpp reads quantised values by flash "
+                "attention only; leave one of them out"
+            )
+
     def _check(self, name: str, low: int, high: int | None) -> None:
         """Refuses what is no whole number from `low` to `high`; None is possible where it is the default."""
         value = getattr(self, name)

@@ -109,8 +109,11 @@ class CompiledModel(ABC):
         try:
             self.copies: list[Any] = [core.compile_model(graph, "CPU", settings) for _ in range(self.count(options))]
         except RuntimeError as error:
+            remedy = "export it as f32"
+            if cache != kind:
+                remedy = f"leave out cache_type={cache!r}, so that the cache has the type of the computation, {kind}"
             raise LeapaheadError(
-                f"OpenVINO cannot compile {str(file)!r} for this processor: {cause(error)}; export it as f32"
+                f"OpenVINO cannot compile {str(file)!r} for this processor: {cause(error)}; {remedy}"
             ) from None
         self.compiled = self.copies[0]
         self.computed_in, self.cached_in = kind, cache
