@@ -165,6 +165,8 @@ class Planned(Drafter):
         sequences, rows = forward.cost.sequences, forward.cost.rows
         if seen < sequences or (guard := self._guards.get(sequences)) is None:
             return
+        if rows <= sequences and guard.settled:
+            return
         if (profile := self.host.latency.profile(sequences)).fixed:
             return
         plain = profile(sequences)

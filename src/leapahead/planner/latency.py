@@ -328,6 +328,8 @@ class LatencyProfile:
 
     def _believe_outliers(self) -> None:
         """Drops the outliers that the level explains, and learns from others that came again for as many rows."""
+        if not self._outliers:
+            return
         for rows, value in self._outliers.believed(self._threshold).items():
             self._size(rows).believe(self._error(rows, value), rows, self.steps)
 

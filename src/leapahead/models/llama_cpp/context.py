@@ -10,6 +10,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
 from time import perf_counter
@@ -271,11 +272,13 @@ class Context:
         rows = n if hidden else sum(wanted)
         if not rows:
             return Outputs(None, None)
-        logits = _borrowed(c.llama_get_logits(self.pointer), rows, self.model.vocab_size)  # waits for the result
+        logits = c.llama_get_logits(self.pointer)  # waits for the result
         self.seconds += perf_counter() - began
+        found = _borrowed(ctypes.addressof(logits.contents), rows, self.model.vocab_size)
         if not hidden:
-            return Outputs(logits, None)
-        return Outputs(logits, _borrowed(c.llama_get_embeddings(self.pointer), rows, self.model.hidden_size))
+            return Outputs(found, None)
+        states = c.llama_get_embeddings(self.pointer)
+        return Outputs(found, _borrowed(ctypes.addressof(states.contents), rows, self.model.hidden_size))
 
     def remove(self, sequence: int, start: int = 0) -> bool:
         """Takes the sequence out of its cells from position `start` on; False where the model cannot forget."""
@@ -382,9 +385,10 @@ class _Memory:
         self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": "<f4", "version": 3}
 
 
-def _borrowed(pointer: Any, rows: int, width: int) -> FloatArray:
+@lru_cache(maxsize=64)  # from one step to the next, the memory is nearly always the same
+def _borrowed(address: int, rows: int, width: int) -> FloatArray:
     """float32 [rows, width] over llama.cpp's memory."""
-    return np.asarray(_Memory(ctypes.addressof(pointer.contents), (rows, width)))
+    return np.asarray(_Memory(address, (rows, width)))
 
 
 def physical_cores() -> int:
