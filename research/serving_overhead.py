@@ -125,7 +125,9 @@ def serving(llm: LLM) -> Iterator[int]:
             thread.join()
 
 
-def measured(model: str | None, levels: Sequence[int], tokens: int, rounds: int, **options: Any) -> list[dict[str, Any]]:
+def measured(
+    model: str | None, levels: Sequence[int], tokens: int, rounds: int, **options: Any
+) -> list[dict[str, Any]]:
     """A row for each number of streams: medians, and the lowest and highest difference of a round.
 
     Args:

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from leapahead.core.errors import LeapaheadError
 from research import serving_overhead
+from research.serving_overhead import Seen
 
 
 def test_streams_are_compared_with_generate(tmp_path: Path) -> None:
@@ -24,8 +25,16 @@ def test_streams_are_compared_with_generate(tmp_path: Path) -> None:
         assert row["stream_us"] > 0
         assert row["more_us"]["low"] <= row["more_us"]["median"] <= row["more_us"]["high"]
         assert 0 <= row["gap_us"]["p50"] <= row["gap_us"]["p95"]
-    # The time of a token is that of a step over the streams: it falls with their number.
-    assert three["stream_us"] < one["stream_us"]
+
+
+def test_times_are_those_of_all_texts_together() -> None:
+    texts = [[1.0, 1.5, 2.0], [1.2, 2.0, 3.0]]  # seconds
+    assert serving_overhead._token_us(texts, tokens=6) == pytest.approx(1e6 * (3.0 - 1.0) / (6 - 2))
+    pairs = [(Seen(100.0, 50.0), Seen(130.0, 70.0, [90.0, 110.0])), (Seen(100.0, 50.0), Seen(110.0, 90.0, [100.0]))]
+    row = serving_overhead._row(pairs)
+    assert row["more_us"] == {"median": 20.0, "low": 10.0, "high": 30.0}
+    assert row["more_cpu_us"] == 30.0
+    assert row["gap_us"]["p50"] == 100.0
 
 
 def test_an_answer_that_is_no_stream_is_reported() -> None:

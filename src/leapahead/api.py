@@ -386,9 +386,9 @@ def wake_up() -> tuple[asyncio.Event, Callable[[], None]]:
     loop, event = asyncio.get_running_loop(), asyncio.Event()
 
     def notify() -> None:
-        try:
+        try:  # noqa: SIM105  (in every step, so it is to take little time)
             loop.call_soon_threadsafe(event.set)
-        except RuntimeError:  # noqa: SIM105  (called in every step): the loop was closed, so nobody waits
+        except RuntimeError:  # the loop was closed, so nobody waits
             pass
 
     return event, notify

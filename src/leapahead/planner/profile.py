@@ -153,7 +153,7 @@ class LatencyProfiles:
                 return
             self._last, cost = forward, forward.cost
             changes = self._sizes.observe(cost)
-            is_refuted = False  # whether steps have contradicted the profile since it was written: it is replaced at once
+            is_refuted = False  # whether steps have contradicted the profile since it was written
             if (profile := self._profiles.get(cost.sequences)) is not None:
                 profile.observe(cost.rows, forward.seconds, *changes)
                 is_refuted = profile.contradicted and profile.steps >= LEAST_STEPS

@@ -272,13 +272,12 @@ class Context:
         rows = n if hidden else sum(wanted)
         if not rows:
             return Outputs(None, None)
-        logits = c.llama_get_logits(self.pointer)  # waits for the result
-        self.seconds += perf_counter() - began
-        found = _borrowed(ctypes.addressof(logits.contents), rows, self.model.vocab_size)
+        logits = _borrowed(ctypes.addressof(c.llama_get_logits(self.pointer).contents), rows, self.model.vocab_size)
+        self.seconds += perf_counter() - began  # llama_get_logits waits for the result
         if not hidden:
-            return Outputs(found, None)
-        states = c.llama_get_embeddings(self.pointer)
-        return Outputs(found, _borrowed(ctypes.addressof(states.contents), rows, self.model.hidden_size))
+            return Outputs(logits, None)
+        states = ctypes.addressof(c.llama_get_embeddings(self.pointer).contents)
+        return Outputs(logits, _borrowed(states, rows, self.model.hidden_size))
 
     def remove(self, sequence: int, start: int = 0) -> bool:
         """Takes the sequence out of its cells from position `start` on; False where the model cannot forget."""

@@ -294,9 +294,8 @@ class LlamaCppTarget:
         return parts
 
     def cost(self, sessions: Sequence[LlamaCppSession], trees: Sequence[TokenTree]) -> Cost:
-        rows = self._rows([len(t) for t in trees])
-        if self.model.stateful:
-            rows += sum(session.replay for session in sessions)
+        replay = sum(session.replay for session in sessions) if self.model.stateful else 0
+        rows = self._rows([len(t) for t in trees]) + replay
         return Cost(rows, len(trees), max(len(session.tokens) for session in sessions))
 
     def release(self, session: LlamaCppSession) -> None:
