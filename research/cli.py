@@ -38,6 +38,7 @@ COMMANDS = {  # name -> where it is, and what it does
     "serving": ("research.serving:main", "Compare leapahead's server with llama.cpp's, under one client."),
     "serving-stall": ("research.serving_stall:main", "Measure what running streams notice of a long prompt."),
     "serving-memory": ("research.serving_memory:main", "Read the memory of leapahead's server over many requests."),
+    "serving-overhead": ("research.serving_overhead:main", "Measure what a streamed token costs beyond LLM.generate."),
     "cost": ("research.commands:cost", "Draw the latency profile."),
     "compression": ("research.commands:compression", "Draw lookahead's step compression."),
     "jacobi": ("research.commands:jacobi", "Draw the convergence of Jacobi iteration."),

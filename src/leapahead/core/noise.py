@@ -120,7 +120,8 @@ class GumbelNoise:
         if len(some) <= 1:
             return some[0] if some else -1
         tokens = np.array(some)
-        return int(tokens[np.argmax(scores[tokens] + self.of(position, tokens))])
+        with np.errstate(all="ignore"):  # here and below: scores may be huge
+            return int(tokens[np.argmax(scores[tokens] + self.of(position, tokens))])
 
     def leaders(self, position: int, scores: npt.NDArray[Any]) -> list[int]:
         """The tokens, rising, of which one is the `leader`; none where the greatest score is NaN or infinite.
@@ -130,7 +131,8 @@ class GumbelNoise:
         if native.available and scores.dtype == np.float32 and scores.flags.c_contiguous:
             return native.module.leaders(scores, self.seed, position, UNUSUAL, UNUSUAL_WORD)
         best = int(scores.argmax())  # that of a NaN or of +inf if there is one
-        return self._contenders(position, scores, best) if math.isfinite(scores[best]) else []
+        with np.errstate(all="ignore"):
+            return self._contenders(position, scores, best) if math.isfinite(scores[best]) else []
 
     def _contenders(self, position: int, scores: npt.NDArray[Any], best: int) -> list[int]:
         """The tokens that can have the greatest sum of score and noise, without the noise of all tokens.

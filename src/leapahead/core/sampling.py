@@ -215,10 +215,11 @@ class Sampler:
         length = len(self.tokens) if length is None else length
         if self._takes_leader and len(logits) == 1 and isinstance(logits, np.ndarray):  # with the fewest operations
             assert self.noise is not None
-            with np.errstate(all="ignore"):
-                scores = self._tempered(_floats(logits[0], copy=False))
-                chosen = self.noise.leader(length + tree.depth_list[int(nodes[0])], scores)
-            return self._to_array(np.array([chosen]))
+            scores = _floats(logits[0], copy=False)
+            if self.params.temperature != 1:
+                with np.errstate(all="ignore"):
+                    scores = self._tempered(scores)
+            return self._to_array(np.array([self.noise.leader(length + tree.depth_list[int(nodes[0])], scores)]))
         scores = self.unfiltered(logits, tree, nodes, length)
         if self.noise is None:
             return _best(scores) if self._on_device else self._to_array(_best(_on_host(scores)))

@@ -152,6 +152,9 @@ class TextStream:
 
     def take(self) -> tuple[tuple[str, bool], ...]:
         """The new (text, drafted) spans that are final, in order. Neighbouring spans differ in `drafted`."""
+        if len(self._held) <= 1 and not self._stops:  # as in most steps
+            given, self._held = tuple(self._held), []
+            return given
         text = "".join(text for text, _ in self._held)
         return self._give(len(text) - self._held_back(text))
 

@@ -163,7 +163,7 @@ class Planned(Drafter):
         _, seen, tokens = self._reported if self._reported[0] is forward else (None, 0, 0)
         self._reported = _, seen, tokens = forward, seen + len(committed), tokens + sum(committed)
         sequences, rows = forward.cost.sequences, forward.cost.rows
-        if seen < sequences or (guard := self._guards.get(sequences)) is None:
+        if seen < sequences or (guard := self._guards.get(sequences)) is None or (rows <= sequences and guard.settled):
             return
         if (profile := self.host.latency.profile(sequences)).fixed:
             return

@@ -311,7 +311,7 @@ class Engine:
         Returns:
             What the forward of the step is to read instead, where the target can: tokens of each of these prompts.
         """
-        reads = dict[Running, int]()
+        reads: dict[Running, int] = {}
         if not (reading := [each for each in self._active if each.reading and each.error is None]):
             return reads
         alone = not (running := len(self._active) - len(reading))  # no request is running that would wait

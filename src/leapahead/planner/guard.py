@@ -75,6 +75,11 @@ class Guard:
         """Whether the next step must be plain for a verdict."""
         return self._checks > 0
 
+    @property
+    def settled(self) -> bool:
+        """Whether another plain step would tell it nothing: there was no drafted one since the last, and no verdict."""
+        return not (self._recent or self._suspended or self._checks)
+
     def requests_plain(self, wanted: bool) -> bool:
         """Whether a plain step is to be run because the latency profile wants one. To be called once per step.
 

@@ -335,7 +335,8 @@ class LatencyProfile:
 
     def _believe_outliers(self) -> None:
         """Drops the outliers that the level explains, and learns from others that came again for as many rows."""
-        for rows, value in self._outliers.believed(self._noise.threshold).items():
+        found = self._outliers.believed(self._noise.threshold) if self._outliers else {}
+        for rows, value in found.items():
             self._size(rows).believe(self._error(rows, value), rows, self.steps)
 
     def _error(self, rows: int, value: float) -> float:

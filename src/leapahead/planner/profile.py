@@ -156,10 +156,12 @@ class LatencyProfiles:
                 return
             self._last, cost = forward, forward.cost
             changes = self._sizes.observe(cost)
+            is_refuted = False  # whether steps have contradicted the profile since it was written
             if (profile := self._profiles.get(cost.sequences)) is not None:
                 profile.observe(cost.rows, forward.seconds, *changes)
+                is_refuted = profile.contradicted and profile.steps >= LEAST_STEPS
             now = self.clock()
-            if now - self._written >= WRITE_SECONDS or self._is_refuted():
+            if is_refuted or now - self._written >= WRITE_SECONDS:
                 self._written = now
                 self.keep()
 
@@ -182,10 +184,6 @@ class LatencyProfiles:
                 if profile.steps >= LEAST_STEPS and len(profile.to_store()) > 1
             }
             return bool(corrected) and self.store.write(corrected, measured=False)
-
-    def _is_refuted(self) -> bool:
-        """Whether steps have contradicted a profile since it was written, so that it is replaced at once."""
-        return any(profile.contradicted and profile.steps >= LEAST_STEPS for profile in self._profiles.values())
 
     def as_dict(self) -> dict[str, dict[str, float]]:
         """Milliseconds by sequences and rows, for `Stats.drafter`. What no step has changed is not computed again."""

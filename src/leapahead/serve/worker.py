@@ -78,6 +78,8 @@ class Batch:
         began: when the request came, in seconds of `time.perf_counter`.
         seconds: after which it is cancelled; None for never.
         form: see `Job`.
+        timer: runs until then.
+        is_late: whether it has ended.
     """
 
     handles: list[Handle]
@@ -85,6 +87,8 @@ class Batch:
     began: float
     seconds: float | None = None
     form: str | None = None
+    timer: asyncio.TimerHandle | None = None
+    is_late: bool = False
 
     @property
     def stats(self) -> Stats:
@@ -194,7 +198,7 @@ class Worker:
             raise ApiError(400, message, "prompt_logprobs", "invalid_value")
         engine, (changed, notify) = self.llm.llm.engine, wake_up()
         drafter = await asyncio.to_thread(engine.drafter, Given)
-        batch = self._batch(job)
+        batch = self._batch(job, changed)
         try:
             for prompt in job.prompts:
                 stop = StopParams(max_new_tokens=len(prompt))  # with a token behind it, since the last is not drafted
@@ -215,14 +219,22 @@ class Worker:
         finally:
             self._cancel(batch)
 
-    def _batch(self, job: Job) -> Batch:
+    def _batch(self, job: Job, changed: asyncio.Event) -> Batch:
+        """What a job becomes. `changed` is set once the time of the request is over."""
         limits = [seconds for seconds in (job.deadline_seconds, self.limits.request_seconds) if seconds is not None]
         batch = Batch([], sum(map(len, job.prompts)), perf_counter(), min(limits, default=None), job.form)
         self._live.append(batch)
+
+        def end() -> None:
+            batch.is_late = True
+            changed.set()
+
+        if batch.seconds is not None:  # one timer for all waiting: a token costs none of its own
+            batch.timer = asyncio.get_running_loop().call_later(batch.seconds, end)
         return batch
 
-    async def _submit(self, job: Job, stream: bool, notify: Callable[[], None]) -> Batch:
-        batch = self._batch(job)
+    async def _submit(self, job: Job, stream: bool, changed: asyncio.Event, notify: Callable[[], None]) -> Batch:
+        batch = self._batch(job, changed)
         try:
             requests = await asyncio.to_thread(self._requests, job, stream) if job.length else []
             for request, sampling in requests:
@@ -249,7 +261,7 @@ class Worker:
     async def whole(self, job: Job) -> tuple[Batch, list[Result]]:
         """Decodes all texts to their ends. Cancelling the task cancels them."""
         changed, notify = wake_up()
-        batch = await self._submit(job, False, notify)
+        batch = await self._submit(job, False, changed, notify)
         try:
             await self._ended(changed, batch)
             if not job.length:
@@ -266,7 +278,7 @@ class Worker:
         The first item has no piece; it comes when the request has been taken. Closing the iterator cancels the texts.
         """
         changed, notify = wake_up()
-        batch = await self._submit(job, True, notify)
+        batch = await self._submit(job, True, changed, notify)
         writers = [self._writer(job) for _ in batch.handles]
         engine, going = self.llm.llm.engine, list(range(len(batch.handles)))
         try:
@@ -301,15 +313,10 @@ class Worker:
 
     async def _wait(self, changed: asyncio.Event, batch: Batch) -> None:
         """Waits for news of the engine."""
-        if batch.seconds is None:
+        if not batch.is_late:
             await changed.wait()
-            return
-        try:
-            await asyncio.wait_for(changed.wait(), max(0.0, batch.began + batch.seconds - perf_counter()))
-        except asyncio.TimeoutError:
-            raise ApiError(
-                504, f"the request took longer than its {batch.seconds:g} seconds", code="deadline"
-            ) from None
+        if batch.is_late:
+            raise ApiError(504, f"the request took longer than its {batch.seconds:g} seconds", code="deadline")
 
     def _check(self, batch: Batch, handle: Handle) -> None:
         """Raises what ended a text before it was complete."""
@@ -331,6 +338,8 @@ class Worker:
 
     def _cancel(self, batch: Batch) -> None:
         self._live.remove(batch)
+        if batch.timer is not None:
+            batch.timer.cancel()
         for handle in batch.handles:
             self.llm.llm.engine.cancel(handle, wait=False)
 

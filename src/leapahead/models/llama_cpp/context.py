@@ -10,6 +10,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
 from time import perf_counter
@@ -271,11 +272,12 @@ class Context:
         rows = n if hidden else sum(wanted)
         if not rows:
             return Outputs(None, None)
-        logits = _borrowed(c.llama_get_logits(self.pointer), rows, self.model.vocab_size)  # waits for the result
-        self.seconds += perf_counter() - began
+        logits = _borrowed(ctypes.addressof(c.llama_get_logits(self.pointer).contents), rows, self.model.vocab_size)
+        self.seconds += perf_counter() - began  # llama_get_logits waits for the result
         if not hidden:
             return Outputs(logits, None)
-        return Outputs(logits, _borrowed(c.llama_get_embeddings(self.pointer), rows, self.model.hidden_size))
+        states = ctypes.addressof(c.llama_get_embeddings(self.pointer).contents)
+        return Outputs(logits, _borrowed(states, rows, self.model.hidden_size))
 
     def remove(self, sequence: int, start: int = 0) -> bool:
         """Takes the sequence out of its cells from position `start` on; False where the model cannot forget."""
@@ -382,9 +384,10 @@ class _Memory:
         self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": "<f4", "version": 3}
 
 
-def _borrowed(pointer: Any, rows: int, width: int) -> FloatArray:
+@lru_cache(maxsize=64)  # from one step to the next, the memory is nearly always the same
+def _borrowed(address: int, rows: int, width: int) -> FloatArray:
     """float32 [rows, width] over llama.cpp's memory."""
-    return np.asarray(_Memory(ctypes.addressof(pointer.contents), (rows, width)))
+    return np.asarray(_Memory(address, (rows, width)))
 
 
 def physical_cores() -> int:

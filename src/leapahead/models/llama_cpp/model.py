@@ -104,7 +104,9 @@ class LlamaCppTarget:
     @property
     def max_nodes(self) -> int:
         """A tree's fair share of a batch, and of the cells that are left."""
-        room = min(self._cells.room, self.context.n_step) - sum(session.replay for session in self._sessions)
+        room = min(self._cells.room, self.context.n_step)
+        if self.model.stateful:
+            room -= sum(session.replay for session in self._sessions)
         return max(1, room // max(1, len(self._sessions)))
 
     def open(
@@ -228,7 +230,8 @@ class LlamaCppTarget:
             [part.begin for part in parts],
             capture,
         )
-        hidden, found, at = _copy(outputs), dict[int, Choices](), 0
+        found: dict[int, Choices] = {}
+        hidden, at = _copy(outputs), 0
         logits = np.empty((0, self.info.vocab_size), np.float32) if outputs.logits is None else outputs.logits
         for part in parts:
             at += 0 if hidden is None else part.new - part.wanted_rows  # with hidden states, all tokens have outputs
@@ -271,7 +274,8 @@ class LlamaCppTarget:
         reads: Sequence[int],
     ) -> list[Part]:
         """What each session has in a forward: its tree, behind what is replayed or, of its prompt, read."""
-        parts, longest = list[Part](), min(LONGEST_REPLAY, self.context.n_step // (2 * len(trees)))
+        parts: list[Part] = []
+        longest = min(LONGEST_REPLAY, self.context.n_step // (2 * len(trees)))
         nodes = sum(len(tree) for session, tree in zip(sessions, trees, strict=True) if session.is_read)
         room = self.context.n_step - nodes + sum(num_computed)  # for tokens of prompts, and trees behind them
         for index, (session, tree, first, most) in enumerate(zip(sessions, trees, num_computed, reads, strict=True)):
@@ -290,7 +294,8 @@ class LlamaCppTarget:
         return parts
 
     def cost(self, sessions: Sequence[LlamaCppSession], trees: Sequence[TokenTree]) -> Cost:
-        rows = self._rows([len(t) for t in trees]) + sum(session.replay for session in sessions)
+        replay = sum(session.replay for session in sessions) if self.model.stateful else 0
+        rows = self._rows([len(t) for t in trees]) + replay
         return Cost(rows, len(trees), max(len(session.tokens) for session in sessions))
 
     def release(self, session: LlamaCppSession) -> None:
@@ -352,7 +357,9 @@ class LlamaCppTarget:
             given.expire()
         self._given = []
         try:
-            tokens, positions, ids = list[int](), list[int](), list[list[int]]()
+            tokens: list[int] = []
+            positions: list[int] = []
+            ids: list[list[int]] = []
             for session, tree, first in zip(sessions, trees, num_computed, strict=True):
                 ids += session.track.place(tree, first)
                 tokens += tree.token_list[first:]
