@@ -103,7 +103,7 @@ def train_cllm(
     recorded = trajectories.write(
         target, tokenizer, [*trained, *watched], settings.block, together, folder.trajectories, watch.progress
     )
-    own = CllmRecipe(student, executor, complete, recorded)
+    own = CllmRecipe(student, executor, complete, recorded, target.model)
     order = Order([each.text for each in recorded[: len(trained)]], settings.batch, settings.seed)
     training = Training(own, order, own.batch, complete, folder.checkpoint, own.batch(watched) if watched else None)
     state = training.run(watch)
@@ -179,7 +179,8 @@ def _card(
     ]
     method = (
         f"Consistency loss of up to {settings.states} states of each text, in blocks of {settings.block} guesses, + "
-        f"{settings.ar_weight:g} times the cross entropy of the text."
+        f"{settings.ar_weight:g} times the cross entropy of the text"
+        + (f" + {settings.keep_weight:g} times the divergence from the untuned model." if settings.keep_weight else ".")
     )
     body = [
         f"# {settings.model}, tuned for Jacobi decoding\n",

@@ -207,6 +207,7 @@ class CllmSettings(RunSettings):
         block: guesses of a state of Jacobi decoding.
         states: states of each text that are trained in a batch.
         ar_weight: of the cross entropy of the text, beside the consistency loss.
+        keep_weight: of the divergence from the original target's distributions, after each token of prompt and text.
     """
 
     kind: str = CLLM
@@ -214,15 +215,14 @@ class CllmSettings(RunSettings):
     block: int = 8
     states: int = 16
     ar_weight: float = 10.0
+    keep_weight: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice(self, kind=(CLLM,))
         super().__post_init__()
         check_share(self, "sampled", 0.0)
-        for name in ("block", "states"):
-            check_least(self, name, 1)
-        if self.ar_weight < 0:
-            raise BadParameter(f"ar_weight={self.ar_weight} is not possible: it must be at least 0")
+        for name, least in (("block", 1), ("states", 1), ("ar_weight", 0), ("keep_weight", 0)):
+            check_least(self, name, least)
 
     def complete(self, hidden_size: int) -> CllmSettings:
         """The settings with the usual values in place of those that were left out, for a model of this width."""
