@@ -30,7 +30,7 @@ from leapahead.planner.profile import processor
 from research import drawn, heads
 from research.acceptance import HEADS, RULES, TEMPERATURES, acceptance
 from research.cascades import CASCADES
-from research.distilled import distilled, parallel, tuned
+from research.distilled import distilled, parallel, tuned, tuning
 from research.exactness import exactness
 from research.overhead import cost_curve, overhead, target_135m
 from research.picture import picture
@@ -205,7 +205,7 @@ def _trained(part: str, llm: LLM, prompts: dict[str, list[str]], machine: str) -
         conditions = f"bundled model, {common}, seed 1, chains of at most 5 tokens; {machine}."
         return {part: parallel(llm, prompts)}, {part: conditions}
     conditions = f"bundled model and the same tuned for Jacobi decoding, {common}, greedy; {machine}."
-    return {part: tuned(llm, prompts)}, {part: conditions}
+    return {part: tuned(llm, prompts), f"{part}-run": tuning()}, {part: conditions}
 
 
 def _texts(data: Path, limit: int) -> dict[str, list[str]]:

@@ -262,6 +262,10 @@ def test_the_command_tunes_a_model_and_reports_say_so(leapahead: Any, tmp_path: 
     readme = (folder / "README.md").read_text()
     assert "lossless with respect to the tuned model" in readme
     assert readme.count("| tuned |") == 1
+    record = json.loads((folder / "measured.json").read_text())
+    assert (record["steps"], record["settings"]["block"], record["settings"]["keep_weight"]) == (2, 8, 0.0)
+    assert [len(record[name]) for name in ("before", "after")] == [1, 1]
+    assert f"| {record['after'][0]['acceptance_length']:.2f} |" in readme
     found = json.loads(leapahead(*given, "--resume", "--json").stdout)
     assert (found["tuned"], len(found["before"]), len(found["after"])) == (str(folder), 1, 1)
 

@@ -44,7 +44,7 @@ SCHEDULES = ("cosine", "linear")
 ADAMW, MUON = OPTIMIZERS = ("adamw", "muon")
 USUAL_MINUTES = 30.0
 TRAINED = tuple(kind for kind in KINDS if kind not in (DSPARK, MTP, *PROBES))
-USUAL_LOSS = {MEDUSA: "ce", HYDRA: "ce"}  # soft_ce of the others
+USUAL_LOSS = {HYDRA: "ce"}  # soft_ce of the others
 USUAL_DEPTHS = {MEDUSA: 5, EAGLE: 1, EAGLE3: 4, HYDRA: 5, HYDRA_PREFIX: 5, DFLASH: 7}
 MEDUSA_RATE = 1e-3  # 2401.10774, and of Hydra
 EAGLE_RATE = 0.5  # divided by the hidden size: 2e-3 for 256, 1.2e-4 for 4096
