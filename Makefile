@@ -97,7 +97,7 @@ figures: $(INSTALLED)
 HEADS := build/heads
 HEAD_PROMPTS ?= 13600
 HEAD_MINUTES ?= 15
-MEDUSA_STEPS ?= 2400
+MEDUSA_STEPS ?= 1400
 EAGLE_STEPS ?= 500
 HYDRA_STEPS ?= 700
 DFLASH_STEPS ?= 2000
@@ -150,7 +150,7 @@ $(DISTILLED)/draft/draft/README.md: | $(HEADS)/eagle3/head/README.md $(DISTILLED
 $(DISTILLED)/pard/draft/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN_ON,train-draft,pard) --kind pard --draft bundled --lr 2e-3 --steps $(PARD_STEPS)
 $(DISTILLED)/cllm/tuned/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN_ON,train-cllm,cllm) --block 4 --states 32 --ar-weight 1 --lr 6e-4 --steps $(CLLM_STEPS)
+	$(call TRAIN_ON,train-cllm,cllm) --block 4 --states 32 --ar-weight 1 --keep-weight 0.5 --lr 6e-4 --steps $(CLLM_STEPS)
 
 # An encoder-decoder model that repairs code, in build/repair, and a draft model with mask tokens for it (Spec-Drafter).
 REPAIR := build/repair

@@ -40,7 +40,7 @@ PARTS = (
     *("check", "acceptance", "rules", "heads", "head-kinds", "relaxed", "cascades", "overhead", "memory", "example"),
     *drawn.PARTS,
 )
-TRAINED = ("distilled", "parallel", "cllm")  # parts that need models of `make train-draft` and other recipes
+TRAINED = ("distilled", "parallel", "cllm", "cllm-run")  # parts that need models of `make train-draft` and other recipes
 
 
 @click.command(cls=Command)
@@ -198,6 +198,8 @@ def machine_in_words() -> str:
 def _trained(part: str, llm: LLM, prompts: dict[str, list[str]], machine: str) -> tuple[dict[str, Any], dict[str, str]]:
     """As `_measured`, of the parts that need trained models."""
     common = f"float32, {tasks.in_words(prompts)}, up to 128 new tokens, stopping at EOS"
+    if part == "cllm-run":
+        return {part: tuning()}, {}
     if part == "distilled":
         conditions = f"bundled model, {common}, seed 1; {machine}."
         return {part: distilled(llm, prompts)}, {part: conditions}
@@ -205,7 +207,7 @@ def _trained(part: str, llm: LLM, prompts: dict[str, list[str]], machine: str) -
         conditions = f"bundled model, {common}, seed 1, chains of at most 5 tokens; {machine}."
         return {part: parallel(llm, prompts)}, {part: conditions}
     conditions = f"bundled model and the same tuned for Jacobi decoding, {common}, greedy; {machine}."
-    return {part: tuned(llm, prompts), f"{part}-run": tuning()}, {part: conditions}
+    return {part: tuned(llm, prompts)}, {part: conditions}
 
 
 def _texts(data: Path, limit: int) -> dict[str, list[str]]:
