@@ -40,7 +40,7 @@ PARTS = (
     *("check", "acceptance", "rules", "heads", "head-kinds", "relaxed", "cascades", "overhead", "memory", "example"),
     *drawn.PARTS,
 )
-TRAINED = ("distilled", "parallel", "cllm", "cllm-run")  # parts that need models of `make train-draft` and other recipes
+TRAINED = ("distilled", "parallel", "cllm", "cllm-run")  # need models of `make train-draft` and other recipes
 
 
 @click.command(cls=Command)
