@@ -282,3 +282,13 @@ def test_the_command_tunes_a_model_and_reports_say_so(leapahead: Any, tmp_path: 
     assert note in measured.stdout
     assert note in (out / "report.md").read_text()
     assert "reference" not in json.loads(leapahead("generate", "a", "--max-new-tokens", "2", "--json").stdout)
+
+
+def test_figures_of_drafters_whose_statistics_are_numbers(target: Any, texts: list[Text]) -> None:
+    from research.acceptance import acceptance
+
+    llm = LLM(target, drafter_cache=False)
+    prompts: Any = {"all": [text.prompt for text in texts[:2]]}
+    configurations: Any = [("plain", "plain", {}), ("Jacobi", "jacobi", {"block": BLOCK})]
+    rows = acceptance(llm, prompts, (0.0,), 8, configurations=configurations)
+    assert [row["different"] for row in rows] == [0, 0]
