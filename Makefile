@@ -97,6 +97,10 @@ figures: $(INSTALLED)
 HEADS := build/heads
 HEAD_PROMPTS ?= 13600
 HEAD_MINUTES ?= 15
+MEDUSA_STEPS ?= 1400
+EAGLE_STEPS ?= 500
+HYDRA_STEPS ?= 700
+DFLASH_STEPS ?= 2000
 PASS_STEPS ?= 200
 SPACE_STEPS ?= 420
 EVALUATED := --evaluate $(DATA)/humaneval.jsonl --evaluate $(DATA)/gsm8k_test.jsonl
@@ -111,15 +115,15 @@ $(HEADS)/prompts.jsonl: | $(INSTALLED)
 $(HEADS)/eagle3/head/README.md: | $(HEADS)/prompts.jsonl
 	$(call TRAIN,eagle3) --kind eagle3 --data $(HEADS)/prompts.jsonl --layers 1,3,5 --lr 2e-3 --minutes $(HEAD_MINUTES)
 $(HEADS)/medusa/head/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN,medusa) --kind medusa --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --batch 8 --steps 2000
+	$(call TRAIN,medusa) --kind medusa --texts $(HEADS)/eagle3/texts.jsonl --lr 5e-3 --batch 8 --steps $(MEDUSA_STEPS)
 $(HEADS)/eagle/head/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN,eagle) --kind eagle --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --steps 500
+	$(call TRAIN,eagle) --kind eagle --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --steps $(EAGLE_STEPS)
 $(HEADS)/hydra/head/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN,hydra) --kind hydra --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --batch 8 --steps 700
+	$(call TRAIN,hydra) --kind hydra --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --batch 8 --steps $(HYDRA_STEPS)
 $(HEADS)/hydra++/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,hydra++) --kind hydra++ --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --minutes $(HEAD_MINUTES)
 $(HEADS)/dflash/head/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN,dflash) --kind dflash --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --heads 5 --steps 2000
+	$(call TRAIN,dflash) --kind dflash --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --heads 5 --steps $(DFLASH_STEPS)
 
 $(HEADS)/pass/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call PROBES,pass) --lr 3e-2 --batch 8 --steps $(PASS_STEPS)
@@ -146,7 +150,7 @@ $(DISTILLED)/draft/draft/README.md: | $(HEADS)/eagle3/head/README.md $(DISTILLED
 $(DISTILLED)/pard/draft/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN_ON,train-draft,pard) --kind pard --draft bundled --lr 2e-3 --steps $(PARD_STEPS)
 $(DISTILLED)/cllm/tuned/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN_ON,train-cllm,cllm) --block 4 --states 32 --ar-weight 1 --lr 6e-4 --steps $(CLLM_STEPS)
+	$(call TRAIN_ON,train-cllm,cllm) --block 4 --states 32 --ar-weight 1 --keep-weight 0.5 --lr 6e-4 --steps $(CLLM_STEPS)
 
 # An encoder-decoder model that repairs code, in build/repair, and a draft model with mask tokens for it (Spec-Drafter).
 REPAIR := build/repair

@@ -92,7 +92,13 @@ def acceptance(
                 forwards = Counter[str]()
                 for result in results:
                     figures = result.stats.drafter.items()
-                    forwards.update({name: each["forwards"] for name, each in figures if "forwards" in each})
+                    forwards.update(
+                        {
+                            name: each["forwards"]
+                            for name, each in figures
+                            if isinstance(each, dict) and "forwards" in each
+                        }
+                    )
                 rows.append(
                     {
                         "task": task,

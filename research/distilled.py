@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from leapahead.api import LLM
 from leapahead.core.errors import BadParameter
 from leapahead.inputs import encode
-from leapahead.training.cllm_run import losses_of
+from leapahead.training.cllm_run import MEASURED, losses_of
 from leapahead.training.texts import Text
 from research.acceptance import Compared, acceptance
 
@@ -98,6 +99,19 @@ def tuned(llm: LLM, prompts: dict[str, list[str]]) -> list[dict[str, Any]]:
         found = acceptance(each, prompts, (0.0,), configurations=JACOBI)
         rows += [{**row, "name": f"{row['name']}, {name}", "prompt_loss": losses[row["task"]]} for row in found]
     return rows
+
+
+def tuning() -> dict[str, Any]:
+    """How the tuned model was made, and what its training measured before and after; see its model card.
+
+    Raises:
+        BadParameter: the tuned model is not there, or an earlier version has tuned it.
+    """
+    _require(TUNED, "train-cllm")
+    if not (TUNED / MEASURED).is_file():
+        raise BadParameter(f"there is no {TUNED / MEASURED}; run `leapahead train-cllm --resume` as it was begun")
+    found: dict[str, Any] = json.loads((TUNED / MEASURED).read_text(encoding="utf-8"))
+    return found
 
 
 def _require(folder: Path, recipe: str) -> None:

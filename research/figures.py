@@ -30,7 +30,7 @@ from leapahead.planner.profile import processor
 from research import drawn, heads
 from research.acceptance import HEADS, RULES, TEMPERATURES, acceptance
 from research.cascades import CASCADES
-from research.distilled import distilled, parallel, tuned
+from research.distilled import distilled, parallel, tuned, tuning
 from research.exactness import exactness
 from research.overhead import cost_curve, overhead, target_135m
 from research.picture import picture
@@ -40,7 +40,7 @@ PARTS = (
     *("check", "acceptance", "rules", "heads", "head-kinds", "relaxed", "cascades", "overhead", "memory", "example"),
     *drawn.PARTS,
 )
-TRAINED = ("distilled", "parallel", "cllm")  # parts that need models of `make train-draft` and other recipes
+TRAINED = ("distilled", "parallel", "cllm", "cllm-run")  # need models of `make train-draft` and other recipes
 
 
 @click.command(cls=Command)
@@ -198,6 +198,8 @@ def machine_in_words() -> str:
 def _trained(part: str, llm: LLM, prompts: dict[str, list[str]], machine: str) -> tuple[dict[str, Any], dict[str, str]]:
     """As `_measured`, of the parts that need trained models."""
     common = f"float32, {tasks.in_words(prompts)}, up to 128 new tokens, stopping at EOS"
+    if part == "cllm-run":
+        return {part: tuning()}, {}
     if part == "distilled":
         conditions = f"bundled model, {common}, seed 1; {machine}."
         return {part: distilled(llm, prompts)}, {part: conditions}

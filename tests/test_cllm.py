@@ -56,7 +56,7 @@ def settings_of(**more: Any) -> CllmSettings:
 
 def made(target: Any, recorded: list[Trajectory], settings: CllmSettings, path: Path) -> Any:
     student = Student(model_of(), None, torch.float32, "tiny")
-    own = CllmRecipe(student, cllm.masked_executor(target), settings, recorded)
+    own = CllmRecipe(student, cllm.masked_executor(target), settings, recorded, target.model)
     order = Order([each.text for each in recorded], settings.batch, settings.seed)
     return own, Training(own, order, own.batch, settings, path)
 
@@ -120,6 +120,46 @@ def test_the_loss_is_the_papers(target: Any, recorded: list[Trajectory]) -> None
     expected = np.mean(list(consistency.values())) + 3 * np.mean(text_losses)
     assert len(consistency) > 20
     assert found.loss.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_change_is_the_divergence_from_the_original(
+    target: Any, recorded: list[Trajectory], tmp_path: Path
+) -> None:
+    """Of every token of prompt and text, beside the other losses; at the start it is nothing."""
+    some = cllm.Trajectories([recorded[4], replace(recorded[9], answer=recorded[9].answer[:9], states=[])])
+    (without, _), (own, _) = (
+        made(target, recorded, settings_of(keep_weight=weight, states=1000), tmp_path / "checkpoint")
+        for weight in (0.0, 3.0)
+    )
+    assert own.loss(some).loss.item() == pytest.approx(without.loss(some).loss.item(), rel=1e-5)
+    for each in (own, without):
+        with torch.no_grad():
+            each.module.lm_head.weight[5] *= 1.5
+    divergences = []
+    for each in some.texts:
+        with torch.no_grad():
+            p, q = (
+                model(torch.tensor([each.prompt + each.answer])).logits[0].double().log_softmax(-1)
+                for model in (target.model, own.module)
+            )
+        divergences += (p.exp() * (p - q)).sum(-1).tolist()
+    difference = own.loss(some).loss.item() - without.loss(some).loss.item()
+    assert difference == pytest.approx(3 * np.mean(divergences), rel=1e-3)
+    own.loss(some).loss.backward()
+    assert all(each.grad is None for each in target.model.parameters())
+
+
+def test_what_is_kept_changes_less(target: Any, recorded: list[Trajectory], tmp_path: Path) -> None:
+    def change(weight: float) -> float:
+        settings = settings_of(steps=30, lr=5e-3, keep_weight=weight)
+        own, training = made(target, recorded[:6], settings, tmp_path / f"{weight}")
+        training.run(QUIET)
+        some, original = recorded[:6], cllm.TreeForward(target.model, cllm.masked_executor(target))
+        with torch.no_grad():
+            logits = own.forward.logits([tree_of(each, 0, random.Random(0)) for each in some])
+        return float(own._change(some, logits, original))
+
+    assert change(5.0) < 0.5 * change(0.0)
 
 
 def test_the_target_of_a_state_has_no_gradient(target: Any, recorded: list[Trajectory], tmp_path: Path) -> None:
@@ -188,6 +228,7 @@ def test_held_out_losses(target: Any, texts: list[Text]) -> None:
     [
         ({"block": 0}, "block=0 is not possible: it must be at least 1"),
         ({"ar_weight": -1.0}, r"ar_weight=-1\.0 is not possible"),
+        ({"keep_weight": -1.0}, r"keep_weight=-1\.0 is not possible"),
         ({"sampled": 0.5}, r"sampled=0\.5 is not possible"),
         ({"data": ""}, "give data, a file of prompts, or texts"),
     ],
@@ -221,6 +262,10 @@ def test_the_command_tunes_a_model_and_reports_say_so(leapahead: Any, tmp_path: 
     readme = (folder / "README.md").read_text()
     assert "lossless with respect to the tuned model" in readme
     assert readme.count("| tuned |") == 1
+    record = json.loads((folder / "measured.json").read_text())
+    assert (record["steps"], record["settings"]["block"], record["settings"]["keep_weight"]) == (2, 8, 0.0)
+    assert [len(record[name]) for name in ("before", "after")] == [1, 1]
+    assert f"| {record['after'][0]['acceptance_length']:.2f} |" in readme
     found = json.loads(leapahead(*given, "--resume", "--json").stdout)
     assert (found["tuned"], len(found["before"]), len(found["after"])) == (str(folder), 1, 1)
 
@@ -237,3 +282,13 @@ def test_the_command_tunes_a_model_and_reports_say_so(leapahead: Any, tmp_path: 
     assert note in measured.stdout
     assert note in (out / "report.md").read_text()
     assert "reference" not in json.loads(leapahead("generate", "a", "--max-new-tokens", "2", "--json").stdout)
+
+
+def test_figures_of_drafters_whose_statistics_are_numbers(target: Any, texts: list[Text]) -> None:
+    from research.acceptance import acceptance
+
+    llm = LLM(target, drafter_cache=False)
+    prompts: Any = {"all": [text.prompt for text in texts[:2]]}
+    configurations: Any = [("plain", "plain", {}), ("Jacobi", "jacobi", {"block": BLOCK})]
+    rows = acceptance(llm, prompts, (0.0,), 8, configurations=configurations)
+    assert [row["different"] for row in rows] == [0, 0]

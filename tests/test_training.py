@@ -25,7 +25,7 @@ from leapahead.training import evaluate, export, losses, recipes  # noqa: E402
 from leapahead.training.batches import Order, batch_of  # noqa: E402
 from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES  # noqa: E402
 from leapahead.training.features import Online, TrainingTarget, training_target  # noqa: E402
-from leapahead.training.optimizer import Optimizer  # noqa: E402
+from leapahead.training.optimizer import BETAS, Optimizer  # noqa: E402
 from leapahead.training.recipe import Recipe  # noqa: E402
 from leapahead.training.settings import LOSSES  # noqa: E402
 from leapahead.training.texts import Text  # noqa: E402
@@ -182,6 +182,32 @@ def test_a_step_of_muon_goes_as_far_in_all_directions() -> None:
     assert steps.min() > 0.6
     assert steps.max() < 1.3
     assert matrix.grad is None
+
+
+def test_the_logits_of_the_target_are_computed_where_a_loss_reads_them(target: TrainingTarget, texts: Any) -> None:
+    batch = batch_of(texts[:3], Online(target, (2,)), 100, 32)
+    widths = {}
+    for loss in ("ce", "soft_ce"):
+        own = recipes.recipe(target, settings_of("medusa", loss=loss, draft_vocab=20), texts)
+        widths[loss] = own._goals(batch)[0].logits.shape[1]
+        assert own.loss(batch).loss.isfinite()
+    assert widths == {"ce": 0, "soft_ce": 20}
+
+
+def test_adamw_is_one_kernel_on_a_cpu() -> None:
+    """With the weights of the one that passes over them for each operation."""
+    own, other = (torch.nn.Parameter(torch.arange(6.0).reshape(2, 3)) for _ in range(2))
+    optimizer, reference = (
+        Optimizer("adamw", {"embed": own}),
+        torch.optim.AdamW([other], betas=BETAS, weight_decay=0.01),
+    )
+    assert optimizer._parts[0][1].defaults["fused"]
+    for step in range(1, 4):
+        own.grad, other.grad = (torch.full((2, 3), 0.1 * step) for _ in range(2))
+        optimizer.step(0.01)
+        reference.param_groups[0]["lr"] = 0.01
+        reference.step()
+    assert torch.allclose(own, other, atol=1e-6)
 
 
 def test_muon_is_refused_where_pytorch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,6 +257,12 @@ def test_the_usual_optimizer_and_its_rate(given: dict[str, Any], optimizer: str,
     assert (settings.optimizer, settings.lr) == (optimizer, rate)
 
 
+@pytest.mark.parametrize(("kind", "loss"), [("medusa", "soft_ce"), ("hydra", "ce"), ("eagle3", "soft_ce")])
+def test_the_usual_loss(kind: str, loss: str) -> None:
+    assert Settings(kind, data="a").complete(256).loss == loss
+    assert Settings(kind, data="a", loss="tv").complete(256).loss == "tv"
+
+
 def test_a_run_is_resumed_with_the_same_settings_only(tmp_path: Path) -> None:
     folder, settings = Folder(tmp_path / "run"), Settings("eagle3", data="a", steps=3)
     with pytest.raises(LeapaheadError, match="holds no training that could be resumed"):

@@ -383,6 +383,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **{part: partial(lengths_table, part=part) for part in ("rules", "heads", "distilled")},
     "parallel": lambda root: trained.depths_table(root, table),
     "cllm": lambda root: trained.tuned_table(root, table),
+    "cllm-run": lambda root: trained.tuning_table(root, table),
     "cascades": lambda root: cascades.cascades_table(root, table),
     "repair": lambda root: trained.repair_table(root, table),
     "relaxed": relaxed_table,

@@ -66,3 +66,34 @@ def tuned_table(root: Path, table: Table) -> str:
         "prompts | decoding | acceptance length | loss of the prompts, nats a token | tokens a text | distinct 4-grams"
     )
     return table(heads, rows) + f"\n\nConditions: {data['conditions']['cllm']}"
+
+
+def tuning_table(root: Path, table: Table) -> str:
+    """What the tuning of that model measured before and after, from docs/figures.json."""
+    found = json.loads((root / "docs/figures.json").read_text(encoding="utf-8"))["cllm-run"]
+    rows = [
+        [
+            before["name"],
+            str(before["texts"]),
+            f"{before['acceptance_length']:.2f}",
+            f"{after['acceptance_length']:.2f}",
+            f"{after['acceptance_length'] / before['acceptance_length']:.2f}",
+            f"{before['prompt_loss']:.2f}",
+            f"{after['prompt_loss']:.2f}",
+            f"{before['answer_loss']:.2f}",
+            f"{after['answer_loss']:.2f}",
+        ]
+        for before, after in zip(found["before"], found["after"], strict=True)
+    ]
+    heads = (
+        "prompts | number | acceptance length, before | tuned | ratio | loss of the prompts, before | tuned | "
+        "loss of the answers, before | tuned"
+    )
+    settings = found["settings"]
+    conditions = (
+        f"Conditions: {found['steps']:,} steps of {settings['batch']} texts out of {found['texts']:,}, in "
+        f"{found['seconds'] / 60:.0f} minutes by the clock; blocks of {settings['block']}, up to {settings['states']} "
+        f"states of each text, weights {settings['ar_weight']:g} of the text and {settings['keep_weight']:g} of the "
+        f"divergence from the untuned model, learning rate {settings['lr']:g}; {found['conditions']['cpu']}."
+    )
+    return table(heads, rows) + f"\n\n{conditions}"

@@ -28,7 +28,7 @@ TUNING = "Tuning options"
     cls=Command,
     examples=(
         "leapahead train-cllm -m Qwen/Qwen3-0.6B --data prompts.jsonl --out my-cllm",
-        "leapahead train-cllm --texts my-head/texts.jsonl --out my-cllm --minutes 20 --ar-weight 1",
+        "leapahead train-cllm --texts my-head/texts.jsonl --out my-cllm --minutes 20 --ar-weight 1 --keep-weight 1",
         "leapahead generate -m my-cllm/tuned -d jacobi 'def add(a, b):'",
     ),
 )
@@ -49,6 +49,15 @@ TUNING = "Tuning options"
     metavar="W",
     group=TUNING,
     help="Weight of the text's cross entropy beside the consistency loss; more keeps the model nearer to its texts.",
+)
+@option(
+    "--keep-weight",
+    type=float,
+    default=0.0,
+    metavar="W",
+    group=TUNING,
+    help="Weight of the divergence from the untuned model after every token of prompt and text; more changes the model "
+    "less.",
 )
 @all_of(training.PROMPTS, training.EVALUATED, training.LENGTH, (training.TUNING_RATE,))
 @all_of(training.STEPS, (training.SEED,), training.OUT)

@@ -66,7 +66,7 @@ HEAD = "Head options"
     "--loss",
     type=click.Choice(LOSSES),
     group=HEAD,
-    show_default="ce for medusa and hydra; else soft_ce",
+    show_default="ce for hydra; else soft_ce",
     help="Loss of a token.",
 )
 @all_of(training.LENGTH)

@@ -2,15 +2,17 @@
 
     L_GC = E over states y of mean over i of KL( stopgrad p(. | x, y*_<i) || p(. | x, y_<i) )       (global consistency)
     L_AR = E over texts of mean over i of -log p(y*_i | x, y*_<i)                                    (autoregressive)
-    L    = L_GC + w L_AR                                                           (section 3.2)
+    L_0  = mean over i of KL( p_0(. | x_<i) || p(. | x_<i) ), of prompts and texts       p_0 is the target as it was
+    L    = L_GC + w L_AR + v L_0                                    (section 3.2, but for L_0, which is leapahead's)
 
-y* is the text, the fixed point of Jacobi decoding, and y a state on the way to it. The text and some of its states are
-one token tree, the states being branches that leave the text where they are first wrong:
+y* is the text, the fixed point of Jacobi decoding, and y a state on the way to it. The cross entropy of greedy texts
+alone makes every distribution narrower; L_0 holds the tuned model near the one that it came from. The text and some of
+its states are one token tree, the states being branches that leave the text where they are first wrong:
 
     text      x1 ─ x2 ─ y*1 ─ y*2 ─ y*3 ─ y*4
     states                └── g2 ── g3 ── g4          every node predicts what the node of the text at its depth does
 
-so one forward with a tree mask computes both sides of the loss, and nothing twice. Of a state, positions before its
+so one forward with a tree mask computes both sides of L_GC, and nothing twice. Of a state, positions before its
 first wrong guess are nodes of the text, where both sides are equal.
 
 The target itself is changed: Jacobi decoding is lossless with respect to the tuned model, not to the one it came from.
@@ -21,7 +23,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +94,7 @@ class CllmRecipe:
         executor: how the target is run over trees.
         settings: complete.
         trajectories: of the texts, by their index.
+        original: the target as it was, as Transformers loaded it, where `settings.keep_weight` is not 0.
 
     Attributes:
         AGREEMENT: what `Found.agreement` holds.
@@ -106,10 +109,12 @@ class CllmRecipe:
         executor: MaskedExecutor,
         settings: CllmSettings,
         trajectories: Sequence[Trajectory],
+        original: Any = None,
     ) -> None:
         self.module, self.forward = student.model, TreeForward(student.model, executor)
+        self.original = TreeForward(original, executor) if settings.keep_weight else None
         self.device: torch.device = executor.device
-        self.states, self.ar_weight = settings.states, settings.ar_weight
+        self.states, self.ar_weight, self.keep_weight = settings.states, settings.ar_weight, settings.keep_weight
         self._of = {each.index: each for each in trajectories}
 
     @property
@@ -137,7 +142,24 @@ class CllmRecipe:
             q = logits[guessed.tree, guessed.node].float()
             loss = loss + losses.kl(q, p, guessed.goal).mean()
             after_wrong = (q.argmax(-1) == p.argmax(-1)).float().mean()
+        if self.original is not None:
+            loss = loss + self.keep_weight * self._change(batch.texts, logits, self.original)
         return Found(loss, torch.stack([right, after_wrong]).detach())
+
+    def _change(self, texts: Sequence[Trajectory], logits: Tensor, original: TreeForward) -> Tensor:
+        """The mean divergence from the original target's distributions, after every token of the prompts and texts.
+
+        Args:
+            texts: of the batch.
+            logits: of the tuned model, [texts, nodes, vocabulary], the nodes of the texts first.
+            original: the target as it was.
+        """
+        chains = [TokenTree.chain(each.text.tokens[0], each.text.tokens[1:]) for each in texts]
+        rows = [(number, node, 0) for number, chain in enumerate(chains) for node in range(len(chain))]
+        tree, node, goal = Rows.of(rows, self.device)
+        with torch.no_grad():
+            p = original.logits(chains)[tree, node].float()
+        return losses.kl(logits[tree, node].float(), p, goal).mean()
 
     def _rows(self, texts: Sequence[Trajectory], trees: Sequence[TokenTree]) -> tuple[Rows, Rows]:
         """The rows of the texts' answers, and those of wrong guesses."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from leapahead.training.student import Student
 from leapahead.training.texts import Progress, Text
 
 TUNED_FOLDER = "tuned"
+MEASURED = "measured.json"  # in that folder
+TOLD = ("block", "states", "ar_weight", "keep_weight", "lr", "batch")  # the settings that the file has
 TOGETHER = 8  # texts of a forward in which losses are measured
 
 
@@ -103,7 +106,7 @@ def train_cllm(
     recorded = trajectories.write(
         target, tokenizer, [*trained, *watched], settings.block, together, folder.trajectories, watch.progress
     )
-    own = CllmRecipe(student, executor, complete, recorded)
+    own = CllmRecipe(student, executor, complete, recorded, executor.model)
     order = Order([each.text for each in recorded[: len(trained)]], settings.batch, settings.seed)
     training = Training(own, order, own.batch, complete, folder.checkpoint, own.batch(watched) if watched else None)
     state = training.run(watch)
@@ -119,7 +122,30 @@ def train_cllm(
     )
     run = run_of(complete, trained, folder, state, (), measured, command)
     card.write(folder.trained, _card(student, complete, run, before, after), card.figures(run, CllmRecipe.AGREEMENT))
-    return TunedTarget(complete, state, folder.trained, (), before, after)
+    found = TunedTarget(complete, state, folder.trained, (), before, after)
+    _write(found, run, folder.trained / MEASURED)
+    return found
+
+
+def _write(found: TunedTarget, run: card.Run, path: Path) -> None:
+    """Writes what the model card tells as numbers: how it was tuned, and what was measured before and after.
+
+    Raises:
+        BadParameter: the file cannot be written.
+    """
+    data = {
+        "texts": run.texts,
+        "steps": found.state.step,
+        "seconds": round(found.state.seconds, 1),
+        "settings": {name: getattr(found.settings, name) for name in TOLD},
+        "before": [asdict(each) for each in found.before],
+        "after": [asdict(each) for each in found.after],
+        "conditions": run.conditions,
+    }
+    try:
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise BadParameter(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _greedy(texts: Sequence[Text]) -> list[Text]:
@@ -179,7 +205,8 @@ def _card(
     ]
     method = (
         f"Consistency loss of up to {settings.states} states of each text, in blocks of {settings.block} guesses, + "
-        f"{settings.ar_weight:g} times the cross entropy of the text."
+        f"{settings.ar_weight:g} times the cross entropy of the text"
+        + (f" + {settings.keep_weight:g} times the divergence from the untuned model." if settings.keep_weight else ".")
     )
     body = [
         f"# {settings.model}, tuned for Jacobi decoding\n",

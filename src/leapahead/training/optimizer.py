@@ -19,6 +19,7 @@ from leapahead.core.errors import BadParameter
 from leapahead.training.settings import MUON
 
 BETAS, MOMENTUM, WEIGHT_DECAY = (0.9, 0.95), 0.95, 0.01
+FUSED = {"cpu", "cuda"}  # devices for which PyTorch has AdamW as one kernel
 OF_TOKENS = ("embed", "lm_head")  # in the names of matrices with a row for every token, which are no hidden ones
 
 
@@ -44,7 +45,7 @@ class Optimizer:
             self._parts.append((places[True], _muon([every[place] for place in places[True]])))
         if places[False]:
             others = [every[place] for place in places[False]]
-            self._parts.append((places[False], torch.optim.AdamW(others, betas=BETAS, weight_decay=WEIGHT_DECAY)))
+            self._parts.append((places[False], _adamw(others)))
 
     def step(self, rate: float) -> None:
         """Changes the weights, with this learning rate, and forgets their gradients."""
@@ -73,6 +74,11 @@ class Optimizer:
         for places, part in self._parts:
             state = {own: found[place] for own, place in enumerate(places) if place in found}
             part.load_state_dict({**part.state_dict(), "state": state})
+
+
+def _adamw(others: list[nn.Parameter]) -> Any:
+    is_fused = {each.device.type for each in others} <= FUSED  # a pass over each weight instead of ten
+    return torch.optim.AdamW(others, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=is_fused or None)
 
 
 def _muon(matrices: list[nn.Parameter]) -> Any:

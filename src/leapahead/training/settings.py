@@ -44,7 +44,7 @@ SCHEDULES = ("cosine", "linear")
 ADAMW, MUON = OPTIMIZERS = ("adamw", "muon")
 USUAL_MINUTES = 30.0
 TRAINED = tuple(kind for kind in KINDS if kind not in (DSPARK, MTP, *PROBES))
-USUAL_LOSS = {MEDUSA: "ce", HYDRA: "ce"}  # soft_ce of the others
+USUAL_LOSS = {HYDRA: "ce"}  # soft_ce of the others
 USUAL_DEPTHS = {MEDUSA: 5, EAGLE: 1, EAGLE3: 4, HYDRA: 5, HYDRA_PREFIX: 5, DFLASH: 7}
 MEDUSA_RATE = 1e-3  # 2401.10774, and of Hydra
 EAGLE_RATE = 0.5  # divided by the hidden size: 2e-3 for 256, 1.2e-4 for 4096
@@ -207,6 +207,7 @@ class CllmSettings(RunSettings):
         block: guesses of a state of Jacobi decoding.
         states: states of each text that are trained in a batch.
         ar_weight: of the cross entropy of the text, beside the consistency loss.
+        keep_weight: of the divergence from the original target's distributions, after each token of prompt and text.
     """
 
     kind: str = CLLM
@@ -214,15 +215,14 @@ class CllmSettings(RunSettings):
     block: int = 8
     states: int = 16
     ar_weight: float = 10.0
+    keep_weight: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice(self, kind=(CLLM,))
         super().__post_init__()
         check_share(self, "sampled", 0.0)
-        for name in ("block", "states"):
-            check_least(self, name, 1)
-        if self.ar_weight < 0:
-            raise BadParameter(f"ar_weight={self.ar_weight} is not possible: it must be at least 0")
+        for name, least in (("block", 1), ("states", 1), ("ar_weight", 0), ("keep_weight", 0)):
+            check_least(self, name, least)
 
     def complete(self, hidden_size: int) -> CllmSettings:
         """The settings with the usual values in place of those that were left out, for a model of this width."""
