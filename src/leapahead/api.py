@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
@@ -386,10 +386,8 @@ def wake_up() -> tuple[asyncio.Event, Callable[[], None]]:
     loop, event = asyncio.get_running_loop(), asyncio.Event()
 
     def notify() -> None:
-        try:  # noqa: SIM105  (in every step, so it is to take little time)
+        with suppress(RuntimeError):  # the loop was closed, so nobody waits
             loop.call_soon_threadsafe(event.set)
-        except RuntimeError:  # the loop was closed, so nobody waits
-            pass
 
     return event, notify
 
