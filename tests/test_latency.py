@@ -245,6 +245,17 @@ def test_the_trusted_region_doubles_with_the_sizes_that_steps_have_had() -> None
     assert LatencyProfile({1: 1.0, 64: 1.1}, fixed=True).planned(200) < 2.0
 
 
+def test_blocks_of_rows_that_cost_nothing_may_be_planned_at_once() -> None:
+    seconds = {1: 0.02, 4: 0.025, 8: 0.032, 12: 0.032, 16: 0.032, 24: 0.040}
+    profile = LatencyProfile(seconds, bucket=4)
+    assert profile.trusted == 4  # eight would cost more
+    profile.observe(1, 0.02)
+    profile.observe(4, 0.025)
+    assert profile.trusted == 16  # twice as many rows, and as many more in the same time
+    assert LatencyProfile(dict.fromkeys(SIZES, 0.02), bucket=4).trusted == 8  # a flat profile may be wrong
+    assert LatencyProfile(dict.fromkeys(SIZES, 0.02)).trusted == 4
+
+
 def test_sizes_never_seen_are_planned_with_hope_and_seen_ones_with_what_they_took() -> None:
     profile = LatencyProfile({1: 0.02, 2: 0.04, 4: 0.08, 8: 0.16})
     profile.observe(1, 0.02)

@@ -50,6 +50,7 @@ LEAST_SHAPE = 1e-3  # T relative to a plain step, at least: less is no measureme
 
 # Rows of a planned forward, at most: so many times the largest that was seen, or so many more.
 TRUSTED_GROWTH, TRUSTED_ROWS = 2, 3
+FREE = 1.03  # of the prior: more rows cost nothing if they take no more than so many times as long
 CONTRADICTED = log(1.4)  # log factor between prior and steps from which the prior is dropped
 UNEXPECTED = log(2.0)  # log factor between the first time of a size and the prior; more must be seen twice
 LEAST_RATIO = log(0.7)  # of a forward to a plain step; less is an outlier
@@ -164,8 +165,10 @@ class LatencyProfile:
 
     @property
     def trusted(self) -> int:
-        """The greatest number of rows that a plan may have."""
-        return self._padded(max(TRUSTED_GROWTH * self.largest, self.largest + TRUSTED_ROWS))
+        """The greatest number of rows that a plan may have; more where further blocks of rows cost nothing."""
+        most = self._padded(max(TRUSTED_GROWTH * self.largest, self.largest + TRUSTED_ROWS))
+        blocks = range(most, TRUSTED_GROWTH * most + 1, self.bucket) if self.bucket > 1 and self._prior else ()
+        return max((n for n in blocks if self._shape(n) <= FREE * self._shape(most)), default=most)
 
     @property
     def wants_plain(self) -> bool:
@@ -322,11 +325,7 @@ class LatencyProfile:
                 size.correction -= change
 
     def _change_level(self, change: float) -> None:
-        """The machine's speed has changed, as two steps have shown.
-
-        It is unknown whether sizes seen first since the last plain step were seen before or after that, so they are
-        forgotten.
-        """
+        """The speed changed, perhaps before sizes were seen first since the last plain step; they are forgotten."""
         self._level += change
         self._sizes = [size for size in self._sizes if size.first <= self._plain_step]
         self._breaks = []
