@@ -350,8 +350,8 @@ class LatencyProfile:
         if size is None:
             ratio = value - self._level
             most = ceil(rows / self.largest) * self._relative(self.largest)  # as so many forwards
-            wrong = bool(self._prior) and error > UNEXPECTED and not self._outliers.has(rows)
-            if wrong or not LEAST_RATIO <= ratio <= log(max(most, self._relative(rows))) + self._noise.threshold:
+            unexpected = bool(self._prior) and error > UNEXPECTED and not self._outliers.has(rows)
+            if unexpected or not LEAST_RATIO <= ratio <= log(max(most, self._relative(rows))) + self._noise.threshold:
                 self._doubt(rows, value)
                 return
             size = self._size(rows)

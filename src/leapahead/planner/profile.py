@@ -7,11 +7,10 @@ There is one file per target, by its fingerprint (model, precision, device, thre
 for each number of sequences that are stepped together. The cache directory is `LEAPAHEAD_CACHE`, by default
 `leapahead` in the user's cache directory. The file is written after a measurement whose rounds agree, at most once a
 minute as steps correct it, and at once where they contradict it. Sizes that neither such a measurement nor a step has
-had are not written, and a profile of one sequence that has only such sizes of steps, since no measurement was stored or
-steps have contradicted it, is measured again after an hour. Each writer writes a temporary file beside it and renames
-it, so processes may share the file; the last writer wins. A file that cannot be read, or is older than a week, is
-measured again. Without a writable cache
-directory nothing fails: every process then measures for itself.
+had are not written. A profile of one sequence that consists of what steps have shown, since no measurement was stored
+or steps have contradicted it, is measured again after an hour. Each writer writes a temporary file beside it and
+renames it, so processes may share the file; the last writer wins. A file that cannot be read, or is older than a week,
+is measured again. Without a writable cache directory nothing fails: every process then measures for itself.
 """
 
 from __future__ import annotations
