@@ -30,7 +30,7 @@ from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
 from leapahead.planner.acceptance import AcceptanceTable
 from research.command_parts import files_of, out_option, prefix_of, show, write
-from research.simulation import CURVES, LOADS, STARTS, Case, Guessing, Right, Target, World, start
+from research.simulation import CURVES, LOADS, STARTS, UNEVEN, Case, Guessing, Right, Target, World, start
 
 STEPS = 120  # of a run, at least
 WARM = 60  # steps after which the gain is compared with that of the right profile
@@ -50,7 +50,11 @@ def cases() -> list[Case]:
             ("right", "none"), (False, True), ("cheap", "llama.cpp"), ("good", "useless")
         )
     ]
-    return [*starts, *loads, *changing, *batches]
+    uneven = [
+        Case(start, "four bits", kind, load)
+        for kind, (start, load) in product(UNEVEN, (("right", ""), ("none", ""), ("none", "contention")))
+    ]
+    return [*starts, *loads, *changing, *uneven, *batches]
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,18 @@ CURVES: dict[str, dict[int, float]] = {  # rows -> time relative to one row
     "flat": {1: 1.0, 64: 1.02, 65: 1.6, 128: 1.65, 129: 2.6, 256: 3.0},
     "prepared": {1: 1.0, 4: 1.5, 8: 1.7, 16: 2.1, 32: 3.0, 64: 5.0, 256: 18.0},
     "buckets": {1: 1.0, 8: 1.15, 16: 1.4, 32: 1.9, 64: 3.0, 256: 9.0},
+    "four bits": {1: 1.0, 4: 1.3, 8: 1.67, 16: 1.95, 32: 2.9, 64: 5.0, 256: 18.0},
 }
-BUCKETS = {"buckets": 8, "prepared": 4}  # rows to whose multiples steps with drafts are padded
+BUCKETS = {"buckets": 8, "prepared": 4, "four bits": 4}  # rows to whose multiples steps with drafts are padded
 PREPARED = {"prepared": 3}  # so many sizes of drafted steps stay prepared
-CHANGE = 0.6  # of a plain step: how much longer a forward takes there if its size is not prepared
+CHANGE = {"buckets": 0.6, "prepared": 0.6, "four bits": 0.7}  # plain steps that a size that is not prepared adds there
 ACCEPTANCE = {"good": (0.8, 0.4), "fair": (0.45, 0.2), "useless": (0.03, 0.01)}  # of the first and second candidate
+# Chances of the first candidate, and in which share of the places it has them, as the source knows.
+UNEVEN = {
+    "uneven": ((0.05, 0.55), (0.3, 0.3), (0.65, 0.15)),
+    "mostly wrong": ((0.02, 0.75), (0.3, 0.2), (0.6, 0.05)),
+}
+SECOND = 0.15  # chance of the second candidate there, where the first one is wrong
 NOISE = {"": (0.03, 0.08), "contention": (0.08, 0.18)}  # log seconds of a forward, at least and at most, by load
 STRETCHES = (5, 40)  # tokens for which acceptance is good or useless in turns, where it is mixed
 STARTS = ("right", "flat", "flat to 16", "steep", "times 3", "shuffled", "none", "measured busy")
@@ -66,7 +73,7 @@ class Case:
     Attributes:
         start: the latency profile at the first step, of `STARTS`.
         curve: of `CURVES`.
-        acceptance: of `ACCEPTANCE`, "changing", or "mixed".
+        acceptance: of `ACCEPTANCE` or `UNEVEN`, "changing", or "mixed".
         load: of `LOADS`; "" for none.
         sequences: decoded together.
         padded: whether all of them take as many rows as the longest.
@@ -143,23 +150,31 @@ class World:
 
     def _text(self) -> tuple[list[int], list[int], list[int], list[tuple[int, ...]]]:
         length = 8 * sum(length for length, _ in self.phases) + 400
+        rng = np.random.default_rng(self.random.getrandbits(32))
+        tokens = rng.integers(2, VOCABULARY, length)
+        first, second, hints = self._chances(length, rng)
+        self.chances.append(list(zip(first.tolist(), ((1 - first) * second).tolist(), strict=True)))
+        known, other = rng.random(length) < first, rng.random(length) < second
+        firsts, seconds = np.where(known, tokens, WRONG), np.where(~known & other, tokens, 1)
+        return tokens.tolist(), firsts.tolist(), seconds.tolist(), hints
+
+    def _chances(self, length: int, rng: np.random.Generator) -> tuple[Any, Any, list[tuple[int, ...]]]:
+        """At each place the chances of the first and of the second candidate, and what the source knows of them."""
+        acceptance = self.case.acceptance
+        if acceptance in UNEVEN:
+            chances, shares = np.array(UNEVEN[acceptance]).T
+            which = rng.choice(len(chances), length, p=shares)
+            return chances[which], np.full(length, SECOND), [(int(each),) for each in which]
         kinds = [kind for tokens, kind in self.phases for _ in range(tokens)]
-        if self.case.acceptance == "mixed":
+        if acceptance == "mixed":
             kinds = []
             while len(kinds) < length:
                 kinds += ["good"] * self.random.randint(*STRETCHES) + ["useless"] * self.random.randint(*STRETCHES)
             del kinds[length:]
         kinds += [kinds[-1]] * (length - len(kinds))
-        rng = np.random.default_rng(self.random.getrandbits(32))
-        tokens = rng.integers(2, VOCABULARY, length)
         first, second = np.array([ACCEPTANCE[kind] for kind in kinds]).T
-        self.chances.append(list(zip(first.tolist(), ((1 - first) * second).tolist(), strict=True)))
-        known, other = rng.random(length) < first, rng.random(length) < second
-        firsts, seconds = np.where(known, tokens, WRONG), np.where(~known & other, tokens, 1)
-        hints: list[tuple[int, ...]] = [()] * length
-        if self.case.acceptance == "mixed":
-            hints = [(int(kind == "good"),) for kind in kinds]
-        return tokens.tolist(), firsts.tolist(), seconds.tolist(), hints
+        is_known = acceptance == "mixed"
+        return first, second, [(int(kind == "good"),) if is_known else () for kind in kinds]
 
     def expected(self, which: int, place: int, tree: TokenTree) -> float:
         """Tokens that a step commits on average over all texts of which the source knows as much.
@@ -254,7 +269,7 @@ class Target:
     def step(self, sessions: Any, trees: Sequence[TokenTree], num_computed: Any = None, capture: Any = None) -> Any:
         rows = self.cost(sessions, trees).rows
         is_ready = rows in self._ready or (self.prepared and rows == len(sessions))
-        change = CHANGE * PLAIN if self.bucket > 1 and not is_ready else 0.0
+        change = 0.0 if is_ready else CHANGE.get(self.world.case.curve, 0.0) * PLAIN
         self.world.work(self.world.seconds(rows) + change)
         if not self.prepared or rows > len(sessions):  # plain steps stay prepared beside so many drafted ones
             self._ready = [*(each for each in self._ready if each != rows), rows][-max(self.prepared, 1) :]

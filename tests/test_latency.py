@@ -570,6 +570,21 @@ def test_a_measurement_keeps_to_its_time_and_takes_the_important_sizes_first() -
     assert profile(1) == pytest.approx(1.0)
 
 
+def test_plain_steps_between_drafted_ones_do_not_hide_what_a_change_costs() -> None:
+    noise = random.Random(0)
+    profile = LatencyProfile({1: 0.010, 4: 0.013, 8: 0.0167}, bucket=4)
+    last, plain_steps = 0, 0
+    for _ in range(200):  # nothing but requested plain steps
+        rows = 1 if profile.wants_plain else 4
+        is_resized = rows != last
+        took = {1: 0.010, 4: 0.013}[rows] + 0.007 * is_resized
+        profile.observe(rows, took * exp(noise.gauss(0, 0.03)), is_resized)
+        last, plain_steps = rows, plain_steps + (rows == 1)
+    assert profile(1) == pytest.approx(0.010, rel=0.05)
+    assert profile(4) == pytest.approx(0.013, rel=0.05)
+    assert plain_steps <= 16
+
+
 @pytest.mark.parametrize("bucket", [1, 4])
 def test_slow_first_forwards_do_not_count(bucket: int) -> None:
     """Observed: 145, 172 and 77 ms, where four nodes take 150. No size of this slow model was measured twice."""

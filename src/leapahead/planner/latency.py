@@ -5,7 +5,8 @@
 
     T(n) = plain x prior(n) x correction(n)
 
-    plain       seconds of a plain step, the smallest forward; set by the first step and moved by every other one
+    plain       seconds of a plain step, the smallest forward; set by the first step and moved by every other one; where
+                changes of the size cost much (buckets), not by plain steps that come right after other forwards
     prior       T(n) relative to a plain step as it was stored or measured before, or an assumed straight line
     correction  1 for a plain step; known at the sizes that were seen in this process, interpolated between them,
                 constant beyond the largest
@@ -283,11 +284,13 @@ class LatencyProfile:
         self.steps += 1
         is_plain, value = rows <= self._first, log(seconds)
         value -= self.switches.observe(rows, value, is_plain, resized, unprepared)
-        if is_plain:
-            self._observe_plain(value)
-        else:
+        if not is_plain:
             self._since_plain += 1
             self._observe_larger(rows, value)
+        elif not (
+            resized and self.changes_cost
+        ):  # else only the next plain step tells what a change costs, and what not
+            self._observe_plain(value)
         if self.steps % STALE == 0:
             self._sizes[1:] = [size for size in self._sizes[1:] if self.steps - size.last <= STALE * size.seen]
             self._breaks = []
