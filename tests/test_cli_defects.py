@@ -19,6 +19,7 @@ import pytest
 from leapahead import LLM, interrupts
 from leapahead import drafters as registry
 from leapahead.cli import main, screen
+from leapahead.models import loading
 
 PROMPT = "def add(a, b):"
 FEW = ("--max-new-tokens", "8", "--ignore-eos")
@@ -378,3 +379,44 @@ def test_rounds_without_a_comparison_are_refused(leapahead: Any) -> None:
     found = leapahead("generate", "--rounds", "2", "--max-new-tokens", "4", "hi")
     assert (found.exit_code, found.stdout) == (2, "")
     assert "--rounds counts the rounds of --compare" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "sentence"),
+    [
+        ("generate", ["--max-new-tokens", "0"], "--max-new-tokens=0 is not possible"),
+        ("generate", ["-t", "-1"], "--temperature=-1.0 is not possible"),
+        ("generate", ["--top-p", "2"], "--top-p=2.0 is not possible"),
+        ("generate", ["--min-p", "nan"], "--min-p=nan is not possible"),
+        ("generate", ["--top-k", "-1"], "--top-k=-1 is not possible"),
+        ("generate", ["--seed", str(2**64)], "--seed=18446744073709551616 is not possible"),
+        ("generate", ["--repetition-penalty", "0"], "--repetition-penalty=0.0 is not possible"),
+        ("generate", ["--presence-penalty", "inf"], "--presence-penalty=inf is not possible"),
+        ("generate", ["--min-new-tokens", "9", "--max-new-tokens", "4"], "--min-new-tokens=9 is not possible with"),
+        ("generate", ["--stop", ""], "an empty stop string"),
+        ("generate", ["--bad-word", " "], "an empty bad word"),
+        ("generate", ["--regex", "("], "the regular expression cannot be compiled"),
+        ("generate", ["--json-schema", '{"type": "x"}'], "the JSON schema cannot be compiled"),
+        ("generate", ["--json-object", "--ignore-eos"], "--ignore-eos"),
+        ("generate", ["-d", "ngram", "--prediction", __file__], "drafter 'ngram' makes no use of a prediction"),
+        ("explain", ["--max-new-tokens", "0"], "--max-new-tokens=0 is not possible"),
+        ("explain", ["--top-p", "0"], "--top-p=0.0 is not possible"),
+        ("chat", ["--top-p", "nan"], "--top-p=nan is not possible"),
+        ("check", ["--max-new-tokens", "0"], "--max-new-tokens=0 is not possible"),
+        ("demo", ["--max-new-tokens", "0"], "--max-new-tokens=0 is not possible"),
+        ("generate", [], "the prompt is empty"),
+        ("explain", [], "the prompt is empty"),
+    ],
+)
+def test_impossible_values_are_refused_before_the_model_is_loaded(
+    leapahead: Any, monkeypatch: pytest.MonkeyPatch, command: str, args: list[str], sentence: str
+) -> None:
+    def load(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(loading, "load", load)
+    prompt = [PROMPT if args else ""] if command in ("generate", "explain") else []
+    result = leapahead(command, *prompt, *args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {sentence}")

@@ -231,9 +231,7 @@ class LLM:
             kind = registry.load(chosen) if isinstance(chosen, str) else chosen
             given = {name: each for name, each in self._networks.items() if name in registry.options(kind)} | given
             drafter = self.engine.drafter(chosen, **given)
-        if options.get("prediction") is not None and not drafter.takes_prediction:
-            raise BadParameter(f"drafter {drafter.name!r} makes no use of a prediction; use auto or prediction")
-        predictions = self.inputs.predictions(options.get("prediction"), len(prompts))
+        predictions = self.inputs.predictions(options.get("prediction"), len(prompts), drafter)
         samples = whole("n", options.get("n", 1), least=1)
         all_seeds = seeds(options.get("seed"), len(prompts), samples, options.get("temperature", 0.0) != 0)
         stop = self.inputs.stop(options)

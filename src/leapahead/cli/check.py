@@ -30,6 +30,7 @@ from leapahead.cli.options import (
     model_arguments,
 )
 from leapahead.core.sampling import SamplingParams
+from leapahead.inputs import check_values
 from leapahead.models import loading
 
 SHOWN = 3  # mismatches that are printed of each drafter
@@ -88,6 +89,7 @@ def check(
     texts = prompts.read(file) if file is not None else list(prompts.BUNDLED)
     options = drafter_arguments(values, names or registry.ready())
     sampling = SamplingParams(temperature=temperature, seed=seed)
+    check_values({"max_new_tokens": max_new_tokens})
     model = model_arguments(values)
     with screen.loading(model["model"]):
         loaded = loading.load(**model)

@@ -24,10 +24,11 @@ from leapahead.cli.options import (
     model_arguments,
 )
 from leapahead.cli.screen import Console
-from leapahead.cli.text_input import utf8_only
+from leapahead.cli.text_input import to_complete, utf8_only
 from leapahead.core.errors import BadParameter
 from leapahead.core.sampling import SamplingParams
 from leapahead.explain import Moment, Node, Recording, page, record
+from leapahead.inputs import check_values
 from leapahead.models import loading
 
 PAGE = Path("explain.html")
@@ -77,6 +78,8 @@ def explain(
         seed = secrets.randbits(32) if values["temperature"] > 0 else 0
     filters = {name: values.pop(name) for name in ("temperature", "top_k", "top_p", "min_p")}
     sampling = SamplingParams(seed=seed, **{name: value for name, value in filters.items() if value is not None})
+    given = to_complete(prompt, as_chat)
+    check_values({"max_new_tokens": max_new_tokens})
     name = values.pop("drafter")
     options = drafter_arguments(values, [name])
     if "draft" not in options:
@@ -88,7 +91,7 @@ def explain(
         recording = record(
             loaded.target,
             loaded.tokenizer,
-            [{"role": "user", "content": prompt}] if as_chat else prompt,
+            given,
             name,
             options,
             sampling=sampling,

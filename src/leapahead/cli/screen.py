@@ -20,6 +20,7 @@ from rich.table import Table
 
 from leapahead.api import LLM
 from leapahead.core.errors import LeapaheadError
+from leapahead.inputs import Options
 from leapahead.models.loading import engine_of
 from leapahead.results import Piece, Result
 
@@ -119,7 +120,7 @@ class Answer:
 
 
 def show_stream(
-    llm: LLM, prompt: Any, options: dict[str, Any], answer: Answer, stop: Callable[[], bool] = lambda: False
+    llm: LLM, prompt: Any, options: Options, answer: Answer, stop: Callable[[], bool] = lambda: False
 ) -> None:
     """Decodes and shows a text, piece by piece, until `stop` says true after a piece.
 
