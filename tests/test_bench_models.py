@@ -124,7 +124,7 @@ def test_options_that_are_not_possible_are_named(text: str, why: str) -> None:
         (["-m", "b.gguf(static=off)"], "static='off' can be set for a model of Transformers"),
         (["-m", "b.gguf", "-c", "5"], "--ctx-size=5 is not possible"),
         (["-m", "b.gguf", "-m", "b.gguf(kept-tokens=-1)"], "--kept-tokens=-1 is not possible"),
-        (["-m", "b.gguf", "-m", "x/y", "-fa", "on"], "--flash-attn=True can be set for a GGUF file only"),
+        (["-m", "b.gguf", "-m", "x/y", "-fa", "on"], "--flash-attn=on can be set for a GGUF file only"),
         (["-m", "b.gguf", "-m", "x/y", "-fa", "on"], "-m 'MODEL(OPTION)' gives an option to one model alone"),
         (["-m", "b.gguf", "--engine", "transformers"], "engine='transformers' cannot compute 'b.gguf'"),
         (["-m", "b.gguf(n_ctx=512)", "-m", "b.gguf(ctx-size=512)"], "was given twice"),

@@ -397,7 +397,7 @@ def test_rounds_without_a_comparison_are_refused(leapahead: Any) -> None:
         ("generate", ["--bad-word", " "], "an empty bad word"),
         ("generate", ["--regex", "("], "the regular expression cannot be compiled"),
         ("generate", ["--json-schema", '{"type": "x"}'], "the JSON schema cannot be compiled"),
-        ("generate", ["--json-object", "--ignore-eos"], "--ignore-eos"),
+        ("generate", ["--json-object", "--ignore-eos"], "--ignore-eos is not possible with a grammar"),
         ("generate", ["-d", "ngram", "--prediction", __file__], "drafter 'ngram' makes no use of a prediction"),
         ("explain", ["--max-new-tokens", "0"], "--max-new-tokens=0 is not possible"),
         ("explain", ["--top-p", "0"], "--top-p=0.0 is not possible"),

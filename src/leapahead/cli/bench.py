@@ -144,6 +144,7 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     default=(1,),
     metavar="N",
     group=MEASURED,
+    argument="max_batch",
     help="Number of texts decoded together. May be repeated.",
 )
 @option(

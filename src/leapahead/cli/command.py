@@ -54,34 +54,61 @@ class Failure(click.ClickException):
 def name_options(message: str, parameters: Sequence[click.Parameter]) -> str:
     """Replaces the names of Python parameters in a message by the options that the user types.
 
-    `max_new_tokens=0` becomes `--max-new-tokens=0`, `n_ctx` becomes `--ctx-size`, and `option 'window'` becomes
-    `option --window`. Names of a single word are replaced only before `=` or after `option`, because elsewhere they may
-    be words of the sentence. Options that name files are left out: no library call takes them under that name.
+    `max_new_tokens=0` becomes `--max-new-tokens=0`, `n_ctx` becomes `--ctx-size`, `kv_unified=False` becomes
+    `--no-kv-unified`, and `option 'window'` becomes `option --window`. Names of a single word are replaced only before
+    `=` or after `option`, because elsewhere they may be words of the sentence, and none is in what the message quotes.
+    Options that name files are left out: no library call takes them under that name.
     """
-    names = {
-        parameter.name: next(name for name in reversed(parameter.opts) if name.startswith("--"))
+    options = {
+        name: parameter
         for parameter in parameters
         if isinstance(parameter, click.Option) and not isinstance(parameter.type, click.Path)
+        for name in filter(None, (parameter.name, getattr(parameter, "argument", None)))
     }
 
     def replacement(match: re.Match[str]) -> str:
-        quoted, name, equals = match["quoted"], match["name"], match["equals"]
-        if quoted in names:
-            return f"option {names[quoted]}"
-        if name in names and ("_" in name or equals):
-            return names[name] + equals
+        quoted, name, equals, switch = match["quoted"], match["name"], match["equals"], match["switch"]
+        if quoted in options:
+            return f"option {_long(options[quoted].opts)}"
+        if name in options and switch:
+            return _switched(options[name], switch == "True")
+        if name in options and ("_" in name or equals):
+            return _long(options[name].opts) + equals
         return match[0]
 
-    pattern = r"(?<![\w./=-])(?<!-o )(?:option '(?P<quoted>\w+)'|(?P<name>\w+)(?P<equals>=?))"
+    pattern = (
+        r"(?<![\w./=-])(?<!-o )(?:option '(?P<quoted>\w+)'|(?P<name>\w+)(?P<equals>=?)(?P<switch>(?:True|False)\b)?)"
+        r"|(?<!\w)'[^']*'(?!\w)"
+    )
     return re.sub(pattern, replacement, message)
 
 
-class Option(click.Option):
-    """An option that the help text shows under the heading `group`."""
+def _long(names: Sequence[str]) -> str:
+    return next(name for name in reversed(names) if name.startswith("--"))
 
-    def __init__(self, *args: Any, group: str = "Options", **attributes: Any) -> None:
+
+def _switched(option: click.Option, value: bool) -> str:
+    """How an option is given that means true or false."""
+    if option.secondary_opts:
+        return _long(option.opts if value else option.secondary_opts)
+    if option.is_flag and (option.flag_value is not False) == value:
+        return _long(option.opts)
+    if isinstance(option.type, click.Choice) and set(option.type.choices) == {"on", "off"}:
+        return f"{_long(option.opts)}={'on' if value else 'off'}"
+    return f"{_long(option.opts)}={value}"
+
+
+class Option(click.Option):
+    """An option that the help text shows under the heading `group`.
+
+    Attributes:
+        group: the heading.
+        argument: the Python parameter that it is in errors of the library, where the command calls it otherwise.
+    """
+
+    def __init__(self, *args: Any, group: str = "Options", argument: str | None = None, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
-        self.group = group
+        self.group, self.argument = group, argument
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         extra = super().get_help_extra(ctx)

@@ -41,7 +41,14 @@ WIDTH = 8  # characters of the longest bar
 )
 @click.argument("files", nargs=-1, metavar="[FILE.gguf]...", type=click.Path(path_type=Path))
 @all_of(MODEL)
-@option("--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Number of texts decoded together.")
+@option(
+    "--batch",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    argument="max_batch",
+    help="Number of texts decoded together.",
+)
 @option(
     "--data",
     type=click.Path(path_type=Path),
