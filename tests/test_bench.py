@@ -580,6 +580,36 @@ def test_ctrl_c_keeps_and_reports_what_there_is(run: Any, tmp_path: Path, monkey
     assert {row["task"] for row in results(tmp_path / "out")["results"]} == {"humaneval", "mt_bench", "overall"}
 
 
+def test_a_bench_that_measured_nothing_is_refused_and_leaves_nothing(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run("--max-new-tokens", "100000")
+    assert (result.exit_code, result.stdout) == (2, "")
+    *left_out, line = result.stderr.splitlines()
+    assert [each.partition(" prompts left out")[0] for each in left_out] == [
+        "bundled: humaneval: 2 of 2",
+        "bundled: mt_bench: 1 of 1",
+    ]
+    assert line == (
+        "error: nothing was measured, since no prompt fits the context with --max-new-tokens=100000; give fewer, or "
+        "shorter prompts"
+    )
+    assert not (tmp_path / "out").exists()  # so that the next one is not told to resume it
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "measure_sides", interrupted)
+        result = run()
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
+    assert not (tmp_path / "out").exists()
+    record.Record.open(tmp_path / "out", {}, resume=False)  # as of a bench that was killed
+    result = run("--report-only")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("bench.json holds no results yet, since no cell was finished\n")
+
+
 def test_a_mismatch_is_exit_code_1_after_everything_is_written(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

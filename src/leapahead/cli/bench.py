@@ -235,12 +235,17 @@ def bench(
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     kept = record.Record.open(out, plan.conditions(now), resume)
     ended_by = _measure(plan, kept)
+    if not kept.rows:
+        kept.discard()
+        raise ended_by or BadParameter(
+            f"nothing was measured, since no prompt fits the context with max_new_tokens={plan.max_new_tokens}; give "
+            "fewer, or shorter prompts"
+        )
     found = kept.as_dict()
     _show(found)
     if isinstance(ended_by, LeapaheadError):
         raise ended_by
-    if found["results"]:
-        _write(found, out)
+    _write(found, out)
     if ended_by is not None:
         screen.say(f"interrupted; {len(kept.rows)} rows are in {kept.path}, and --resume continues")
         raise Exit(INTERRUPTED)
@@ -292,6 +297,8 @@ def configurations(names: Sequence[str], configs: Sequence[str], rules: Sequence
 
 
 def _report(found: dict[str, Any], out: Path) -> None:
+    if not found["results"]:
+        raise BadParameter(f"{out / record.FILE} holds no results yet, since no cell was finished")
     _show(found)
     _write(found, out)
 
@@ -338,11 +345,9 @@ def _show(found: dict[str, Any]) -> None:
         click.echo(
             "MISMATCH: a text differs from that of plain decoding. This is a bug; `leapahead check` shows where."
         )
-    elif rows:
+    else:
         exact = "Every text" if all("lossy" not in row for row in rows) else "Every text of an exact rule"
         click.echo(f"{exact} equals that of plain decoding" + (f", except for {ties} numeric ties." if ties else "."))
-    else:
-        click.echo("Nothing was measured.")
     for name in dict.fromkeys(row["drafter"] for row in rows if _peer(row) and row["mismatches"]):
         count = sum(row["mismatches"] for row in rows if row["drafter"] == name)
         click.echo(f"{name}: {count} texts differ from plain decoding by more than the rounding error of this target.")
