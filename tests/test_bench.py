@@ -23,6 +23,7 @@ from leapahead.bench.contender import Configuration, Contender, Ours, Pass, Sett
 from leapahead.bench.plan import Model, Plan
 from leapahead.cli import main
 from leapahead.cli.bench import configurations
+from leapahead.core.parameters import listed
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import SequenceDrafter
 from leapahead.drafters.plain import Plain
@@ -578,6 +579,15 @@ def test_ctrl_c_keeps_and_reports_what_there_is(run: Any, tmp_path: Path, monkey
     assert (tmp_path / "out" / "speedup.png").is_file()
     assert run("--resume").exit_code == 0
     assert {row["task"] for row in results(tmp_path / "out")["results"]} == {"humaneval", "mt_bench", "overall"}
+
+
+def test_values_with_commas_stand_in_quotes() -> None:
+    (found,) = configurations([], ['auto:nodes=8, sources="ngram,recycling"'])
+    assert (found.drafter, found.options) == ("auto", {"nodes": 8, "sources": "ngram,recycling"})
+    with pytest.raises(BadParameter, match="'recycling' must be KEY=VALUE, and a value with commas in quotes"):
+        configurations([], ["auto:sources=ngram,recycling"])
+    assert listed(" a = 1,b='x, y' , c=\"'\",, d=it's,e,f=") == ["a = 1", "b=x, y", "c='", "d=it's", "e", "f="]
+    assert listed("") == listed(" , ") == []
 
 
 def test_a_bench_that_measured_nothing_is_refused_and_leaves_nothing(

@@ -87,6 +87,8 @@ def test_bench_has_every_option_of_models_that_generate_has() -> None:
         ("bundled(dtype=float32,exact)", None, {"dtype": "float32", "exact": True}, "dtype=float32, exact"),
         ("b.gguf(engine=openvino,threads=1)", "b.gguf", {"engine": "openvino", "n_threads": 1}, None),
         ("b()", "b", {}, ""),
+        ('b(devices="cuda:0,cuda:1", exact)', "b", {"devices": "cuda:0,cuda:1", "exact": True}, None),
+        ("b(devices = 'cuda:0,cuda:1' ,dtype='float32')", "b", {"devices": "cuda:0,cuda:1", "dtype": "float32"}, None),
     ],
 )
 def test_options_behind_a_model(text: str, path: str | None, options: dict[str, Any], spelled: str | None) -> None:
@@ -108,6 +110,7 @@ def test_a_file_may_have_parentheses_in_its_name(tmp_path: Path) -> None:
         ("b.gguf(copies)", "requires an argument"),
         ("b.gguf(no-mmap=1)", "does not take a value"),
         ("b.gguf(flash-attn=maybe)", "'maybe' is not one of"),
+        ("b(devices=cuda:0,cuda:1)", "A value with commas is put in quotes, as in .MODEL.devices="),
     ],
 )
 def test_options_that_are_not_possible_are_named(text: str, why: str) -> None:
@@ -123,6 +126,11 @@ def test_options_that_are_not_possible_are_named(text: str, why: str) -> None:
         (["--precision", "f32"], "--precision='f32' can be set for an OpenVINO model only, not for 'bundled'"),
         (["-m", "b.gguf(static=off)"], "static='off' can be set for a model of Transformers"),
         (["-m", "b.gguf", "-c", "5"], "--ctx-size=5 is not possible"),
+        (
+            ["-m", "x/y(threads=3)"],
+            "PyTorch has one number of threads for all models; give --threads=3 for all of them",
+        ),
+        (["-m", "x/y(batch=3)"], "--batch is not an option of one model; it stands beside -m, for all models"),
         (["-m", "b.gguf", "-m", "b.gguf(kept-tokens=-1)"], "--kept-tokens=-1 is not possible"),
         (["-m", "b.gguf", "-m", "x/y", "-fa", "on"], "--flash-attn=on can be set for a GGUF file only"),
         (["-m", "b.gguf", "-m", "x/y", "-fa", "on"], "-m 'MODEL(OPTION)' gives an option to one model alone"),

@@ -27,6 +27,7 @@ from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, option
 from leapahead.cli.engine_options import ENGINE
 from leapahead.cli.options import LOADING, MODEL_GROUP, SHORTHANDS, all_of, drafter_arguments, loading_arguments
 from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.core.parameters import listed
 from leapahead.core.relaxed import rule
 from leapahead.core.sampling import SamplingParams
 
@@ -49,6 +50,7 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     examples=(
         "leapahead bench --quick -d auto -d lookahead",
         "leapahead bench -m model.gguf --config lookahead:window=7,ngram=5,guesses=7 -t 0 --out results",
+        """leapahead bench --config 'auto:nodes=8,sources="ngram,recycling"' -d auto --out sources""",
         "leapahead bench --data prompts --task gsm8k=20 --peer transformers-prompt-lookup",
         "leapahead bench -m 'model.gguf(flash-attn=on)' -m 'model.gguf(flash-attn=off)' -d auto --out attention",
     ),
@@ -61,13 +63,15 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     metavar="MODEL",
     group=MODEL_GROUP,
     show_default="the bundled model",
-    help="As of `generate`; MODEL(OPTION=VALUE,...) gives options to this model alone. May be repeated.",
+    help="As of `generate`; MODEL(OPTION=VALUE,...) gives options to this model alone; a value with commas is put in "
+    "quotes. May be repeated.",
 )
 @all_of(LOADING)
 @option(
     "--threads",
     type=click.IntRange(min=1),
     metavar="N",
+    argument="n_threads",
     group=MODEL_GROUP,
     show_default="chosen by each of them",
     help="CPU threads of torch, llama.cpp and OpenVINO, and of the peers.",
@@ -89,7 +93,8 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     multiple=True,
     metavar="DRAFTER:KEY=VALUE,...",
     group=MEASURED,
-    help="A drafter with options, such as lookahead:window=7,ngram=5,guesses=7. May be repeated.",
+    help="A drafter with options, such as lookahead:window=7,ngram=5,guesses=7; a value with commas is put in quotes. "
+    "May be repeated.",
 )
 @option(
     "--acceptance",
@@ -285,9 +290,12 @@ def configurations(names: Sequence[str], configs: Sequence[str], rules: Sequence
     found = [Configuration(name) for name in names]
     for text in configs:
         name, _, given = text.partition(":")
-        pairs = tuple(pair.strip() for pair in given.split(",") if pair.strip())
+        pairs = tuple(listed(given))
         if broken := [pair for pair in pairs if "=" not in pair]:
-            raise BadParameter(f"--config {text} is not possible: {broken[0]!r} must be KEY=VALUE")
+            raise BadParameter(
+                f"--config {text} is not possible: {broken[0]!r} must be KEY=VALUE, and a value with commas in quotes: "
+                'auto:sources="ngram,suffix"'
+            )
         values: dict[str, Any] = {**dict.fromkeys(SHORTHANDS), "options": pairs}
         found.append(Configuration(name.strip(), drafter_arguments(values, [name.strip()])))
     for each in found:
