@@ -157,7 +157,8 @@ def test_options_reach_the_models(planned: Any, openvino: str, monkeypatch: pyte
     for model in plans[0].models:
         runner.load_model(model, plans[0])
     given = {"device": "auto", "exact": False, "n_threads_batch": 3, "kept_tokens": 0, "type_k": "q8_0"}
-    own = {"n_threads": 1, "kv_unified": False, "sequences": 12}  # each of the sequences has a cache of its own
+    given |= {"sequences": 12, "branching": ""}  # by which the form of the KV cache is chosen
+    own = {"n_threads": 1, "kv_unified": False}
     assert seen == [("b.gguf", {**given, "n_threads": 2}), ("b.gguf", {**given, **own})]
     assert [plans[0].threads_of(model) for model in plans[0].models] == [2, 1]
     seen.clear()
@@ -169,6 +170,8 @@ def test_options_reach_the_models(planned: Any, openvino: str, monkeypatch: pyte
     assert seen[0][1] == {
         "device": "auto",
         "exact": False,
+        "sequences": 1,
+        "branching": "",
         "trust_remote_code": True,
         "precision": "f32",
         "copies": 1,

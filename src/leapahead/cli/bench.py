@@ -50,7 +50,6 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     examples=(
         "leapahead bench --quick -d auto -d lookahead",
         "leapahead bench -m model.gguf --config lookahead:window=7,ngram=5,guesses=7 -t 0 --out results",
-        """leapahead bench --config 'auto:nodes=8,sources="ngram,recycling"' -d auto --out sources""",
         "leapahead bench --data prompts --task gsm8k=20 --peer transformers-prompt-lookup",
         "leapahead bench -m 'model.gguf(flash-attn=on)' -m 'model.gguf(flash-attn=off)' -d auto --out attention",
     ),
@@ -63,8 +62,8 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     metavar="MODEL",
     group=MODEL_GROUP,
     show_default="the bundled model",
-    help="As of `generate`; MODEL(OPTION=VALUE,...) gives options to this model alone; a value with commas is put in "
-    "quotes. May be repeated.",
+    help="As of `generate`; MODEL(OPTION=VALUE,...) gives options to this model alone, a value with commas in quotes: "
+    'MODEL(devices="cuda:0,cuda:1"). May be repeated.',
 )
 @all_of(LOADING)
 @option(
@@ -93,8 +92,8 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     multiple=True,
     metavar="DRAFTER:KEY=VALUE,...",
     group=MEASURED,
-    help="A drafter with options, such as lookahead:window=7,ngram=5,guesses=7; a value with commas is put in quotes. "
-    "May be repeated.",
+    help="A drafter with options, such as lookahead:window=7,ngram=5,guesses=7, a value with commas in quotes: "
+    'auto:sources="ngram,suffix". May be repeated.',
 )
 @option(
     "--acceptance",

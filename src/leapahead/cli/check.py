@@ -31,7 +31,6 @@ from leapahead.cli.options import (
 )
 from leapahead.core.sampling import SamplingParams
 from leapahead.inputs import check_values
-from leapahead.models import loading
 
 SHOWN = 3  # mismatches that are printed of each drafter
 
@@ -97,9 +96,7 @@ def check(
     options = drafter_arguments(values, names or registry.ready())
     sampling = SamplingParams(temperature=temperature, seed=seed)
     check_values({"max_new_tokens": max_new_tokens})
-    model = model_arguments(values)
-    with screen.loading(model["model"]):
-        loaded = loading.load(**model)
+    loaded = screen.load(model_arguments(values), batch, names or registry.ready())
     if loaded.target.info.reference:
         screen.say(loaded.target.info.reference)
     reports: list[Report] = []  # the latest is the last

@@ -20,8 +20,9 @@ from rich.table import Table
 
 from leapahead.api import LLM
 from leapahead.core.errors import LeapaheadError
+from leapahead.drafters import registry
 from leapahead.inputs import Options
-from leapahead.models.loading import engine_of
+from leapahead.models import loading as models
 from leapahead.results import Piece, Result
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def progress(what: str) -> Iterator[Bar]:
 @contextmanager
 def loading(model: str | None) -> Iterator[None]:
     """Shows a progress bar while a local model is loaded; the download of a model shows that of the hub's client."""
-    kind = engine_of(model)
+    kind = models.engine_of(model)
     if kind != "llama.cpp":
         quiet_transformers()  # which loads the tokenizers of OpenVINO's folders, too
     if kind != "transformers":
@@ -253,6 +254,18 @@ def loading(model: str | None) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def load(model: dict[str, Any], batch: int = 1, drafters: Sequence[str] = ()) -> models.Loaded:
+    """The model of a command that measures it, loaded for so many sequences at a time and for these drafters.
+
+    What was chosen for several is said on standard error.
+    """
+    with loading(model["model"]):
+        found = models.load(**model, sequences=batch, branching=registry.branching(*drafters))
+    if batch > 1 and found.target.info.kv_cache:
+        say(found.target.info.kv_cache)
+    return found
 
 
 def quiet_transformers() -> None:

@@ -22,7 +22,6 @@ from leapahead.cli.screen import Console
 from leapahead.cli.typed import Finite
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.drafters.token_table import MOST_K, TokenTable, stored
-from leapahead.models import loading
 from leapahead.models.loading import Loaded
 
 KINDS = (".png", ".svg")
@@ -124,9 +123,7 @@ def tune(
     if plot is not None:
         _check(plot)
     sets = tasks.read(data, (), limit) if text_seconds else []
-    model = model_arguments(values)
-    with screen.loading(model["model"]):
-        loaded = loading.load(**model)
+    loaded = screen.load(model_arguments(values), batch)
     with screen.progress("tune") as bar:
         target = loaded.target
         seconds_of_table = _make_table(loaded, table_k, bar) if table else None

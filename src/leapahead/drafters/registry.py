@@ -87,14 +87,14 @@ def options(drafter: DrafterClass) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in inspect.signature(drafter).parameters.items() if p.kind != p.VAR_KEYWORD}
 
 
-def branching(drafter: str | DrafterClass) -> str:
-    """The name of a drafter that needs branches in its drafts; "" of any other.
+def branching(*drafters: str | DrafterClass) -> str:
+    """The name of the first of these drafters that needs branches in its drafts; "" if none does.
 
     Raises:
-        BadParameter: the drafter is unknown, or is no drafter.
+        BadParameter: a drafter is unknown, or is no drafter.
     """
-    kind = load(drafter) if isinstance(drafter, str) else _checked(drafter, A_CLASS)
-    return kind.name if TREE in kind.needs else ""
+    kinds = [load(drafter) if isinstance(drafter, str) else _checked(drafter, A_CLASS) for drafter in drafters]
+    return next((kind.name for kind in kinds if TREE in kind.needs), "")
 
 
 def make(drafter: str | DrafterClass, **given: Any) -> Drafter:
