@@ -88,6 +88,28 @@ def test_a_full_disk(args: list[str]) -> None:
     assert done.stderr == b"error: standard output cannot be written: No space left on device\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["generate", PROMPT, *FEW], 0),  # the line of figures is lost, and the text is whole
+        (["generate", PROMPT, *FEW, "--no-stream"], 0),
+        (["explain", PROMPT, "--max-new-tokens", "2", "--out"], 0),
+        (["generate", PROMPT, "--max-new-tokens", "0"], 2),
+        (["generate", "--no-such-option"], 2),
+    ],
+)
+def test_a_full_standard_error(args: list[str], code: int, tiny_folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    more = [str(page)] * (args[-1] == "--out") + ["-m", str(tiny_folder)]
+    command = [sys.executable, "-m", "leapahead", *args, *more]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, timeout=120, env=ENVIRONMENT, check=False)
+    assert done.returncode == code
+    assert bool(done.stdout) == (args[0] == "generate" and code == 0)
+    assert page.exists() == (args[0] == "explain")
+
+
 def test_a_closed_standard_output() -> None:
     done = process("drafters", preexec_fn=lambda: os.close(1))
     assert (done.returncode, done.stderr) == (2, b"error: standard output is closed\n")

@@ -36,14 +36,28 @@ SENTENCE = 200  # characters of the longest first sentence of a help text
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
+@contextmanager
+def beside_the_output() -> Iterator[None]:
+    """Within the block, standard error is written: where that is not possible, neither output nor exit code change."""
+    try:
+        yield
+    except OSError:
+        _silence(sys.stderr)
+
+
+def say(line: str) -> None:
+    """Writes a line that is not part of the command's output to standard error."""
+    with beside_the_output():
+        click.echo(line, err=True)
+
+
 class Failure(click.ClickException):
     """An error that is shown as one line on standard error, with exit code 2."""
 
     exit_code = ERROR
 
     def show(self, file: Any = None) -> None:
-        with suppress(OSError):  # standard error cannot be written either
-            click.echo(f"error: {self.message}", err=True)
+        say(f"error: {self.message}")
 
     @classmethod
     def of(cls, error: LeapaheadError, parameters: Sequence[click.Parameter] = ()) -> Failure:
@@ -225,12 +239,12 @@ def _outcome() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
+        say("interrupted")
         raise Exit(INTERRUPTED) from None
     except ImportError as error:
         if not _interrupted(error):
             raise
-        click.echo("interrupted", err=True)
+        say("interrupted")
         raise Exit(INTERRUPTED) from None
     except LeapaheadError as error:
         raise Failure.of(error) from None
@@ -264,7 +278,7 @@ def _shown_warnings() -> Iterator[None]:
     """Shows this package's warnings as one line each on standard error; those of other packages are discarded."""
 
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
-        click.echo(f"warning: {' '.join(str(message).split())}", err=True)
+        say(f"warning: {' '.join(str(message).split())}")
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -12,13 +12,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich import box
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from leapahead.api import LLM
+from leapahead.cli.command import beside_the_output
+from leapahead.cli.command import say as say
 from leapahead.core.errors import LeapaheadError
 from leapahead.drafters import registry
 from leapahead.inputs import Options
@@ -208,11 +209,6 @@ def as_dict(llm: LLM, result: Result) -> dict[str, Any]:
     }
 
 
-def say(line: str) -> None:
-    """Writes a line that is not part of the command's output to standard error."""
-    click.echo(line, err=True)
-
-
 class Bar:
     """A progress bar; call it with what is being done, how much of it is done, and how much there is."""
 
@@ -225,7 +221,8 @@ class Bar:
 
     def say(self, line: str) -> None:
         """Writes a line above the bar."""
-        self._progress.console.print(line, markup=False, soft_wrap=True)
+        with beside_the_output():
+            self._progress.console.print(line, markup=False, soft_wrap=True)
 
 
 @contextmanager
