@@ -147,6 +147,8 @@ def test_lookahead_drafts_the_tails_of_the_pool() -> None:
         Lookahead(preset="prose")
     with pytest.raises(BadParameter, match="window=0 is not possible"):
         Lookahead(window=0)
+    with pytest.raises(BadParameter, match=r"window=1000000, ngram=5 and guesses=7 are not possible.*4000028 rows"):
+        Lookahead(window=10**6, ngram=5, guesses=7)
 
 
 def test_a_pool_drops_the_least_recently_used() -> None:

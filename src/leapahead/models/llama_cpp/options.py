@@ -65,7 +65,7 @@ class LlamaCppOptions:
     kept_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self._check("n_ctx", 0, None)
+        self._check("n_ctx", 0, 2**31 - 1)  # llama.cpp would take the rest of a division by 2**32
         self._check("n_batch", 1, None)
         self._check("n_ubatch", 1, None)
         self._check("n_threads", 1, 4096)
