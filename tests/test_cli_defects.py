@@ -127,6 +127,16 @@ def test_a_reader_that_leaves(args: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_interrupted_while_it_is_imported_without_anybody_who_reads_it(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = interrupted_in_an_import("numpy", tmp_path, "drafters", stderr=writing)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stdout) == (130, b"")
+
+
 def test_a_page_is_written_whole_or_not_at_all(leapahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.html"
     page.write_text("the old page")
@@ -163,7 +173,9 @@ def test_interrupted_while_it_is_imported(begin: list[str], delay: float) -> Non
     assert errors.splitlines()[-1] == "interrupted"
 
 
-def interrupted_in_an_import(module: str, folder: Path, *args: str) -> subprocess.CompletedProcess[bytes]:
+def interrupted_in_an_import(
+    module: str, folder: Path, *args: str, stderr: int = subprocess.PIPE
+) -> subprocess.CompletedProcess[bytes]:
     """A command to which the signal comes while it imports this module."""
     (folder / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
@@ -176,7 +188,7 @@ def interrupted_in_an_import(module: str, folder: Path, *args: str) -> subproces
     source = str(Path(interrupts.__file__).parent.parent)
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(folder), source])}
     command = [sys.executable, "-m", "leapahead", *args]
-    return subprocess.run(command, capture_output=True, timeout=60, env=environment, check=False)
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, timeout=60, env=environment, check=False)
 
 
 @pytest.mark.parametrize("module", ["click", "numpy", "leapahead.api"])
