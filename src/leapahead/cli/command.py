@@ -71,12 +71,14 @@ def name_options(message: str, parameters: Sequence[click.Parameter]) -> str:
     `max_new_tokens=0` becomes `--max-new-tokens=0`, `n_ctx` becomes `--ctx-size`, `kv_unified=False` becomes
     `--no-kv-unified`, and `option 'window'` becomes `option --window`. Names of a single word are replaced only before
     `=` or after `option`, because elsewhere they may be words of the sentence, and none is in what the message quotes.
-    Options that name files are left out: no library call takes them under that name.
+    Options that name files are left out unless they have an `Option.argument`: no library call takes the others under
+    that name.
     """
     options = {
         name: parameter
         for parameter in parameters
-        if isinstance(parameter, click.Option) and not isinstance(parameter.type, click.Path)
+        if isinstance(parameter, click.Option)
+        and (not isinstance(parameter.type, click.Path) or getattr(parameter, "argument", None))
         for name in filter(None, (parameter.name, getattr(parameter, "argument", None)))
     }
 
