@@ -152,6 +152,39 @@ def test_a_page_is_written_whole_or_not_at_all(leapahead: Any, tmp_path: Path, m
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("page.html", "the old page")]
 
 
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (
+            ("explain", PROMPT, "--out", "{folder}/page.html"),
+            "the page cannot be written to {folder}/page.html: {folder}",
+        ),
+        (("tune", "--plot", "{folder}/plot.svg"), "the plot cannot be written to {folder}/plot.svg: {folder}"),
+        (
+            ("generate", PROMPT, "--drafter-cache", "{folder}/drafts.npz"),
+            "the drafter cache {folder}/drafts.npz cannot be created: the folder {folder}",
+        ),
+        (
+            ("train-head", "--kind", "medusa", "--data", __file__, "--out", "{folder}/a/b"),
+            "{folder}/a/b cannot be written, because {folder}",
+        ),
+    ],
+)
+def test_places_that_are_not_writable_are_refused_before_the_model_is_loaded(
+    leapahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], sentence: str
+) -> None:
+    def load(*model: Any, **options: Any) -> Any:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("leapahead.models.loading.load", load)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path and access(path, mode))
+    result = leapahead(*(each.format(folder=tmp_path) for each in args))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {sentence.format(folder=tmp_path)} is ")
+    assert result.stderr.count("\n") == 1
+
+
 # ------------------------------------------------------------------------------------------------------ interrupts
 
 

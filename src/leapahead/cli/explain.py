@@ -25,7 +25,6 @@ from leapahead.cli.options import (
 )
 from leapahead.cli.screen import Console
 from leapahead.cli.text_input import to_complete, utf8_only
-from leapahead.core.errors import BadParameter
 from leapahead.core.sampling import SamplingParams
 from leapahead.explain import Moment, Node, Recording, page, record
 from leapahead.inputs import check_values
@@ -73,7 +72,7 @@ def explain(
     """
     file = out or (None if terminal else PAGE)
     if file is not None:
-        _writable(file)
+        screen.check_place("the page", file)
     if seed is None:
         seed = secrets.randbits(32) if values["temperature"] > 0 else 0
     filters = {name: values.pop(name) for name in ("temperature", "top_k", "top_p", "min_p")}
@@ -103,14 +102,6 @@ def explain(
     if file is not None:
         screen.write_file(file, page(recording))
         screen.say(f"{file}: {len(recording.steps)} steps, {len(recording.tokens)} tokens; open it in a browser")
-
-
-def _writable(file: Path) -> None:
-    """Refuses, before anything is decoded, a place where no file can be written."""
-    if file.is_dir():
-        raise BadParameter(f"the page cannot be written to {file}, which is a folder; give the name of a file")
-    if not file.parent.is_dir():
-        raise BadParameter(f"the page cannot be written to {file}: there is no folder {file.parent}")
 
 
 def show(recording: Recording, console: Console) -> None:

@@ -20,7 +20,7 @@ from rich.table import Table
 from leapahead.api import LLM
 from leapahead.cli.command import beside_the_output
 from leapahead.cli.command import say as say
-from leapahead.core.errors import LeapaheadError
+from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.drafters import registry
 from leapahead.inputs import Options
 from leapahead.models import loading as models
@@ -275,6 +275,21 @@ def quiet_transformers() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     enable_progress_bars()
+
+
+def check_place(what: str, file: Path) -> None:
+    """Refuses, before anything is computed, a place where `write_file` cannot write.
+
+    Raises:
+        BadParameter: it cannot.
+    """
+    if file.is_dir():
+        raise BadParameter(f"{what} cannot be written to {file}, which is a folder; give the name of a file")
+    if not file.parent.is_dir():
+        raise BadParameter(f"{what} cannot be written to {file}: there is no folder {file.parent}")
+    place = file if file.exists() and not file.is_file() else file.parent  # a device or a pipe is not replaced
+    if not os.access(place, os.W_OK):
+        raise BadParameter(f"{what} cannot be written to {file}: {place} is not writable; name another place")
 
 
 def write_file(path: Path, content: str | bytes) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -216,10 +215,7 @@ def _check(plot: Path) -> None:
     """Refuses, before anything is measured, a plot that cannot be drawn or written."""
     if plot.suffix not in KINDS:
         raise BadParameter(f"--plot {plot} is not possible: the file must end in {' or '.join(KINDS)}")
-    if not plot.parent.is_dir():
-        raise BadParameter(f"--plot {plot} cannot be written: there is no folder {plot.parent}")
-    if plot.is_dir() or not os.access(plot if plot.exists() else plot.parent, os.W_OK):
-        raise BadParameter(f"--plot {plot} cannot be written: no permission, or it is a folder")
+    screen.check_place("the plot", plot)
     plots.require()
 
 
