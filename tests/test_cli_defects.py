@@ -76,6 +76,41 @@ def test_invalid_utf_8_is_one_sentence(leapahead: Any, args: list[str], stdin: b
     assert line.startswith(sentence)
 
 
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (("generate", PROMPT, "--draft", "/nowhere/draft"), "there is no folder '/nowhere/draft'"),
+        (("generate", PROMPT, "--draft", "bundled,draft.gguf"), "there is no file 'draft.gguf'"),
+        (("generate", PROMPT, "--draft", "bundled", "-d", "plain"), "drafter 'plain' has no option --draft"),
+        (("generate", PROMPT, "--draft", "bundled", "-o", "nodes=-1"), "nodes=-1 is not possible"),
+        (("generate", PROMPT, "--head", "nowhere"), "there is no head at nowhere"),
+        (("chat", "--head", "."), ". is no head: it has no config.json"),
+        (("explain", PROMPT, "--draft", "./draft"), "there is no folder './draft'"),
+        (("check", "-o", "depths=1"), "none of these drafters has an option 'depths'"),
+        (("check", "-d", "auto", "-W", "3"), "none of these drafters has an option --window"),
+        (("check", "-d", "datastore"), "the drafter 'datastore' needs file=..."),
+        (("check", "-d", "auto", "--draft", "/nowhere/draft"), "there is no folder '/nowhere/draft'"),
+        (
+            ("check", "-d", "speculative_sampling", "--draft", "bundled", "-t", "1"),
+            "drafter 'speculative_sampling' is exact in distribution, not in text",
+        ),
+        (("bench", "--config", "draft_model:draft=/nowhere/draft"), "there is no folder '/nowhere/draft'"),
+    ],
+)
+def test_drafters_that_are_not_possible_are_refused_before_the_model_is_loaded(
+    leapahead: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, args: tuple[str, ...], sentence: str
+) -> None:
+    def load(*model: Any, **options: Any) -> Any:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("leapahead.models.loading.load", load)
+    monkeypatch.chdir(tmp_path)
+    result = leapahead(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {sentence}")
+    assert result.stderr.count("\n") == 1
+
+
 # ----------------------------------------------------------------------------------------- outputs that are closed
 
 

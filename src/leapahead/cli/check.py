@@ -13,7 +13,7 @@ from rich.table import Table
 
 from leapahead import drafters as registry
 from leapahead.bench import prompts
-from leapahead.check import Report
+from leapahead.check import Report, refuse
 from leapahead.check import check as run_check
 from leapahead.cli import screen
 from leapahead.cli.acceptance import REFUSED
@@ -96,6 +96,7 @@ def check(
     options = drafter_arguments(values, names or registry.ready())
     sampling = SamplingParams(temperature=temperature, seed=seed)
     check_values({"max_new_tokens": max_new_tokens})
+    refuse(list(names) or None, options, sampling)
     loaded = screen.load(model_arguments(values), batch, names or registry.ready())
     if loaded.target.info.reference:
         screen.say(loaded.target.info.reference)

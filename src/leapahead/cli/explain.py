@@ -81,8 +81,7 @@ def explain(
     check_values({"max_new_tokens": max_new_tokens})
     name = values.pop("drafter")
     options = drafter_arguments(values, [name])
-    if "draft" not in options:
-        drafters.make(name, **options)  # refuses what is not possible before the model is loaded
+    drafters.make(name, **options)  # refuses what is not possible before the model is loaded
     model = model_arguments(values)
     with screen.loading(model["model"]):
         loaded = loading.load(**model)
