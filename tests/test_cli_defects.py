@@ -172,6 +172,29 @@ def test_interrupted_while_it_is_imported_without_anybody_who_reads_it(tmp_path:
     assert (done.returncode, done.stdout) == (130, b"")
 
 
+@pytest.mark.parametrize(
+    ("args", "written"),
+    [
+        (("explain", PROMPT, "--max-new-tokens", "2", "--terminal", "--out", "{file}"), "{file}"),
+        (("tune", "--seconds", "0.1", "--text-seconds", "0", "--plot", "{file}"), "{file}"),
+        (
+            ("bench", "--quick", "-d", "jacobi", "--limit", "1", "--max-new-tokens", "2", "--out", "{file}"),
+            "{file}/report.md",
+        ),
+    ],
+)
+def test_files_are_written_where_nobody_reads_standard_output(
+    leapahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], written: str
+) -> None:
+    def leave(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(screen.Console, "print", leave)
+    file = tmp_path / "written.svg"
+    assert leapahead(*(each.format(file=file) for each in args)).exit_code == 141
+    assert Path(written.format(file=file)).stat().st_size > 0
+
+
 def test_a_page_is_written_whole_or_not_at_all(leapahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.html"
     page.write_text("the old page")

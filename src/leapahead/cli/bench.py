@@ -246,10 +246,10 @@ def bench(
             "fewer, or shorter prompts"
         )
     found = kept.as_dict()
-    _show(found)
     if isinstance(ended_by, LeapaheadError):
+        _show(found)
         raise ended_by
-    _write(found, out)
+    _report(found, out)
     if ended_by is not None:
         screen.say(f"interrupted; {len(kept.rows)} rows are in {kept.path}, and --resume continues")
         raise Exit(INTERRUPTED)
@@ -306,8 +306,10 @@ def configurations(names: Sequence[str], configs: Sequence[str], rules: Sequence
 def _report(found: dict[str, Any], out: Path) -> None:
     if not found["results"]:
         raise BadParameter(f"{out / record.FILE} holds no results yet, since no cell was finished")
-    _show(found)
-    _write(found, out)
+    try:
+        _show(found)
+    finally:  # also where standard output cannot be written
+        _write(found, out)
 
 
 def _write(found: dict[str, Any], out: Path) -> None:

@@ -96,11 +96,13 @@ def explain(
             max_new_tokens=max_new_tokens,
             eos_token_ids=() if ignore_eos else loaded.eos_token_ids,
         )
-    if terminal:
-        show(recording, Console(emoji=False))
-    if file is not None:
-        screen.write_file(file, page(recording))
-        screen.say(f"{file}: {len(recording.steps)} steps, {len(recording.tokens)} tokens; open it in a browser")
+    try:
+        if terminal:
+            show(recording, Console(emoji=False))
+    finally:  # also where standard output cannot be written
+        if file is not None:
+            screen.write_file(file, page(recording))
+            screen.say(f"{file}: {len(recording.steps)} steps, {len(recording.tokens)} tokens; open it in a browser")
 
 
 def show(recording: Recording, console: Console) -> None:

@@ -137,14 +137,16 @@ def tune(
             found["auto"] = tuning.practise(
                 target, profiles, prompts, batch, max_new_tokens, loaded.eos_token_ids, text_seconds, progress=bar
             )
-    if as_json:
-        click.echo(json.dumps(found))
-    else:
-        _show(found)
-    if plot is not None:
-        _draw(found, plot)
-        if not as_json:
-            click.echo(f"written: {plot}")
+    try:
+        if as_json:
+            click.echo(json.dumps(found))
+        else:
+            _show(found)
+    finally:  # also where standard output cannot be written
+        if plot is not None:
+            _draw(found, plot)
+    if plot is not None and not as_json:
+        click.echo(f"written: {plot}")
 
 
 def _compare(
