@@ -111,6 +111,17 @@ def test_drafters_that_are_not_possible_are_refused_before_the_model_is_loaded(
     assert result.stderr.count("\n") == 1
 
 
+def test_log_messages_of_other_packages_are_discarded() -> None:
+    """Such as those of matplotlib and OpenVINO where no folder is writable. Handlers of a test would take them."""
+    code = (
+        "import logging, click\nfrom leapahead.cli import main\n"
+        "@main.command()\ndef tell(): logging.warning('noise'); logging.getLogger('other').warning('noise')\n"
+        "main(['tell'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, env=ENVIRONMENT, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
 # ----------------------------------------------------------------------------------------- outputs that are closed
 
 

@@ -378,7 +378,7 @@ def test_what_is_impossible_is_said_in_one_sentence(
         (["--data", "{wrong}"], "wrong.jsonl, line 1 has none of the fields prompt, question, turns, messages"),
         (["--data", "{data}", "--evaluate", "{wrong}"], "wrong.jsonl, line 1 has none of the fields"),
         (["--texts", "{wrong}"], "wrong.jsonl holds no texts of a training run"),
-        (["--data", "{data}", "--out", "{wrong}/run"], "wrong.jsonl is no folder that can be; give another"),
+        (["--data", "{data}", "--out", "{wrong}/run"], "wrong.jsonl is no writable folder; give another"),
         (["--data", "{data}", "--lr", "nan"], "'nan' is not a finite number"),
         (["--data", "{data}", "--lr", "0"], "0.0 is not in the range x>0"),
         (["--data", "{data}", "--minutes", "inf"], "'inf' is not a finite number"),

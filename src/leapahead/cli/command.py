@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import re
 import sys
@@ -277,13 +278,21 @@ def _silence(stream: TextIO) -> None:
 
 @contextmanager
 def _shown_warnings() -> Iterator[None]:
-    """Shows this package's warnings as one line each on standard error; those of other packages are discarded."""
+    """Shows this package's warnings as one line each on standard error; those of other packages are discarded.
+
+    So are the log messages of other packages, which Python would write where nothing takes them.
+    """
 
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
         say(f"warning: {' '.join(str(message).split())}")
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("default", category=UserWarning, module=r"leapahead(\.|$)")
-        warnings.showwarning = show
-        yield
+    discarded = logging.NullHandler()
+    logging.getLogger().addHandler(discarded)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("default", category=UserWarning, module=r"leapahead(\.|$)")
+            warnings.showwarning = show
+            yield
+    finally:
+        logging.getLogger().removeHandler(discarded)

@@ -289,7 +289,7 @@ def check_place(what: str, file: Path) -> None:
         raise BadParameter(f"{what} cannot be written to {file}: there is no folder {file.parent}")
     place = file if file.exists() and not file.is_file() else file.parent  # a device or a pipe is not replaced
     if not os.access(place, os.W_OK):
-        raise BadParameter(f"{what} cannot be written to {file}: {place} is not writable; name another place")
+        raise BadParameter(f"{what} cannot be written to {file}: {place.absolute()} is not writable; name another")
 
 
 def write_file(path: Path, content: str | bytes) -> None:

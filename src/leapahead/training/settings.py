@@ -336,7 +336,7 @@ class Folder:
             raise BadParameter(f"{self.path} is a file; give a new folder")
         there = next(each for each in (self.path, *self.path.absolute().parents) if each.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise BadParameter(f"{self.path} cannot be written, because {there} is no folder that can be; give another")
+            raise BadParameter(f"{self.path} cannot be written, because {there} is no writable folder; give another")
         if resume:
             _check_same(self._run, _plain(settings))
         elif self.path.exists() and any(each != self._run for each in self.path.iterdir()):
