@@ -106,6 +106,15 @@ def test_prompt_lookup_is_seed_aware() -> None:
 # ---------------------------------------------------------------------------------------------------------- Jacobi
 
 
+def test_a_block_of_jacobi_beyond_the_budget_takes_no_memory() -> None:
+    """A step drafts no more than its budget, and what is guessed beyond it would be replaced unseen."""
+    sequence = SequenceView(Sampler(SamplingParams(), [3, 1, 4], 50))
+    drafter = Jacobi(block=2**24)
+    drafter.begin(sequence)
+    assert len(drafter.propose(sequence, Budget(nodes=8, depth=5)).tree) == 6
+    assert len(drafter._guesses) == 5
+
+
 def test_the_guesses_of_jacobi_are_the_targets_last_choices() -> None:
     found = run(ToyTarget(), Jacobi(block=5), stop=StopParams(max_new_tokens=30))
     for before, after in pairwise(found.steps):
