@@ -755,6 +755,8 @@ def test_what_is_impossible_is_refused_by_name(tmp_path: Path) -> None:
         (lambda: LLM(path, device="cuda"), "device='cuda' is not possible with a GGUF file"),
         (lambda: LLM(path, n_ctx=-1), "n_ctx=-1 is not possible: it must be a whole number, from 0 to 2147483647"),
         (lambda: LLM(path, n_ctx=2**31), "n_ctx=2147483648 is not possible: it must be a whole number, from 0 to"),
+        (lambda: LLM(path, n_ctx=2**32 + 512), "n_ctx=4294967808 is not possible"),
+        (lambda: LLM(path, n_gpu_layers=2**32), "n_gpu_layers=4294967296 is not possible"),
         (lambda: LLM(path, n_ctx=255), "n_ctx=255 is not possible: .* give 256 or more, or 0"),
         (lambda: LLM(path, n_threads=0), "n_threads=0 is not possible"),
         (lambda: LLM(path, n_batch=None), "n_batch=None is not possible"),
