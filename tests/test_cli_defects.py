@@ -88,10 +88,6 @@ def test_invalid_utf_8_is_one_sentence(leapahead: Any, args: list[str], stdin: b
             "nodes=100000000000 is not possible: it must be at most 16777216",
         ),
         (("generate", PROMPT, "-d", "jacobi", "-o", f"block={10**20}"), f"block={10**20} is not possible"),
-        (
-            ("generate", PROMPT, "-d", "lookahead", "-W", "16777216", "-N", "3"),
-            "--window=16777216 and --ngram=3 are not possible together",
-        ),
         (("generate", PROMPT, "--head", "nowhere"), "there is no head at nowhere"),
         (("chat", "--head", "."), ". is no head: it has no config.json"),
         (("explain", PROMPT, "--draft", "./draft"), "there is no folder './draft'"),

@@ -18,6 +18,7 @@ from leapahead.drafters.lookahead import Lookahead
 from leapahead.drafters.pool import NgramPool
 from leapahead.drafters.prompt_lookup import PromptLookup
 from leapahead.drafters.sources.recycling import GREEDY, SAMPLED, Recycling
+from leapahead.drafters.window import Window
 from leapahead.models.choices import Choices, PromptRows
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import SequenceView
@@ -104,6 +105,12 @@ def test_prompt_lookup_is_seed_aware() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- Jacobi
+
+
+def test_a_window_of_absurd_size_is_refused() -> None:
+    """Also in ouroboros, whose draft model has one."""
+    with pytest.raises(BadParameter, match="window=2097152 and ngram=2 are not possible together"):
+        Window(2**21, 2)
 
 
 def test_a_block_of_jacobi_beyond_the_budget_takes_no_memory() -> None:
