@@ -23,6 +23,7 @@ from leapahead.bench.contender import Configuration, Contender, Ours, Pass, Sett
 from leapahead.bench.plan import Model, Plan
 from leapahead.cli import main
 from leapahead.cli.bench import configurations
+from leapahead.core.parameters import listed
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import SequenceDrafter
 from leapahead.drafters.plain import Plain
@@ -578,6 +579,45 @@ def test_ctrl_c_keeps_and_reports_what_there_is(run: Any, tmp_path: Path, monkey
     assert (tmp_path / "out" / "speedup.png").is_file()
     assert run("--resume").exit_code == 0
     assert {row["task"] for row in results(tmp_path / "out")["results"]} == {"humaneval", "mt_bench", "overall"}
+
+
+def test_values_with_commas_stand_in_quotes() -> None:
+    (found,) = configurations([], ['auto:nodes=8, sources="ngram,recycling"'])
+    assert (found.drafter, found.options) == ("auto", {"nodes": 8, "sources": "ngram,recycling"})
+    with pytest.raises(BadParameter, match="'recycling' must be KEY=VALUE, and a value with commas in quotes"):
+        configurations([], ["auto:sources=ngram,recycling"])
+    assert listed(" a = 1,b='x, y' , c=\"'\",, d=it's,e,f=") == ["a = 1", "b=x, y", "c='", "d=it's", "e", "f="]
+    assert listed("") == listed(" , ") == []
+
+
+def test_a_bench_that_measured_nothing_is_refused_and_leaves_nothing(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run("--max-new-tokens", "100000")
+    assert (result.exit_code, result.stdout) == (2, "")
+    *left_out, line = result.stderr.splitlines()
+    assert [each.partition(" prompts left out")[0] for each in left_out] == [
+        "bundled: humaneval: 2 of 2",
+        "bundled: mt_bench: 1 of 1",
+    ]
+    assert line == (
+        "error: nothing was measured, since no prompt fits the context with --max-new-tokens=100000; give fewer, or "
+        "shorter prompts"
+    )
+    assert not (tmp_path / "out").exists()  # so that the next one is not told to resume it
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "measure_sides", interrupted)
+        result = run()
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
+    assert not (tmp_path / "out").exists()
+    record.Record.open(tmp_path / "out", {}, resume=False)  # as of a bench that was killed
+    result = run("--report-only")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("bench.json holds no results yet, since no cell was finished\n")
 
 
 def test_a_mismatch_is_exit_code_1_after_everything_is_written(

@@ -424,5 +424,11 @@ def test_errors_name_options() -> None:
         ("seed=-1: a seed is positive", "--seed=-1: a seed is positive"),
         ("the window and /a/seed=1", "the window and /a/seed=1"),
         ("the drafter 'datastore' needs file=...", "the drafter 'datastore' needs file=..."),
+        ("kv_unified=False, or kv_unified=True", "--no-kv-unified, or --kv-unified"),
+        ("exact=True and use_mmap=False", "--exact and --no-mmap"),
+        ("flash_attn=False and pack=True", "--flash-attn=off and --pack"),
+        ("model='a seed=1' and llama.cpp's n_ctx", "--model='a seed=1' and llama.cpp's --ctx-size"),
     ):
         assert name_options(message, parameters) == shown
+    for name in ("bench", "check", "tune"):
+        assert name_options("max_batch=300", commands()[name].params) == "--batch=300"

@@ -19,6 +19,7 @@ import pytest
 from leapahead import LLM, interrupts
 from leapahead import drafters as registry
 from leapahead.cli import main, screen
+from leapahead.models import loading
 
 PROMPT = "def add(a, b):"
 FEW = ("--max-new-tokens", "8", "--ignore-eos")
@@ -75,6 +76,57 @@ def test_invalid_utf_8_is_one_sentence(leapahead: Any, args: list[str], stdin: b
     assert line.startswith(sentence)
 
 
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (("generate", PROMPT, "--draft", "/nowhere/draft"), "there is no folder '/nowhere/draft'"),
+        (("generate", PROMPT, "--draft", "bundled,draft.gguf"), "there is no file 'draft.gguf'"),
+        (("generate", PROMPT, "--draft", "bundled", "-d", "plain"), "drafter 'plain' has no option --draft"),
+        (("generate", PROMPT, "--draft", "bundled", "-o", "nodes=-1"), "nodes=-1 is not possible"),
+        (
+            ("generate", PROMPT, "-o", f"nodes={10**11}"),
+            "nodes=100000000000 is not possible: it must be at most 16777216",
+        ),
+        (("generate", PROMPT, "-d", "jacobi", "-o", f"block={10**20}"), f"block={10**20} is not possible"),
+        (("generate", PROMPT, "--head", "nowhere"), "there is no head at nowhere"),
+        (("chat", "--head", "."), ". is no head: it has no config.json"),
+        (("explain", PROMPT, "--draft", "./draft"), "there is no folder './draft'"),
+        (("check", "-o", "depths=1"), "none of these drafters has an option 'depths'"),
+        (("check", "-d", "auto", "-W", "3"), "none of these drafters has an option --window"),
+        (("check", "-d", "datastore"), "the drafter 'datastore' needs file=..."),
+        (("check", "-d", "auto", "--draft", "/nowhere/draft"), "there is no folder '/nowhere/draft'"),
+        (
+            ("check", "-d", "speculative_sampling", "--draft", "bundled", "-t", "1"),
+            "drafter 'speculative_sampling' is exact in distribution, not in text",
+        ),
+        (("bench", "--config", "draft_model:draft=/nowhere/draft"), "there is no folder '/nowhere/draft'"),
+    ],
+)
+def test_drafters_that_are_not_possible_are_refused_before_the_model_is_loaded(
+    leapahead: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, args: tuple[str, ...], sentence: str
+) -> None:
+    def load(*model: Any, **options: Any) -> Any:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("leapahead.models.loading.load", load)
+    monkeypatch.chdir(tmp_path)
+    result = leapahead(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {sentence}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_log_messages_of_other_packages_are_discarded() -> None:
+    """Such as those of matplotlib and OpenVINO where no folder is writable. Handlers of a test would take them."""
+    code = (
+        "import logging, click\nfrom leapahead.cli import main\n"
+        "@main.command()\ndef tell(): logging.warning('noise'); logging.getLogger('other').warning('noise')\n"
+        "main(['tell'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, env=ENVIRONMENT, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
 # ----------------------------------------------------------------------------------------- outputs that are closed
 
 
@@ -85,6 +137,28 @@ def test_a_full_disk(args: list[str]) -> None:
         done = process(*args, stdout=full)
     assert done.returncode == 2
     assert done.stderr == b"error: standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["generate", PROMPT, *FEW], 0),  # the line of figures is lost, and the text is whole
+        (["generate", PROMPT, *FEW, "--no-stream"], 0),
+        (["explain", PROMPT, "--max-new-tokens", "2", "--out"], 0),
+        (["generate", PROMPT, "--max-new-tokens", "0"], 2),
+        (["generate", "--no-such-option"], 2),
+    ],
+)
+def test_a_full_standard_error(args: list[str], code: int, tiny_folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    more = [str(page)] * (args[-1] == "--out") + ["-m", str(tiny_folder)]
+    command = [sys.executable, "-m", "leapahead", *args, *more]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, timeout=120, env=ENVIRONMENT, check=False)
+    assert done.returncode == code
+    assert bool(done.stdout) == (args[0] == "generate" and code == 0)
+    assert page.exists() == (args[0] == "explain")
 
 
 def test_a_closed_standard_output() -> None:
@@ -104,6 +178,39 @@ def test_a_reader_that_leaves(args: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_interrupted_while_it_is_imported_without_anybody_who_reads_it(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = interrupted_in_an_import("numpy", tmp_path, "drafters", stderr=writing)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stdout) == (130, b"")
+
+
+@pytest.mark.parametrize(
+    ("args", "written"),
+    [
+        (("explain", PROMPT, "--max-new-tokens", "2", "--terminal", "--out", "{file}"), "{file}"),
+        (("tune", "--seconds", "0.1", "--text-seconds", "0", "--plot", "{file}"), "{file}"),
+        (
+            ("bench", "--quick", "-d", "jacobi", "--limit", "1", "--max-new-tokens", "2", "--out", "{file}"),
+            "{file}/report.md",
+        ),
+    ],
+)
+def test_files_are_written_where_nobody_reads_standard_output(
+    leapahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], written: str
+) -> None:
+    def leave(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(screen.Console, "print", leave)
+    file = tmp_path / "written.svg"
+    assert leapahead(*(each.format(file=file) for each in args)).exit_code == 141
+    assert Path(written.format(file=file)).stat().st_size > 0
+
+
 def test_a_page_is_written_whole_or_not_at_all(leapahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.html"
     page.write_text("the old page")
@@ -117,6 +224,39 @@ def test_a_page_is_written_whole_or_not_at_all(leapahead: Any, tmp_path: Path, m
     result = leapahead("explain", PROMPT, "--max-new-tokens", "4", "--out", str(page))
     assert (result.exit_code, result.stderr) == (2, f"error: {page} cannot be written: No space left on device\n")
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("page.html", "the old page")]
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (
+            ("explain", PROMPT, "--out", "{folder}/page.html"),
+            "the page cannot be written to {folder}/page.html: {folder}",
+        ),
+        (("tune", "--plot", "{folder}/plot.svg"), "the plot cannot be written to {folder}/plot.svg: {folder}"),
+        (
+            ("generate", PROMPT, "--drafter-cache", "{folder}/drafts.npz"),
+            "the drafter cache {folder}/drafts.npz cannot be created: the folder {folder}",
+        ),
+        (
+            ("train-head", "--kind", "medusa", "--data", __file__, "--out", "{folder}/a/b"),
+            "{folder}/a/b cannot be written, because {folder}",
+        ),
+    ],
+)
+def test_places_that_are_not_writable_are_refused_before_the_model_is_loaded(
+    leapahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], sentence: str
+) -> None:
+    def load(*model: Any, **options: Any) -> Any:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("leapahead.models.loading.load", load)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path and access(path, mode))
+    result = leapahead(*(each.format(folder=tmp_path) for each in args))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {sentence.format(folder=tmp_path)} is ")
+    assert result.stderr.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------------------------------ interrupts
@@ -140,7 +280,9 @@ def test_interrupted_while_it_is_imported(begin: list[str], delay: float) -> Non
     assert errors.splitlines()[-1] == "interrupted"
 
 
-def interrupted_in_an_import(module: str, folder: Path, *args: str) -> subprocess.CompletedProcess[bytes]:
+def interrupted_in_an_import(
+    module: str, folder: Path, *args: str, stderr: int = subprocess.PIPE
+) -> subprocess.CompletedProcess[bytes]:
     """A command to which the signal comes while it imports this module."""
     (folder / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
@@ -153,7 +295,7 @@ def interrupted_in_an_import(module: str, folder: Path, *args: str) -> subproces
     source = str(Path(interrupts.__file__).parent.parent)
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(folder), source])}
     command = [sys.executable, "-m", "leapahead", *args]
-    return subprocess.run(command, capture_output=True, timeout=60, env=environment, check=False)
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, timeout=60, env=environment, check=False)
 
 
 @pytest.mark.parametrize("module", ["click", "numpy", "leapahead.api"])
@@ -378,3 +520,44 @@ def test_rounds_without_a_comparison_are_refused(leapahead: Any) -> None:
     found = leapahead("generate", "--rounds", "2", "--max-new-tokens", "4", "hi")
     assert (found.exit_code, found.stdout) == (2, "")
     assert "--rounds counts the rounds of --compare" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "sentence"),
+    [
+        ("generate", ["--max-new-tokens", "0"], "--max-new-tokens=0 is not possible"),
+        ("generate", ["-t", "-1"], "--temperature=-1.0 is not possible"),
+        ("generate", ["--top-p", "2"], "--top-p=2.0 is not possible"),
+        ("generate", ["--min-p", "nan"], "--min-p=nan is not possible"),
+        ("generate", ["--top-k", "-1"], "--top-k=-1 is not possible"),
+        ("generate", ["--seed", str(2**64)], "--seed=18446744073709551616 is not possible"),
+        ("generate", ["--repetition-penalty", "0"], "--repetition-penalty=0.0 is not possible"),
+        ("generate", ["--presence-penalty", "inf"], "--presence-penalty=inf is not possible"),
+        ("generate", ["--min-new-tokens", "9", "--max-new-tokens", "4"], "--min-new-tokens=9 is not possible with"),
+        ("generate", ["--stop", ""], "an empty stop string"),
+        ("generate", ["--bad-word", " "], "an empty bad word"),
+        ("generate", ["--regex", "("], "the regular expression cannot be compiled"),
+        ("generate", ["--json-schema", '{"type": "x"}'], "the JSON schema cannot be compiled"),
+        ("generate", ["--json-object", "--ignore-eos"], "--ignore-eos is not possible with a grammar"),
+        ("generate", ["-d", "ngram", "--prediction", __file__], "drafter 'ngram' makes no use of a prediction"),
+        ("explain", ["--max-new-tokens", "0"], "--max-new-tokens=0 is not possible"),
+        ("explain", ["--top-p", "0"], "--top-p=0.0 is not possible"),
+        ("chat", ["--top-p", "nan"], "--top-p=nan is not possible"),
+        ("check", ["--max-new-tokens", "0"], "--max-new-tokens=0 is not possible"),
+        ("demo", ["--max-new-tokens", "0"], "--max-new-tokens=0 is not possible"),
+        ("generate", [], "the prompt is empty"),
+        ("explain", [], "the prompt is empty"),
+    ],
+)
+def test_impossible_values_are_refused_before_the_model_is_loaded(
+    leapahead: Any, monkeypatch: pytest.MonkeyPatch, command: str, args: list[str], sentence: str
+) -> None:
+    def load(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(loading, "load", load)
+    prompt = [PROMPT if args else ""] if command in ("generate", "explain") else []
+    result = leapahead(command, *prompt, *args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {sentence}")

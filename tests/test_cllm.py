@@ -229,8 +229,9 @@ def test_held_out_losses(target: Any, texts: list[Text]) -> None:
         ({"block": 0}, "block=0 is not possible: it must be at least 1"),
         ({"ar_weight": -1.0}, r"ar_weight=-1\.0 is not possible"),
         ({"keep_weight": -1.0}, r"keep_weight=-1\.0 is not possible"),
+        ({"keep_weight": float("nan")}, "keep_weight=nan is not possible: it must be a finite number of at least 0"),
         ({"sampled": 0.5}, r"sampled=0\.5 is not possible"),
-        ({"data": ""}, "give data, a file of prompts, or texts"),
+        ({"data": ""}, "give data=FILE of prompts, texts=FILE"),
     ],
 )
 def test_impossible_settings(given: dict[str, Any], message: str) -> None:

@@ -320,6 +320,13 @@ def test_a_damaged_file_is_refused_or_gives_the_same_words(file: Path) -> None:
     assert 0 < unharmed < 0.2 * len(data) / 3
 
 
+def test_what_is_not_a_file_is_refused_and_not_read(tmp_path: Path) -> None:
+    """A device may have no end, and a pipe no writer."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadParameter, match="is not a drafter cache of leapahead, since it is not a file"):
+        DrafterCache.load(tmp_path / "pipe")
+
+
 def npz(**arrays: Any) -> bytes:
     stream = io.BytesIO()
     np.savez(stream, **arrays)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from helpers import GREEDY
 
 from leapahead import LLM
+from leapahead.cli import main
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import TokenTree
 from leapahead.drafters import registry
@@ -104,9 +107,48 @@ def test_an_llm_has_the_form_for_its_batch_and_drafter() -> None:
             many.generate([1, 2, 3], drafter="lookahead")
 
 
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs a command on a small file with many sequences; returns the form of its KV cache, and standard error."""
+    found: list[Any] = []
+    original = loading.load
+
+    def load(*args: Any, **options: Any) -> Any:
+        found.append(original(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(loading, "load", load)
+    monkeypatch.setenv("LEAPAHEAD_CACHE", str(tmp_path))
+
+    def run(*args: str, batch: int = MANY) -> tuple[bool, str]:
+        model = ("-m", str(gguf_models.bundled("f32")), "-c", "256", "--threads", "1", "--batch", str(batch))
+        result = CliRunner().invoke(main, [*args, *model, "--max-new-tokens", "4"])
+        assert result.exit_code == 0, result.output
+        return isinstance(found.pop().target, SeparateLlamaCppTarget), result.stderr
+
+    return run
+
+
+def test_commands_that_measure_have_the_form_of_an_llm(command: Any, tmp_path: Path) -> None:
+    check = ("check", "--limit", "1", "-d", "plain")
+    bench = ("bench", "--task", "code=1", "--rounds", "1", "-t", "0", "-d", "jacobi", "--out", str(tmp_path / "out"))
+    for args in (check, bench, ("tune", "--seconds", "0.1", "--text-seconds", "0.1", "--limit", "1")):
+        separate, errors = command(*args)
+        assert (separate, errors.count("a KV cache of 256 tokens for each of 9 sequences")) == (True, 1), args
+    conditions = json.loads((tmp_path / "out" / "bench.json").read_text())["conditions"]
+    (target,) = conditions["targets"].values()
+    assert target["kv_cache"].startswith("a KV cache of 256 tokens for each")
+    separate, errors = command(*check, "-d", "lookahead")
+    assert not separate
+    assert errors == "one KV cache for all sequences, since the drafter 'lookahead' drafts branches\n"
+    assert command(*check, "--kv-unified") == (False, "")
+    assert command(*check, batch=1) == (False, "")
+
+
 def test_drafters_that_need_branches() -> None:
     needing = {name for name in registry.BUILT_IN if registry.branching(name)}
     assert "lookahead" in needing
+    assert registry.branching("auto", "plain", *sorted(needing)) == min(needing)
     assert not needing & {"auto", "plain", "prompt_lookup", "prediction", "draft_model", "head"}
 
 

@@ -18,6 +18,7 @@ from leapahead.drafters.lookahead import Lookahead
 from leapahead.drafters.pool import NgramPool
 from leapahead.drafters.prompt_lookup import PromptLookup
 from leapahead.drafters.sources.recycling import GREEDY, SAMPLED, Recycling
+from leapahead.drafters.window import Window
 from leapahead.models.choices import Choices, PromptRows
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import SequenceView
@@ -106,6 +107,21 @@ def test_prompt_lookup_is_seed_aware() -> None:
 # ---------------------------------------------------------------------------------------------------------- Jacobi
 
 
+def test_a_window_of_absurd_size_is_refused() -> None:
+    """Also in ouroboros, whose draft model has one."""
+    with pytest.raises(BadParameter, match="window=2097152 and ngram=2 are not possible together"):
+        Window(2**21, 2)
+
+
+def test_a_block_of_jacobi_beyond_the_budget_takes_no_memory() -> None:
+    """A step drafts no more than its budget, and what is guessed beyond it would be replaced unseen."""
+    sequence = SequenceView(Sampler(SamplingParams(), [3, 1, 4], 50))
+    drafter = Jacobi(block=2**24)
+    drafter.begin(sequence)
+    assert len(drafter.propose(sequence, Budget(nodes=8, depth=5)).tree) == 6
+    assert len(drafter._guesses) == 5
+
+
 def test_the_guesses_of_jacobi_are_the_targets_last_choices() -> None:
     found = run(ToyTarget(), Jacobi(block=5), stop=StopParams(max_new_tokens=30))
     for before, after in pairwise(found.steps):
@@ -147,6 +163,8 @@ def test_lookahead_drafts_the_tails_of_the_pool() -> None:
         Lookahead(preset="prose")
     with pytest.raises(BadParameter, match="window=0 is not possible"):
         Lookahead(window=0)
+    with pytest.raises(BadParameter, match=r"window=1000000, ngram=5 and guesses=7 are not possible.*4000028 rows"):
+        Lookahead(window=10**6, ngram=5, guesses=7)
 
 
 def test_a_pool_drops_the_least_recently_used() -> None:

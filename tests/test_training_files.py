@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -224,18 +225,22 @@ def _logits(module: Any, states: Any, tokens: Any) -> Any:
     ("given", "message"),
     [
         ({"kind": "dspark"}, "kind='dspark' is not possible; choose one of medusa, eagle, eagle3, hydra"),
-        ({"data": ""}, "give data, a file of prompts, or texts"),
-        ({"minutes": 1.0, "steps": 2}, "give either minutes or steps, not both"),
-        ({"minutes": 0.0}, "must be above 0"),
-        ({"lr": -1.0}, "must be above 0"),
+        ({"data": ""}, "give data=FILE of prompts, texts=FILE that an earlier run has written, or both"),
+        ({"minutes": 1.0, "steps": 2}, "give either minutes=1 or steps=2, not both"),
+        ({"minutes": 0.0}, "minutes=0 is not possible: it must be a finite number above 0"),
+        ({"minutes": math.nan}, "minutes=nan is not possible"),
+        ({"lr": -1.0}, "lr=-1.0 is not possible: it must be a finite number of at least 0"),
+        ({"lr": math.nan}, "lr=nan is not possible"),
+        ({"seed": -1}, "seed=-1 is not possible: it must be at least 0"),
+        ({"seed": 2**63}, "it must be less than 9223372036854775808"),
         ({"sampled": 1.5}, "sampled=1.5 is not possible: it must be from 0 to 1"),
         ({"batch": 0}, "batch=0 is not possible: it must be at least 1"),
         ({"loss": "mse"}, "loss='mse' is not possible"),
         ({"optimizer": "sgd"}, "optimizer='sgd' is not possible; choose one of adamw, muon"),
         ({"kind": "eagle", "draft_vocab": 9}, "draft_vocab is not possible with eagle"),
         ({"kind": "dflash", "draft_vocab": 9}, "draft_vocab is not possible with dflash"),
-        ({"kind": "medusa", "layers": (1,)}, "layers is not possible with medusa"),
-        ({"kind": "hydra++", "layers": (1,)}, r"layers is not possible with hydra\+\+"),
+        ({"kind": "medusa", "layers": (1,)}, "layers=1 is not possible with medusa"),
+        ({"kind": "hydra++", "layers": (1,)}, r"layers=1 is not possible with hydra\+\+"),
     ],
 )
 def test_impossible_settings(given: dict[str, Any], message: str) -> None:
@@ -347,10 +352,12 @@ def test_ctrl_c_says_how_to_go_on(leapahead: Any, data: Path, tmp_path: Path, mo
         (["--data", "{data}", "--layers", "1,2,9"], "the head reads the hidden states of layers 1, 2, 9"),
         (["--data", "{data}", "--heads", "2"], "--heads 2 is not possible with eagle3"),
         (["--data", "{data}", "--kind", "hydra", "--ttt", "2"], "--ttt 2 is not possible with hydra"),
-        (["--data", "{data}", "--steps", "2", "--minutes", "1"], "give either minutes or steps, not both"),
+        (["--data", "{data}", "--steps", "2", "--minutes", "1"], "give either --minutes=1 or --steps=2, not both"),
+        (["--data", "{data}", "--kind", "medusa", "--layers", "1"], "--layers=1 is not possible with medusa"),
+        (["--data", "{data}", "--seed", "-1"], "--seed=-1 is not possible"),
         (["--data", "{data}", "--resume"], "holds no training that could be resumed"),
         (["--data", "{data}", "--max-new-tokens", "600"], "leaves room for --max-new-tokens=600"),
-        ([], "give data, a file of prompts, or texts, those that an earlier run has written, or both"),
+        ([], "give --data=FILE of prompts, --texts=FILE that an earlier run has written, or both"),
     ],
 )
 def test_what_is_impossible_is_said_in_one_sentence(
@@ -363,6 +370,33 @@ def test_what_is_impossible_is_said_in_one_sentence(
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--data", "{wrong}"], "wrong.jsonl, line 1 has none of the fields prompt, question, turns, messages"),
+        (["--data", "{data}", "--evaluate", "{wrong}"], "wrong.jsonl, line 1 has none of the fields"),
+        (["--texts", "{wrong}"], "wrong.jsonl holds no texts of a training run"),
+        (["--data", "{data}", "--out", "{wrong}/run"], "wrong.jsonl is no writable folder; give another"),
+        (["--data", "{data}", "--lr", "nan"], "'nan' is not a finite number"),
+        (["--data", "{data}", "--lr", "0"], "0.0 is not in the range x>0"),
+        (["--data", "{data}", "--minutes", "inf"], "'inf' is not a finite number"),
+    ],
+)
+def test_what_is_impossible_is_refused_before_the_model_is_loaded(
+    leapahead: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
+) -> None:
+    def load(*model: Any, **options: Any) -> Any:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(loading, "load", load)
+    (tmp_path / "wrong.jsonl").write_text('{"field": 1}\n')
+    given = [each.format(data=data, wrong=tmp_path / "wrong.jsonl") for each in args]
+    result = leapahead("train-head", "--kind", "medusa", "--out", str(tmp_path / "run"), *given)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_kind(leapahead: Any) -> None:

@@ -16,7 +16,7 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.text import Tokenizer
 from leapahead.drafters import cache_sections, registry
 from leapahead.drafters.cache import DrafterCache
-from leapahead.drafters.draft_models import given
+from leapahead.drafters.draft_models import given, names
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.scheduler import Engine
 from leapahead.inputs import Inputs, Options, Prompt, Prompts, check_names, drafter_options, encode, is_single, seeds
@@ -97,8 +97,8 @@ class LLM:
         backend = {name: options.pop(name) for name in loading.ENGINE_OPTIONS if name in options}
         backend |= {"engine": engine, "dtype": dtype, "device": device}
         self._networks = {} if head is None else {"head": head}
-        if draft is None:  # refuses what is not possible before the load, which may take long
-            registry.make(drafter, **options, **self._networks)
+        named = {} if draft is None else {"draft": names(draft)}
+        registry.make(drafter, **options, **self._networks, **named)  # refuses before the load, which may take long
         self.drafter_cache = cache_sections.given(drafter_cache)
         loaded = loading.load(
             model,
@@ -231,9 +231,7 @@ class LLM:
             kind = registry.load(chosen) if isinstance(chosen, str) else chosen
             given = {name: each for name, each in self._networks.items() if name in registry.options(kind)} | given
             drafter = self.engine.drafter(chosen, **given)
-        if options.get("prediction") is not None and not drafter.takes_prediction:
-            raise BadParameter(f"drafter {drafter.name!r} makes no use of a prediction; use auto or prediction")
-        predictions = self.inputs.predictions(options.get("prediction"), len(prompts))
+        predictions = self.inputs.predictions(options.get("prediction"), len(prompts), drafter)
         samples = whole("n", options.get("n", 1), least=1)
         all_seeds = seeds(options.get("seed"), len(prompts), samples, options.get("temperature", 0.0) != 0)
         stop = self.inputs.stop(options)

@@ -202,6 +202,16 @@ def check(
     return report
 
 
+def refuse(
+    drafters: Sequence[str | DrafterClass] | None, options: Mapping[str, Any], sampling: SamplingParams = GREEDY
+) -> None:
+    """Refuses what `check` refuses for every target, before one is loaded. Arguments and errors as of `check`."""
+    for drafter, given in _given(drafters, options):
+        made = registry.make(drafter, **given)
+        if drafters is not None:
+            _comparable(made, sampling)
+
+
 def distinct(texts: Sequence[Sequence[int]], n: int = 4) -> float:
     """Distinct n-grams divided by all n-grams, averaged over the texts that have any; 1 means no repetition."""
     shares = []

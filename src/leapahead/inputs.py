@@ -22,7 +22,7 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams, check_lengths
 from leapahead.core.text import Tokenizer
 from leapahead.drafters.base import Drafter, SequenceDrafter
-from leapahead.grammar import Grammar, Grammars
+from leapahead.grammar import Grammar, Grammars, validate
 from leapahead.models.base import TargetInfo
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
@@ -70,6 +70,39 @@ def check_names(options: Mapping[str, Any]) -> None:
             raise BadParameter(f"there is no option {name!r}{meant}; there are {', '.join(known)}")
 
 
+# Those of `SamplingParams` that depend on no vocabulary.
+NUMBERS = (
+    *("min_new_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("temperature", "top_k", "top_p", "min_p"),
+)
+
+
+def check_values(options: Options) -> None:
+    """Refuses values that no model can take, as far as they can be told without a model, whose load may take long.
+
+    Raises:
+        BadParameter: a number out of its range, an empty stop string or bad word, a grammar that cannot be compiled.
+    """
+    StopParams(**_lengths_and_strings(options))
+    for (seed,) in seeds(options.get("seed"), 1, 1, sampled=False):
+        SamplingParams(**_numbers(options), seed=seed)
+    _bad_words(options)
+    grammar = options.get("grammar")
+    if isinstance(grammar, Grammar):
+        _check_ignore_eos(options, [grammar])
+        validate(grammar)
+
+
+def check_prediction(given: Any, drafter: Drafter | type[Drafter] | type[SequenceDrafter]) -> None:
+    """Refuses a prediction, which may be None, for a drafter that makes no use of it.
+
+    Raises:
+        BadParameter: there is one, and it makes none.
+    """
+    if given is not None and not drafter.takes_prediction:
+        raise BadParameter(f"drafter {drafter.name!r} makes no use of a prediction; use auto or prediction")
+
+
 def drafter_options(options: Options) -> dict[str, Any]:
     """The options of a call's own drafter."""
     given = options.get("drafter_options", {})
@@ -106,8 +139,13 @@ class Inputs:
             )
         return self._ids("the prediction", given)
 
-    def predictions(self, given: Any, count: int) -> list[tuple[int, ...]]:
-        """The prediction of each of `count` prompts: one for all, or a list with one (or None) for each."""
+    def predictions(self, given: Any, count: int, drafter: Drafter) -> list[tuple[int, ...]]:
+        """The prediction of each of `count` prompts: one for all, or a list with one (or None) for each.
+
+        Raises:
+            BadParameter: it is none, there are too few or too many, or the drafter makes no use of them.
+        """
+        check_prediction(given, drafter)
         if isinstance(given, (list, tuple)) and any(not is_whole(each) for each in given):
             if len(given) != count:
                 raise BadParameter(
@@ -127,26 +165,18 @@ class Inputs:
         each: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given] * count
         if len(each) != count:
             raise BadParameter(f"there are {len(each)} grammars and {count} prompts; give one for all, or one for each")
-        if options.get("ignore_eos", False) and any(one is not None for one in each):
-            raise BadParameter("ignore_eos=True is not possible with a grammar, which decides where the text ends")
+        _check_ignore_eos(options, each)
         return [None if one is None else self.grammars.compile(one) for one in each]
 
     def sampling(self, options: Options, seed: int, grammar: CompiledGrammar | None = None) -> SamplingParams:
         """How the target chooses."""
         return SamplingParams(
-            bad_words=tuple(ids for word in _listed("bad_words", options) for ids in self._bad_word(word)),
-            min_new_tokens=options.get("min_new_tokens", 0),
+            bad_words=tuple(ids for word in _bad_words(options) for ids in self._bad_word(word)),
             eos_token_ids=(*self._eos(options), *self._stop_token_ids(options)),
-            repetition_penalty=options.get("repetition_penalty", 1.0),
-            presence_penalty=options.get("presence_penalty", 0.0),
-            frequency_penalty=options.get("frequency_penalty", 0.0),
             processors=(*self._bias(options), *_functions("logits_processors", options)),
             grammar=grammar,
-            temperature=options.get("temperature", 0.0),
-            top_k=options.get("top_k", 0),
-            top_p=options.get("top_p", 1.0),
-            min_p=options.get("min_p", 0.0),
             seed=seed,
+            **_numbers(options),
         )
 
     def _bias(self, options: Options) -> tuple[LogitsProcessor, ...]:
@@ -167,18 +197,11 @@ class Inputs:
 
     def stop(self, options: Options) -> StopParams:
         """When the text ends."""
-        length = whole("max_new_tokens", options.get("max_new_tokens", 128), least=1)
-        check_lengths(options.get("min_new_tokens", 0), length)
-        stop = options.get("stop", ())
-        stop_strings = (stop,) if isinstance(stop, str) else stop
-        if not isinstance(stop_strings, (list, tuple)) or not all(isinstance(text, str) for text in stop_strings):
-            raise BadParameter(f"stop={stop!r} is not possible: it must be a string or a list of strings")
         return StopParams(
-            max_new_tokens=length,
             eos_token_ids=self._eos(options),
             stop_token_ids=self._stop_token_ids(options),
-            stop_strings=tuple(stop_strings),
             criteria=_functions("criteria", options),
+            **_lengths_and_strings(options),
         )
 
     def _eos(self, options: Options) -> tuple[int, ...]:
@@ -192,8 +215,6 @@ class Inputs:
             return [self._ids("bad_words", word)]
         if self.tokenizer is None:
             raise BadParameter(f"the bad word {word!r} needs a tokenizer; pass tokenizer=..., or its token ids")
-        if not word.strip():
-            raise BadParameter("an empty bad word bans nothing; leave it out")
         written = (word, " " + word.lstrip())
         return list(dict.fromkeys(tuple(self.tokenizer.encode(w, add_special_tokens=False)) for w in written))
 
@@ -329,11 +350,37 @@ def seeds(seed: Any, prompts: int, samples: int, sampled: bool) -> list[list[int
     return [[first + index for index in range(samples)] for first in firsts]
 
 
-def _listed(name: str, options: Options) -> list[Any]:
-    value = options.get(name, ())
+def _numbers(options: Options) -> dict[str, Any]:
+    """The `NUMBERS` that were given."""
+    given: Mapping[str, Any] = options
+    return {name: given[name] for name in NUMBERS if name in given}
+
+
+def _lengths_and_strings(options: Options) -> dict[str, Any]:
+    """The arguments of `StopParams` that depend on no vocabulary."""
+    length = whole("max_new_tokens", options.get("max_new_tokens", 128), least=1)
+    check_lengths(options.get("min_new_tokens", 0), length)
+    stop = options.get("stop", ())
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, (list, tuple)) or not all(isinstance(text, str) for text in strings):
+        raise BadParameter(f"stop={stop!r} is not possible: it must be a string or a list of strings")
+    return {"max_new_tokens": length, "stop_strings": tuple(strings)}
+
+
+def _bad_words(options: Options) -> list[Any]:
+    """The bad words as given, strings or token ids."""
+    value = options.get("bad_words", ())
     if not isinstance(value, (str, list, tuple)) and not is_whole(value):
-        raise BadParameter(f"{name}={value!r} is not possible: it must be a list of strings or token ids")
-    return [value] if isinstance(value, str) or is_whole(value) else list(cast(Sequence[Any], value))
+        raise BadParameter(f"bad_words={value!r} is not possible: it must be a list of strings or token ids")
+    words = [value] if isinstance(value, str) or is_whole(value) else list(cast(Sequence[Any], value))
+    if any(isinstance(word, str) and not word.strip() for word in words):
+        raise BadParameter("an empty bad word bans nothing; leave it out")
+    return words
+
+
+def _check_ignore_eos(options: Options, grammars: Sequence[Any]) -> None:
+    if options.get("ignore_eos", False) and any(each is not None for each in grammars):
+        raise BadParameter("ignore_eos=True is not possible with a grammar, which decides where the text ends")
 
 
 def _functions(name: str, options: Options) -> tuple[Any, ...]:

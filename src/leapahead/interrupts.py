@@ -18,8 +18,10 @@ STATUS = 130  # of a process that was interrupted, as shells report it
 
 def end_process(number: int, frame: FrameType | None) -> None:
     """A handler of signals that ends the process, without the clean-up that Python does at its end."""
-    os.write(2, b"interrupted\n")
-    os._exit(STATUS)
+    try:
+        os.write(2, b"interrupted\n")
+    finally:  # standard error may be closed or full
+        os._exit(STATUS)
 
 
 def ends_process() -> None:

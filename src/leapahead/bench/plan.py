@@ -90,10 +90,16 @@ class Plan:
     def _check(self, model: Model) -> None:
         """Refuses options that the model's engine does not have, before anything is loaded."""
         given = self.arguments(model)
+        kind = loading.engine_of(model.path, given.get("engine", "auto"))
+        if kind == "transformers" and (threads := model.options.get(THREADS)) is not None:
+            raise BadParameter(
+                f"{THREADS}={threads} for {_short(model.path)!r} alone is not possible, since PyTorch has one number "
+                f"of threads for all models; give threads={threads} for all of them"
+            )
         try:
             loading.check(model.path, **given)
         except BadParameter as error:
-            known = loading.OPTIONS_OF[loading.engine_of(model.path, given.get("engine", "auto"))]
+            known = loading.OPTIONS_OF[kind]
             common = [name for name in self.options if name in loading.ENGINE_OPTIONS and name not in model.options]
             if len(self.models) > 1 and any(name not in known for name in common):
                 raise BadParameter(f"{error}; -m 'MODEL(OPTION)' gives an option to one model alone") from None

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,12 @@ class Record:
             self._write(self.path)
         except OSError as error:
             raise LeapaheadError(f"{self.path} cannot be written: {error.strerror}; {self._rescue()}") from None
+
+    def discard(self) -> None:
+        """Removes the file, and the folder if nothing else is in it, so that a later bench is not refused there."""
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+            self.folder.rmdir()
 
     def as_dict(self) -> dict[str, Any]:
         """The content of the file."""

@@ -24,6 +24,7 @@ from leapahead.bench.plan import Model, Plan
 from leapahead.bench.record import Record
 from leapahead.bench.tasks import Task, encoded, has_template, predicted
 from leapahead.core.errors import Refused
+from leapahead.drafters import registry
 from leapahead.models import loading
 from leapahead.models.loading import Loaded
 from leapahead.planner.profile import LatencyProfiles
@@ -126,9 +127,8 @@ def load_model(model: Model, plan: Plan) -> Loaded:
     kind = loading.engine_of(model.path, options.get("engine", "auto"))
     if kind == "transformers" and plan.threads is not None:
         _set_torch_threads(plan.threads)
-    if kind == "llama.cpp" and options.get("kv_unified") is False:
-        options["sequences"] = max(plan.batches)
-    return loading.load(model.path, **options)
+    branching = registry.branching(*(each.drafter for each in plan.configurations))
+    return loading.load(model.path, sequences=max(plan.batches), branching=branching, **options)
 
 
 def _todo(plan: Plan, forms: Iterable[str], record: Record) -> list[Todo]:
@@ -170,7 +170,11 @@ def _form(
     contenders, refused = _entered(plan, entry, peers, tell, ending)
     given = plan.given(model)
     options = {"options": given} if given else {}
-    record.describe("targets", label, {**_describe(loaded), **options, "refused": refused})
+    form = loaded.target.info.kv_cache if max(plan.batches) > 1 else ""
+    if form:
+        tell(form)
+    chosen = {"kv_cache": form} if form else {}
+    record.describe("targets", label, {**_describe(loaded), **chosen, **options, "refused": refused})
     return Form(label, loaded, contenders, tell)
 
 

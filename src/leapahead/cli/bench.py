@@ -27,6 +27,7 @@ from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, option
 from leapahead.cli.engine_options import ENGINE
 from leapahead.cli.options import LOADING, MODEL_GROUP, SHORTHANDS, all_of, drafter_arguments, loading_arguments
 from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.core.parameters import listed
 from leapahead.core.relaxed import rule
 from leapahead.core.sampling import SamplingParams
 
@@ -61,13 +62,15 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     metavar="MODEL",
     group=MODEL_GROUP,
     show_default="the bundled model",
-    help="As of `generate`; MODEL(OPTION=VALUE,...) gives options to this model alone. May be repeated.",
+    help="As of `generate`; MODEL(OPTION=VALUE,...) gives options to this model alone, a value with commas in quotes: "
+    'MODEL(devices="cuda:0,cuda:1"). May be repeated.',
 )
 @all_of(LOADING)
 @option(
     "--threads",
     type=click.IntRange(min=1),
     metavar="N",
+    argument="n_threads",
     group=MODEL_GROUP,
     show_default="chosen by each of them",
     help="CPU threads of torch, llama.cpp and OpenVINO, and of the peers.",
@@ -89,7 +92,8 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     multiple=True,
     metavar="DRAFTER:KEY=VALUE,...",
     group=MEASURED,
-    help="A drafter with options, such as lookahead:window=7,ngram=5,guesses=7. May be repeated.",
+    help="A drafter with options, such as lookahead:window=7,ngram=5,guesses=7, a value with commas in quotes: "
+    'auto:sources="ngram,suffix". May be repeated.',
 )
 @option(
     "--acceptance",
@@ -144,6 +148,7 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     default=(1,),
     metavar="N",
     group=MEASURED,
+    argument="max_batch",
     help="Number of texts decoded together. May be repeated.",
 )
 @option(
@@ -234,12 +239,17 @@ def bench(
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     kept = record.Record.open(out, plan.conditions(now), resume)
     ended_by = _measure(plan, kept)
+    if not kept.rows:
+        kept.discard()
+        raise ended_by or BadParameter(
+            f"nothing was measured, since no prompt fits the context with max_new_tokens={plan.max_new_tokens}; give "
+            "fewer, or shorter prompts"
+        )
     found = kept.as_dict()
-    _show(found)
     if isinstance(ended_by, LeapaheadError):
+        _show(found)
         raise ended_by
-    if found["results"]:
-        _write(found, out)
+    _report(found, out)
     if ended_by is not None:
         screen.say(f"interrupted; {len(kept.rows)} rows are in {kept.path}, and --resume continues")
         raise Exit(INTERRUPTED)
@@ -279,9 +289,12 @@ def configurations(names: Sequence[str], configs: Sequence[str], rules: Sequence
     found = [Configuration(name) for name in names]
     for text in configs:
         name, _, given = text.partition(":")
-        pairs = tuple(pair.strip() for pair in given.split(",") if pair.strip())
+        pairs = tuple(listed(given))
         if broken := [pair for pair in pairs if "=" not in pair]:
-            raise BadParameter(f"--config {text} is not possible: {broken[0]!r} must be KEY=VALUE")
+            raise BadParameter(
+                f"--config {text} is not possible: {broken[0]!r} must be KEY=VALUE, and a value with commas in quotes: "
+                'auto:sources="ngram,suffix"'
+            )
         values: dict[str, Any] = {**dict.fromkeys(SHORTHANDS), "options": pairs}
         found.append(Configuration(name.strip(), drafter_arguments(values, [name.strip()])))
     for each in found:
@@ -291,8 +304,12 @@ def configurations(names: Sequence[str], configs: Sequence[str], rules: Sequence
 
 
 def _report(found: dict[str, Any], out: Path) -> None:
-    _show(found)
-    _write(found, out)
+    if not found["results"]:
+        raise BadParameter(f"{out / record.FILE} holds no results yet, since no cell was finished")
+    try:
+        _show(found)
+    finally:  # also where standard output cannot be written
+        _write(found, out)
 
 
 def _write(found: dict[str, Any], out: Path) -> None:
@@ -337,11 +354,9 @@ def _show(found: dict[str, Any]) -> None:
         click.echo(
             "MISMATCH: a text differs from that of plain decoding. This is a bug; `leapahead check` shows where."
         )
-    elif rows:
+    else:
         exact = "Every text" if all("lossy" not in row for row in rows) else "Every text of an exact rule"
         click.echo(f"{exact} equals that of plain decoding" + (f", except for {ties} numeric ties." if ties else "."))
-    else:
-        click.echo("Nothing was measured.")
     for name in dict.fromkeys(row["drafter"] for row in rows if _peer(row) and row["mismatches"]):
         count = sum(row["mismatches"] for row in rows if row["drafter"] == name)
         click.echo(f"{name}: {count} texts differ from plain decoding by more than the rounding error of this target.")

@@ -1,4 +1,7 @@
-"""The models of `leapahead bench`: `MODEL` or `MODEL(OPTION=VALUE,FLAG,...)`, with options for one model alone."""
+"""The models of `leapahead bench`: `MODEL` or `MODEL(OPTION=VALUE,FLAG,...)`, with options for one model alone.
+
+A value with commas is put in quotes: `MODEL(devices="cuda:0,cuda:1")`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from leapahead.bench.plan import Model
 from leapahead.cli.engine_options import ENGINE
 from leapahead.cli.options import LOADING, THREADS, all_of, loading_arguments
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import listed
 from leapahead.models import loading
 
 OPTIONS = (*LOADING, THREADS, *ENGINE)
@@ -34,8 +38,7 @@ def model_of(text: str) -> Model:
     found = None if Path(text).exists() else WITH_OPTIONS.fullmatch(text)
     if found is None:
         return Model(path=_path(text))
-    pairs = [pair.strip() for pair in found["options"].split(",") if pair.strip()]
-    spelled = [re.sub(r"\s*=\s*", "=", pair.lstrip("-"), count=1) for pair in pairs]
+    spelled = [re.sub(r"\s*=\s*", "=", pair.lstrip("-"), count=1) for pair in listed(found["options"])]
     arguments = []
     for pair in spelled:
         name, equals, value = pair.partition("=")
@@ -43,10 +46,21 @@ def model_of(text: str) -> Model:
     try:
         context = _options.make_context("model", arguments)
     except click.UsageError as error:
-        raise BadParameter(f"-m {text!r} is not possible: {error.format_message()}") from None
+        raise BadParameter(f"-m {text!r} is not possible: {_why(error)}") from None
     given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     options = {name: value for name, value in loading_arguments(context.params).items() if name in given}
     return Model(path=_path(found["model"]), options=options, spelled=", ".join(spelled))
+
+
+def _why(error: click.UsageError) -> str:
+    """Why options behind a model are not possible, and where they are."""
+    reason = error.format_message()
+    if not isinstance(error, click.NoSuchOption):
+        return reason
+    context = click.get_current_context(silent=True)
+    if any(error.option_name in parameter.opts for parameter in (context.command.params if context else ())):
+        return f"{error.option_name} is not an option of one model; it stands beside -m, for all models"
+    return f"{reason} A value with commas is put in quotes, as in 'MODEL(devices=\"cuda:0,cuda:1\")'."
 
 
 def _path(text: str) -> str | None:

@@ -18,6 +18,7 @@ from leapahead.cli.generate import open_llm
 from leapahead.cli.options import DRAFTER, MODEL, TEXT, all_of, text_arguments
 from leapahead.cli.text_input import utf8, utf8_only
 from leapahead.core.errors import BadParameter, ContextOverflow
+from leapahead.inputs import Options, check_values
 
 COMMANDS = {
     "/reset": "forget the conversation",
@@ -49,6 +50,7 @@ def chat(system: str | None, quiet: bool, **values: Any) -> None:
     if sys.stdin is None:
         raise BadParameter("standard input is closed, so no messages can be read from it")
     options = text_arguments(values)
+    check_values(options)
     llm = open_llm(values)
     conversation = Conversation(llm, options, system, quiet)
     interactive = sys.stdin.isatty()
@@ -80,7 +82,7 @@ def chat(system: str | None, quiet: bool, **values: Any) -> None:
 class Conversation:
     """The messages so far, which each answer has as its prompt."""
 
-    def __init__(self, llm: LLM, options: dict[str, Any], system: str | None, quiet: bool) -> None:
+    def __init__(self, llm: LLM, options: Options, system: str | None, quiet: bool) -> None:
         self._llm, self._options, self._quiet = llm, options, quiet
         self._opening = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._opening)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from leapahead import drafters as registry
 from leapahead.bench import prompts
-from leapahead.check import Report
+from leapahead.check import Report, refuse
 from leapahead.check import check as run_check
 from leapahead.cli import screen
 from leapahead.cli.acceptance import REFUSED
@@ -30,7 +30,7 @@ from leapahead.cli.options import (
     model_arguments,
 )
 from leapahead.core.sampling import SamplingParams
-from leapahead.models import loading
+from leapahead.inputs import check_values
 
 SHOWN = 3  # mismatches that are printed of each drafter
 
@@ -66,7 +66,14 @@ SHOWN = 3  # mismatches that are printed of each drafter
     help="A .txt file with a prompt on each line, or a .jsonl file with a field prompt, question or turns.",
 )
 @option("--limit", type=click.IntRange(min=1), metavar="K", show_default="all", help="Only the first K prompts.")
-@option("--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Number of prompts decoded together.")
+@option(
+    "--batch",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    argument="max_batch",
+    help="Number of prompts decoded together.",
+)
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(
     names: tuple[str, ...],
@@ -88,9 +95,9 @@ def check(
     texts = prompts.read(file) if file is not None else list(prompts.BUNDLED)
     options = drafter_arguments(values, names or registry.ready())
     sampling = SamplingParams(temperature=temperature, seed=seed)
-    model = model_arguments(values)
-    with screen.loading(model["model"]):
-        loaded = loading.load(**model)
+    check_values({"max_new_tokens": max_new_tokens})
+    refuse(list(names) or None, options, sampling)
+    loaded = screen.load(model_arguments(values), batch, names or registry.ready())
     if loaded.target.info.reference:
         screen.say(loaded.target.info.reference)
     reports: list[Report] = []  # the latest is the last

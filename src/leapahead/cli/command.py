@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import re
 import sys
@@ -36,14 +37,28 @@ SENTENCE = 200  # characters of the longest first sentence of a help text
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
+@contextmanager
+def beside_the_output() -> Iterator[None]:
+    """Within the block, standard error is written: where that is not possible, neither output nor exit code change."""
+    try:
+        yield
+    except OSError:
+        _silence(sys.stderr)
+
+
+def say(line: str) -> None:
+    """Writes a line that is not part of the command's output to standard error."""
+    with beside_the_output():
+        click.echo(line, err=True)
+
+
 class Failure(click.ClickException):
     """An error that is shown as one line on standard error, with exit code 2."""
 
     exit_code = ERROR
 
     def show(self, file: Any = None) -> None:
-        with suppress(OSError):  # standard error cannot be written either
-            click.echo(f"error: {self.message}", err=True)
+        say(f"error: {self.message}")
 
     @classmethod
     def of(cls, error: LeapaheadError, parameters: Sequence[click.Parameter] = ()) -> Failure:
@@ -54,34 +69,63 @@ class Failure(click.ClickException):
 def name_options(message: str, parameters: Sequence[click.Parameter]) -> str:
     """Replaces the names of Python parameters in a message by the options that the user types.
 
-    `max_new_tokens=0` becomes `--max-new-tokens=0`, `n_ctx` becomes `--ctx-size`, and `option 'window'` becomes
-    `option --window`. Names of a single word are replaced only before `=` or after `option`, because elsewhere they may
-    be words of the sentence. Options that name files are left out: no library call takes them under that name.
+    `max_new_tokens=0` becomes `--max-new-tokens=0`, `n_ctx` becomes `--ctx-size`, `kv_unified=False` becomes
+    `--no-kv-unified`, and `option 'window'` becomes `option --window`. Names of a single word are replaced only before
+    `=` or after `option`, because elsewhere they may be words of the sentence, and none is in what the message quotes.
+    Options that name files are left out unless they have an `Option.argument`: no library call takes the others under
+    that name.
     """
-    names = {
-        parameter.name: next(name for name in reversed(parameter.opts) if name.startswith("--"))
+    options = {
+        name: parameter
         for parameter in parameters
-        if isinstance(parameter, click.Option) and not isinstance(parameter.type, click.Path)
+        if isinstance(parameter, click.Option)
+        and (not isinstance(parameter.type, click.Path) or getattr(parameter, "argument", None))
+        for name in filter(None, (parameter.name, getattr(parameter, "argument", None)))
     }
 
     def replacement(match: re.Match[str]) -> str:
-        quoted, name, equals = match["quoted"], match["name"], match["equals"]
-        if quoted in names:
-            return f"option {names[quoted]}"
-        if name in names and ("_" in name or equals):
-            return names[name] + equals
+        quoted, name, equals, switch = match["quoted"], match["name"], match["equals"], match["switch"]
+        if quoted in options:
+            return f"option {_long(options[quoted].opts)}"
+        if name in options and switch:
+            return _switched(options[name], switch == "True")
+        if name in options and ("_" in name or equals):
+            return _long(options[name].opts) + equals
         return match[0]
 
-    pattern = r"(?<![\w./=-])(?<!-o )(?:option '(?P<quoted>\w+)'|(?P<name>\w+)(?P<equals>=?))"
+    pattern = (
+        r"(?<![\w./=-])(?<!-o )(?:option '(?P<quoted>\w+)'|(?P<name>\w+)(?P<equals>=?)(?P<switch>(?:True|False)\b)?)"
+        r"|(?<!\w)'[^']*'(?!\w)"
+    )
     return re.sub(pattern, replacement, message)
 
 
-class Option(click.Option):
-    """An option that the help text shows under the heading `group`."""
+def _long(names: Sequence[str]) -> str:
+    return next(name for name in reversed(names) if name.startswith("--"))
 
-    def __init__(self, *args: Any, group: str = "Options", **attributes: Any) -> None:
+
+def _switched(option: click.Option, value: bool) -> str:
+    """How an option is given that means true or false."""
+    if option.secondary_opts:
+        return _long(option.opts if value else option.secondary_opts)
+    if option.is_flag and (option.flag_value is not False) == value:
+        return _long(option.opts)
+    if isinstance(option.type, click.Choice) and set(option.type.choices) == {"on", "off"}:
+        return f"{_long(option.opts)}={'on' if value else 'off'}"
+    return f"{_long(option.opts)}={value}"
+
+
+class Option(click.Option):
+    """An option that the help text shows under the heading `group`.
+
+    Attributes:
+        group: the heading.
+        argument: the Python parameter that it is in errors of the library, where the command calls it otherwise.
+    """
+
+    def __init__(self, *args: Any, group: str = "Options", argument: str | None = None, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
-        self.group = group
+        self.group, self.argument = group, argument
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         extra = super().get_help_extra(ctx)
@@ -198,12 +242,12 @@ def _outcome() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
+        say("interrupted")
         raise Exit(INTERRUPTED) from None
     except ImportError as error:
         if not _interrupted(error):
             raise
-        click.echo("interrupted", err=True)
+        say("interrupted")
         raise Exit(INTERRUPTED) from None
     except LeapaheadError as error:
         raise Failure.of(error) from None
@@ -234,13 +278,21 @@ def _silence(stream: TextIO) -> None:
 
 @contextmanager
 def _shown_warnings() -> Iterator[None]:
-    """Shows this package's warnings as one line each on standard error; those of other packages are discarded."""
+    """Shows this package's warnings as one line each on standard error; those of other packages are discarded.
+
+    So are the log messages of other packages, which Python would write where nothing takes them.
+    """
 
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
-        click.echo(f"warning: {' '.join(str(message).split())}", err=True)
+        say(f"warning: {' '.join(str(message).split())}")
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("default", category=UserWarning, module=r"leapahead(\.|$)")
-        warnings.showwarning = show
-        yield
+    discarded = logging.NullHandler()
+    logging.getLogger().addHandler(discarded)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("default", category=UserWarning, module=r"leapahead(\.|$)")
+            warnings.showwarning = show
+            yield
+    finally:
+        logging.getLogger().removeHandler(discarded)

@@ -24,10 +24,10 @@ from leapahead.cli.options import (
     model_arguments,
 )
 from leapahead.cli.screen import Console
-from leapahead.cli.text_input import utf8_only
-from leapahead.core.errors import BadParameter
+from leapahead.cli.text_input import to_complete, utf8_only
 from leapahead.core.sampling import SamplingParams
 from leapahead.explain import Moment, Node, Recording, page, record
+from leapahead.inputs import check_values
 from leapahead.models import loading
 
 PAGE = Path("explain.html")
@@ -72,15 +72,16 @@ def explain(
     """
     file = out or (None if terminal else PAGE)
     if file is not None:
-        _writable(file)
+        screen.check_place("the page", file)
     if seed is None:
         seed = secrets.randbits(32) if values["temperature"] > 0 else 0
     filters = {name: values.pop(name) for name in ("temperature", "top_k", "top_p", "min_p")}
     sampling = SamplingParams(seed=seed, **{name: value for name, value in filters.items() if value is not None})
+    given = to_complete(prompt, as_chat)
+    check_values({"max_new_tokens": max_new_tokens})
     name = values.pop("drafter")
     options = drafter_arguments(values, [name])
-    if "draft" not in options:
-        drafters.make(name, **options)  # refuses what is not possible before the model is loaded
+    drafters.make(name, **options)  # refuses what is not possible before the model is loaded
     model = model_arguments(values)
     with screen.loading(model["model"]):
         loaded = loading.load(**model)
@@ -88,26 +89,20 @@ def explain(
         recording = record(
             loaded.target,
             loaded.tokenizer,
-            [{"role": "user", "content": prompt}] if as_chat else prompt,
+            given,
             name,
             options,
             sampling=sampling,
             max_new_tokens=max_new_tokens,
             eos_token_ids=() if ignore_eos else loaded.eos_token_ids,
         )
-    if terminal:
-        show(recording, Console(emoji=False))
-    if file is not None:
-        screen.write_file(file, page(recording))
-        screen.say(f"{file}: {len(recording.steps)} steps, {len(recording.tokens)} tokens; open it in a browser")
-
-
-def _writable(file: Path) -> None:
-    """Refuses, before anything is decoded, a place where no file can be written."""
-    if file.is_dir():
-        raise BadParameter(f"the page cannot be written to {file}, which is a folder; give the name of a file")
-    if not file.parent.is_dir():
-        raise BadParameter(f"the page cannot be written to {file}: there is no folder {file.parent}")
+    try:
+        if terminal:
+            show(recording, Console(emoji=False))
+    finally:  # also where standard output cannot be written
+        if file is not None:
+            screen.write_file(file, page(recording))
+            screen.say(f"{file}: {len(recording.steps)} steps, {len(recording.tokens)} tokens; open it in a browser")
 
 
 def show(recording: Recording, console: Console) -> None:

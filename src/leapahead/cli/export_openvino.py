@@ -46,6 +46,4 @@ def export_openvino(model: str, out_dir: Path, weights: str | None, force: bool,
             )
     click.echo(f"{written.path}: {written.size / 1e6:.1f} MB, {written.weights}")
     if written.no_tokenizer:
-        click.echo(
-            f"The folder has no tokenizer for programs without Transformers, because {written.no_tokenizer}.", err=True
-        )
+        screen.say(f"The folder has no tokenizer for programs without Transformers, because {written.no_tokenizer}.")

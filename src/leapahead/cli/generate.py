@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 from click.exceptions import Exit
 
+from leapahead import drafters
 from leapahead.api import LLM
 from leapahead.bench.compare import ROUNDS, Comparison, compare
 from leapahead.bench.prompts import DEMO
@@ -28,9 +29,10 @@ from leapahead.cli.options import (
     model_arguments,
     text_arguments,
 )
-from leapahead.cli.text_input import prompt_text, utf8_only
+from leapahead.cli.text_input import prompt_text, to_complete, utf8_only
 from leapahead.core.errors import BadParameter
 from leapahead.core.relaxed import EXACT
+from leapahead.inputs import Options, check_prediction, check_values
 from leapahead.results import Result
 
 INPUT, OUTPUT = "Input options", "Output options"
@@ -101,12 +103,13 @@ def generate(
     """
     if not with_plain and click.get_current_context().get_parameter_source("rounds") is ParameterSource.COMMANDLINE:
         raise BadParameter("--rounds counts the rounds of --compare; give --compare too, or leave it out")
-    text = prompt_text(prompt, file)
-    options = {**text_arguments(values), **grammar_argument(values)}
+    given = to_complete(prompt_text(prompt, file), as_chat)
+    options: Options = {**text_arguments(values), **grammar_argument(values)}
     if prediction is not None:
         options["prediction"] = prompt_text(None, prediction)
+    check_prediction(options.get("prediction"), drafters.load(values["drafter"]))
+    check_values(options)
     llm = open_llm(values)
-    given: Any = [{"role": "user", "content": text}] if as_chat else text
     result = _whole(llm, given, options) if as_json or not streamed else streamed_result(llm, given, options)
     comparison = _compare(llm, given, result, rounds, options) if with_plain else None
     if as_json:
@@ -135,8 +138,9 @@ def demo(max_new_tokens: int, rounds: int, **values: Any) -> None:
 
     Drafted tokens are shown in colour. The exit code is 1 if the text differs from that of plain decoding.
     """
+    options: Options = {"max_new_tokens": max_new_tokens}
+    check_values(options)
     llm = open_llm(values)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     click.echo(DEMO, nl=False)
     result = streamed_result(llm, DEMO, options)
     comparison = _compare(llm, DEMO, result, rounds, options)
@@ -171,7 +175,7 @@ def open_llm(values: dict[str, Any], max_batch: int = 1, prefill_chunk: int | No
     return save_at_exit(llm)
 
 
-def streamed_result(llm: LLM, prompt: Any, options: dict[str, Any]) -> Result:
+def streamed_result(llm: LLM, prompt: Any, options: Options) -> Result:
     """Decodes and shows a text; an interrupt shows the figures of what was decoded."""
     answer = screen.Answer()
     try:
@@ -183,13 +187,13 @@ def streamed_result(llm: LLM, prompt: Any, options: dict[str, Any]) -> Result:
     return answer.result
 
 
-def _whole(llm: LLM, prompt: Any, options: dict[str, Any]) -> Result:
+def _whole(llm: LLM, prompt: Any, options: Options) -> Result:
     with screen.progress("decoding"):
         result: Result = llm.generate(prompt, **options)
     return result
 
 
-def _compare(llm: LLM, prompt: Any, result: Result, rounds: int, options: dict[str, Any]) -> Comparison:
+def _compare(llm: LLM, prompt: Any, result: Result, rounds: int, options: Options) -> Comparison:
     what = "measuring against plain decoding"
     with screen.progress(what) as bar:
         return compare(

@@ -10,6 +10,7 @@ from leapahead.cli.options import EXISTING_FILE, Option
 from leapahead.cli.text_input import prompt_text, utf8_only
 from leapahead.core.errors import BadParameter
 from leapahead.grammar import Grammar
+from leapahead.inputs import Options
 
 GROUP = "Form of the text (one of these)"
 GRAMMAR: tuple[Option, ...] = (
@@ -48,7 +49,7 @@ GRAMMAR: tuple[Option, ...] = (
 )
 
 
-def grammar_argument(values: dict[str, Any]) -> dict[str, Any]:
+def grammar_argument(values: dict[str, Any]) -> Options:
     """The argument `grammar` of `LLM.generate` if one was given; its options are removed from a command's values.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -15,6 +15,7 @@ from leapahead.cli.engine_options import Option as Option
 from leapahead.cli.text_input import utf8_only
 from leapahead.cli.typed import value_of
 from leapahead.core.errors import BadParameter
+from leapahead.inputs import Options
 from leapahead.models.loading import ENGINE_OPTIONS, ENGINES
 
 SHORTHANDS = ("window", "ngram", "guesses", "preset", "draft", "head")  # drafter options with a flag of their own
@@ -279,10 +280,10 @@ def loading_arguments(values: dict[str, Any]) -> dict[str, Any]:
     return {**found, **{name: value for name, value in backend.items() if value is not None}}
 
 
-def text_arguments(values: dict[str, Any]) -> dict[str, Any]:
+def text_arguments(values: dict[str, Any]) -> Options:
     """The arguments of `LLM.generate` that were given, removed from a command's values."""
     given = {name: values.pop(name) for name in TEXT_NAMES}
-    return {name: value for name, value in given.items() if value not in (None, ())}
+    return cast(Options, {name: value for name, value in given.items() if value not in (None, ())})
 
 
 def drafter_arguments(values: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

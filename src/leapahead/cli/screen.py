@@ -12,15 +12,18 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich import box
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from leapahead.api import LLM
-from leapahead.core.errors import LeapaheadError
-from leapahead.models.loading import engine_of
+from leapahead.cli.command import beside_the_output
+from leapahead.cli.command import say as say
+from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.drafters import registry
+from leapahead.inputs import Options
+from leapahead.models import loading as models
 from leapahead.results import Piece, Result
 
 if TYPE_CHECKING:
@@ -119,7 +122,7 @@ class Answer:
 
 
 def show_stream(
-    llm: LLM, prompt: Any, options: dict[str, Any], answer: Answer, stop: Callable[[], bool] = lambda: False
+    llm: LLM, prompt: Any, options: Options, answer: Answer, stop: Callable[[], bool] = lambda: False
 ) -> None:
     """Decodes and shows a text, piece by piece, until `stop` says true after a piece.
 
@@ -206,11 +209,6 @@ def as_dict(llm: LLM, result: Result) -> dict[str, Any]:
     }
 
 
-def say(line: str) -> None:
-    """Writes a line that is not part of the command's output to standard error."""
-    click.echo(line, err=True)
-
-
 class Bar:
     """A progress bar; call it with what is being done, how much of it is done, and how much there is."""
 
@@ -223,7 +221,8 @@ class Bar:
 
     def say(self, line: str) -> None:
         """Writes a line above the bar."""
-        self._progress.console.print(line, markup=False, soft_wrap=True)
+        with beside_the_output():
+            self._progress.console.print(line, markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -240,7 +239,7 @@ def progress(what: str) -> Iterator[Bar]:
 @contextmanager
 def loading(model: str | None) -> Iterator[None]:
     """Shows a progress bar while a local model is loaded; the download of a model shows that of the hub's client."""
-    kind = engine_of(model)
+    kind = models.engine_of(model)
     if kind != "llama.cpp":
         quiet_transformers()  # which loads the tokenizers of OpenVINO's folders, too
     if kind != "transformers":
@@ -254,6 +253,18 @@ def loading(model: str | None) -> Iterator[None]:
         yield
 
 
+def load(model: dict[str, Any], batch: int = 1, drafters: Sequence[str] = ()) -> models.Loaded:
+    """The model of a command that measures it, loaded for so many sequences at a time and for these drafters.
+
+    What was chosen for several is said on standard error.
+    """
+    with loading(model["model"]):
+        found = models.load(**model, sequences=batch, branching=registry.branching(*drafters))
+    if batch > 1 and found.target.info.kv_cache:
+        say(found.target.info.kv_cache)
+    return found
+
+
 def quiet_transformers() -> None:
     """Turns off the progress bars and log messages of Transformers; those of downloads stay."""
     try:
@@ -264,6 +275,21 @@ def quiet_transformers() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     enable_progress_bars()
+
+
+def check_place(what: str, file: Path) -> None:
+    """Refuses, before anything is computed, a place where `write_file` cannot write.
+
+    Raises:
+        BadParameter: it cannot.
+    """
+    if file.is_dir():
+        raise BadParameter(f"{what} cannot be written to {file}, which is a folder; give the name of a file")
+    if not file.parent.is_dir():
+        raise BadParameter(f"{what} cannot be written to {file}: there is no folder {file.parent}")
+    place = file if file.exists() and not file.is_file() else file.parent  # a device or a pipe is not replaced
+    if not os.access(place, os.W_OK):
+        raise BadParameter(f"{what} cannot be written to {file}: {place.absolute()} is not writable; name another")
 
 
 def write_file(path: Path, content: str | bytes) -> None:

@@ -42,6 +42,19 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
         raise BadParameter(f"{file} is not UTF-8 text") from None
 
 
+def to_complete(text: str, as_chat: bool) -> Any:
+    """The prompt as the library takes it: the text, or a message of a user's with it.
+
+    Raises:
+        BadParameter: the text is empty, and no message.
+    """
+    if as_chat:
+        return [{"role": "user", "content": text}]
+    if not text:
+        raise BadParameter("the prompt is empty; give some text")
+    return text
+
+
 def standard_input() -> str:
     if sys.stdin is None:
         raise BadParameter("standard input is closed, so no prompt can be read from it")

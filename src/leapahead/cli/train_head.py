@@ -11,7 +11,7 @@ from leapahead.api import LLM
 from leapahead.cli import training
 from leapahead.cli.command import Command, option
 from leapahead.cli.options import MODEL, all_of, model_arguments
-from leapahead.cli.training import AT_LEAST_ONE, TRAINING
+from leapahead.cli.training import ABOVE_0, AT_LEAST_ONE, TRAINING
 from leapahead.core.errors import BadParameter
 from leapahead.drafters.heads.config import EAGLE, EAGLE3
 from leapahead.models.loading import BUNDLED
@@ -72,7 +72,7 @@ HEAD = "Head options"
 @all_of(training.LENGTH)
 @option(
     "--lr",
-    type=float,
+    type=ABOVE_0,
     metavar="RATE",
     group=TRAINING,
     show_default="1e-3; EAGLE: 0.5 / hidden size; DFlash: 3 / hidden size",

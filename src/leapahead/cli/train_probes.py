@@ -12,7 +12,7 @@ from leapahead.api import LLM
 from leapahead.cli import screen, training
 from leapahead.cli.command import Command, option
 from leapahead.cli.options import MODEL, all_of, model_arguments
-from leapahead.cli.training import AT_LEAST_ONE, TRAINING
+from leapahead.cli.training import ABOVE_0, AT_LEAST_ONE, TRAINING
 from leapahead.drafters.heads.config import PROBES, SPACE
 from leapahead.models.loading import BUNDLED
 from leapahead.training.settings import LOSSES, Folder, ProbeSettings
@@ -61,7 +61,7 @@ GROUP = "Probe options"
     help="space: weight of the text's cross entropy beside the probes'; more keeps the model nearer to its texts.",
 )
 @all_of(training.PROMPTS, (training.SAMPLED,), training.EVALUATED, training.LENGTH)
-@option("--lr", type=float, metavar="RATE", group=TRAINING, show_default="1e-2; space: 0.05 / hidden size",
+@option("--lr", type=ABOVE_0, metavar="RATE", group=TRAINING, show_default="1e-2; space: 0.05 / hidden size",
         help="Greatest learning rate.")  # fmt: skip
 @all_of(training.STEPS, (training.SEED,), training.OUT)
 def train_probes(out: Path, resume: bool, as_json: bool, text_batch: int, **values: Any) -> None:

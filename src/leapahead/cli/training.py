@@ -14,11 +14,12 @@ from click.core import ParameterSource
 from click.exceptions import Exit
 
 from leapahead.api import LLM
-from leapahead.bench import plots
+from leapahead.bench import plots, tasks
 from leapahead.cli import screen
 from leapahead.cli.command import INTERRUPTED, option
 from leapahead.cli.options import Option
 from leapahead.cli.screen import Console
+from leapahead.cli.typed import Finite
 from leapahead.core.errors import BadParameter, needing
 from leapahead.training.settings import SCHEDULES, Folder, RunSettings
 
@@ -31,11 +32,13 @@ Result = TypeVar("Result", bound="Trained")
 FILE = click.Path(path_type=Path)
 TEXTS, TRAINING = "Text options", "Training options"
 AT_LEAST_ONE = click.IntRange(min=1)
+ABOVE_0 = Finite(min=0, min_open=True)
 
 PROMPTS: tuple[Option, ...] = (
     option(
         "--data",
         type=FILE,
+        argument="data",
         metavar="FILE",
         group=TEXTS,
         help="Prompts: a .txt file with one in each line, or JSON lines with one of the fields prompt, question, "
@@ -44,6 +47,7 @@ PROMPTS: tuple[Option, ...] = (
     option(
         "--texts",
         type=FILE,
+        argument="texts",
         metavar="FILE",
         group=TEXTS,
         help="Texts of an earlier run, its texts.jsonl, instead of prompts or beside them.",
@@ -88,12 +92,14 @@ EVALUATED: tuple[Option, ...] = (
     ),
 )
 LENGTH: tuple[Option, ...] = (
-    option("--minutes", type=float, metavar="N", group=TRAINING, show_default="30", help="Length, without the texts."),
+    option(
+        "--minutes", type=ABOVE_0, metavar="N", group=TRAINING, show_default="30", help="Length, without the texts."
+    ),
     option("--steps", type=AT_LEAST_ONE, metavar="N", group=TRAINING, help="Length in optimizer steps instead."),
 )
 TUNING_RATE: Option = option(
     "--lr",
-    type=float,
+    type=ABOVE_0,
     metavar="RATE",
     group=TRAINING,
     show_default="0.05 / hidden size",
@@ -156,10 +162,15 @@ def train(
         if not Path(file).is_file():
             raise BadParameter(f"there is no file {file}")
     folder.check(settings, resume)
+    for file in filter(None, (settings.data, *settings.evaluate)):
+        tasks.read_file(Path(file))
     plots.require()
     name = str(click.get_current_context().info_name)
     with needing(name, "transformers", "torch", "transformers", "safetensors"):
+        from leapahead.training import texts
         from leapahead.training.loop import Watch
+    if settings.texts:
+        texts.check_file(Path(settings.texts))
     with screen.loading(model["model"]):
         llm = LLM(**model, max_batch=text_batch)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -22,7 +21,6 @@ from leapahead.cli.screen import Console
 from leapahead.cli.typed import Finite
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.drafters.token_table import MOST_K, TokenTable, stored
-from leapahead.models import loading
 from leapahead.models.loading import Loaded
 
 KINDS = (".png", ".svg")
@@ -41,7 +39,14 @@ WIDTH = 8  # characters of the longest bar
 )
 @click.argument("files", nargs=-1, metavar="[FILE.gguf]...", type=click.Path(path_type=Path))
 @all_of(MODEL)
-@option("--batch", type=click.IntRange(min=1), default=1, metavar="N", help="Number of texts decoded together.")
+@option(
+    "--batch",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    argument="max_batch",
+    help="Number of texts decoded together.",
+)
 @option(
     "--data",
     type=click.Path(path_type=Path),
@@ -117,9 +122,7 @@ def tune(
     if plot is not None:
         _check(plot)
     sets = tasks.read(data, (), limit) if text_seconds else []
-    model = model_arguments(values)
-    with screen.loading(model["model"]):
-        loaded = loading.load(**model)
+    loaded = screen.load(model_arguments(values), batch)
     with screen.progress("tune") as bar:
         target = loaded.target
         seconds_of_table = _make_table(loaded, table_k, bar) if table else None
@@ -134,14 +137,16 @@ def tune(
             found["auto"] = tuning.practise(
                 target, profiles, prompts, batch, max_new_tokens, loaded.eos_token_ids, text_seconds, progress=bar
             )
-    if as_json:
-        click.echo(json.dumps(found))
-    else:
-        _show(found)
-    if plot is not None:
-        _draw(found, plot)
-        if not as_json:
-            click.echo(f"written: {plot}")
+    try:
+        if as_json:
+            click.echo(json.dumps(found))
+        else:
+            _show(found)
+    finally:  # also where standard output cannot be written
+        if plot is not None:
+            _draw(found, plot)
+    if plot is not None and not as_json:
+        click.echo(f"written: {plot}")
 
 
 def _compare(
@@ -212,10 +217,7 @@ def _check(plot: Path) -> None:
     """Refuses, before anything is measured, a plot that cannot be drawn or written."""
     if plot.suffix not in KINDS:
         raise BadParameter(f"--plot {plot} is not possible: the file must end in {' or '.join(KINDS)}")
-    if not plot.parent.is_dir():
-        raise BadParameter(f"--plot {plot} cannot be written: there is no folder {plot.parent}")
-    if plot.is_dir() or not os.access(plot if plot.exists() else plot.parent, os.W_OK):
-        raise BadParameter(f"--plot {plot} cannot be written: no permission, or it is a folder")
+    screen.check_place("the plot", plot)
     plots.require()
 
 

@@ -70,7 +70,7 @@ def compare(
     with screen.progress("tune") as bar:
         for file in files:
             bar(f"loading {file.name}", 0, 1)
-            loaded = loading.load(**model_arguments({**values, "model": str(file)}))
+            loaded = loading.load(**model_arguments({**values, "model": str(file)}), sequences=batch)
             measured, profiles = tuning.tune(loaded.target, batch, seconds, progress=bar)
             prompts = [tokens for task in sets for tokens in tasks.encoded(task, loaded, max_new_tokens)]
             ends = loaded.eos_token_ids

@@ -56,6 +56,18 @@ def needing(what: str, extra: str, *packages: str) -> Iterator[None]:
         ) from None
 
 
+def check_folder(name: str | Path) -> None:
+    """Refuses what can only be meant as a folder and is not there. What may be a hub id is not looked for.
+
+    Raises:
+        BadParameter: it is not there.
+    """
+    text, folder = str(name), Path(name).expanduser()
+    is_path = folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1
+    if is_path and not folder.exists():
+        raise BadParameter(f"there is no folder {text!r}; give the folder of a Transformers model, or a hub id")
+
+
 def trained_in(folder: Path) -> str:
     """For the end of a message about a folder: where a training has written its result; "" where there is none."""
     results = (folder / name for name in ("tuned", "head", "draft"))

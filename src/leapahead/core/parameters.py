@@ -1,11 +1,24 @@
-"""Checks of the numbers and token ids that a user passes. Numpy's numbers are accepted; booleans are not numbers."""
+"""Checks of the numbers and token ids that a user passes, and the parts of a list of options.
+
+Numpy's numbers are accepted; booleans are not numbers.
+"""
 
 from __future__ import annotations
 
+import re
 from numbers import Integral, Real
 from typing import Any
 
 from leapahead.core.errors import BadParameter
+
+# A part of a list that commas divide: a value in quotes may hold commas.
+PART = re.compile(r"""(?P<key>[^,=]*=)\s*(?P<quote>["'])(?P<value>.*?)(?P=quote)\s*(?=,|$)|[^,]+""", re.DOTALL)
+
+
+def listed(text: str) -> list[str]:
+    """The parts of `KEY=VALUE,KEY="VALUE, WITH COMMAS",WORD`, without empty ones, spaces around them, and quotes."""
+    parts = (each["key"] + each["value"] if each["quote"] else each[0] for each in PART.finditer(text))
+    return [part.strip() for part in parts if part.strip()]
 
 
 def is_whole(value: object) -> bool:

@@ -6,6 +6,7 @@ section that is not installed stays in its file unchanged.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -76,6 +77,10 @@ def given(drafter_cache: DrafterCache | str | Path | bool) -> DrafterCache | Non
     if not path.parent.is_dir():
         raise BadParameter(
             f"the drafter cache {path} cannot be created: the folder {path.parent} does not exist; create it first"
+        )
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise BadParameter(
+            f"the drafter cache {path} cannot be created: the folder {path.parent} is not writable; name another file"
         )
     new = DrafterCache()
     new.path = path.absolute()

@@ -201,7 +201,7 @@ def parsed(draft: Any) -> list[Draft]:
     """The draft models that an option names: one, a list, or names divided by commas. Names are not loaded yet.
 
     Raises:
-        BadParameter: it names none.
+        BadParameter: it names none, or a file or folder that is not there.
         Refused: a loaded one cannot draft.
     """
     if isinstance(draft, (str, Path)) and not str(draft).startswith(SELF):  # "self:skip=1,2" has commas of its own
@@ -213,10 +213,12 @@ def parsed(draft: Any) -> list[Draft]:
 
 
 def _parsed(draft: Any) -> Draft:
-    if isinstance(draft, (DraftModel, str)):
+    if isinstance(draft, DraftModel):
         return draft
-    if isinstance(draft, Path):
-        return str(draft)
+    if isinstance(draft, (str, Path)):
+        if (name := str(draft)) != BUNDLED and not name.startswith(SELF):
+            loading.check_place(name)
+        return name
     return DraftModel.of(draft if isinstance(draft, Loaded) else loading.load(draft))
 
 
@@ -257,6 +259,13 @@ def check_window(window: int, models: Sequence[DraftModel]) -> int:
                 f"{info.context_length - SINKS - LONGEST_CHAIN - 1}"
             )
     return window
+
+
+def names(draft: Any) -> Any:
+    """`draft` with the bundled one's name in place of loaded models, to check an option before anything is loaded."""
+    if isinstance(draft, (list, tuple)):
+        return [names(each) for each in draft]
+    return draft if isinstance(draft, (str, Path)) else BUNDLED
 
 
 def given(draft: Any, **options: Any) -> list[Draft]:

@@ -87,9 +87,8 @@ class Jacobi(SequenceDrafter):
         return sequence.text[self._random.randrange(sequence.given)] if guess is None else guess
 
     def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
-        wanted = self._wanted(sequence, budget)
-        length = min(wanted, budget.nodes, budget.depth)
-        while len(self._guesses) < wanted:
+        length = min(self._wanted(sequence, budget), budget.nodes, budget.depth)
+        while len(self._guesses) < length:  # what is guessed is replaced in every step
             self._guesses.append(self._guess(sequence))
             self._history.append([])
         for guess, values in zip(self._guesses[:length], self._history, strict=False):

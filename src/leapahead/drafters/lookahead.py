@@ -24,6 +24,7 @@ from leapahead.models.base import TREE
 from leapahead.planner.draft import Proposal, SequenceView, Step
 
 # (W, N, G): three by kind of text; three by model size, as published (2402.02057, table 4).
+MOST_ROWS = 2**16  # of a step; the published shapes have some hundred
 PRESETS = {
     "code": (8, 6, 15),
     "text": (7, 5, 10),
@@ -71,6 +72,11 @@ class Lookahead(SequenceDrafter):
         )
         for name, value, least in (("window", self.window, 1), ("ngram", self.ngram, 2), ("guesses", self.guesses, 1)):
             whole(name, value, least)
+        if (rows := (self.window + self.guesses) * (self.ngram - 1)) > MOST_ROWS:
+            raise BadParameter(
+                f"window={self.window}, ngram={self.ngram} and guesses={self.guesses} are not possible together: a "
+                f"step would have {rows} rows, and {MOST_ROWS} are the most; give smaller ones"
+            )
         self.prompt_ngrams, self.start_from_pool = prompt_ngrams, start_from_pool
         self.pool = NgramPool(self.ngram, self.guesses, pool_capacity)
         self._window = Window(self.window, self.ngram, seed)

@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import is_whole
 from leapahead.drafters.base import Drafter, PerSequence, SequenceDrafter
 from leapahead.models.base import TREE
 
@@ -50,6 +51,7 @@ NEEDING = (
     "speculative_sampling",
 )
 
+MOST = 2**24  # of whole numbers in the options of this package's drafters: more than any context or draft needs
 A_CLASS = "a drafter must be a name or a class, got"
 DrafterClass = type[Drafter] | type[SequenceDrafter]
 
@@ -87,14 +89,14 @@ def options(drafter: DrafterClass) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in inspect.signature(drafter).parameters.items() if p.kind != p.VAR_KEYWORD}
 
 
-def branching(drafter: str | DrafterClass) -> str:
-    """The name of a drafter that needs branches in its drafts; "" of any other.
+def branching(*drafters: str | DrafterClass) -> str:
+    """The name of the first of these drafters that needs branches in its drafts; "" if none does.
 
     Raises:
-        BadParameter: the drafter is unknown, or is no drafter.
+        BadParameter: a drafter is unknown, or is no drafter.
     """
-    kind = load(drafter) if isinstance(drafter, str) else _checked(drafter, A_CLASS)
-    return kind.name if TREE in kind.needs else ""
+    kinds = [load(drafter) if isinstance(drafter, str) else _checked(drafter, A_CLASS) for drafter in drafters]
+    return next((kind.name for kind in kinds if TREE in kind.needs), "")
 
 
 def make(drafter: str | DrafterClass, **given: Any) -> Drafter:
@@ -115,10 +117,16 @@ def make(drafter: str | DrafterClass, **given: Any) -> Drafter:
                 f"drafter {kind.name!r} has no option {option!r}{_nearest(option, known)}; "
                 + (f"it has {', '.join(known)}" if known else "it has none")
             )
+        if option != "seed" and is_whole(given[option]) and given[option] > MOST and _is_ours(kind):
+            raise BadParameter(f"{option}={given[option]} is not possible: it must be at most {MOST}")
     if issubclass(kind, SequenceDrafter):
         sequence_drafter = kind
         return PerSequence(lambda: sequence_drafter(**given))
     return kind(**given)
+
+
+def _is_ours(kind: DrafterClass) -> bool:
+    return kind.__module__.startswith("leapahead.")
 
 
 def _third_party() -> dict[str, EntryPoint]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leapahead.core.errors import BadParameter, Refused, needing
+from leapahead.drafters.heads import checkpoint
 from leapahead.drafters.heads.config import PROBES
 from leapahead.drafters.sources.head import HeadSource
 from leapahead.drafters.sources.probes import ProbeSource
@@ -27,13 +28,13 @@ OWN = "mtp"  # the name of the MTP modules in the target's own checkpoint
 
 
 def parsed(head: Any) -> list[Path | None]:
-    """The folders of heads that an option names: one, a list, or several divided by commas. Nothing is read yet.
+    """The folders of heads that an option names: one, a list, or several divided by commas. No weights are read yet.
 
     Returns:
         None for the modules of the target's own checkpoint.
 
     Raises:
-        BadParameter: it names none.
+        BadParameter: it names none, or a folder that holds none.
     """
     names = head.split(",") if isinstance(head, str) else head if isinstance(head, (list, tuple)) else [head]
     if not all(isinstance(name, (str, Path)) for name in names):
@@ -42,7 +43,10 @@ def parsed(head: Any) -> list[Path | None]:
     if not found:
         raise BadParameter("head names no trained head; give its folder, or several divided by commas")
     names = [loading.bundled("tiny-eagle3") if name == loading.BUNDLED else name for name in found]
-    return [None if name == OWN else Path(name) for name in names]
+    folders = [None if name == OWN else Path(name) for name in names]
+    for folder in filter(None, folders):
+        checkpoint.read_config(folder)
+    return folders
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +135,7 @@ def _load(folder: Path | None, target: Target, what: str) -> TrainedHead | Train
         what: it is, for messages.
     """
     with needing("trained heads", "transformers", "torch", "transformers", "safetensors"):
-        from leapahead.drafters.heads import checkpoint, load, mtp
+        from leapahead.drafters.heads import load, mtp
     if folder is None:
         require(target.info, frozenset({HIDDEN}), what)
         return TrainedHead(mtp.own(target))

@@ -16,8 +16,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from leapahead.core.errors import BadParameter
 from leapahead.core.tree import TreeBuilder
 from leapahead.planner.draft import SequenceView, Step
+
+MOST_TOKENS = 2**20  # no forward has nearly so many
 
 
 class Window:
@@ -27,9 +30,17 @@ class Window:
         width: W.
         ngram: N.
         seed: of the random prompt tokens that fill entries for which nothing is known.
+
+    Raises:
+        BadParameter: it would have more than `MOST_TOKENS`.
     """
 
     def __init__(self, width: int, ngram: int, seed: int = 0) -> None:
+        if width * (ngram - 1) > MOST_TOKENS:
+            raise BadParameter(
+                f"window={width} and ngram={ngram} are not possible together: window times ngram - 1 must be at most "
+                f"{MOST_TOKENS}"
+            )
         self.width, self.ngram = width, ngram
         self._random = random.Random(seed)
         self._rows: list[list[int]] = []  # row 0 without column 0 (W-1 tokens), then rows 1 .. N-2 (W tokens each)

@@ -6,8 +6,8 @@
 Knows tokenizers and no model.
 """
 
-from leapahead.grammar.compiled import Grammars
+from leapahead.grammar.compiled import Grammars, validate
 from leapahead.grammar.definition import Grammar
 from leapahead.grammar.processor import GrammarProcessor
 
-__all__ = ["Grammar", "GrammarProcessor", "Grammars"]
+__all__ = ["Grammar", "GrammarProcessor", "Grammars", "validate"]

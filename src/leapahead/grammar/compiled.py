@@ -103,9 +103,9 @@ class Compiled:
         try:
             self._matcher = LLMatcher(tokens, _converted(grammar), log_level=0, limits=LLParserLimits(**limits))
         except ValueError as error:
-            raise BadParameter(f"the {grammar.kind} cannot be compiled: {_sentence(str(error))}") from None
+            raise _refusal(grammar, str(error)) from None
         if self._matcher.is_error():
-            raise BadParameter(f"the {grammar.kind} cannot be compiled: {_sentence(self._matcher.get_error())}")
+            raise _refusal(grammar, self._matcher.get_error())
         state = self.follow([], tokens.vocab_size)
         allowed = state.mask(0, [])
         if state.problem:
@@ -121,6 +121,27 @@ class Compiled:
     def matcher(self) -> LLMatcher:
         """A matcher at the beginning of a text."""
         return self._matcher.deep_copy()
+
+
+def validate(grammar: Grammar) -> None:
+    """Refuses a grammar that cannot be compiled for any vocabulary.
+
+    Raises:
+        BadParameter: it cannot.
+        LeapaheadError: llguidance is not installed.
+    """
+    with needing("constrained decoding", "grammar", "llguidance"):
+        from llguidance import LLMatcher
+    try:
+        error = LLMatcher.validate_grammar(_converted(grammar), None)
+    except ValueError as raised:
+        raise _refusal(grammar, str(raised)) from None
+    if error:
+        raise _refusal(grammar, error)
+
+
+def _refusal(grammar: Grammar, error: str) -> BadParameter:
+    return BadParameter(f"the {grammar.kind} cannot be compiled: {_sentence(error)}")
 
 
 def _converted(grammar: Grammar) -> str:

@@ -266,6 +266,4 @@ def _predictions(given: Any, drafter: Drafter, kept: ModelEngine, rows: int) -> 
     """The prediction of each row."""
     if isinstance(given, Tensor):
         given = given.tolist()
-    if given is not None and not drafter.takes_prediction:
-        raise BadParameter(f"drafter {drafter.name!r} makes no use of a prediction; use auto or prediction")
-    return Inputs(kept.target.info, None, ()).predictions(given, rows)
+    return Inputs(kept.target.info, None, ()).predictions(given, rows, drafter)

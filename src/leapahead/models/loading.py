@@ -13,9 +13,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from leapahead.core.errors import BadParameter, Refused, needing
+from leapahead.core.errors import BadParameter, Refused, check_folder, needing
 from leapahead.core.text import Tokenizer
 from leapahead.models.base import HoldsProcesses, Target
+from leapahead.models.llama_cpp.file import check_file
 from leapahead.models.llama_cpp.options import LlamaCppOptions
 from leapahead.models.openvino.options import OpenVinoOptions, is_openvino
 
@@ -177,6 +178,18 @@ def check(model: Any = None, *, engine: str = "auto", **options: Any) -> None:
         LlamaCppOptions(**given)
     elif kind == "openvino":
         OpenVinoOptions(**given)
+
+
+def check_place(model: str | Path) -> None:
+    """Refuses a name or path of a model where none can be, as far as that can be told without loading it.
+
+    Raises:
+        BadParameter: there is no such file or folder, or the file is no complete GGUF file.
+    """
+    if engine_of(model) == "llama.cpp":
+        check_file(Path(model).expanduser())
+    else:
+        check_folder(model)
 
 
 def _refuse_options(kind: str, model: Any, options: dict[str, Any], cache_tokens: int | None) -> None:

@@ -156,7 +156,9 @@ def _greedy(texts: Sequence[Text]) -> list[Text]:
     """
     found = [text for text in texts if text.temperature == 0]
     if texts and not found:
-        raise BadParameter("none of the texts is greedy, as Jacobi trajectories are; give data, or other texts")
+        raise BadParameter(
+            "none of the texts is greedy, as Jacobi trajectories are; give data=FILE of prompts, or other texts"
+        )
     return found
 
 

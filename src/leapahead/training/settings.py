@@ -12,6 +12,8 @@ head/, draft/, tuned/    what is trained, by its kind, with its model card and i
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,6 +45,7 @@ FEATURES = ("online", "disk")
 SCHEDULES = ("cosine", "linear")
 ADAMW, MUON = OPTIMIZERS = ("adamw", "muon")
 USUAL_MINUTES = 30.0
+MOST_SEED = 2**63  # prompts have the numbers after it, all of which must be less than 2**64
 TRAINED = tuple(kind for kind in KINDS if kind not in (DSPARK, MTP, *PROBES))
 USUAL_LOSS = {HYDRA: "ce"}  # soft_ce of the others
 USUAL_DEPTHS = {MEDUSA: 5, EAGLE: 1, EAGLE3: 4, HYDRA: 5, HYDRA_PREFIX: 5, DFLASH: 7}
@@ -68,7 +71,7 @@ class RunSettings:
         max_new_tokens: greatest length of the target's answers.
         sampled: share of the texts that are sampled at temperature 1; the others are greedy.
         held_out: share of the texts that are not trained on but evaluated.
-        lr: greatest learning rate.
+        lr: greatest learning rate; 0 for the usual one.
         batch, accumulate: texts of a forward, and forwards of an optimizer step.
         schedule: how the learning rate falls, "cosine" or "linear".
         optimizer: one of `OPTIMIZERS`; "" for the usual one, which is AdamW, and of DFlash Muon.
@@ -99,15 +102,17 @@ class RunSettings:
         if self.optimizer:
             check_choice(self, optimizer=OPTIMIZERS)
         if not self.data and not self.texts:
-            raise BadParameter("give data, a file of prompts, or texts, those that an earlier run has written, or both")
+            raise BadParameter("give data=FILE of prompts, texts=FILE that an earlier run has written, or both")
         if self.minutes is not None and self.steps is not None:
-            raise BadParameter("give either minutes or steps, not both")
-        for name, least in (("batch", 1), ("accumulate", 1), ("steps", 1)):
+            raise BadParameter(f"give either minutes={self.minutes:g} or steps={self.steps}, not both")
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise BadParameter(f"minutes={self.minutes:g} is not possible: it must be a finite number above 0")
+        for name, least in (("batch", 1), ("accumulate", 1), ("steps", 1), ("lr", 0), ("seed", 0)):
             check_least(self, name, least)
         for name, most in (("sampled", 1.0), ("held_out", 0.9)):
             check_share(self, name, most)
-        if self.lr < 0 or (self.minutes is not None and self.minutes <= 0):
-            raise BadParameter("lr and minutes must be above 0")
+        if self.seed >= MOST_SEED:
+            raise BadParameter(f"seed={self.seed} is not possible: it must be less than {MOST_SEED}")
 
     @property
     def length(self) -> float | None:
@@ -145,7 +150,8 @@ class Settings(RunSettings):
         if self.kind in (EAGLE, DFLASH) and self.draft_vocab:
             raise BadParameter(f"draft_vocab is not possible with {self.kind}, whose output layer is the target's")
         if self.kind not in FUSED and self.layers:
-            raise BadParameter(f"layers is not possible with {self.kind}, which reads the last hidden state")
+            layers = ",".join(map(str, self.layers))
+            raise BadParameter(f"layers={layers} is not possible with {self.kind}, which reads the last hidden state")
         for name in ("depths", "draft_vocab"):
             check_least(self, name, 0)
 
@@ -253,8 +259,7 @@ class ProbeSettings(RunSettings):
         super().__post_init__()
         for name in ("depths", "groups"):
             check_least(self, name, 1)
-        if self.ar_weight < 0:
-            raise BadParameter(f"ar_weight={self.ar_weight} is not possible: it must be at least 0")
+        check_least(self, "ar_weight", 0)
 
     def complete(self, hidden_size: int) -> ProbeSettings:
         """The settings with the usual values in place of those that were left out, for a model of this width."""
@@ -270,10 +275,11 @@ def check_choice(settings: RunSettings, **known: Sequence[str]) -> None:
 
 
 def check_least(settings: RunSettings, name: str, least: int) -> None:
-    """Refuses a setting that is too small; None is what was left out."""
+    """Refuses a setting that is too small or not finite; None is what was left out."""
     value = getattr(settings, name)
-    if value is not None and value < least:
-        raise BadParameter(f"{name}={value} is not possible: it must be at least {least}")
+    if value is not None and not least <= value < math.inf:
+        finite = "a finite number of " * isinstance(value, float)
+        raise BadParameter(f"{name}={value} is not possible: it must be {finite}at least {least}")
 
 
 def check_share(settings: RunSettings, name: str, most: float) -> None:
@@ -319,7 +325,7 @@ class Folder:
         return self.path / self.result
 
     def check(self, settings: RunSettings, resume: bool) -> None:
-        """Checks that the folder is new, or if it is resumed, that it was begun with the same settings.
+        """Checks that the folder is new and can be written, or if it is resumed, that it was begun with these settings.
 
         A folder with settings alone is new: a run has failed before it wrote a text.
 
@@ -328,6 +334,9 @@ class Folder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise BadParameter(f"{self.path} is a file; give a new folder")
+        there = next(each for each in (self.path, *self.path.absolute().parents) if each.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise BadParameter(f"{self.path} cannot be written, because {there} is no writable folder; give another")
         if resume:
             _check_same(self._run, _plain(settings))
         elif self.path.exists() and any(each != self._run for each in self.path.iterdir()):

@@ -132,6 +132,15 @@ def read(llm: LLM, path: Path) -> list[Text]:
     return sorted(_read(path, _model(llm)).values(), key=lambda text: text.index)
 
 
+def check_file(path: Path) -> None:
+    """Refuses what cannot hold texts of a training run, before a model is loaded.
+
+    Raises:
+        BadParameter: it does not.
+    """
+    _read(path, {})
+
+
 def written_for(path: Path) -> str:
     """The name of the file of prompts that a file of texts was written for."""
     with path.open(encoding="utf-8") as file:
@@ -208,7 +217,7 @@ def _read(path: Path, expected: dict[str, Any]) -> dict[int, Text]:
     try:
         head, *records = [json.loads(line) for line in whole.split("\n") if line]
         texts = [Text(**record) for record in records]
-        given = {name: head[name] for name in expected}
+        given = {name: head[name] for name in (*expected, "weights", "data")}  # every first line has these two
     except (ValueError, TypeError, KeyError):
         raise BadParameter(f"{path} holds no texts of a training run; give one's texts.jsonl") from None
     for name, value in expected.items():

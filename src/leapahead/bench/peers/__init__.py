@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from leapahead.bench.contender import Contender
 from leapahead.core.errors import BadParameter, needing
+from leapahead.core.parameters import listed
 from leapahead.models.loading import Loaded
 
 # name -> (module here, class)
@@ -94,7 +95,7 @@ class Peer(ABC):
 
 
 def configured(texts: Sequence[str]) -> list[Peer]:
-    """Peers from `NAME:KEY=VALUE,...`.
+    """Peers from `NAME:KEY=VALUE,...`; a value with commas is put in quotes.
 
     Raises:
         BadParameter: there is no such peer or option, a needed option is missing, or the peer cannot run.
@@ -114,7 +115,7 @@ def _configured(text: str) -> Peer:
         cls: type[Peer] = getattr(import_module(f"{__name__}.{module}"), kind)
     known = {each.name: each for each in fields(cls)}
     options: dict[str, Any] = {}
-    for pair in filter(None, map(str.strip, given.split(","))):
+    for pair in listed(given):
         key, equals, value = pair.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or key not in known:

@@ -44,8 +44,13 @@ def load(
     Raises:
         LeapaheadError: whatever is wrong with the file or the options, in one sentence.
     """
-    model, chosen = Model(path, options), ""
     separate = options.kv_unified is False
+    if separate and options.n_seq_max is None and (sequences or 0) > MOST_SEQUENCES:
+        raise BadParameter(
+            f"max_batch={sequences} is not possible with kv_unified=False, since llama.cpp has at most "
+            f"{MOST_SEQUENCES} sequences; give a smaller one, or kv_unified=True"
+        )
+    model, chosen = Model(path, options), ""
     if options.kv_unified is None and sequences is not None:
         against = against_separate(model, options, sequences, branching)
         separate, chosen = not against, f"one KV cache for all sequences, since {against}"
@@ -55,11 +60,6 @@ def load(
                 f"of more than {FEW} take less time so; kv_unified=True (--kv-unified) gives one for all, and drafts "
                 "with branches"
             )
-    if separate and options.n_seq_max is None and (sequences or 0) > MOST_SEQUENCES:
-        raise BadParameter(
-            f"max_batch={sequences} is not possible with kv_unified=False, since llama.cpp has at most "
-            f"{MOST_SEQUENCES} sequences; give a smaller one, or kv_unified=True"
-        )
     if not separate:
         target = LlamaCppTarget(model, options)
     else:

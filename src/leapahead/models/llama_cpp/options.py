@@ -10,6 +10,7 @@ from leapahead.core.errors import BadParameter
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
 SMALLEST_CONTEXT = 256  # llama.cpp rounds the size of a cache up to a multiple of this
 MOST_SEQUENCES = 256  # LLAMA_MAX_SEQ
+MOST = 2**31 - 1  # llama.cpp would take the remainder of a larger number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +66,14 @@ class LlamaCppOptions:
     kept_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self._check("n_ctx", 0, None)
-        self._check("n_batch", 1, None)
-        self._check("n_ubatch", 1, None)
+        self._check("n_ctx", 0)
+        self._check("n_batch", 1)
+        self._check("n_ubatch", 1)
         self._check("n_threads", 1, 4096)
         self._check("n_threads_batch", 1, 4096)
-        self._check("n_gpu_layers", -1, None)
+        self._check("n_gpu_layers", -1)
         self._check("n_seq_max", 1, MOST_SEQUENCES)
-        self._check("kept_tokens", 0, None)
+        self._check("kept_tokens", 0)
         if not isinstance(self.kv_unified, bool | None):
             raise BadParameter(f"kv_unified={self.kv_unified!r} is not possible: it must be true or false")
         if self.n_ctx is not None and 0 < self.n_ctx < SMALLEST_CONTEXT:
@@ -92,12 +93,11 @@ class LlamaCppOptions:
                 "attention only; leave one of them out"
             )
 
-    def _check(self, name: str, low: int, high: int | None) -> None:
+    def _check(self, name: str, low: int, high: int = MOST) -> None:
         """Refuses what is no whole number from `low` to `high`; None is possible where it is the default."""
         value = getattr(self, name)
         if value is None and type(self).__dataclass_fields__[name].default is None:
             return
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or value < low or (high is not None and value > high):
-            rule = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise BadParameter(f"{name}={value!r} is not possible: it must be a whole number, {rule}")
+        if not whole or not low <= value <= high:
+            raise BadParameter(f"{name}={value!r} is not possible: it must be a whole number, from {low} to {high}")

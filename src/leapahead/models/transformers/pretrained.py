@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers.utils import cached_file, logging
 
-from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_line, trained_in
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused, check_folder, first_line, trained_in
 from leapahead.models.transformers import packing
 from leapahead.models.transformers.devices import checked_device
 from leapahead.models.transformers.encoder_decoder import new_target
@@ -195,8 +195,7 @@ def _source(name_or_path: str | Path, file: str, trust_remote_code: bool) -> tup
             f"{name!r} is a file, but not a GGUF file by its name; give the folder of a Transformers model, a hub id, "
             "or a file whose name ends in .gguf"
         )
-    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise BadParameter(f"there is no folder {name!r}; give the folder of a Transformers model, or a hub id")
+    check_folder(name)
     is_cached = isinstance(try_to_load_from_cache(name, file), str)
     try:
         HfApi().model_info(name, timeout=HUB_SECONDS)
