@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 ALLOWED, LEAST_SHARE = 3.0, 90.0  # percent: of regret beyond ten plain steps, and of the right profile's gain
 
+LITTLE = ("useless", "fair", "mostly wrong")  # acceptance with which drafts gain little or nothing
+
 
 def regret(data: Data) -> Figure:
     """Mean regret beyond ten plain steps, by case; and what was gained against the gain of the right profile."""
@@ -22,7 +24,7 @@ def regret(data: Data) -> Figure:
     cases = list(dict.fromkeys(row["what"] for row in rows))
     for number, curve in enumerate(curves):
         style: dict[str, Any] = {"color": COLOURS[number], "marker": MARKERS[number], "linestyle": ""}
-        some = [row for row in rows if row["curve"] == curve and row["acceptance"] in ("useless", "fair")]
+        some = [row for row in rows if row["curve"] == curve and row["acceptance"] in LITTLE]
         losses.plot(
             [100 * row["mean_excess"] for row in some], [cases.index(row["what"]) for row in some], label=curve, **style
         )
@@ -39,5 +41,5 @@ def regret(data: Data) -> Figure:
         xlabel="time saved with the right profile, %",
         ylabel="time saved, %",
     )
-    losses.legend(loc="best", fontsize=8)
+    losses.legend(loc="lower right", fontsize=8)
     return figure

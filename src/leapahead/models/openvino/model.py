@@ -37,9 +37,9 @@ from leapahead.models.openvino.tracks import Cache, Track
 CHUNK = 512  # greatest number of tokens of a prompt in one forward
 EXACT_ROWS = 2  # tokens of a sequence in a forward, at least, with which all forwards give the same bits
 # Where the model is compiled once, plain steps after a drafted one keep its number of rows until so many were computed,
-# which cost about as much as the two changes of size that are spared if the next step drafts again; steps with more
-# than two buckets of rows do not.
-HELD_ROWS, HELD_BUCKETS = 20, 2
+# since the next step may draft again, which spares two changes of size; not after more than two buckets of rows.
+# The planner asks for at most four plain steps in a row where it wants to know the time of one, so these must be fewer.
+HELD_ROWS, HELD_BUCKETS = 8, 2
 TREE_ROOM = 256  # nodes of all trees that are possible while no sequence has filled a sliding window
 
 
