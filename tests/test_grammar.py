@@ -570,7 +570,7 @@ def test_the_options_of_the_command_line(leapahead: Any, tmp_path: Path) -> None
         (("--regex", "(a"), 'regular expression cannot be compiled: .*"(a".*unclosed group'),
         (("--json-schema", "missing.json"), "no such file"),
         (("--json-schema", "{"), "is not JSON"),
-        (("--regex", "a", "--ignore-eos"), "--ignore-eos=True is not possible with a grammar"),
+        (("--regex", "a", "--ignore-eos"), "--ignore-eos is not possible with a grammar"),
         (("--grammar", "missing.lark"), "does not exist"),
     ],
 )

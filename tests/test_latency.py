@@ -578,7 +578,7 @@ def test_plain_steps_between_drafted_ones_do_not_hide_what_a_change_costs() -> N
         rows = 1 if profile.wants_plain else 4
         is_resized = rows != last
         took = {1: 0.010, 4: 0.013}[rows] + 0.007 * is_resized
-        profile.observe(rows, took * exp(noise.gauss(0, 0.03)), is_resized)
+        profile.observe(rows, took * exp(noise.gauss(0, 0.03)), is_resized, is_resized)
         last, plain_steps = rows, plain_steps + (rows == 1)
     assert profile(1) == pytest.approx(0.010, rel=0.05)
     assert profile(4) == pytest.approx(0.013, rel=0.05)
