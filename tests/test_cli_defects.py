@@ -144,8 +144,8 @@ def test_a_full_disk(args: list[str]) -> None:
     ("args", "code"),
     [
         (["generate", PROMPT, *FEW], 0),  # the line of figures is lost, and the text is whole
-        (["generate", PROMPT, *FEW, "--no-stream"], 0),
-        (["explain", PROMPT, "--max-new-tokens", "2", "--out"], 0),
+        pytest.param(["generate", PROMPT, *FEW, "--no-stream"], 0, marks=pytest.mark.slow),
+        pytest.param(["explain", PROMPT, "--max-new-tokens", "2", "--out"], 0, marks=pytest.mark.slow),
         (["generate", PROMPT, "--max-new-tokens", "0"], 2),
         (["generate", "--no-such-option"], 2),
     ],
