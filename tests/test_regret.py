@@ -59,7 +59,8 @@ def test_where_another_size_takes_longer_useless_drafts_cost_little() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_every_case(case: Case) -> None:
-    found = row(case, 8)
+    # In a text that changes it is a matter of luck when the sources, asked now and then, are seen to be good again.
+    found = row(case, 16 if case.acceptance == "changing" else 8)
     assert found["mean_excess"] < 0.03
     assert found["share"] is None or found["right_gain"] < 0.2 or found["share"] > 0.9  # a small gain is all noise
 
