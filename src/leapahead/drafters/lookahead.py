@@ -23,8 +23,8 @@ from leapahead.drafters.window import Window
 from leapahead.models.base import TREE
 from leapahead.planner.draft import Proposal, SequenceView, Step
 
-# (W, N, G): three by kind of text; three by model size, as published (2402.02057, table 4).
 MOST_ROWS = 2**16  # of a step; the published shapes have some hundred
+# (W, N, G): three by kind of text; three by model size, as published (2402.02057, table 4).
 PRESETS = {
     "code": (8, 6, 15),
     "text": (7, 5, 10),

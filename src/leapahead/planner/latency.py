@@ -287,7 +287,7 @@ class LatencyProfile:
         if not is_plain:
             self._since_plain += 1
             self._observe_larger(rows, value)
-        elif not (unprepared and self.bucket > 1):  # else the next one tells what of this was the change
+        elif not (unprepared and self.bucket > 1):  # otherwise only the next plain step shows what the change took
             self._observe_plain(value)
         if self.steps % STALE == 0:
             self._sizes[1:] = [size for size in self._sizes[1:] if self.steps - size.last <= STALE * size.seen]
