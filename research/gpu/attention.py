@@ -4,7 +4,8 @@
     written out            the same packing, products and softmax as operations of their own
     values in parts        the same, the product with the values divided over the cells: more blocks for few heads
     keys repeated          fused attention with keys and values repeated for every query head, as Transformers does it
-    enable_gqa             fused attention told of the heads; of its fused kernels cuDNN's alone takes a mask then
+    enable_gqa             fused attention told of the heads; of its fused kernels cuDNN's alone takes a mask then. The
+                           mask is what is added to the scores, made once for all layers
     cuDNN                  the same with that kernel; on CUDA only
     compacted              exact mode's: `compacted.attend`
     FlexAttention          compiled for these shapes, with the block mask given; on CUDA only
@@ -82,6 +83,7 @@ def variants(given: Given) -> Iterator[tuple[str, Callable[[Given], Tensor]]]:
     """The names, and what computes [1, rows, heads, dim] of layers with these shapes and this mask."""
     heads, key_heads, rows = given.query.shape[1], given.key.shape[1], given.query.shape[2]
     added = packed.added(packed.pack_mask(given.mask, key_heads, heads), given.query.dtype)
+    unrepeated = packed.added(given.mask, given.query.dtype)  # as a forward has it, once for all layers
     visible = compacted.Compaction.of(given.mask)
     sums, scale = torch.promote_types(given.query.dtype, torch.float32), given.query.shape[3] ** -0.5
 
@@ -93,7 +95,7 @@ def variants(given: Given) -> Iterator[tuple[str, Callable[[Given], Tensor]]]:
         return found.transpose(1, 2).contiguous()
 
     def grouped(layer: Given) -> Tensor:
-        options: dict[str, Any] = {"attn_mask": layer.mask, "enable_gqa": heads != key_heads}
+        options: dict[str, Any] = {"attn_mask": unrepeated, "enable_gqa": heads != key_heads}
         return scaled_dot_product_attention(*layer[:3], **options).transpose(1, 2).contiguous()
 
     def compact(layer: Given) -> Tensor:

@@ -52,12 +52,14 @@ class Cell:
 
 
 def bandwidth(lab: Lab, clock: Clock) -> Data:
-    """Bytes per second of copies on the device, bytes read and bytes written together."""
+    """Bytes per second of copies on the device, bytes read and written together, and of a kernel that only reads."""
     size = COPIED.get(lab.device.type, COPIED["cpu"])
     source = torch.ones(size, dtype=torch.uint8, device=lab.device)
     goal = torch.empty_like(source)
-    seconds = median_seconds(lambda: goal.copy_(source), lab.device, lab.settings.rounds)
-    return {"bytes": size, "bytes_per_second": 2 * size / seconds}
+    copied = median_seconds(lambda: goal.copy_(source), lab.device, lab.settings.rounds)
+    numbers = source.view(torch.float32)
+    read = median_seconds(numbers.sum, lab.device, lab.settings.rounds)
+    return {"bytes": size, "bytes_per_second": 2 * size / copied, "read_bytes_per_second": size / read}
 
 
 def plain(lab: Lab, clock: Clock) -> Data:
@@ -212,15 +214,15 @@ def cells(lab: Lab) -> Iterator[Cell]:
     yield Cell("bandwidth", "copies on the device", 5, bandwidth)
     yield Cell("plain", "plain decoding", 20, plain)
     yield Cell("curve", "T(n)", 20, curve)
+    yield Cell("compiled", "captured forwards, compiled", 60, compiled)
+    yield Cell("outside", "steps of 64 nodes", 10, outside)
+    yield Cell("graphs", "captures", 10, graphs)
     tasks = lab.tasks if lab.cost != TINY else lab.tasks[:1]
     for batch, temperature, task in product(BATCHES, TEMPERATURES, tasks):
         measure = partial(speculation, task=task, temperature=temperature, batch=batch)
         what = f"{task}, temperature {temperature:g}, batch {batch}"
         yield Cell(f"{task}-t{temperature:g}-b{batch}", what, 10, measure)
-    yield Cell("outside", "steps of 64 nodes", 10, outside)
-    yield Cell("graphs", "captures", 10, graphs)
-    yield Cell("attention", "one layer's attention", 45, attention.measure)
     yield Cell("exact", "exact mode", 40, exact)
-    yield Cell("compiled", "captured forwards, compiled", 60, compiled)
+    yield Cell("attention", "one layer's attention", 45, attention.measure)
     yield Cell("transformers", "Transformers, compiled", 60, transformers_static)
     yield Cell("vllm", "vLLM", 120, vllm)

@@ -88,12 +88,16 @@ def plain_table(cells: Cells) -> str:
     rows = []
     for cost, found in cells.items():
         weights, copied = found.get("plain", {}).get("weights"), bandwidth(found)
+        read = found.get("bandwidth", {}).get("read_bytes_per_second")
         for name, rate in plain_rates(found).items():
-            limit = copied / weights if copied and weights else None
-            share = f"{rate / limit:.2f}" if limit else ""
-            cells_of = [f"{weights / 1e9:.2f}" if weights else "", f"{copied / 1e12:.3f}" if copied else ""]
-            rows.append([cost, NAMES[name], f"{rate:.1f}", f"{1e3 / rate:.2f}", share, *cells_of])
-    heads = "cost | decoded by | tokens/s | ms a token | of the limit | weights, GB | copies, TB/s"
+            shares = [f"{rate * weights / limit:.2f}" if limit and weights else "" for limit in (copied, read)]
+            sizes = [f"{weights / 1e9:.2f}" if weights else ""]
+            speeds = [f"{each / 1e12:.3f}" if each else "" for each in (copied, read)]
+            rows.append([cost, NAMES[name], f"{rate:.1f}", f"{1e3 / rate:.2f}", *shares, *sizes, *speeds])
+    heads = (
+        "cost | decoded by | tokens/s | ms a token | of the limit of copies | of that of reads | weights, GB | "
+        "copies, TB/s | reads, TB/s"
+    )
     return _table(heads, rows)
 
 

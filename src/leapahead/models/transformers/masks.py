@@ -40,7 +40,7 @@ class Inputs:
         lengths: int64 [batch]; committed entries.
         slots: int64 [batch, own]; of all nodes. Rows with fewer nodes than others repeat the slot of their root.
         there: int64 [batch, own]; the positions of all nodes.
-        ancestors: bool [batch, n, own]; which nodes the new ones attend to.
+        ancestors: bool [batch, n, own], or uint8 with 0 for false; which nodes the new ones attend to.
         end: number of slots that the forward reads.
         straight: whether the positions of the new nodes of every tree are `end - n`, `end - n + 1`, ..., which is what
             a model counts that is not told positions, and whether all entries lie at the slot of their position.
@@ -87,7 +87,7 @@ class Inputs:
 
     @classmethod
     def over(cls, values: Tensor, ancestors: Tensor, end: int, straight: bool = False) -> Inputs:
-        """Views of what `fill` has written: int64 [batch, 2 * n + 2 * own + 1] and bool [batch, n, own]."""
+        """Views of what `fill` has written: int64 [batch, 2 * n + 2 * own + 1], and bool or uint8 [batch, n, own]."""
         _, n, own = ancestors.shape
         tokens, positions, slots, there, length = torch.split(values, [n, n, own, own, 1], dim=1)
         return cls(tokens, positions, length[:, 0], slots, there, ancestors, end, straight)
@@ -103,7 +103,7 @@ class Inputs:
         n = self.tokens.shape[1]
         slots = torch.arange(self.end, device=self.tokens.device)
         visible = (slots < self.lengths[:, None])[:, None].repeat(1, n, 1)  # [batch, n, kv]
-        visible.scatter_(2, self.slots[:, None].expand(self.ancestors.shape), self.ancestors)
+        visible.scatter_(2, self.slots[:, None].expand(self.ancestors.shape), self.ancestors.bool())
         masks = {}
         for name, pattern in patterns.items():
             mask = visible

@@ -83,7 +83,8 @@ class Buffers:
         """Views of the device's buffer."""
         words, size = _words(shape) * WORD, shape.all_rows * shape.own
         values = self.device[:words].view(torch.int64).view(shape.batch, -1)
-        ancestors = self.device[words : words + size].view(torch.bool).view(shape.batch, shape.rows, shape.own)
+        # As bytes: the compiler of torch 2.11 takes no view of bytes as booleans.
+        ancestors = self.device[words : words + size].view(shape.batch, shape.rows, shape.own)
         inputs, source, goal, home, written = torch.split(values, _columns(shape), dim=1)
         return Inputs.over(inputs, ancestors, shape.end), Slots(source, goal, home[:, 0], written)
 

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from leapahead.core.errors import first_line
 
+aten = torch.ops.aten
 Traced = Callable[..., None]  # called with the tensors that it reads and writes
 Compile = Callable[[Any, Sequence[Tensor]], Traced]
 Tell = Callable[[str], None]
@@ -45,6 +46,48 @@ def prepare() -> None:
     from torch._inductor.loop_body import InterpreterShim
 
     InterpreterShim._dummy_gm()  # which keeps what it has traced
+
+
+def write_out(traced: Any) -> None:
+    """Writes products of one row with a matrix as sums over the products of their elements.
+
+    Inductor makes a kernel of such a sum that reads the matrix at the memory's bandwidth, and one kernel for several
+    matrices with the same row. The library's kernels reach less with one row. The sums are in float32, as the
+    library's are.
+
+    Args:
+        traced: a graph of operations, which is changed.
+    """
+    graph = traced.graph
+    for node in [*graph.find_nodes(op="call_function", target=aten.mm.default), *_biased(graph)]:
+        *bias, row, matrix = node.args
+        if row.meta["val"].shape[0] != 1 or not node.meta["val"].is_floating_point():
+            continue
+        with graph.inserting_before(node):
+            # As memory of its own: otherwise what computes the row would be repeated for every element of the sum.
+            row = graph.call_function(aten.as_strided.default, (row, *_laid_out(row)))
+            wide = [
+                graph.call_function(aten._to_copy.default, (each,), {"dtype": torch.float32}) for each in (row, matrix)
+            ]
+            column = graph.call_function(aten.unsqueeze.default, (wide[0], 2))
+            products = graph.call_function(aten.mul.Tensor, (column, wide[1]))
+            found = graph.call_function(aten.sum.dim_IntList, (products, [1]))
+            for each in bias:
+                found = graph.call_function(aten.add.Tensor, (found, each))
+            found = graph.call_function(aten._to_copy.default, (found,), {"dtype": node.meta["val"].dtype})
+        node.replace_all_uses_with(found)
+        graph.erase_node(node)
+    traced.recompile()
+
+
+def _biased(graph: Any) -> list[Any]:
+    """The products to which a bias is added, without factors."""
+    return [node for node in graph.find_nodes(op="call_function", target=aten.addmm.default) if not node.kwargs]
+
+
+def _laid_out(node: Any) -> tuple[list[int], list[int]]:
+    """The shape and the strides of a node's tensor."""
+    return list(node.meta["val"].shape), list(node.meta["val"].stride())
 
 
 def on_stderr(line: str) -> None:
@@ -102,6 +145,8 @@ class Compiler:
         except Exception as error:
             self.give_up(f"{what} cannot be traced: {first_line(error)}")
             return
+        if any(each.is_cuda for each in tensors):
+            write_out(traced)
         if self._compile is inductor:
             prepare()
         self._tell(f"compiling the forward of {what}, the {len(self._ordered)}. in use")
