@@ -32,6 +32,7 @@ from leapahead.models.transformers.static.cache import MOVES
 from leapahead.models.transformers.static.executor import StaticExecutor
 from leapahead.models.transformers.static.graphs import Calls
 from leapahead.models.transformers.static.shapes import ROWS
+from leapahead.planner.measurement import rounds
 
 SAMPLED = SamplingParams(temperature=0.8, seed=3, top_p=0.9)
 
@@ -190,6 +191,45 @@ def test_a_draft_that_grows(target: TransformersTarget, usual: TransformersTarge
         for session in sessions:
             session.close()
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_captured_outlives_the_entries() -> None:
+    """Captures take long, and entries are forgotten whenever a benchmark or a measurement has come to its end."""
+    cuda = FakeCuda()
+    target = capturing(cuda=cuda)
+    text = run(target, prompt=PROMPT)
+    captured = cuda.captured
+    target.forget()
+    session = target.open(PROMPT, GREEDY)
+    assert session.unread == len(PROMPT) - 1
+    session.close()
+    assert run(target, prompt=PROMPT).tokens == text.tokens
+    assert cuda.captured == captured
+
+
+def test_a_step_that_captures_says_so() -> None:
+    target = capturing()
+    session = opened(target, PROMPT)
+    trees = [TokenTree.root(session.tokens[-1]), TokenTree.chain(session.tokens[-1], [5, 6, 7])]
+    found = [target.step([session], [trees[number]])[0].prepares for number in (0, 0, 1, 0, 1)]
+    session.close()
+    assert found == [True, False, True, False, False]
+
+
+def test_a_profile_is_that_of_steps_that_capture_nothing() -> None:
+    """Captures that take many times as long as a step are no reason to leave larger sizes out."""
+    cuda = FakeCuda()
+    target = capturing(cuda=cuda)
+    clock = [0.0]
+    cuda.empty_cache = lambda: clock.__setitem__(0, clock[0] + 0.1)  # type: ignore[method-assign]
+
+    def step(*given: Any, **options: Any) -> Any:
+        clock[0] += 0.01
+        return TransformersTarget.step(target, *given, **options)
+
+    target.step = step  # type: ignore[method-assign]
+    found = rounds(target, sizes=(1, 4, 8, 16, 32), seconds=3.0, clock=lambda: clock[0])
+    assert {n: round(seconds, 6) for n, seconds in found[0].items()} == dict.fromkeys((1, 4, 8, 16, 32), 0.01)
 
 
 def test_no_address_changes_from_step_to_step() -> None:
@@ -355,7 +395,7 @@ def _mixed(data: st.DataObject, steps: int) -> None:
     target, usual = _pair
     executor = executor_of(target)
     for each in _pair:
-        each.forget()
+        each.executor.forget()
     executor.cache.capacity, executor.graphs.most = 24, 3
     open_: list[tuple[TransformersSession, TransformersSession]] = []
     numbers = st.integers(0, 2**32 - 1)

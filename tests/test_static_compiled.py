@@ -81,7 +81,7 @@ def test_compiled_code_is_used_over_another_cache_of_the_same_size() -> None:
     target = target_with(compiler, Calls())
     plain_text(target, compiler, interpreted)
     before = interpreted.runs
-    target.forget()
+    target.executor.forget()
     assert run(target, prompt=PROMPT).tokens == plain_text(target, compiler, interpreted)
     assert interpreted.runs > before
     assert interpreted.compiled == 1

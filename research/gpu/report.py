@@ -83,6 +83,16 @@ def plain_rates(found: dict[str, Data]) -> dict[str, float]:
     return {name: rate for name, rate in rates.items() if rate is not None}
 
 
+def memory_table(cells: Cells) -> str:
+    """Bandwidth of the device's memory, measured beside each cost."""
+    rows = [
+        [cost, f"{copied / 1e12:.3f}", f"{read / 1e12:.3f}" if (read := row.get("read_bytes_per_second")) else ""]
+        for cost, found in cells.items()
+        if (copied := (row := found.get("bandwidth", {})).get("bytes_per_second"))
+    ]
+    return _table("cost | copies, TB/s | reads, TB/s", rows)
+
+
 def plain_table(cells: Cells) -> str:
     """Plain decoding beside the limit of bandwidth."""
     rows = []
@@ -91,13 +101,9 @@ def plain_table(cells: Cells) -> str:
         read = found.get("bandwidth", {}).get("read_bytes_per_second")
         for name, rate in plain_rates(found).items():
             shares = [f"{rate * weights / limit:.2f}" if limit and weights else "" for limit in (copied, read)]
-            sizes = [f"{weights / 1e9:.2f}" if weights else ""]
-            speeds = [f"{each / 1e12:.3f}" if each else "" for each in (copied, read)]
-            rows.append([cost, NAMES[name], f"{rate:.1f}", f"{1e3 / rate:.2f}", *shares, *sizes, *speeds])
-    heads = (
-        "cost | decoded by | tokens/s | ms a token | of the limit of copies | of that of reads | weights, GB | "
-        "copies, TB/s | reads, TB/s"
-    )
+            size = f"{weights / 1e9:.2f}" if weights else ""
+            rows.append([cost, NAMES[name], f"{rate:.1f}", f"{1e3 / rate:.2f}", *shares, size])
+    heads = "cost | decoded by | tokens/s | ms a token | of the limit of copies | of that of reads | weights, GB"
     return _table(heads, rows)
 
 
@@ -218,6 +224,7 @@ def graphs_table(cells: Cells) -> str:
 
 
 TABLES: dict[str, Callable[[Cells], str]] = {
+    "The device's memory": memory_table,
     "Plain decoding": plain_table,
     "Steps of n nodes": curve_table,
     "Drafting": speculation_table,

@@ -158,7 +158,7 @@ class Planned(Drafter):
 
     def _judge(self, forward: Forward, committed: Sequence[int]) -> None:
         """Tells the guard of a forward, once all of its steps were seen; `committed` are the tokens of some."""
-        if forward.cost.read:  # its time says nothing of drafts
+        if not forward.is_usual:  # its time says nothing of drafts
             return
         _, seen, tokens = self._reported if self._reported[0] is forward else (None, 0, 0)
         self._reported = _, seen, tokens = forward, seen + len(committed), tokens + sum(committed)

@@ -279,7 +279,7 @@ def step(
         forward = _share(clock, batch, choices, unread, cost)
     else:
         choices = target.step(sessions, trees, capture=capture)
-        forward = Forward(clock.share("forward", batch), cost)
+        forward = Forward(clock.share("forward", batch), cost, choices[0].prepares)
     outputs = []
     try:
         for running, chosen in zip(batch, choices, strict=True):

@@ -316,7 +316,7 @@ class KeepsPrefixes(Protocol):
     """A target that keeps the cache of closed sessions, so that a prompt with the same beginning is read faster."""
 
     def forget(self) -> None:
-        """Releases what is kept of closed sessions, and its memory. Open sessions are not affected."""
+        """Releases what is kept of closed sessions; its memory too, where no forwards were prepared to use it."""
 
 
 @runtime_checkable

@@ -142,12 +142,15 @@ class Choices(Rows):
     Attributes:
         prompt: the captured rows of the prompt's tokens that were read in the same forward; None for none.
         probes: of each of the tree's probes its rows; not among those of the nodes.
+        prepares: whether the target prepared itself for forwards of this size in this one, as by capturing it. Its time
+            says nothing of others then.
         took_part: false where the prompt was not read to its end by this forward, so that there are no rows.
     """
 
     prompt: PromptRows | None = None
     probes: Sequence[Rows] = ()
     took_part = True
+    prepares = False
 
     def __init__(
         self,

@@ -117,10 +117,17 @@ class Forward:
     Attributes:
         seconds: wall clock.
         cost: its size.
+        prepares: see `Choices.prepares`.
     """
 
     seconds: float
     cost: Cost
+    prepares: bool = False
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether its time tells that of others: no prompt was read in it, and nothing was prepared for others."""
+        return not (self.cost.read or self.prepares)
 
 
 class Step(NamedTuple):

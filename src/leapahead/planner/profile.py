@@ -147,7 +147,7 @@ class LatencyProfiles:
 
         A forward that several sequences report, one after the other, counts once.
         """
-        if forward.cost.read:  # another kind of forward, since prompts were read in it
+        if not forward.is_usual:
             self.interrupt()
             return
         with self._lock:

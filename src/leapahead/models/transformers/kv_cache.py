@@ -128,9 +128,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def forget(self) -> None:
         """Drops the entries of closed sessions, and releases all memory unless a session is open."""
         if any(row.busy for row in self.rows):
-            for row in self.rows:
-                if not row.busy:
-                    row.tokens, row.length, row.top_k = [], 0, None
+            self.clear()
             return
         self.rows = [self.row_class(0)]
         self.capacity = min(FIRST_CAPACITY, self.limit)
@@ -143,6 +141,12 @@ class KVCache(Cache):  # type: ignore[misc]
         self._lengths: list[int] = [0]  # of its rows, computed nodes included
         self._new, self._packed = [0], False  # nodes of its rows, and whether they come as one sequence
         self._views: dict[Planes, Views] = {}
+
+    def clear(self) -> None:
+        """Drops the entries of closed sessions. The memory stays."""
+        for row in self.rows:
+            if not row.busy:
+                row.tokens, row.length, row.top_k = [], 0, None
 
     @property
     def bytes_per_token(self) -> int:

@@ -60,6 +60,7 @@ from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
 from leapahead.models.transformers.memory import free_bytes, out_of_memory_in
 from leapahead.models.transformers.replay import ReplayExecutor
 from leapahead.models.transformers.static import choice
+from leapahead.models.transformers.static.executor import StaticExecutor
 from leapahead.models.transformers.static.graphs import GraphBackend
 from leapahead.models.transformers.twin import twin
 
@@ -269,6 +270,7 @@ class TransformersTarget:
             states = [session.state for session in sessions]
             rows = [tree.computed for tree in trees]
             computed = self.executor.forward(states, rows, num_computed, self._layers(capture))
+            prepares = isinstance(self.executor, StaticExecutor) and self.executor.prepares
             parts = [
                 _divided(tree, first, output)
                 for tree, first, output in zip(trees, num_computed or [0] * len(trees), computed, strict=True)
@@ -286,7 +288,7 @@ class TransformersTarget:
             )
         ]
         for choices, (_, probes) in zip(found, parts, strict=True):
-            choices.probes = probes
+            choices.probes, choices.prepares = probes, prepares
         return found
 
     def cost(self, sessions: Sequence[TransformersSession], trees: Sequence[TokenTree]) -> Cost:
@@ -294,8 +296,11 @@ class TransformersTarget:
         return Cost(rows, len(trees), max(len(session.tokens) for session in sessions))
 
     def forget(self) -> None:
-        """Drops the entries kept of closed sessions, and releases the cache's memory unless a session is open."""
-        self.executor.forget()
+        """Drops the entries of closed sessions; without open ones their memory too, unless captured forwards use it."""
+        if isinstance(self.executor, StaticExecutor):
+            self.executor.clear()
+        else:
+            self.executor.forget()
 
     def weights_digest(self) -> str:
         """See `IdentifiesWeights`."""

@@ -92,6 +92,12 @@ class StaticCache(KVCache):
         self._flush(row)
         row.moves = [(row.length + slot, row.length + at) for at, slot in enumerate(slots) if slot != at]
 
+    def clear(self) -> None:
+        super().clear()
+        for row in self.rows:
+            if not row.busy:
+                row.moves = []
+
     def flush(self) -> None:
         """Makes all outstanding moves."""
         for row in self.rows:

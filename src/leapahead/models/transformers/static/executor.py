@@ -52,10 +52,12 @@ class StaticExecutor(MaskedExecutor):
 
     Attributes:
         compiler: compiles the forwards that are used most; None where none are compiled.
+        prepares: whether the last forward was recorded or compiled, which took longer than the forward.
     """
 
     cache: StaticCache
     compiler: Compiler | None = None
+    prepares = False
 
     def __init__(
         self,
@@ -102,6 +104,7 @@ class StaticExecutor(MaskedExecutor):
         layers: Layers = (),
         **options: Any,
     ) -> list[Outputs]:
+        self.prepares = False
         has_probes = any(tree.probes for tree in trees)
         if options or has_probes or self.exits is not None or not self.cache.is_ready:
             return super().run(rows, trees, num_computed, layers, **options)
@@ -113,6 +116,12 @@ class StaticExecutor(MaskedExecutor):
     def forget(self) -> None:
         super().forget()
         self.graphs.over(self._memory)
+
+    def clear(self) -> None:
+        """Drops the entries. Their memory stays, since recordings read and write it."""
+        self.cache.clear()
+        if self.exits is not None:
+            self.exits.forget()
 
     def _recorded(
         self, rows: Sequence[Row], trees: Sequence[TokenTree], computed: Sequence[int], n: int, layers: Layers
@@ -131,6 +140,7 @@ class StaticExecutor(MaskedExecutor):
             # All recordings share memory, and the smaller ones find room in that of the largest.
             self._recorded(rows, trees, computed, largest, layers)
             placed = self.cache.begin_static(rows, computed, n)
+        self.prepares |= shape not in self.graphs
         # Recording may run a forward several times; moves must be made once.
         self._write(shape, rows, trees, computed, placed, moves=shape in self.graphs)
         with self.cache.moving(rows):
@@ -188,6 +198,7 @@ class StaticExecutor(MaskedExecutor):
         code = self._code(shape)
         if (compiled := compiler.ready(code)) is not None:
             assert self._logits is not None
+            self.prepares = True
             rewrite()
             before = self._logits[: shape.all_rows].clone()
             compiled(*self._tensors(shape))
@@ -198,6 +209,7 @@ class StaticExecutor(MaskedExecutor):
                 self._logits[: shape.all_rows].copy_(before)
                 compiler.give_up(f"{shape} has other logits when it is compiled")
         elif compiler.wants(code):
+            self.prepares = True
             rewrite()
             compiler.order(code, str(shape), lambda: self._keep(shape, self._compute(shape)), self._tensors(shape))
 

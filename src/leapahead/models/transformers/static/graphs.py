@@ -18,7 +18,7 @@ Forward = Callable[[], None]  # reads and writes static memory only; to run it t
 
 MOST_GRAPHS = 64
 MEMORY_SHARE = 0.1  # of a device's memory, that graphs may take
-WARM_UPS = 2  # forwards before a capture, in which libraries choose their kernels and allocate their workspaces
+WARM_UPS = 1  # forwards before a capture, in which libraries choose their kernels and allocate their workspaces
 
 
 class Recording(Protocol):
