@@ -85,11 +85,11 @@ def plain_rates(found: dict[str, Data]) -> dict[str, float]:
 
 def memory_table(cells: Cells) -> str:
     """Bandwidth of the device's memory, measured beside each cost."""
-    rows = [
-        [cost, f"{copied / 1e12:.3f}", f"{read / 1e12:.3f}" if (read := row.get("read_bytes_per_second")) else ""]
-        for cost, found in cells.items()
-        if (copied := (row := found.get("bandwidth", {})).get("bytes_per_second"))
-    ]
+    rows = []
+    for cost, found in cells.items():
+        speeds = [found.get("bandwidth", {}).get(name) for name in ("bytes_per_second", "read_bytes_per_second")]
+        if speeds[0]:
+            rows.append([cost, *(f"{each / 1e12:.3f}" if each else "" for each in speeds)])
     return _table("cost | copies, TB/s | reads, TB/s", rows)
 
 
