@@ -18,7 +18,7 @@ import pytest
 
 from leapahead import LLM, interrupts
 from leapahead import drafters as registry
-from leapahead.cli import main, screen
+from leapahead.cli import main, screen, text_input
 from leapahead.models import loading
 
 PROMPT = "def add(a, b):"
@@ -340,6 +340,52 @@ def test_an_interrupted_text_shows_its_figures(
     else:
         assert figures == "interrupted before the first token"
     assert last == "interrupted"
+
+
+def test_an_interrupted_text_that_is_not_streamed_is_shown(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ("generate", PROMPT, "-d", "plain", *FEW, "--no-stream")
+    whole = leapahead(*args).stdout
+    interrupted_after(3, monkeypatch)
+    result = leapahead(*args)
+    assert result.exit_code == 130
+    assert len(result.stdout) > 1
+    assert whole.startswith(result.stdout[:-1])
+    assert result.stderr.startswith("interrupted: 3 tokens, 3 steps, ")
+    assert leapahead(*args, "--json").stdout == ""
+
+
+def test_an_interrupted_search_of_layers_keeps_the_best(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = screen.Bar.__call__
+
+    def interrupt(self: screen.Bar, what: str, done: int, total: int) -> None:
+        original(self, what, done, total)
+        if what.startswith("best so far") and done == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(screen.Bar, "__call__", interrupt)
+    result = leapahead("search-layers", "--trials", "5", "--limit", "1", "--max-new-tokens", "4", "--json")
+    assert result.exit_code == 130
+    assert json.loads(result.stdout)["trials"] == 2
+    assert result.stderr.endswith("interrupted\n")
+
+
+@pytest.mark.parametrize("given", [["--file", "endless"], ["-"]])
+def test_a_prompt_without_end_is_not_read_for_ever(
+    leapahead: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: list[str]
+) -> None:
+    monkeypatch.setattr(text_input, "MOST_CHARACTERS", 100)
+    (tmp_path / "endless").write_text("a" * 101, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    result = leapahead("generate", *given, stdin="a" * 101)
+    assert result.exit_code == 2
+    assert " has more than 100 characters, which no model reads; shorten it" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("command", [["check", "--batch"], ["tune", "--batch"], ["bench", "--batch"]])
+def test_an_absurd_batch_is_refused_before_the_model_is_loaded(leapahead: Any, command: list[str]) -> None:
+    result = leapahead(*command, "99999999", "-m", "no/such-model")
+    assert result.exit_code == 2
+    assert "99999999 is not in the range 1<=x<=65536" in result.stderr
 
 
 def test_check_shows_the_drafters_that_are_finished(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:

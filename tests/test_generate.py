@@ -574,6 +574,7 @@ def test_a_prompt_that_is_too_long() -> None:
         (ToyTarget(), {"drafter": "lookahead", "windw": 3}, "did you mean 'window'"),
         (ToyTarget(), {"drafter": "lookahead", "window": 0}, "window=0"),
         (ToyTarget(), {"max_batch": 0}, "max_batch=0"),
+        (ToyTarget(), {"max_batch": 10**9}, "max_batch=1000000000.*a whole number from 1 to 65536"),
         (ToyTarget(capabilities=frozenset()), {"drafter": "lookahead"}, "needs tree from the target"),
     ],
 )

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from leapahead.core.errors import CacheFull, ContextOverflow, LeapaheadError
+from leapahead.core.storage import cache_directory
 from leapahead.models.base import CHAIN, Cost, KeepsPrefixes
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import Forward
@@ -757,6 +758,19 @@ def test_it_is_measured_once_and_leaves_no_trace_on_the_target(cache: Path) -> N
     again = profiles(target)
     assert again.profile(1).as_dict() == pytest.approx(here.profile(1).as_dict(), rel=1e-4)
     assert again.as_dict()["1"]["1"] == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("given", ["relative", "", None])
+def test_a_cache_directory_that_is_no_absolute_path_is_ignored(given: str | None, monkeypatch: Any) -> None:
+    """As the XDG base directory specification has it."""
+    monkeypatch.delenv("LEAPAHEAD_CACHE", raising=False)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if given is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+    assert cache_directory() == Path("/home/somebody/.cache/leapahead")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
+    assert cache_directory() == Path("/var/cache/leapahead")
 
 
 def test_without_a_writable_cache_directory_each_process_measures_once(cache: Path, monkeypatch: Any) -> None:

@@ -445,7 +445,7 @@ def test_what_the_command_refuses(leapahead: Any, tmp_path: Path, monkeypatch: p
         (("model", "--model", "other"), "given twice"),
         (("--max-queue", "-1"), "--max-queue"),
         (("--api-key", "a b"), "visible ASCII"),
-        (("--max-batch", "0"), "--max-batch=0"),
+        (("--max-batch", "0"), "'--max-batch': 0 is not in the range"),
         (("--served-model-name", "", "-m", "none"), "--served-model-name='' is not possible"),  # before the model
         (("--allowed-origin", "example.org", "-m", "none"), "--allowed-origin='example.org' is not possible"),
         (("--request-seconds", "0", "-m", "none"), "--request-seconds=0.0 is not possible"),

@@ -10,7 +10,7 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from leapahead.core.errors import BadParameter, LeapaheadError
-from leapahead.core.parameters import whole
+from leapahead.core.parameters import MOST_BATCH, whole
 from leapahead.core.relaxed import EXACT, Relaxed, rule
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.text import Tokenizer
@@ -92,7 +92,7 @@ class LLM:
         acceptance: str | Relaxed = EXACT,
         **options: Any,
     ) -> None:
-        whole("max_batch", max_batch, least=1)
+        whole("max_batch", max_batch, 1, MOST_BATCH)
         self._acceptance = rule(acceptance) or EXACT
         backend = {name: options.pop(name) for name in loading.ENGINE_OPTIONS if name in options}
         backend |= {"engine": engine, "dtype": dtype, "device": device}

@@ -72,7 +72,13 @@ def save(draw: Callable[[Data], Figure], data: Data, prefix: Path, kinds: Sequen
         matplotlib.rcParams.update(STYLE)
         figure = draw(data)
         for path in paths:
-            figure.savefig(path, dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
+            part = path.with_name(f".{path.name}.part")  # so that a full disk leaves no part of a figure
+            metadata = {"Date": None} if path.suffix == ".svg" else None
+            try:
+                figure.savefig(part, dpi=DPI, format=path.suffix[1:], metadata=metadata)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
     return paths
 
 

@@ -25,7 +25,15 @@ from leapahead.cli.acceptance import SPELLED
 from leapahead.cli.bench_models import model_of
 from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, option
 from leapahead.cli.engine_options import ENGINE
-from leapahead.cli.options import LOADING, MODEL_GROUP, SHORTHANDS, all_of, drafter_arguments, loading_arguments
+from leapahead.cli.options import (
+    LOADING,
+    MODEL_GROUP,
+    SHORTHANDS,
+    all_of,
+    batch_option,
+    drafter_arguments,
+    loading_arguments,
+)
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.parameters import listed
 from leapahead.core.relaxed import rule
@@ -140,16 +148,8 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     group=MEASURED,
     help="0 is greedy decoding. May be repeated.",
 )
-@option(
-    "--batch",
-    "batches",
-    type=click.IntRange(min=1),
-    multiple=True,
-    default=(1,),
-    metavar="N",
-    group=MEASURED,
-    argument="max_batch",
-    help="Number of texts decoded together. May be repeated.",
+@batch_option(
+    "Number of texts decoded together. May be repeated.", "batches", multiple=True, default=(1,), group=MEASURED
 )
 @option(
     "--max-new-tokens",

@@ -26,6 +26,7 @@ from leapahead.cli.options import (
     TEMPERATURE,
     TEXT_GROUP,
     all_of,
+    batch_option,
     drafter_arguments,
     model_arguments,
 )
@@ -66,14 +67,7 @@ SHOWN = 3  # mismatches that are printed of each drafter
     help="A .txt file with a prompt on each line, or a .jsonl file with a field prompt, question or turns.",
 )
 @option("--limit", type=click.IntRange(min=1), metavar="K", show_default="all", help="Only the first K prompts.")
-@option(
-    "--batch",
-    type=click.IntRange(min=1),
-    default=1,
-    metavar="N",
-    argument="max_batch",
-    help="Number of prompts decoded together.",
-)
+@batch_option("Number of prompts decoded together.", default=1)
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def check(
     names: tuple[str, ...],

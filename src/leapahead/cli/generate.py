@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def generate(
     check_prediction(options.get("prediction"), drafters.load(values["drafter"]))
     check_values(options)
     llm = open_llm(values)
-    result = _whole(llm, given, options) if as_json or not streamed else streamed_result(llm, given, options)
+    result = streamed_result(llm, given, options) if streamed and not as_json else _whole(llm, given, options, as_json)
     comparison = _compare(llm, given, result, rounds, options) if with_plain else None
     if as_json:
         found = screen.as_dict(llm, result)
@@ -187,10 +188,21 @@ def streamed_result(llm: LLM, prompt: Any, options: Options) -> Result:
     return answer.result
 
 
-def _whole(llm: LLM, prompt: Any, options: Options) -> Result:
-    with screen.progress("decoding"):
-        result: Result = llm.generate(prompt, **options)
-    return result
+def _whole(llm: LLM, prompt: Any, options: Options, as_json: bool) -> Result:
+    """Decodes a text before anything of it is shown; an interrupt shows what there is, unless JSON is wanted."""
+    answer = screen.Answer()
+    try:
+        with screen.progress("decoding"), closing(llm.stream(prompt, **options)) as pieces:
+            for piece in pieces:
+                answer.add(piece)
+    except KeyboardInterrupt:
+        if not as_json:
+            if answer.text:
+                click.echo(answer.text, nl=not answer.text.endswith("\n"), color=True)
+            screen.say(answer.figures())
+        raise
+    assert answer.result is not None
+    return answer.result
 
 
 def _compare(llm: LLM, prompt: Any, result: Result, rounds: int, options: Options) -> Comparison:

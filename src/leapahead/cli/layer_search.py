@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +14,9 @@ from leapahead.cli.command import Command, option
 from leapahead.cli.options import MODEL, all_of, model_arguments
 from leapahead.core.errors import Refused
 from leapahead.models import loading
+
+if TYPE_CHECKING:
+    from leapahead.drafters.saved_skips import Found
 
 
 @click.command(
@@ -67,24 +70,31 @@ def search_layers(
             "quantisation of the model as its draft model instead"
         )
     texts = [tokens for task in sets for tokens in tasks.encoded(task, loaded, max_new_tokens)]
-    with screen.progress("searching layers") as bar:
-        found = layer_search.search(
-            target,
-            texts,
-            trials,
-            seed,
-            lambda number, best: bar(f"best so far: {best.speedup:.2f} times", number, trials),
-            max_new_tokens,
-        )
-    stored = saved_skips.save(target, found)
+    best = None
+
+    def report(number: int, so_far: Found) -> None:
+        nonlocal best
+        best = so_far
+        bar(f"best so far: {best.speedup:.2f} times", number, trials)
+
+    try:
+        with screen.progress("searching layers") as bar:
+            best = layer_search.search(target, texts, trials, seed, report, max_new_tokens)
+    except KeyboardInterrupt:
+        if best is not None:
+            _show(best, target.info.name, len(texts), saved_skips.save(target, best), as_json)
+        raise
+    _show(best, target.info.name, len(texts), saved_skips.save(target, best), as_json)
+
+
+def _show(found: Found, name: str, texts: int, stored: bool, as_json: bool) -> None:
     if as_json:
         figures = {"skip": str(found.skip), "agreement": found.agreement, "cost": found.cost, "speedup": found.speedup}
         click.echo(json.dumps({**figures, "length": found.length, "trials": found.trials, "kept": stored}))
         return
-    name = target.info.name
     if found.skip:
         click.echo(
-            f"{name} without {found.skip}: {found.agreement:.0%} of the tokens of {len(texts)} texts agree, and "
+            f"{name} without {found.skip}: {found.agreement:.0%} of the tokens of {texts} texts agree, and "
             f"a token takes {found.cost:.2f} times as long as with all layers; with drafts of {found.length} tokens "
             f"the expected speed is {found.speedup:.2f} times that of plain decoding, if a forward over a draft takes "
             "as long as one over a token"

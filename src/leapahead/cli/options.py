@@ -15,6 +15,7 @@ from leapahead.cli.engine_options import Option as Option
 from leapahead.cli.text_input import utf8_only
 from leapahead.cli.typed import value_of
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import MOST_BATCH
 from leapahead.inputs import Options
 from leapahead.models.loading import ENGINE_OPTIONS, ENGINES
 
@@ -252,6 +253,17 @@ TEXT_NAMES = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "bad_words", "min_new_tokens", "seed", "stop", "stop_token_ids", "ignore_eos"),
 )
+
+
+def batch_option(what: str, *names: str, **attributes: Any) -> Option:
+    """The option `--batch`.
+
+    Args:
+        what: its help.
+        names, attributes: more of `option`.
+    """
+    limits = click.IntRange(1, MOST_BATCH)
+    return option("--batch", *names, type=limits, metavar="N", argument="max_batch", help=what, **attributes)
 
 
 def all_of(*groups: Sequence[Option]) -> Callable[[Decorated], Decorated]:

@@ -19,6 +19,7 @@ from leapahead.cli.generate import open_llm
 from leapahead.cli.options import DRAFTER, EXISTING_FILE, MODEL, all_of
 from leapahead.cli.typed import Finite
 from leapahead.core.errors import BadParameter, needing
+from leapahead.core.parameters import MOST_BATCH
 
 SERVER, LIMITS, ACCESS = "Server options", "Limits", "Access options"
 PACKAGES = ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "httptools")
@@ -47,7 +48,14 @@ ADDRESS = (
         show_default="the model as given",
         help="Name of the model in requests. May be repeated.",
     ),
-    option("--max-batch", type=int, default=8, metavar="N", group=SERVER, help="Most texts that are decoded together."),
+    option(
+        "--max-batch",
+        type=click.IntRange(1, MOST_BATCH),
+        default=8,
+        metavar="N",
+        group=SERVER,
+        help="Most texts that are decoded together.",
+    ),
     option(
         "--prefill-chunk",
         type=click.IntRange(min=1),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from leapahead.core.errors import BadParameter
+
+MOST_CHARACTERS = 2**26  # of a prompt, which is more than any model reads
 
 
 def utf8_only(_: click.Context, parameter: click.Parameter, value: Any) -> Any:
@@ -29,7 +32,7 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
 
     Raises:
         click.UsageError: none or both are given.
-        BadParameter: the text is not UTF-8, or standard input is closed.
+        BadParameter: the text is not UTF-8, is far too long for a prompt, or standard input is closed.
     """
     if (prompt is None) == (file is None):
         raise click.UsageError("give either a prompt (or - for standard input) or --file")
@@ -37,7 +40,8 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
         assert prompt is not None
         return standard_input() if prompt == "-" else prompt
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as opened:
+            return _limited(opened.read, str(file))
     except UnicodeDecodeError:
         raise BadParameter(f"{file} is not UTF-8 text") from None
 
@@ -58,7 +62,15 @@ def to_complete(text: str, as_chat: bool) -> Any:
 def standard_input() -> str:
     if sys.stdin is None:
         raise BadParameter("standard input is closed, so no prompt can be read from it")
-    return utf8(sys.stdin.read(), "standard input")
+    return utf8(_limited(sys.stdin.read, "standard input"), "standard input")
+
+
+def _limited(read: Callable[[int], str], what: str) -> str:
+    """The text of a file; one that does not end, such as /dev/zero, is not read for ever."""
+    text = read(MOST_CHARACTERS + 1)
+    if len(text) > MOST_CHARACTERS:
+        raise BadParameter(f"{what} has more than {MOST_CHARACTERS:,} characters, which no model reads; shorten it")
+    return text
 
 
 def utf8(text: str, what: str) -> str:

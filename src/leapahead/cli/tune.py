@@ -16,7 +16,7 @@ from leapahead.bench import plots, tasks
 from leapahead.bench.conditions import Data
 from leapahead.cli import screen, tune_files
 from leapahead.cli.command import Command, option
-from leapahead.cli.options import MODEL, all_of, model_arguments
+from leapahead.cli.options import MODEL, all_of, batch_option, model_arguments
 from leapahead.cli.screen import Console
 from leapahead.cli.typed import Finite
 from leapahead.core.errors import BadParameter, LeapaheadError
@@ -39,14 +39,7 @@ WIDTH = 8  # characters of the longest bar
 )
 @click.argument("files", nargs=-1, metavar="[FILE.gguf]...", type=click.Path(path_type=Path))
 @all_of(MODEL)
-@option(
-    "--batch",
-    type=click.IntRange(min=1),
-    default=1,
-    metavar="N",
-    argument="max_batch",
-    help="Number of texts decoded together.",
-)
+@batch_option("Number of texts decoded together.", default=1)
 @option(
     "--data",
     type=click.Path(path_type=Path),

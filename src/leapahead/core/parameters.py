@@ -11,6 +11,7 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter
 
+MOST_BATCH = 2**16  # that may be decoded together; more is a slip of the hand
 # A part of a list that commas divide: a value in quotes may hold commas.
 PART = re.compile(r"""(?P<key>[^,=]*=)\s*(?P<quote>["'])(?P<value>.*?)(?P=quote)\s*(?=,|$)|[^,]+""", re.DOTALL)
 
@@ -26,14 +27,15 @@ def is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def whole(name: str, value: Any, least: int = 0) -> int:
+def whole(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
     """The value as an int.
 
     Raises:
-        BadParameter: it is no whole number, or less than `least`.
+        BadParameter: it is no whole number, less than `least`, or more than `most`.
     """
-    if not is_whole(value) or value < least:
-        raise BadParameter(f"{name}={value!r} is not possible: it must be a whole number of at least {least}")
+    if not is_whole(value) or value < least or (most is not None and value > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise BadParameter(f"{name}={value!r} is not possible: it must be a whole number {limits}")
     return int(value)
 
 

@@ -27,7 +27,10 @@ def write_json(path: Path, content: dict[str, Any]) -> bool:
 
 def cache_directory() -> Path:
     """The directory for what this package stores for later processes; it need not exist."""
-    folder = os.environ.get("LEAPAHEAD_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "leapahead"
+    common = os.environ.get("XDG_CACHE_HOME", "")
+    if not Path(common).is_absolute():  # which the XDG specification has programs ignore
+        common = "~/.cache"
+    folder = os.environ.get("LEAPAHEAD_CACHE") or Path(common) / "leapahead"
     try:
         return Path(folder).expanduser()
     except RuntimeError:  # the user has no home directory
