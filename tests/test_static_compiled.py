@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from architectures import BY_NAME
 from helpers import PROMPT, Scattered, run
 from static_parts import recorded
+from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from leapahead.core.sampling import SamplingParams
 from leapahead.models.transformers.model import TransformersTarget
-from leapahead.models.transformers.static.compiled import Compiler, Traced
+from leapahead.models.transformers.static.compiled import Compiler, Traced, write_out
 from leapahead.models.transformers.static.executor import StaticExecutor, agree
 from leapahead.models.transformers.static.graphs import Calls
 
@@ -151,3 +154,36 @@ def test_inductor_gives_plain_decodings_text(name: str) -> None:
         assert run(target, prompt=PROMPT, params=params).tokens == text
         assert run(target, Scattered([*PROMPT, *text]), PROMPT, params).tokens == text
     assert len(compiler._kept) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # what a compiler warns of while it works is none of ours
+def test_what_was_compiled_is_found_again_and_computes_with_other_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a later process finds it, whose model may have the same shapes and other weights."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for seed in (0, 1):
+        compiler = Compiler(tell=lambda line: None, least_uses=5)
+        target = TransformersTarget(BY_NAME["llama"].build(seed=seed), static=Calls())
+        executor_of(target).compiler = compiler
+        text = run(target, prompt=PROMPT).tokens
+        compiler.wait(200)
+        assert [run(target, prompt=PROMPT).tokens for _ in range(2)] == [text, text]
+        assert not compiler.problem
+        hits = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+    assert hits > 0
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_products_of_one_row_are_written_out(rows: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 5, bias=bias)
+    given = torch.randn(rows, 8)
+    with torch.no_grad():
+        traced = make_fx(layer)(given)
+        write_out(traced)
+        torch.testing.assert_close(traced(given), layer(given))
+    left = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default} & {node.target for node in traced.graph.nodes}
+    assert bool(left) == (rows == 2)

@@ -36,8 +36,14 @@ MOST = 32  # shapes that are compiled for one target
 def inductor(traced: Any, tensors: Sequence[Tensor]) -> Traced:
     """Compiles a graph of operations."""
     from torch import _inductor
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    compiled: Traced = _inductor.compile(traced, list(tensors), options={"triton.cudagraphs": False})
+    # Without an environment of shapes, Inductor does not look for the code that an earlier process has compiled.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with tracing(TracingContext(mode)):
+        compiled: Traced = _inductor.compile(traced, list(tensors), options={"triton.cudagraphs": False})
     return compiled
 
 
