@@ -45,6 +45,11 @@ PARTS := 1
 test-all: lint types docs $(WITH_OPENVINO)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --splits $(PARTS) --group $(PART)
 
+# Captured, compiled and exact forwards on a CUDA device: a minute.
+.PHONY: test-cuda
+test-cuda: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 tests/test_cuda.py
+
 # Real Ray jobs with the bundled model, in an environment of their own: some minutes.
 RAY := ray[data]==2.60.*
 RAY_ENV := build/ray

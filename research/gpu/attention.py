@@ -9,7 +9,7 @@
     cuDNN                  the same with that kernel; on CUDA only
     compacted              exact mode's: `compacted.attend`
     FlexAttention          compiled for these shapes, with the block mask given; on CUDA only
-    its block mask         what that needs in every forward
+    its block mask         what that needs in every forward, which cannot be captured
 
 Each is compared with attention in float64 before it is timed.
 """
@@ -173,7 +173,8 @@ def _row(lab: Lab, name: str, compute: Callable[[Given], Any], layers: Sequence[
             if error is not None and not error <= TOLERANCE[lab.model.dtype]:
                 raise LeapaheadError(f"the attention {name!r} is wrong: it differs by {error:.3g}")
             repeats = max(1, REPEATS // len(layers))
-            seconds = median_seconds(work, lab.device, lab.settings.rounds, repeats) / len(layers)
+            captured = name != BLOCK_MASK  # which reads values on the host
+            seconds = median_seconds(work, lab.device, lab.settings.rounds, repeats, captured) / len(layers)
             return {"microseconds": 1e6 * seconds, "error": error}
     except (RuntimeError, ValueError, NotImplementedError) as why:  # of torch, and of its compiler
         return {"microseconds": None, "error": None, "refused": f"{type(why).__name__}: {first_line(why)}"}

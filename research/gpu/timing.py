@@ -32,17 +32,24 @@ class Clock:
         return Clock(min(seconds, self.left))
 
 
-def median_seconds(work: Callable[[], object], device: torch.device, rounds: int = 15, repeats: int = REPEATS) -> float:
-    """Median seconds of some work that reads nothing on the host.
+def median_seconds(
+    work: Callable[[], object], device: torch.device, rounds: int = 15, repeats: int = REPEATS, captured: bool = True
+) -> float:
+    """Median seconds of some work.
 
-    On CUDA it is captured in a graph, `repeats` times, so that launching its operations takes no time.
+    Args:
+        repeats: of the work in the graph.
+        captured: on CUDA, capture it in a graph, so that launching its operations takes no time. It must read nothing
+            on the host then. Otherwise launches count.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and captured:
         return captured_seconds(work, device, rounds, repeats)
     found = []
     for turn in range(rounds + WARM_UPS):
         began = perf_counter()
         work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         if turn >= WARM_UPS:
             found.append(perf_counter() - began)
     return median(found)
