@@ -254,7 +254,8 @@ class EarlyExit(SharingTarget):
         parts = sub_layers(target)
         if not 1 <= layers <= parts.count:
             raise BadParameter(
-                f"layers={layers} is not possible: {target.info.name} has {parts.count}; give 1 to {parts.count}"
+                f"draft='self:first={layers}' is not possible: {target.info.name} has {parts.count} layers; "
+                f"give self:first=1 to self:first={parts.count}"
             )
         own = target.executor
         halves = Halves(parts, layers, own.another(target.model)) if isinstance(own, MaskedExecutor) else None
