@@ -361,7 +361,7 @@ def test_an_exit_is_made_while_a_session_is_open() -> None:
 
 def test_more_layers_than_there_are_make_no_exit(target: TransformersTarget) -> None:
     assert TREE in EarlyExit(target, 2).info.capabilities
-    with pytest.raises(LeapaheadError, match="layers=9"):
+    with pytest.raises(LeapaheadError, match="self:first=9"):
         EarlyExit(target, 9)
 
 

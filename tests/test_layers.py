@@ -209,7 +209,7 @@ def test_layers_that_are_not_there(target: TransformersTarget) -> None:
     with pytest.raises(BadParameter, match=r"layer 4 cannot be left out: .* has layers 0 to 3"):
         without(target, Skip.parse("3-4"))
     for count in (0, 5):
-        with pytest.raises(BadParameter, match="give 1 to 4"):
+        with pytest.raises(BadParameter, match="give self:first=1 to self:first=4"):
             EarlyExit(target, count)
 
 
