@@ -16,10 +16,13 @@ from typing import Any
 import heads
 import pytest
 
-from leapahead import LLM, interrupts
+from leapahead import LLM, interrupts, layer_search
 from leapahead import drafters as registry
 from leapahead.cli import main, screen, text_input
+from leapahead.drafters import saved_skips
+from leapahead.drafters.saved_skips import Found
 from leapahead.models import loading
+from leapahead.models.self_draft.layer_skip import Skip
 
 PROMPT = "def add(a, b):"
 FEW = ("--max-new-tokens", "8", "--ignore-eos")
@@ -354,19 +357,24 @@ def test_an_interrupted_text_that_is_not_streamed_is_shown(leapahead: Any, monke
     assert leapahead(*args, "--json").stdout == ""
 
 
-def test_an_interrupted_search_of_layers_keeps_the_best(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = screen.Bar.__call__
+@pytest.mark.parametrize("skip", ["1m", ""])
+def test_an_interrupted_search_of_layers_keeps_what_pays(
+    leapahead: Any, monkeypatch: pytest.MonkeyPatch, skip: str
+) -> None:
+    """That nothing pays is not stored before all was tried: it would refuse every later draft."""
+    stored: list[Any] = []
 
-    def interrupt(self: screen.Bar, what: str, done: int, total: int) -> None:
-        original(self, what, done, total)
-        if what.startswith("best so far") and done == 2:
-            raise KeyboardInterrupt
+    def search(target: Any, texts: Any, trials: int, seed: int, progress: Any, new: int) -> Any:
+        progress(2, Found(Skip.parse(skip), 0.9, 0.5, 1.4, 2))
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(screen.Bar, "__call__", interrupt)
+    monkeypatch.setattr(layer_search, "search", search)
+    monkeypatch.setattr(saved_skips, "save", lambda target, found: not stored.append(found))
     result = leapahead("search-layers", "--trials", "5", "--limit", "1", "--max-new-tokens", "4", "--json")
     assert result.exit_code == 130
-    assert json.loads(result.stdout)["trials"] == 2
     assert result.stderr.endswith("interrupted\n")
+    assert len(stored) == bool(skip)
+    assert [json.loads(line)["trials"] for line in result.stdout.splitlines()] == [2] * bool(skip)
 
 
 @pytest.mark.parametrize("given", [["--file", "endless"], ["-"]])

@@ -496,6 +496,23 @@ def test_what_a_graph_cannot_repeat_is_refused(how: str, reason: str) -> None:
     assert reason in str(refused.value)
 
 
+@torch.library.custom_op("leapahead_tests::with_state", mutates_args=())
+def with_state(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return values.clone(), torch.zeros(())
+
+
+@with_state.register_fake
+def _(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(values), torch.empty((), device="cpu")
+
+
+def test_a_state_beside_a_result_leaves_no_device() -> None:
+    """As torch's attention for float32 on CUDA returns that of its random numbers."""
+    with FakeTensorMode(), gate.HostReads(torch.device("cuda")):
+        found, state = with_state(torch.empty(1, device="cuda"))
+        assert (found.device.type, state.device.type) == ("cuda", "cpu")
+
+
 def test_a_tensor_that_leaves_the_device_is_seen() -> None:
     with FakeTensorMode(), gate.HostReads(torch.device("cuda")):
         there = torch.empty(1, device="cuda") + 1

@@ -81,7 +81,7 @@ def search_layers(
         with screen.progress("searching layers") as bar:
             best = layer_search.search(target, texts, trials, seed, report, max_new_tokens)
     except KeyboardInterrupt:
-        if best is not None:
+        if best is not None and best.skip:  # that nothing pays is only known when all was tried
             _show(best, target.info.name, len(texts), saved_skips.save(target, best), as_json)
         raise
     _show(best, target.info.name, len(texts), saved_skips.save(target, best), as_json)

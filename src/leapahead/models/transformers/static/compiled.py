@@ -57,9 +57,8 @@ def prepare() -> None:
 def write_out(traced: Any) -> None:
     """Writes products of one row with a matrix as sums over the products of their elements.
 
-    Inductor makes a kernel of such a sum that reads the matrix at the memory's bandwidth, and one kernel for several
-    matrices with the same row. The library's kernels reach less with one row. The sums are in float32, as the
-    library's are.
+    Inductor makes one kernel of the sums of several matrices with the same row, where the library has one for each, and
+    makes no passes over parts of a sum. The sums are in float32 at least, as the library's are.
 
     Args:
         traced: a graph of operations, which is changed.
@@ -69,12 +68,11 @@ def write_out(traced: Any) -> None:
         *bias, row, matrix = node.args
         if row.meta["val"].shape[0] != 1 or not node.meta["val"].is_floating_point():
             continue
+        sums = torch.promote_types(node.meta["val"].dtype, torch.float32)
         with graph.inserting_before(node):
             # As memory of its own: otherwise what computes the row would be repeated for every element of the sum.
             row = graph.call_function(aten.as_strided.default, (row, *_laid_out(row)))
-            wide = [
-                graph.call_function(aten._to_copy.default, (each,), {"dtype": torch.float32}) for each in (row, matrix)
-            ]
+            wide = [graph.call_function(aten._to_copy.default, (each,), {"dtype": sums}) for each in (row, matrix)]
             column = graph.call_function(aten.unsqueeze.default, (wide[0], 2))
             products = graph.call_function(aten.mul.Tensor, (column, wide[1]))
             found = graph.call_function(aten.sum.dim_IntList, (products, [1]))
