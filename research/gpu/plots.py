@@ -58,7 +58,7 @@ def curves(found: Data) -> Figure:
         axes.set_xscale("log", base=2)
         plain_numbers(axes, list(times))
         axes.set_ylim(bottom=0)
-        axes.legend(loc="upper left")
+        axes.legend(loc="lower left")
     return figure
 
 
