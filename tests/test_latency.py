@@ -27,6 +27,7 @@ from leapahead.planner.profile import (
     FORMAT,
     LEAST_STEPS,
     MOST_AGE,
+    MOST_UNSEEN,
     STEPS_AGE,
     WRITE_SECONDS,
     DraftingTime,
@@ -862,15 +863,35 @@ def test_a_batch_begins_as_one_and_is_kept_as_steps_correct_it() -> None:
         forward = Forward(world.true(rows), Cost(rows, 4, 9))
         for _ in range(4):
             here.observe(forward)  # each of its sequences reports it
+    assert here.profile(4) is profile
     assert profile.steps == 60
     target.clock.now += WRITE_SECONDS - 1
     here.observe(Forward(world.true(4), Cost(4, 4, 9)))
+    assert here.profile(4).steps == 61
     assert ProfileStore(target.info.fingerprint).read(4) is None
     target.clock.now += 2
     here.observe(Forward(world.true(4), Cost(4, 4, 9)))
+    assert here.profile(4).steps == 62
     later = profiles(target)
     assert relative(later.profile(4))[8] == pytest.approx(world.true(8) / world.true(4), rel=0.05)
     assert relative(later.profile(1))[8] == pytest.approx(1.7, rel=0.01)  # no step of one: as it was measured
+
+
+def test_forwards_count_before_a_profile_is_read_an_interruption_is_told_or_many_have_come() -> None:
+    here = profiles(Timed())
+    here.put(1, sloping(0.1))
+    profile = here.profile(1)
+    here.observe(Forward(0.1, Cost(8, 1, 9)))
+    assert profile.steps == 0  # a step that plans nothing takes no time for it
+    assert here.recent(1).last == 8
+    assert profile.steps == 1
+    here.observe(Forward(0.1, Cost(4, 1, 9)))
+    here.interrupt()
+    assert profile.steps == 2
+    assert here.recent(1).last is None
+    for _ in range(MOST_UNSEEN):
+        here.observe(Forward(0.1, Cost(4, 1, 9)))
+    assert profile.steps == 2 + MOST_UNSEEN
 
 
 @pytest.mark.parametrize("is_measured", [False, True])

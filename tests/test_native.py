@@ -64,7 +64,9 @@ def test_the_words_of_the_noise_are_those_of_numpy(seed: int, position: int, tok
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize(("size", "k"), [(1, 1), (8, 8), (63, 8), (65, 32), (200, 3), (4096, 8), (50_000, 32)])
+@pytest.mark.parametrize(
+    ("size", "k"), [(1, 1), (8, 8), (63, 8), (65, 32), (200, 3), (4096, 8), (4096, 256), (50_000, 32)]
+)
 def test_the_greatest_numbers_are_those_of_numpy(
     size: int, k: int, dtype: type[np.floating[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

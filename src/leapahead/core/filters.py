@@ -19,7 +19,7 @@ Array = Any
 
 # How many of the likeliest tokens are sorted for top-p, where they hold the mass that it asks for; otherwise all are.
 FEW, MANY = 64, 1024
-MOST_SCANNED = 32  # numbers of each row that the compiled module finds; more of them are left to numpy's selection
+MOST_SCANNED, SCANNED_PART = 32, 16  # the compiled module finds so many numbers of a row, or one in so many
 ROUNDING = 1e-3  # by which the mass of few tokens must exceed top-p, so that rounding cannot let a later one in
 
 
@@ -88,6 +88,8 @@ def largest(rows: Array, k: int) -> Array:
         if rows.device.type != "cpu":
             return rows.topk(k, dim=-1).values
         return array_namespace(rows).asarray(largest(rows.detach().numpy(), k))  # several times as fast
+    if _is_scanned(rows, k):
+        return native.module.largest_at(np.ascontiguousarray(rows), k)[1]
     if k < rows.shape[-1]:
         inside = _around_largest(rows, k)
         some = rows if inside is None else rows[np.arange(len(rows))[:, None], inside]
@@ -98,9 +100,9 @@ def largest(rows: Array, k: int) -> Array:
 def largest_at(rows: npt.NDArray[Any], k: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
     """Where the k greatest numbers of each row are, and the numbers, falling: two arrays [rows, k].
 
-    For few of them by the compiled module, which takes the first ones of equal numbers.
+    For few of them by the compiled module, which takes the first ones of equal numbers, and NaN for the least.
     """
-    if native.available and rows.dtype in (np.float32, np.float64) and k <= min(rows.shape[-1], MOST_SCANNED):
+    if _is_scanned(rows, k):
         return native.module.largest_at(np.ascontiguousarray(rows), k)
     at, inside = np.arange(len(rows))[:, None], _around_largest(rows, k)
     some = rows if inside is None else rows[at, inside]
@@ -109,6 +111,12 @@ def largest_at(rows: npt.NDArray[Any], k: int) -> tuple[npt.NDArray[np.int64], n
     values = rows[at, found]
     order = np.argsort(-values, axis=-1, kind="stable")
     return found[at, order], values[at, order]
+
+
+def _is_scanned(rows: npt.NDArray[Any], k: int) -> bool:
+    """Whether the compiled module finds the k greatest numbers of these rows; numpy is faster where they are many."""
+    most = min(rows.shape[-1], max(MOST_SCANNED, rows.shape[-1] // SCANNED_PART))
+    return native.available and rows.dtype in (np.float32, np.float64) and k <= most
 
 
 def _around_largest(rows: npt.NDArray[Any], k: int) -> npt.NDArray[np.int64] | None:

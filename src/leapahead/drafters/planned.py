@@ -16,8 +16,6 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -139,12 +137,11 @@ class Planned(Drafter):
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
         latency, reads_time = self.host.latency, self._reads_time
         began = latency.clock()
-        for forward, group in groupby(steps, key=attrgetter("forward")):
-            if reads_time:
-                latency.observe(forward)
-            if not self.nodes:
-                self._judge(forward, [len(step.tokens) for step in group])
         for sequence, step in zip(sequences, steps, strict=True):
+            if reads_time:
+                latency.observe(step.forward)
+            if not self.nodes:
+                self._judge(step)
             drafting = self._sequences[sequence]
             for source in drafting.sources if self.capture.hidden else ():
                 if source.capture.hidden:
@@ -156,20 +153,20 @@ class Planned(Drafter):
             # The tokens of a plain step are read when the sources are asked next.
         self._observing += latency.clock() - began
 
-    def _judge(self, forward: Forward, committed: Sequence[int]) -> None:
-        """Tells the guard of a forward, once all of its steps were seen; `committed` are the tokens of some."""
-        if not forward.is_usual:  # its time says nothing of drafts
+    def _judge(self, step: Step) -> None:
+        """Tells the guard of a forward, once all of its steps were seen."""
+        sequences, rows = step.forward.cost.sequences, step.forward.cost.rows
+        if (guard := self._guards.get(sequences)) is None or (rows <= sequences and guard.settled):
             return
-        _, seen, tokens = self._reported if self._reported[0] is forward else (None, 0, 0)
-        self._reported = _, seen, tokens = forward, seen + len(committed), tokens + sum(committed)
-        sequences, rows = forward.cost.sequences, forward.cost.rows
-        if seen < sequences or (guard := self._guards.get(sequences)) is None or (rows <= sequences and guard.settled):
+        _, seen, tokens = self._reported if self._reported[0] is step.forward else (None, 0, 0)
+        self._reported = _, seen, tokens = step.forward, seen + 1, tokens + len(step.tokens)
+        if seen < sequences or not step.forward.is_usual:  # otherwise its time says nothing of drafts
             return
         if (profile := self.host.latency.profile(sequences)).fixed:
             return
         plain = profile(sequences)
         if rows > sequences:
-            spent, expected = forward.seconds + self._spent, profile(rows) + self._spent
+            spent, expected = step.forward.seconds + self._spent, profile(rows) + self._spent
             guard.observe_drafted(spent, expected, tokens / sequences, plain)
         else:
             guard.observe_plain(plain)
@@ -190,8 +187,7 @@ class Planned(Drafter):
             found["left_out"] = dict(self.left_out)
         coarse = (row for row in self.host.acceptance.rows(longest=3) if len(row["key"]) == 3)
         found["acceptance"] = {" ".join(map(str, row["key"])): row["p"] for row in coarse}
-        found["milliseconds"] = self.host.latency.as_dict()
-        return found
+        return {**found, "milliseconds": self.host.latency.as_dict()}
 
     def draft_probabilities(self, sequence: SequenceView, tree: TokenTree) -> Probabilities:
         parents = [tuple(tree.path_tokens(int(parent))) for parent in tree.parents[1:]]
@@ -285,6 +281,10 @@ class Planned(Drafter):
         """The sequences whose sources are asked in this step, by index; none if the step must be a plain one."""
         drafting = [self._sequences[sequence] for sequence in sequences]
         if not self.nodes:
+            if all(each.back_off.remaining for each in drafting):  # no time is read, and none is taken
+                for each in drafting:
+                    each.asked = not each.back_off.suspended()
+                return {}
             wanted = guard.requests_plain(self.host.latency.profile(total).wants_plain)
             if wanted or guard.checking:
                 for each in drafting:

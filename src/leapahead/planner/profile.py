@@ -44,6 +44,7 @@ DRAFTING_RATE = 0.05  # weight of the newest step in the estimate of drafting ti
 DRAFTING_BASE, DRAFTING_PER_NODE = 1e-4, 2e-5  # seconds assumed before it was observed
 USUAL_NODES = 8.0  # unit in which nodes are counted, so that both parameters are learned at the same rate
 EXTENSIONS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "avx2", "sve", "asimd")  # best first
+MOST_UNSEEN = 32  # steps whose times are not taken into account yet
 MOST_RATIO = 5.0  # an observation counts as at most so many times the expected time
 
 
@@ -65,7 +66,8 @@ class LatencyProfiles:
         self.clock, self._padding = clock, (info.bucket, info.prepared)
         self._profiles: dict[int, LatencyProfile] = {}
         self._reported: dict[int, tuple[LatencyProfile, int, dict[str, float]]] = {}  # see `as_dict`; at which step
-        self._last: Forward | None = None
+        self._last: Forward | None = None  # that was observed
+        self._unseen: list[Forward] = []  # observed, but not yet taken into account
         self._sizes = RecentSizes(info.prepared)
         self._written = clock()
         self._lock = RLock()
@@ -111,6 +113,7 @@ class LatencyProfiles:
     def use(self, found: Sequence[Round]) -> None:
         """Replaces all profiles by what was measured of one sequence, and stores it if the rounds agree."""
         with self._lock:
+            self._see()
             bucket, prepared = self._padding
             profile = LatencyProfile(fitted(found), assumed=not agree(found), bucket=bucket, prepared=prepared)
             self._profiles = {1: profile}
@@ -124,6 +127,7 @@ class LatencyProfiles:
         correct it. Nothing is measured here: without `prepare`, and with nothing stored, it is a guess.
         """
         with self._lock:
+            self._see()
             found = self._profiles.get(sequences) or self.store.read(sequences, *self._padding)
             if found is None:
                 found = (
@@ -134,49 +138,67 @@ class LatencyProfiles:
 
     def known(self, sequences: int) -> LatencyProfile | None:
         """The profile of so many sequences, if it is in use already."""
-        return self._profiles.get(sequences)
+        with self._lock:
+            self._see()
+            return self._profiles.get(sequences)
 
     def put(self, sequences: int, profile: LatencyProfile) -> bool:
         """Replaces a profile by one that was just measured, and stores it; False if it could not be written."""
         with self._lock:
+            self._see()
             self._profiles[sequences] = profile
             return self.store.write({sequences: profile}, measured=True)
 
     def observe(self, forward: Forward) -> None:
         """Corrects the profile of the forward's number of sequences.
 
-        A forward that several sequences report, one after the other, counts once.
+        A forward that several sequences report, one after the other, counts once. It is taken into account when a
+        profile is read next, so that the steps in between, which plan nothing, take no time for it.
         """
-        if not forward.is_usual:
-            self.interrupt()
-            return
         with self._lock:
             if forward is self._last:
                 return
-            self._last, cost = forward, forward.cost
-            changes = self._sizes.observe(cost)
-            is_refuted = False  # whether steps have contradicted the profile since it was written
-            if (profile := self._profiles.get(cost.sequences)) is not None:
-                profile.observe(cost.rows, forward.seconds, *changes)
-                is_refuted = profile.contradicted and profile.steps >= LEAST_STEPS
-            now = self.clock()
-            if is_refuted or now - self._written >= WRITE_SECONDS:
-                self._written = now
-                self.keep()
+            self._last = forward
+            self._unseen.append(forward)
+            if len(self._unseen) >= MOST_UNSEEN:
+                self._see()
+
+    def _see(self) -> None:
+        """Takes the forwards into account that were observed since the last call; called before anything is read."""
+        if not self._unseen:
+            return
+        unseen, self._unseen = self._unseen, []
+        is_refuted = False  # whether steps have contradicted a profile since it was written
+        for forward in unseen:
+            if not forward.is_usual:
+                self._sizes.interrupt()
+                continue
+            changes = self._sizes.observe(forward.cost)
+            if (profile := self._profiles.get(forward.cost.sequences)) is not None:
+                profile.observe(forward.cost.rows, forward.seconds, *changes)
+                is_refuted |= profile.contradicted and profile.steps >= LEAST_STEPS
+        now = self.clock()
+        if is_refuted or now - self._written >= WRITE_SECONDS:
+            self._written = now
+            self.keep()
 
     def recent(self, sequences: int) -> Recent:
         """What the target is prepared for in steps of so many sequences."""
-        return self._sizes.of(sequences)
+        with self._lock:
+            self._see()
+            return self._sizes.of(sequences)
 
     def interrupt(self) -> None:
         """To be called when another kind of forward was computed, such as a prompt's."""
         with self._lock:
+            self._see()
             self._last = None
             self._sizes.interrupt()
 
     def keep(self) -> bool:
         """Writes the profiles that enough steps have corrected; False if there are none or they cannot be written."""
         with self._lock:
+            self._see()
             corrected = {
                 n: profile
                 for n, profile in self._profiles.items()
@@ -187,6 +209,7 @@ class LatencyProfiles:
     def as_dict(self) -> dict[str, dict[str, float]]:
         """Milliseconds by sequences and rows, for `Stats.drafter`. What no step has changed is not computed again."""
         with self._lock:
+            self._see()
             for sequences, profile in self._profiles.items():
                 known = self._reported.get(sequences)
                 if known is None or known[0] is not profile or known[1] != profile.steps:
