@@ -223,6 +223,7 @@ def test_sizes_are_equal(
     )
     assert found == expected
     assert [search.expected for search in searches[1]] == [search.expected for search in searches[0]]
+    assert [search.likeliest for search in searches[1]] == [search.likeliest for search in searches[0]]
 
 
 keys = st.tuples(

@@ -6,9 +6,14 @@ from statistics import mean
 
 import pytest
 
+from leapahead.core.stop import StopParams
+from leapahead.engine.request import Request
+from leapahead.engine.scheduler import Engine
+from leapahead.planner.acceptance import AcceptanceTable
 from leapahead.planner.guard import CHECKS, FIRST, LEAST, MOST_REQUESTS, REQUEST_PAUSE, Guard
+from research import simulation
 from research.regret import ALLOWED, Outcome, cases, row, run
-from research.simulation import STARTS, Case
+from research.simulation import STARTS, Case, Guessing, Target, World, start
 
 
 def regret(outcomes: list[Outcome]) -> float:
@@ -54,6 +59,25 @@ def test_where_another_size_takes_longer_drafting_goes_on_while_it_gains(accepta
 def test_where_another_size_takes_longer_useless_drafts_cost_little() -> None:
     found = [run(Case("none", "buckets", "useless"), seed) for seed in range(3)]
     assert regret(found) < ALLOWED + 0.03 * mean(each.plain for each in found)
+
+
+def test_sources_that_are_right_again_are_asked_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a long useless part they are asked every 32 steps, and each time tells the estimates little."""
+    monkeypatch.setattr(simulation, "CHANGING", ((1000, "useless"), (200, "good")))
+    case = Case("right", "llama.cpp", "changing")
+    world = World(case, 0)
+    target = Target(world)
+    engine = Engine(target, latency=start(world, target, case.start), acceptance=AcceptanceTable())
+    drafter = engine.drafter(guessing := Guessing(world))
+    handle = engine.submit(Request([0], drafter, stop=StopParams(max_new_tokens=2000)))
+    asked = {"useless": 0, "good": 0}
+    while (position := len(handle.tokens)) < 1200:
+        engine.step()
+        (drafting,) = guessing._sequences.values()
+        if position >= 800:
+            asked["useless" if position < 1000 else "good"] += drafting.asked
+    assert asked["useless"] < 20
+    assert asked["good"] > 60
 
 
 @pytest.mark.slow

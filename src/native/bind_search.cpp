@@ -1,5 +1,6 @@
 // The search, and what is made of it: trees as lists.
 #include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -132,6 +133,7 @@ void bind_search(nb::module_ &m) {
         .def("__len__", &Search::size)
         .def_prop_ro("bound", &Search::bound)
         .def_prop_ro("next", &Search::next)
+        .def_prop_ro("likeliest", &Search::likeliest)
         .def_prop_ro("expected",
                      [](const Search &self) {
                          std::vector<double> found;

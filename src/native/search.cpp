@@ -98,6 +98,12 @@ double Search::next() {
     return bound();
 }
 
+std::optional<int32_t> Search::likeliest() const {
+    const auto first = guesses_.begin() + nodes_[0].first_guess, end = guesses_.begin() + nodes_[0].end_guess;
+    if (first == end) return std::nullopt;
+    return std::max_element(first, end, [](const Guess &a, const Guess &b) { return a.p < b.p; })->token;
+}
+
 bool Search::take() {
     const Entry entry = pop();
     const Guess guess = guesses_[entry.guess];

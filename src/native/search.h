@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -59,6 +60,8 @@ class Search {
     double bound() const { return heap_.empty() ? 0.0 : -heap_.front().chance; }
     // P of the likeliest node that is not taken yet; 0 if there is none.
     double next();
+    // The likeliest token after the root; none where no source has any, or none was asked.
+    std::optional<int32_t> likeliest() const;
     // Adds the node that `next` has found; false, and it is dropped, if the limits forbid it.
     bool take();
     int take_all(int nodes);

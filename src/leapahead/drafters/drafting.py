@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from leapahead.planner.acceptance import Correction
 from leapahead.planner.backoff import BackOff
-from leapahead.planner.draft import SequenceView
+from leapahead.planner.draft import SequenceView, Step
 from leapahead.planner.source import Source
 from leapahead.planner.tree_search import TreeSearch
 
@@ -20,6 +20,7 @@ class Drafting:
         back_off: of drafting.
         search: made when the sources are asked for the first time.
         asked: whether they were asked in the step that is under way.
+        usual_back_off: steps of the longest back-off where drafts are not worth far less than they cost.
     """
 
     def __init__(self, sequence: SequenceView, sources: list[Source]) -> None:
@@ -28,3 +29,20 @@ class Drafting:
         self.correction, self.back_off = Correction(), BackOff()
         self.search: TreeSearch | None = None
         self.asked = False
+        self.usual_back_off = 0
+        self._was_right = False  # whether the likeliest token was chosen when the sources were asked last
+
+    def observe_choice(self, step: Step) -> bool:
+        """Takes the token into account that the target chose in a step in which the sources were asked.
+
+        Where it was their likeliest one, they are asked again soon, since estimates that many useless drafts have
+        lowered would rise too slowly with a longer back-off.
+
+        Returns:
+            Whether it was so this time and the time before.
+        """
+        assert self.search is not None, "the sources were asked"
+        was_right, self._was_right = self._was_right, self.search.likeliest == step.tokens[0]
+        if self._was_right:
+            self.back_off.remaining = min(self.back_off.remaining, self.usual_back_off)
+        return was_right and self._was_right

@@ -150,6 +150,8 @@ class Planned(Drafter):
                 if self.probes is not None:
                     self.probes.observe(sequence, drafting.sources, step)
                 drafting.search.observe(step)
+                if not self.nodes and drafting.observe_choice(step):
+                    self._vain = 0
             # The tokens of a plain step are read when the sources are asked next.
         self._observing += latency.clock() - began
 
@@ -247,8 +249,9 @@ class Planned(Drafter):
             found = self._probed(found, active, budgets, plan, forwards.seconds if forwards else 0.0)
         if not self.nodes:
             self._vain = 0 if pays or plan.is_near(searches.values()) else self._vain
-            longest = plan.longest_back_off(self._drafting_time(0), self._vain)
+            usual, longest = (plan.longest_back_off(self._drafting_time(0), vain) for vain in (0, self._vain))
             for index, drafting in active.items():
+                drafting.usual_back_off = usual
                 is_probed = bool(found[index].tree.probes)  # whose candidates are for the next step
                 drafting.back_off.update(paid=is_probed or (pays and kept[index] > 1), longest=longest)
         if not pays and len(sequences) > 1:
@@ -332,15 +335,11 @@ class Planned(Drafter):
 
     def _asks(self, drafting: Drafting, budget: Budget) -> bool:
         """Whether the sources of a sequence are asked in this step; they have read the text then."""
-        drafting.asked = False
-        if not drafting.sources or min(budget.nodes, budget.depth) < 1:
-            return False
-        if not self.nodes and drafting.back_off.suspended():
-            return False
-        for source in drafting.readers:
+        has_room = bool(drafting.sources) and min(budget.nodes, budget.depth) >= 1
+        drafting.asked = has_room and (self.nodes > 0 or not drafting.back_off.suspended())
+        for source in drafting.readers if drafting.asked else ():
             source.read(drafting.sequence)
-        drafting.asked = True
-        return True
+        return drafting.asked
 
     def _searches(self, active: Mapping[int, Drafting], budgets: Sequence[Budget]) -> dict[int, TreeSearch]:
         """The searches for the trees of these sequences, with nothing taken."""

@@ -118,6 +118,10 @@ class CompiledSearch(TreeSearch):
         return self.compiled.next
 
     @property
+    def likeliest(self) -> int | None:
+        return self.compiled.likeliest
+
+    @property
     def leaves(self) -> int:
         return self.compiled.leaves
 

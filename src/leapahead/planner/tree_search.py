@@ -15,7 +15,7 @@ from functools import partial, reduce
 from heapq import heappop, heappush
 from itertools import count
 from math import log
-from operator import add
+from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,6 +139,12 @@ class TreeSearch:
             chance, _, node, _ = heappop(self._heap)
             self._expand(node, -chance)
         return self.bound
+
+    @property
+    def likeliest(self) -> int | None:
+        """The likeliest token after the root; None where no source has any, or none was asked."""
+        guesses = self.guesses.get(0)
+        return max(guesses, key=attrgetter("p")).token if guesses else None
 
     def take(self) -> bool:
         """Adds the node that `next` has found to the tree; false, and it is dropped, if the budget forbids it."""
