@@ -224,7 +224,7 @@ BENCH := $(BIN)/leapahead bench --data $(DATA) --rounds 1 --dtype bfloat16 $(DRA
 MODELS = $(foreach kind,bf16 bf16.gguf q8_0.gguf,-m $(STANDINS)/$(1)-$(kind))
 
 .PHONY: bench
-.PRECIOUS: $(STANDINS)/%-bf16
+.PRECIOUS: $(STANDINS)/%-bf16 $(STANDINS)/hybrid-%-bf16
 bench: $(WITH_LLAMA) $(foreach cost,135m 1b,$(STANDINS)/$(cost)-bf16.gguf $(STANDINS)/$(cost)-q8_0.gguf) $(STANDINS)/draft-bf16.gguf
 	$(BENCH) $(call MODELS,135m) --task humaneval=10 --task gsm8k=10 --task spec_bench=2 --max-new-tokens 32 \
 		--out docs/bench/135m $(RESUME)
