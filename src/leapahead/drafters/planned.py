@@ -152,26 +152,27 @@ class Planned(Drafter):
                 drafting.search.observe(step)
                 if not self.nodes and drafting.observe_choice(step):
                     self._vain = 0
-            # The tokens of a plain step are read when the sources are asked next.
         self._observing += latency.clock() - began
 
     def _judge(self, step: Step) -> None:
         """Tells the guard of a forward, once all of its steps were seen."""
-        sequences, rows = step.forward.cost.sequences, step.forward.cost.rows
-        if (guard := self._guards.get(sequences)) is None or (rows <= sequences and guard.settled):
+        forward = step.forward
+        _, seen, tokens = self._reported if self._reported[0] is forward else (None, 0, 0)
+        self._reported = _, seen, tokens = forward, seen + 1, tokens + len(step.tokens)
+        if seen == forward.cost.sequences and forward.is_usual:  # otherwise its time says nothing of drafts
+            self._compare(forward, tokens)
+
+    def _compare(self, forward: Forward, tokens: int) -> None:
+        """Tells the guard of a forward that has committed so many tokens."""
+        sequences, rows = forward.cost.sequences, forward.cost.rows
+        guard, latency = self._guards.get(sequences), self.host.latency
+        if guard is None or (rows <= sequences and guard.settled) or (profile := latency.profile(sequences)).fixed:
             return
-        _, seen, tokens = self._reported if self._reported[0] is step.forward else (None, 0, 0)
-        self._reported = _, seen, tokens = step.forward, seen + 1, tokens + len(step.tokens)
-        if seen < sequences or not step.forward.is_usual:  # otherwise its time says nothing of drafts
-            return
-        if (profile := self.host.latency.profile(sequences)).fixed:
-            return
-        plain = profile(sequences)
         if rows > sequences:
-            spent, expected = step.forward.seconds + self._spent, profile(rows) + self._spent
-            guard.observe_drafted(spent, expected, tokens / sequences, plain)
+            spent, expected = forward.seconds + self._spent, profile(rows) + self._spent
+            guard.observe_drafted(spent, expected, tokens / sequences, profile(sequences))
         else:
-            guard.observe_plain(plain)
+            guard.observe_plain(profile(sequences))
 
     def finish(self, sequence: SequenceView) -> None:
         for source in self._sequences[sequence].sources:
