@@ -135,13 +135,9 @@ class Planned(Drafter):
             source.read_prompt(sequence, rows)
 
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
-        latency, reads_time = self.host.latency, self._reads_time
-        began = latency.clock()
+        began = self.host.latency.clock()
+        self._judge(steps if self._reads_time else ())
         for sequence, step in zip(sequences, steps, strict=True):
-            if reads_time:
-                latency.observe(step.forward)
-            if not self.nodes:
-                self._judge(step)
             drafting = self._sequences[sequence]
             for source in drafting.sources if self.capture.hidden else ():
                 if source.capture.hidden:
@@ -152,15 +148,19 @@ class Planned(Drafter):
                 drafting.search.observe(step)
                 if not self.nodes and drafting.observe_choice(step):
                     self._vain = 0
-        self._observing += latency.clock() - began
+        self._observing += self.host.latency.clock() - began
 
-    def _judge(self, step: Step) -> None:
-        """Tells the guard of a forward, once all of its steps were seen."""
-        forward = step.forward
-        _, seen, tokens = self._reported if self._reported[0] is forward else (None, 0, 0)
-        self._reported = _, seen, tokens = forward, seen + 1, tokens + len(step.tokens)
-        if seen == forward.cost.sequences and forward.is_usual:  # otherwise its time says nothing of drafts
-            self._compare(forward, tokens)
+    def _judge(self, steps: Sequence[Step]) -> None:
+        """Tells the latency profile of each forward, and the guard, once all steps of one were seen."""
+        forward, seen, tokens = self._reported
+        for step in steps:
+            if step.forward is not forward:
+                forward, seen, tokens = step.forward, 0, 0
+                self.host.latency.observe(forward)
+            seen, tokens = seen + 1, tokens + len(step.tokens)
+            if seen == forward.cost.sequences and forward.is_usual and not self.nodes:
+                self._compare(forward, tokens)
+        self._reported = forward, seen, tokens
 
     def _compare(self, forward: Forward, tokens: int) -> None:
         """Tells the guard of a forward that has committed so many tokens."""
