@@ -84,8 +84,15 @@ def test_where_the_prompt_comes_from(leapahead: Any, expected: Any, tmp_path: Pa
     (tmp_path / "prompt.txt").write_text(PROMPT)
     assert leapahead("generate", "-", *FEW, stdin=PROMPT).stdout == expected.text + "\n"
     assert leapahead("generate", "-f", str(tmp_path / "prompt.txt"), *FEW).stdout == expected.text + "\n"
+    assert leapahead("generate", "-f", "-", *FEW, stdin=PROMPT).stdout == expected.text + "\n"
     chat = leapahead("generate", "Hi", "--chat", *FEW, "--json")
     assert json.loads(chat.stdout)["stats"]["prompt_tokens"] > 10
+
+
+def test_the_mark_of_an_encoding_is_no_part_of_the_prompt(leapahead: Any, expected: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("\ufeff" + PROMPT)
+    assert leapahead("generate", "-", *FEW, stdin="\ufeff" + PROMPT).stdout == expected.text + "\n"
+    assert leapahead("generate", "-f", str(tmp_path / "prompt.txt"), *FEW).stdout == expected.text + "\n"
 
 
 def test_stops(leapahead: Any, expected: Any) -> None:
