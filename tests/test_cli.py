@@ -345,6 +345,12 @@ def test_search_layers(leapahead: Any, tmp_path: Path) -> None:
         (["generate", "x", "--dtype", "float8"], "error: dtype 'float8' is not possible"),
         (["generate", "x", "--device", "abacus"], "error: device 'abacus' is not possible"),
         (["generate", "x", "-m", "/no/such/model"], "error: there is no folder '/no/such/model'"),
+        (["generate", "x", "-m", r"C:\models\tiny"], r"error: there is no folder 'C:\\models\\tiny'; give the folder"),
+        (
+            ["generate", "x", "-m", "my model"],
+            "error: there is no folder 'my model'; give the folder of a Transformers",
+        ),
+        (["generate", "x", "-m", "name--of/model"], "error: there is no folder 'name--of/model'"),
         (["generate", "x", "-m", __file__], f"error: '{__file__}' is a file, but not a GGUF file by its name; give "),
         (["generate", "word " * 600], "error: the prompt has"),
         (["check", "-d", "nothing"], "error: there is no drafter 'nothing'"),
