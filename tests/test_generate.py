@@ -432,7 +432,7 @@ class Silent(SequenceDrafter):
         ([{"role": "user"}], {}, "a chat message is"),
         ([{"content": "x"}], {}, "a chat message is"),
         ([{"role": "user", "content": "x"}, "ab"], {}, "a chat message is"),
-        ([{"role": "user", "content": "x"}], {}, "the tokenizer has no chat template; give the prompt as text"),
+        ([{"role": "user", "content": "x"}], {}, "no chat template; give the prompt as text .`leapahead generate` wi"),
         ("ab", {"max_new_tokens": 0}, "max_new_tokens=0 is not possible: it must be a whole number of at least 1"),
         ("ab", {"max_new_tokens": 1.5}, "max_new_tokens=1.5 is not possible"),
         ("ab", {"max_tokens": 5}, r"no option 'max_tokens' \(did you mean 'max_new_tokens'\?\)"),

@@ -301,7 +301,8 @@ def chat_text(
     except Exception as error:  # a template is somebody's program, and may raise anything
         if getattr(tokenizer, "chat_template", None) is None:
             raise BadParameter(
-                "the tokenizer has no chat template; give the prompt as text, or set tokenizer.chat_template"
+                "the tokenizer has no chat template; give the prompt as text (`leapahead generate` without --chat), or "
+                "set tokenizer.chat_template"
             ) from None
         raise BadParameter(f"the chat template does not take these messages: {error}") from None
 
