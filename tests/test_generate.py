@@ -347,6 +347,11 @@ def test_chat_messages_are_unicode(llm: LLM) -> None:
         llm.generate([{"role": "user", "content": "\udc80"}], max_new_tokens=4)
 
 
+def test_parts_of_a_content_are_no_python_in_the_prompt(llm: LLM) -> None:
+    with pytest.raises(BadParameter, match="takes no lists of parts; give the content of each message as text"):
+        llm.generate([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], max_new_tokens=4)
+
+
 def test_chat_messages(llm: LLM) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     text = "<system>Be brief.<user>Hi<assistant>"

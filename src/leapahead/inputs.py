@@ -295,7 +295,7 @@ def chat_text(
             raise BadParameter(f'a chat message is {{"role": "user", "content": "..."}}, got {message!r}')
     conversation = [dict(message) for message in messages]
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **(variables or {})
         )
     except Exception as error:  # a template is somebody's program, and may raise anything
@@ -305,6 +305,10 @@ def chat_text(
                 "set tokenizer.chat_template"
             ) from None
         raise BadParameter(f"the chat template does not take these messages: {error}") from None
+    lists = [each["content"] for each in conversation if isinstance(each["content"], list)]
+    if any(isinstance(part, Mapping) and str(part) in text for parts in lists for part in parts):
+        raise BadParameter("the chat template takes no lists of parts; give the content of each message as text")
+    return text
 
 
 def is_single(prompt: Any) -> bool:
