@@ -84,8 +84,15 @@ def test_where_the_prompt_comes_from(leapahead: Any, expected: Any, tmp_path: Pa
     (tmp_path / "prompt.txt").write_text(PROMPT)
     assert leapahead("generate", "-", *FEW, stdin=PROMPT).stdout == expected.text + "\n"
     assert leapahead("generate", "-f", str(tmp_path / "prompt.txt"), *FEW).stdout == expected.text + "\n"
+    assert leapahead("generate", "-f", "-", *FEW, stdin=PROMPT).stdout == expected.text + "\n"
     chat = leapahead("generate", "Hi", "--chat", *FEW, "--json")
     assert json.loads(chat.stdout)["stats"]["prompt_tokens"] > 10
+
+
+def test_the_mark_of_an_encoding_is_no_part_of_the_prompt(leapahead: Any, expected: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("\ufeff" + PROMPT)
+    assert leapahead("generate", "-", *FEW, stdin="\ufeff" + PROMPT).stdout == expected.text + "\n"
+    assert leapahead("generate", "-f", str(tmp_path / "prompt.txt"), *FEW).stdout == expected.text + "\n"
 
 
 def test_stops(leapahead: Any, expected: Any) -> None:
@@ -338,6 +345,12 @@ def test_search_layers(leapahead: Any, tmp_path: Path) -> None:
         (["generate", "x", "--dtype", "float8"], "error: dtype 'float8' is not possible"),
         (["generate", "x", "--device", "abacus"], "error: device 'abacus' is not possible"),
         (["generate", "x", "-m", "/no/such/model"], "error: there is no folder '/no/such/model'"),
+        (["generate", "x", "-m", r"C:\models\tiny"], r"error: there is no folder 'C:\\models\\tiny'; give the folder"),
+        (
+            ["generate", "x", "-m", "my model"],
+            "error: there is no folder 'my model'; give the folder of a Transformers",
+        ),
+        (["generate", "x", "-m", "name--of/model"], "error: there is no folder 'name--of/model'"),
         (["generate", "x", "-m", __file__], f"error: '{__file__}' is a file, but not a GGUF file by its name; give "),
         (["generate", "word " * 600], "error: the prompt has"),
         (["check", "-d", "nothing"], "error: there is no drafter 'nothing'"),

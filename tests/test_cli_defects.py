@@ -83,6 +83,7 @@ def test_invalid_utf_8_is_one_sentence(leapahead: Any, args: list[str], stdin: b
     ("args", "sentence"),
     [
         (("generate", PROMPT, "--draft", "/nowhere/draft"), "there is no folder '/nowhere/draft'"),
+        (("generate", PROMPT, "--draft", "my draft"), "there is no folder 'my draft'"),
         (("generate", PROMPT, "--draft", "bundled,draft.gguf"), "there is no file 'draft.gguf'"),
         (("generate", PROMPT, "--draft", "bundled", "-d", "plain"), "drafter 'plain' has no option --draft"),
         (("generate", PROMPT, "--draft", "bundled", "-o", "nodes=-1"), "nodes=-1 is not possible"),

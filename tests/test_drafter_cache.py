@@ -658,6 +658,17 @@ def test_a_file_carries_a_cache_from_one_llm_to_another(tmp_path: Path, monkeypa
     assert model.save_drafter_cache(tmp_path / "another.npz") == tmp_path / "another.npz"
 
 
+def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell does not expand the `~` of `--drafter-cache=~/drafts.npz`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for _ in range(2):  # written, and then read
+        with LLM(drafter="recycling", drafter_cache="~/drafts.npz") as llm:
+            llm.generate("import os\n", max_new_tokens=4)
+            assert llm.save_drafter_cache() == tmp_path / "drafts.npz"
+    assert llm.save_drafter_cache("~/copy.npz") == tmp_path / "copy.npz"
+    assert DrafterCache.load("~/copy.npz").path == tmp_path / "copy.npz"
+
+
 def test_llms_share_a_cache_of_their_vocabulary_only() -> None:
     cache = DrafterCache()
     first, second = llm(drafter_cache=cache), llm(drafter_cache=cache)

@@ -20,6 +20,7 @@ from leapahead import (
     BadParameter,
     ContextOverflow,
     LeapaheadError,
+    PrefixFree,
     Proposal,
     Refused,
     SequenceDrafter,
@@ -341,6 +342,16 @@ def test_the_tokens_of_transformers(llm: LLM, tiny_model: Any) -> None:
         assert llm.generate(prompt, max_new_tokens=40).tokens == expected.tolist()
 
 
+def test_chat_messages_are_unicode(llm: LLM) -> None:
+    with pytest.raises(BadParameter, match="the chat holds a lone surrogate"):
+        llm.generate([{"role": "user", "content": "\udc80"}], max_new_tokens=4)
+
+
+def test_parts_of_a_content_are_no_python_in_the_prompt(llm: LLM) -> None:
+    with pytest.raises(BadParameter, match="takes no lists of parts; give the content of each message as text"):
+        llm.generate([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], max_new_tokens=4)
+
+
 def test_chat_messages(llm: LLM) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     text = "<system>Be brief.<user>Hi<assistant>"
@@ -387,6 +398,13 @@ class Chains(SequenceDrafter):
         return Proposal(TokenTree.root(sequence.root))
 
 
+class Changing:
+    """A logits processor that forgets to return what it changed."""
+
+    def __call__(self, prefixes: Any, logits: Any) -> None:
+        logits[:, 0] = 0.0
+
+
 class Nameless(SequenceDrafter):
     def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
         return Proposal(TokenTree.root(sequence.root))
@@ -419,7 +437,7 @@ class Silent(SequenceDrafter):
         ([{"role": "user"}], {}, "a chat message is"),
         ([{"content": "x"}], {}, "a chat message is"),
         ([{"role": "user", "content": "x"}, "ab"], {}, "a chat message is"),
-        ([{"role": "user", "content": "x"}], {}, "the tokenizer has no chat template; give the prompt as text"),
+        ([{"role": "user", "content": "x"}], {}, "no chat template; give the prompt as text .`leapahead generate` wi"),
         ("ab", {"max_new_tokens": 0}, "max_new_tokens=0 is not possible: it must be a whole number of at least 1"),
         ("ab", {"max_new_tokens": 1.5}, "max_new_tokens=1.5 is not possible"),
         ("ab", {"max_tokens": 5}, r"no option 'max_tokens' \(did you mean 'max_new_tokens'\?\)"),
@@ -453,6 +471,19 @@ class Silent(SequenceDrafter):
         ("ab", {"temperature": 1.0, "seed": 2**64 - 1, "n": 2}, "seed=18446744073709551616 is not possible"),
         ("ab", {"drafter": Chains}, "needs telepathy"),
         ("ab", {"drafter": "jacobi", "drafter_options": {"blocks": 2}}, r"did you mean 'block'\?"),
+        ("ab", {"prediction": "\udc80"}, "the prediction holds a lone surrogate"),
+        ("ab", {"bad_words": ["\udc80"]}, "a bad word holds a lone surrogate"),
+        ("ab", {"n": 10**12}, "n=1000000000000 is not possible: it must be a whole number from 1 to 65536"),
+        (
+            "ab",
+            {"logits_processors": [Changing()]},
+            "Changing has returned NoneType; it must return the changed logits",
+        ),
+        (
+            "ab",
+            {"logits_processors": [PrefixFree(lambda _, logits: logits[:, :5])]},
+            r"<lambda> has returned .*\[1, 5\]",
+        ),
     ],
 )
 def test_bad_input_gets_one_sentence(toy: LLM, prompt: Any, options: dict[str, Any], sentence: str) -> None:

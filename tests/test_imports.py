@@ -55,7 +55,7 @@ CORE = {  # modules of core, and which others of core they may import
     "grammar": set[str](),
     "penalties": set[str](),
     "parameters": {"errors"},
-    "processors": set[str](),
+    "processors": {"errors"},
     "sampling": {"errors", "filters", "grammar", "noise", "parameters", "penalties", "processors", "tree"},
     "stats": set[str](),
     "storage": set[str](),

@@ -437,6 +437,35 @@ def unavailable(url: str, seconds: float = 5.0) -> bool:
     return False
 
 
+@pytest.mark.parametrize(
+    "load",
+    [
+        "os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(60)",
+        "threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)",  # takes minutes
+        "try: os.kill(os.getpid(), signal.SIGTERM)\n    except BaseException: raise ImportError('torch') from None",
+    ],
+    ids=["python", "native call", "another exception"],
+)
+def test_sigterm_before_the_server_listens(load: str, tmp_path: Path) -> None:
+    """A supervisor may send it while the model is loaded: exit code 0 like later on, and one sentence."""
+    script = tmp_path / "load.py"
+    script.write_text(
+        "import hashlib, os, signal, sys, threading, time\n"
+        "from leapahead.__main__ import main\n"
+        "import leapahead.models.loading\n"
+        "import leapahead.cli.serve\n"
+        "sys.modules['leapahead.cli.serve'].NATIVE_SECONDS = 0.2\n"
+        f"def load(*_, **__):\n    {load}\n"
+        "leapahead.models.loading.load = load\n"
+        "main()\n"
+    )
+    command = [sys.executable, str(script), "serve", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == "ended by SIGTERM, before the server was ready\n"
+
+
 def test_what_the_command_refuses(leapahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(keys.ENVIRONMENT, raising=False)
     for arguments, words in (

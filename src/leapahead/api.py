@@ -10,7 +10,7 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from leapahead.core.errors import BadParameter, LeapaheadError
-from leapahead.core.parameters import MOST_BATCH, whole
+from leapahead.core.parameters import MOST_BATCH, MOST_SAMPLES, whole
 from leapahead.core.relaxed import EXACT, Relaxed, rule
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.text import Tokenizer
@@ -232,7 +232,7 @@ class LLM:
             given = {name: each for name, each in self._networks.items() if name in registry.options(kind)} | given
             drafter = self.engine.drafter(chosen, **given)
         predictions = self.inputs.predictions(options.get("prediction"), len(prompts), drafter)
-        samples = whole("n", options.get("n", 1), least=1)
+        samples = whole("n", options.get("n", 1), 1, MOST_SAMPLES)
         all_seeds = seeds(options.get("seed"), len(prompts), samples, options.get("temperature", 0.0) != 0)
         stop = self.inputs.stop(options)
         grammars = self.inputs.grammar(options, len(prompts))

@@ -15,7 +15,7 @@ import numpy as np
 from leapahead.core.bias import LogitBias
 from leapahead.core.errors import BadParameter, ContextOverflow
 from leapahead.core.grammar import CompiledGrammar
-from leapahead.core.parameters import is_whole, number, whole
+from leapahead.core.parameters import is_whole, number, unicode_text, whole
 from leapahead.core.processors import LogitsProcessor, PrefixFree
 from leapahead.core.relaxed import Relaxed
 from leapahead.core.sampling import SamplingParams
@@ -132,7 +132,8 @@ class Inputs:
         if isinstance(given, str):
             if self.tokenizer is None:
                 raise BadParameter("a prediction as text needs a tokenizer; pass tokenizer=..., or its token ids")
-            given = self.tokenizer.encode(given, add_special_tokens=False) if given else []
+            text = unicode_text("the prediction", given)
+            given = self.tokenizer.encode(text, add_special_tokens=False) if text else []
         if not isinstance(given, (list, tuple, np.ndarray)) or not all(is_whole(token) for token in given):
             raise BadParameter(
                 f"a prediction must be text or token ids, or a list with one for each prompt, got {given!r}"
@@ -215,7 +216,7 @@ class Inputs:
             return [self._ids("bad_words", word)]
         if self.tokenizer is None:
             raise BadParameter(f"the bad word {word!r} needs a tokenizer; pass tokenizer=..., or its token ids")
-        written = (word, " " + word.lstrip())
+        written = (unicode_text("a bad word", word), " " + word.lstrip())
         return list(dict.fromkeys(tuple(self.tokenizer.encode(w, add_special_tokens=False)) for w in written))
 
     def _ids(self, name: str, given: Any) -> tuple[int, ...]:
@@ -252,12 +253,10 @@ def encode(
     if isinstance(prompt, str):
         if tokenizer is None:
             raise BadParameter("a text prompt needs a tokenizer; pass tokenizer=..., or a list of token ids")
-        if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise BadParameter("the prompt holds a lone surrogate, so it is no Unicode text; decode its bytes as UTF-8")
-        tokens = tokenizer.encode(prompt) if prompt else []
+        tokens = tokenizer.encode(unicode_text("the prompt", prompt)) if prompt else []
     elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
         messages = cast(Sequence[Mapping[str, Any]], prompt)
-        text = chat_text(messages, tokenizer, add_generation_prompt, variables)
+        text = unicode_text("the chat", chat_text(messages, tokenizer, add_generation_prompt, variables))
         assert tokenizer is not None, "it has the template"
         tokens = tokenizer.encode(text, add_special_tokens=False)  # the template writes them itself
     elif all(is_whole(token) for token in prompt):
@@ -296,15 +295,20 @@ def chat_text(
             raise BadParameter(f'a chat message is {{"role": "user", "content": "..."}}, got {message!r}')
     conversation = [dict(message) for message in messages]
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **(variables or {})
         )
     except Exception as error:  # a template is somebody's program, and may raise anything
         if getattr(tokenizer, "chat_template", None) is None:
             raise BadParameter(
-                "the tokenizer has no chat template; give the prompt as text, or set tokenizer.chat_template"
+                "the tokenizer has no chat template; give the prompt as text (`leapahead generate` without --chat), or "
+                "set tokenizer.chat_template"
             ) from None
         raise BadParameter(f"the chat template does not take these messages: {error}") from None
+    lists = [each["content"] for each in conversation if isinstance(each["content"], list)]
+    if any(isinstance(part, Mapping) and str(part) in text for parts in lists for part in parts):
+        raise BadParameter("the chat template takes no lists of parts; give the content of each message as text")
+    return text
 
 
 def is_single(prompt: Any) -> bool:

@@ -49,7 +49,14 @@ INPUT, OUTPUT = "Input options", "Output options"
     ),
 )
 @click.argument("prompt", required=False, callback=utf8_only)
-@option("-f", "--file", type=EXISTING_FILE, metavar="FILE", group=INPUT, help="Read the prompt from a file.")
+@option(
+    "-f",
+    "--file",
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
+    metavar="FILE",
+    group=INPUT,
+    help="Read the prompt from a file; `-` is standard input.",
+)
 @option(
     "--prediction",
     type=EXISTING_FILE,

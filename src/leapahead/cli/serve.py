@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Iterable
+import signal
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
+from types import FrameType
 from typing import Any
 
 import click
@@ -14,7 +19,7 @@ import click
 from leapahead.api import LLM
 from leapahead.chat import REASONING_FORMATS, TOOL_FORMATS
 from leapahead.cli.cache import DRAFTER_CACHE
-from leapahead.cli.command import Command, option
+from leapahead.cli.command import Command, option, say
 from leapahead.cli.generate import open_llm
 from leapahead.cli.options import DRAFTER, EXISTING_FILE, MODEL, all_of
 from leapahead.cli.typed import Finite
@@ -23,6 +28,8 @@ from leapahead.core.parameters import MOST_BATCH
 
 SERVER, LIMITS, ACCESS = "Server options", "Limits", "Access options"
 PACKAGES = ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "httptools")
+NATIVE_SECONDS = 5.0  # that SIGTERM waits for the end of a native call in the load of a model; Docker waits 10 in all
+SIGTERM_ENDED = "ended by SIGTERM, before the server was ready"
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of a generation_config that are taken
 
 
@@ -159,6 +166,47 @@ OF_LIMITS = (
 )
 
 
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Within the block, SIGTERM ends the command with exit code 0, unless a server that runs handles it.
+
+    It raises SystemExit, so that temporary files are removed. While the main thread is in a native call, which may take
+    longer than a supervisor waits, nothing can be raised there: a thread ends the process then.
+    """
+    received, ended = Event(), Event()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        received.set()
+        raise SystemExit(0)
+
+    def watch() -> None:
+        while number := reader.recv(1):
+            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is end:
+                if not ended.wait(NATIVE_SECONDS):
+                    say(SIGTERM_ENDED)
+                    os._exit(0)
+                return
+
+    watching = Thread(target=watch, name="leapahead-sigterm", daemon=True)
+    handler = signal.signal(signal.SIGTERM, end)
+    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    watching.start()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        signal.set_wakeup_fd(wakeup)
+        ended.set()
+        writer.close()
+        watching.join()
+        reader.close()
+        if received.is_set():  # whatever became of the exception
+            say(SIGTERM_ENDED)
+            raise SystemExit(0) from None
+
+
 @click.command(
     cls=Command,
     examples=(
@@ -169,6 +217,7 @@ OF_LIMITS = (
 )
 @click.argument("name", required=False, metavar="[MODEL]")
 @all_of(ADDRESS, MODEL, DRAFTER, DRAFTER_CACHE, WHO, BOUNDS)
+@ended_by_sigterm()
 def serve(
     name: str | None,
     host: str,

@@ -11,6 +11,7 @@ import click
 
 from leapahead.core.errors import BadParameter
 
+BYTE_ORDER_MARK = "\ufeff"  # that editors of Windows begin a file of UTF-8 with
 MOST_CHARACTERS = 2**26  # of a prompt, which is more than any model reads
 
 
@@ -28,7 +29,7 @@ def utf8_only(_: click.Context, parameter: click.Parameter, value: Any) -> Any:
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:
-    """The prompt as given, read from a file, or from standard input for "-".
+    """The prompt as given, read from a file, or from standard input for "-"; without the mark of a file's encoding.
 
     Raises:
         click.UsageError: none or both are given.
@@ -36,11 +37,13 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
     """
     if (prompt is None) == (file is None):
         raise click.UsageError("give either a prompt (or - for standard input) or --file")
+    if "-" in (prompt, str(file)):
+        return standard_input().removeprefix(BYTE_ORDER_MARK)
     if file is None:
         assert prompt is not None
-        return standard_input() if prompt == "-" else prompt
+        return prompt
     try:
-        with file.open(encoding="utf-8") as opened:
+        with file.open(encoding="utf-8-sig") as opened:
             return _limited(opened.read, str(file))
     except UnicodeDecodeError:
         raise BadParameter(f"{file} is not UTF-8 text") from None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+# The names of models on the Hugging Face hub, by the rules of its client, which is not imported here.
+HUB_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))(?:\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")
 
 
 class LeapaheadError(Exception):
@@ -63,7 +67,7 @@ def check_folder(name: str | Path) -> None:
         BadParameter: it is not there.
     """
     text, folder = str(name), Path(name).expanduser()
-    is_path = folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1
+    is_path = folder.is_absolute() or text.startswith("~") or not HUB_ID.fullmatch(text)
     if is_path and not folder.exists():
         raise BadParameter(f"there is no folder {text!r}; give the folder of a Transformers model, or a hub id")
 

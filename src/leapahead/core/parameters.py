@@ -11,7 +11,7 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter
 
-MOST_BATCH = 2**16  # that may be decoded together; more is a slip of the hand
+MOST_BATCH = MOST_SAMPLES = 2**16  # that may be decoded together, and of a prompt; more is a slip of the hand
 # A part of a list that commas divide: a value in quotes may hold commas.
 PART = re.compile(r"""(?P<key>[^,=]*=)\s*(?P<quote>["'])(?P<value>.*?)(?P=quote)\s*(?=,|$)|[^,]+""", re.DOTALL)
 
@@ -44,6 +44,17 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     return int(value) if isinstance(value, Integral) else float(value)
+
+
+def unicode_text(what: str, text: str) -> str:
+    """The text itself, which `what` names.
+
+    Raises:
+        BadParameter: it holds a lone surrogate, which no tokenizer can take.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise BadParameter(f"{what} holds a lone surrogate, so it is no Unicode text; decode its bytes as UTF-8")
+    return text
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from leapahead.core.errors import BadParameter
+
 Array = Any  # a numpy array or a torch tensor: whatever the target's logits are
 
 
@@ -20,6 +22,24 @@ class LogitsProcessor(Protocol):
         The arrays are of the target's kind: torch for Transformers, numpy elsewhere.
         """
         ...
+
+
+def processed(processor: LogitsProcessor, prefixes: Array, logits: Array) -> Array:
+    """float [rows, vocab], what a processor makes of the logits.
+
+    Raises:
+        BadParameter: it has returned something else, for example None after a change in place.
+    """
+    found = processor(prefixes, logits)
+    shape = getattr(found, "shape", None)
+    if shape != logits.shape:
+        own = getattr(processor, "processor", processor)  # within `PrefixFree`
+        returned = type(found).__name__ if shape is None else f"an array of shape {list(shape)}"
+        raise BadParameter(
+            f"the logits processor {getattr(own, '__name__', type(own).__name__)} has returned {returned}; it must "
+            f"return the changed logits, of shape {list(logits.shape)}, also where it changes them in place"
+        )
+    return found
 
 
 @dataclass(frozen=True)

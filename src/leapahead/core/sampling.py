@@ -31,7 +31,7 @@ from leapahead.core.grammar import CompiledGrammar, GrammarState
 from leapahead.core.noise import DeviceNoise, GumbelNoise
 from leapahead.core.parameters import is_whole, number, token_ids, whole
 from leapahead.core.penalties import Penalties
-from leapahead.core.processors import LogitsProcessor, PrefixFree
+from leapahead.core.processors import LogitsProcessor, PrefixFree, processed
 from leapahead.core.tree import IntArray, TokenTree
 
 Array = Any  # a numpy array or a torch tensor: whatever the target's logits are
@@ -319,10 +319,10 @@ class Sampler:
                 paths = [] if isinstance(processor, PrefixFree) else [tree.path_tokens(int(nodes[r])) for r in rows]
                 prefixes = np.stack([np.concatenate([committed, np.array(p, dtype=np.int64)]) for p in paths or [[]]])
                 if len(rows) == len(nodes):
-                    scores = processor(self._to_array(prefixes), scores)
+                    scores = processed(processor, self._to_array(prefixes), scores)
                 else:
                     index = self._to_array(rows)
-                    scores[index] = processor(self._to_array(prefixes), scores[index])
+                    scores[index] = processed(processor, self._to_array(prefixes), scores[index])
         # A processor may return an array that it keeps, or a view that repeats one row: it must not be written to.
         return xp.astype(scores, scores.dtype, copy=True) if self.params.processors else scores
 

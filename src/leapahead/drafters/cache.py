@@ -191,8 +191,8 @@ class DrafterCache:
             BadParameter: there is no such file, or it is not a drafter cache, damaged, too large, or of a newer format.
         """
         cache = cls()
-        cache.path = Path(path).absolute()
-        cache.merge(path)
+        cache.path = Path(path).expanduser().absolute()
+        cache.merge(cache.path)
         return cache
 
     def merge(self, path: str | Path) -> None:
@@ -353,7 +353,7 @@ class DrafterCache:
             raise BadParameter("the drafter cache has no file; name the file to save it to")
         if not self.vocab_size:
             raise BadParameter("the drafter cache belongs to no vocabulary yet; pass it to an LLM, then save it")
-        named = Path(path or self.path or "")
+        named = Path(path or self.path or "").expanduser()
         file = _real(named)
         try:
             with cache_file.locked(file):

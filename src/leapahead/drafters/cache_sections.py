@@ -71,7 +71,7 @@ def given(drafter_cache: DrafterCache | str | Path | bool) -> DrafterCache | Non
         raise BadParameter(
             f"drafter_cache={drafter_cache!r} is not possible: it must be True, False, a file, or a DrafterCache"
         )
-    path = Path(drafter_cache)
+    path = Path(drafter_cache).expanduser()
     if path.exists():
         return load(path)
     if not path.parent.is_dir():

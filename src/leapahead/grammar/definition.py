@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import unicode_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -106,6 +107,4 @@ def literal(text: str) -> str:
 def _text(what: str, text: Any) -> str:
     if not isinstance(text, str) or not text:
         raise BadParameter(f"{what} must be a text that is not empty, got {text!r}")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise BadParameter(f"{what} holds a lone surrogate, so it is no Unicode text; decode its bytes as UTF-8")
-    return text
+    return unicode_text(what, text)
