@@ -87,8 +87,9 @@ format: $(INSTALLED)
 types: $(WITH_LLAMA) $(WITH_OPENVINO)
 	$(BIN)/mypy
 
+# With worksteal a process takes the tests of a file in a row, so that what they share is made once.
 tests: $(WITH_LLAMA) $(WITH_OPENVINO)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
 # Every measured number and plot of README and docs, from a run on this machine (DATA: a folder with humaneval.jsonl,
 # gsm8k_test.jsonl, mt_bench.jsonl and spec_bench.jsonl). Ctrl-C keeps what is finished.

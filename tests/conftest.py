@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -29,6 +32,12 @@ CHAT_TEMPLATE = (
 )
 
 
+def pytest_collection_finish() -> None:
+    """Modules and collected tests stay to the end, so no garbage collection need visit them; and few are needed."""
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Cost curves are kept here and not in the user's cache, those of processes that a test starts too."""
@@ -36,6 +45,29 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LEAPAHEAD_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_times() -> Iterator[None]:
+    """What takes seconds of many tests and changes no text.
+
+    Latency profiles are measured in a third of the usual time, unless a test brings its own clock. llama.cpp computes
+    in one thread by default: threads that wait for each other on busy cores take seconds. OpenVINO's telemetry sends
+    nothing: each of its dozens of messages per export takes a thread and a TLS context.
+    """
+    from leapahead.planner import measurement
+
+    def rounds(target: Any, clock: Any) -> Any:
+        seconds = measurement.SECONDS / 3 if clock is perf_counter else measurement.SECONDS
+        return measurement.rounds(target, seconds=seconds, clock=clock)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("leapahead.planner.profile.rounds", rounds)
+        if find_spec("llama_cpp"):
+            patch.setattr("leapahead.models.llama_cpp.context.physical_cores", lambda: 1)
+        if find_spec("openvino_telemetry"):
+            patch.setattr("openvino_telemetry.utils.sender.TelemetrySender.send", lambda *_: None)
+        yield
 
 
 @pytest.fixture(scope="session")

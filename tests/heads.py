@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,6 +152,13 @@ def causal(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
+@lru_cache(maxsize=64)  # many paths are compared after each text
+def hidden_states(model: Any, tokens: tuple[int, ...]) -> Sequence[torch.Tensor]:
+    """Those of one forward over the text, before every layer and after the last one; the model's weights are fixed."""
+    with torch.no_grad():
+        return tuple(model(torch.tensor([tokens]), output_hidden_states=True).hidden_states)
+
+
 @torch.no_grad()
 def recomputed(model: Any, module: Any, layers: Sequence[int], tokens: Sequence[int], path: Sequence[int]) -> Any:
     """The head's logits after a path, from one forward of the target over the text and none of its caches.
@@ -158,8 +166,7 @@ def recomputed(model: Any, module: Any, layers: Sequence[int], tokens: Sequence[
     Returns:
         float64 [draft vocabulary].
     """
-    outputs = model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
-    states = torch.cat([outputs.hidden_states[layer] for layer in layers], dim=-1)
+    states = states_of(model, layers, tokens)
     if isinstance(module, Hydra):
         states = module.read(states, torch.arange(len(tokens) - 1)[None], causal)[0, -1]
         return module.one(len(path), states, torch.tensor([tokens[-1], *path])).double().numpy()
@@ -167,12 +174,25 @@ def recomputed(model: Any, module: Any, layers: Sequence[int], tokens: Sequence[
         return of_block(module, states, tokens, path).double().numpy()
     if isinstance(module, modules.Medusa):
         return module.one(len(path), states[0, -1]).double().numpy()
-    rows, states = list(tokens[1:]), module.fuse(states)
-    for token in (*path, None):
-        found = module(torch.tensor([rows]), states, torch.arange(len(rows))[None], causal)[:, -1:]
-        if token is not None:
-            rows, states = [*rows, token], torch.cat((states, found), dim=1)
-    return module.logits(found[0, 0]).double().numpy()
+    return module.logits(after(model, module, tuple(layers), tuple(tokens), tuple(path))[0, -1]).double().numpy()
+
+
+@lru_cache(maxsize=256)  # many paths begin alike
+def after(
+    model: Any, module: Any, layers: tuple[int, ...], tokens: tuple[int, ...], path: tuple[int, ...]
+) -> torch.Tensor:
+    """What an EAGLE head computes at every place of the text and of the path, [1, places, width]."""
+    states = module.fuse(states_of(model, layers, tokens))
+    drafted = [after(model, module, layers, tokens, path[:depth])[:, -1:] for depth in range(len(path))]
+    rows = torch.tensor([[*tokens[1:], *path]])
+    found: torch.Tensor = module(rows, torch.cat((states, *drafted), dim=1), torch.arange(rows.shape[1])[None], causal)
+    return found
+
+
+def states_of(model: Any, layers: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """The target's hidden states of all tokens but the last one, those of several layers side by side."""
+    every = hidden_states(model, tuple(tokens[:-1]))
+    return torch.cat([every[layer] for layer in layers], dim=-1)
 
 
 def of_block(module: DFlash, states: torch.Tensor, tokens: Sequence[int], path: Sequence[int]) -> torch.Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,16 @@ AnyDrafter = Drafter | SequenceDrafter | type[Drafter] | type[SequenceDrafter] |
 # Examples are judged by what they show, not by how long a busy machine takes for them.
 settings.register_profile("leapahead", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("leapahead")
+
+
+def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """Parameters of a test of which all but a few are slow; a value that is a tuple is several parameters."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=() if value in fast else pytest.mark.slow
+        )
+        for value in values
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------- runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from leapahead.models.toy import ToyTarget
 from leapahead.serve import app, server
 from leapahead.serve.settings import Limits, Settings
 from leapahead.serve.worker import Worker
+
+# Servers of tests speak plain HTTP. Without this, httpx reads all certificates of the system for every client.
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # id 0 is the end of text as well
 
@@ -102,11 +106,11 @@ class Running:
     def asynchronous(self, key: str = "none") -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(api_key=key, base_url=f"{self.url}/v1", max_retries=0, timeout=120)
 
-    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, **options)
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, verify=NO_TLS, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60, **options)
+        return httpx.get(self.url + path, timeout=60, verify=NO_TLS, **options)
 
     def metric(self, name: str) -> float:
         """The sum of all series of that name."""

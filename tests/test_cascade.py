@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from helpers import GREEDY, FixedLatency, Run, Spelling, assert_same_text, run
 from test_draft import FLAT, WARM, Blurred, Counting, timed
 
 from leapahead import LLM, Engine, Request
 from leapahead.bench.prompts import BUNDLED
-from leapahead.cli import main
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.stop import StopParams
 from leapahead.drafters import registry
@@ -251,7 +249,7 @@ def test_impossible_options_are_refused(options: dict[str, Any], says: str) -> N
 # ------------------------------------------------------------------------------------------------ the public interface
 
 
-@pytest.mark.parametrize("name", ["cascade", "ouroboros"])
+@pytest.mark.parametrize("name", ["cascade", pytest.param("ouroboros", marks=pytest.mark.slow)])
 def test_the_bundled_models(name: str) -> None:
     """In float32, with branches, greedy and seeded, alone and together."""
     plain = LLM(dtype="float32", drafter="plain")
@@ -269,17 +267,17 @@ def test_the_bundled_models(name: str) -> None:
     [("cascade", "lengths=2"), pytest.param(("ouroboros", "length=3"), marks=pytest.mark.slow)],
     ids=lambda each: each[0],
 )
-def test_the_command_line(more: Sequence[str], tmp_path: Path) -> None:
+def test_the_command_line(leapahead: Any, more: Sequence[str], tmp_path: Path) -> None:
     (name, option), page = more, tmp_path / "page.html"
     given = ["-d", name, "--draft", "bundled", "-o", "nodes=6", "-o", option, "--dtype", "float32"]
-    checked = CliRunner().invoke(main, ["check", *given, "--limit", "1", "--max-new-tokens", "12"])
+    checked = leapahead("check", *given, "--limit", "1", "--max-new-tokens", "12")
     assert checked.exit_code == 0, checked.output
-    explained = CliRunner().invoke(main, ["explain", *given, "--max-new-tokens", "8", "--out", str(page), "def add"])
+    explained = leapahead("explain", *given, "--max-new-tokens", "8", "--out", str(page), "def add")
     assert explained.exit_code == 0, explained.output
     assert "draft" in page.read_text(encoding="utf-8")
-    usual = CliRunner().invoke(main, ["generate", "-d", name, "--max-new-tokens", "4", "x"])  # with the bundled draft
+    usual = leapahead("generate", "-d", name, "--max-new-tokens", "4", "x")  # with the bundled draft
     assert usual.exit_code == 0, usual.output
-    refused = CliRunner().invoke(main, ["generate", "-d", name, "-m", bundled(), "x"])  # which is a folder like others
+    refused = leapahead("generate", "-d", name, "-m", bundled(), "x")  # which is a folder like others
     assert (refused.exit_code, f"the drafter {name!r} needs --draft=" in refused.output) == (2, True)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 import jsonschema
 import pytest
+from helpers import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from templates import DEEPSEEK_V3, DEEPSEEK_V31, QWEN3_CODER
@@ -253,8 +254,16 @@ WEATHER = Tool(
 )
 
 
-@pytest.mark.parametrize("format", [QWEN, V3, V31], ids=lambda each: each.name)
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(
+    ("format", "parallel"),
+    mostly_slow(
+        [(each, parallel) for each in (QWEN, V3, V31) for parallel in (False, True)],
+        (QWEN, True),
+        (V3, False),
+        (V31, True),
+    ),
+    ids=lambda value: str(getattr(value, "name", value)),
+)
 def test_required_calls_have_their_schema(llm: LLM, marked: Any, format: Any, parallel: bool) -> None:
     functions = [WEATHER, CLOCK]
     grammar = tool_grammar(functions, ToolChoice("required"), format, marked, parallel=parallel)

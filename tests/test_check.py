@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from helpers import mostly_slow
 
 from leapahead import LLM, BadParameter, LeapaheadError, Refused, SamplingParams, ties
 from leapahead import drafters as registry
@@ -27,6 +28,7 @@ from leapahead.models.toy import ToySession, ToyTarget
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 4, 5], [0], [1, 2, 1, 2, 1], [8, 8]]
 SAMPLED = SamplingParams(temperature=1.0, seed=7)
+FILTERED = SamplingParams(temperature=0.7, top_k=4, top_p=0.8)
 
 
 def checked(target: Any, sampling: SamplingParams = SamplingParams(), **options: Any) -> Report:  # noqa: B008
@@ -39,7 +41,7 @@ def checked(target: Any, sampling: SamplingParams = SamplingParams(), **options:
 
 @pytest.mark.parametrize(
     ("sampling", "batch"),
-    [(SamplingParams(), 1), (SAMPLED, 3), (SamplingParams(temperature=0.7, top_k=4, top_p=0.8), 1)],
+    mostly_slow([(SamplingParams(), 1), (SAMPLED, 3), (FILTERED, 1)], (SAMPLED, 3), (FILTERED, 1)),
 )
 def test_a_right_target_passes(sampling: SamplingParams, batch: int) -> None:
     seen = []
@@ -220,7 +222,9 @@ BRANCHING, MATCHING = ["lookahead", "auto", "recycling"], ["ngram", "suffix"]
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-@pytest.mark.parametrize(("sampling", "batch"), [(SamplingParams(), 3), (SAMPLED, 1)])
+@pytest.mark.parametrize(
+    ("sampling", "batch"), mostly_slow([(SamplingParams(), 3), (SAMPLED, 1)], (SamplingParams(), 3))
+)
 def test_a_broken_target_fails(
     broken: type[ToyTarget], sampling: SamplingParams, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +295,9 @@ class Rounding(ToyTarget):
         return (logits + wobble).astype(np.float32)
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1e-5, seed=1)])
+@pytest.mark.parametrize(
+    "sampling", mostly_slow([SamplingParams(), SamplingParams(temperature=1e-5, seed=1)], SamplingParams())
+)
 def test_rounding_is_a_tie(sampling: SamplingParams) -> None:
     report = checked(Rounding(2e-5, 1e-6), sampling, prompts=PROMPTS[:2], max_new_tokens=20)
     found = [tie for row in report.drafters for tie in row.ties]
@@ -355,7 +361,7 @@ def checked_model(llm: LLM, sampling: SamplingParams, drafters: list[str] | None
     return check(llm.target, llm.tokenizer, texts, drafters, max_new_tokens=32, sampling=sampling, batch=2)
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED])
+@pytest.mark.parametrize("sampling", mostly_slow([SamplingParams(), SAMPLED], SAMPLED))
 def test_a_model_passes(llm: LLM, sampling: SamplingParams) -> None:
     report = checked_model(llm, sampling)
     assert report.ok
@@ -396,7 +402,9 @@ def broken_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("damage", [broken_mask, broken_positions, broken_commit])
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.1, seed=7)])
+@pytest.mark.parametrize(
+    "sampling", mostly_slow([SamplingParams(), SamplingParams(temperature=0.1, seed=7)], SamplingParams())
+)
 def test_a_broken_model_fails(llm: LLM, damage: Any, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     damage(monkeypatch)  # after the load, which would refuse it
     assert not checked_model(llm, sampling, ["lookahead"]).ok

@@ -181,6 +181,7 @@ def test_the_target_of_a_state_has_no_gradient(target: Any, recorded: list[Traje
     assert seen[0].grad[0, words:].any()
 
 
+@pytest.mark.slow
 def test_tuning_lengthens_jacobi_decoding(target: Any, recorded: list[Trajectory], tmp_path: Path) -> None:
     few = recorded[:6]
     own, training = made(target, few, settings_of(steps=80, lr=5e-3), tmp_path / "checkpoint")

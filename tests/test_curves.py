@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from click.testing import CliRunner, Result
-from helpers import GREEDY, PROMPT, run
+from helpers import GREEDY, PROMPT, mostly_slow, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -444,7 +444,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "growth")) for name in RUNS])
+@pytest.mark.parametrize("name", mostly_slow(RUNS, "cost", "match", "expected"))
 def test_a_command_writes_its_files(lab: Any, tmp_path: Path, name: str) -> None:
     args, word = RUNS[name]
     result = lab(name, *args, "--out", str(tmp_path / "v1.2"))

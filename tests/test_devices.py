@@ -124,10 +124,10 @@ def test_a_line_is_fitted_to_times() -> None:
     assert fitted_line([(1.0, 3.0), (2.0, 5.0), (4.0, 9.0)]) == pytest.approx((1.0, 2.0))
 
 
-def test_bad_values_of_the_command() -> None:
+def test_bad_values_of_the_command(tmp_path: Path) -> None:
     for options, message in {
         ("--max-new-tokens", "500"): "at most 250 tokens",
-        ("--out", "/nonexistent/devices"): "there is no folder",
+        ("--out", str(tmp_path / "nowhere" / "devices")): "there is no folder",
     }.items():
         result = CliRunner().invoke(main, ["devices", *options])
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1)

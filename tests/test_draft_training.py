@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import mostly_slow
 
 torch = pytest.importorskip("torch")
 
@@ -78,7 +79,7 @@ def test_the_loss_is_the_mean_over_texts_of_the_mean_over_their_answers(target: 
     assert found.agreement.tolist() == pytest.approx([np.mean(right), 1 - np.mean(expected)], abs=1e-5)
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("divergence", mostly_slow(DIVERGENCES, next(iter(DIVERGENCES))))
 def test_every_divergence_brings_the_draft_model_nearer(
     divergence: str, target: Any, texts: list[Text], tmp_path: Path
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_resumed_training_is_the_same(target: Any, texts: list[Text], tmp_path
         assert torch.equal(each, resumed.parameters[name]), name
 
 
+@pytest.mark.slow
 def test_distillation_raises_the_acceptance_and_keeps_the_text(target: Any, texts: list[Text], tmp_path: Path) -> None:
     own, training = made(target, texts, settings_of(steps=80), tmp_path / "checkpoint")
     Student(own.module, None, torch.float32, "before").save(tmp_path / "before")

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from helpers import mostly_slow
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -113,9 +115,10 @@ def bundled() -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def bundled_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def bundled_files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """What is told of the file of each kind, which is written when it is first asked for."""
     folder = tmp_path_factory.mktemp("gguf")
-    return {kind: export_gguf(loading.bundled(), folder / f"{kind}.gguf", kind) for kind in KINDS}
+    return cache(lambda kind: export_gguf(loading.bundled(), folder / f"{kind}.gguf", kind))
 
 
 def logits(model: Any, tokens: list[int]) -> Any:
@@ -167,11 +170,11 @@ def tensors(written: Exported) -> dict[str, Any]:
 def test_f32_has_the_logits_of_transformers(load: Any, bundled: Any, bundled_files: Any) -> None:
     model, tokenizer = bundled
     tokens = tokenizer(PROMPT)["input_ids"]
-    assert np.abs(load(bundled_files["f32"]).logits(tokens) - logits(model, tokens)).max() < 1e-4
+    assert np.abs(load(bundled_files("f32")).logits(tokens) - logits(model, tokens)).max() < 1e-4
 
 
 def test_tokens_are_those_of_transformers(load: Any, bundled: Any, bundled_files: Any) -> None:
-    loaded, tokenizer = load(bundled_files["f32"], vocab_only=True), bundled[1]
+    loaded, tokenizer = load(bundled_files("f32"), vocab_only=True), bundled[1]
     for text in STRINGS:
         assert loaded.tokenize(text) == tokenizer(text, add_special_tokens=False)["input_ids"], repr(text)
         assert loaded.tokenize(text, around=True) == tokenizer(text)["input_ids"], repr(text)
@@ -179,7 +182,7 @@ def test_tokens_are_those_of_transformers(load: Any, bundled: Any, bundled_files
 
 def test_metadata_of_the_file(bundled: Any, bundled_files: Any) -> None:
     model, tokenizer = bundled
-    found = fields(bundled_files["f32"])
+    found = fields(bundled_files("f32"))
     assert found["tokenizer.chat_template"] == tokenizer.chat_template
     assert [found[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos", "padding")] == [0, 0, 0]
     assert (found["tokenizer.ggml.add_bos_token"], found["tokenizer.ggml.add_eos_token"]) == (False, False)
@@ -365,12 +368,12 @@ ENDS = ("endoftext", "user")
 # ----------------------------------------------------------------------------------------------------------- kinds
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "f32", "q8_0", "q4_k_m"))
 def test_every_kind_loads_and_continues_the_text(load: Any, bundled: Any, bundled_files: Any, kind: str) -> None:
     """The float32 model finds the greedy continuation likely."""
     model, tokenizer = bundled
     prompt = tokenizer(PROMPT)["input_ids"]
-    loaded, tokens = load(bundled_files[kind]), [*prompt]
+    loaded, tokens = load(bundled_files(kind)), [*prompt]
     for _ in range(24):
         tokens.append(int(loaded.logits(tokens)[-1].argmax()))
     scores = torch.log_softmax(torch.from_numpy(logits(model, tokens)), dim=-1)[len(prompt) - 1 : -1]
@@ -378,14 +381,15 @@ def test_every_kind_loads_and_continues_the_text(load: Any, bundled: Any, bundle
     assert float(scores.gather(1, new[:, None]).mean()) > -2.0  # its own greedy text has -1.6, random tokens -8.3
     if kind == "f32":
         assert new.tolist() == scores.argmax(dim=-1).tolist()
-    assert bundled_files[kind].fallbacks == {}
+    assert bundled_files(kind).fallbacks == {}
 
 
+@pytest.mark.slow
 def test_the_kinds_shrink(bundled_files: Any) -> None:
-    sizes = [bundled_files[kind].size for kind in KINDS]
+    sizes = [bundled_files(kind).size for kind in KINDS]
     assert sizes == sorted(sizes, reverse=True)
-    assert all(bundled_files[kind].path.stat().st_size == bundled_files[kind].size for kind in KINDS)
-    assert [set(bundled_files[kind].types) for kind in KINDS] == [
+    assert all(bundled_files(kind).path.stat().st_size == bundled_files(kind).size for kind in KINDS)
+    assert [set(bundled_files(kind).types) for kind in KINDS] == [
         *({"F32"}, {"F32", "BF16"}, {"F32", "Q8_0"}, {"F32", "Q6_K"}, {"F32", "Q5_K", "Q6_K"}),
         *({"F32", "Q4_K", "Q6_K"}, {"F32", "IQ4_NL", "Q6_K"}, {"F32", "Q4_0", "Q6_K"}),
     ]
@@ -394,12 +398,16 @@ def test_the_kinds_shrink(bundled_files: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "hidden", "types", "fallbacks"),
     [
-        ("q8_0", 32, {"Q8_0": 8, "F32": 3}, {}),
         ("q8_0", 48, {"Q8_0": 1, "F16": 7, "F32": 3}, {"F16": 7}),
         ("q4_k_m", 32, {"Q8_0": 3, "Q5_0": 5, "F32": 3}, {"Q8_0": 3, "Q5_0": 5}),
-        ("q6_k", 32, {"Q8_0": 8, "F32": 3}, {"Q8_0": 8}),
-        ("q4_0", 32, {"Q4_0": 7, "Q8_0": 1, "F32": 3}, {"Q8_0": 1}),
-        ("iq4_nl", 32, {"IQ4_NL": 7, "Q8_0": 1, "F32": 3}, {"Q8_0": 1}),
+        *mostly_slow(
+            [
+                ("q8_0", 32, {"Q8_0": 8, "F32": 3}, {}),
+                ("q6_k", 32, {"Q8_0": 8, "F32": 3}, {"Q8_0": 8}),
+                ("q4_0", 32, {"Q4_0": 7, "Q8_0": 1, "F32": 3}, {"Q8_0": 1}),
+                ("iq4_nl", 32, {"IQ4_NL": 7, "Q8_0": 1, "F32": 3}, {"Q8_0": 1}),
+            ]
+        ),
     ],
 )
 def test_rows_that_cannot_be_packed(

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Spelling
+from helpers import Spelling, mostly_slow
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
@@ -123,17 +123,17 @@ def test_samples_and_streams_follow_the_grammar_each_for_itself(llm: LLM) -> Non
         assert "".join(piece.text for piece in llm.stream("number", **own)) == sample.text
 
 
-def test_the_bundled_model(tiny_bundled: LLM) -> None:
-    for sampling in (GREEDY, SAMPLED):
-        options: dict[str, Any] = {"grammar": GRAMMARS["schema"], "max_new_tokens": 150, **sampling}
-        plain = tiny_bundled.generate("# A person as JSON:\n", drafter="plain", **options)
-        jsonschema.validate(json.loads(plain.text), PERSON)
-        for drafter, nodes in (("auto", 16), ("auto", 0), ("recycling", 8), ("lookahead", 0)):
-            given_options = {"nodes": nodes} if nodes else {}
-            result = tiny_bundled.generate(
-                "# A person as JSON:\n", drafter=drafter, drafter_options=given_options, **options
-            )
-            assert result.tokens == plain.tokens
+@pytest.mark.parametrize("sampling", mostly_slow([GREEDY, SAMPLED], SAMPLED), ids=["greedy", "sampled"])
+def test_the_bundled_model(tiny_bundled: LLM, sampling: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"grammar": GRAMMARS["schema"], "max_new_tokens": 150, **sampling}
+    plain = tiny_bundled.generate("# A person as JSON:\n", drafter="plain", **options)
+    jsonschema.validate(json.loads(plain.text), PERSON)
+    for drafter, nodes in (("auto", 16), ("auto", 0), ("recycling", 8), ("lookahead", 0)):
+        given_options = {"nodes": nodes} if nodes else {}
+        result = tiny_bundled.generate(
+            "# A person as JSON:\n", drafter=drafter, drafter_options=given_options, **options
+        )
+        assert result.tokens == plain.tokens
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import heads
 import numpy as np
 import pytest
 import torch
-from helpers import FixedLatency
+from helpers import FixedLatency, mostly_slow
 
 from leapahead import LLM, Request
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
@@ -38,7 +38,7 @@ def decoded(model: Any, tokenizer: Any, folder: Path, drafter: str = "auto", **o
     """The texts of all prompts, drafted with a head, and the head."""
     temperature = options.pop("temperature", 0.0)
     llm = LLM(model, tokenizer=tokenizer, drafter=drafter, head=str(folder), **options)
-    found = llm.generate(PROMPTS, max_new_tokens=24, temperature=temperature, seed=5, ignore_eos=True)
+    found = llm.generate(PROMPTS, max_new_tokens=16, temperature=temperature, seed=5, ignore_eos=True)
     return found, head_of(llm, folder)
 
 
@@ -62,7 +62,7 @@ def test_candidates_are_those_of_a_full_recomputation(
     decoded(exact_model, tokenizer, folder, "head", depth=3, nodes=12, temperature=temperature)
     texts, head = decoded(exact_model, tokenizer, folder, nodes=40, temperature=temperature)
     plain = LLM(exact_model, tokenizer=tokenizer, drafter="plain").generate(
-        PROMPTS, max_new_tokens=24, temperature=temperature, seed=5, ignore_eos=True
+        PROMPTS, max_new_tokens=16, temperature=temperature, seed=5, ignore_eos=True
     )
     assert [text.tokens for text in texts] == [text.tokens for text in plain]
     assert max(text.stats.accepted for text in texts) > 4  # entries of drafts were dropped and written anew
@@ -141,22 +141,25 @@ def test_states_before_the_final_norm_are_found(
     assert worst(found, exact_model, head, "eagle") > 1e-3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nodes": {"nodes": 6},
+    "depth": {"depth": 3},
+    "chain": {"nodes": 4, "chain": True},
+    "unaware": {"seed_aware": False, "nodes": 6},
+    "planned": {},
+}
+EVERY = [(kind, name) for kind in KINDS for name in OPTIONS]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"nodes": 6}, id="nodes"),
-        pytest.param({"depth": 3}, id="depth"),
-        pytest.param({"nodes": 4, "chain": True}, id="chain", marks=pytest.mark.slow),
-        pytest.param({"seed_aware": False, "nodes": 6}, id="unaware", marks=pytest.mark.slow),
-        pytest.param({}, id="planned"),
-    ],
+    ("kind", "name"),
+    mostly_slow(EVERY, *((kind, "nodes") for kind in KINDS), ("eagle3", "depth"), ("eagle3", "planned")),
 )
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=SLOW), 0.8])
 def test_no_text_changes(
-    kind: str, options: dict[str, Any], temperature: float, tiny_model: Any, tokenizer: Any, tmp_path: Path
+    kind: str, name: str, temperature: float, tiny_model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
-    folder = heads.write(tmp_path, kind, vocabulary(tiny_model))
+    folder, options = heads.write(tmp_path, kind, vocabulary(tiny_model)), OPTIONS[name]
     given: dict[str, Any] = {"max_new_tokens": 20, "temperature": temperature, "seed": 3, "n": 2}
     with LLM(tiny_model, tokenizer=tokenizer, drafter="plain") as llm:
         plain = llm.generate(PROMPTS, **given)
@@ -455,7 +458,7 @@ def test_commands_take_a_head(
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", mostly_slow([0.0, 1.0], 1.0))
 def test_the_bundled_head(temperature: float) -> None:
     prompt = 'def add(a, b):\n    """Return the sum of a and b."""\n'
     with LLM(dtype="float32", drafter="head", head="bundled", nodes=16) as llm:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import mostly_slow
 from scipy.stats import chisquare
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -279,9 +280,11 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "renormalize_logits": True,
     },
 }
+SOME_PROCESSORS = ("repetition_penalty", "encoder_no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "several")
+SOME_PROCESSORS += ("watermarking_config", "prefix_allowed_tokens_fn", "own", "in place")
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("name", mostly_slow(PROCESSORS, *SOME_PROCESSORS))
 def test_every_processor_sees_its_own_prefix(llama: Any, eos: int, name: str) -> None:
     options = {"eos_token_id": eos, "max_new_tokens": 24}
     unprocessed = theirs(llama, BATCH, **options).tolist()
@@ -318,7 +321,7 @@ WARPERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", WARPERS, ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("options", mostly_slow(WARPERS, *WARPERS[::3]), ids=lambda options: "-".join(options))
 def test_sampled_text_and_its_scores(llama: Any, options: dict[str, Any]) -> None:
     """The text is that of plain decoding; scores and logits are those of Transformers after the same prefixes."""
     options = {"do_sample": True, **options}

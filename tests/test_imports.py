@@ -107,11 +107,14 @@ def imported(module: str) -> frozenset[str]:
             origin = ".".join(part for part in (base, node.module) if part)
             inner = {f"{origin}.{alias.name}" for alias in node.names}
             found |= {name if name in FILES else origin for name in inner}
-        elif isinstance(node, ast.Call) and "import_module" in ast.dump(node.func):
+        elif isinstance(node, ast.Call) and "import_module" in (
+            getattr(node.func, name, "") for name in ("id", "attr")
+        ):
             found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
     return frozenset(found)
 
 
+@cache
 def ours(module: str) -> set[str]:
     return {name for name in imported(module) if name.split(".")[0] == "leapahead"}
 

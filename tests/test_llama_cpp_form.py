@@ -152,7 +152,9 @@ def test_drafters_that_need_branches() -> None:
     assert not needing & {"auto", "plain", "prompt_lookup", "prediction", "draft_model", "head"}
 
 
-@pytest.mark.parametrize("types", [{}, {"type_k": "f16", "type_v": "f16"}])
+@pytest.mark.parametrize(
+    "types", [{}, pytest.param({"type_k": "f16", "type_v": "f16"}, marks=pytest.mark.slow)], ids=["default", "float16"]
+)
 @pytest.mark.parametrize(("name", "most"), [("llama", 1.02), ("gemma2", 1.02), ("deepseek2", 2.0)])
 def test_the_memory_of_a_cache(name: str, most: float, types: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """The estimate is what llama.cpp says that it allocates, or more: of latent attention, it keeps no values."""

@@ -114,6 +114,7 @@ def test_a_resumed_training_is_the_same(target: Any, texts: list[Text], tmp_path
         assert torch.equal(each, resumed.parameters[name]), name
 
 
+@pytest.mark.slow
 def test_one_forward_drafts_more_than_before_and_no_text_changes(
     target: Any, texts: list[Text], tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from helpers import assert_same_text
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leapahead import LLM, BadParameter
@@ -113,6 +113,7 @@ def test_targets_of_chains_are_served(plain: list[int]) -> None:
     assert predicted(chains, [*plain[:50], 7, *plain[51:]]).tokens == plain
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 11), max_size=40))
 def test_any_prediction_gives_plain_text(prediction: list[int]) -> None:
     target = ToyTarget(order=3)

@@ -248,7 +248,7 @@ def test_an_accepted_probe_is_found(
         pytest.param({"nodes": 6, "seed_aware": False}, id="unaware", marks=SLOW),
     ],
 )
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=SLOW), 0.8])
 def test_no_text_changes(
     kind: str, options: dict[str, Any], temperature: float, tiny_model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:

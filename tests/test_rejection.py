@@ -550,7 +550,7 @@ def test_a_perfect_draft_is_accepted_whole(name: str) -> None:
 def test_draws_come_in_their_order_with_their_probabilities(draw: Callable[..., list[int]]) -> None:
     """Ordered pairs: the second draw comes from q again, or from q without the first."""
     q, rng = np.array([0.5, 0.0, 0.3, 0.15, 0.05]), np.random.default_rng(8)
-    counts = Counter(tuple(draw(q, 2, rng)) for _ in range(20_000))
+    counts = Counter(tuple(draw(q, 2, rng)) for _ in range(8_000))
     wanted = np.zeros((5, 5))
     for tokens, weight in (replaced if draw is draw_independent else distinct)([q, q]):
         wanted[tuple(tokens)] = weight

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, BY_NAME, VOCABULARY
-from helpers import NoisyChain, attached
+from helpers import NoisyChain, attached, mostly_slow
 
 from leapahead import Engine, Request
 from leapahead.core.sampling import SamplingParams
@@ -94,13 +94,14 @@ DRAFTERS: dict[str, Callable[[list[int], int], Any]] = {
     "auto": lambda text, seed: ("auto", {"nodes": 4}),
     "recycling": lambda text, seed: ("recycling", {"nodes": 4}),
 }
+FAST_CASES = (("qwen3_next", "greedy", "noisy", 4), ("rwkv", "sampled", "noisy", 1))
 CASES = [
     pytest.param(
         name,
         mode,
         drafter,
         batch,
-        marks=() if name in FAST and drafter == "noisy" and (mode == "greedy") == (batch == 4) else pytest.mark.slow,
+        marks=() if (name, mode, drafter, batch) in FAST_CASES else pytest.mark.slow,
     )
     for name in NAMES
     for mode in MODES
@@ -228,7 +229,7 @@ def test_rejections_in_a_row_do_not_add_up() -> None:
 # ------------------------------------------------------------------------------------------------------------ prefixes
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "qwen3_next"))
 def test_prompts_that_begin_like_earlier_ones(name: str) -> None:
     """One is the same again, one continues its text, one parts in its middle; also while a session is open."""
     prompt = tuple(range(3, 23))

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -168,7 +167,7 @@ BODIES = {
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 def test_bodies_that_are_no_requests(running: Running, path: str, name: str) -> None:
-    found = httpx.post(running.url + path, content=BODIES[name], headers={"Content-Type": "application/json"})
+    found = running.post(path, content=BODIES[name], headers={"Content-Type": "application/json"})
     assert found.status_code == 400, found.text
     assert set(found.json()["error"]) == {"message", "type", "param", "code"}
 
@@ -181,8 +180,8 @@ def test_methods_paths_models_and_types(running: Running) -> None:
         check(running.post(path, {"input": "a"}), 404, None, path)
     check(running.post(COMPLETIONS, {"prompt": "a", "model": "gpt"}), 404, "model", "'tiny'")
     check(running.post(COMPLETIONS, {"prompt": "a", "model": ""}), 404, "model")
-    check(httpx.post(running.url + COMPLETIONS, data={"prompt": "a"}), 415, None, "application/json")
-    check(httpx.post(running.url + COMPLETIONS, content=b"{}"), 415, None)
+    check(running.post(COMPLETIONS, data={"prompt": "a"}), 415, None, "application/json")
+    check(running.post(COMPLETIONS, content=b"{}"), 415, None)
 
 
 def test_a_body_that_is_too_large(running: Running) -> None:
@@ -192,7 +191,7 @@ def test_a_body_that_is_too_large(running: Running) -> None:
         for _ in range(40):
             yield b"a" * 1000
 
-    found = httpx.post(running.url + COMPLETIONS, content=chunks(), headers={"Content-Type": "application/json"})
+    found = running.post(COMPLETIONS, content=chunks(), headers={"Content-Type": "application/json"})
     check(found, 413, None)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pydantic
 import pytest
+from helpers import mostly_slow
 
 from leapahead import LLM, Grammar
 from tests.serving import Running, check, serving, toy_llm
@@ -16,6 +17,8 @@ from tests.serving import Running, check, serving, toy_llm
 pytest.importorskip("llguidance")
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+GREEDY: dict[str, Any] = {"temperature": 0}
+SAMPLED: dict[str, Any] = {"temperature": 1.5, "seed": 9}
 MESSAGES: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 PARAMETERS = {
     "type": "object",
@@ -85,20 +88,22 @@ FORMS: dict[str, tuple[dict[str, Any], Grammar]] = {
 }
 
 
+@pytest.mark.parametrize("sampling", mostly_slow([GREEDY, SAMPLED], SAMPLED), ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", FORMS)
-def test_a_form_is_that_of_plain_decoding_under_the_grammar(plain: Running, llm: LLM, name: str) -> None:
+def test_a_form_is_that_of_plain_decoding_under_the_grammar(
+    plain: Running, llm: LLM, name: str, sampling: dict[str, Any]
+) -> None:
     given, grammar = FORMS[name]
-    for sampling in ({"temperature": 0}, {"temperature": 1.5, "seed": 9}):
-        options: dict[str, Any] = {**sampling, "max_new_tokens": 40, "grammar": grammar, "drafter": "plain"}
-        body = {**given, **sampling, "max_tokens": 40}
-        found = plain.post(CHAT, {**body, "messages": MESSAGES}).json()["choices"][0]
-        assert found["message"] == {
-            "role": "assistant",
-            "content": llm.generate(MESSAGES, **options).text,
-            "refusal": None,
-        }
-        completed = plain.post(COMPLETIONS, {**body, "prompt": "Paris: "}).json()["choices"][0]
-        assert completed["text"] == llm.generate("Paris: ", **options).text
+    options: dict[str, Any] = {**sampling, "max_new_tokens": 40, "grammar": grammar, "drafter": "plain"}
+    body = {**given, **sampling, "max_tokens": 40}
+    found = plain.post(CHAT, {**body, "messages": MESSAGES}).json()["choices"][0]
+    assert found["message"] == {
+        "role": "assistant",
+        "content": llm.generate(MESSAGES, **options).text,
+        "refusal": None,
+    }
+    completed = plain.post(COMPLETIONS, {**body, "prompt": "Paris: "}).json()["choices"][0]
+    assert completed["text"] == llm.generate("Paris: ", **options).text
 
 
 OBJECT = {"type": "json_object"}
@@ -143,7 +148,7 @@ def test_what_is_refused(plain: Running, body: dict[str, Any], param: str, words
 
 def test_requests_with_forms_at_the_same_time(plain: Running, llm: LLM) -> None:
     """Beside each other and beside text of any form, as streams of the asynchronous client."""
-    jobs = [(FORMS[name], seed) for seed in range(2) for name in FORMS] + [(({}, None), 7)]
+    jobs = [*((form, 0) for form in FORMS.values()), (({}, None), 7)]
 
     async def one(client: Any, given: dict[str, Any], seed: int) -> str:
         stream = await client.chat.completions.create(

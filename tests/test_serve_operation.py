@@ -25,7 +25,7 @@ from leapahead.core.errors import BadParameter
 from leapahead.models.toy import ToyTarget
 from leapahead.serve import keys, server
 from leapahead.serve.settings import Limits, Settings
-from tests.serving import Letters, Running, SlowToy, serving, toy_llm
+from tests.serving import NO_TLS, Letters, Running, SlowToy, serving, toy_llm
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "a", "max_tokens": 5}
@@ -403,14 +403,24 @@ def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
 def test_the_command(sig: signal.Signals, tmp_path: Path) -> None:
     """A signal ends it with exit code 0 after the running stream has ended and the drafter cache was saved."""
     file = tmp_path / "drafts.npz"
-    arguments = ("--drafter-cache", str(file), "--served-model-name", "mine", "-d", "suffix", "--generation-config")
+    arguments = (
+        "--drafter-cache",
+        str(file),
+        "--served-model-name",
+        "mine",
+        "-d",
+        "suffix",
+        "--generation-config",
+        "-o",
+        "nodes=4",
+    )
     with command(*arguments, LEAPAHEAD_API_KEY="secret") as (process, url):
         body = {"model": "mine", "prompt": "def add(a, b):", "max_tokens": 20}
         assert httpx.post(url + COMPLETIONS, json=body, timeout=60).status_code == 401
         found = httpx.post(url + COMPLETIONS, json=body, headers=bearer("secret"), timeout=60)
         with LLM() as llm:
             assert found.json()["choices"][0]["text"] == llm.generate("def add(a, b):", max_new_tokens=20).text
-        long = {**body, "max_tokens": 900, "ignore_eos": True, "stream": True}
+        long = {**body, "max_tokens": 400, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", url + COMPLETIONS, json=long, headers=bearer("secret"), timeout=60) as stream:
             lines = stream.iter_lines()
             next(lines)
@@ -432,8 +442,9 @@ def unavailable(url: str, seconds: float = 5.0) -> bool:
     """Whether /health says within so many seconds that the server is about to stop."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
-        if httpx.get(f"{url}/health", timeout=10).status_code == 503:
+        if httpx.get(f"{url}/health", timeout=10, verify=NO_TLS).status_code == 503:
             return True
+        time.sleep(0.02)
     return False
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from helpers import mostly_slow
 
 from leapahead import LLM
 from leapahead.chat import TOOL_FORMATS, ToolChoice, json_grammar, parse, reasoning_format, tool_grammar
@@ -82,8 +83,14 @@ def prompt(running: Running, **options: Any) -> list[int]:
     return list(running.post("/tokenize", {"messages": MESSAGES, **options}).json()["tokens"])
 
 
-@pytest.mark.parametrize("choice", ["required", "auto", "none", NAMED], ids=str)
-@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize(
+    ("choice", "parallel"),
+    [
+        *(("required", True), ("required", False), ("auto", True), (NAMED, True)),
+        *mostly_slow([("none", True), ("auto", False), ("none", False), (NAMED, False)]),
+    ],
+    ids=str,
+)
 def test_calls_are_those_of_plain_decoding(
     running: Running, client: openai.OpenAI, llm: LLM, choice: Any, parallel: bool
 ) -> None:
@@ -201,22 +208,17 @@ def test_reasoning(thinking: Running, llm: LLM) -> None:
     assert free.content == llm.generate(prompt(thinking), max_new_tokens=30).text
 
 
-def test_json_stands_behind_the_reasoning(thinking: Running, llm: LLM) -> None:
+@pytest.mark.parametrize("seed", mostly_slow(range(3), 0))
+def test_json_stands_behind_the_reasoning(thinking: Running, llm: LLM, seed: int) -> None:
     """The reasoning is free, and what stands behind it has the schema."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}
     tokens = prompt(thinking, **THINKING)
     grammar = json_grammar(PARAMETERS, thinking.llm.tokenizer, reasoning_format("qwen3"), "<think>\n")
-    for seed in range(3):
-        options: Any = {"temperature": 1, "seed": seed}
-        found = answer(thinking.client(), response_format=form, extra_body=THINKING, max_tokens=60, **options).choices[
-            0
-        ]
-        alone = llm.generate(tokens, max_new_tokens=60, grammar=grammar, drafter="plain", **options)
-        expected = parse(alone.text, None, reasoning_format("qwen3"), "<think>\n")
-        assert (found.message.content, found.message.reasoning_content) == (
-            expected.content,
-            expected.reasoning_content,
-        )
+    options: Any = {"temperature": 1, "seed": seed, "max_tokens": 60}
+    found = answer(thinking.client(), response_format=form, extra_body=THINKING, **options).choices[0]
+    alone = llm.generate(tokens, max_new_tokens=60, grammar=grammar, drafter="plain", temperature=1, seed=seed)
+    expected = parse(alone.text, None, reasoning_format("qwen3"), "<think>\n")
+    assert (found.message.content, found.message.reasoning_content) == (expected.content, expected.reasoning_content)
 
 
 def test_content_between_reasoning_and_calls() -> None:
@@ -345,7 +347,7 @@ def test_the_options_of_the_command(leapahead: Any, name: str) -> None:
     assert "pythonic" in result.stderr
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mostly_slow(range(4), 0, 1))
 def test_calls_or_a_form(running: Running, client: openai.OpenAI, llm: LLM, seed: int) -> None:
     """With tools and a form, an answer is calls or JSON of the form, as plain decoding under that grammar."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

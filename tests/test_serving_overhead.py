@@ -13,6 +13,7 @@ from research import serving_overhead
 from research.serving_overhead import Seen
 
 
+@pytest.mark.slow
 def test_streams_are_compared_with_generate(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     arguments = ["--streams", "1", "--streams", "3", "--max-tokens", "20", "--rounds", "2", "--out", str(out)]

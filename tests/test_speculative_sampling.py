@@ -88,9 +88,9 @@ def deviation(
     [
         {"width": 1, "depth": 2},
         {"rule": "sequoia", "width": 3, "depth": 2},
-        {"rule": "specinfer", "width": 2, "depth": 2},
-        {"rule": "spectr", "width": 2, "depth": 2},
-        {"rule": "sequoia", "width": 2, "depth": 3, "nodes": 5, "unsure": 0.5},
+        pytest.param({"rule": "specinfer", "width": 2, "depth": 2}, marks=pytest.mark.slow),
+        pytest.param({"rule": "spectr", "width": 2, "depth": 2}, marks=pytest.mark.slow),
+        pytest.param({"rule": "sequoia", "width": 2, "depth": 3, "nodes": 5, "unsure": 0.5}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

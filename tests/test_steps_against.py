@@ -13,6 +13,7 @@ from research.steps_against import HERE, compared, worker
 pytestmark = pytest.mark.skipif(not native.available, reason="installed without the compiled module")
 
 
+@pytest.mark.slow
 def test_a_checkout_is_compared_with_itself() -> None:
     row = compared((HERE, HERE), batch=1, temperature=0.0, context=800, turns=2)
     assert row["same"]
@@ -21,6 +22,7 @@ def test_a_checkout_is_compared_with_itself() -> None:
     assert row["low"] <= row["ratio"] <= row["high"]
 
 
+@pytest.mark.slow
 def test_other_texts_have_another_digest() -> None:
     with worker(HERE, 1, 0.0, 800) as one, worker(HERE, 1, 0.0, 1600) as other:
         assert one.ask("texts 3") != other.ask("texts 3")

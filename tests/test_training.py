@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import heads  # noqa: E402
+from helpers import mostly_slow  # noqa: E402
 from training_parts import KINDS, QUIET, VOCABULARY, made, model_of, settings_of, stopping, texts_of  # noqa: E402
 
 from leapahead import Engine, Request, SamplingParams, StopParams  # noqa: E402
@@ -118,7 +119,7 @@ def test_a_block_is_trained_as_if_it_were_alone(target: TrainingTarget, texts: A
     assert few.agreement.shape == (3,)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "eagle3"))
 def test_the_loss_falls(kind: str, target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
     _, training = made(target, texts, settings_of(kind), tmp_path / "checkpoint")
     points = training.run(QUIET).points
@@ -142,7 +143,7 @@ def test_what_is_the_targets_is_not_trained(target: TrainingTarget, texts: Any, 
     assert torch.equal(before[1], target.output)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", mostly_slow(LOSSES, "ce", "kl"))
 def test_every_loss_trains(loss: str, target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
     _, training = made(target, texts, settings_of("eagle3", loss=loss, draft_vocab=40), tmp_path / "checkpoint")
     points = training.run(QUIET).points
@@ -221,7 +222,7 @@ def test_muon_is_refused_where_pytorch_has_none(monkeypatch: pytest.MonkeyPatch)
 # --------------------------------------------------------------------------------------------- a resumed training
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "eagle3", "medusa"))
 def test_a_resumed_training_is_the_same(kind: str, target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
     settings = settings_of(kind, steps=9, accumulate=2)
     whole, training = made(target, texts, settings, tmp_path / "whole")
@@ -277,7 +278,7 @@ def naive(
     return [path for _, path in sorted(found, key=lambda each: -each[0])[:nodes]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "eagle3", "medusa", "dflash"))
 def test_acceptance_is_that_of_drafting_place_by_place(
     kind: str, model: Any, target: TrainingTarget, texts: Any, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import mostly_slow
 
 torch = pytest.importorskip("torch")
 
@@ -171,8 +172,8 @@ def test_a_target_whose_logits_are_scaled_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "draft_vocab"),
     [
-        *(("medusa", 0), ("medusa", 20), ("eagle", 0), ("eagle3", 0), ("eagle3", 20)),
-        *(("hydra", 0), ("hydra", 20), ("hydra++", 0), ("dflash", 0)),
+        *(("medusa", 20), ("eagle3", 20), ("hydra++", 0), ("dflash", 0)),
+        *mostly_slow([("medusa", 0), ("eagle", 0), ("eagle3", 0), ("hydra", 0), ("hydra", 20)]),
     ],
 )
 def test_a_written_head_is_read_with_equal_logits(kind: str, draft_vocab: int, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from architectures import BY_NAME, SIZES, VOCABULARY
-from helpers import GREEDY, Oracle, RandomTrees, Scattered, run
+from helpers import GREEDY, Oracle, RandomTrees, Scattered, mostly_slow, run
 
 from leapahead.core.errors import BadLogits, BadParameter, CacheFull, ContextOverflow, LeapaheadError, Refused
 from leapahead.core.sampling import SamplingParams
@@ -141,7 +141,9 @@ def test_the_cost_of_a_replay() -> None:
     assert target.cost([first], trees).rows == 9
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom", "mamba", "recurrent_gemma", "deepseek_v32"])
+@pytest.mark.parametrize(
+    "name", ["llama", "bloom", "mamba", pytest.param("recurrent_gemma", marks=pytest.mark.slow), "deepseek_v32"]
+)
 def test_a_fork_has_the_same_tokens_and_goes_its_own_way(name: str) -> None:
     target = build(name)
     forwards = list[int]()
@@ -478,7 +480,9 @@ LAYERS = [(0, 1, -1), (-1,), (2, 0), (1,)]
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "opt", "bloom", "mixtral"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["llama", "gemma2", "gpt2", "opt", "bloom", "mixtral"], "llama", "opt", "bloom")
+)
 def test_hidden_states_are_the_model_s_own(name: str, layers: tuple[int, ...]) -> None:
     """Of prompts in chunks and of nodes of trees, in a batch; again when the prompt was read before."""
     target, capture = build(name), Capture(hidden=layers)
@@ -753,7 +757,7 @@ def test_out_of_memory_is_one_sentence_and_harms_nothing(
     assert [choices[0], choices[1]] == expected
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom", "mamba", "recurrent_gemma"])
+@pytest.mark.parametrize("name", ["llama", "bloom", "mamba", pytest.param("recurrent_gemma", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("late", [False, True])
 def test_an_interrupted_forward_leaves_what_is_committed(
     name: str, late: bool, monkeypatch: pytest.MonkeyPatch
@@ -911,7 +915,7 @@ MUTATIONS = [positions_by_slot, siblings_visible, parent_hidden, masks_ignored, 
 MUTATIONS += [commit_off_by_one]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.bfloat16], torch.float32), ids=str)
 @pytest.mark.parametrize("mutation", [*MUTATIONS, rows_mixed_up, one_node_of_the_tree])
 def test_the_self_test_catches(
     mutation: Callable[..., None], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import BY_NAME
-from helpers import GREEDY, Run, run
+from helpers import GREEDY, Run, mostly_slow, run
 
 from leapahead import Engine, Request
 from leapahead.core.errors import BadParameter, ContextOverflow, LeapaheadError, Refused
@@ -79,7 +79,7 @@ def grow(target: TransformersTarget, session: TransformersSession, *tokens: int)
 # -------------------------------------------------------------------------------------------------------- the text
 
 
-@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("params", mostly_slow([GREEDY, WARM], WARM), ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "options",
     [
