@@ -62,7 +62,7 @@ def test_where_another_size_takes_longer_useless_drafts_cost_little() -> None:
 
 
 def test_sources_that_are_right_again_are_asked_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a long useless part they are asked every 32 steps, and each time tells the estimates little."""
+    """After a long useless part they are asked every 32 steps, and one right candidate changes the estimates little."""
     monkeypatch.setattr(simulation, "CHANGING", ((1000, "useless"), (200, "good")))
     case = Case("right", "llama.cpp", "changing")
     world = World(case, 0)

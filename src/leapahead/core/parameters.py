@@ -11,7 +11,7 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter
 
-MOST_BATCH = MOST_SAMPLES = 2**16  # that may be decoded together, and of a prompt; more is a slip of the hand
+MOST_BATCH = MOST_SAMPLES = 2**16  # sequences decoded together, and samples of a prompt; more is a slip of the hand
 # A part of a list that commas divide: a value in quotes may hold commas.
 PART = re.compile(r"""(?P<key>[^,=]*=)\s*(?P<quote>["'])(?P<value>.*?)(?P=quote)\s*(?=,|$)|[^,]+""", re.DOTALL)
 

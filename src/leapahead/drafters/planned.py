@@ -190,7 +190,8 @@ class Planned(Drafter):
             found["left_out"] = dict(self.left_out)
         coarse = (row for row in self.host.acceptance.rows(longest=3) if len(row["key"]) == 3)
         found["acceptance"] = {" ".join(map(str, row["key"])): row["p"] for row in coarse}
-        return {**found, "milliseconds": self.host.latency.as_dict()}
+        found["milliseconds"] = self.host.latency.as_dict()
+        return found
 
     def draft_probabilities(self, sequence: SequenceView, tree: TokenTree) -> Probabilities:
         parents = [tuple(tree.path_tokens(int(parent))) for parent in tree.parents[1:]]
@@ -284,11 +285,8 @@ class Planned(Drafter):
     ) -> dict[int, Drafting]:
         """The sequences whose sources are asked in this step, by index; none if the step must be a plain one."""
         drafting = [self._sequences[sequence] for sequence in sequences]
-        if not self.nodes:
-            if all(each.back_off.remaining for each in drafting):  # no time is read, and none is taken
-                for each in drafting:
-                    each.asked = not each.back_off.suspended()
-                return {}
+        # Where drafting is suspended for all, the step is a plain one anyway, and the latency profile is not read.
+        if not self.nodes and not all(each.back_off.remaining for each in drafting):
             wanted = guard.requests_plain(self.host.latency.profile(total).wants_plain)
             if wanted or guard.checking:
                 for each in drafting:

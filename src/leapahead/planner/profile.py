@@ -44,7 +44,7 @@ DRAFTING_RATE = 0.05  # weight of the newest step in the estimate of drafting ti
 DRAFTING_BASE, DRAFTING_PER_NODE = 1e-4, 2e-5  # seconds assumed before it was observed
 USUAL_NODES = 8.0  # unit in which nodes are counted, so that both parameters are learned at the same rate
 EXTENSIONS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "avx2", "sve", "asimd")  # best first
-MOST_UNSEEN = 32  # steps whose times are not taken into account yet
+MOST_UNSEEN = 32  # forwards, at most, that were observed and are not yet taken into account
 MOST_RATIO = 5.0  # an observation counts as at most so many times the expected time
 
 
