@@ -80,6 +80,28 @@ def test_back_off_doubles_up_to_its_limit_and_ends_with_a_draft_that_pays() -> N
     assert suspended(backoff) == 0
 
 
+def test_drafts_that_paid_pay_for_further_ones_that_do_not() -> None:
+    backoff = BackOff()
+    backoff.update(paid=True, longest=10, gain=0.25)
+    waits = []
+    for _ in range(4):
+        backoff.update(paid=False, longest=10, cost=0.05)
+        waits.append(suspended(backoff))
+    assert waits == [0, 0, 1, 2]  # half of what was gained
+    for _ in range(9):
+        backoff.update(paid=True, longest=10, gain=3.0)
+    waits = []
+    for _ in range(4):
+        backoff.update(paid=False, longest=10, cost=0.2)
+        waits.append(suspended(backoff))
+    assert waits == [0, 0, 1, 2]  # half a plain step, however much was gained
+    expected = BackOff(credit=9.0)
+    expected.update(paid=False, longest=10, cost=0.6)
+    assert expected.remaining == 1
+    expected.update(paid=False, longest=10, cost=0.4)
+    assert expected.remaining == 0
+
+
 def test_the_estimate_of_a_single_source_is_kept_by_a_mixer_that_has_learned_nothing() -> None:
     parameters = Mixer().parameters("greedy", 0, ["one", "two"])
     for p in (0.01, 0.3, 0.9):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, repeat
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,19 @@ def test_it_comes_back_when_the_text_turns_repetitive() -> None:
     assert np.mean(late) > 1.0  # though a further node costs 0.9 of a token
     cheap = steps(Scripted(text), CHEAP, text[:8], len(text) - 8)
     assert np.mean([len(step.tokens) for step in cheap[-10:]]) > 8
+
+
+def test_behind_each_changed_token_a_prediction_is_drafted_on_at_once() -> None:
+    """The token behind a changed one is not sure, so nothing pays there, which must not suspend drafting."""
+    expected = np.random.default_rng(3).permutation(300).tolist()
+    text = [token if place % 12 else 300 + place for place, token in enumerate(expected)]
+    target, stop = Scripted([7, *text], vocab_size=600), StopParams(max_new_tokens=300)
+    latency = FixedLatency(target, {1: 2e-3, 2: 3.2e-3, 4: 4.8e-3, 8: 7.2e-3, 64: 6e-2})
+    latency.clock = accumulate(repeat(4e-5)).__next__  # so that asking the sources takes a part of a plain step
+    done = run(target, Auto(), [7], stop=stop, latency=latency, prediction=expected)
+    plain = [len(step.tree) == 1 for step in done.steps]
+    assert sum(plain) >= 10
+    assert not any(all(four) for four in zip(*(plain[skip:] for skip in range(4)), strict=False))
 
 
 def test_one_token_repeated_makes_no_giant_tree() -> None:

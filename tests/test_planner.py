@@ -165,6 +165,21 @@ def test_the_first_drafted_step_after_a_plain_one_pays_for_the_change() -> None:
     assert [sizes_that_pay({0: search(CHANCES)}, plan, 0.0) for plan in plans] == [{0: 2}, {0: 1}]
 
 
+def test_the_gain_of_drafts_is_counted_in_plain_steps() -> None:
+    latency = FixedLatency(ToyTarget(), {1: 1.0, 2: 1.25, 3: 1.5})
+    drafting = DraftingTime()
+    plan = StepPlan(1, False, latency, drafting, replay=(0,))
+    one = search(CHANCES)
+    one.take_all(2)  # P: 0.6 and 0.3
+    tree = one.proposal().tree
+    assert plan.gain({0: one}, {0: 1}, [tree], 0.0) == 0.0
+    assert plan.gain({0: one}, {0: 2}, [tree], 0.0) == pytest.approx(1.6 - 1.25 - drafting(1))
+    assert plan.gain({0: one}, {0: 2}, [tree], 0.1) == pytest.approx(1.5 - 1.25 - drafting(1))
+    assert plan.gain({0: one}, {0: 2}, [tree], 0.34) == 0.0  # too little to count
+    pair = StepPlan(2, False, FixedLatency(ToyTarget(), {1: 1.0, 2: 1.2, 3: 1.2}), drafting, replay=(0, 0))
+    assert pair.gain({0: one}, {0: 2}, [tree], 0.0) == pytest.approx(2.6 / 2 - (1.2 + drafting(1)) / 1.2)
+
+
 def test_back_offs_grow_with_the_steps_in_which_no_draft_was_near_to_paying() -> None:
     latency = FixedLatency(ToyTarget(), {1: 1.0, 2: 1.7})
     plan = StepPlan(1, False, latency, DraftingTime(), replay=(0,))

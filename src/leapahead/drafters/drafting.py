@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from leapahead.planner.acceptance import Correction
-from leapahead.planner.backoff import BackOff
+from leapahead.planner.backoff import MOST_CREDIT, BackOff
 from leapahead.planner.draft import SequenceView, Step
 from leapahead.planner.source import Source
 from leapahead.planner.tree_search import TreeSearch
@@ -26,7 +26,8 @@ class Drafting:
     def __init__(self, sequence: SequenceView, sources: list[Source]) -> None:
         self.sequence, self.sources = sequence, sources
         self.readers = [source for source in sources if type(source).read is not Source.read]
-        self.correction, self.back_off = Correction(), BackOff()
+        # Where the user has said what the text will be, some drafts that do not pay yet are no reason to wait.
+        self.correction, self.back_off = Correction(), BackOff(MOST_CREDIT if sequence.prediction else 0.0)
         self.search: TreeSearch | None = None
         self.asked = False
         self.usual_back_off = 0

@@ -40,7 +40,6 @@ from leapahead.planner.tree_search import TreeSearch, proposals
 
 MOST_BRANCHES = 4  # where each takes as many rows as the longest
 MOST_NODES = 128  # of one sequence, where no limit is given
-WORTH = 1.02  # expected gain from which asking the sources in the next step is worth its time
 
 
 class Planned(Drafter):
@@ -245,18 +244,14 @@ class Planned(Drafter):
                 break
         if plan.latency.profile(total).changes_cost and not self.nodes:
             self._observe_gain(searches, kept, plan, forwards.seconds if forwards else 0.0)
-        found = proposals(sequences, searches, kept)
-        pays = not self.nodes and self._pays(searches, kept, plan, found, forwards.seconds if forwards else 0.0)
+        found, forwarding = proposals(sequences, searches, kept), forwards.seconds if forwards else 0.0
+        gain = 0.0 if self.nodes else plan.gain(searches, kept, [each.tree for each in found], forwarding)
         if not guard.suspended:
-            found = self._probed(found, active, budgets, plan, forwards.seconds if forwards else 0.0)
+            found = self._probed(found, active, budgets, plan, forwarding)
         if not self.nodes:
-            self._vain = 0 if pays or plan.is_near(searches.values()) else self._vain
-            usual, longest = (plan.longest_back_off(self._drafting_time(0), vain) for vain in (0, self._vain))
-            for index, drafting in active.items():
-                drafting.usual_back_off = usual
-                is_probed = bool(found[index].tree.probes)  # whose candidates are for the next step
-                drafting.back_off.update(paid=is_probed or (pays and kept[index] > 1), longest=longest)
-        if not pays and len(sequences) > 1:
+            self._vain = 0 if gain or plan.is_near(searches.values()) else self._vain
+            self._back_off(active, kept, plan, found, gain, forwarding)
+        if not gain and len(sequences) > 1:
             self._suspend_together(sequences)
         if forwards is not None:
             forwards.settle(searches, {index: len(found[index].tree) > 1 for index in active})
@@ -325,10 +320,34 @@ class Planned(Drafter):
         longer = profile(plan.sequences + drafted) - plain + plan.drafting(drafted) - plan.drafting(0) + spent
         profile.switches.observe_gain(tokens * plain / plan.sequences - longer)
 
+    def _back_off(
+        self,
+        active: Mapping[int, Drafting],
+        kept: Mapping[int, int],
+        plan: StepPlan,
+        proposals: Sequence[Proposal],
+        gain: float,
+        spent: float,
+    ) -> None:
+        """Suspends the sequences whose drafts do not pay.
+
+        Args:
+            gain: see `StepPlan.gain`.
+            spent: see `_sizes`.
+        """
+        drafting = sum(size > 1 for size in kept.values()) or 1
+        cost = (self._drafting_time(0) + spent) / plan.latency.profile(plan.sequences)(plan.sequences) / len(active)
+        usual, longest = (plan.longest_back_off(self._drafting_time(0), vain) for vain in (0, self._vain))
+        for index, each in active.items():
+            each.usual_back_off = usual
+            is_probed = bool(proposals[index].tree.probes)  # whose candidates are for the next step
+            each.back_off.update(is_probed or (gain > 0 and kept[index] > 1), longest, gain / drafting, cost)
+
     def _suspend_together(self, sequences: Sequence[SequenceView]) -> None:
         """Makes all suspensions end in the same step, since asking for one sequence takes as long as for a few."""
-        back_offs = [self._sequences[sequence].back_off for sequence in sequences]
-        longest = max(back_off.remaining for back_off in back_offs)
+        drafting = [self._sequences[sequence] for sequence in sequences]
+        back_offs = [each.back_off for each in drafting if each.back_off.remaining or not each.asked]
+        longest = max((back_off.remaining for back_off in back_offs), default=0)
         for back_off in back_offs:
             back_off.remaining = longest
 
@@ -373,26 +392,3 @@ class Planned(Drafter):
     def _has_branches(self, sequences: int) -> bool:
         """Whether trees may have a few branches, although the target does not take trees of all shapes."""
         return BRANCHES in self.host.info.capabilities and sequences == 1 and not (self.nodes or self.chain)
-
-    def _pays(
-        self,
-        searches: Mapping[int, TreeSearch],
-        kept: Mapping[int, int],
-        plan: StepPlan,
-        proposals: Sequence[Proposal],
-        spent: float,
-    ) -> bool:
-        """Whether these trees are worth more than plain steps without any drafting, which is not yet sunk there.
-
-        Args:
-            proposals: of all sequences.
-            spent: seconds that draft forwards have taken in this step.
-        """
-        drafted = sum(kept.values()) - len(kept)
-        profile = plan.latency.profile(plan.sequences)
-        if not drafted or profile.changes_cost:  # there, the price of changes has decided, and a pause is a change
-            return drafted > 0
-        tokens = plan.sequences - len(kept) + sum(sum(searches[index].expected[:size]) for index, size in kept.items())
-        rows = plan.rows(kept, [each.tree for each in proposals])
-        seconds = plan.seconds(rows) + plan.resizing + plan.drafting(drafted) + spent
-        return tokens / seconds > WORTH * plan.sequences / profile(plan.sequences)

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+GAIN_PART = 0.5  # of what a draft is expected to gain, that further ones which do not pay may cost
+MOST_CREDIT = 0.5  # plain steps
+
 
 class BackOff:
     """After consecutive drafts that did not pay, drafting is suspended with exponential back-off.
 
-    The suspension takes 1, 2, 4, ... steps, up to a limit, and ends at the first draft that pays.
+    The suspension takes 1, 2, 4, ... steps, up to a limit, and ends at the first draft that pays. It begins when drafts
+    that do not pay have cost a part of what those before them gained: after a run of copied text there are a few tokens
+    that nothing foresees, and the next run is not to be missed.
+
+    Args:
+        credit: plain steps that drafts may cost before any has paid, at most `MOST_CREDIT`.
 
     Attributes:
         remaining: steps for which it is suspended still.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, credit: float = 0.0) -> None:
         self.remaining = 0
         self._last = 0  # steps of the last suspension
+        self._credit = min(credit, MOST_CREDIT)
 
-    def update(self, paid: bool, longest: int) -> None:
+    def update(self, paid: bool, longest: int, gain: float = 0.0, cost: float = 1.0) -> None:
         """Takes the outcome of a draft into account.
 
         Args:
             paid: whether it was worth its cost.
             longest: greatest number of steps of a suspension; 0 for none.
+            gain: plain steps that it is expected to gain, if it paid.
+            cost: plain steps that it took, if it did not.
         """
-        self._last = 0 if paid else min(max(1, 2 * self._last), longest)
+        if paid:
+            self._last, self._credit = 0, min(self._credit + GAIN_PART * gain, MOST_CREDIT)
+        elif self._credit >= cost:
+            self._last, self._credit = 0, self._credit - cost
+        else:
+            self._last = min(max(1, 2 * self._last), longest)
         self.remaining = self._last
 
     def suspended(self) -> bool:

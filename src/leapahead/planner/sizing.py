@@ -28,6 +28,8 @@ LONGEST_BACK_OFF = 32  # steps
 # less than `FAR` of their cost, a back-off may be longer: one part in so many of them.
 COST_SHARE, COST_SHARE_BUCKETS = 0.01, 0.02
 VAIN_PART, FAR = 16, 0.5
+WORTH = 1.02  # expected gain from which asking the sources in the next step is worth its time
+SMALL = 1e-9  # a gain that is not known
 AHEAD = 8  # T is evaluated at least this many rows beyond the present number
 MOST = 256  # drafted nodes of a step, whatever the latency profile promises
 
@@ -82,6 +84,30 @@ class StepPlan(NamedTuple):
         return Ahead(
             [self.replay[index] for index in drafting], rows, max(others, default=1), self.replays, self.branches
         )
+
+    def gain(
+        self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int], trees: Sequence[TokenTree], spent: float
+    ) -> float:
+        """What drafts are expected to gain, in plain steps without any drafting, which is not yet sunk there.
+
+        Args:
+            searches, kept: by index of the sequence: the search, and how many of its nodes are drafted, the root
+                counted.
+            trees: of all sequences.
+            spent: seconds that draft forwards have taken in this step.
+
+        Returns:
+            0 where they do not pay.
+        """
+        if not (drafted := sum(kept.values()) - len(kept)):
+            return 0.0
+        profile, sequences = self.latency.profile(self.sequences), self.sequences
+        tokens = sequences - len(kept) + sum(sum(searches[index].expected[:size]) for index, size in kept.items())
+        seconds = self.seconds(self.rows(kept, trees)) + self.resizing + self.drafting(drafted) + spent
+        worth, cost = tokens / sequences, seconds / profile(sequences)
+        if profile.changes_cost:  # there, the price of changes has decided, and a pause is a change
+            return max(worth - cost, SMALL)
+        return worth - cost if worth > WORTH * cost else 0.0
 
     def is_near(self, searches: Iterable[TreeSearch]) -> bool:
         """Whether the likeliest node of these trees is worth at least `FAR` of what it costs.
