@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace leapahead {
 
@@ -10,7 +11,9 @@ namespace {
 constexpr int kRootCandidates = 8, kCandidates = 4;  // of one source
 constexpr int kWide = 256;                           // candidates of one source where some may be dropped
 constexpr int kRanks = 5;
-constexpr double kMost = 0.97, kOnlyMargin = 9.0;
+constexpr double kMost = 0.98, kOnlyMargin = 9.0;
+constexpr int kNewtonSteps = 3;
+constexpr double kNewtonLongest = 2.0;
 constexpr double kMostLogit = 7.0, kRate = 0.01;  // of the mixer
 constexpr double kMargins[] = {-3.0, -1.5, -0.5, 0.0, 0.5, 1.5};
 constexpr double kScores[] = {-5.0, -3.0, -2.0, -1.0, 0.0, 1.0};
@@ -164,12 +167,7 @@ void Search::expand(int node, double chance) {
     for (int i = first_asked; i < static_cast<int>(asked_.size()); ++i)
         parameters_.push_back(&table_->mixer.parameters(mode_, where, ids_[asked_[i]]));
     for (Found &each : found_) each.opinion.p = table_->probability(each.opinion.key, each.opinion.logit);
-    double sum = 0.0;
-    for (int place = 0; place < static_cast<int>(proposed_.size()); ++place) {
-        guesses_.push_back(joined(place));
-        sum += guesses_.back().p;
-    }
-    const double scale = std::min(correction_.factor(), kMost / std::max(sum, 1e-9));
+    for (int place = 0; place < static_cast<int>(proposed_.size()); ++place) guesses_.push_back(joined(place));
     Node &expanded = nodes_[node];
     expanded.first_guess = first;
     expanded.end_guess = static_cast<int>(guesses_.size());
@@ -178,7 +176,9 @@ void Search::expand(int node, double chance) {
     // Sorted by counting those that come before each: few, and the branches of a sort could not be predicted.
     const int begin = static_cast<int>(entries_.size()), count = expanded.end_guess - first;
     chances_.clear();
-    for (int i = 0; i < count; ++i) chances_.push_back(-chance * guesses_[first + i].p * scale);
+    for (int i = 0; i < count; ++i) chances_.push_back(std::min(kMost, guesses_[first + i].p * correction_.factor()));
+    make_exclusive();
+    for (double &each : chances_) each = -chance * each;
     entries_.resize(entries_.size() + static_cast<size_t>(count));
     for (int i = 0; i < count; ++i) {
         int place = 0;
@@ -189,6 +189,22 @@ void Search::expand(int node, double chance) {
     }
     order_ += count;
     if (expanded.end_guess > first) push(entries_[begin]);
+}
+
+void Search::make_exclusive() {
+    if (std::accumulate(chances_.begin(), chances_.end(), 0.0) <= kMost) return;
+    odds_.clear();
+    for (const double p : chances_) odds_.push_back(p / (1.0 - p));
+    double share = 1.0;
+    for (int step = 0; step < kNewtonSteps; ++step) {
+        double sum = 0.0, slope = 0.0;
+        for (const double p : chances_) {
+            sum += p;
+            slope += p * (1.0 - p);
+        }
+        share *= std::exp(-std::min(std::max((sum - kMost) / slope, -kNewtonLongest), kNewtonLongest));
+        for (size_t i = 0; i < odds_.size(); ++i) chances_[i] = share * odds_[i] / (1.0 + share * odds_[i]);
+    }
 }
 
 void Search::filter(int limit) {

@@ -113,6 +113,7 @@ class Search {
     void expand(int node, double chance);
     // Drops those of `candidates_` that may not come next, and of the others all but the first `limit`.
     void filter(int limit);
+    void make_exclusive();  // the chances, which may add up to more than 1; see `exclusive` in tree_search.py
     // Asks one source; false where it has no candidates.
     bool ask(int source, int state, int limit, const Scoring &score);
     // Adds those of `candidates_` that have the greatest scores.
@@ -160,7 +161,7 @@ class Search {
     std::vector<int32_t> tokens_;
     std::vector<Proposed> proposed_;  // of each of tokens_
     std::vector<Found> found_;
-    std::vector<double> chances_;  // of the guesses
+    std::vector<double> chances_, odds_;  // of the guesses
     std::vector<Mixer::Parameters *> parameters_;
     int num_asked_ = 0;
 };

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial, reduce
 from heapq import heappop, heappush
 from itertools import count
-from math import log
+from math import exp, log
 from operator import add, attrgetter
 from typing import Any, NamedTuple
 
@@ -29,7 +29,8 @@ from leapahead.planner.source import Candidate, Score, Source
 ROOT_CANDIDATES, CANDIDATES = 8, 4  # of one source: below the root, and below any other node
 WIDE = 256  # the same under a grammar, which may forbid some; then as many as above are kept
 RANKS = 5  # ranks from this one on share a key
-MOST = 0.97  # upper bound of the sum of P over siblings
+MOST = 0.98  # upper bound of p, and about that of its sum over siblings
+NEWTON_STEPS, NEWTON_LONGEST = 3, 2.0  # after which the sum differs from it by a hundredth at most
 ONLY_MARGIN = 9.0  # the margin of a candidate without a competitor
 # Bucket edges of what keys contain, from the greatest value down, with the sign turned: `bisect` wants them rising.
 SHARES = [-log(share) for share in (0.999, 0.9, 0.75, 0.5, 0.25, 0.1)]  # of a source's candidates
@@ -63,6 +64,25 @@ class Guess(NamedTuple):
 def total(guesses: Iterable[Guess]) -> float:
     """The sum of p, added one by one: `sum` of later versions of Python rounds in another way."""
     return reduce(add, (guess.p for guess in guesses), 0.0)
+
+
+def exclusive(estimates: Sequence[float], factor: float = 1.0) -> list[float]:
+    """Probabilities of candidates of which at most one is right, from estimates of one by one.
+
+    Each is multiplied by the factor. Where their sum is more than `MOST` then, the odds p / (1 - p) of all are divided
+    by the same number, so that it becomes about `MOST`: a nearly certain candidate remains so, while a smaller factor
+    on p would take as large a part of it as of the others. The number is found by Newton's method on its logarithm.
+    """
+    found = [min(MOST, estimate * factor) for estimate in estimates]
+    if reduce(add, found, 0.0) <= MOST:
+        return found
+    odds, share = [p / (1.0 - p) for p in found], 1.0
+    for _ in range(NEWTON_STEPS):
+        excess = reduce(add, found, 0.0) - MOST
+        slope = reduce(add, [p * (1.0 - p) for p in found], 0.0)
+        share *= exp(-min(max(excess / slope, -NEWTON_LONGEST), NEWTON_LONGEST))
+        found = [share * each / (1.0 + share * each) for each in odds]
+    return found
 
 
 class TreeSearch:
@@ -226,10 +246,10 @@ class TreeSearch:
                 found.setdefault(token, [None] * len(asked))[index] = key, self.acceptance.probability(key)
         parameters = self.acceptance.mixer.parameters(self.mode, depth, [name for name, _ in asked])
         guesses = [_guess(token, some, parameters) for token, some in found.items()]
-        scale = min(self.correction.factor, MOST / max(total(guesses), 1e-9))
         self.guesses[node], self._parameters[node] = guesses, parameters
-        for guess in guesses:
-            heappush(self._heap, (-chance * guess.p * scale, next(self._order), node, guess))
+        chances = exclusive([guess.p for guess in guesses], self.correction.factor)
+        for guess, p in zip(guesses, chances, strict=True):
+            heappush(self._heap, (-chance * p, next(self._order), node, guess))
 
     def allowed(self, path: list[int], tokens: list[int]) -> list[bool]:
         """Whether the grammar allows each of some tokens after a path below the root."""
