@@ -60,6 +60,20 @@ def test_where_nothing_pays_steps_are_plain_and_seldom_asked() -> None:
     assert sum(drafted[100:]) <= 0.05 * len(drafted[100:])
 
 
+def test_where_nothing_has_paid_for_long_no_rows_of_prompts_are_captured() -> None:
+    wild = np.random.default_rng(0).integers(0, 50, 200).tolist()
+    target = Scripted(wild)
+    engine = Engine(target, latency=FixedLatency(target, STEEP))
+    drafter = engine.drafter(Auto())
+    request = Request(wild[:8], drafter, GREEDY, StopParams(max_new_tokens=100))
+    assert drafter.capture_of(request.tokens, "").top_k
+    engine.run([engine.submit(request)])
+    assert not drafter.capture_of(request.tokens, "").top_k
+    target.text = [4, 8, 15, 16, 23] * 40
+    engine.run([engine.submit(Request(target.text[:20], drafter, GREEDY, StopParams(max_new_tokens=100)))])
+    assert drafter.capture_of(request.tokens, "").top_k
+
+
 def test_it_comes_back_when_the_text_turns_repetitive() -> None:
     rng = np.random.default_rng(1)
     wild, loop = rng.integers(0, 50, 300).tolist(), [4, 8, 15, 16, 23, 42]

@@ -40,6 +40,7 @@ from leapahead.planner.tree_search import TreeSearch, proposals
 
 MOST_BRANCHES = 4  # where each takes as many rows as the longest
 MOST_NODES = 128  # of one sequence, where no limit is given
+VAIN_STEPS = 64  # without a draft that paid, after which the likeliest tokens after a prompt's are not worth their time
 
 
 class Planned(Drafter):
@@ -113,9 +114,10 @@ class Planned(Drafter):
             )
 
     def capture_of(self, tokens: Sequence[int], owner: str) -> Capture:
-        if not self.capture.hidden or self.draft_forwards is None:
-            return self.capture
-        return replace(self.capture, hidden_from=self.draft_forwards.known(tokens, owner))
+        capture = self.capture if self._vain < VAIN_STEPS or self.nodes else replace(self.capture, top_k=0)
+        if not capture.hidden or self.draft_forwards is None:
+            return capture
+        return replace(capture, hidden_from=self.draft_forwards.known(tokens, owner))
 
     def prepare(self) -> None:
         if self.draft_forwards is not None:
