@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from helpers import PROMPT, FixedLatency, run
 
@@ -24,7 +25,7 @@ from leapahead.planner.latency import LatencyProfile
 from leapahead.planner.profile import DraftingTime
 from leapahead.planner.sizing import Ahead, StepPlan, best_sizes
 from leapahead.planner.source import Candidate, Source
-from leapahead.planner.tree_search import TreeSearch
+from leapahead.planner.tree_search import TreeSearch, exclusive
 
 # ------------------------------------------------------------------------------------------------------------- trees
 
@@ -163,6 +164,34 @@ def test_the_first_drafted_step_after_a_plain_one_pays_for_the_change() -> None:
     latency = FixedLatency(ToyTarget(), {1: 1.0, 2: 1.3, 3: 9.0})
     plans = [StepPlan(1, False, latency, DraftingTime(), resizing, replay=(0,)) for resizing in (0.0, 0.4)]
     assert [sizes_that_pay({0: search(CHANCES)}, plan, 0.0) for plan in plans] == [{0: 2}, {0: 1}]
+
+
+@pytest.mark.parametrize(
+    ("estimates", "factor"),
+    [
+        ([0.97, 0.1, 0.05, 0.03], 1.0),
+        ([0.6, 0.5, 0.4, 0.01], 1.0),
+        ([0.5, 0.2], 2.0),
+        ([0.98, 0.98, 0.9], 1.0),
+        ([0.2] * 20, 1.1),
+        ([1e-3] * 20 + [0.999], 1.0),
+        ([0.98] * 100, 1.0),
+    ],
+)
+def test_of_candidates_that_exclude_each_other_sure_ones_remain_sure(estimates: list[float], factor: float) -> None:
+    found = exclusive(estimates, factor)
+    raised = np.minimum(np.array(estimates) * factor, 0.98)
+    assert raised.sum() > 0.98
+    assert sum(found) == pytest.approx(0.98, abs=0.005)
+    odds = np.array(found) / (1 - np.array(found))
+    assert odds / odds[0] == pytest.approx(raised / (1 - raised) / (raised[0] / (1 - raised[0])))
+
+
+def test_candidates_that_leave_room_for_others_keep_their_estimates() -> None:
+    assert exclusive([]) == []
+    assert exclusive([0.5, 0.3, 0.1], 0.5) == [0.25, 0.15, 0.05]
+    assert exclusive([0.999]) == [0.98]
+    assert exclusive([0.97, 0.1])[0] > 0.93  # in proportion it would be 0.89
 
 
 def test_the_gain_of_drafts_is_counted_in_plain_steps() -> None:

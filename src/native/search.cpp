@@ -12,8 +12,8 @@ constexpr int kRootCandidates = 8, kCandidates = 4;  // of one source
 constexpr int kWide = 256;                           // candidates of one source where some may be dropped
 constexpr int kRanks = 5;
 constexpr double kMost = 0.98, kOnlyMargin = 9.0;
-constexpr int kNewtonSteps = 3;
-constexpr double kNewtonLongest = 2.0;
+constexpr int kNewtonSteps = 24;
+constexpr double kNewtonLongest = 2.0, kNear = 0.005;
 constexpr double kMostLogit = 7.0, kRate = 0.01;  // of the mixer
 constexpr double kMargins[] = {-3.0, -1.5, -0.5, 0.0, 0.5, 1.5};
 constexpr double kScores[] = {-5.0, -3.0, -2.0, -1.0, 0.0, 1.0};
@@ -202,6 +202,7 @@ void Search::make_exclusive() {
             sum += p;
             slope += p * (1.0 - p);
         }
+        if (std::abs(sum - kMost) < kNear) break;
         share *= std::exp(-std::min(std::max((sum - kMost) / slope, -kNewtonLongest), kNewtonLongest));
         for (size_t i = 0; i < odds_.size(); ++i) chances_[i] = share * odds_[i] / (1.0 + share * odds_[i]);
     }

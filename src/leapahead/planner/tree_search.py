@@ -30,7 +30,7 @@ ROOT_CANDIDATES, CANDIDATES = 8, 4  # of one source: below the root, and below a
 WIDE = 256  # the same under a grammar, which may forbid some; then as many as above are kept
 RANKS = 5  # ranks from this one on share a key
 MOST = 0.98  # upper bound of p, and about that of its sum over siblings
-NEWTON_STEPS, NEWTON_LONGEST = 3, 2.0  # after which the sum differs from it by a hundredth at most
+NEWTON_STEPS, NEWTON_LONGEST, NEAR = 24, 2.0, 0.005  # two or three steps are usual until the sum is so near to it
 ONLY_MARGIN = 9.0  # the margin of a candidate without a competitor
 # Bucket edges of what keys contain, from the greatest value down, with the sign turned: `bisect` wants them rising.
 SHARES = [-log(share) for share in (0.999, 0.9, 0.75, 0.5, 0.25, 0.1)]  # of a source's candidates
@@ -79,6 +79,8 @@ def exclusive(estimates: Sequence[float], factor: float = 1.0) -> list[float]:
     odds, share = [p / (1.0 - p) for p in found], 1.0
     for _ in range(NEWTON_STEPS):
         excess = reduce(add, found, 0.0) - MOST
+        if abs(excess) < NEAR:
+            break
         slope = reduce(add, [p * (1.0 - p) for p in found], 0.0)
         share *= exp(-min(max(excess / slope, -NEWTON_LONGEST), NEWTON_LONGEST))
         found = [share * each / (1.0 + share * each) for each in odds]
