@@ -100,6 +100,33 @@ def test_behind_each_changed_token_a_prediction_is_drafted_on_at_once() -> None:
     assert not any(all(four) for four in zip(*(plain[skip:] for skip in range(4)), strict=False))
 
 
+def test_in_a_batch_a_text_that_nothing_foresees_does_not_suspend_a_predicted_one() -> None:
+    expected = np.random.default_rng(3).permutation(300).tolist()
+    text = [token if place % 12 else 300 + place for place, token in enumerate(expected)]
+    wild = np.random.default_rng(4).integers(0, 600, 300).tolist()
+    both = {7: [7, *text], 8: [8, *wild]}
+
+    class Two(Scripted):
+        def row(self, seen: Any) -> Any:
+            self.text = both[seen[0][1]]
+            return super().row(seen)
+
+    target = Two([], vocab_size=600)
+    latency = FixedLatency(target, {2: 2e-3, 3: 2.6e-3, 5: 3.8e-3, 9: 5e-3, 64: 6e-2})
+    latency.clock = accumulate(repeat(4e-5)).__next__
+    engine, plain = Engine(target, latency=latency), list[bool]()
+    drafter, stop = engine.drafter(Auto()), StopParams(max_new_tokens=299)
+
+    def watch(step: Step) -> None:
+        if step.position > 20:
+            plain.append(len(step.tree) == 1)
+
+    predicted = Request([7], drafter, GREEDY, stop, tuple(expected), on_step=watch)
+    engine.run([engine.submit(predicted), engine.submit(Request([8], drafter, GREEDY, stop))])
+    assert any(plain)
+    assert not any(all(three) for three in zip(plain, plain[1:], plain[2:], strict=False))
+
+
 def test_one_token_repeated_makes_no_giant_tree() -> None:
     text = [5] * 1000
     target = Scripted(text)

@@ -244,9 +244,10 @@ class Planned(Drafter):
             kept = self._sizes(searches, plan, forwards.seconds if forwards else 0.0)
             if forwards is None or not forwards.more(searches, kept):
                 break
+        forwarding = forwards.seconds if forwards else 0.0
         if plan.latency.profile(total).changes_cost and not self.nodes:
-            self._observe_gain(searches, kept, plan, forwards.seconds if forwards else 0.0)
-        found, forwarding = proposals(sequences, searches, kept), forwards.seconds if forwards else 0.0
+            self._observe_gain(searches, kept, plan, forwarding)
+        found = proposals(sequences, searches, kept)
         gain = 0.0 if self.nodes else plan.gain(searches, kept, [each.tree for each in found], forwarding)
         if not guard.suspended:
             found = self._probed(found, active, budgets, plan, forwarding)
@@ -257,9 +258,9 @@ class Planned(Drafter):
             self._suspend_together(sequences)
         if forwards is not None:
             forwards.settle(searches, {index: len(found[index].tree) > 1 for index in active})
-        spent = self.host.latency.clock() - began + self._observing - (forwards.seconds if forwards else 0.0)
+        spent = self.host.latency.clock() - began + self._observing - forwarding
         self._observing = 0.0
-        self._spent = spent + (forwards.seconds if forwards else 0.0) + self._resized(plan)
+        self._spent = spent + forwarding + self._resized(plan)
         self._drafting_time.observe(spent, sum(kept.values()) - len(kept))
         return found
 
