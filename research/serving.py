@@ -5,10 +5,12 @@
     chat        short tasks of Spec-Bench        /v1/chat/completions, temperature 1, a seed for each request
     edit        HumanEval's functions            /v1/completions, greedy, with `prediction` where the server knows it
 
-A stand-in cannot edit code. So the prediction of an edit is the text that llama.cpp's server gives, every tenth word of
-it replaced: a simulated edit, of which about nine tenths stay as they were.
+A stand-in cannot edit code. So the prediction of an edit is the text that leapahead's server gives without drafts,
+every tenth word of it replaced: a simulated edit, of which about nine tenths stay as they were. It comes from a server
+of its own, so that the measured one has not seen the text. (llama.cpp's server may give other texts: greedy decoding
+with rounded weights depends on the engine and on the requests beside it.)
 
-Both servers run all the time and take turns. So many clients as are concurrent send one request after the other. Every
+All servers run all the time and take turns. So many clients as are concurrent send one request after the other. Every
 pass has prompts of its own, so that nothing is known from an earlier one.
 """
 
@@ -207,6 +209,7 @@ def with_predictions(bodies: Sequence[Question], texts: Sequence[str]) -> list[Q
 async def measured(
     ours: Sequence[Server],
     theirs: Server,
+    plain: Server | None,
     questions: Iterator[list[Question]],
     workload: str,
     concurrent: int,
@@ -216,14 +219,15 @@ async def measured(
 
     Args:
         ours, theirs: the servers.
+        plain: leapahead's server without drafts, which gives the texts of the predictions.
         questions: of each pass.
     """
     servers = [*ours, theirs]
     passes: dict[str, list[dict[str, Any]]] = {server.name: [] for server in servers}
     for turn in range(rounds + 1):
         bodies = asked = next(questions)
-        if workload == "edit":
-            asked = with_predictions(bodies, (await pass_of(theirs, bodies, concurrent))["texts"])
+        if plain is not None:
+            asked = with_predictions(bodies, (await pass_of(plain, bodies, concurrent))["texts"])
         for server in servers if turn % 2 == 0 else servers[::-1]:
             found = await pass_of(server, bodies if server is theirs else asked, concurrent)
             if turn:
@@ -356,9 +360,12 @@ def main(
             for name, given in (("leapahead", options), (BESIDE, (*options, *beside)))[: 1 + bool(beside)]
         ]
         last = stack.enter_context(running("llama-server", theirs, port, {"cache_prompt": False}))
+        undrafted = ("--drafter", "plain", *options)
+        plain = {w: stack.enter_context(served(w, model, most, threads, undrafted)) for w in workloads if w == "edit"}
         for workload in workloads:
             for concurrent in levels:
-                rows += asyncio.run(measured(ours, last, questions[workload], workload, concurrent, rounds))
+                texts = plain.get(workload)
+                rows += asyncio.run(measured(ours, last, texts, questions[workload], workload, concurrent, rounds))
                 show(COLUMNS, [cells(row) for row in rows[-len(ours) - 1 :]])
     show(COLUMNS, [cells(row) for row in rows])
     if out is not None:
