@@ -63,11 +63,11 @@ def main(
     with ExitStack() as opened:
         folders = {name: opened.enter_context(tempfile.TemporaryDirectory()) for name in BEFORE}
         for name in BEFORE:
-            with _busy(processes if name == "busy" else 0), _process(folders[name], model) as ask:
+            with busy(processes if name == "busy" else 0), decoding(folders[name], model) as ask:
                 for tokens in track(texts[:first], description=f"first texts, machine {name}"):
                     ask(tokens, drafter="auto", **options)
                 believed[name] = ask(None)
-        asks = {name: opened.enter_context(_process(folders[name], model)) for name in BEFORE}
+        asks = {name: opened.enter_context(decoding(folders[name], model)) for name in BEFORE}
         rows = []
         for index, tokens in enumerate(track(texts, description="idle machine")):
             sides = list(product(BEFORE, DRAFTERS))
@@ -90,7 +90,7 @@ def main(
 
 
 @contextmanager
-def _busy(count: int) -> Iterator[None]:
+def busy(count: int) -> Iterator[None]:
     """So many processes beside this one that do nothing but compute."""
     spinning = [get_context("spawn").Process(target=_spin, daemon=True) for _ in range(count)]
     for process in spinning:
@@ -109,7 +109,7 @@ def _spin() -> None:
 
 
 @contextmanager
-def _process(folder: str, model: dict[str, Any]) -> Iterator[Any]:
+def decoding(folder: str, model: dict[str, Any]) -> Iterator[Any]:
     """A process with its own LLM and cache directory; gives a function that decodes one text in it."""
     here, there = get_context("spawn").Pipe()
     process = get_context("spawn").Process(target=_serve, args=(there, folder, model), daemon=True)

@@ -22,6 +22,7 @@ COMMANDS = {  # name -> where it is, and what it does
     "steps-against": ("research.steps_against:main", "Compare the time of whole steps with another checkout's."),
     "drafting": ("research.drafting:main", "Measure the time of drafting, compiled and in Python."),
     "vllm-drafting": ("research.vllm_drafting:main", "Measure the time of drafting inside vLLM, without vLLM."),
+    "crowded": ("research.crowded:main", "Compare decoding beside busy programs with threads that sleep or spin."),
     "busy": ("research.busy:main", "Compare auto after a first run on a busy machine with auto after an idle one."),
     "sampling": ("research.sampling:main", "Measure the time of choosing a token."),
     "regret": ("research.regret:main", "Measure the regret of planning where the latency profile is wrong."),

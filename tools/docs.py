@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -347,6 +348,30 @@ def memory_table(root: Path) -> str:
     )
 
 
+def crowded_table(root: Path) -> str:
+    """Decoding beside busy programs: tokens a second for each model of docs/bench/crowded."""
+    rows, known = [], []
+    for file in sorted((root / "docs/bench/crowded").glob("*.json")):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        for busy in (0, data["processes"]):
+            cells = []
+            for threads, drafter in (("spins", "plain"), ("adapts", "plain"), ("spins", "auto"), ("adapts", "auto")):
+                rates = [
+                    row["rate"]
+                    for row in data["rows"]
+                    if (row["busy"], row["threads"], row["drafter"]) == (busy, threads, drafter)
+                ]
+                cells.append(f"{statistics.median(rates):.1f} ({min(rates):.1f} to {max(rates):.1f})")
+            rows.append([Path(data["conditions"]["target"]).name, str(busy), *cells])
+        known.append(data["conditions"])
+    heads = "model | busy programs | plain, spins | plain, adapts | `auto`, spins | `auto`, adapts"
+    lengths = sorted({each["max_new_tokens"] for each in known})
+    return table(heads, rows) + (
+        f"\n\nConditions: {known[0]['prompts']}, up to {' or '.join(map(str, lengths))} tokens each, greedy; "
+        f"{known[0]['cpu']}."
+    )
+
+
 NOT_MEASURED = "Nothing has been measured on a GPU yet."
 
 
@@ -403,6 +428,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "serving": serving_table,
     "serving-stall": stall_table,
     "serving-memory": memory_table,
+    "crowded": crowded_table,
     **claims.blocks(table),
     **benches.blocks(table),
     **inside_vllm.blocks(table),

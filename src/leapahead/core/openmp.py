@@ -5,17 +5,33 @@ sleep and are woken at every barrier, and a forward of a small model takes half 
 threads of all pools. So a pool that a thread leaves behind (the main thread, which has loaded the model, or one that
 has waited for its text) makes the forwards of every other thread slow. Threads end their pool when they have computed
 for a while; the next computation makes a new one, in some tens of microseconds.
+
+Where other programs use the processors too, spinning is what is slow: a thread that spins uses up the time in which the
+one that it waits for could run, and a forward takes many times as long. So while the threads of this process wait for
+processors for long, a further pool is kept that computes nothing: there are more threads than processors then, and all
+sleep while they wait. The number of threads that compute stays as it is, so that no bit of a result changes. Where the
+user has set how OpenMP's threads wait (OMP_WAIT_POLICY, GOMP_SPINCOUNT), it stays so.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from threading import Event, Lock, Thread
+from time import monotonic
 
 SOFT = 1  # omp_pause_soft
+TASKS = Path("/proc/self/task")
+WINDOW = 0.5  # seconds between two looks at how long the threads of the process wait for processors
+CROWDED = 0.4  # seconds of waiting in a second, of all threads together, from which on they are to sleep
+FREE = 0.02  # below which they may spin again; with another busy program it is more, even if they sleep
+SHORTEST, LONGEST = 4.0, 64.0  # seconds of sleeping after which spinning is tried, where the share is between these
 _known: dict[str, ctypes.CDLL] = {}
+_set_by_user = any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"))
 
 
 def find() -> None:
@@ -30,6 +46,7 @@ def find() -> None:
         try:
             library = ctypes.CDLL(name)
             library.omp_pause_resource_all.argtypes = [ctypes.c_int]
+            library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         except (OSError, AttributeError):  # replaced since it was loaded, or older than OpenMP 5
             continue
         _known[name] = library
@@ -39,3 +56,89 @@ def release() -> None:
     """Ends the pools of the calling thread. Harmless if it has none, and inside of a parallel region."""
     for library in list(_known.values()):
         library.omp_pause_resource_all(SOFT)
+
+
+class Sleeping:
+    """While it is not ended, waiting threads of these libraries sleep: it keeps a pool that computes nothing."""
+
+    def __init__(self, libraries: Sequence[ctypes.CDLL]) -> None:
+        self.libraries, self._ended, ready = libraries, Event(), Event()
+        Thread(target=self._keep, args=(ready,), name="leapahead-openmp", daemon=True).start()
+        ready.wait()
+
+    def _keep(self, ready: Event) -> None:
+        free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # of a null pointer it does nothing
+        for library in self.libraries:
+            library.GOMP_parallel(free, None, len(os.sched_getaffinity(0)) + 1, 0)
+        ready.set()
+        self._ended.wait()
+        release()
+
+    def end(self) -> None:
+        """Lets them spin again."""
+        self._ended.set()
+
+
+class Crowding:
+    """Watches how long the threads of this process wait for processors, and lets them sleep or spin accordingly.
+
+    Attributes:
+        sleeping: while waiting threads sleep.
+    """
+
+    def __init__(self) -> None:
+        self.sleeping: Sleeping | None = None
+        self._lock = Lock()
+        self._looked = 0.0  # when, by `monotonic`
+        self._waited: dict[str, int] = {}  # thread -> nanoseconds until then
+        self._changed = 0.0  # when they began to sleep, or to spin
+        self._pause = SHORTEST
+
+    def look(self) -> None:
+        """To be called often, as before every step; does nothing but twice a second."""
+        if monotonic() - self._looked < WINDOW or not _known or _set_by_user:
+            return
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            now, waited = monotonic(), _waited()
+            seconds, self._looked = now - self._looked, now
+            share = sum(time - self._waited.get(thread, 0) for thread, time in waited.items()) / 1e9 / seconds
+            self._waited = waited
+            if seconds < 2 * WINDOW or share > CROWDED:  # a longer time was a slow step, or one without any
+                self.decide(share, now)
+        finally:
+            self._lock.release()
+
+    def decide(self, share: float, now: float) -> None:
+        """Lets the threads sleep, or spin.
+
+        A server's own threads and its clients wait for processors, too, so the share may never become that of a free
+        machine. Then spinning is tried, in intervals that double while it proves to be wrong.
+
+        Args:
+            share: seconds that threads have waited in a second.
+            now: the time in seconds.
+        """
+        since, crowded = now - self._changed, share > CROWDED
+        if self.sleeping is None and crowded:
+            self._pause = min(2 * self._pause, LONGEST) if since < SHORTEST else SHORTEST
+            self.sleeping, self._changed = Sleeping(list(_known.values())), now
+        elif self.sleeping is not None and (share < FREE or (not crowded and since > self._pause)):
+            self.sleeping.end()
+            self.sleeping, self._changed = None, now
+
+
+def _waited() -> dict[str, int]:
+    """Thread of this process -> nanoseconds that it has waited for a processor; none where the system does not say."""
+    found: dict[str, int] = {}
+    for thread in os.listdir(TASKS) if TASKS.is_dir() else ():
+        try:
+            with open(TASKS / thread / "schedstat", encoding="ascii") as file:
+                found[thread] = int(file.read().split()[1])
+        except (OSError, IndexError, ValueError):  # it has just ended, or the system does not say
+            continue
+    return found
+
+
+crowding = Crowding()

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from leapahead.core import openmp
 from leapahead.core.errors import ContextOverflow, LeapaheadError
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
@@ -166,6 +167,7 @@ class _Measurement:
             tokens = [(1 + 7 * index) % self.target.info.vocab_size for index in following]
             parents = [-1, *(max(0, node - devices) for node in range(1, size))]
             trees.append(TokenTree([session.tokens[-1], *tokens], parents))
+        openmp.crowding.look()
         if self.target.info.bucket > 1:  # the first forward of another size takes longer
             self.target.step(self.sessions, trees)
         for _ in range(2):  # again where the first forward of a size prepares others
