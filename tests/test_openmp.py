@@ -94,6 +94,16 @@ def test_spinning_is_tried_again_in_intervals_that_double(monkeypatch: pytest.Mo
     assert [after - first for first, after in itertools.pairwise(tried)] == [9.0, 17.0, 33.0, 65.0, 65.0]
 
 
+def test_without_a_further_thread_they_spin_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(libraries: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(openmp, "Sleeping", refused)
+    crowding = openmp.Crowding()
+    crowding.decide(0.9, 100.0)
+    assert crowding.sleeping is None
+
+
 @pytest.mark.parametrize("set_by_user", [False, True])
 def test_the_share_is_that_of_all_threads(monkeypatch: pytest.MonkeyPatch, set_by_user: bool) -> None:
     times = iter([{"1": 10**9, "2": 0}, {"1": 15 * 10**8, "2": 10**8, "3": 3 * 10**8}])  # the third is new
@@ -189,6 +199,9 @@ llm = LLM(drafter="plain")
 text = llm.generate("def f(", max_new_tokens=8).tokens
 before = len(os.listdir("/proc/self/task"))
 pool = openmp.Sleeping(list(openmp._known.values()))
+until = monotonic() + 10
+while len(os.listdir("/proc/self/task")) - before <= len(os.sched_getaffinity(0)) and monotonic() < until:
+    sleep(0.01)
 while_kept = len(os.listdir("/proc/self/task"))
 same = llm.generate("def f(", max_new_tokens=8).tokens == text
 pool.end()

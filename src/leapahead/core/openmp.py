@@ -20,6 +20,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Lock, Thread
 from time import monotonic
@@ -59,18 +60,20 @@ def release() -> None:
 
 
 class Sleeping:
-    """While it is not ended, waiting threads of these libraries sleep: it keeps a pool that computes nothing."""
+    """While it is not ended, waiting threads of these libraries sleep: it keeps a pool that computes nothing.
+
+    Raises:
+        RuntimeError: the system, or an interpreter that is ending, allows no further thread.
+    """
 
     def __init__(self, libraries: Sequence[ctypes.CDLL]) -> None:
-        self.libraries, self._ended, ready = libraries, Event(), Event()
-        Thread(target=self._keep, args=(ready,), name="leapahead-openmp", daemon=True).start()
-        ready.wait()
+        self.libraries, self._ended = libraries, Event()
+        Thread(target=self._keep, name="leapahead-openmp", daemon=True).start()
 
-    def _keep(self, ready: Event) -> None:
+    def _keep(self) -> None:
         free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # of a null pointer it does nothing
         for library in self.libraries:
             library.GOMP_parallel(free, None, len(os.sched_getaffinity(0)) + 1, 0)
-        ready.set()
         self._ended.wait()
         release()
 
@@ -123,7 +126,9 @@ class Crowding:
         since, crowded = now - self._changed, share > CROWDED
         if self.sleeping is None and crowded:
             self._pause = min(2 * self._pause, LONGEST) if since < SHORTEST else SHORTEST
-            self.sleeping, self._changed = Sleeping(list(_known.values())), now
+            self._changed = now
+            with suppress(RuntimeError):  # then they spin as before
+                self.sleeping = Sleeping(list(_known.values()))
         elif self.sleeping is not None and (share < FREE or (not crowded and since > self._pause)):
             self.sleeping.end()
             self.sleeping, self._changed = None, now
