@@ -316,3 +316,14 @@ def test_generate_with_a_prediction_of_text(tmp_path: Path) -> None:
     )
     (tmp_path / "expected.txt").write_bytes(b"caf\xe9")
     assert "is not UTF-8 text" in run("-d", "prediction").stderr
+
+
+def test_what_the_prediction_proposes_is_its_own_though_other_sources_know_the_text(
+    target: ToyTarget, plain: list[int]
+) -> None:
+    """Else a client is told that its prediction was of no use."""
+    llm = LLM(target, drafter="auto", nodes=8)
+    for _ in range(3):  # from the second time on the suffixes of the earlier text are as certain
+        stats = llm.generate(PROMPT, prediction=plain, max_new_tokens=LENGTH).stats
+    assert stats.accepted > LENGTH / 2
+    assert stats.accepted_by["prediction"] > stats.accepted / 2

@@ -9,7 +9,7 @@ Attributes:
 
 from __future__ import annotations
 
-INTERFACE = 15  # of the module that fits; an editable installation may still have an older one
+INTERFACE = 16  # of the module that fits; an editable installation may still have an older one
 
 try:
     import leapahead._native as module

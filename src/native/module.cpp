@@ -16,7 +16,7 @@ using leapahead::SuffixAutomaton;
 namespace {
 
 // Raised whenever Python code and this module would not fit together; see leapahead/native.py.
-constexpr int kInterface = 15;
+constexpr int kInterface = 16;
 
 int64_t checked(const SuffixAutomaton &automaton, int64_t state) {
     if (state < 0 || state >= automaton.size()) throw nb::index_error("there is no such state");

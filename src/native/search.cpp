@@ -309,8 +309,10 @@ Search::Guess Search::joined(int place) {
         const Opinion &opinion = opinions_[proposes ? next : guess.first_opinion];
         const double spoken = weights.proposing * opinion.logit + weights.bias;
         z += proposes ? spoken : weights.silent;
-        const bool is_greatest = proposes & (opinion.p > greatest);
-        greatest = is_greatest ? opinion.p : greatest;
+        // The user's prediction where it proposes the token, so that reports tell how much of it came true.
+        const bool is_leading = asked_[first_asked + i] == leading_,
+                   is_greatest = proposes & (is_leading | (opinion.p > greatest));
+        greatest = is_greatest ? (is_leading ? 2.0 : opinion.p) : greatest;
         guess.source = is_greatest ? asked_[first_asked + i] : guess.source;
         next += proposes;
     }

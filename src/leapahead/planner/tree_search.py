@@ -23,7 +23,7 @@ import numpy as np
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.planner.acceptance import AcceptanceTable, Correction, Key
 from leapahead.planner.draft import Proposal, SequenceView, Step
-from leapahead.planner.mixer import Parameters, logit, mixed
+from leapahead.planner.mixer import LEADING, Parameters, logit, mixed
 from leapahead.planner.source import Candidate, Score, Source
 
 ROOT_CANDIDATES, CANDIDATES = 8, 4  # of one source: below the root, and below any other node
@@ -51,7 +51,8 @@ class Guess(NamedTuple):
         p: the estimated probability that the target chooses it after its parent, before the request's correction.
         keys: to be updated when the outcome is known.
         logits: of the estimates, by source that has candidates there; None for those that do not propose it.
-        source: the one with the greatest estimate.
+        source: the user's prediction where it proposes the token, so that reports tell how much of it came true; else
+            the one with the greatest estimate.
     """
 
     token: int
@@ -297,7 +298,7 @@ def _guess(token: int, estimates: Sequence[tuple[Key, float] | None], parameters
     """One guess from the estimates of all sources that have candidates at a node."""
     logits = tuple([None if each is None else logit(each[1]) for each in estimates])
     proposing = [each for each in estimates if each is not None]
-    best, _ = max(proposing, key=lambda each: each[1])
+    best, _ = max(proposing, key=lambda each: (each[0][0] == LEADING, each[1]))
     return Guess(token, mixed(parameters, logits), tuple([key for key, _ in proposing]), logits, str(best[0]))
 
 
