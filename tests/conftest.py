@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,10 @@ from click.testing import CliRunner, Result
 # OpenVINO 2026.4 ends the process when it compiles bfloat16 for one thread with AMX. OpenVINO and torch read this when
 # they are imported, so that all processors compute the same in tests.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+# Shells start what is to run in the background without SIGINT, which the commands under test would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEXT = """def add(a, b):
     \"\"\"Return the sum.\"\"\"
