@@ -105,8 +105,8 @@ def test_without_a_further_thread_they_spin_as_before(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("set_by_user", [False, True])
-def test_the_share_is_that_of_all_threads(monkeypatch: pytest.MonkeyPatch, set_by_user: bool) -> None:
-    times = iter([{"1": 10**9, "2": 0}, {"1": 15 * 10**8, "2": 10**8, "3": 3 * 10**8}])  # the third is new
+def test_the_share_is_that_of_the_thread_that_waits_longest(monkeypatch: pytest.MonkeyPatch, set_by_user: bool) -> None:
+    times = iter([{"1": 10**9, "2": 0}, {"1": 15 * 10**8, "2": 10**8, "3": 6 * 10**8}])  # the third is new
     clock, shares = [1000.0], list[float]()
     monkeypatch.setattr(openmp, "monotonic", lambda: clock[0])
     monkeypatch.setattr(openmp, "_waited", lambda: next(times))
@@ -117,7 +117,7 @@ def test_the_share_is_that_of_all_threads(monkeypatch: pytest.MonkeyPatch, set_b
     for now in (1000.0, 1000.2, 1000.4, 1001.0, 1001.1):
         clock[0] = now
         crowding.look()
-    assert shares == ([] if set_by_user else [pytest.approx(0.9)])  # the first look begins
+    assert shares == ([] if set_by_user else [pytest.approx(0.6)])  # the first look begins
 
 
 def test_nothing_is_concluded_from_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,10 @@ has waited for its text) makes the forwards of every other thread slow. Threads 
 for a while; the next computation makes a new one, in some tens of microseconds.
 
 Where other programs use the processors too, spinning is what is slow: a thread that spins uses up the time in which the
-one that it waits for could run, and a forward takes many times as long. So while the threads of this process wait for
+one that it waits for could run, and a forward takes many times as long. So while a thread of this process waits for
 processors for long, a further pool is kept that computes nothing: there are more threads than processors then, and all
-sleep while they wait. The number of threads that compute stays as it is, so that no bit of a result changes. Where the
-user has set how OpenMP's threads wait (OMP_WAIT_POLICY, GOMP_SPINCOUNT), it stays so.
+sleep while they wait for each other. The number of threads that compute stays as it is, so that no bit of a result
+changes. Where the user has set how OpenMP's threads wait (OMP_WAIT_POLICY, GOMP_SPINCOUNT), it stays so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from time import monotonic
 SOFT = 1  # omp_pause_soft
 TASKS = Path("/proc/self/task")
 WINDOW = 0.5  # seconds between two looks at how long the threads of the process wait for processors
-CROWDED = 0.4  # seconds of waiting in a second, of all threads together, from which on they are to sleep
+# Seconds in a second that the thread which waits longest may wait. On two cores: up to 0.01 on a free machine, 0.1 in a
+# server beside its clients, 0.3 to 0.5 beside one busy program. One late thread is enough to make all others wait.
+CROWDED = 0.2
 FREE = 0.02  # below which they may spin again; with another busy program it is more, even if they sleep
 SHORTEST, LONGEST = 4.0, 64.0  # seconds of sleeping after which spinning is tried, where the share is between these
 _known: dict[str, ctypes.CDLL] = {}
@@ -106,7 +108,8 @@ class Crowding:
         try:
             now, waited = monotonic(), _waited()
             seconds, self._looked = now - self._looked, now
-            share = sum(time - self._waited.get(thread, 0) for thread, time in waited.items()) / 1e9 / seconds
+            longest = max((time - self._waited.get(thread, 0) for thread, time in waited.items()), default=0)
+            share = longest / 1e9 / seconds
             self._waited = waited
             if seconds < 2 * WINDOW or share > CROWDED:  # a longer time was a slow step, or one without any
                 self.decide(share, now)
@@ -116,11 +119,11 @@ class Crowding:
     def decide(self, share: float, now: float) -> None:
         """Lets the threads sleep, or spin.
 
-        A server's own threads and its clients wait for processors, too, so the share may never become that of a free
+        A server's own threads and its clients take processors, too, so the share may never become that of a free
         machine. Then spinning is tried, in intervals that double while it proves to be wrong.
 
         Args:
-            share: seconds that threads have waited in a second.
+            share: seconds in a second that the thread which waited longest has waited for a processor.
             now: the time in seconds.
         """
         since, crowded = now - self._changed, share > CROWDED
