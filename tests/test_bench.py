@@ -501,6 +501,19 @@ def test_predictions_are_drafted_and_peers_are_not_told(run: Any, tmp_path: Path
     assert changed.digest != tasks.read(folder)[0].digest
 
 
+@pytest.mark.parametrize("option", ["--data", "--prompts"])
+def test_prompts_of_a_file(run: Any, tmp_path: Path, option: str) -> None:
+    rows = [{"prompt": "def add(a, b):", "prediction": "return"}, {"question": "Why?"}, {"turns": ["Hi"]}]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run(option, str(tmp_path / "mine.jsonl"), "-d", "prediction")
+    assert result.exit_code == 0, result.output
+    found = results(tmp_path / "out")
+    assert {name: task["prompts"] for name, task in found["conditions"]["tasks"].items()} == {"mine": 3}
+    assert next(row for row in found["results"] if row["drafter"] == "prediction")["drafted_by"]["prediction"] > 0
+    assert "there are mine" in run(option, str(tmp_path / "mine.jsonl"), "--task", "gsm8k").output
+    assert "there is no folder or file" in run(option, str(tmp_path / "none.jsonl")).output
+
+
 def test_bench_writes_everything(run: Any, tmp_path: Path) -> None:
     result = run("--config", "lookahead:window=3,ngram=3,guesses=2", "-t", "1", "--batch", "1", "--batch", "2")
     assert result.exit_code == 0, result.output
@@ -688,7 +701,7 @@ def test_bad_folders_and_files(run: Any, tmp_path: Path) -> None:
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "bench.json").write_text("[]")
     for args, sentence in [
-        (["--data", str(tmp_path / "none")], f"there is no folder '{tmp_path / 'none'}' of prompts"),
+        (["--data", str(tmp_path / "none")], f"there is no folder or file '{tmp_path / 'none'}' of prompts"),
         (["--data", str(tmp_path / "empty")], "holds prompts in none of the files"),
         (["--data", str(tmp_path / "broken")], "line 2: the field 'prompt' holds no text"),
         (["--data", str(tmp_path / "edits")], "line 1: an edit must have the texts 'prompt' and 'prediction'"),

@@ -443,38 +443,3 @@ def test_compare_sees_a_difference() -> None:
 def test_bundled_prompts() -> None:
     assert 8 <= len(prompts.BUNDLED) <= 16
     assert len(set(prompts.BUNDLED)) == len(prompts.BUNDLED)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("a.txt", "one\n\ntwo\r\n", ["one", "two"]),
-        ("a.jsonl", '{"prompt": "a\u2028b"}\n{"question": "b"}\n\n{"turns": ["c", "d"]}\n', ["a\u2028b", "b", "c"]),
-    ],
-)
-def test_prompt_files(tmp_path: Path, name: str, content: str, expected: list[str]) -> None:
-    (tmp_path / name).write_bytes(content.encode())
-    assert prompts.read(tmp_path / name) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("a.txt", b"\n", "holds no prompts"),
-        ("a.txt", b"\xff\xfe", "it is not UTF-8 text"),
-        ("a.jsonl", b'{"prompt": "a"}\nno', "line 2 is not JSON"),
-        ("a.jsonl", b'{"text": "a"}', "line 1 has none of the fields prompt, question, turns"),
-        ("a.jsonl", b'["a"]', "none of the fields"),
-        ("a.jsonl", b'{"turns": []}', "the field 'turns' is not text"),
-        ("a.jsonl", b'{"prompt": 7}', "the field 'prompt' is not text"),
-    ],
-)
-def test_bad_prompt_files(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(BadParameter, match=sentence):
-        prompts.read(tmp_path / name)
-
-
-def test_a_missing_prompt_file(tmp_path: Path) -> None:
-    with pytest.raises(BadParameter, match="cannot be read: No such file"):
-        prompts.read(tmp_path / "none.txt")

@@ -270,6 +270,20 @@ def test_the_command_writes_a_page(command: Any, tmp_path: Path, monkeypatch: py
     assert max(len(step["nodes"]) for step in found["steps"]) == 3
 
 
+def test_a_prediction_and_a_prompt_from_files(command: Any, loaded: Any, tmp_path: Path) -> None:
+    plain = recorded(loaded, drafter="plain", max_new_tokens=12)
+    files = {name: str(tmp_path / name) for name in ("prompt", "expected", "x.html")}
+    Path(files["prompt"]).write_text(PROMPT, encoding="utf-8")
+    Path(files["expected"]).write_text(loaded.tokenizer.decode(plain.tokens), encoding="utf-8")
+    args = ("-f", files["prompt"], "--prediction", files["expected"], "--out", files["x.html"])
+    assert command(*args, "--max-new-tokens", "12", "-d", "prediction").exit_code == 0
+    found = data_of((tmp_path / "x.html").read_text(encoding="utf-8"))
+    assert {node["source"] for step in found["steps"] for node in step["nodes"][1:]} == {"prediction"}
+    refused = command(*args, "-d", "lookahead")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert "makes no use of a prediction" in refused.stderr
+
+
 def test_the_terminal(command: Any, loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = command(PROMPT, "--max-new-tokens", "12", "-d", "lookahead", "--terminal")

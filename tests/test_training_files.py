@@ -54,9 +54,12 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, records)))
     found = tasks.read_file(tmp_path / "some.jsonl")
     assert found.prompts == ["a", "b", [{"role": "user", "content": "c"}], [message]]
-    (tmp_path / "lines.txt").write_text("one\n\n two\n")
+    (tmp_path / "lines.txt").write_bytes(b"one\n\n two\r\n")
     assert tasks.read_file(tmp_path / "lines.txt").prompts == ["one", " two"]
     assert tasks.read_file(tmp_path / "lines.txt", 1).prompts == ["one"]
+    (tmp_path / "edits.JSON").write_text('{"prompt": "a\u2028b", "prediction": "c"}\n{"question": "d"}', "utf-8")
+    edits = tasks.read_file(tmp_path / "edits.JSON")
+    assert (edits.prompts, edits.predictions) == (["a\u2028b", "d"], {"a\u2028b": "c"})
 
 
 @pytest.mark.parametrize(
@@ -68,12 +71,24 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
         ('{"prompt": 1}', "the field 'prompt' holds no text"),
         ('{"messages": []}', "the field 'messages' holds no messages"),
         ('{"messages": [{"role": "user"}]}', "a message must have the texts 'role' and 'content'"),
+        ('["a"]', "line 1 is not a JSON object"),
+        ('{"turns": []}', "the field 'turns' holds no text"),
+        ('{"prompt": "a", "prediction": 1}', "'prediction' must be text"),
+        ('{"turns": ["a"], "prediction": "b"}', "beside a prompt that is text"),
     ],
 )
 def test_prompts_that_are_none(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "some.jsonl").write_text(content)
     with pytest.raises(LeapaheadError, match=message):
         tasks.read_file(tmp_path / "some.jsonl")
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "No such file"), (b"\xff\xfe", "it is not UTF-8 text")])
+def test_prompts_that_cannot_be_read(content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(LeapaheadError, match=f"cannot be read: {message}"):
+        tasks.read_file(tmp_path / "a.txt")
 
 
 # --------------------------------------------------------------------------------------------------------- texts

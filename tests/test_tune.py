@@ -233,7 +233,7 @@ def test_a_token_table_is_computed_on_request(cache: Path, tiny_folder: Path) ->
         (("-m", "/nowhere/model.gguf"), "/nowhere/model.gguf"),
         (("--plot", "curve.pdf"), "must end in .png or .svg"),
         (("--plot", "/nowhere/curve.png"), "there is no folder /nowhere"),
-        (("--data", "/nowhere"), "there is no folder '/nowhere'"),
+        (("--data", "/nowhere"), "there is no folder or file '/nowhere'"),
         (("--threads", "2"), "GGUF"),
     ],
 )
@@ -292,7 +292,7 @@ def test_files_that_cannot_be_compared_are_refused_before_anything_is_measured(
         ((*files, "--table"), "--table is not possible where files are compared"),
         ((*files, "-m", "bundled"), "--model is not possible where files are compared"),
         ((*files, "--text-seconds", "0"), "--text-seconds 0 is not possible"),
-        ((*files, "--data", "/nowhere"), "there is no folder '/nowhere'"),
+        ((*files, "--data", "/nowhere"), "there is no folder or file '/nowhere'"),
     ):
         result = call(*words)
         assert result.exit_code == 2, result.output

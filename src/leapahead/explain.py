@@ -31,7 +31,7 @@ from leapahead.drafters.lookahead import Lookahead
 from leapahead.drafters.registry import DrafterClass
 from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
-from leapahead.inputs import Prompt, encode
+from leapahead.inputs import Inputs, Prediction, Prompt, check_prediction, encode
 from leapahead.models.base import Target
 from leapahead.models.choices import Choices
 from leapahead.planner.draft import Proposal, SequenceView, Step
@@ -148,6 +148,7 @@ def record(
     *,
     sampling: SamplingParams | None = None,
     max_new_tokens: int = 48,
+    prediction: Prediction | None = None,
     eos_token_ids: Sequence[int] = (),
 ) -> Recording:
     """Completes `prompt` as `LLM.generate` does, and records every step.
@@ -160,6 +161,7 @@ def record(
         options: of the drafter.
         sampling: greedy by default.
         max_new_tokens: length limit of the text.
+        prediction: text or token ids that the user expects, for drafters that make use of it.
         eos_token_ids: tokens that end the text.
 
     Raises:
@@ -170,11 +172,13 @@ def record(
     stop = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
     engine, recorder = Engine(target, tokenizer=tokenizer, max_batch=1), _Recorder()
     chosen = engine.drafter(recorder.watched(drafter), **(options or {}))
+    check_prediction(prediction, chosen)
     request = Request(
         tokens,
         chosen,
         sampling=sampling,
         stop=stop,
+        prediction=Inputs(target.info, tokenizer, tuple(eos_token_ids)).prediction(prediction),
         logprobs=0,  # so that the logits of every node are kept
         stream=True,
         on_choices=recorder.on_choices,

@@ -1,12 +1,6 @@
-"""Prompts for `check` and the demo: the bundled set, and the reader of a user's file."""
+"""The bundled prompts of `check` and the demo."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
-from typing import Any
-
-from leapahead.core.errors import BadParameter
 
 DEMO = '''class Stack:
     """A last-in, first-out stack."""
@@ -39,42 +33,3 @@ BUNDLED = (
     "Water boils at a lower temperature on a mountain than at the sea because",
     "Write a list of five things to check before a long journey:\n1.",
 )
-
-FIELDS = ("prompt", "question", "turns")
-
-
-def read(path: Path) -> list[str]:
-    """The prompts of a file: .jsonl with a field `prompt`, `question` or `turns` (its first), else one a line.
-
-    Raises:
-        BadParameter: the file cannot be read, or a line holds no prompt.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON strings may hold U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise BadParameter(f"{path} cannot be read: {reason}") from None
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if path.suffix.lower() in (".jsonl", ".json"):
-        prompts = [_field(line, f"{path}, line {number}") for number, line in numbered]
-    else:
-        prompts = [line.rstrip("\r") for _, line in numbered]
-    if not prompts:
-        raise BadParameter(f"{path} holds no prompts")
-    return prompts
-
-
-def _field(line: str, where: str) -> str:
-    try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError:
-        raise BadParameter(f"{where} is not JSON") from None
-    for name in FIELDS if isinstance(record, dict) else ():
-        if name in record:
-            value = record[name]
-            if isinstance(value, list):
-                value = value[0] if value else ""
-            if not isinstance(value, str) or not value:
-                raise BadParameter(f"{where}: the field {name!r} is not text")
-            return value
-    raise BadParameter(f"{where} has none of the fields {', '.join(FIELDS)}")

@@ -1,4 +1,4 @@
-"""Prompt sets for measurements: published ones from a folder of files, or the bundled ones; and their token ids.
+"""Prompt sets for measurements: published ones from a folder, a file of the user's, or the bundled ones; and their ids.
 
     humaneval.jsonl    field prompt      humaneval
     gsm8k_test.jsonl   field question    gsm8k
@@ -6,7 +6,8 @@
     spec_bench.jsonl   field turns       spec_bench/CATEGORY; its categories from MT-Bench are spec_bench/mt_bench
     edits.jsonl        field prompt      edits; the field prediction is what drafters are told to expect of the text
 
-A single category of mt_bench has the name mt_bench/CATEGORY.
+A single category of mt_bench has the name mt_bench/CATEGORY. A file with any other name is a task of its own, see
+`read_file`.
 
 Of a conversation only the first turn is used, since later turns refer to an answer that every model writes itself.
 """
@@ -17,7 +18,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ TEXTS = tuple(task for task, _ in FILES.values())
 EDITS = "edits"
 CONVERSATIONS = {"mt_bench.jsonl": "mt_bench", "spec_bench.jsonl": "spec_bench"}
 FIELDS = ("prompt", "question", "turns", "messages")  # of a prompt, in a file of any name
+JSON_LINES = (".jsonl", ".json", ".ndjson")  # suffixes of such files; all others have a prompt on each line
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 Prompt = str | list[dict[str, str]]  # text, or chat messages
@@ -69,59 +71,66 @@ class Task:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
-def read(folder: Path | None, names: Sequence[str] = (), limit: int | None = None) -> list[Task]:
-    """The tasks of a folder, or the bundled ones.
+def read(path: Path | None, names: Sequence[str] = (), limit: int | None = None) -> list[Task]:
+    """The tasks of a folder, the one of a file, or the bundled ones.
 
     Args:
-        folder: None for the bundled prompts.
+        path: a folder, or a file, see `read_file`; None for the bundled prompts.
         names: of the tasks; a name without a category means all its categories, `NAME=K` takes K prompts of each. All
             tasks by default.
         limit: greatest number of prompts of each task without `=K`, taken at equal distances from the file.
 
     Raises:
-        BadParameter: no such folder, no known file, a line without a prompt, or an unknown name.
+        BadParameter: no such folder or file, no known file, a line without a prompt, or an unknown name.
     """
-    found = _bundled() if folder is None else _of_folder(folder)
     limits = dict(_limited(name, limit) for name in names)
-    found |= {} if folder is None else _parts(folder, set(limits))
+    if path is None:
+        found = _bundled()
+    elif path.is_file():
+        found = {path.stem: read_file(path)}
+    else:
+        found = _of_folder(path) | _parts(path, set(limits))
     for name in limits:
         if not any(_named(task, name) for task in found):
             known = list(dict.fromkeys(part for task in found for part in (task, task.partition("/")[0])))
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise BadParameter(f"there is no task {name!r}{hint}; there are {', '.join(found)}")
-    predictions = _predictions(folder) if folder is not None else {}
     chosen = {task: [limits[name] for name in limits if _named(task, name)] if names else [limit] for task in found}
-    return [
-        Task(task, _spread(found[task], some[-1]), predictions if task == EDITS else {})
-        for task, some in chosen.items()
-        if some
-    ]
+    return [_limited_to(found[task], some[-1]) for task, some in chosen.items() if some]
 
 
 def read_file(path: Path, limit: int | None = None) -> Task:
     """The prompts of one file, whatever its name.
 
     Args:
-        path: a .txt file with a prompt in each line, or JSON lines that have one of the fields `prompt`, `question`,
-            `turns`, of which the first is used, and `messages`, those of a chat.
+        path: JSON lines (.jsonl, .json, .ndjson) that have one of the fields `prompt`, `question`, `turns`, of which
+            the first is used, and `messages`, those of a chat; beside the first two there may be `prediction`, the text
+            that is expected. Files with another suffix have a prompt in each line.
         limit: greatest number of prompts, taken at equal distances from the file.
 
     Raises:
         BadParameter: the file cannot be read, holds no prompts, or a line without one.
     """
-    if path.suffix == ".txt":
-        found: list[Prompt] = [line for line in _lines(path) if line.strip()]
+    predictions = {}
+    if path.suffix.lower() not in JSON_LINES:
+        found: list[Prompt] = [line.removesuffix("\r") for line in _lines(path) if line.strip()]
     else:
         found = []
         for where, record in _records(path):
             fields = [field for field in FIELDS if field in record]
             if not fields:
                 raise BadParameter(f"{where} has none of the fields {', '.join(FIELDS)}")
-            found.append(_prompt(record, fields[0], where))
+            found.append(prompt := _prompt(record, fields[0], where))
+            if (expected := record.get("prediction")) is not None:
+                if not isinstance(prompt, str) or not isinstance(expected, str) or not expected:
+                    raise BadParameter(
+                        f"{where}: the field 'prediction' must be text, beside a prompt that is text, too"
+                    )
+                predictions[prompt] = expected
     if not found:
         raise BadParameter(f"{path} holds no prompts")
-    return Task(path.stem, _spread(found, limit))
+    return _limited_to(Task(path.stem, found, predictions), limit)
 
 
 def encoded(task: Task, loaded: Loaded, max_new_tokens: int = 0) -> list[list[int]]:
@@ -145,12 +154,17 @@ def predicted(task: Task, loaded: Loaded) -> dict[tuple[int, ...], tuple[int, ..
 
 def _tokens(prompt: Prompt, loaded: Loaded) -> list[int]:
     """Token ids of a prompt; none if it is longer than the context."""
-    if not isinstance(prompt, str) and not has_template(loaded.tokenizer):
-        prompt = "\n\n".join(message["content"] for message in prompt)
     try:
-        return encode(prompt, loaded.tokenizer, loaded.target.info)
+        return encode(readable(prompt, loaded.tokenizer), loaded.tokenizer, loaded.target.info)
     except ContextOverflow:
         return []
+
+
+def readable(prompt: Prompt, tokenizer: Tokenizer | None) -> Prompt:
+    """The prompt; where the tokenizer has no chat template, messages as one text, separated by empty lines."""
+    if isinstance(prompt, str) or has_template(tokenizer):
+        return prompt
+    return "\n\n".join(message["content"] for message in prompt)
 
 
 def in_words(prompts: Mapping[str, Sequence[object]]) -> str:
@@ -175,48 +189,54 @@ def _named(task: str, name: str) -> bool:
     return task == name or task.startswith(name + "/")
 
 
-def _spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
-    if limit is None or limit >= len(prompts):
-        return prompts
-    return [prompts[index * len(prompts) // limit] for index in range(limit)]
+def _limited_to(task: Task, limit: int | None) -> Task:
+    """The task with at most so many of its prompts, taken at equal distances."""
+    count = len(task.prompts)
+    if limit is None or limit >= count:
+        return task
+    return replace(task, prompts=[task.prompts[index * count // limit] for index in range(limit)])
 
 
-def _bundled() -> dict[str, list[Prompt]]:
-    tasks: dict[str, list[Prompt]] = {}
+def _tasks(prompts: Mapping[str, list[Prompt]]) -> dict[str, Task]:
+    return {name: Task(name, some) for name, some in prompts.items() if some}
+
+
+def _bundled() -> dict[str, Task]:
+    found: dict[str, list[Prompt]] = {}
     path = Path(str(resources.files("leapahead"))) / "bench" / "prompts.jsonl"
     for where, record in _records(path):
         field = "prompt" if "prompt" in record else "turns"
-        tasks.setdefault(record["task"], []).append(_prompt(record, field, where))
-    return tasks
+        found.setdefault(record["task"], []).append(_prompt(record, field, where))
+    return _tasks(found)
 
 
-def _of_folder(folder: Path) -> dict[str, list[Prompt]]:
+def _of_folder(folder: Path) -> dict[str, Task]:
     if not folder.is_dir():
-        raise BadParameter(f"there is no folder {str(folder)!r} of prompts")
-    tasks: dict[str, list[Prompt]] = {}
+        raise BadParameter(f"there is no folder or file {str(folder)!r} of prompts")
+    found: dict[str, list[Prompt]] = {}
     for file, (task, name) in FILES.items():
         if (folder / file).is_file():
-            tasks[task] = [_prompt(record, name, where) for where, record in _records(folder / file)]
-    if predictions := _predictions(folder):
-        tasks[EDITS] = [*predictions]
+            found[task] = [_prompt(record, name, where) for where, record in _records(folder / file)]
+    if edits := _edits(folder / f"{EDITS}.jsonl"):
+        found[EDITS] = [*edits]
     for file, task in CONVERSATIONS.items():
         if (folder / file).is_file():
             for where, record in _records(folder / file):
                 name = task
                 if task == "spec_bench" and (category := record.get("category")):
                     name = f"{task}/{'mt_bench' if category in MT_BENCH else category}"
-                tasks.setdefault(name, []).append(_prompt(record, "turns", where))
-    tasks = {task: prompts for task, prompts in tasks.items() if prompts}
+                found.setdefault(name, []).append(_prompt(record, "turns", where))
+    tasks = _tasks(found)
     if not tasks:
         raise BadParameter(
-            f"{folder} holds prompts in none of the files {', '.join((*FILES, *CONVERSATIONS, EDITS + '.jsonl'))}"
+            f"{folder} holds prompts in none of the files {', '.join((*FILES, *CONVERSATIONS, EDITS + '.jsonl'))}; "
+            "give a file with another name itself, in place of the folder"
         )
-    return tasks
+    return tasks | {EDITS: replace(tasks[EDITS], predictions=edits)} if edits else tasks
 
 
-def _predictions(folder: Path) -> dict[str, str]:
+def _edits(path: Path) -> dict[str, str]:
     """Prompt -> prediction, of the file of edits; empty where there is none."""
-    path = folder / f"{EDITS}.jsonl"
     if not path.is_file():
         return {}
     found = {}
@@ -227,14 +247,14 @@ def _predictions(folder: Path) -> dict[str, str]:
     return found
 
 
-def _parts(folder: Path, names: set[str]) -> dict[str, list[Prompt]]:
+def _parts(folder: Path, names: set[str]) -> dict[str, Task]:
     """The categories of mt_bench among the names."""
     path, parts = folder / "mt_bench.jsonl", dict[str, list[Prompt]]()
     if any(name.startswith("mt_bench/") for name in names) and path.is_file():
         for where, record in _records(path):
             if (name := f"mt_bench/{record.get('category')}") in names:
                 parts.setdefault(name, []).append(_prompt(record, "turns", where))
-    return parts
+    return _tasks(parts)
 
 
 def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -26,11 +26,13 @@ from leapahead.cli.bench_models import model_of
 from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, option
 from leapahead.cli.engine_options import ENGINE
 from leapahead.cli.options import (
+    FILE_OF_PROMPTS,
     LOADING,
     MODEL_GROUP,
     SHORTHANDS,
     all_of,
     batch_option,
+    data_option,
     drafter_arguments,
     loading_arguments,
 )
@@ -57,7 +59,7 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     cls=Command,
     examples=(
         "leapahead bench --quick -d auto -d lookahead",
-        "leapahead bench -m model.gguf --config lookahead:window=7,ngram=5,guesses=7 -t 0 --out results",
+        "leapahead bench -m model.gguf --prompts mine.jsonl --config lookahead:window=7,ngram=5,guesses=7 --out new",
         "leapahead bench --data prompts --task gsm8k=20 --peer transformers-prompt-lookup",
         "leapahead bench -m 'model.gguf(flash-attn=on)' -m 'model.gguf(flash-attn=off)' -d auto --out attention",
     ),
@@ -120,13 +122,10 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     group=MEASURED,
     help=f"Another program on the same model: {', '.join(peers.PEERS)}. May be repeated.",
 )
-@option(
-    "--data",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
+@data_option(
+    f"Prompts of your own: {FILE_OF_PROMPTS}; beside prompt or question there may be prediction, the text that is "
+    "expected. Or a folder with humaneval.jsonl, gsm8k_test.jsonl, mt_bench.jsonl, spec_bench.jsonl or edits.jsonl.",
     group=MEASURED,
-    show_default="a small built-in set of prompts",
-    help="Folder with humaneval.jsonl, gsm8k_test.jsonl, mt_bench.jsonl, spec_bench.jsonl or edits.jsonl.",
 )
 @option(
     "--task",

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from leapahead import drafters as registry
-from leapahead.bench import prompts
+from leapahead.bench import prompts, tasks
 from leapahead.check import Report, refuse
 from leapahead.check import check as run_check
 from leapahead.cli import screen
@@ -22,6 +22,7 @@ from leapahead.cli.options import (
     DRAFTER_GROUP,
     DRAFTER_OPTIONS,
     EXISTING_FILE,
+    FILE_OF_PROMPTS,
     MODEL,
     TEMPERATURE,
     TEXT_GROUP,
@@ -60,11 +61,12 @@ SHOWN = 3  # mismatches that are printed of each drafter
 @option("--max-new-tokens", type=int, default=128, group=TEXT_GROUP, help="Greatest length of each text in tokens.")
 @option(
     "--prompts",
+    "--data",
     "file",
     type=EXISTING_FILE,
     metavar="FILE",
     show_default="a small built-in set",
-    help="A .txt file with a prompt on each line, or a .jsonl file with a field prompt, question or turns.",
+    help=f"Prompts of your own: {FILE_OF_PROMPTS}.",
 )
 @option("--limit", type=click.IntRange(min=1), metavar="K", show_default="all", help="Only the first K prompts.")
 @batch_option("Number of prompts decoded together.", default=1)
@@ -86,7 +88,7 @@ def check(
     logits of the two tokens are closer than the rounding error measured at that position. With --exact there are no
     ties. Ctrl-C shows the drafters that are finished.
     """
-    texts = prompts.read(file) if file is not None else list(prompts.BUNDLED)
+    given: list[tasks.Prompt] = list(prompts.BUNDLED) if file is None else tasks.read_file(file).prompts
     options = drafter_arguments(values, names or registry.ready())
     sampling = SamplingParams(temperature=temperature, seed=seed)
     check_values({"max_new_tokens": max_new_tokens})
@@ -101,7 +103,7 @@ def check(
             run_check(
                 loaded.target,
                 loaded.tokenizer,
-                texts[:limit],
+                [tasks.readable(prompt, loaded.tokenizer) for prompt in given[:limit]],
                 list(names) or None,
                 options=options,
                 max_new_tokens=max_new_tokens,

@@ -16,6 +16,7 @@ from leapahead.cli.command import Command, option
 from leapahead.cli.options import (
     DRAFTER,
     IGNORE_EOS,
+    INPUT,
     MODEL,
     SAMPLING,
     TEXT_GROUP,
@@ -24,10 +25,10 @@ from leapahead.cli.options import (
     model_arguments,
 )
 from leapahead.cli.screen import Console
-from leapahead.cli.text_input import to_complete, utf8_only
+from leapahead.cli.text_input import prompt_text, to_complete, utf8_only
 from leapahead.core.sampling import SamplingParams
 from leapahead.explain import Moment, Node, Recording, page, record
-from leapahead.inputs import check_values
+from leapahead.inputs import check_prediction, check_values
 from leapahead.models import loading
 
 PAGE = Path("explain.html")
@@ -41,11 +42,11 @@ ACCEPTED, BONUS = "bold green", "bold blue"
     examples=(
         'leapahead explain "def fibonacci(n):" -d lookahead --out page.html',
         'leapahead explain "Once upon a time" --terminal --max-new-tokens 16',
+        "leapahead explain -f old.py --prediction old.py",
     ),
 )
-@click.argument("prompt", callback=utf8_only)
-@option("--chat", "as_chat", is_flag=True, help="Send the prompt as a user's message, by the chat template.")
-@all_of(MODEL, DRAFTER)
+@click.argument("prompt", required=False, callback=utf8_only)
+@all_of(INPUT, MODEL, DRAFTER)
 @option("--max-new-tokens", type=int, default=48, group=TEXT_GROUP, help="Greatest length of the text in tokens.")
 @all_of(SAMPLING, [IGNORE_EOS])
 @option(
@@ -57,7 +58,9 @@ ACCEPTED, BONUS = "bold green", "bold blue"
 )
 @option("--terminal", is_flag=True, help="Show the steps in the terminal.")
 def explain(
-    prompt: str,
+    prompt: str | None,
+    file: Path | None,
+    prediction: Path | None,
     as_chat: bool,
     max_new_tokens: int,
     seed: int | None,
@@ -68,20 +71,23 @@ def explain(
 ) -> None:
     """Complete PROMPT and show every step: its token tree, which nodes were accepted, and lookahead's n-gram pool.
 
-    Writes one HTML page that needs no network; the arrow keys step through it.
+    `-` reads the prompt from standard input. The result is one HTML page that needs no network; the arrow keys step
+    through it.
     """
-    file = out or (None if terminal else PAGE)
-    if file is not None:
-        screen.check_place("the page", file)
+    place = out or (None if terminal else PAGE)
+    if place is not None:
+        screen.check_place("the page", place)
     if seed is None:
         seed = secrets.randbits(32) if values["temperature"] > 0 else 0
     filters = {name: values.pop(name) for name in ("temperature", "top_k", "top_p", "min_p")}
     sampling = SamplingParams(seed=seed, **{name: value for name, value in filters.items() if value is not None})
-    given = to_complete(prompt, as_chat)
+    given = to_complete(prompt_text(prompt, file), as_chat)
+    expected = None if prediction is None else prompt_text(None, prediction)
     check_values({"max_new_tokens": max_new_tokens})
     name = values.pop("drafter")
     options = drafter_arguments(values, [name])
-    drafters.make(name, **options)  # refuses what is not possible before the model is loaded
+    drafter = drafters.make(name, **options)  # refuses what is not possible before the model is loaded
+    check_prediction(expected, drafter)
     model = model_arguments(values)
     with screen.loading(model["model"]):
         loaded = loading.load(**model)
@@ -94,15 +100,16 @@ def explain(
             options,
             sampling=sampling,
             max_new_tokens=max_new_tokens,
+            prediction=expected,
             eos_token_ids=() if ignore_eos else loaded.eos_token_ids,
         )
     try:
         if terminal:
             show(recording, Console(emoji=False))
     finally:  # also where standard output cannot be written
-        if file is not None:
-            screen.write_file(file, page(recording))
-            screen.say(f"{file}: {len(recording.steps)} steps, {len(recording.tokens)} tokens; open it in a browser")
+        if place is not None:
+            screen.write_file(place, page(recording))
+            screen.say(f"{place}: {len(recording.steps)} steps, {len(recording.tokens)} tokens; open it in a browser")
 
 
 def show(recording: Recording, console: Console) -> None:

@@ -22,7 +22,7 @@ from leapahead.cli.command import DIFFERENT, Command, option
 from leapahead.cli.grammar import GRAMMAR, grammar_argument
 from leapahead.cli.options import (
     DRAFTER,
-    EXISTING_FILE,
+    INPUT,
     MODEL,
     TEXT,
     all_of,
@@ -36,7 +36,7 @@ from leapahead.core.relaxed import EXACT
 from leapahead.inputs import Options, check_prediction, check_values
 from leapahead.results import Result
 
-INPUT, OUTPUT = "Input options", "Output options"
+OUTPUT = "Output options"
 
 
 @click.command(
@@ -49,25 +49,7 @@ INPUT, OUTPUT = "Input options", "Output options"
     ),
 )
 @click.argument("prompt", required=False, callback=utf8_only)
-@option(
-    "-f",
-    "--file",
-    type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
-    metavar="FILE",
-    group=INPUT,
-    help="Read the prompt from a file; `-` is standard input.",
-)
-@option(
-    "--prediction",
-    type=EXISTING_FILE,
-    metavar="FILE",
-    group=INPUT,
-    help="A file with approximately the expected text, for the drafters auto and prediction.",
-)
-@option(
-    "--chat", "as_chat", is_flag=True, group=INPUT, help="Send the prompt as a user's message, by the chat template."
-)
-@all_of(MODEL, DRAFTER, ACCEPTANCE, DRAFTER_CACHE, TEXT, GRAMMAR)
+@all_of(INPUT, MODEL, DRAFTER, ACCEPTANCE, DRAFTER_CACHE, TEXT, GRAMMAR)
 @option("--json", "as_json", is_flag=True, group=OUTPUT, help="Print one JSON object with the text and all figures.")
 @option(
     "--compare",

@@ -21,8 +21,39 @@ from leapahead.models.loading import ENGINE_OPTIONS, ENGINES
 
 SHORTHANDS = ("window", "ngram", "guesses", "preset", "draft", "head")  # drafter options with a flag of their own
 MODEL_GROUP, DRAFTER_GROUP, TEXT_GROUP = "Model options", "Drafter options", "Text options"
+INPUT_GROUP = "Input options"
 EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+FILE_OF_PROMPTS = (
+    "JSON lines (.jsonl) with one of the fields prompt, question, turns and messages, or a text file with a prompt on "
+    "each line"
+)
 
+
+# Of a command that completes one prompt, beside the argument PROMPT: see `text_input.prompt_text`.
+INPUT: tuple[Option, ...] = (
+    option(
+        "-f",
+        "--file",
+        type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
+        metavar="FILE",
+        group=INPUT_GROUP,
+        help="Read the prompt from a file; `-` is standard input.",
+    ),
+    option(
+        "--prediction",
+        type=EXISTING_FILE,
+        metavar="FILE",
+        group=INPUT_GROUP,
+        help="A file with approximately the expected text, for the drafters auto and prediction.",
+    ),
+    option(
+        "--chat",
+        "as_chat",
+        is_flag=True,
+        group=INPUT_GROUP,
+        help="Send the prompt as a user's message, by the chat template.",
+    ),
+)
 
 MODEL_NAME: Option = option(
     "-m",
@@ -264,6 +295,25 @@ def batch_option(what: str, *names: str, **attributes: Any) -> Option:
     """
     limits = click.IntRange(1, MOST_BATCH)
     return option("--batch", *names, type=limits, metavar="N", argument="max_batch", help=what, **attributes)
+
+
+def data_option(what: str, **attributes: Any) -> Option:
+    """The option `--data`, which `bench.tasks.read` is given.
+
+    Args:
+        what: its help.
+        attributes: more of `option`.
+    """
+    return option(
+        "--data",
+        "--prompts",
+        "data",
+        type=click.Path(path_type=Path),
+        metavar="PATH",
+        show_default="a small built-in set of prompts",
+        help=what,
+        **attributes,
+    )
 
 
 def all_of(*groups: Sequence[Option]) -> Callable[[Decorated], Decorated]:

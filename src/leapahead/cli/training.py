@@ -17,7 +17,7 @@ from leapahead.api import LLM
 from leapahead.bench import plots, tasks
 from leapahead.cli import screen
 from leapahead.cli.command import INTERRUPTED, option
-from leapahead.cli.options import Option
+from leapahead.cli.options import FILE_OF_PROMPTS, Option
 from leapahead.cli.screen import Console
 from leapahead.cli.typed import Finite
 from leapahead.core.errors import BadParameter, needing
@@ -41,8 +41,7 @@ PROMPTS: tuple[Option, ...] = (
         argument="data",
         metavar="FILE",
         group=TEXTS,
-        help="Prompts: a .txt file with one in each line, or JSON lines with one of the fields prompt, question, "
-        "turns, messages.",
+        help=f"Prompts: {FILE_OF_PROMPTS}.",
     ),
     option(
         "--texts",

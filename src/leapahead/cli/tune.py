@@ -16,7 +16,7 @@ from leapahead.bench import plots, tasks
 from leapahead.bench.conditions import Data
 from leapahead.cli import screen, tune_files
 from leapahead.cli.command import Command, option
-from leapahead.cli.options import MODEL, all_of, batch_option, model_arguments
+from leapahead.cli.options import MODEL, all_of, batch_option, data_option, model_arguments
 from leapahead.cli.screen import Console
 from leapahead.cli.typed import Finite
 from leapahead.core.errors import BadParameter, LeapaheadError
@@ -40,13 +40,7 @@ WIDTH = 8  # characters of the longest bar
 @click.argument("files", nargs=-1, metavar="[FILE.gguf]...", type=click.Path(path_type=Path))
 @all_of(MODEL)
 @batch_option("Number of texts decoded together.", default=1)
-@option(
-    "--data",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    show_default="a small built-in set of prompts",
-    help="Folder of prompts on which the drafter auto is tried, see `leapahead bench`.",
-)
+@data_option("Prompts on which the drafter auto is tried: a file of your own, or a folder, see `leapahead bench`.")
 @option("--limit", type=click.IntRange(min=1), default=2, metavar="K", help="Number of prompts of each task.")
 @option(
     "--max-new-tokens",
