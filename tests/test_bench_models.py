@@ -130,7 +130,10 @@ def test_options_that_are_not_possible_are_named(text: str, why: str) -> None:
             ["-m", "x/y(threads=3)"],
             "PyTorch has one number of threads for all models; give --threads=3 for all of them",
         ),
-        (["-m", "x/y(batch=3)"], "--batch is not an option of one model; it stands beside -m, for all models"),
+        (
+            ["-m", "x/y(batch=3)"],
+            "--batch is not an option of one model; it stands outside the parentheses, for all models",
+        ),
         (["-m", "b.gguf", "-m", "b.gguf(kept-tokens=-1)"], "--kept-tokens=-1 is not possible"),
         (["-m", "b.gguf", "-m", "x/y", "-fa", "on"], "--flash-attn=on can be set for a GGUF file only"),
         (["-m", "b.gguf", "-m", "x/y", "-fa", "on"], "-m 'MODEL(OPTION)' gives an option to one model alone"),

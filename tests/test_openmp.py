@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from leapahead.core import openmp
+from leapahead.core.stop import StopParams
+from leapahead.engine.request import Request
+from leapahead.engine.scheduler import Engine
+from leapahead.models.toy import ToyTarget
 
 SCRIPT = '''
 import os
@@ -118,6 +122,21 @@ def test_the_share_is_that_of_the_thread_that_waits_longest(monkeypatch: pytest.
         clock[0] = now
         crowding.look()
     assert shares == ([] if set_by_user else [pytest.approx(0.6)])  # the first look begins
+
+
+def test_every_step_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is not driven by `run` or `next`, as those of `leapahead tune`."""
+    looks = list[None]()
+    monkeypatch.setattr(openmp.crowding, "look", lambda: looks.append(None))
+    engine = Engine(ToyTarget())
+    handle = engine.submit(Request([1, 2], engine.drafter("plain"), stop=StopParams(max_new_tokens=3)))
+    steps = 0
+    while not handle.done:
+        engine.step()
+        steps += 1
+    assert len(looks) == steps
+    engine.run([engine.submit(Request([1, 2], engine.drafter("plain"), stop=StopParams(max_new_tokens=3)))])
+    assert len(looks) == 2 * steps
 
 
 def test_nothing_is_concluded_from_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from test_latency import Timed, line
 from leapahead import tune as tuning
 from leapahead.bench import plots
 from leapahead.bench.conditions import conditions
-from leapahead.cli import main, tune_files
+from leapahead.cli import main, tune_forms
+from leapahead.cli.tune import show_auto
 from leapahead.core.errors import BadParameter
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
@@ -256,12 +257,12 @@ def test_files_of_one_model_are_compared(cache: Path, files: list[str]) -> None:
     given = call(*files, *QUICK, "--threads", "1", "--text-seconds", "20", "--json")
     assert given.exit_code == 0, given.output
     found = json.loads(given.stdout)
-    assert [row["file"] for row in found["files"]] == files
-    for row in found["files"]:
-        assert row["bytes"] == Path(row["file"]).stat().st_size
+    assert [row["model"] for row in found["models"]] == files
+    for row in found["models"]:
+        assert row["bytes"] == Path(row["model"]).stat().st_size
         assert row["rows"][0]["nodes"] == 1
     for which, name in (("auto", "fastest"), ("plain", "fastest_plain")):
-        speeds = {row["file"]: row["auto"]["expected"][which] or 0.0 for row in found["files"]}
+        speeds = {row["model"]: row["auto"]["expected"][which] or 0.0 for row in found["models"]}
         assert found[name] is None or speeds[found[name]] == max(speeds.values()) > 0  # None on a very busy machine
 
 
@@ -269,14 +270,34 @@ def test_the_comparison_names_the_fastest(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("COLUMNS", "140")
     target = Timed(line(0.1, 0.002))
     measured, _ = tuning.tune(target, seconds=1.0, clock=target.clock)
-    one = {**measured, "busy": False, "file": "a/one.gguf", "bytes": 5_000_000}
-    two = {**one, "file": "a/two.gguf", "auto": {"acceptance_length": 2.0, "expected": {"auto": 90.0, "plain": 60.0}}}
+    one = {**measured, "busy": False, "model": "a/one.gguf", "bytes": 5_000_000}
+    two = {**one, "model": "a/two.gguf", "auto": {"acceptance_length": 2.0, "expected": {"auto": 90.0, "plain": 60.0}}}
     one["auto"] = {"acceptance_length": 1.5, "expected": {"auto": 75.0, "plain": 70.0}}
-    tune_files.show({"files": [one, two], "fastest": "a/two.gguf", "fastest_plain": "a/one.gguf"})
+    tune_forms.show({"models": [one, two], "fastest": "a/two.gguf", "fastest_plain": "a/one.gguf"})
     shown = capsys.readouterr().out
     (row,) = [line.split() for line in shown.splitlines() if line.startswith(" two.gguf") or "two.gguf " in line]
-    assert row == ["two.gguf", "5", "2", "1.10", "1.20", "1.30", "1.50", "1.70", "2.50", "2.00", "60.0", "90.0", "1.50"]
+    assert row == ["two.gguf", "5", "2", "1.10", "1.30", "1.70", "2.50", "2.00", "60.0", "90.0", "1.50"]
     assert "Fastest with drafting: a/two.gguf. Fastest plainly: a/one.gguf." in shown
+
+
+def test_engines_are_compared(cache: Path, files: list[str]) -> None:
+    pytest.importorskip("openvino_genai")
+    forms = [files[0], f"{files[0]}(engine=openvino, precision=f32)"]
+    given = call(*forms, *QUICK, "--text-seconds", "20", "--json")
+    assert given.exit_code == 0, given.output
+    assert [row["model"] for row in json.loads(given.stdout)["models"]] == forms
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_machine_that_was_busy_while_texts_were_decoded(capsys: pytest.CaptureFixture[str], busy: bool) -> None:
+    """Then the ratio of two speeds that were measured one after the other tells nothing."""
+    speeds = {"auto": 3.0, "plain": 0.4} if busy else {"auto": 78.0, "plain": 65.0}
+    counts = {"texts": 1, "nodes_per_step": 0.0, "plain_steps": 9, "steps": 9, "acceptance_length": 1.0, "sources": []}
+    expected = {"auto": 70.0, "plain": 71.0}
+    show_auto({**counts, "tokens_per_second": speeds, "expected": expected})
+    shown = capsys.readouterr().out
+    assert ("The machine was busy" in shown) == busy
+    assert ("70.0 tokens/s, plain decoding 71.0: 0.99 times as fast" in shown) == busy
 
 
 def test_files_that_cannot_be_compared_are_refused_before_anything_is_measured(
@@ -285,12 +306,15 @@ def test_files_that_cannot_be_compared_are_refused_before_anything_is_measured(
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(100))
     for words, said in (
-        ((files[0],), "alone cannot be compared: give at least two files"),
+        ((files[0],), "alone cannot be compared: give further files"),
         ((files[0], "model"), "model cannot be compared: give GGUF files"),
+        ((files[0], files[0] + "(engine=auto)", files[0] + "(engine=auto,)"), "was given twice"),
+        ((files[0], files[0] + "(thread=1)"), "No such option"),
+        ((files[0], files[0] + "(weights=int8)"), "can be set for an OpenVINO model only"),
         ((files[0], "/nowhere/model.gguf"), "there is no file '/nowhere/model.gguf'"),
         ((files[0], str(broken)), "broken.gguf"),
-        ((*files, "--table"), "--table is not possible where files are compared"),
-        ((*files, "-m", "bundled"), "--model is not possible where files are compared"),
+        ((*files, "--table"), "--table is not possible where models are compared"),
+        ((*files, "-m", "bundled"), "--model is not possible where models are compared"),
         ((*files, "--text-seconds", "0"), "--text-seconds 0 is not possible"),
         ((*files, "--data", "/nowhere"), "there is no folder or file '/nowhere'"),
     ):
@@ -300,7 +324,7 @@ def test_files_that_cannot_be_compared_are_refused_before_anything_is_measured(
         assert said in result.stderr
         assert result.stderr.count("\n") == 1
     monkeypatch.setattr(
-        tune_files, "fingerprint", lambda tokenizer: object()
+        tune_forms, "fingerprint", lambda tokenizer: object()
     )  # as of files with different vocabularies
     result = call(*files)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)

@@ -1,4 +1,4 @@
-"""The models of `leapahead bench`: `MODEL` or `MODEL(OPTION=VALUE,FLAG,...)`, with options for one model alone.
+"""The models of `bench` and `tune`: `MODEL` or `MODEL(OPTION=VALUE,FLAG,...)`, with options for one model alone.
 
 A value with commas is put in quotes: `MODEL(devices="cuda:0,cuda:1")`.
 """
@@ -46,7 +46,7 @@ def model_of(text: str) -> Model:
     try:
         context = _options.make_context("model", arguments)
     except click.UsageError as error:
-        raise BadParameter(f"-m {text!r} is not possible: {_why(error)}") from None
+        raise BadParameter(f"{text!r} is not possible: {_why(error)}") from None
     given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     options = {name: value for name, value in loading_arguments(context.params).items() if name in given}
     return Model(path=_path(found["model"]), options=options, spelled=", ".join(spelled))
@@ -59,7 +59,7 @@ def _why(error: click.UsageError) -> str:
         return reason
     context = click.get_current_context(silent=True)
     if any(error.option_name in parameter.opts for parameter in (context.command.params if context else ())):
-        return f"{error.option_name} is not an option of one model; it stands beside -m, for all models"
+        return f"{error.option_name} is not an option of one model; it stands outside the parentheses, for all models"
     return f"{reason} A value with commas is put in quotes, as in 'MODEL(devices=\"cuda:0,cuda:1\")'."
 
 

@@ -14,9 +14,9 @@ from leapahead import token_table
 from leapahead import tune as tuning
 from leapahead.bench import plots, tasks
 from leapahead.bench.conditions import Data
-from leapahead.cli import screen, tune_files
+from leapahead.cli import screen, tune_forms
 from leapahead.cli.command import Command, option
-from leapahead.cli.options import MODEL, all_of, batch_option, data_option, model_arguments
+from leapahead.cli.options import MODEL, all_of, batch_option, data_option, loading_arguments, model_arguments
 from leapahead.cli.screen import Console
 from leapahead.cli.typed import Finite
 from leapahead.core.errors import BadParameter, LeapaheadError
@@ -33,11 +33,11 @@ WIDTH = 8  # characters of the longest bar
     examples=(
         "leapahead tune",
         "leapahead tune -m model.gguf --threads 8 --seconds 20 --plot latency.png",
-        "leapahead tune model-q8_0.gguf model-q4_0.gguf --data prompts",
+        "leapahead tune model-q8_0.gguf model-q4_0.gguf 'model-q8_0.gguf(engine=openvino)' --prompts mine.jsonl",
         "leapahead tune -m Qwen/Qwen3-0.6B --table",
     ),
 )
-@click.argument("files", nargs=-1, metavar="[FILE.gguf]...", type=click.Path(path_type=Path))
+@click.argument("forms", nargs=-1, metavar="[MODEL]...")
 @all_of(MODEL)
 @batch_option("Number of texts decoded together.", default=1)
 @data_option("Prompts on which the drafter auto is tried: a file of your own, or a folder, see `leapahead bench`.")
@@ -81,7 +81,7 @@ WIDTH = 8  # characters of the longest bar
 )
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def tune(
-    files: tuple[Path, ...],
+    forms: tuple[str, ...],
     batch: int,
     data: Path | None,
     limit: int,
@@ -100,11 +100,11 @@ def tune(
     or two before its first text, and corrects it while it decodes. With --table, the token table of the model is
     computed as well, once per model.
 
-    Given several GGUF files of one model, which differ in their types, it compares them: T(n), plain decoding, decoding
-    with auto, and which is fastest.
+    Given several forms of one model, it compares them: T(n), plain decoding, decoding with auto, and which is fastest.
+    They are GGUF files of different types, or a model with options in parentheses, as of `bench`, such as its engine.
     """
-    if files:
-        _compare(files, values, data, limit, batch, max_new_tokens, seconds, text_seconds, as_json, table, plot)
+    if forms:
+        _compare(forms, values, data, limit, batch, max_new_tokens, seconds, text_seconds, as_json, table, plot)
         return
     if plot is not None:
         _check(plot)
@@ -137,7 +137,7 @@ def tune(
 
 
 def _compare(
-    files: tuple[Path, ...],
+    given: tuple[str, ...],
     values: dict[str, Any],
     data: Path | None,
     limit: int,
@@ -149,17 +149,19 @@ def _compare(
     table: bool,
     plot: Path | None,
 ) -> None:
-    """Compares several files."""
-    given = {"--model": values["model"], "--table": table, "--plot": plot, "--text-seconds 0": not text_seconds}
-    if wrong := [name for name, value in given.items() if value]:
-        raise BadParameter(f"{wrong[0]} is not possible where files are compared; leave it out")
+    """Compares several forms of a model."""
+    model, common = values["model"], loading_arguments(values)
+    unused = {"--model": model, "--table": table, "--plot": plot, "--text-seconds 0": not text_seconds}
+    if wrong := [name for name, value in unused.items() if value]:
+        raise BadParameter(f"{wrong[0]} is not possible where models are compared; leave it out")
     sets = tasks.read(data, (), limit)
-    tune_files.check(files)
-    found = tune_files.compare(files, values, sets, batch, max_new_tokens, seconds, text_seconds)
+    found = tune_forms.compare(
+        tune_forms.forms(given, common), common, sets, batch, max_new_tokens, seconds, text_seconds
+    )
     if as_json:
         click.echo(json.dumps(found))
     else:
-        tune_files.show(found)
+        tune_forms.show(found)
 
 
 def _make_table(loaded: Loaded, k: int, bar: screen.Bar) -> float:
@@ -226,7 +228,7 @@ def _show(found: Data) -> None:
     _drafters(found["drafters"])
     _table_line(found["table"])
     if found["auto"] is not None:
-        _auto(found["auto"])
+        show_auto(found["auto"])
     if found["lookahead"]:
         _lookahead(found["lookahead"])
     if found["stored"] is not None:
@@ -300,7 +302,8 @@ def _table_line(table: Data | None) -> None:
     )
 
 
-def _auto(auto: Data) -> None:
+def show_auto(auto: Data) -> None:
+    """Prints what `tuning.practise` has measured."""
     if not auto["steps"]:
         click.echo("auto: the time was too short for a text; give more with --text-seconds.")
         return
@@ -309,12 +312,18 @@ def _auto(auto: Data) -> None:
         f"{auto['plain_steps'] / auto['steps']:.0%} of its {auto['steps']} steps without a draft, "
         f"acceptance length {auto['acceptance_length']:.2f}"
     )
-    speeds = auto["tokens_per_second"]
+    speeds, expected = auto["tokens_per_second"], auto["expected"]
     if speeds["plain"]:
         click.echo(
             f"{speeds['auto']:.1f} tokens/s, plain decoding of the same texts {speeds['plain']:.1f}: "
             f"{speeds['auto'] / speeds['plain']:.2f} times as fast"
         )
+        if any(speeds[which] * tuning.BUSY < expected[which] for which in ("auto", "plain")):
+            click.echo(
+                "The machine was busy while these texts were decoded. With every forward at the time above, it would "
+                f"have been {expected['auto']:.1f} tokens/s, plain decoding {expected['plain']:.1f}: "
+                f"{expected['auto'] / expected['plain']:.2f} times as fast"
+            )
     table = screen.new_table(("first correct", "drafted", "accepted", "cost", "pays"), head=("source",))
     for row in auto["sources"]:
         table.add_row(

@@ -226,18 +226,18 @@ class Engine:
         """At most one chunk of prefill, and one target forward for all running requests. Returns their outputs."""
         if self._turn.stepping == (thread := get_ident()):
             raise LeapaheadError("a criterion, processor or callback cannot step its own engine")
+        openmp.crowding.look()
         with self.target.lock:
             self._turn.stepping = thread
             try:
                 self._retire()
                 self._admit()
-                outputs = self._decode(self._prefill())
+                return [(running.handle, output) for running, output in self._decode(self._prefill())]
             finally:
                 try:
                     self._retire()
                 finally:
                     self._turn.stepping = None
-        return [(running.handle, output) for running, output in outputs]
 
     def _decode(self, reads: dict[Running, int]) -> list[tuple[Running, Output]]:
         """One forward for the running requests, and for those tokens of prompts."""

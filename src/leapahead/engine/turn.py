@@ -59,7 +59,6 @@ class Turn:
                     self.changed.wait()
                     return
                 self._driver = thread
-            openmp.crowding.look()
             with self._lock:
                 action()
         finally:
