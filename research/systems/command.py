@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from itertools import product, zip_longest
 from pathlib import Path
 from time import monotonic
@@ -68,7 +68,7 @@ class Bench:
     def conditions(self) -> dict[str, Any]:
         how = {"tokens": self.tokens, "batch": self.batch} if self.tokens else {"rounds": self.plan.rounds}
         return {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
             **conditions(self._loaded({}).target, max_new_tokens=self.plan.max_new_tokens, **how),
             "tasks": {task.name: {"prompts": len(task.prompts), "digest": task.digest} for task in self.sets},
         }

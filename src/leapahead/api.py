@@ -25,8 +25,9 @@ from leapahead.results import Piece, Result, Writer
 
 if TYPE_CHECKING:
     import asyncio
+    from typing import Self
 
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 

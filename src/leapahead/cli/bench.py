@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +235,7 @@ def bench(
         data="our own" if data is None else str(data),
         **values,
     )
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
     kept = record.Record.open(out, plan.conditions(now), resume)
     ended_by = _measure(plan, kept)
     if not kept.rows:

@@ -11,7 +11,7 @@ from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import unicode_text
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 LONGEST = 2_000_000  # characters of a definition
 WHITESPACE = r" |\n[ \t]{0,20}"  # that may stand between the tokens of JSON

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from leapahead.planner.mixer import Mixer, Row
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 Key = tuple[Hashable, ...]
 

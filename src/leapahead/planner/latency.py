@@ -41,7 +41,7 @@ from leapahead.planner.size import MOST_SEEN, Size, interval
 from leapahead.planner.switches import Switches
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 # Up to 16 every n, since kernels that compute several rows at once make T rise and fall (llama.cpp: in fours).
 SIZES = (*range(1, 17), 24, 32, 48, 64, 96, 128)

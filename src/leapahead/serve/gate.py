@@ -155,7 +155,7 @@ class Body:
             return await self._receive()
         try:
             message = await asyncio.wait_for(self._receive(), max(0.0, self._ends - perf_counter()))
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise ApiError(
                 408,
                 f"the body of the request did not come within {self._seconds:g} seconds",

@@ -30,7 +30,7 @@ from leapahead.models.transformers.crossed import BothCaches, Cross, CrossedCach
 from leapahead.models.transformers.masks import Inputs
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 class DecoderView(torch.nn.Module):
