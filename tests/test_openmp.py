@@ -7,6 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event, current_thread
+from threading import enumerate as enumerate_threads
+from time import monotonic, sleep
 
 import pytest
 
@@ -14,6 +17,7 @@ from leapahead.core import openmp
 from leapahead.core.stop import StopParams
 from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
+from leapahead.models import loading
 from leapahead.models.toy import ToyTarget
 
 SCRIPT = '''
@@ -137,6 +141,34 @@ def test_every_step_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looks) == steps
     engine.run([engine.submit(Request([1, 2], engine.drafter("plain"), stop=StopParams(max_new_tokens=3)))])
     assert len(looks) == 2 * steps
+
+
+def test_work_without_steps_looks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = list[str]()
+    monkeypatch.setattr(openmp, "WINDOW", 0.001)
+    monkeypatch.setattr(openmp, "find", lambda: None)
+    monkeypatch.setattr(openmp.crowding, "look", lambda: looks.append(current_thread().name))
+    with openmp.watched():
+        until = monotonic() + 10
+        while not looks and monotonic() < until:
+            sleep(0.001)
+    assert set(looks) == ({"leapahead-openmp-watch"} if sys.platform == "linux" else set())
+    for thread in enumerate_threads():
+        if thread.name in looks:
+            thread.join(10)
+    assert not any(thread.name in looks for thread in enumerate_threads())
+    with openmp.watched(), pytest.raises(ZeroDivisionError):
+        _ = 1 / 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes of other systems do not tell how long they wait")
+def test_the_loading_of_a_model_is_watched(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
+    """It tests the model, and without this each forward takes many times as long beside a busy program."""
+    watched = Event()
+    monkeypatch.setattr(openmp, "WINDOW", 0.0)
+    monkeypatch.setattr(openmp.crowding, "look", watched.set)
+    loading.load(str(tiny_folder))
+    assert watched.is_set()
 
 
 def test_nothing_is_concluded_from_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from leapahead.cli.command import INTERRUPTED, option
 from leapahead.cli.options import FILE_OF_PROMPTS, Option
 from leapahead.cli.screen import Console
 from leapahead.cli.typed import Finite
+from leapahead.core import openmp
 from leapahead.core.errors import BadParameter, needing
 from leapahead.training.settings import SCHEDULES, Folder, RunSettings
 
@@ -173,7 +174,7 @@ def train(
     with screen.loading(model["model"]):
         llm = LLM(**model, max_batch=text_batch)
     try:
-        with screen.progress(name) as bar:
+        with openmp.watched(), screen.progress(name) as bar:
             trained = run(llm, Watch(bar, bar.say, screen.interrupts_between_steps))
     except KeyboardInterrupt:
         screen.say(f"interrupted; the same command with --resume goes on with what {folder.path} holds")

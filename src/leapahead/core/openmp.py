@@ -19,8 +19,8 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Lock, Thread
 from time import monotonic
@@ -150,3 +150,22 @@ def _waited() -> dict[str, int]:
 
 
 crowding = Crowding()
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Meanwhile a thread of its own calls `crowding.look`: for work that has no steps, as the loading of a model."""
+    ended = Event()
+
+    def watch() -> None:
+        while not ended.wait(WINDOW):
+            find()
+            crowding.look()
+
+    if sys.platform == "linux" and not _set_by_user:
+        with suppress(RuntimeError):  # no further thread is allowed
+            Thread(target=watch, name="leapahead-openmp-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

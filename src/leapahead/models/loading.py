@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from leapahead.core import openmp
 from leapahead.core.errors import BadParameter, Refused, check_folder, needing
 from leapahead.core.text import Tokenizer
 from leapahead.models.base import HoldsProcesses, Target
@@ -52,6 +53,7 @@ class Loaded:
     eos_token_ids: tuple[int, ...]
 
 
+@openmp.watched()  # also of the forwards that test the model
 def load(
     model: Any = None,
     *,
