@@ -23,6 +23,7 @@ COMMANDS = {  # name -> where it is, and what it does
     "drafting": ("research.drafting:main", "Measure the time of drafting, compiled and in Python."),
     "vllm-drafting": ("research.vllm_drafting:main", "Measure the time of drafting inside vLLM, without vLLM."),
     "crowded": ("research.crowded:main", "Compare decoding beside busy programs with threads that sleep or spin."),
+    "crowded-loading": ("research.crowded_loading:main", "How long a model takes to load beside busy programs."),
     "busy": ("research.busy:main", "Compare auto after a first run on a busy machine with auto after an idle one."),
     "sampling": ("research.sampling:main", "Measure the time of choosing a token."),
     "regret": ("research.regret:main", "Measure the regret of planning where the latency profile is wrong."),

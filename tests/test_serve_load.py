@@ -213,7 +213,8 @@ def test_first_come_first_served() -> None:
         async with running.asynchronous() as client:
 
             async def one(index: int) -> None:
-                await asyncio.sleep(index * 0.02)
+                while len(done) + running.worker.pending < index:  # those before it have arrived
+                    await asyncio.sleep(0.001)
                 await whole(client, {"prompt": "a", "max_tokens": 40, "seed": 1})
                 done.append(index)
 

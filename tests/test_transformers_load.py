@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from time import perf_counter
@@ -33,8 +34,7 @@ def test_load(tiny_folder: Path) -> None:
 
 
 def test_load_keeps_the_dtype_of_the_checkpoint(tiny_folder: Path, tiny_model: Any, tmp_path: Path) -> None:
-    tiny_model.bfloat16().save_pretrained(tmp_path)
-    tiny_model.float()
+    copy.deepcopy(tiny_model).bfloat16().save_pretrained(tmp_path)
     target, tokenizer = load(tmp_path)
     assert target.model.dtype == torch.bfloat16
     assert tokenizer is None  # there are no files of one

@@ -73,16 +73,22 @@ def acceptance_table(root: Path) -> str:
 
 
 def lengths_table(root: Path, part: str) -> str:
-    """Acceptance lengths by task and temperature, from a part of docs/figures.json."""
+    """Acceptance lengths by task and temperature, from a part of docs/figures.json; and prompts, where rows differ."""
     data = _figures(root)
     columns = list(dict.fromkeys((row["task"], row["temperature"]) for row in data[part]))
     cells = {(row["name"], row["task"], row["temperature"]): row for row in data[part]}
+    prompts = {row["name"]: str(row["prompts"]) for row in data[part]}
+    differ = len(set(prompts.values())) > 1
     rows = [
-        [name, *(f"{cells[name, task, temperature]['acceptance_length']:.2f}" for task, temperature in columns)]
-        for name in dict.fromkeys(row["name"] for row in data[part])
+        [
+            name,
+            *([count] if differ else []),
+            *(f"{cells[name, task, temperature]['acceptance_length']:.2f}" for task, temperature in columns),
+        ]
+        for name, count in prompts.items()
     ]
-    heads = " | ".join(["", *(f"{task}, T = {temperature:g}" for task, temperature in columns)])
-    return table(heads, rows) + _conditions(data, part)
+    heads = ["", *(["prompts of each task"] if differ else []), *(f"{task}, T = {t:g}" for task, t in columns)]
+    return table(" | ".join(heads), rows) + _conditions(data, part)
 
 
 def relaxed_table(root: Path) -> str:
@@ -372,6 +378,31 @@ def crowded_table(root: Path) -> str:
     )
 
 
+def loading_table(root: Path) -> str:
+    """Loading beside busy programs: seconds, from docs/bench/crowded-loading.json."""
+    data = json.loads((root / "docs/bench/crowded-loading.json").read_text(encoding="utf-8"))
+    limit, rows = data["conditions"]["limit"], []
+    for model in dict.fromkeys(row["model"] for row in data["rows"]):
+        for busy in (0, data["processes"]):
+            cells = []
+            for threads in ("spins", "adapts"):
+                some = [
+                    row["seconds"]
+                    for row in data["rows"]
+                    if (row["model"], row["busy"], row["threads"]) == (model, busy, threads)
+                ]
+                least, middle, most = (
+                    f"more than {each:g}" if each >= limit else f"{each:.1f}"
+                    for each in (min(some), statistics.median(some), max(some))
+                )
+                cells.append(f"{middle} ({least} to {most})")
+            rows.append([model, str(busy), *cells])
+    given = data["conditions"]
+    return table("model | busy programs | spins | adapts", rows) + (
+        f"\n\nConditions: {given['rounds']} processes of each kind, without their imports; {given['cpu']}."
+    )
+
+
 NOT_MEASURED = "Nothing has been measured on a GPU yet."
 
 
@@ -429,6 +460,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "serving-stall": stall_table,
     "serving-memory": memory_table,
     "crowded": crowded_table,
+    "crowded-loading": loading_table,
     **claims.blocks(table),
     **benches.blocks(table),
     **inside_vllm.blocks(table),
