@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -81,6 +83,17 @@ def test_prompts_that_are_none(content: str, message: str, tmp_path: Path) -> No
     (tmp_path / "some.jsonl").write_text(content)
     with pytest.raises(LeapaheadError, match=message):
         tasks.read_file(tmp_path / "some.jsonl")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_prompts_from_a_pipe(tmp_path: Path) -> None:
+    """As the shell gives them for `--prompts <(head -5 many.txt)`."""
+    os.mkfifo(tmp_path / "63")
+    writer = Thread(target=(tmp_path / "63").write_text, args=("one\ntwo\n",))
+    writer.start()
+    (found,) = tasks.read(tmp_path / "63")
+    writer.join()
+    assert (found.name, found.prompts) == ("63", ["one", "two"])
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "No such file"), (b"\xff\xfe", "it is not UTF-8 text")])

@@ -86,7 +86,7 @@ def read(path: Path | None, names: Sequence[str] = (), limit: int | None = None)
     limits = dict(_limited(name, limit) for name in names)
     if path is None:
         found = _bundled()
-    elif path.is_file():
+    elif path.exists() and not path.is_dir():  # a pipe, too
         found = {path.stem: read_file(path)}
     else:
         found = _of_folder(path) | _parts(path, set(limits))
