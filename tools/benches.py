@@ -123,11 +123,12 @@ def gain(root: Path, names: Sequence[str], table: Table, model: str = "draft") -
                 for drafter in (with_it, "auto")
             )
             each = speedup(mine, others)
+            plain = [row for row in rows if (row["drafter"], row["temperature"]) == (PLAIN, temperature)]
             target = _target(found["conditions"], rows[0]["target"])
             cost = Path(rows[0]["target"]).name.partition("-")[0].upper()
             times = f"{each['median']:.2f}{_interval(each)}"
-            lines.append([f"{cost}, {target}", f"{temperature:g}", times])
-    return table(f"target | temperature | `auto` with the {model} / without", lines)
+            lines.append([f"{cost}, {target}", f"{temperature:g}", str(sum(row["prompts"] for row in plain)), times])
+    return table(f"target | temperature | prompts | `auto` with the {model} / without", lines)
 
 
 def batches(root: Path, table: Table) -> str:
@@ -291,7 +292,7 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
         "heads-135m": whole("heads", "135M"),
         "heads-135m-sampled": lambda root: overall(root, "heads", 1.0, table),
         "heads-vllm": lambda root: positions(root, table),
-        "head-gain": lambda root: gain(root, ("heads",), table, "head"),
+        "head-gain": lambda root: gain(root, ("heads", "heads-greedy"), table, "head"),
         "draft-gain": lambda root: gain(root, ("draft/135m", "draft/1b", "draft/135m-gguf"), table),
         "bench-135m": whole("135m", "135M"),
         "bench-135m-sampled": lambda root: overall(root, "135m", 1.0, table),
