@@ -308,7 +308,7 @@ def test_files_that_cannot_be_compared_are_refused_before_anything_is_measured(
     for words, said in (
         ((files[0],), "alone cannot be compared: give further files"),
         ((files[0], "model"), "model cannot be compared: give GGUF files"),
-        ((files[0], files[0] + "(engine=auto)", files[0] + "(engine=auto,)"), "was given twice"),
+        ((files[0], files[0] + "(flash-attn=on)", files[0] + "(fa=on)"), "was given twice"),
         ((files[0], files[0] + "(thread=1)"), "No such option"),
         ((files[0], files[0] + "(weights=int8)"), "can be set for an OpenVINO model only"),
         ((files[0], "/nowhere/model.gguf"), "there is no file '/nowhere/model.gguf'"),

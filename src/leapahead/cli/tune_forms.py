@@ -43,10 +43,9 @@ def forms(given: Sequence[str], common: dict[str, Any]) -> dict[str, Model]:
     """
     found = {text: model_of(text) for text in given}
     if len(found) < 2:
-        text = given[0]
         raise BadParameter(
-            f"{text} alone cannot be compared: give further files of the model, or the same one with other options, as "
-            f'in "{Path(text).name}(engine=openvino)"; or this one with --model'
+            f"{given[0]} alone cannot be compared: give further files of the model, or the same one with other options "
+            "in parentheses, as in the examples of --help; or this one with --model"
         )
     paths = list(dict.fromkeys(model.path for model in found.values()))
     for path in paths:
@@ -57,10 +56,12 @@ def forms(given: Sequence[str], common: dict[str, Any]) -> dict[str, Model]:
             )
         if path is not None:
             loading.check_place(path)
+    seen: list[tuple[str | None, dict[str, Any]]] = []
     for text, model in found.items():
         loading.check(model.path, **{**common, **model.options})
-        if any(model == other for name, other in found.items() if name != text):
+        if (form := (model.path, dict(model.options))) in seen:
             raise BadParameter(f"{text} was given twice; give each form once")
+        seen.append(form)
     if len(paths) > 1:
         first, *others = [fingerprint(loading.gguf_tokenizer(str(path))) for path in paths]
         for path, other in zip(paths[1:], others, strict=True):
