@@ -151,6 +151,7 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     "Number of texts decoded together. May be repeated.", "batches", multiple=True, default=(1,), group=MEASURED
 )
 @option(
+    "-n",
     "--max-new-tokens",
     type=click.IntRange(min=1),
     default=64,

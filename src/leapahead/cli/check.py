@@ -58,7 +58,9 @@ SHOWN = 3  # mismatches that are printed of each drafter
 )
 @all_of(DRAFTER_OPTIONS, REFUSED, [TEMPERATURE])
 @option("--seed", type=int, default=0, group=TEXT_GROUP, help="Seed of the sampled texts.")
-@option("--max-new-tokens", type=int, default=128, group=TEXT_GROUP, help="Greatest length of each text in tokens.")
+@option(
+    "-n", "--max-new-tokens", type=int, default=128, group=TEXT_GROUP, help="Greatest length of each text in tokens."
+)
 @option(
     "--prompts",
     "--data",

@@ -47,7 +47,7 @@ ACCEPTED, BONUS = "bold green", "bold blue"
 )
 @click.argument("prompt", required=False, callback=utf8_only)
 @all_of(INPUT, MODEL, DRAFTER)
-@option("--max-new-tokens", type=int, default=48, group=TEXT_GROUP, help="Greatest length of the text in tokens.")
+@option("-n", "--max-new-tokens", type=int, default=48, group=TEXT_GROUP, help="Greatest length of the text in tokens.")
 @all_of(SAMPLING, [IGNORE_EOS])
 @option(
     "--out",

@@ -121,7 +121,7 @@ def generate(
     examples=("leapahead demo", "leapahead demo -m model.gguf -d lookahead", "leapahead demo --draft bundled"),
 )
 @all_of(MODEL, DRAFTER)
-@option("--max-new-tokens", type=int, default=128, metavar="N", help="Greatest length of the text in tokens.")
+@option("-n", "--max-new-tokens", type=int, default=128, metavar="N", help="Greatest length of the text in tokens.")
 @option("--rounds", type=click.IntRange(min=1), default=ROUNDS, metavar="N", help="Rounds that are measured.")
 def demo(max_new_tokens: int, rounds: int, **values: Any) -> None:
     """Complete a piece of Python code, and compare text and speed with plain decoding.

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 @option("--limit", type=click.IntRange(min=1), default=4, metavar="K", help="Number of prompts of each task.")
 @option("--trials", type=click.IntRange(min=1), default=100, metavar="N", help="Number of sets of layers to try.")
 @option(
+    "-n",
     "--max-new-tokens",
     type=click.IntRange(min=1),
     default=64,

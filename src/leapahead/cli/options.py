@@ -221,7 +221,9 @@ SAMPLING: tuple[Option, ...] = (
     option("--seed", type=int, group=TEXT_GROUP, show_default="random", help="The same seed gives the same text."),
 )
 TEXT: tuple[Option, ...] = (
-    option("--max-new-tokens", type=int, default=128, group=TEXT_GROUP, help="Greatest length of the text in tokens."),
+    option(
+        "-n", "--max-new-tokens", type=int, default=128, group=TEXT_GROUP, help="Greatest length of the text in tokens."
+    ),
     option(
         "--min-new-tokens",
         type=int,

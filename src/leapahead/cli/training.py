@@ -53,7 +53,13 @@ PROMPTS: tuple[Option, ...] = (
         help="Texts of an earlier run, its texts.jsonl, instead of prompts or beside them.",
     ),
     option(
-        "--max-new-tokens", type=AT_LEAST_ONE, default=128, metavar="N", group=TEXTS, help="Longest answer in tokens."
+        "-n",
+        "--max-new-tokens",
+        type=AT_LEAST_ONE,
+        default=128,
+        metavar="N",
+        group=TEXTS,
+        help="Longest answer in tokens.",
     ),
 )
 SAMPLED: Option = option(

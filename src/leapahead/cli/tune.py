@@ -43,6 +43,7 @@ WIDTH = 8  # characters of the longest bar
 @data_option("Prompts on which the drafter auto is tried: a file of your own, or a folder, see `leapahead bench`.")
 @option("--limit", type=click.IntRange(min=1), default=2, metavar="K", help="Number of prompts of each task.")
 @option(
+    "-n",
     "--max-new-tokens",
     type=click.IntRange(min=1),
     default=64,
