@@ -138,13 +138,13 @@ $(HEADS)/space/tuned/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call PROBES,space) --lr 6e-4 --steps $(SPACE_STEPS)
 
 # A draft model distilled from the bundled model, one with mask tokens (PARD), and the bundled model tuned for Jacobi
-# decoding, in build/distilled, on the texts that the heads are trained on, the first one on programming exercises too;
-# each in less than half an hour on two cores. Run again, it goes on.
+# decoding, in build/distilled, on the texts that the heads are trained on, the first and the last on programming
+# exercises too; each in less than half an hour on two cores. Run again, it goes on.
 DISTILLED := build/distilled
 TRAIN_ON = $(BIN)/leapahead $(1) --out $(DISTILLED)/$(2) --texts $(HEADS)/eagle3/texts.jsonl $(EVALUATED) $(if $(wildcard $(DISTILLED)/$(2)/run.json),--resume)
 DRAFT_STEPS ?= 900
 PARD_STEPS ?= 700
-CLLM_STEPS ?= 400
+CLLM_STEPS ?= 500
 .PHONY: train-draft train-pard train-cllm
 train-draft: $(DISTILLED)/draft/draft/README.md
 train-pard: $(DISTILLED)/pard/draft/README.md
@@ -156,8 +156,8 @@ $(DISTILLED)/draft/draft/README.md: | $(HEADS)/eagle3/head/README.md $(DISTILLED
 	$(call TRAIN_ON,train-draft,draft) --data $(DISTILLED)/exercises.jsonl --draft bundled --lr 3e-3 --steps $(DRAFT_STEPS)
 $(DISTILLED)/pard/draft/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN_ON,train-draft,pard) --kind pard --draft bundled --lr 2e-3 --steps $(PARD_STEPS)
-$(DISTILLED)/cllm/tuned/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN_ON,train-cllm,cllm) --block 4 --states 32 --ar-weight 1 --keep-weight 0.5 --lr 6e-4 --steps $(CLLM_STEPS)
+$(DISTILLED)/cllm/tuned/README.md: | $(HEADS)/eagle3/head/README.md $(DISTILLED)/exercises.jsonl
+	$(call TRAIN_ON,train-cllm,cllm) --data $(DISTILLED)/exercises.jsonl --block 4 --states 32 --ar-weight 1 --keep-weight 0.5 --lr 6e-4 --steps $(CLLM_STEPS)
 
 # An encoder-decoder model that repairs code, in build/repair, and a draft model with mask tokens for it (Spec-Drafter).
 REPAIR := build/repair
