@@ -39,7 +39,7 @@ LEAST_GAIN = 0.03  # of the right profile, from which the share of it is compute
 
 
 def cases() -> list[Case]:
-    """Every start on every curve; load; acceptance that changes in mid-text, or all the time; batches."""
+    """Every start on every curve; load; changing acceptance, in mid-text or all the time; batches; quick targets."""
     starts = [Case(*each) for each in product(STARTS, CURVES, ("good", "useless"))]
     starts += [Case(start, "llama.cpp", "fair") for start in STARTS]
     loads = [Case("none", curve, kind, load) for load, curve, kind in product(LOADS, CURVES, ("good", "useless"))]
@@ -54,7 +54,16 @@ def cases() -> list[Case]:
         Case(start, "four bits", kind, load)
         for kind, (start, load) in product(UNEVEN, (("right", ""), ("none", ""), ("none", "contention")))
     ]
-    return [*starts, *loads, *changing, *uneven, *batches]
+    quick = [
+        Case("right", curve, kind, quick=True)
+        for curve, kinds in (
+            ("llama.cpp", ("useless", "mixed", "changing")),
+            ("buckets", ("useless", "mixed", "changing")),
+            ("four bits", ("useless", "mixed", "changing", *UNEVEN)),
+        )
+        for kind in kinds
+    ]
+    return [*starts, *loads, *changing, *uneven, *batches, *quick]
 
 
 @dataclass(frozen=True)

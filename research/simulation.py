@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import exp
 from threading import RLock
 from typing import Any, ClassVar
@@ -28,12 +28,13 @@ from leapahead.planner.source import Candidate, Source
 
 PLAIN = 0.05  # seconds of a forward over one row
 DRAFTING = 0.01  # of that: what asking the source takes
+QUICK_PLAIN, QUICK_DRAFTING = 0.001, 0.35  # the same of a quick target
 TOKENS = 240  # of a text, at least
 CHANGING = ((700, "good"), (150, "useless"), (700, "good"))  # tokens and acceptance of the parts of a text that changes
 MOST_NODES = 40  # drafted nodes of a sequence: beyond, there is little to gain, and the simulation is slow
 VOCABULARY = 64
 WRONG = 0  # a token that no text contains
-LONG = 4000 * PLAIN  # seconds for which load is made
+LONG = 4000  # plain steps for which load is made
 
 CURVES: dict[str, dict[int, float]] = {  # rows -> time relative to one row
     "cheap": {1: 1.0, 16: 1.4, 64: 2.7, 256: 8.0},
@@ -77,6 +78,7 @@ class Case:
         load: of `LOADS`; "" for none.
         sequences: decoded together.
         padded: whether all of them take as many rows as the longest.
+        quick: whether forwards take so little time that drafting takes a good part of it.
     """
 
     start: str = "right"
@@ -85,12 +87,14 @@ class Case:
     load: str = ""
     sequences: int = 1
     padded: bool = False
+    quick: bool = field(default=False, repr=False)  # the same worlds
 
     @property
     def what(self) -> str:
         """The start, the load and the batch."""
         batch = f"batch of {self.sequences}{', padded' if self.padded else ''}" if self.sequences > 1 else ""
-        return ", ".join(each for each in (self.start, self.load, batch) if each)
+        quick = "quick forwards" if self.quick else ""
+        return ", ".join(each for each in (self.start, self.load, batch, quick) if each)
 
     @property
     def name(self) -> str:
@@ -106,6 +110,8 @@ class World:
         seed: of everything that is random.
 
     Attributes:
+        unit: seconds of a forward over one row.
+        drafting: seconds that asking the source takes.
         now: seconds since the first step.
         paused: of these, seconds for which the process stood still.
         worked: seconds that all work would have taken on the idle machine.
@@ -116,6 +122,8 @@ class World:
 
     def __init__(self, case: Case, seed: int) -> None:
         self.case, self.random = case, random.Random(f"{seed} of {replace(case, start='')}")
+        self.unit = QUICK_PLAIN if case.quick else PLAIN
+        self.drafting = self.unit * (QUICK_DRAFTING if case.quick else DRAFTING)
         self.now = self.paused = self.worked = 0.0
         self.busy = False
         curve = CURVES[case.curve]
@@ -134,19 +142,19 @@ class World:
     def _changes(self) -> Iterator[tuple[float, float]]:
         at, loaded = 0.0, False
         yield at, 1.0
-        while self.case.load == "contention" and at < LONG:  # others use the same cores, now more of them, now less
-            at += self.random.uniform(3, 120) * PLAIN
+        while self.case.load == "contention" and at < LONG * self.unit:  # others use the same cores, now more, now less
+            at += self.random.uniform(3, 120) * self.unit
             yield at, self.random.uniform(1.0, 2.5)
-        while self.case.load == "stretches" and at < LONG:
-            at += self.random.uniform(20, 200) * PLAIN
+        while self.case.load == "stretches" and at < LONG * self.unit:
+            at += self.random.uniform(20, 200) * self.unit
             loaded = not loaded
             yield at, self.random.uniform(1.5, 4.0) if loaded else 1.0
 
     def _pauses(self) -> Iterator[tuple[float, float]]:
         at = 0.0
-        while self.case.load == "interruptions" and at < LONG:
-            at += self.random.expovariate(1 / 60) * PLAIN
-            yield at, self.random.uniform(5, 50) * PLAIN
+        while self.case.load == "interruptions" and at < LONG * self.unit:
+            at += self.random.expovariate(1 / 60) * self.unit
+            yield at, self.random.uniform(5, 50) * self.unit
 
     def _text(self) -> tuple[list[int], list[int], list[int], list[tuple[int, ...]]]:
         length = 8 * sum(length for length, _ in self.phases) + 400
@@ -193,7 +201,7 @@ class World:
 
     def seconds(self, rows: int) -> float:
         """Of a forward on the idle machine."""
-        return PLAIN * self.relative[rows]
+        return self.unit * self.relative[rows]
 
     def after(self, start: float, seconds: float) -> tuple[float, float]:
         """When work of so many seconds on the idle machine ends, and for how long the process stands still before."""
@@ -269,7 +277,7 @@ class Target:
     def step(self, sessions: Any, trees: Sequence[TokenTree], num_computed: Any = None, capture: Any = None) -> Any:
         rows = self.cost(sessions, trees).rows
         is_ready = rows in self._ready or (self.prepared and rows == len(sessions))
-        change = 0.0 if is_ready else CHANGE.get(self.world.case.curve, 0.0) * PLAIN
+        change = 0.0 if is_ready else CHANGE.get(self.world.case.curve, 0.0) * self.world.unit
         self.world.work(self.world.seconds(rows) + change)
         if not self.prepared or rows > len(sessions):  # plain steps stay prepared beside so many drafted ones
             self._ready = [*(each for each in self._ready if each != rows), rows][-max(self.prepared, 1) :]
@@ -324,7 +332,7 @@ class Guesses(Source):
         self.world = world
 
     def root(self, sequence: SequenceView) -> tuple[int, int, bool]:
-        self.world.work(DRAFTING * PLAIN, noise=False)
+        self.world.work(self.world.drafting, noise=False)
         return sequence.tokens[0], len(sequence.tokens) - 1, True
 
     def follow(self, state: tuple[int, int, bool], token: int) -> tuple[int, int, bool]:
@@ -399,9 +407,9 @@ def start(world: World, target: Target, kind: str) -> LatencyProfiles:
     rng.shuffle(values)
     stored: dict[str, dict[int, float]] = {
         "right": true,
-        "flat": dict.fromkeys(SIZES, 5 * PLAIN),
-        "flat to 16": {n: 5 * PLAIN for n in SIZES if n <= 16},
-        "steep": {n: n * PLAIN for n in SIZES},
+        "flat": dict.fromkeys(SIZES, 5 * world.unit),
+        "flat to 16": {n: 5 * world.unit for n in SIZES if n <= 16},
+        "steep": {n: n * world.unit for n in SIZES},
         "times 3": {n: 3 * seconds for n, seconds in true.items()},
         "shuffled": dict(zip(SIZES, values, strict=True)),
     }

@@ -61,6 +61,19 @@ def test_where_another_size_takes_longer_useless_drafts_cost_little() -> None:
     assert regret(found) < ALLOWED + 0.03 * mean(each.plain for each in found)
 
 
+@pytest.mark.parametrize("acceptance", ["useless", "uneven", "mostly wrong"])
+def test_where_drafting_takes_a_third_of_a_step_it_goes_on_only_if_it_gains_with_that(acceptance: str) -> None:
+    """As with a small model, of which a forward takes a millisecond. Drafts once gained there, apart from drafting."""
+    found = [run(Case("right", "four bits", acceptance, quick=True), seed) for seed in range(12)]
+    assert regret(found) < ALLOWED + 0.03 * mean(each.plain for each in found)
+
+
+def test_after_a_useless_part_drafting_begins_again_though_it_takes_a_third_of_a_step() -> None:
+    found = [run(Case("right", "buckets", "changing", quick=True), seed) for seed in range(4)]
+    saved, plain = (sum(each.parts[-1][which] for each in found) for which in (0, 1))
+    assert saved > 0.4 * plain
+
+
 def test_sources_that_are_right_again_are_asked_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a long useless part they are asked every 32 steps, and one right candidate changes the estimates little."""
     monkeypatch.setattr(simulation, "CHANGING", ((1000, "useless"), (200, "good")))
@@ -86,7 +99,8 @@ def test_every_case(case: Case) -> None:
     # In a text that changes it is a matter of luck when the sources, asked now and then, are seen to be good again.
     found = row(case, 16 if case.acceptance == "changing" else 8)
     assert found["mean_excess"] < 0.03
-    assert found["share"] is None or found["right_gain"] < 0.2 or found["share"] > 0.9  # a small gain is all noise
+    # A small gain is all noise; where asking takes a third of a step, drafting begins later after a useless part.
+    assert found["share"] is None or found["right_gain"] < 0.2 or found["share"] > (0.75 if case.quick else 0.9)
 
 
 # ----------------------------------------------------------------------------------------------------------- guard

@@ -37,13 +37,14 @@ class Drafting:
         """Takes the token into account that the target chose in a step in which the sources were asked.
 
         Where it was their likeliest one, they are asked again soon, since estimates that many useless drafts have
-        lowered would rise too slowly with a longer back-off.
+        lowered would rise too slowly with a longer back-off; in the next step where it was so the time before, too.
 
         Returns:
             Whether it was so this time and the time before.
         """
         assert self.search is not None, "the sources were asked"
         was_right, self._was_right = self._was_right, self.search.likeliest == step.tokens[0]
+        twice = was_right and self._was_right
         if self._was_right:
-            self.back_off.remaining = min(self.back_off.remaining, self.usual_back_off)
-        return was_right and self._was_right
+            self.back_off.remaining = 0 if twice else min(self.back_off.remaining, self.usual_back_off)
+        return twice

@@ -86,6 +86,7 @@ class Planned(Drafter):
         self._spent = 0.0  # seconds that the last proposal took, `observe` and `_resized` included
         self._guards: dict[int, Guard] = {}  # by number of sequences
         self._vain = 0  # steps since a draft paid, or was near to it
+        self._unasked = 0  # steps since the sources were asked
         self._reported: tuple[Forward | None, int, int] = (None, 0, 0)  # the last forward, its steps seen, their tokens
         self._sequences: dict[SequenceView, Drafting] = {}
 
@@ -216,6 +217,7 @@ class Planned(Drafter):
             guard = self._guards[total] = Guard()
         self._spent = 0.0
         self._vain += 1
+        self._unasked += 1
         active = self._active(sequences, budgets, total, guard)
         if not active:
             return proposals(sequences, {}, {})
@@ -306,7 +308,7 @@ class Planned(Drafter):
     def _observe_gain(
         self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int], plan: StepPlan, spent: float
     ) -> None:
-        """Tells the profile what a drafted step gains now, changes of the size apart.
+        """Tells the profile what a drafted step gains now over one without drafting, changes of the size apart.
 
         Where the plan is a plain step, this is the gain of trees that fill a bucket.
 
@@ -320,8 +322,9 @@ class Planned(Drafter):
         drafted = sum(kept.values()) - len(kept)
         tokens = sum(sum(searches[index].expected[1:size]) for index, size in kept.items())
         plain = profile(plan.sequences)
-        longer = profile(plan.sequences + drafted) - plain + plan.drafting(drafted) - plan.drafting(0) + spent
-        profile.switches.observe_gain(tokens * plain / plan.sequences - longer)
+        longer = profile(plan.sequences + drafted) - plain + plan.drafting(drafted) + spent
+        profile.switches.observe_gain(tokens * plain / plan.sequences - longer, self._unasked)
+        self._unasked = 0
 
     def _back_off(
         self,

@@ -9,7 +9,7 @@ hysteresis: a change pays if the gain of drafting lasts. So the state in which a
 
     value  =  HORIZON x mean gain of a drafted step over a plain one, lately       from -leaving to entering
 
-A plain step forgoes it. With a lasting gain, entering is free and drafting goes on over a few steps that do not pay;
+The time that drafting takes is part of that gain. A plain step forgoes the value. With a lasting gain, entering is free and drafting goes on over a few steps that do not pay;
 where drafting loses on the whole, it needs a step that pays for entering and for leaving. A change between sizes of
 drafted steps counts as a part of its price, since such a size lasts for a few steps.
 
@@ -27,7 +27,8 @@ from leapahead.planner.recent import Recent
 
 MOST, RATE = 1.2, 0.1  # greatest log factor; least weight of the newest pair
 FIRST = 0.4  # log factor where entering costs: what is assumed before it is known
-HORIZON, GAIN_RATE = 8.0, 0.15  # steps for which a mean gain is expected to last; weight of the newest gain in it
+HORIZON = 8.0  # steps for which a mean gain is expected to last
+GAIN_RATE, MOST_GAIN_RATE = 0.15, 0.4  # weight of the newest gain in it, and after a pause
 LASTS = 3.0  # drafted steps of one size that follow each other
 STAYS = 8.0  # drafted steps of one size while it stays prepared
 
@@ -85,9 +86,15 @@ class Switches:
             return of_plain + leaving, entering / LASTS
         return of_plain, entering
 
-    def observe_gain(self, seconds: float) -> None:
-        """Takes into account what a drafted step gains over a plain one now, whether nodes were drafted or not."""
-        self._gain = seconds if self._gain is None else self._gain + GAIN_RATE * (seconds - self._gain)
+    def observe_gain(self, seconds: float, steps: int = 1) -> None:
+        """Takes into account what a drafted step gains over a plain one now, whether nodes were drafted or not.
+
+        Args:
+            seconds: gained.
+            steps: since the last one that was observed; after a pause, a gain counts more.
+        """
+        rate = min(1.0 - (1.0 - GAIN_RATE) ** steps, MOST_GAIN_RATE)
+        self._gain = seconds if self._gain is None else self._gain + rate * (seconds - self._gain)
 
     def observe(self, rows: int, value: float, is_plain: bool, resized: bool, unprepared: bool = False) -> float:
         """Learns from a step.
