@@ -41,5 +41,5 @@ def regret(data: Data) -> Figure:
         xlabel="time saved with the right profile, %",
         ylabel="time saved, %",
     )
-    losses.legend(loc="lower right", fontsize=8)
+    losses.legend(loc="upper right", fontsize=8)
     return figure
