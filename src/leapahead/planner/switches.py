@@ -9,9 +9,10 @@ hysteresis: a change pays if the gain of drafting lasts. So the state in which a
 
     value  =  HORIZON x mean gain of a drafted step over a plain one, lately       from -leaving to entering
 
-The time that drafting takes is part of that gain. A plain step forgoes the value. With a lasting gain, entering is free and drafting goes on over a few steps that do not pay;
-where drafting loses on the whole, it needs a step that pays for entering and for leaving. A change between sizes of
-drafted steps counts as a part of its price, since such a size lasts for a few steps.
+The time that drafting takes is part of that gain. A plain step forgoes the value. With a lasting gain, entering is free
+and drafting goes on over a few steps that do not pay; where drafting loses on the whole, it needs a step that pays for
+entering and for leaving. A change between sizes of drafted steps counts as a part of its price, since such a size lasts
+for a few steps.
 
 Where OpenVINO has compiled a model several times (`TargetInfo.prepared`), plain and drafted steps in turns cost no more
 than under llama.cpp, and so there is no hysteresis. A drafted step of a size that is not prepared takes longer, and is
