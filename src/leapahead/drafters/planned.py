@@ -86,7 +86,7 @@ class Planned(Drafter):
         self._spent = 0.0  # seconds that the last proposal took, `observe` and `_resized` included
         self._guards: dict[int, Guard] = {}  # by number of sequences
         self._vain = 0  # steps since a draft paid, or was near to it
-        self._unasked = 0  # steps since the sources were asked
+        self._since_gain = 0  # steps since the profile was told a gain
         self._reported: tuple[Forward | None, int, int] = (None, 0, 0)  # the last forward, its steps seen, their tokens
         self._sequences: dict[SequenceView, Drafting] = {}
 
@@ -217,7 +217,7 @@ class Planned(Drafter):
             guard = self._guards[total] = Guard()
         self._spent = 0.0
         self._vain += 1
-        self._unasked += 1
+        self._since_gain += 1
         active = self._active(sequences, budgets, total, guard)
         if not active:
             return proposals(sequences, {}, {})
@@ -323,8 +323,8 @@ class Planned(Drafter):
         tokens = sum(sum(searches[index].expected[1:size]) for index, size in kept.items())
         plain = profile(plan.sequences)
         longer = profile(plan.sequences + drafted) - plain + plan.drafting(drafted) + spent
-        profile.switches.observe_gain(tokens * plain / plan.sequences - longer, self._unasked)
-        self._unasked = 0
+        profile.switches.observe_gain(tokens * plain / plan.sequences - longer, self._since_gain)
+        self._since_gain = 0
 
     def _back_off(
         self,
