@@ -24,7 +24,7 @@ from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import Forward, Step
 from leapahead.planner.sizing import LONGEST_BACK_OFF
 from research.oracle import Oracle
-from research.toy_overhead import plain_steps
+from research.toy_overhead import Watched, plain_steps
 
 STEEP = {1: 1.0, 2: 1.9, 4: 3.7, 64: 60.0}
 CHEAP = {1: 1.0, 8: 1.05, 128: 2.0}
@@ -58,6 +58,19 @@ def test_where_nothing_pays_steps_are_plain_and_seldom_asked() -> None:
     done = steps(Scripted(text), STEEP, text[:8], 500)
     drafted = [len(step.tree) > 1 for step in done]
     assert sum(drafted[100:]) <= 0.05 * len(drafted[100:])
+
+
+def test_where_no_draft_could_pay_sources_that_are_right_are_seldom_asked() -> None:
+    text = [4, 8, 15, 16, 23, 42] * 100
+    engine = Engine(target := Scripted(text), latency=FixedLatency(target, {1: 1e-3, 2: 3e-3, 64: 0.19}))
+    drafter = engine.drafter(Watched)
+    handle = engine.submit(Request(text[:60], drafter, GREEDY, StopParams(max_new_tokens=400)))
+    asked = []
+    while not handle.done:
+        engine.step()
+        asked.append(drafter.asked())
+    assert handle.stats.steps == len(handle.tokens) == 400
+    assert sum(asked[40:]) <= 0.1 * len(asked[40:])
 
 
 def test_where_nothing_has_paid_for_long_no_rows_of_prompts_are_captured() -> None:
@@ -277,7 +290,6 @@ def test_the_times_of_steps_are_kept_only_where_a_drafter_plans_with_them(
     assert done.stats.accepted > 0
 
 
-@pytest.mark.slow
 def test_plain_steps_of_auto_are_measured_with_and_without_asking_the_sources() -> None:
     for row in plain_steps(batches=(2,), context=100, steps=40):
         assert 0 < row["share asking"] < 0.5  # nothing pays, so drafting is suspended most of the time

@@ -221,6 +221,20 @@ def test_back_offs_grow_with_the_steps_in_which_no_draft_was_near_to_paying() ->
     assert plan.longest_back_off(0.1, 9999) == 5
 
 
+def test_whether_a_draft_could_pay_if_it_were_right() -> None:
+    def can_pay(seconds: dict[int, float], spent: float = 0.0, sequences: int = 1, padded: bool = False) -> bool:
+        latency = FixedLatency(ToyTarget(), seconds)
+        return StepPlan(sequences, padded, latency, DraftingTime(), replay=(0,) * sequences).can_pay(spent)
+
+    assert can_pay({1: 1.0, 2: 1.9})
+    assert not can_pay({1: 1.0, 2: 2.1, 3: 3.2})
+    assert not can_pay({1: 1.0, 2: 1.9, 3: 3.0}, spent=0.1)
+    assert can_pay({1: 1.0, 2: 2.2, 16: 9.0})  # fifteen nodes, but no single one
+    assert can_pay({4: 1.0, 5: 1.2}, sequences=4)
+    assert not can_pay({4: 1.0, 5: 1.3, 8: 2.3}, sequences=4)
+    assert not can_pay({4: 1.0, 5: 1.2, 8: 1.8}, sequences=4, padded=True)
+
+
 def test_the_plan_for_every_small_case() -> None:
     for steps in product([1.0, 1.3, 2.0], repeat=3):
         curve = [1.0]

@@ -21,6 +21,7 @@ class Drafting:
         search: made when the sources are asked for the first time.
         asked: whether they were asked in the step that is under way.
         usual_back_off: steps of the longest back-off where drafts are not worth far less than they cost.
+        can_pay: whether a draft would pay if the target chose all of its tokens.
     """
 
     def __init__(self, sequence: SequenceView, sources: list[Source]) -> None:
@@ -30,21 +31,22 @@ class Drafting:
         self.correction, self.back_off = Correction(), BackOff(MOST_CREDIT if sequence.prediction else 0.0)
         self.search: TreeSearch | None = None
         self.asked = False
-        self.usual_back_off = 0
+        self.usual_back_off, self.can_pay = 0, True
         self._was_right = False  # whether the likeliest token was chosen when the sources were asked last
 
     def observe_choice(self, step: Step) -> bool:
         """Takes the token into account that the target chose in a step in which the sources were asked.
 
         Where it was their likeliest one, they are asked again soon, since estimates that many useless drafts have
-        lowered would rise too slowly with a longer back-off; in the next step where it was so the time before, too.
+        lowered would rise too slowly with a longer back-off; in the next step where it was so the time before, too,
+        and right drafts can pay.
 
         Returns:
-            Whether it was so this time and the time before.
+            Whether they are asked in the next step for this reason.
         """
         assert self.search is not None, "the sources were asked"
         was_right, self._was_right = self._was_right, self.search.likeliest == step.tokens[0]
-        twice = was_right and self._was_right
+        at_once = self.can_pay and was_right and self._was_right
         if self._was_right:
-            self.back_off.remaining = 0 if twice else min(self.back_off.remaining, self.usual_back_off)
-        return twice
+            self.back_off.remaining = 0 if at_once else min(self.back_off.remaining, self.usual_back_off)
+        return at_once

@@ -338,14 +338,14 @@ class Planned(Drafter):
         """Suspends the sequences whose drafts do not pay.
 
         Args:
-            gain: see `StepPlan.gain`.
-            spent: see `_sizes`.
+            gain, spent: see `StepPlan.gain`.
         """
         drafting = sum(size > 1 for size in kept.values()) or 1
         cost = (self._drafting_time(0) + spent) / plan.latency.profile(plan.sequences)(plan.sequences) / len(active)
         usual, longest = (plan.longest_back_off(self._drafting_time(0), vain) for vain in (0, self._vain))
+        can_pay = gain > 0 or plan.can_pay(spent)
         for index, each in active.items():
-            each.usual_back_off = usual
+            each.usual_back_off, each.can_pay = usual, can_pay
             is_probed = bool(proposals[index].tree.probes)  # whose candidates are for the next step
             each.back_off.update(is_probed or (gain > 0 and kept[index] > 1), longest, gain / drafting, cost)
 

@@ -30,6 +30,7 @@ COST_SHARE, COST_SHARE_BUCKETS = 0.01, 0.02
 VAIN_PART, FAR = 16, 0.5
 WORTH = 1.02  # expected gain from which asking the sources in the next step is worth its time
 SMALL = 1e-9  # a gain that is not known
+CHAINS = (1, 3, 7, 15)  # nodes of chains, any of which is to pay if it is right
 AHEAD = 8  # T is evaluated at least this many rows beyond the present number
 MOST = 256  # drafted nodes of a step, whatever the latency profile promises
 
@@ -119,6 +120,19 @@ class StepPlan(NamedTuple):
         plain = profile(self.sequences)
         cost = (profile(self.sequences + 1) - plain) * self.sequences / plain  # in tokens
         return any((each.expected[1] if len(each) > 1 else each.next) >= FAR * cost for each in searches)
+
+    def can_pay(self, spent: float) -> bool:
+        """Whether a draft of one sequence would pay if the target chose all of its tokens.
+
+        Args:
+            spent: see `gain`.
+        """
+        profile, sequences = self.latency.profile(self.sequences), self.sequences
+        return any(
+            1 + nodes / sequences
+            > WORTH * (profile(self.rows({0: 1 + nodes})) + self.drafting(nodes) + spent) / profile(sequences)
+            for nodes in CHAINS
+        )
 
     def longest_back_off(self, seconds: float, vain: int = 0) -> int:
         """The longest back-off, in steps, of a draft that takes so many seconds.
