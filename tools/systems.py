@@ -118,11 +118,12 @@ def _origins(found: dict[str, Any], kind: str) -> str:
     told, rows = found["conditions"][kind], defaultdict[str, list[str]](list)
     for row in found["rows"].values():
         for figures in row.get(kind, {}).values():
-            new = [f"on {figures['cpu']}"] if "cpu" in figures else []
-            versions = figures.get("versions", {})
-            new += [f"{name} {each}" for name, each in versions.items() if each and each != told["versions"].get(name)]
             made = [f"commit {figures['commit'][:10]}"] if kind == "measured" else []
-            rows[" ".join((*made, ", ".join(new))).strip()].append(row["name"])
+            made += [f"on {figures['cpu']}"] if "cpu" in figures else []
+            versions = figures.get("versions", {}).items()
+            changed = [f"{name} {each}" for name, each in versions if each and each != told["versions"].get(name)]
+            made += [f"with {', '.join(changed)}"] if changed else []
+            rows[" ".join(made)].append(row["name"])
     first, *others = sorted(rows, key=lambda origin: -len(rows[origin]))
     listed = [f"{origin} for the rows {', '.join(dict.fromkeys(rows[origin]))}" for origin in others]
     return "; ".join((first or "commits as told", *listed))
