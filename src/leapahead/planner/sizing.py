@@ -30,7 +30,7 @@ COST_SHARE, COST_SHARE_BUCKETS = 0.01, 0.02
 VAIN_PART, FAR = 16, 0.5
 WORTH = 1.02  # expected gain from which asking the sources in the next step is worth its time
 SMALL = 1e-9  # a gain that is not known
-CHAINS = (1, 3, 7, 15)  # nodes of chains, any of which is to pay if it is right
+CHAINS = (1, 3, 7, 15)  # drafted nodes of chains: one of them must pay if all of its tokens are right
 AHEAD = 8  # T is evaluated at least this many rows beyond the present number
 MOST = 256  # drafted nodes of a step, whatever the latency profile promises
 
