@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from threading import Event, current_thread
+from threading import Event, Thread, current_thread
 from threading import enumerate as enumerate_threads
 from time import monotonic, sleep
 
@@ -153,12 +153,19 @@ def test_work_without_steps_looks_too(monkeypatch: pytest.MonkeyPatch) -> None:
         while not looks and monotonic() < until:
             sleep(0.001)
     assert set(looks) == ({"leapahead-openmp-watch"} if sys.platform == "linux" else set())
-    for thread in enumerate_threads():
-        if thread.name in looks:
-            thread.join(10)
     assert not any(thread.name in looks for thread in enumerate_threads())
-    with openmp.watched(), pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError), openmp.watched():
         _ = 1 / 0
+    assert "leapahead-openmp-watch" not in [thread.name for thread in enumerate_threads()]
+
+
+def test_watching_without_a_further_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Thread, "start", refused)
+    with openmp.watched():
+        pass
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes of other systems do not tell how long they wait")

@@ -140,7 +140,11 @@ class Crowding:
 def _waited() -> dict[str, int]:
     """Thread of this process -> nanoseconds that it has waited for a processor; none where the system does not say."""
     found: dict[str, int] = {}
-    for thread in os.listdir(TASKS) if TASKS.is_dir() else ():
+    try:
+        threads = os.listdir(TASKS)
+    except OSError:
+        return found
+    for thread in threads:
         try:
             with open(TASKS / thread / "schedstat", encoding="ascii") as file:
                 found[thread] = int(file.read().split()[1])
@@ -162,10 +166,13 @@ def watched() -> Iterator[None]:
             find()
             crowding.look()
 
+    watcher = Thread(target=watch, name="leapahead-openmp-watch", daemon=True)
     if sys.platform == "linux" and not _set_by_user:
         with suppress(RuntimeError):  # no further thread is allowed
-            Thread(target=watch, name="leapahead-openmp-watch", daemon=True).start()
+            watcher.start()
     try:
         yield
     finally:
         ended.set()
+        if watcher.ident is not None:  # it was started
+            watcher.join()
