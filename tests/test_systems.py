@@ -18,6 +18,7 @@ from leapahead.cli import main
 from leapahead.core.errors import BadParameter
 from leapahead.drafters import registry
 from research.cli import main as research
+from research.systems.command import _todo
 from research.systems.measure import Plan, compared, measured
 from research.systems.record import CHECKED, MEASURED, Record, read
 from research.systems.rows import NOT_COVERED, ROWS
@@ -184,6 +185,14 @@ def test_an_unknown_row_is_refused(tmp_path: Path) -> None:
     done = run("--out", tmp_path, "--row", "nothing")
     assert isinstance(done.exception, BadParameter) or done.exit_code == 2
     assert not (tmp_path / "systems.json").exists()
+
+
+def test_a_row_that_is_named_is_done_anew(tmp_path: Path) -> None:
+    one, other = DECODING[:2]
+    record = Record(tmp_path, [one, other], resume=False)
+    record.add(one, MEASURED, 0.0, {"mismatches": 0})
+    todo = [list(_todo([one, other], record, MEASURED, anew)) for anew in (False, True)]
+    assert todo == [[(other, 0.0), (one, 1.0), (other, 1.0)], [(one, 0.0), (other, 0.0), (one, 1.0), (other, 1.0)]]
 
 
 @pytest.mark.slow

@@ -137,7 +137,9 @@ class Bench:
 @click.command(cls=Command)
 @click.option("--data", type=FOLDER, metavar="FOLDER", help="Folder of prompt sets.  [default: the bundled prompts]")
 @click.option("--out", type=FOLDER, default=Path("docs/bench/systems"), show_default=True, help="Folder of the record.")
-@click.option("--row", "keys", multiple=True, metavar="KEY", help="Only this row; may be repeated.  [default: all]")
+@click.option(
+    "--row", "keys", multiple=True, metavar="KEY", help="Only this row, anew; may be repeated.  [default: all]"
+)
 @click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, help="Prompts of each task.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=96, show_default=True, help="Of each text.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="Measured rounds.")
@@ -178,7 +180,7 @@ def main(
     record = Record(out, ROWS, resume)
     try:
         with screen.progress("systems") as bar:
-            failed = _measure(bench, record, chosen, minutes, bar)
+            failed = _measure(bench, record, chosen, bool(keys), minutes, bar)
     except KeyboardInterrupt:
         screen.say(f"interrupted; what is finished is in {record.path}, and --resume continues")
         raise Exit(INTERRUPTED) from None
@@ -189,10 +191,12 @@ def main(
         raise Exit(DIFFERENT)
 
 
-def _measure(bench: Bench, record: Record, systems: Sequence[System], minutes: float | None, bar: screen.Bar) -> bool:
+def _measure(
+    bench: Bench, record: Record, systems: Sequence[System], anew: bool, minutes: float | None, bar: screen.Bar
+) -> bool:
     """Fills the record, row by row; returns whether a row failed."""
     began, failed, lacking = monotonic(), False, dict[str, str]()
-    todo = list(_todo(systems, record, bench.kind))
+    todo = list(_todo(systems, record, bench.kind, anew))
     for number, (system, temperature) in enumerate(todo):
         if minutes is not None and monotonic() - began >= 60 * minutes:
             bar.say(f"{len(todo) - number} of {len(todo)} measurements are left for --resume")
@@ -226,12 +230,17 @@ def _chosen(keys: Sequence[str]) -> list[System]:
     return [known[key] for key in keys] or list(ROWS)
 
 
-def _todo(systems: Sequence[System], record: Record, kind: str) -> Iterator[tuple[System, float]]:
-    """What is to be done: relaxed texts are not compared, and those that are exact in distribution greedily only."""
+def _todo(systems: Sequence[System], record: Record, kind: str, anew: bool) -> Iterator[tuple[System, float]]:
+    """What is to be done: relaxed texts are not compared, and those that are exact in distribution greedily only.
+
+    Args:
+        anew: also what the record has.
+    """
     # All greedy texts first, so that a run in pieces decodes few texts plainly.
     for temperature, system in product(TEMPERATURES, systems):
         comparable = system.rule == EXACT or (system.rule == DISTRIBUTION and temperature == 0)
-        if system.elsewhere or record.has(system, kind, temperature) or (kind == CHECKED and not comparable):
+        done = not anew and record.has(system, kind, temperature)
+        if system.elsewhere or done or (kind == CHECKED and not comparable):
             continue
         yield system, temperature
 
