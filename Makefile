@@ -280,9 +280,9 @@ WITH_EDITS := build/with-edits
 BESIDE = $(PAIRS) --data $(WITH_EDITS) --out docs/bench/openvino/$(1) $(RESUME)
 .PHONY: bench-openvino
 bench-openvino: $(WITH_LLAMA) $(WITH_OPENVINO) $(call SIDES_OF,135m) $(call SIDES_OF,1b) $(WITH_EDITS)/edits.jsonl
-	$(call BESIDE,1b) $(call SIDES,1b) $(OPENVINO_PEERS) --task humaneval=2 --task gsm8k=2 --task edits=2 \
-		--task spec_bench/translation=1 --task spec_bench/qa=1 --max-new-tokens 48
-	$(call BESIDE,135m) $(call SIDES,135m) $(OPENVINO_PEERS) --task humaneval=3 --task gsm8k=3 --task edits=3 \
+	$(call BESIDE,1b) $(call SIDES,1b) $(OPENVINO_PEERS) --task humaneval=4 --task gsm8k=4 --task edits=4 \
+		--task spec_bench/translation=2 --task spec_bench/qa=2 --max-new-tokens 64
+	$(call BESIDE,135m) $(call SIDES,135m) $(OPENVINO_PEERS) --task humaneval=4 --task gsm8k=4 --task edits=4 \
 		--task spec_bench=1 --max-new-tokens 96
 	$(if $(VLLM_PYTHON),$(foreach cost,135m 1b,$(call BESIDE,vllm-$(cost)) -m $(STANDINS)/$(cost)-bf16 -t 0 \
 		--peer vllm:python=$(VLLM_PYTHON) --task humaneval=2 --task gsm8k=2 --max-new-tokens 48 &&) true)
