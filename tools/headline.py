@@ -17,15 +17,18 @@ LINES = (
     ("auto/1b", "1b-bf16", 0.0, "auto", "Transformers, bfloat16, 1B"),
     ("draft/1b", "1b-bf16", 0.0, "auto(draft", "the same, with a draft model of 135M"),
     ("auto/sampled", "135m-bf16", 1.0, "auto", "Transformers, bfloat16, 135M, temperature 1"),
-    ("auto/135m", "135m-bf16.gguf", 0.0, "auto", "llama.cpp, bf16, 135M"),
-    ("auto/135m", "135m-q8_0.gguf", 0.0, "auto", "llama.cpp, q8_0, 135M"),
-    ("auto/1b", "1b-q8_0.gguf", 0.0, "auto", "llama.cpp, q8_0, 1B"),
+    ("openvino/135m", "135m-bf16.gguf", 0.0, "auto", "llama.cpp, bf16, 135M"),
+    ("openvino/135m", "135m-q8_0.gguf", 0.0, "auto", "llama.cpp, q8_0, 135M"),
+    ("openvino/1b", "1b-q8_0.gguf", 0.0, "auto", "llama.cpp, q8_0, 1B"),
+    ("openvino/1b", "1b-openvino-int8", 0.0, "auto", "OpenVINO, int8, 1B"),
 )
 PEERS = {
     "peer:transformers-prompt-lookup": "Transformers' prompt lookup",
     "peer:transformers-assisted": "Transformers' assisted generation",
     "peer:llama-lookup": "llama.cpp's lookup",
+    "peer:openvino-prompt-lookup": "OpenVINO GenAI's prompt lookup",
     "peer:llama-speculative-simple": "llama.cpp's draft model",
+    "peer:llama-speculative-simple(type=ngram-simple)": "llama.cpp's `ngram-simple`",
     "peer:vllm": "vLLM, plain",
     "peer:vllm-suffix": "vLLM with suffix decoding",
 }
@@ -55,7 +58,8 @@ def _fastest_peer(rows: list[Row]) -> str:
     if not peers:
         return ""
     best = max(peers, key=lambda row: float(row["speedup"]["median"]))
-    return f"{PEERS[best['drafter'].partition('(')[0]]}: {_speed(best)}"
+    name = best["drafter"]
+    return f"{PEERS.get(name) or PEERS[name.partition('(')[0]]}: {_speed(best)}"
 
 
 def _speed(row: Row) -> str:
@@ -65,6 +69,6 @@ def _speed(row: Row) -> str:
 
 def _tasks(root: Path, bench: str, row: Row) -> str:
     tasks = read(root / "docs/bench" / bench)["conditions"]["tasks"]
-    names = {"humaneval": "HumanEval", "gsm8k": "GSM8K", "spec_bench": "Spec-Bench"}
+    names = {"humaneval": "HumanEval", "gsm8k": "GSM8K", "spec_bench": "Spec-Bench", "edits": "edits"}
     families = dict.fromkeys(names[task.partition("/")[0]] for task in tasks)
     return f"{', '.join(families)} ({row['prompts']})"
