@@ -249,6 +249,7 @@ def test_impossible_options_are_refused(options: dict[str, Any], says: str) -> N
 # ------------------------------------------------------------------------------------------------ the public interface
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cascade", pytest.param("ouroboros", marks=pytest.mark.slow)])
 def test_the_bundled_models(name: str) -> None:
     """In float32, with branches, greedy and seeded, alone and together."""

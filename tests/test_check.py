@@ -368,6 +368,7 @@ def test_a_model_passes(llm: LLM, sampling: SamplingParams) -> None:
     assert not any(row.differences for row in report.drafters)
 
 
+@pytest.mark.slow
 def test_a_model_in_bfloat16_has_ties_at_most(tiny_folder: Path) -> None:
     assert checked_model(LLM(str(tiny_folder), dtype="bfloat16"), SamplingParams()).ok
 

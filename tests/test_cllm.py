@@ -149,6 +149,7 @@ def test_the_change_is_the_divergence_from_the_original(
     assert all(each.grad is None for each in target.model.parameters())
 
 
+@pytest.mark.slow
 def test_what_is_kept_changes_less(target: Any, recorded: list[Trajectory], tmp_path: Path) -> None:
     def change(weight: float) -> float:
         settings = settings_of(steps=30, lr=5e-3, keep_weight=weight)

@@ -444,6 +444,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(RUNS, "cost", "match", "expected"))
 def test_a_command_writes_its_files(lab: Any, tmp_path: Path, name: str) -> None:
     args, word = RUNS[name]

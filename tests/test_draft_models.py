@@ -123,6 +123,7 @@ def own() -> LLM:
     return LLM(dtype="float32", drafter="plain")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["self:skip=2-3", "self:skip=1m,4a", "self:first=3"])
 @pytest.mark.parametrize(
     "options",

@@ -52,7 +52,7 @@ def worst(found: list[heads.Computed], model: Any, head: Head, kind: str, ids: n
     return heads.worst(found, model, head.module, heads.LAYERS[kind], ids)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW) if kind == "dspark" else kind for kind in KINDS])
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "eagle3", "hydra++", "dflash"))
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=SLOW), 1.0])
 def test_candidates_are_those_of_a_full_recomputation(
     kind: str, temperature: float, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -116,6 +116,7 @@ def twice_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeadSource, "target_ids", lambda self, ids: np.minimum(4 * ids, 198))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", [shifted, stale, wrong_layers, twice_mapped])
 def test_the_usual_mistakes_are_found(
     mutation: Callable[[pytest.MonkeyPatch], None],

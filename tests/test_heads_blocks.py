@@ -87,6 +87,7 @@ def old_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DFlash, "context", lambda self, states, at: context(self, states, at - at.min()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mutation"),
     [

@@ -37,6 +37,7 @@ def weights_of(llm: LLM) -> list[Any]:
     return [each.detach().clone() for each in draft.target.model.parameters()]
 
 
+@pytest.mark.slow
 def test_the_acceptance_rises_on_repeated_prompts_and_no_text_changes() -> None:
     with chain_llm(learn=4, learn_rate=3e-3) as llm:
         rounds = []

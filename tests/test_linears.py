@@ -146,6 +146,7 @@ def test_models_of_the_user_are_not_changed() -> None:
     assert not linears.is_packed(own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.filterwarnings("ignore:the draft model")  # that it is too slow, by what has been measured
 def test_texts(temperature: float) -> None:

@@ -129,6 +129,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return run
 
 
+@pytest.mark.slow
 def test_commands_that_measure_have_the_form_of_an_llm(command: Any, tmp_path: Path) -> None:
     check = ("check", "--limit", "1", "-d", "plain")
     bench = ("bench", "--task", "code=1", "--rounds", "1", "-t", "0", "-d", "jacobi", "--out", str(tmp_path / "out"))

@@ -320,6 +320,7 @@ def unbroken_differs(name: str, kind: type[Toy], ties: bool, params: SamplingPar
     return registered_differs(name, kind(ties), params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mutation", "name"), REGISTERED)
 def test_a_registered_drafter_catches_it_too(mutation: str, name: str) -> None:
     one = MUTATIONS[mutation]

@@ -270,6 +270,7 @@ print(while_kept - before > len(os.sched_getaffinity(0)), same, len(os.listdir("
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
 def test_the_further_pool_has_more_threads_than_there_are_processors() -> None:
     done = subprocess.run([sys.executable, "-c", POOL], capture_output=True, text=True, check=True, timeout=300)

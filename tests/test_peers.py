@@ -102,6 +102,7 @@ def test_a_penalty_of_the_models_own_does_not_apply(entry: peers.Entry, prompts:
     assert row["mismatches"] == 0
 
 
+@pytest.mark.slow
 def test_a_wrong_draft_would_be_seen(entry: peers.Entry, prompts: list[list[int]]) -> None:
     """The comparison can fail: a model that writes something else is a mismatch."""
     loaded = entry.loaded

@@ -417,6 +417,7 @@ def test_pairs_of_tokens_are_distributed_as_the_target_says(name: str, vocab: in
     assert pairs_error(seed, vocab, count, DRAWING[name], RULES[name]) < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drawing", "rule"),
     [(replaced, accepted_or_p), (replaced, never_renormalised), (distinct, independent), (distinct, k_sequential)],
@@ -460,6 +461,7 @@ def drawn_tree(draft: Model, name: str, count: int, rng: np.random.Generator) ->
     return Draws(builder.build(), children, qs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_sampled_pairs_are_distributed_as_the_target_says(name: str) -> None:
     """Drawing, verification and residual together, from one generator, as the drafter uses them."""

@@ -106,6 +106,7 @@ MUTATIONS: dict[str, tuple[str, Any, Any]] = {  # the method, what it becomes, t
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS)
 @pytest.mark.parametrize("name", SOME)
 def test_a_broken_state_is_caught_by_texts_and_by_the_test_of_the_model(
@@ -155,6 +156,7 @@ def test_a_state_of_another_branch_is_caught_by_the_test_of_branches(
     assert not passes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["qwen3_next", *(pytest.param(each, marks=pytest.mark.slow) for each in ("granitemoehybrid", "mamba2"))]
 )
@@ -223,6 +225,7 @@ def test_right_states_are_far_from_the_limit(name: str, dtype: str) -> None:
         assert state_distance(name, DTYPES[dtype], seed) < (1e-5 if dtype == "float32" else statetest.CEILING / 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     mostly_slow(

@@ -216,6 +216,7 @@ class GridTarget(ToyTarget):
         return session
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_joint_distribution_of_three_tokens_through_the_loop(seed: int) -> None:
     """All noises, several steps a text, trees that differ from step to step: decoding and not only verifying."""
@@ -317,6 +318,7 @@ def test_argmax_with_the_noise_has_the_distribution_over_seeds() -> None:
     assert chi_square(counts, {t: n * p for t, p in enumerate(P)}) > THRESHOLD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed_step", "position_step"), [(0, 1), (1, 0), (1, 1), (1, -1)])
 def test_neighbouring_positions_and_seeds_are_independent(seed_step: int, position_step: int) -> None:
     n, p = 10_000, P[:4] / P[:4].sum()

@@ -376,6 +376,7 @@ def test_only_ranked_tokens_can_be_drafted() -> None:
 # ------------------------------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [(SLOW, FAST), (SLOW, SLOW), (LatencyProfile({1: 0.02, 64: 0.021}), FAST)])
 def test_the_figure(tmp_path: Path, seconds: tuple[LatencyProfile, LatencyProfile]) -> None:
     """Of a tree, of none, and of a large one."""

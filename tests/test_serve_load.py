@@ -153,6 +153,7 @@ def test_every_text_of_a_large_crowd() -> None:
     check_crowd(200, 1000, 0.0005)
 
 
+@pytest.mark.slow
 def test_the_bundled_model_with_others_beside_it() -> None:
     """Real caches: rows are shared, copied and freed."""
     prompts = ["def add(a, b):\n", "def add(a, c):\n", "1, 2, 3, 4,"]

@@ -451,12 +451,18 @@ def unavailable(url: str, seconds: float = 5.0) -> bool:
 @pytest.mark.parametrize(
     "load",
     [
-        "os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(60)",
-        "threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()\n"
-        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)",  # takes minutes
-        "try: os.kill(os.getpid(), signal.SIGTERM)\n    except BaseException: raise ImportError('torch') from None",
+        pytest.param("os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(60)", id="python", marks=pytest.mark.slow),
+        pytest.param(
+            "threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()\n"
+            "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)",  # takes minutes
+            id="native call",
+        ),
+        pytest.param(
+            "try: os.kill(os.getpid(), signal.SIGTERM)\n    except BaseException: raise ImportError('torch') from None",
+            id="another exception",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["python", "native call", "another exception"],
 )
 def test_sigterm_before_the_server_listens(load: str, tmp_path: Path) -> None:
     """A supervisor may send it while the model is loaded: exit code 0 like later on, and one sentence."""

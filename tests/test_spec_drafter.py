@@ -166,6 +166,7 @@ def test_draft_models_of_another_kind_and_own_answers_are_refused(targets: dict[
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_whole_run_writes_a_draft_model_and_its_card(tmp_path: Path) -> None:
     model("t5").save_pretrained(tmp_path / "target")
     model("t5", seed=2).save_pretrained(tmp_path / "start")

@@ -177,6 +177,7 @@ def test_mutations_are_caught() -> None:
 # --------------------------------------------------------------------------------------------------- real models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule", ["sequoia", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("leviathan", "specinfer", "spectr"))]
 )

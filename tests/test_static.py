@@ -216,6 +216,7 @@ def test_a_step_that_captures_says_so() -> None:
     assert found == [True, False, True, False, False]
 
 
+@pytest.mark.slow
 def test_a_profile_is_that_of_steps_that_capture_nothing() -> None:
     """Captures that take many times as long as a step are no reason to leave larger sizes out."""
     cuda = FakeCuda()

@@ -278,6 +278,7 @@ def naive(
     return [path for _, path in sorted(found, key=lambda each: -each[0])[:nodes]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, "eagle3", "medusa", "dflash"))
 def test_acceptance_is_that_of_drafting_place_by_place(
     kind: str, model: Any, target: TrainingTarget, texts: Any, tmp_path: Path

@@ -115,6 +115,7 @@ def test_the_text_of_a_family_is_plain_decoding_s(name: str, params: SamplingPar
         assert run(target, TriForce(**options), prompt=prompt(100), params=params, stop=STOP).tokens == plain
 
 
+@pytest.mark.slow
 def test_a_batch_gives_each_its_own_text(target: TransformersTarget, small: TransformersTarget) -> None:
     """Greedy and sampled, of different lengths, with and without the middle level; and again, from the cache."""
     lengths, kinds = (40, 70, 97, 150), (GREEDY, WARM, GREEDY, replace(WARM, temperature=0.7, top_k=20))

@@ -280,6 +280,7 @@ def test_the_comparison_names_the_fastest(capsys: pytest.CaptureFixture[str], mo
     assert "Fastest with drafting: a/two.gguf. Fastest plainly: a/one.gguf." in shown
 
 
+@pytest.mark.slow
 def test_engines_are_compared(cache: Path, files: list[str]) -> None:
     pytest.importorskip("openvino_genai")
     forms = [files[0], f"{files[0]}(engine=openvino, precision=f32)"]
