@@ -361,7 +361,6 @@ def llm(marked: Any) -> LLM:
     ("format", "parallel"),
     mostly_slow(
         [(each, parallel) for each in (HERMES, LLAMA, MISTRAL) for parallel in (False, True)],
-        (HERMES, False),
         (LLAMA, True),
         (MISTRAL, False),
     ),

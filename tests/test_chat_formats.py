@@ -260,7 +260,6 @@ WEATHER = Tool(
         [(each, parallel) for each in (QWEN, V3, V31) for parallel in (False, True)],
         (QWEN, True),
         (V3, False),
-        (V31, True),
     ),
     ids=lambda value: str(getattr(value, "name", value)),
 )

@@ -402,6 +402,7 @@ def broken_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, "keep", lambda self, row, path: original(self, row, range(len(path))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [broken_mask, broken_positions, broken_commit])
 @pytest.mark.parametrize(
     "sampling", mostly_slow([SamplingParams(), SamplingParams(temperature=0.1, seed=7)], SamplingParams())

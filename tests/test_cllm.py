@@ -64,6 +64,7 @@ def made(target: Any, recorded: list[Trajectory], settings: CllmSettings, path: 
 # --------------------------------------------------------------------------------------------- trajectories and loss
 
 
+@pytest.mark.slow
 def test_states_are_those_of_jacobi_decoding(target: Any, texts: list[Text], recorded: list[Trajectory]) -> None:
     llm = LLM(target, drafter="jacobi", block=BLOCK, drafter_cache=False)
     for text, each in zip(texts, recorded, strict=True):

@@ -85,6 +85,7 @@ def test_the_text_is_that_of_transformers(name: str, llms: dict[str, LLM]) -> No
         assert [list(each.tokens) for each in found] == own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_trees_in_batches_of_different_sources(name: str, params: SamplingParams, llms: dict[str, LLM]) -> None:

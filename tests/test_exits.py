@@ -141,6 +141,7 @@ def test_halves_that_are_not_the_model_are_refused(monkeypatch: pytest.MonkeyPat
 # ---------------------------------------------------------------------------------------------------- the cache, shared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("options", [{"nodes": 4, "depth": 4, "chain": True}, {"nodes": 12, "depth": 3}], ids=str)
 def test_nothing_is_computed_twice(params: SamplingParams, options: dict[str, Any]) -> None:

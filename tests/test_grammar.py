@@ -123,6 +123,7 @@ def test_samples_and_streams_follow_the_grammar_each_for_itself(llm: LLM) -> Non
         assert "".join(piece.text for piece in llm.stream("number", **own)) == sample.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", mostly_slow([GREEDY, SAMPLED], SAMPLED), ids=["greedy", "sampled"])
 def test_the_bundled_model(tiny_bundled: LLM, sampling: dict[str, Any]) -> None:
     options: dict[str, Any] = {"grammar": GRAMMARS["schema"], "max_new_tokens": 150, **sampling}

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the head")  # which may take as 
 
 KINDS = tuple(heads.LAYERS)
 SLOW = pytest.mark.slow
+FAST = ("eagle3", "hydra++", "dflash")  # both classes of heads, and a layer before the heads
 PROMPTS = ["def add(a, b):\n    return a + b\n\ndef add(", "for number in range(10): print(", "The quick"]
 
 
@@ -52,7 +53,7 @@ def worst(found: list[heads.Computed], model: Any, head: Head, kind: str, ids: n
     return heads.worst(found, model, head.module, heads.LAYERS[kind], ids)
 
 
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, "eagle3", "hydra++", "dflash"))
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, *FAST))
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=SLOW), 1.0])
 def test_candidates_are_those_of_a_full_recomputation(
     kind: str, temperature: float, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -154,7 +155,7 @@ EVERY = [(kind, name) for kind in KINDS for name in OPTIONS]
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    mostly_slow(EVERY, *((kind, "nodes") for kind in KINDS), ("eagle3", "depth"), ("eagle3", "planned")),
+    mostly_slow(EVERY, *((kind, "nodes") for kind in FAST), ("eagle3", "depth"), ("eagle3", "planned")),
 )
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=SLOW), 0.8])
 def test_no_text_changes(
@@ -183,7 +184,7 @@ def test_long_prompts_are_read_in_chunks(
     assert worst(found, exact_model, head, "eagle3") < 1e-6
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW) if kind == "dspark" else kind for kind in KINDS])
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, *FAST))
 def test_the_beginning_of_a_prompt_is_not_read_again(
     kind: str, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

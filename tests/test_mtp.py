@@ -194,6 +194,7 @@ def without_the_last_norm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(our_mtp.Mtp, "row", wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [shifted, of_the_same_module, stale, without_the_last_norm])
 def test_mistakes_are_found(mistake: Any, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target = models("glm4_moe", 3)

@@ -296,6 +296,7 @@ def right_differs(kind: type[Toy], ties: bool, params: SamplingParams) -> bool:
     return differs(kind(ties), params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=MUTATIONS)
 def test_a_broken_target_is_caught_and_the_unbroken_one_is_not(mutation: Mutation) -> None:
     assert not right_differs(mutation.unbroken, mutation.ties, mutation.params)

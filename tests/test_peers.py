@@ -90,6 +90,7 @@ def test_what_transformers_cannot_do_is_refused(entry: peers.Entry, prompts: lis
         Assisted(str(tmp_path)).enter("peer:x", entry)
 
 
+@pytest.mark.slow
 def test_a_penalty_of_the_models_own_does_not_apply(entry: peers.Entry, prompts: list[list[int]]) -> None:
     model: Any = entry.loaded.target.model  # type: ignore[attr-defined]
     before = model.generation_config

@@ -136,6 +136,7 @@ class Forked(NoisyChain):
         return Proposal(TokenTree.from_paths(sequence.root, paths, budget))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_drafts_with_branches(name: str, mode: str) -> None:

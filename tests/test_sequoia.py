@@ -401,6 +401,7 @@ def lab(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return invoke
 
 
+@pytest.mark.slow
 def test_the_command(lab: Any, tmp_path: Path) -> None:
     """Model and draft are the bundled one."""
     few = ("--task", "code", "--limit", "1", "--max-new-tokens", "8", "--nodes", "8", "--depth", "3")

@@ -86,8 +86,10 @@ def prompt(running: Running, **options: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("choice", "parallel"),
     [
-        *(("required", True), ("required", False), ("auto", True), (NAMED, True)),
-        *mostly_slow([("none", True), ("auto", False), ("none", False), (NAMED, False)]),
+        *(("required", False), ("auto", True)),
+        *mostly_slow(
+            [("required", True), (NAMED, True), ("none", True), ("auto", False), ("none", False), (NAMED, False)]
+        ),
     ],
     ids=str,
 )

@@ -102,6 +102,7 @@ def test_it_is_exact_in_distribution(options: dict[str, Any]) -> None:
 FILTERED = SamplingParams(temperature=0.7, top_k=2)
 
 
+@pytest.mark.slow
 def test_filters_apply_to_the_draft_as_to_the_target() -> None:
     assert deviation(params=FILTERED, width=2, depth=2) < 1
 

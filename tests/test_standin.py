@@ -460,6 +460,7 @@ def test_the_help_names_every_cost() -> None:
     assert "|".join(COSTS) in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3"])
 def test_a_head_drafts_the_same_for_a_stand_in(
     kind: str, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

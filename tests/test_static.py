@@ -104,6 +104,7 @@ def test_right_drafts_are_accepted(target: TransformersTarget) -> None:
         assert stats.acceptance_length > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eager_choice", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_batch_gives_each_text_its_own(usual: TransformersTarget, eager_choice: bool) -> None:
     """Sequences of different lengths join and end while others go on."""
@@ -193,6 +194,7 @@ def test_a_draft_that_grows(target: TransformersTarget, usual: TransformersTarge
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_is_captured_outlives_the_entries() -> None:
     """Captures take long, and entries are forgotten whenever a benchmark or a measurement has come to its end."""
     cuda = FakeCuda()

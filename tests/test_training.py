@@ -119,6 +119,7 @@ def test_a_block_is_trained_as_if_it_were_alone(target: TrainingTarget, texts: A
     assert few.agreement.shape == (3,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, "eagle3"))
 def test_the_loss_falls(kind: str, target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
     _, training = made(target, texts, settings_of(kind), tmp_path / "checkpoint")
@@ -143,6 +144,7 @@ def test_what_is_the_targets_is_not_trained(target: TrainingTarget, texts: Any, 
     assert torch.equal(before[1], target.output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", mostly_slow(LOSSES, "ce", "kl"))
 def test_every_loss_trains(loss: str, target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
     _, training = made(target, texts, settings_of("eagle3", loss=loss, draft_vocab=40), tmp_path / "checkpoint")
@@ -222,6 +224,7 @@ def test_muon_is_refused_where_pytorch_has_none(monkeypatch: pytest.MonkeyPatch)
 # --------------------------------------------------------------------------------------------- a resumed training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, "eagle3", "medusa"))
 def test_a_resumed_training_is_the_same(kind: str, target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
     settings = settings_of(kind, steps=9, accumulate=2)
