@@ -86,7 +86,7 @@ format: $(INSTALLED)
 	$(BIN)/clang-format -i src/native/*.h src/native/*.cpp
 
 types: $(WITH_LLAMA) $(WITH_OPENVINO)
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=2 $(BIN)/mypy
 
 # With worksteal a process takes the tests of a file in a row, so that what they share is made once.
 tests: $(WITH_LLAMA) $(WITH_OPENVINO)

@@ -38,7 +38,7 @@ from leapahead.models.llama_cpp.model import LlamaCppTarget
 from leapahead.models.llama_cpp.options import LlamaCppOptions
 
 # One of each kind: dense, experts, sliding window, ALiBi, learned positions, latent keys; recurrent, hybrid.
-FAST = ("llama", "mixtral", "gemma3", "gemma4", "bloom", "gpt2", "deepseek2", "mamba", "jamba")
+FAST = ("llama", "mixtral", "gemma3", "bloom", "gpt2", "deepseek2", "mamba", "jamba")
 SLIDING = ("gemma3", "gemma2", "gemma4", "cohere2", "gpt_oss")
 
 

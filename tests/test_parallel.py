@@ -95,7 +95,7 @@ def toys(request: pytest.FixtureRequest) -> Iterator[ParallelTarget]:
 
 
 @pytest.mark.parametrize(
-    "params", mostly_slow([GREEDY, SAMPLED, PENALISED], GREEDY, PENALISED), ids=["greedy", "sampled", "penalised"]
+    "params", mostly_slow([GREEDY, SAMPLED, PENALISED], PENALISED), ids=["greedy", "sampled", "penalised"]
 )
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_drafter_gives_the_text_of_plain_decoding_on_one_device(
