@@ -822,6 +822,21 @@ def test_what_a_target_cannot_do_is_left_out_by_name(tmp_path: Path) -> None:
     report.write(kept.as_dict(), tmp_path)
 
 
+def test_the_figure_shows_the_greatest_speed_up_of_any_panel() -> None:
+    def row(target: str, task: str, speed: float) -> dict[str, Any]:
+        speedup = {"median": speed, "low": speed, "high": speed}
+        setting = {"target": target, "temperature": 0.0, "batch": 1}
+        return {**setting, "task": task, "drafter": "suffix", "speedup": speedup}
+
+    speeds = {"one": 2.0, "other": 3.0, "another": 1.1}
+    found = [
+        row(name, task, speed) for name in speeds for task, speed in ((record.OVERALL, 1.0), ("edits", speeds[name]))
+    ]
+    panels = report.speedups({"results": found}).axes
+    assert {axes.get_xlim()[0] for axes in panels} == {0.0}
+    assert all(axes.get_xlim()[1] > 3.0 for axes in panels)
+
+
 def test_a_target_starts_every_pass_from_an_empty_cache() -> None:
     class Keeper(ToyTarget):
         forgotten = 0

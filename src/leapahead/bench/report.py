@@ -230,13 +230,13 @@ def _panels(
                     axes.plot([at[0]], [y], color=colour, marker="o", markersize=4, alpha=0.3, linestyle="", zorder=1)
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set_xlim(left=left)
         axes.grid(axis="both", color="0.92", zorder=0)
         axes.set_axisbelow(True)
         axes.tick_params(axis="y", length=0)
         axes.tick_params(axis="x", labelbottom=True)  # also above another panel
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
+    grid[0, 0].set_xlim(left=left)  # of all panels, once all have their data: it ends the choice of the right limit
     figure.supxlabel(label, fontsize=10)
     return figure
 
