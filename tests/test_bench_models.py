@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,36 @@ def test_peers_run_beside_the_first_form_with_its_number_of_threads(tmp_path: Pa
     runner.run(plan, kept, load=lambda model, plan: Loaded(ToyTarget(), Letters(), ()))
     assert entered == [("b.gguf", 1)]
     assert [row["drafter"] for row in kept.rows] == ["plain", "peer:other", "plain"]
+
+
+def test_a_gguf_file_is_loaded_for_each_batch_size(tmp_path: Path) -> None:
+    plan = Plan(
+        tasks=CHAT[:1],
+        models=[Model(path="a.gguf"), Model(path="folder")],
+        configurations=[Configuration("prompt_lookup")],
+        temperatures=[0.0],
+        batches=[1, 2],
+        rounds=1,
+        max_new_tokens=4,
+    )
+    kept, loaded = record.Record.open(tmp_path, {"seed": 0, **plan.conditions("now")}, resume=False), []
+
+    def load(model: Model, plan: Plan) -> Loaded:
+        loaded.append((model.path, plan.batches))
+        target = ToyTarget()
+        target.info = replace(target.info, kv_cache=f"a cache for {max(plan.batches)}")
+        return Loaded(target, Letters(), ())
+
+    runner.run(plan, kept, load=load)
+    assert loaded == [("a.gguf", (1,)), ("a.gguf", (2,)), ("folder", (1, 2))]
+    assert [(row["target"], row["batch"]) for row in kept.rows[::2]] == [
+        (target, batch) for target in ("a.gguf", "folder") for batch in (1, 2)
+    ]
+    assert all(row["mismatches"] == 0 for row in kept.rows)
+    assert kept.conditions["kv_cache"] == {
+        f"{target}, batch 2": {"chosen": "a cache for 2"} for target in ("a.gguf", "folder")
+    }
+    assert "- a.gguf, batch 2: a cache for 2\n" in report.markdown(kept.as_dict())
 
 
 def test_the_help_tells_what_peers_are_given() -> None:

@@ -90,7 +90,7 @@ class Plan:
     def _check(self, model: Model) -> None:
         """Refuses options that the model's engine does not have, before anything is loaded."""
         given = self.arguments(model)
-        kind = loading.engine_of(model.path, given.get("engine", "auto"))
+        kind = self.engine_of(model)
         if kind == "transformers" and (threads := model.options.get(THREADS)) is not None:
             raise BadParameter(
                 f"{THREADS}={threads} for {_short(model.path)!r} alone is not possible, since PyTorch has one number "
@@ -121,10 +121,14 @@ class Plan:
             found.setdefault(model.path, {})[label] = model
         return list(found.values())
 
+    def engine_of(self, model: Model) -> str:
+        """The engine that a model is loaded with."""
+        return loading.engine_of(model.path, self.given(model).get("engine", "auto"))
+
     def arguments(self, model: Model) -> dict[str, Any]:
         """The arguments of `loading.load` for a model, without its path. The number of torch's threads is global."""
         common = {**self.options, "device": self.device, "exact": self.exact}
-        if loading.engine_of(model.path, {**common, **model.options}.get("engine", "auto")) == "transformers":
+        if self.engine_of(model) == "transformers":
             common["dtype"] = self.dtype
         elif self.threads is not None:
             common[THREADS] = self.threads

@@ -17,7 +17,7 @@ from leapahead.core.errors import BadParameter, LeapaheadError
 FILE = "bench.json"
 OVERALL = "overall"  # the task of rows over all tasks
 FREE = ("date", "commit", "resumed")  # conditions that may differ when a bench is resumed; all of them are kept
-GROWING = ("tasks", "targets")  # conditions to which names may be added
+GROWING = ("tasks", "targets", "kv_cache")  # conditions to which names may be added
 
 Row = dict[str, Any]
 Cell = tuple[str, str, float, int]  # task, target, temperature, batch

@@ -262,6 +262,7 @@ def _conditions(conditions: dict[str, Any]) -> list[str]:
         lines.append(f"- {name}: {', '.join((*parts, 'conversations as ' + each['chat']))}")
         lines += [f"  - {each['reference']}"] if "reference" in each else []
         lines += [f"  - {drafter} was left out: {why}" for drafter, why in each["refused"].items()]
+    lines += [f"- {name}: {each['chosen']}" for name, each in conditions.get("kv_cache", {}).items()]
     return [*lines, f"- {conditions['figures']}"]
 
 

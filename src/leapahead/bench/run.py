@@ -5,13 +5,14 @@ cell      (task, target, temperature, batch), in which all contenders take turns
 record    the file to which every finished cell is written (`bench.record`)
 
 Models that differ in their options only are forms of one model: they are loaded together, and measured in one cell.
+How sequences share the KV cache of a GGUF file depends on their number, so such a model is loaded for each batch size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -57,14 +58,12 @@ class Form:
         loaded: the target and its tokenizer.
         contenders: plain decoding first.
         say: says a line about it.
-        texts: plain decoding's, by task and temperature.
     """
 
     label: str
     loaded: Loaded
     contenders: Sequence[Contender]
     say: Say
-    texts: dict[tuple[str, float], Texts] = field(default_factory=dict)
 
 
 def run(
@@ -90,7 +89,9 @@ def run(
     todo = [_todo(plan, forms, record) for forms in plan.forms]
     bar = _Bar(plan, todo, progress)
     for models, cells in zip(plan.forms, todo, strict=True):
-        _measure(plan, models, cells, record, bar, say, load or load_model)  # which releases the models at its end
+        texts = dict[tuple[str, str, float], Texts]()
+        for part, some in _parts(plan, models, cells):
+            _measure(part, models, some, record, bar, say, load or load_model, texts)  # which releases the models
 
 
 def _measure(
@@ -101,8 +102,13 @@ def _measure(
     bar: _Bar,
     say: Say,
     load: Callable[[Model, Plan], Loaded],
+    texts: dict[tuple[str, str, float], Texts],
 ) -> None:
-    """Loads the forms of a model that are to be measured, and measures them."""
+    """Loads the forms of a model that are to be measured, and measures them.
+
+    Args:
+        texts: plain decoding's, by form, task and temperature; those that are missing are added.
+    """
     wanted = {label for cell in cells for label in cell.labels}
     with ExitStack() as ending:
         forms = []
@@ -115,17 +121,23 @@ def _measure(
                 forms.append(_form(plan, label, model, loaded, peers, say, record, ending))
         for cell in cells:
             bar.begin(cell)
-            rows = _cell(plan, [form for form in forms if form.label in cell.labels], cell, bar)
+            rows = _cell(plan, [form for form in forms if form.label in cell.labels], cell, bar, texts)
             if rows:
                 record.add([{"task": cell.task.name, **row} for row in rows])
             bar.end()
 
 
+def _parts(plan: Plan, models: Mapping[str, Model], cells: Sequence[Todo]) -> Iterator[tuple[Plan, list[Todo]]]:
+    """The cells of the forms of a model that are measured without loading it anew, each part with the plan for it."""
+    is_gguf = {plan.engine_of(each) for each in models.values()} == {"llama.cpp"}
+    for batches in [(each,) for each in plan.batches] if is_gguf else [tuple(plan.batches)]:
+        yield replace(plan, batches=batches), [cell for cell in cells if cell.batch in batches]
+
+
 def load_model(model: Model, plan: Plan) -> Loaded:
     """Loads a model as the plan says. GGUF files and OpenVINO have their own number of threads; torch's is global."""
     options = plan.arguments(model)
-    kind = loading.engine_of(model.path, options.get("engine", "auto"))
-    if kind == "transformers" and plan.threads is not None:
+    if plan.engine_of(model) == "transformers" and plan.threads is not None:
         _set_torch_threads(plan.threads)
     branching = registry.branching(*(each.drafter for each in plan.configurations))
     return loading.load(model.path, sequences=max(plan.batches), branching=branching, **options)
@@ -170,11 +182,10 @@ def _form(
     contenders, refused = _entered(plan, entry, peers, tell, ending)
     given = plan.given(model)
     options = {"options": given} if given else {}
-    form = loaded.target.info.kv_cache if max(plan.batches) > 1 else ""
-    if form:
-        tell(form)
-    chosen = {"kv_cache": form} if form else {}
-    record.describe("targets", label, {**_describe(loaded), **chosen, **options, "refused": refused})
+    record.describe("targets", label, {**_describe(loaded), **options, "refused": refused})
+    if (most := max(plan.batches)) > 1 and loaded.target.info.kv_cache:
+        tell(loaded.target.info.kv_cache)
+        record.describe("kv_cache", f"{label}, batch {most}", {"chosen": loaded.target.info.kv_cache})
     return Form(label, loaded, contenders, tell)
 
 
@@ -201,7 +212,9 @@ def _entered(
     return contenders, refused
 
 
-def _cell(plan: Plan, forms: Sequence[Form], cell: Todo, bar: _Bar) -> list[dict[str, Any]]:
+def _cell(
+    plan: Plan, forms: Sequence[Form], cell: Todo, bar: _Bar, texts: dict[tuple[str, str, float], Texts]
+) -> list[dict[str, Any]]:
     """The rows of a cell for each form; none if no prompt fits into the context of every form."""
     task = cell.task
     shortest = min(forms, key=lambda form: form.loaded.target.info.context_length)
@@ -221,7 +234,7 @@ def _cell(plan: Plan, forms: Sequence[Form], cell: Todo, bar: _Bar) -> list[dict
             _able(form, prompts, setting, task),
             tie_on(form.loaded.target),
             form.loaded.tokenizer,
-            form.texts.setdefault((task.name, cell.temperature), {}),
+            texts.setdefault((form.label, task.name, cell.temperature), {}),
         )
         for form in forms
     ]
