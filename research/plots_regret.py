@@ -41,5 +41,5 @@ def regret(data: Data) -> Figure:
         xlabel="time saved with the right profile, %",
         ylabel="time saved, %",
     )
-    losses.legend(loc="upper right", fontsize=8)
+    gains.legend(*losses.get_legend_handles_labels(), loc="lower right", fontsize=8)  # where no case is
     return figure

@@ -25,6 +25,7 @@ from rich.progress import track
 from leapahead import __version__
 from leapahead.bench.conditions import Data
 from leapahead.cli.command import Command
+from leapahead.core.errors import BadParameter
 from leapahead.core.stop import StopParams
 from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
@@ -49,6 +50,10 @@ def cases() -> list[Case]:
         for start, padded, curve, kind in product(
             ("right", "none"), (False, True), ("cheap", "llama.cpp"), ("good", "useless")
         )
+    ]
+    batches += [
+        Case("measured busy", curve, kind, load, 8)
+        for load, curve, kind in product(("", "contention"), ("cheap", "llama.cpp"), ("good", "fair", "useless"))
     ]
     uneven = [
         Case(start, "four bits", kind, load)
@@ -218,10 +223,17 @@ def main(seeds: int, words: tuple[str, ...], resume: bool, jobs: int, out: Path)
 
 
 def _known(path: Path) -> dict[str, Data]:
-    """The rows of a file by the names of their cases; none if there is no file."""
+    """The rows of a file by the names of their cases; none if there is no file.
+
+    Raises:
+        BadParameter: it is another kind of file.
+    """
     if not path.exists():
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    except (ValueError, KeyError, TypeError):
+        raise BadParameter(f"{path} does not hold the rows of this command; give another --out") from None
     return {f"{row['what']}, {row['curve']}, {row['acceptance']}": row for row in found}
 
 

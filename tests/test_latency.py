@@ -157,6 +157,17 @@ def test_of_one_size_the_others_are_assumed() -> None:
 # ------------------------------------------------------------------------------------------------------- learning
 
 
+def test_a_further_row_is_assumed_to_cost_a_smaller_part_of_a_plain_step_that_has_several() -> None:
+    assert LatencyProfile({1: 1.0})(2) == pytest.approx(1.1)
+    for sequences, share in ((4, 0.1 / 1.15), (8, 0.1 / 1.35), (16, 0.1 / 1.75)):
+        profile = LatencyProfile({sequences: 2.0})
+        assert profile(sequences + 1) == pytest.approx(2.0 * (1 + share))
+        profile.observe(sequences, 2.0)
+        steep = LatencyProfile({n: 0.5 * n for n in (sequences, 2 * sequences)})  # n rows take n times as long
+        steep.observe(sequences, 0.5 * sequences)
+        assert steep.planned(sequences + 1) == pytest.approx(0.5 * sequences * (1 + min(share, 1 / sequences)))
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("slope", [0.05, 0.13, 0.5])
 @pytest.mark.parametrize("wrong", [0.5, 2.0])

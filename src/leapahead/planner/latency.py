@@ -45,9 +45,10 @@ if TYPE_CHECKING:
 
 # Up to 16 every n, since kernels that compute several rows at once make T rise and fall (llama.cpp: in fours).
 SIZES = (*range(1, 17), 24, 32, 48, 64, 96, 128)
-ASSUMED_SLOPE = 0.1  # cost of an additional row relative to a plain step, where nothing is known
-LEAST_SLOPE = 0.01  # the same beyond the last size of a prior, at least
-LEAST_SHAPE = 1e-3  # T relative to a plain step, at least: less is no measurement
+# Cost of an additional row, where nothing is known, relative to a forward of one row; where a plain step has several,
+# relative to the mean of that and a plain step.
+ASSUMED_SLOPE = 0.1
+LEAST_SLOPE, LEAST_SHAPE = 0.01, 1e-3  # relative to a plain step, at least: a row beyond a prior's last size; any T
 
 # Rows of a planned forward, at most: so many times the largest that was seen, or so many more.
 TRUSTED_GROWTH, TRUSTED_ROWS = 2, 3
@@ -69,8 +70,7 @@ class LatencyProfile:
     """T(n) in seconds for one number of sequences.
 
     Args:
-        seconds: rows -> seconds, for at least one size. The smallest is a plain step. If there is only one, the others
-            are assumed, each additional row at `ASSUMED_SLOPE` of it.
+        seconds: rows -> seconds, for at least one size. The smallest is a plain step; of one alone see `ASSUMED_SLOPE`.
         fixed: these are the times, whatever steps take: nothing is learned, nothing is distrusted.
         assumed: the seconds were not measured, or not reliably, so only what steps have seen is stored.
         bucket, prepared: see `TargetInfo`.
@@ -267,7 +267,7 @@ class LatencyProfile:
         return max(self._prior[low] + slope * (rows - low), LEAST_SHAPE)
 
     def _line(self, rows: int) -> float:
-        return 1.0 + ASSUMED_SLOPE * (rows - self._first)
+        return 1.0 + ASSUMED_SLOPE * (rows - self._first) / (1.0 + ASSUMED_SLOPE / 2 * (self._first - 1))
 
     # ----------------------------------------------------------------------------------------------- learning
 
