@@ -319,7 +319,11 @@ def test_peers_run_beside_the_first_form_with_its_number_of_threads(tmp_path: Pa
 def test_a_gguf_file_is_loaded_for_each_batch_size(tmp_path: Path) -> None:
     plan = Plan(
         tasks=CHAT[:1],
-        models=[Model(path="a.gguf"), Model(path="folder")],
+        models=[
+            Model(path="a.gguf"),
+            Model(path="folder"),
+            Model(path="a.gguf", options={"engine": "openvino"}, spelled="ov"),
+        ],
         configurations=[Configuration("prompt_lookup")],
         temperatures=[0.0],
         batches=[1, 2],
@@ -329,19 +333,21 @@ def test_a_gguf_file_is_loaded_for_each_batch_size(tmp_path: Path) -> None:
     kept, loaded = record.Record.open(tmp_path, {"seed": 0, **plan.conditions("now")}, resume=False), []
 
     def load(model: Model, plan: Plan) -> Loaded:
-        loaded.append((model.path, plan.batches))
+        loaded.append((model.spelled or model.path, plan.batches))
         target = ToyTarget()
         target.info = replace(target.info, kv_cache=f"a cache for {max(plan.batches)}")
         return Loaded(target, Letters(), ())
 
     runner.run(plan, kept, load=load)
-    assert loaded == [("a.gguf", (1,)), ("a.gguf", (2,)), ("folder", (1, 2))]
+    assert loaded == [("a.gguf", (1,)), ("ov", (1,)), ("a.gguf", (2,)), ("ov", (2,)), ("folder", (1, 2))]
+    forms = ("a.gguf", "a.gguf(ov)")
     assert [(row["target"], row["batch"]) for row in kept.rows[::2]] == [
-        (target, batch) for target in ("a.gguf", "folder") for batch in (1, 2)
+        *((form, batch) for batch in (1, 2) for form in forms),
+        *(("folder", batch) for batch in (1, 2)),
     ]
     assert all(row["mismatches"] == 0 for row in kept.rows)
     assert kept.conditions["kv_cache"] == {
-        f"{target}, batch 2": {"chosen": "a cache for 2"} for target in ("a.gguf", "folder")
+        f"{target}, batch 2": {"chosen": "a cache for 2"} for target in (*forms, "folder")
     }
     assert "- a.gguf, batch 2: a cache for 2\n" in report.markdown(kept.as_dict())
 

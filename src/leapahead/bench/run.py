@@ -129,8 +129,8 @@ def _measure(
 
 def _parts(plan: Plan, models: Mapping[str, Model], cells: Sequence[Todo]) -> Iterator[tuple[Plan, list[Todo]]]:
     """The cells of the forms of a model that are measured without loading it anew, each part with the plan for it."""
-    is_gguf = {plan.engine_of(each) for each in models.values()} == {"llama.cpp"}
-    for batches in [(each,) for each in plan.batches] if is_gguf else [tuple(plan.batches)]:
+    engines = {plan.engine_of(each) for each in models.values()}
+    for batches in [(each,) for each in plan.batches] if "llama.cpp" in engines else [tuple(plan.batches)]:
         yield replace(plan, batches=batches), [cell for cell in cells if cell.batch in batches]
 
 
