@@ -324,7 +324,7 @@ def test_a_gguf_file_is_loaded_for_each_batch_size(tmp_path: Path) -> None:
             Model(path="folder"),
             Model(path="a.gguf", options={"engine": "openvino"}, spelled="ov"),
         ],
-        configurations=[Configuration("prompt_lookup")],
+        configurations=[Configuration("prompt_lookup"), Configuration("triforce")],
         temperatures=[0.0],
         batches=[1, 2],
         rounds=1,
@@ -338,7 +338,9 @@ def test_a_gguf_file_is_loaded_for_each_batch_size(tmp_path: Path) -> None:
         target.info = replace(target.info, kv_cache=f"a cache for {max(plan.batches)}")
         return Loaded(target, Letters(), ())
 
-    runner.run(plan, kept, load=load)
+    said: list[str] = []
+    runner.run(plan, kept, load=load, say=said.append)
+    assert sum("a.gguf: triforce is left out" in line for line in said) == 1
     assert loaded == [("a.gguf", (1,)), ("ov", (1,)), ("a.gguf", (2,)), ("ov", (2,)), ("folder", (1, 2))]
     forms = ("a.gguf", "a.gguf(ov)")
     assert [(row["target"], row["batch"]) for row in kept.rows[::2]] == [

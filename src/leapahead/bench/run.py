@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from leapahead.bench.cell import PLAIN, Side, measure_sides, passes, tie_on
@@ -87,7 +87,7 @@ def run(
         LeapaheadError: a model cannot be loaded, or the record cannot be written; finished cells are in the record.
     """
     todo = [_todo(plan, forms, record) for forms in plan.forms]
-    bar = _Bar(plan, todo, progress)
+    bar, say = _Bar(plan, todo, progress), cache(say)  # a line once, though a model may be loaded several times
     for models, cells in zip(plan.forms, todo, strict=True):
         texts = dict[tuple[str, str, float], Texts]()
         for part, some in _parts(plan, models, cells):
