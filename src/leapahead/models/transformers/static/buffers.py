@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from leapahead.core.tree import TokenTree
+from leapahead.core.tree import BoolArray, IntArray, TokenTree
 from leapahead.models.transformers.masks import Inputs, fill
 from leapahead.models.transformers.static.cache import MOVES, Slots
 from leapahead.models.transformers.static.shapes import Shape
@@ -40,6 +42,20 @@ class Draft(NamedTuple):
     moves: Sequence[tuple[int, int]] = ()
 
 
+class _Layout(NamedTuple):
+    """Where the inputs of forwards of one shape lie in the host's buffer, and their bytes in both buffers."""
+
+    raw: npt.NDArray[np.uint8]
+    inputs: IntArray
+    source: IntArray
+    goal: IntArray
+    home: IntArray
+    written: IntArray
+    ancestors: BoolArray
+    host: Tensor
+    device: Tensor
+
+
 class Buffers:
     """See the module.
 
@@ -50,7 +66,7 @@ class Buffers:
     def __init__(self, device: torch.device) -> None:
         self.host = torch.zeros(BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.device = torch.zeros(BYTES, dtype=torch.uint8, device=device)
-        self._array = self.host.numpy()
+        self._layouts: dict[tuple[int, int, int], _Layout] = {}
         self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -62,11 +78,8 @@ class Buffers:
         """Fills the buffer for the stepped rows, in the order of the cache, and starts the copy."""
         if self._copied is not None:
             self._copied.synchronize()  # with the last copy, which has long been made
-        words, size = _words(shape) * WORD, shape.all_rows * shape.own
-        values = self._array[:words].view(np.int64).reshape(shape.batch, -1)
-        ancestors = self._array[words : words + size].view(np.bool_).reshape(shape.batch, shape.rows, shape.own)
-        values[:], ancestors[:] = 0, False
-        inputs, source, goal, home, written = np.split(values, np.cumsum(_columns(shape))[:-1], axis=1)
+        raw, inputs, source, goal, home, written, ancestors, host, device = self._layout(shape)
+        raw[:] = 0
         inputs[:, 2 * shape.rows :] = 1  # padding rows attend to the first slot
         written[:] = drafts[0].length + drafts[0].first + shape.rows  # where nothing is read, of the first row
         for row, draft in enumerate(drafts):
@@ -75,9 +88,22 @@ class Buffers:
                 source[row, : len(draft.moves)], goal[row, : len(draft.moves)] = np.array(draft.moves).T
             home[row] = row
             written[row] = np.arange(shape.rows) + draft.length + draft.first
-        self.device[: words + size].copy_(self.host[: words + size], non_blocking=True)
+        device.copy_(host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+
+    def _layout(self, shape: Shape) -> _Layout:
+        key = shape.batch, shape.rows, shape.own
+        if (found := self._layouts.get(key)) is None:
+            words, size = _words(shape) * WORD, shape.all_rows * shape.own
+            raw = self.host.numpy()[: words + size]
+            values = raw[:words].view(np.int64).reshape(shape.batch, -1)
+            ancestors = raw[words:].view(np.bool_).reshape(shape.batch, shape.rows, shape.own)
+            inputs, source, goal, home, written = np.split(values, np.cumsum(_columns(shape))[:-1], axis=1)
+            host, device = (each[: words + size] for each in (self.host, self.device))
+            found = _Layout(raw, inputs, source, goal, home, written, ancestors, host, device)
+            self._layouts[key] = found
+        return found
 
     def read(self, shape: Shape) -> tuple[Inputs, Slots]:
         """Views of the device's buffer."""

@@ -75,6 +75,7 @@ class StaticCache(KVCache):
 
     def __init__(self, usual_length: int = UNLIMITED) -> None:
         self._flat: list[tuple[Tensor, tuple[Tensor, ...]]] = []  # see `flat`
+        self._first: dict[tuple[int, ...], Tensor] = {}  # see `_first_places`
         super().__init__(usual_length)
 
     def plane(self, layer: int, part: int) -> Tensor:
@@ -154,7 +155,10 @@ class StaticCache(KVCache):
         order = sorted(range(len(rows)), key=lambda i: rows[i].index)
         self._views = {}
         self._await(rows, num_computed, n)
-        return Placed(order, min(batch, len(self.rows)), [ends[i] for i in order], slots_of(need, self.capacity))
+        batch = min(batch, len(self.rows))
+        for group in self.groups:
+            self._first_places(group, batch)
+        return Placed(order, batch, [ends[i] for i in order], slots_of(need, self.capacity))
 
     @property
     def flat(self) -> list[Tensor]:
@@ -170,13 +174,23 @@ class StaticCache(KVCache):
             self._flat = [(entries, tuple(plane.flatten(0, 2) for plane in entries)) for entries in stacks]
         return self._flat
 
+    def _first_places(self, group: Planes, batch: int) -> Tensor:
+        """Places in [rows * heads * capacity] of the first slot of every head: int64 [batch, 1, heads]. Captured
+        forwards read it, so that it is made before and kept."""
+        key = (*group.entries.shape[2:4], batch)
+        if key not in self._first:
+            heads, capacity = group.entries.shape[2:4]
+            rows = torch.arange(batch * heads, device=group.entries.device)
+            self._first[key] = rows.view(batch, 1, heads) * capacity
+        return self._first[key]
+
     def move(self, shape: Shape, slots: Slots) -> None:
         """Moves entries of the rows. This is captured."""
         for group in self.groups:
-            at = _Places(group, shape)
             entries = group.entries.flatten(1, 3)  # [planes, rows * heads * capacity, dim]
-            moved = entries.index_select(1, at(at.batch, slots.source))
-            entries.index_copy_(1, at(at.batch, slots.goal), moved)
+            first = self._first_places(group, shape.batch)
+            source, goal = (torch.stack((slots.source, slots.goal))[..., None] + first).flatten(1)
+            entries.index_copy_(1, goal, entries.index_select(1, source))
 
     def enter(self, shape: Shape, slots: Slots) -> None:
         """Sets what the layers write and read. This is captured.
@@ -187,26 +201,15 @@ class StaticCache(KVCache):
         self.longest = 0
         for group, (entries, written) in zip(self.groups, self._flats(), strict=True):
             read = tuple(each.view(entries.shape[1:])[: shape.batch, :, : shape.end] for each in written)
-            self._views[group] = Views(written, _Places(group, shape)(slots.home, slots.written), read)
+            self._views[group] = Views(written, _places(group, slots.home, slots.written), read)
 
     def leave(self) -> None:
         """Ends what `enter` began."""
         self._views = {}
 
 
-class _Places:
-    """Places in [rows * heads * capacity], as tensors that are made from others of the batch.
-
-    Attributes:
-        batch: int64 [batch]; 0, 1, ...
-    """
-
-    def __init__(self, group: Planes, shape: Shape) -> None:
-        self._heads, self._capacity = group.entries.shape[2:4]
-        self._head = torch.arange(self._heads, device=group.entries.device)
-        self.batch = torch.arange(shape.batch, device=group.entries.device)
-
-    def __call__(self, row: Tensor, slot: Tensor) -> Tensor:
-        """int64 [batch * slots * heads], of rows [batch] and slots [batch, slots]."""
-        first = (row[:, None] * self._heads + self._head) * self._capacity  # [batch, heads]
-        return (first[:, None] + slot[:, :, None]).flatten()
+def _places(group: Planes, row: Tensor, slot: Tensor) -> Tensor:
+    """Places in [rows * heads * capacity] of rows [batch] and slots [batch, slots]: int64 [batch * slots * heads]."""
+    heads, capacity = group.entries.shape[2:4]
+    first = (row[:, None] * heads + torch.arange(heads, device=row.device)) * capacity  # [batch, heads]
+    return (first[:, None] + slot[:, :, None]).flatten()

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from leapahead.core.errors import first_line
+from leapahead.models.transformers.static.parts import compile_in_parts
 
 aten = torch.ops.aten
 Traced = Callable[..., None]  # called with the tensors that it reads and writes
@@ -34,7 +35,11 @@ MOST = 32  # shapes that are compiled for one target
 
 
 def inductor(traced: Any, tensors: Sequence[Tensor]) -> Traced:
-    """Compiles a graph of operations."""
+    """Compiles a graph of operations, equal layers once."""
+    return compile_in_parts(traced, tensors, _inductor)
+
+
+def _inductor(traced: Any, tensors: Sequence[Tensor]) -> Traced:
     from torch import _inductor
     from torch._guards import TracingContext, tracing
     from torch._subclasses.fake_tensor import FakeTensorMode
