@@ -75,6 +75,9 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Watched:
     """Calls every forward, and raises `Refused` when the host reads a value in it.
 
+    Only the first forward of each shape is watched, which takes many times as long on an accelerator: the others have
+    the same operations unless the host reads a value.
+
     Args:
         device: of the model.
     """
@@ -85,11 +88,13 @@ class Watched:
         self._device = device
 
     def record(self, forward: Forward) -> Recording:
-        def watched() -> None:
+        def first() -> None:
             with HostReads(self._device):
                 forward()
+            called.replay = forward
 
-        return Called(watched)
+        called = Called(first)
+        return called
 
     def restart(self) -> None:
         """There is nothing to share."""
