@@ -120,10 +120,10 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def exact(name: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> TransformersTarget:
+def exact(name: str, dtype: torch.dtype = torch.bfloat16, static: Any = "auto", **options: Any) -> TransformersTarget:
     architecture = BY_NAME[name]
     wide = type(architecture)(name, architecture.config, architecture.expect, {**architecture.options, **options})
-    return TransformersTarget(wide.build(dtype), name=name, exact=True)
+    return TransformersTarget(wide.build(dtype), name=name, exact=True, static=static)
 
 
 FAMILIES = ("llama", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe")

@@ -24,6 +24,7 @@ from leapahead.models.transformers.kv_cache import KVCache
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.pretrained import load
 from leapahead.models.transformers.static import choice
+from leapahead.models.transformers.static.graphs import Calls
 
 TREES = ([-1, 0, 0, 2, 1], [-1, 0, 1], [-1])  # parents
 
@@ -109,11 +110,19 @@ def test_other_accelerators_say_that_they_capture_nothing(kind: str) -> None:
     assert refusals == {"static": f"torch captures graphs on CUDA devices only, and this model is on {kind}"}
 
 
-def test_exact_mode_says_that_it_captures_nothing() -> None:
-    executor = ExactExecutor(BY_NAME["llama"].build(), ExactCache(), {})
+def test_exact_mode_is_captured_on_cuda_or_says_once_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = BY_NAME["llama"].build()
+    executor = ExactExecutor(model, ExactCache(), {})
+    assert choice.upgraded(executor, "it", np.arange(9), (3, 1), "auto", True) == (executor, {})
     executor.device = torch.device("cuda")
-    reason = "exact mode computes forwards operation by operation"
-    assert choice.upgraded(executor, "it", np.arange(9), (3, 1), "auto", True) == (executor, {"static": reason})
+    monkeypatch.setattr(choice, "CudaGraphs", lambda device: Calls())
+    model._can_compile_fullgraph = False
+    why = "Transformers does not say of LlamaForCausalLM that its forward can be compiled as a whole"
+    with pytest.warns(UserWarning, match="the forwards of it are not captured as CUDA graphs, so they take longer"):
+        found = choice.upgraded(executor, "it", np.arange(9), (3, 1), "auto", True)
+    assert found == (executor, {"static": why})
+    with pytest.raises(Refused, match=r"cannot be captured .*; leave out static"):
+        choice.upgraded(executor, "it", np.arange(9), (3, 1), "graphs", True)
 
 
 def test_tensor_parallelism_is_refused_by_name() -> None:

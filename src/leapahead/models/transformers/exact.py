@@ -61,7 +61,7 @@ class ExactCache(KVCache):
         return super().write(place, states if states.dtype == torch.float64 else states.float())
 
 
-class _Draft(NamedTuple):
+class Draft(NamedTuple):
     """The tree of one sequence; its nodes from `first` on are to be computed."""
 
     row: Row
@@ -89,7 +89,7 @@ class ExactExecutor(CachedExecutor):
         self.patterns = patterns
         self._visible = {name: Visible(each.window, each.chunk) for name, each in patterns.items()}
         self._dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-        if _has_experts(text_config(model).to_dict()) and not model._can_set_experts_implementation():
+        if has_experts(text_config(model).to_dict()) and not model._can_set_experts_implementation():
             raise Refused("its experts are computed by the number of tokens that go to each of them")
 
     def another(self, model: Any) -> ExactExecutor:
@@ -117,7 +117,7 @@ class ExactExecutor(CachedExecutor):
         try:
             while (start := state.length) < end:
                 chunk = state.tokens[start : min(end, self.chunk_end(start))]
-                draft = _Draft(state.row, TokenTree.chain(chunk[0], chunk[1:]), 0)
+                draft = Draft(state.row, TokenTree.chain(chunk[0], chunk[1:]), 0)
                 keep = {name: self.chunk - max(0, len(chunk) - rows) for name in self.few_logits}
                 found += self._forward([draft], self.chunk, layers, **keep)
                 state.commit(range(len(chunk)))
@@ -140,9 +140,9 @@ class ExactExecutor(CachedExecutor):
         layers: Layers = (),
         **options: Any,
     ) -> list[Outputs]:
-        drafts = [_Draft(*each) for each in zip(rows, trees, num_computed or [0] * len(trees), strict=True)]
+        drafts = [Draft(*each) for each in zip(rows, trees, num_computed or [0] * len(trees), strict=True)]
         found: list[Outputs] = []
-        together: list[_Draft] = []
+        together: list[Draft] = []
         for draft in drafts:
             if draft.new > self.step_rows:
                 raise BadParameter(
@@ -155,7 +155,7 @@ class ExactExecutor(CachedExecutor):
             together.append(draft)
         return found + self._forward(together, self.step_rows, layers)
 
-    def _forward(self, drafts: Sequence[_Draft], size: int, layers: Layers, **options: Any) -> list[Outputs]:
+    def _forward(self, drafts: Sequence[Draft], size: int, layers: Layers, **options: Any) -> list[Outputs]:
         """One forward of `size` rows; `options` are the model's."""
         new = [draft.new for draft in drafts]
         new[-1] += size - sum(new)  # padding, which is discarded with what is not accepted
@@ -197,10 +197,10 @@ class ExactExecutor(CachedExecutor):
             )
 
 
-def _has_experts(values: Mapping[str, Any]) -> bool:
+def has_experts(values: Mapping[str, Any]) -> bool:
     """Whether layers choose among experts for each token, by the values of a configuration and of those inside it."""
     return any(
-        _has_experts(value)
+        has_experts(value)
         if isinstance(value, Mapping)
         else "experts" in str(name) and isinstance(value, int) and value > 1
         for name, value in values.items()

@@ -27,11 +27,10 @@ from leapahead.models.transformers.kv_cache import KVCache
 from leapahead.models.transformers.recurrent import NativeExecutor
 from leapahead.models.transformers.replay import ReplayExecutor, own_settings
 from leapahead.models.transformers.states import stateful_cache
+from leapahead.models.transformers.static.exact import CapturedExactExecutor
 from leapahead.models.transformers.static.executor import StaticExecutor
 from leapahead.models.transformers.twin import twin
 
-# In half precision, exact mode's attention in float32 differs from the model's own by more than two forwards do.
-EXACT_FLOOR = 4.0
 EXACT_DEVICES = ("cpu", "cuda")
 
 Named = tuple[str, Callable[[], Executor]]  # what an executor gives, and what makes it
@@ -154,8 +153,7 @@ def tested_exact(model: Any, name: str, ids: IntArray, usual_length: int) -> Exa
         if patterns is None or model._is_stateful or not (accepts(model, "position_ids") and takes_cache(model)):
             raise Refused("not all of its layers are attention over a KV cache with positions and masks that are given")
         executor = ExactExecutor(model, ExactCache(usual_length), patterns)
-        floor = EXACT_FLOOR * selftest.FLOOR.get(model.dtype, selftest.FLOOR[torch.float16])
-        result = selftest.run(executor, model, ids, test_prompts(model), floor=floor)
+        result = selftest.run(executor, model, ids, test_prompts(model), floor=exacttest.floor(model.dtype))
         if not result.passed:
             raise Refused(f"logits differ from its own by {result.error:.2g} standard deviations")
         exacttest.check(executor, ids)
@@ -171,7 +169,7 @@ def tested_exact(model: Any, name: str, ids: IntArray, usual_length: int) -> Exa
 
 def manner(executor: Executor) -> str:
     """How an executor runs forwards, where that makes their time another, for fingerprints."""
-    kinds = {ExactExecutor: " exact", StaticExecutor: " captured"}
+    kinds = {ExactExecutor: " exact", StaticExecutor: " captured", CapturedExactExecutor: " exact captured"}
     return kinds.get(type(executor), "")
 
 

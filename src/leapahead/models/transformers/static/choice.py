@@ -11,7 +11,7 @@ from leapahead.core.tree import IntArray
 from leapahead.models.transformers import devices
 from leapahead.models.transformers.exact import ExactExecutor
 from leapahead.models.transformers.forward import CachedExecutor, Executor, MaskedExecutor
-from leapahead.models.transformers.static import gate
+from leapahead.models.transformers.static import exact, gate
 from leapahead.models.transformers.static.compiled import Compiler
 from leapahead.models.transformers.static.graphs import Calls, CudaGraphs, GraphBackend
 
@@ -58,11 +58,15 @@ def upgraded(
     if mode == "off" or (mode == "auto" and not (is_cuda and exclusive)):
         return executor, {}
     try:
-        if not isinstance(executor, MaskedExecutor):
+        if not isinstance(executor, (MaskedExecutor, ExactExecutor)):
             raise Refused("it takes no token trees")
+        if isinstance(executor, ExactExecutor) and mode == COMPILED:
+            raise Refused("those of exact mode are not compiled")
         if isinstance(mode, str) and not is_cuda and (mode != COMPILED or executor.device.type != "cpu"):
             raise Refused(f"CUDA graphs need a CUDA device, and the model is on {executor.device}")
         backend = mode if not isinstance(mode, str) else CudaGraphs(executor.device) if is_cuda else Calls()
+        if isinstance(executor, ExactExecutor):
+            return exact.tested(executor, ids, prompts, backend), {}
         found = gate.tested(executor, ids, prompts, backend)
         found.compiler = Compiler() if mode == COMPILED else None
         return found, {}
@@ -81,6 +85,4 @@ def _eager_because(executor: Executor) -> str:
     """Why forwards on an accelerator are not captured, where no test of the model is needed to know; else ""."""
     if not isinstance(executor, CachedExecutor) or executor.device.type == "cpu":
         return ""
-    if isinstance(executor, ExactExecutor):
-        return "exact mode computes forwards operation by operation"
     return devices.eager_because([executor.device])

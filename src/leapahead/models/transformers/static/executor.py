@@ -135,7 +135,7 @@ class StaticExecutor(MaskedExecutor):
             self._write(shape, rows, trees, computed, placed, moves=False)
             self._hold(shape, self._compute(shape))
         self.graphs.over(self._memory)
-        largest = most_rows(placed.batch)
+        largest = self._most_rows(placed.batch)
         if self.graphs.backend.pooled and not self.graphs.has_begun and n < largest:
             # All recordings share memory, and the smaller ones find room in that of the largest.
             self._recorded(rows, trees, computed, largest, layers)
@@ -148,6 +148,10 @@ class StaticExecutor(MaskedExecutor):
         if self.compiler is not None:
             self._compile(shape, self.compiler, lambda: self._write(shape, rows, trees, computed, placed, moves=False))
         return self._outputs(shape, trees, computed, placed)
+
+    def _most_rows(self, batch: int) -> int:
+        """Of one sequence in the largest forward that is recorded."""
+        return most_rows(batch)
 
     def _write(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 from leapahead.core.errors import LeapaheadError, Refused, first_line
 from leapahead.core.tree import IntArray, TokenTree
 from leapahead.models.transformers import packed, selftest
-from leapahead.models.transformers.forward import CachedState, MaskedExecutor
+from leapahead.models.transformers.forward import Executor, MaskedExecutor, State
 from leapahead.models.transformers.static.executor import Attention, StaticExecutor, own_attention
-from leapahead.models.transformers.static.graphs import Called, Forward, GraphBackend, Recording
+from leapahead.models.transformers.static.graphs import Called, Forward, GraphBackend, Graphs, Recording
 
 # Operations whose result, or the shape of it, the host must know.
 HOST_READS = {
@@ -120,13 +120,7 @@ def tested(
     model = executor.model
     if type(executor) is not MaskedExecutor:
         raise Refused("it takes no token trees")
-    if not getattr(model, "_can_compile_fullgraph", False):
-        raise Refused(
-            f"Transformers does not say of {type(model).__name__} that its forward can be compiled as a whole"
-        )
-    devices = {str(each.device) for each in model.parameters()}
-    if len(devices) > 1:
-        raise Refused(f"its weights lie on {' and '.join(sorted(devices))}")
+    check_by_name(model)
     attentions: list[Attention] = [packed.attention, own_attention]
     reasons = list[str]()
     for attention in attentions:
@@ -139,6 +133,17 @@ def tested(
         except Exception as error:
             reasons.append(f"its forward cannot be recorded: {type(error).__name__}: {first_line(error)}")
     raise Refused("; ".join(dict.fromkeys(reasons)))
+
+
+def check_by_name(model: Any) -> None:
+    """Raises `Refused` for a model whose forwards cannot be recorded, as far as that is known without running it."""
+    if not getattr(model, "_can_compile_fullgraph", False):
+        raise Refused(
+            f"Transformers does not say of {type(model).__name__} that its forward can be compiled as a whole"
+        )
+    devices = {str(each.device) for each in model.parameters()}
+    if len(devices) > 1:
+        raise Refused(f"its weights lie on {' and '.join(sorted(devices))}")
 
 
 def _tested(
@@ -154,7 +159,15 @@ def _tested(
     return recording
 
 
-def compare(recording: StaticExecutor, calling: StaticExecutor, ids: IntArray) -> None:
+class Records(Executor, Protocol):
+    """An executor that records forwards."""
+
+    @property
+    def graphs(self) -> Graphs:
+        """The recorded ones."""
+
+
+def compare(recording: Records, calling: Records, ids: IntArray) -> None:
     """Raises `Refused` unless two executors of one model give the same bits, in steps of several shapes.
 
     Args:
@@ -179,11 +192,11 @@ def compare(recording: StaticExecutor, calling: StaticExecutor, ids: IntArray) -
         each.forget()
 
 
-States = list[list[CachedState]]  # of each executor, those of the texts
+States = list[list[State]]  # of each executor, those of the texts
 
 
 @contextmanager
-def _opened(both: Sequence[StaticExecutor], texts: Sequence[list[int]]) -> Iterator[States]:
+def _opened(both: Sequence[Records], texts: Sequence[list[int]]) -> Iterator[States]:
     """The texts in each of the executors, read."""
     states = [[each.open(list(text)) for text in texts] for each in both]
     try:
@@ -196,7 +209,7 @@ def _opened(both: Sequence[StaticExecutor], texts: Sequence[list[int]]) -> Itera
             state.close()
 
 
-def _step(both: Sequence[StaticExecutor], states: States, random: np.random.Generator, ids: IntArray) -> None:
+def _step(both: Sequence[Records], states: States, random: np.random.Generator, ids: IntArray) -> None:
     """A forward over trees, one over more nodes of them, and a commit, compared."""
     last = [state.tokens[-1] for state in states[0]]
     trees = [_grown(random, ids, TokenTree.root(token), int(random.integers(*NODES))) for token in last]
