@@ -22,6 +22,7 @@ from leapahead.models import loading
 from leapahead.models.transformers import pretrained
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.static.compiled import Compiler
+from leapahead.models.transformers.static.exact import CapturedExactExecutor
 from leapahead.models.transformers.static.executor import StaticExecutor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -124,6 +125,7 @@ def test_compiled_forwards(bundled: Any, usual: TransformersTarget) -> None:
 def test_exact_mode(dtype: str) -> None:
     model, _, _ = pretrained.load_files(loading.bundled(), dtype, trust_remote_code=False)
     target = TransformersTarget(model.to(DEVICE), exact=True, exclusive=True)
+    assert isinstance(target.executor, CapturedExactExecutor)
     stop = StopParams(max_new_tokens=128)
     for params in (GREEDY, SAMPLED):
         plain = run(target, params=params, stop=stop)

@@ -68,7 +68,7 @@ def test_every_cell_is_measured_written_and_reported(few_shapes: None, tmp_path:
     assert "--vllm-python" in found["vllm"]["refused"]
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     for title in report.TABLES:
-        assert f"### {title}" in text or title == "Captured forwards"
+        assert f"### {title}" in text or title in ("Captured forwards", "Compiled forwards")
     assert "- tiny, vllm: vLLM is not installed here" in text
     for name in ("curve", "gain"):
         assert (tmp_path / f"{name}.svg").read_text(encoding="utf-8").count("<svg") == 1
@@ -181,9 +181,11 @@ def test_compiled_forwards_are_measured_when_they_are_compiled(monkeypatch: pyte
     lab = Lab(TINY, settings(max_new_tokens=4, prompts=1))
     monkeypatch.setattr("research.gpu.cells.Compiler", partial(Compiler, compile=lambda traced, tensors: traced))
     found = compiled(lab, Clock(60))
-    assert found["tokens"] == LEAST_USES + 1
+    assert found["rows"][0]["tokens"] == LEAST_USES + 1
+    assert [row["drafter"] for row in found["rows"]] == ["plain", "auto"]
     assert [line.split()[0] for line in found["told"]][:2] == ["compiling", "compiled"]
-    assert report.plain_rates({"compiled": found}) == {"compiled": found["tokens_per_second"]}
+    assert report.plain_rates({"compiled": found}) == {"compiled": found["rows"][0]["tokens_per_second"]}
+    assert "| tiny | `auto` |" in report.compiled_table({TINY: {"compiled": found}})
 
     def fails(traced: Any, tensors: Any) -> Any:
         raise RuntimeError("no compiler here")

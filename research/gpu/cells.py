@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -20,7 +20,7 @@ from leapahead.models.transformers.static.compiled import LEAST_USES, Compiler
 from leapahead.models.transformers.static.executor import StaticExecutor
 from research import overhead
 from research.gpu import attention, peers
-from research.gpu.lab import CAPTURED, COMPILED, EAGER, EXACT, TINY, Lab
+from research.gpu.lab import CAPTURED, COMPILED, EAGER, EXACT, EXACT_EAGER, TINY, Lab
 from research.gpu.timing import Clock, median_seconds
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128)  # nodes of a step
@@ -76,20 +76,39 @@ def plain(lab: Lab, clock: Clock) -> Data:
 
 
 def compiled(lab: Lab, clock: Clock) -> Data:
-    """Plain decoding of one sequence once the forward in use is compiled, in the background of other passes."""
+    """Plain decoding and `auto` for one sequence, once the forwards in use are compiled in the background."""
     executor = lab.loaded(COMPILED).target.executor  # type: ignore[attr-defined]
     assert isinstance(executor, StaticExecutor)
     told: list[str] = []
-    executor.compiler = Compiler(tell=told.append)
-    prompts = lab.prompts(lab.tasks[0], 1)
+    executor.compiler = compiler = Compiler(tell=told.append)
+    prompts = lab.prompts(lab.tasks[0], min(2, lab.settings.prompts))
     setting = Setting(max_new_tokens=max(lab.settings.max_new_tokens, LEAST_USES + 1))
-    while not any(line.startswith("compiled") for line in told):
-        if clock.has_run_out or executor.compiler.problem:
-            raise Refused(executor.compiler.problem or "no forward was compiled in the time that was left")
-        lab.speed(COMPILED, "plain", {}, prompts, setting, passes=1)
-    row, _ = lab.speed(COMPILED, "plain", {}, prompts, setting)
-    executor.compiler.close()
-    return {"engine": COMPILED, "told": told, **row}
+    rows: list[Data] = []
+    for drafter in ("plain", "auto"):
+        _compile_those_in_use(lab, drafter, prompts, setting, compiler, told, clock.part(clock.left / (2 - len(rows))))
+        if not any(line.startswith("compiled") for line in told):
+            raise Refused(compiler.problem or "no forward was compiled in the time that was left")
+        row, _ = lab.speed(COMPILED, drafter, {}, prompts, setting)
+        rows.append({**row, "speed_up": row["tokens_per_second"] / (rows or [row])[0]["tokens_per_second"]})
+    compiler.close()
+    return {"engine": COMPILED, "told": told, "rows": rows}
+
+
+def _compile_those_in_use(
+    lab: Lab,
+    drafter: str,
+    prompts: Sequence[list[int]],
+    setting: Setting,
+    compiler: Compiler,
+    told: Sequence[str],
+    clock: Clock,
+) -> None:
+    """Decodes until two passes in a row found all compiled that they use often."""
+    quiet = 0
+    while quiet < 2 and not clock.has_run_out and not compiler.problem:
+        before = len(told)
+        lab.speed(COMPILED, drafter, {}, prompts, setting, passes=1)
+        quiet = quiet + 1 if len(told) == before and not compiler.is_busy else 0
 
 
 def transformers_static(lab: Lab, clock: Clock) -> Data:
@@ -176,16 +195,19 @@ def outside(lab: Lab, clock: Clock) -> Data:
 
 
 def exact(lab: Lab, clock: Clock) -> Data:
-    """Exact mode: texts that differ from those of plain decoding, and how fast one text is decoded plainly."""
+    """Exact mode: how fast one text is decoded, and texts that differ from those of plain decoding."""
     setting = Setting(batch=EXACT_BATCH, max_new_tokens=lab.settings.max_new_tokens)
-    price, _ = lab.speed(EXACT, "plain", {}, lab.prompts(lab.tasks[0], 1), replace(setting, batch=1))
+    prices = [
+        {"engine": kind, **lab.speed(kind, drafter, {}, lab.prompts(lab.tasks[0], 1), replace(setting, batch=1))[0]}
+        for kind, drafter in ((EXACT, "plain"), (EXACT, "auto"), (EXACT_EAGER, "plain"))
+    ]
     rows: list[Data] = []
     turn, some = 0, max(EXACT_BATCH, lab.settings.prompts)
     while True:
         for task, (drafter, options) in product(lab.tasks, EXACT_DRAFTERS):
             left = lab.settings.exact_tokens - sum(row["tokens"] for row in rows)
             if rows and (left <= 0 or clock.has_run_out):
-                return {"plain_tokens_per_second": price["tokens_per_second"], "rows": rows}
+                return {"speeds": prices, "rows": rows}
             prompts = lab.prompts(task, (turn + 1) * some)[turn * some :][: -(-left // setting.max_new_tokens)]
             _, theirs = lab.speed(EXACT, "plain", {}, prompts, setting, passes=1)
             row, mine = lab.speed(EXACT, drafter, options, prompts, setting, passes=1)
@@ -214,7 +236,6 @@ def cells(lab: Lab) -> Iterator[Cell]:
     yield Cell("bandwidth", "copies on the device", 5, bandwidth)
     yield Cell("plain", "plain decoding", 20, plain)
     yield Cell("curve", "T(n)", 20, curve)
-    yield Cell("compiled", "captured forwards, compiled", 60, compiled)
     yield Cell("outside", "steps of 64 nodes", 10, outside)
     yield Cell("graphs", "captures", 10, graphs)
     tasks = lab.tasks if lab.cost != TINY else lab.tasks[:1]
@@ -222,6 +243,7 @@ def cells(lab: Lab) -> Iterator[Cell]:
         measure = partial(speculation, task=task, temperature=temperature, batch=batch)
         what = f"{task}, temperature {temperature:g}, batch {batch}"
         yield Cell(f"{task}-t{temperature:g}-b{batch}", what, 10, measure)
+    yield Cell("compiled", "captured forwards, compiled", 60, compiled)
     yield Cell("exact", "exact mode", 40, exact)
     yield Cell("attention", "one layer's attention", 45, attention.measure)
     yield Cell("transformers", "Transformers, compiled", 60, transformers_static)

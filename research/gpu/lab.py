@@ -27,9 +27,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "captured": {"static": "graphs"},
     "eager": {"static": "off"},
     "compiled": {"static": "compiled"},
-    "exact": {"exact": True, "static": "off"},
+    "exact": {"exact": True},
+    "exact-eager": {"exact": True, "static": "off"},
 }
-CAPTURED, EAGER, COMPILED, EXACT = KINDS
+CAPTURED, EAGER, COMPILED, EXACT, EXACT_EAGER = KINDS
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ NAMES = {
     "captured": "leapahead, captured forwards",
     "compiled": "leapahead, captured forwards, compiled",
     "eager": "leapahead, operation by operation",
+    "exact": "leapahead, exact mode",
+    "exact-eager": "leapahead, exact mode, operation by operation",
     "transformers": "Transformers, static cache",
     "vllm": "vLLM",
 }
@@ -79,7 +81,9 @@ def plain_rates(found: dict[str, Data]) -> dict[str, float]:
     """Tokens per second of plain decoding by who decodes."""
     rows = found.get("plain", {}).get("rows", ())
     rates = {row["engine"]: row.get("tokens_per_second") for row in rows}
-    rates |= {name: found.get(name, {}).get("tokens_per_second") for name in ("compiled", "transformers", "vllm")}
+    rates |= {name: found.get(name, {}).get("tokens_per_second") for name in ("transformers", "vllm")}
+    if compiled := found.get("compiled", {}).get("rows"):
+        rates["compiled"] = compiled[0]["tokens_per_second"]
     return {name: rate for name, rate in rates.items() if rate is not None}
 
 
@@ -150,6 +154,23 @@ def speculation_table(cells: Cells) -> str:
     return _table(heads, rows)
 
 
+def compiled_table(cells: Cells) -> str:
+    """Plain decoding and `auto` on compiled forwards."""
+    rows = [
+        [
+            cost,
+            f"`{row['drafter']}`",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['speed_up']:.2f}",
+            f"{row['acceptance_length']:.2f}",
+            str(sum(line.startswith("compiled") for line in found["compiled"]["told"])),
+        ]
+        for cost, found in cells.items()
+        for row in found.get("compiled", {}).get("rows", ())
+    ]
+    return _table("cost | drafter | tokens/s | against plain | acceptance length | compiled forwards", rows)
+
+
 def outside_table(cells: Cells) -> str:
     """What a step of 64 nodes takes outside its forward."""
     rows = [
@@ -168,22 +189,30 @@ def outside_table(cells: Cells) -> str:
 
 
 def exact_table(cells: Cells) -> str:
-    """Exact mode: differences, and its price."""
+    """Texts of exact mode that differ from those of its plain decoding."""
     rows = []
     for cost, found in cells.items():
-        usual = plain_rates(found)
-        rate = usual.get("captured", usual.get("eager"))
         every = found.get("exact", {}).get("rows", ())
         for drafter in dict.fromkeys(row["drafter"] for row in every):
-            own = found["exact"]["plain_tokens_per_second"]
             texts, tokens, differing = (
                 sum(row[name] for row in every if row["drafter"] == drafter)
                 for name in ("texts", "tokens", "differing_texts")
             )
-            price = f"{rate / own:.2f}" if rate else ""
-            rows.append([cost, f"`{drafter}`", f"{tokens:,}", f"{differing} of {texts}", f"{own:.1f}", price])
-    heads = "cost | drafter | tokens | texts that differ | plain, tokens/s | usual plain decoding, times as fast"
-    return _table(heads, rows)
+            rows.append([cost, f"`{drafter}`", f"{tokens:,}", f"{differing} of {texts}"])
+    return _table("cost | drafter | tokens | texts that differ", rows)
+
+
+def price_table(cells: Cells) -> str:
+    """How fast exact mode is beside usual plain decoding."""
+    rows = []
+    for cost, found in cells.items():
+        usual = plain_rates(found)
+        rate = usual.get("captured", usual.get("eager"))
+        for row in found.get("exact", {}).get("speeds", ()):
+            own = row["tokens_per_second"]
+            share = f"{own / rate:.2f}" if rate else ""
+            rows.append([cost, NAMES[row["engine"]], f"`{row['drafter']}`", f"{own:.1f}", share])
+    return _table("cost | forwards | drafter | tokens/s | against usual plain decoding", rows)
 
 
 def attention_table(cells: Cells) -> str:
@@ -228,9 +257,11 @@ TABLES: dict[str, Callable[[Cells], str]] = {
     "Plain decoding": plain_table,
     "Steps of n nodes": curve_table,
     "Drafting": speculation_table,
+    "Compiled forwards": compiled_table,
     "Outside the forward": outside_table,
     "Captured forwards": graphs_table,
     "Exact mode": exact_table,
+    "The price of exact mode": price_table,
     "One layer's attention, microseconds": attention_table,
 }
 

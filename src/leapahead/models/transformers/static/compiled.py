@@ -139,7 +139,7 @@ class Compiler:
         if self.problem or self._closed or key in self._ordered or len(self._ordered) == MOST:
             return False
         self._uses[key] += 1
-        return self._uses[key] >= self._least_uses and not self._is_busy
+        return self._uses[key] >= self._least_uses and not self.is_busy
 
     def order(self, key: Hashable, what: str, forward: Callable[[], None], tensors: Sequence[Tensor]) -> None:
         """Traces a forward, which runs it, and has it compiled.
@@ -188,7 +188,8 @@ class Compiler:
         self._closed = True
 
     @property
-    def _is_busy(self) -> bool:
+    def is_busy(self) -> bool:
+        """Whether a forward is being compiled."""
         return self._thread is not None and self._thread.is_alive()
 
     def _work(self, key: Hashable, what: str, traced: Any, tensors: Sequence[Tensor]) -> None:
