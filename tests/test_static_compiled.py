@@ -72,8 +72,8 @@ def test_what_is_used_most_is_compiled_and_then_used(backend: Callable[[], Any])
     assert text == run(TransformersTarget(BY_NAME["llama"].build()), prompt=PROMPT).tokens
     assert interpreted.compiled == 1
     assert interpreted.runs > 1
-    assert told[0] == "compiling the forward of batch 1, 1 rows, 256 cached, the 1. in use"
-    assert told[1].startswith("compiled the forward of batch 1, 1 rows, 256 cached in ")
+    assert told[0] == "compiling the forward of batch 1, 1 rows, 1024 cached, the 1. in use"
+    assert told[1].startswith("compiled the forward of batch 1, 1 rows, 1024 cached in ")
     assert not compiler.problem
 
 
@@ -103,7 +103,7 @@ def test_code_with_other_logits_is_not_used() -> None:
     plain_text(target, compiler, interpreted)
     assert interpreted.runs == 1
     assert told[-1] == (
-        "forwards are no longer compiled: batch 1, 1 rows, 256 cached has other logits when it is compiled"
+        "forwards are no longer compiled: batch 1, 1 rows, 1024 cached has other logits when it is compiled"
     )
 
 
@@ -121,7 +121,7 @@ def test_a_compiler_that_fails_is_told_of_once() -> None:
     compiler.wait(20)
     assert run(target, Scattered([*PROMPT, *text]), PROMPT).tokens == text
     assert [line for line in told if "no longer" in line] == [
-        "forwards are no longer compiled: batch 1, 1 rows, 256 cached: no C++ compiler"
+        "forwards are no longer compiled: batch 1, 1 rows, 1024 cached: no C++ compiler"
     ]
 
 

@@ -10,7 +10,16 @@ from static_parts import FakeCuda, recorded
 
 from leapahead.models.transformers.static.buffers import BYTES, Buffers
 from leapahead.models.transformers.static.graphs import Calls, Graphs
-from leapahead.models.transformers.static.shapes import MOST_ROWS, ROWS, Shape, most_rows, own_of, rows_of, slots_of
+from leapahead.models.transformers.static.shapes import (
+    MOST_ROWS,
+    ROWS,
+    Shape,
+    most_rows,
+    own_of,
+    rows_of,
+    slots_of,
+    usual_rows,
+)
 
 
 class Counter:
@@ -135,16 +144,22 @@ def test_calls_are_not_recorded() -> None:
 
 
 def test_rows_are_rounded_up() -> None:
-    assert [rows_of(n, 1) for n in (1, 2, 3, 5, 9, 64, 65, 128, 129)] == [1, 2, 4, 8, 12, 64, 96, 128, None]
+    assert [rows_of(n, 1) for n in (1, 2, 3, 5, 9, 64, 65, 128, 129)] == [1, 4, 4, 8, 16, 64, 128, 128, None]
     assert rows_of(33, 16) is None
     assert rows_of(32, 16) == 32 == most_rows(16)
     assert all(batch * most_rows(batch) <= MOST_ROWS for batch in (1, 2, 3, 4, 8, 16, 64, 512))
     assert list(ROWS) == sorted(ROWS)
 
 
+def test_a_first_forward_with_drafts_is_padded_to_few_rows() -> None:
+    assert [usual_rows(4, batch) for batch in (2, 4, 8, 16, 32, 64)] == [64, 32, 16, 8, 4, 4]
+    assert usual_rows(1, 4) == 1
+    assert usual_rows(32, 16) == 32
+
+
 def test_slots_are_doubled() -> None:
-    assert [slots_of(need, 1000) for need in (3, 256, 257, 600)] == [256, 256, 512, 1000]
-    assert slots_of(20, 24) == 24
+    assert [slots_of(need, 256, 1000) for need in (3, 256, 257, 600)] == [256, 256, 512, 1000]
+    assert slots_of(20, 256, 24) == 24
     assert (own_of(8, 0), own_of(8, 1), own_of(2, 30)) == (8, 16, 32)
 
 

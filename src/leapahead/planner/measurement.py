@@ -36,6 +36,7 @@ REPEATS = 3  # of the first size in the warm-up, in a third of the time; one in 
 LARGE, LARGE_ROUNDS = 32, 3  # sizes above LARGE are measured in every third round only
 DIP_ROUNDS, DIP_SHARE = 3, 0.8  # rounds, and their share, that must show that a larger size takes less time
 MOST_ROUNDS = 10_000
+MOST_PREPARING = 20  # forwards of a size that take longer than later ones will, as a target says
 AGREE, AGREE_QUANTILE = 1.2, 0.75  # greatest ratio of the two halves' times, at this quantile of the sizes
 
 Round = dict[int, float]  # rows -> seconds
@@ -170,7 +171,7 @@ class _Measurement:
         openmp.crowding.look()
         if self.target.info.bucket > 1:  # the first forward of another size takes longer
             self.target.step(self.sessions, trees)
-        for _ in range(2):  # again where the first forward of a size prepares others
+        for _ in range(MOST_PREPARING):  # again where the first forwards of a size prepare others
             start = self.clock()
             found = self.target.step(self.sessions, trees)
             chosen = [choices[0] for choices in found]

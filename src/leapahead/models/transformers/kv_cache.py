@@ -117,6 +117,7 @@ class KVCache(Cache):  # type: ignore[misc]
     """
 
     row_class: type[Row] = Row
+    first_capacity = FIRST_CAPACITY
 
     def __init__(self, usual_length: int = UNLIMITED, block: int = 1) -> None:
         Cache.__init__(self, layer_class_to_replicate=partial(Layer, self))
@@ -131,7 +132,7 @@ class KVCache(Cache):  # type: ignore[misc]
             self.clear()
             return
         self.rows = [self.row_class(0)]
-        self.capacity = min(FIRST_CAPACITY, self.limit)
+        self.capacity = min(self.first_capacity, self.limit)
         self.longest = 0  # entries, of the longest row of the current forward, that were there before it
         self.groups: list[Planes] = []
         self._place: dict[tuple[int, int], tuple[Planes, int]] = {}  # (layer, 0 key or 1 value) -> plane

@@ -71,6 +71,7 @@ class StaticCache(KVCache):
     """See the module."""
 
     row_class = StaticRow
+    first_capacity = 1024  # so that most texts need captures of one length only
     rows: list[StaticRow]  # type: ignore[assignment]
 
     def __init__(self, usual_length: int = UNLIMITED) -> None:
@@ -158,7 +159,7 @@ class StaticCache(KVCache):
         batch = min(batch, len(self.rows))
         for group in self.groups:
             self._first_places(group, batch)
-        return Placed(order, batch, [ends[i] for i in order], slots_of(need, self.capacity))
+        return Placed(order, batch, [ends[i] for i in order], slots_of(need, self.first_capacity, self.capacity))
 
     @property
     def flat(self) -> list[Tensor]:

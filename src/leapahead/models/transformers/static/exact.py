@@ -42,6 +42,7 @@ class CompactedCache(StaticCache):
     """Forwards read whole blocks of it."""
 
     row_class = CompactedRow
+    first_capacity = BLOCK
 
     def __init__(self, usual_length: int = UNLIMITED) -> None:
         super().__init__(min(_whole_blocks(usual_length), UNLIMITED))
@@ -121,9 +122,6 @@ class CapturedExactExecutor(ExactExecutor):
     def _forward(self, drafts: Sequence[Draft], size: int, layers: Layers, **options: Any) -> list[Outputs]:
         with products.in_one_order(self.device):
             return [self.static.alone(draft, size, layers) for draft in drafts]
-
-    def rows(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> int:
-        return len(trees) * self.step_rows
 
     def clear(self) -> None:
         """Drops the entries. Their memory stays, since recordings read and write it."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Any
 
 import torch
@@ -18,11 +20,21 @@ from leapahead.models.transformers.static.buffers import Buffers, Draft
 from leapahead.models.transformers.static.cache import MOVES, Placed, StaticCache, StaticRow
 from leapahead.models.transformers.static.compiled import Compiler
 from leapahead.models.transformers.static.graphs import GraphBackend, Graphs
-from leapahead.models.transformers.static.shapes import Shape, doubled, most_rows, own_of, rows_of
+from leapahead.models.transformers.static.shapes import (
+    USUAL_ROWS,
+    Shape,
+    doubled,
+    most_covering,
+    most_rows,
+    own_of,
+    rows_of,
+    usual_rows,
+)
 from leapahead.models.transformers.twin import twin
 
 Attention = Callable[[Any], AbstractContextManager[None]]
 
+PATIENCE = 64
 FEWEST_ROWS = 128  # for whose outputs there is memory
 
 
@@ -52,12 +64,16 @@ class StaticExecutor(MaskedExecutor):
 
     Attributes:
         compiler: compiles the forwards that are used most; None where none are compiled.
-        prepares: whether the last forward was recorded or compiled, which took longer than the forward.
+        prepares: whether the last forward was recorded or compiled, or was a plain one in a larger shape, and so took
+            longer than it will.
+        patience: how often a batch's shape is asked for before it is recorded, where a larger one is; a quarter as
+            often where that one is large.
     """
 
     cache: StaticCache
     compiler: Compiler | None = None
     prepares = False
+    patience = 0
 
     def __init__(
         self,
@@ -75,6 +91,7 @@ class StaticExecutor(MaskedExecutor):
         self._config = text_config(self._model)
         self._attention = attention
         self._buffers = Buffers(self.device)
+        self._asked = Counter[tuple[int, int]]()  # by batch and rows
         self._logits: Tensor | None = None  # [rows, vocab], of the last recorded forward
         self._hidden: dict[Layers, Tensor] = {}  # [rows, layers * hidden_size]
 
@@ -127,8 +144,7 @@ class StaticExecutor(MaskedExecutor):
         self, rows: Sequence[Row], trees: Sequence[TokenTree], computed: Sequence[int], n: int, layers: Layers
     ) -> list[Outputs] | None:
         """One recorded forward of `n` rows of each sequence; None where its inputs are too large."""
-        placed = self.cache.begin_static(rows, computed, n)
-        shape = Shape(placed.batch, n, own_of(n, max(computed)), placed.end, layers)
+        placed, shape = self._placed(rows, computed, n, layers)
         if not self._buffers.fits(shape):
             return None
         if not self._holds(shape):
@@ -136,10 +152,10 @@ class StaticExecutor(MaskedExecutor):
             self._hold(shape, self._compute(shape))
         self.graphs.over(self._memory)
         largest = self._most_rows(placed.batch)
-        if self.graphs.backend.pooled and not self.graphs.has_begun and n < largest:
+        if self.graphs.backend.pooled and not self.graphs.has_begun and shape.rows < largest:
             # All recordings share memory, and the smaller ones find room in that of the largest.
             self._recorded(rows, trees, computed, largest, layers)
-            placed = self.cache.begin_static(rows, computed, n)
+            placed, shape = self._placed(rows, computed, n, layers)
         self.prepares |= shape not in self.graphs
         # Recording may run a forward several times; moves must be made once.
         self._write(shape, rows, trees, computed, placed, moves=shape in self.graphs)
@@ -148,6 +164,66 @@ class StaticExecutor(MaskedExecutor):
         if self.compiler is not None:
             self._compile(shape, self.compiler, lambda: self._write(shape, rows, trees, computed, placed, moves=False))
         return self._outputs(shape, trees, computed, placed)
+
+    def rows(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> int:
+        n = max(map(len, trees))
+        return len(trees) * (n if n == 1 or len(trees) == 1 else self._likely_rows(doubled(len(trees)), n))
+
+    def _likely_rows(self, batch: int, n: int) -> int:
+        """Of each sequence in a batch's forward of `n` nodes."""
+        bucket = rows_of(n, batch)
+        if bucket is None or not self.patience:
+            return bucket or n
+        captured = {(shape.batch, shape.rows) for shape in self.graphs if isinstance(shape, Shape)}
+        most = most_covering(batch * bucket)
+        larger = [each for each in captured if each[0] >= batch and each[1] >= bucket and prod(each) <= most]
+        least = min(map(prod, larger), default=None)
+        if (batch, bucket) in captured or self._has_patience_ended(self._asked[batch, bucket] + 1, least):
+            return bucket
+        return min(larger, key=prod)[1] if larger else usual_rows(bucket, batch)
+
+    def _placed(self, rows: Sequence[Row], computed: Sequence[int], n: int, layers: Layers) -> tuple[Placed, Shape]:
+        """Prepares the cache for a forward of at least `n` rows, and the shape of the forward.
+
+        A capture takes as long as ten plain steps, and batches have many shapes, since texts join and end. So a batch's
+        forward of a shape that was seldom asked for runs in a larger one that is captured.
+        """
+        placed = self.cache.begin_static(rows, computed, n)
+        shape = Shape(placed.batch, n, own_of(n, max(computed)), placed.end, layers)
+        if placed.batch == 1 or shape in self.graphs or not self.patience:
+            return placed, shape
+        if not self.graphs.has_begun:
+            self._asked.clear()
+        self._asked[shape.batch, n] = asked = self._asked[shape.batch, n] + 1
+        other = self._covering(rows, computed, shape)
+        if self._has_patience_ended(asked, None if other is None else other.all_rows):
+            return placed, shape
+        self.prepares = n == 1  # a plain step's time would be that of a step with drafts
+        if other is None:
+            more = usual_rows(n, placed.batch)
+            placed = self.cache.begin_static(rows, computed, more)
+            return placed, Shape(placed.batch, more, own_of(more, max(computed)), placed.end, layers)
+        placed = self.cache.begin_static(rows, computed, other.rows)
+        return placed._replace(batch=other.batch, end=other.end), other
+
+    def _has_patience_ended(self, asked: int, rows: int | None) -> bool:
+        """Whether a shape that was asked for so often is captured rather than run in one of so many rows."""
+        return asked > (self.patience if rows is None or rows <= USUAL_ROWS else self.patience // 4)
+
+    def _covering(self, rows: Sequence[Row], computed: Sequence[int], shape: Shape) -> Shape | None:
+        """The smallest captured shape in which a forward of this shape fits, if it is not much larger."""
+        self.graphs.over(self._memory)
+        need = 1 + max(row.length + first for row, first in zip(rows, computed, strict=True))
+        fits = [
+            each
+            for each in self.graphs
+            if isinstance(each, Shape)
+            and each.all_rows <= most_covering(shape.all_rows)
+            and (each.layers, each.batch >= shape.batch, each.rows >= shape.rows) == (shape.layers, True, True)
+            and need + each.rows <= each.end
+            and each.own - each.rows >= max(computed)
+        ]
+        return min(fits, key=lambda each: (each.all_rows, each.end, each.own), default=None)
 
     def _most_rows(self, batch: int) -> int:
         """Of one sequence in the largest forward that is recorded."""

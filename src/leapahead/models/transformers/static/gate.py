@@ -22,7 +22,7 @@ from leapahead.core.errors import LeapaheadError, Refused, first_line
 from leapahead.core.tree import IntArray, TokenTree
 from leapahead.models.transformers import packed, selftest
 from leapahead.models.transformers.forward import Executor, MaskedExecutor, State
-from leapahead.models.transformers.static.executor import Attention, StaticExecutor, own_attention
+from leapahead.models.transformers.static.executor import PATIENCE, Attention, StaticExecutor, own_attention
 from leapahead.models.transformers.static.graphs import Called, Forward, GraphBackend, Graphs, Recording
 
 # Operations whose result, or the shape of it, the host must know.
@@ -155,7 +155,7 @@ def _tested(
     if not result.passed:
         raise Refused(f"logits of padded forwards differ by {result.error:.2g} standard deviations")
     compare(recording, calling, ids)
-    recording.graphs.tolerant = True
+    recording.graphs.tolerant, recording.patience = True, PATIENCE
     return recording
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -150,6 +150,10 @@ class Graphs:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        """The keys of the recordings."""
+        return iter(self._kept)
 
     @property
     def has_begun(self) -> bool:

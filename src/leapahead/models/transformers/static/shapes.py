@@ -6,9 +6,10 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from leapahead.models.transformers.forward import Layers
-from leapahead.models.transformers.kv_cache import FIRST_CAPACITY
 
-ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of one sequence
+# Few sizes, since each is captured for each number of sequences: to a GPU, eight rows cost little more than five.
+ROWS = (1, 4, 8, 16, 32, 64, 128)  # of one sequence
+USUAL_ROWS = 128  # of all sequences, to which a first forward with drafts is padded
 MOST_ROWS = 512  # of all sequences; larger forwards take so long that their launches do not matter
 
 
@@ -48,9 +49,21 @@ def most_rows(batch: int) -> int:
     return next(rows for rows in reversed(ROWS) if batch * rows <= MOST_ROWS)
 
 
-def slots_of(need: int, capacity: int) -> int:
-    """The bucket of a forward that reads `need` of `capacity` slots."""
-    return min(max(FIRST_CAPACITY, doubled(need)), capacity)
+def usual_rows(new: int, batch: int) -> int:
+    """The rows of the first forward of a batch that is captured for `new` nodes of a sequence, itself a bucket."""
+    if new == 1:
+        return 1
+    return max(new, *(rows for rows in ROWS if batch * rows <= max(batch, USUAL_ROWS)))
+
+
+def most_covering(rows: int) -> int:
+    """Of all sequences, in a captured forward that takes the place of one of so many rows."""
+    return max(USUAL_ROWS, 2 * rows)
+
+
+def slots_of(need: int, least: int, capacity: int) -> int:
+    """The bucket of a forward that reads `need` of `capacity` slots, and `least` in any case."""
+    return min(max(least, doubled(need)), capacity)
 
 
 def own_of(rows: int, computed: int) -> int:
