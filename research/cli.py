@@ -50,6 +50,7 @@ COMMANDS = {  # name -> where it is, and what it does
     "growth": ("research.commands:growth", "Draw time and memory of text indexes."),
     "calibration": ("research.commands_drafts:calibration", "Draw observed against predicted acceptance."),
     "gpu": ("research.gpu.command:main", "Measure decoding on a GPU, cell by cell, and what it reaches."),
+    "gpu-simulated": ("research.gpu.simulated:main", "Simulate drafting on captured forwards in a GPU's times."),
     "repair": ("research.train.repair:main", "Train a small encoder-decoder that repairs damaged code."),
     "repair-draft": ("research.train.repair_draft:main", "Write what a draft model of that model is trained from."),
     "repair-acceptance": ("research.repair_figures:main", "Measure acceptance lengths on that model."),

@@ -23,6 +23,7 @@ from research.cli import main as research
 from research.gpu import attention, peers, plots, report, vllm_worker
 from research.gpu.cells import Cell, cells, compiled
 from research.gpu.lab import KINDS, TINY, Lab, Settings
+from research.gpu.simulated import Times
 from research.gpu.timing import WARM_UPS, Clock, captured_seconds
 from research.standin import Shapes
 from research.standin_memory import build
@@ -195,6 +196,73 @@ def test_compiled_forwards_are_measured_when_they_are_compiled(monkeypatch: pyte
         compiled(lab, Clock(60))
     with pytest.raises(Refused, match="no forward was compiled in the time that was left"):
         compiled(lab, Clock(0))
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    """A folder as `research gpu` writes it."""
+    conditions = {"versions": {}, "gpu": "a GPU", "dtype": "bfloat16"}
+    cells_found: dict[str, Any] = {
+        "curve": {"rows": [{"engine": "captured", "milliseconds": {"1": 10.0, "64": 11.0, "128": 13.0}}]},
+        "graphs": {"longest": 0.1},
+        "outside": {"rows": [{"outside_ms": 0.5}, {"outside_ms": 0.7}]},
+    }
+    folder = tmp_path / "measured" / "7b"
+    folder.mkdir(parents=True)
+    for name, found in cells_found.items():
+        found |= {"cell": name, "cost": "7b", "conditions": conditions}
+        (folder / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
+    return folder.parent
+
+
+def test_times_between_and_beyond_the_measured_sizes(measured: Path) -> None:
+    times = Times(measured / "7b")
+    assert [times.step(rows) for rows in (1, 64, 96, 128, 192)] == pytest.approx([0.010, 0.011, 0.012, 0.013, 0.015])
+    assert (times.capture, times.outside) == (0.1, 0.0005)
+
+
+def test_drafting_on_captured_forwards_is_simulated(measured: Path, tmp_path: Path) -> None:
+    """By the times of the folder: the speed-up of texts that are drafted well, and a capture for each new shape."""
+    out = tmp_path / "new" / "rows.json"
+    options = [
+        "--measured",
+        str(measured),
+        "--batch",
+        "1",
+        "--prompts",
+        "1",
+        "--max-new-tokens",
+        "24",
+        "--out",
+        str(out),
+    ]
+    result = CliRunner(env={"COLUMNS": "120"}).invoke(research, ["gpu-simulated", *options])
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["measured"] == {"gpu": "a GPU", "dtype": "bfloat16"}
+    greedy = [row for row in found["rows"] if row["temperature"] == 0]
+    assert len(greedy) == 2
+    for row in greedy:
+        assert row["captures"][-1] == 0
+        assert 1.0 < row["speed_ups"][-1] < row["acceptance_length"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--measured", "nowhere"], "nowhere has no curve of any cost; name another --measured"),
+        (["--cost", "3b"], "has no curve of 3b; name another --measured"),
+        (["--data", "nowhere"], "there is no folder 'nowhere' of prompts"),
+        (["--batch", "0"], "0 is not in the range"),
+    ],
+)
+def test_bad_input_of_the_simulation_is_one_sentence(measured: Path, options: list[str], words: str) -> None:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(
+        research, ["gpu-simulated", "--measured", str(measured), *options]
+    )
+    assert result.exit_code != 0
+    assert words in " ".join(result.output.split())
+    assert "Traceback" not in result.output
 
 
 class Timed(FakeCuda):

@@ -416,6 +416,25 @@ def gpu_report(root: Path) -> str:
     return "\n\n".join([text.removeprefix("#"), *figures])
 
 
+def gpu_simulated(root: Path) -> str:
+    """What `python -m research gpu-simulated` has written."""
+    data = json.loads((root / "docs/bench/gpu-simulated.json").read_text(encoding="utf-8"))
+    rows = [
+        [
+            row["cost"],
+            row["task"],
+            f"{row['temperature']:g}",
+            str(row["batch"]),
+            *(f"{each:.2f}" for each in row["speed_ups"]),
+            ", ".join(map(str, row["captures"])),
+            f"{row['acceptance_length']:.2f}",
+        ]
+        for row in data["rows"]
+    ]
+    heads = "cost | prompts | temperature | batch | first pass | second | third | captures | acceptance length"
+    return table(heads, rows) + f"\n\nTimes of {data['measured']['gpu']}, {data['measured']['dtype']}."
+
+
 MODES = ("trees", "chains", "chains with replay", "plain", "refused")
 
 
@@ -455,6 +474,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "gguf-curve": gguf_curve_table,
     "gguf-every-n": gguf_every_n_table,
     "gpu": gpu_report,
+    "gpu-simulated": gpu_simulated,
     "switching": switching_table,
     "serving": serving_table,
     "serving-stall": stall_table,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -60,11 +60,16 @@ class Settings:
 
 @dataclass(eq=False)
 class Lab:
-    """Of one cost: a name of `COSTS`, or "tiny"."""
+    """Of one cost: a name of `COSTS`, or "tiny".
+
+    Attributes:
+        kinds: options of the targets by kind.
+    """
 
     cost: str
     settings: Settings
     progress: Progress = silent
+    kinds: Mapping[str, dict[str, Any]] = field(default_factory=lambda: KINDS)
     _targets: dict[str, TransformersTarget] = field(default_factory=dict)
 
     @property
@@ -100,7 +105,7 @@ class Lab:
         """
         if kind not in self._targets:
             name = f"{self.cost} stand-in" if self.cost in COSTS else self.cost
-            self._targets[kind] = TransformersTarget(self.model, name=name, exclusive=True, **KINDS[kind])
+            self._targets[kind] = TransformersTarget(self.model, name=name, exclusive=True, **self.kinds[kind])
         target = self._targets[kind]
         return loading.Loaded(target, self.tokenizer, ())
 
