@@ -45,7 +45,7 @@ def cell(out: Path, name: str) -> dict[str, Any]:
 @pytest.fixture
 def few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "ROWS", (1, 7))
-    monkeypatch.setattr(attention, "CELLS", (512,))
+    monkeypatch.setattr(attention, "CELLS", (1024,))
     monkeypatch.setattr("research.gpu.cells.SIZES", (1, 4))
     monkeypatch.setattr("research.gpu.cells.CONTEXT", 16)
 

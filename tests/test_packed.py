@@ -59,7 +59,12 @@ def tree_mask(random: torch.Generator, batch: int, rows: int, cells: int, window
 
 
 def layer(
-    group: int, batch: int = 2, rows: int = 7, cells: int = 512, dtype: torch.dtype = torch.float64, **options: Any
+    group: int,
+    batch: int = 2,
+    rows: int = 7,
+    cells: int = 2 * compacted.BLOCK,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> dict[str, Any]:
     """What a layer gives its attention, with two key heads and a random tree mask."""
     random = torch.Generator().manual_seed(group * 100 + rows)
@@ -145,7 +150,7 @@ def test_recorded_on_one_tree_it_is_right_on_others(forward: Attention, options:
     def inputs(seed: int) -> list[Tensor]:
         random = torch.Generator().manual_seed(seed)
         tensors = [torch.randn(2, heads, n, 8, generator=random, dtype=torch.float64) for heads, n in SHAPE]
-        return [*tensors, tree_mask(random, 2, 6, 512, window=[None, 9][seed % 2])]
+        return [*tensors, tree_mask(random, 2, 6, SHAPE[1][1], window=[None, 9][seed % 2])]
 
     recorded = make_fx(run)(*inputs(0))
     for seed in (1, 2, 3):
@@ -156,7 +161,7 @@ def test_recorded_on_one_tree_it_is_right_on_others(forward: Attention, options:
         assert not HOST_READS & seen.names
 
 
-SHAPE = ((4, 6), (2, 512), (2, 512))  # heads and rows of queries, keys and values
+SHAPE = ((4, 6), (2, 2 * compacted.BLOCK), (2, 2 * compacted.BLOCK))  # heads and rows of queries, keys and values
 
 
 @BOTH
@@ -194,7 +199,7 @@ def test_what_is_something_else_is_refused_by_name(forward: Attention) -> None:
 
 
 def test_compaction_needs_whole_blocks_of_cells() -> None:
-    with pytest.raises(Refused, match=r"a multiple of 256 cells; that of Identity is .* of shape"):
+    with pytest.raises(Refused, match=r"a multiple of 1024 cells; that of Identity is .* of shape"):
         compacted.forward(torch.nn.Identity(), **layer(2, cells=500))
 
 
@@ -244,7 +249,7 @@ def plain_and_drafted(
     Returns:
         The two, and the rows of the tree on the path.
     """
-    entries = torch.randn(2, 1, 2, 1024, 8, generator=random)[..., :cells, :].contiguous()
+    entries = torch.randn(2, 1, 2, 2048, 8, generator=random)[..., :cells, :].contiguous()
     last = length + len(path)  # entries that the end of the path sees
     there = torch.arange(cells)
 
@@ -254,7 +259,7 @@ def plain_and_drafted(
     plain_mask = torch.zeros(1, 1, rows, cells, dtype=torch.bool)
     plain_mask[..., 0, :] = seen(last - 1)
     plain_mask[..., 1:, 0] = True
-    moved = torch.randn(2, 1, 2, 1024, 8, generator=random)[
+    moved = torch.randn(2, 1, 2, 2048, 8, generator=random)[
         ..., :cells, :
     ].contiguous()  # other entries, where there is nothing to be seen
     moved[..., :length, :] = entries[..., :length, :]
@@ -278,7 +283,7 @@ def test_compacted_a_node_has_the_bits_of_plain_decoding(length: int, window: in
     """Also where the cache of one of them has grown."""
     rows, path = 8, [0, 2, 3, 6]
     found, others = [], []
-    for cells in (512, 1024):
+    for cells in (1024, 2048):
         random = torch.Generator().manual_seed(length)
         plain, drafted, path = plain_and_drafted(random, length, path[: 1 if length == 500 else 4], rows, cells, window)
         query = torch.randn(1, 4, 8, generator=random)

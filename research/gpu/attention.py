@@ -84,7 +84,7 @@ def variants(given: Given) -> Iterator[tuple[str, Callable[[Given], Tensor]]]:
     heads, key_heads, rows = given.query.shape[1], given.key.shape[1], given.query.shape[2]
     added = packed.added(packed.pack_mask(given.mask, key_heads, heads), given.query.dtype)
     unrepeated = packed.added(given.mask, given.query.dtype)  # as a forward has it, once for all layers
-    visible = compacted.Compaction.of(given.mask)
+    visible = compacted.Compaction.of(given.mask, key_heads, heads // key_heads)
     sums, scale = torch.promote_types(given.query.dtype, torch.float32), given.query.shape[3] ** -0.5
 
     def unpacked(attend: Callable[..., Tensor], layer: Given) -> Tensor:

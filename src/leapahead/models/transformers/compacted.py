@@ -21,6 +21,7 @@ on the tree.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -31,34 +32,45 @@ from leapahead.core.errors import Refused
 from leapahead.models.transformers.packed import checked_mask, pack, pack_mask, pack_sinks, shared, unpack
 
 NAME = "leapahead_compacted"
-BLOCK = 256  # cells; those of the cache are a multiple of it
+BLOCK = 1024  # cells; those of the cache are a multiple of it
 REACH = 64  # depth of the deepest node
 STEP = 64  # entries by which the window moves at a time
 WINDOW = REACH + STEP  # entries
 
 
 class Compaction(NamedTuple):
-    """Where the visible entries of each row lie.
+    """Where the visible entries of each row lie, as all layers with these heads read it. Packed rows are those of the
+    heads of a key head, one head after the other.
 
     Attributes:
-        head: bool [batch, 1, rows, cells]; the visible entries before the window.
+        hidden: bool [blocks, batch, 1, packed rows, BLOCK]; what is not among the visible entries before the window.
         slots: int64 [batch, rows, WINDOW]; of the entries of the window, in their order; any slot behind the last.
-        inside: bool [batch, 1, rows, WINDOW]; whether there is such an entry.
+        outside: bool [batch, 1, packed rows, WINDOW]; whether there is no such entry.
+        places: int64 [batch, key heads, packed rows, WINDOW]; of the window among the scores of all blocks.
     """
 
-    head: Tensor
+    hidden: Tensor
     slots: Tensor
-    inside: Tensor
+    outside: Tensor
+    places: Tensor
 
     @classmethod
-    def of(cls, mask: Tensor) -> Compaction:
-        """Of a boolean mask [batch, 1, rows, cells]."""
+    def of(cls, mask: Tensor, key_heads: int, group: int) -> Compaction:
+        """Of a boolean mask [batch, 1, rows, cells], for key heads of so many heads each."""
+        batch, _, rows, cells = mask.shape
         number = mask[:, 0].cumsum(-1)  # [batch, rows, cells]; of visible entries up to a cell
         count = number[..., -1:]
         begin = torch.clamp((count - 1) // STEP * STEP - REACH, min=0)  # entries of the head
         wanted = begin + 1 + torch.arange(WINDOW, device=mask.device)
-        slots = torch.searchsorted(number, wanted).clamp(max=mask.shape[-1] - 1)
-        return cls(mask & (number <= begin)[:, None], slots, (wanted <= count)[:, None])
+        slots = torch.searchsorted(number, wanted).clamp(max=cells - 1)
+        head = pack_mask(mask & (number <= begin)[:, None], 1, group)
+        hidden = torch.stack(torch.split(~head, BLOCK, dim=-1))
+        outside = pack_mask((wanted > count)[:, None], 1, group)
+        # Scores lie block by block, and in each by sequence, head and row.
+        scored = torch.arange(batch * key_heads * group * rows, device=mask.device).view(batch, key_heads, -1, 1)
+        packed = slots[:, None].repeat(1, 1, group, 1)
+        places = (packed // BLOCK * scored.numel() + scored) * BLOCK + packed % BLOCK
+        return cls(hidden, slots, outside, places)
 
 
 def attend(
@@ -81,30 +93,25 @@ def attend(
     Returns:
         float [batch, key heads, packed rows, value dim].
     """
-    batch, key_heads, packed_rows, _ = query.shape
-    rows, cells, dtype = visible.slots.shape[1], key.shape[2], query.dtype
-    group = packed_rows // rows
-    blocks = [slice(at, at + BLOCK) for at in range(0, cells, BLOCK)]
-    every = [query @ key[:, :, block].to(dtype).mT for block in blocks]
-    slots = visible.slots[:, None].repeat(1, 1, group, 1).expand(batch, key_heads, packed_rows, WINDOW)
-    window = torch.cat(every, -1).gather(-1, slots)
+    dtype = query.dtype
+    blocks = [slice(at, at + BLOCK) for at in range(0, key.shape[2], BLOCK)]
+    # Each product has the shape of one block. What is not a sum may be computed of all blocks together.
+    every = torch.stack([query @ key[:, :, block].to(dtype).mT for block in blocks])
     if softcap is not None:
-        every, window = [torch.tanh(each / softcap) * softcap for each in every], torch.tanh(window / softcap) * softcap
-    head = pack_mask(visible.head, 1, group)
-    window = window.masked_fill(~pack_mask(visible.inside, 1, group), -torch.inf)
-    every = [each.masked_fill(~head[..., block], -torch.inf) for each, block in zip(every, blocks, strict=True)]
-    most = torch.stack([each.amax(-1, keepdim=True) for each in (*every, window)]).amax(0)
+        every = torch.tanh(every / softcap) * softcap
+    window = torch.take(every, visible.places).masked_fill_(visible.outside, -torch.inf)
+    every = every.masked_fill_(visible.hidden, -torch.inf)
+    most = torch.maximum(every.amax((0, -1))[..., None], window.amax(-1, keepdim=True))
     if sinks is not None:
         most = torch.maximum(most, sinks)
-    total = torch.zeros_like(most) if sinks is None else torch.exp(sinks - most)
-    output = query.new_zeros(batch, key_heads, packed_rows, value.shape[3])
-    for each, block in zip(every, blocks, strict=True):
-        weights = torch.exp(each - most)
-        total = total + weights.sum(-1, keepdim=True)
-        output = output + weights @ value[:, :, block].to(dtype)
-    weights = torch.exp(window - most)
-    output = output + _of_window(weights, value, visible.slots)
-    return output / (total + weights.sum(-1, keepdim=True))
+    every, window = torch.exp(every.sub_(most)), torch.exp(window.sub_(most))
+    totals = [each.sum(-1, keepdim=True) for each in (*every, window)]
+    outputs = [each @ value[:, :, block].to(dtype) for each, block in zip(every, blocks, strict=True)]
+    outputs.append(_of_window(window, value, visible.slots))
+    if sinks is not None:
+        totals.append(torch.exp(sinks - most))
+    found: Tensor = reduce(torch.add, outputs) / reduce(torch.add, totals)
+    return found
 
 
 def _of_window(weights: Tensor, value: Tensor, slots: Tensor) -> Tensor:
@@ -143,10 +150,11 @@ def forward(
             f"compacted attention needs a boolean mask for all heads, of a multiple of {BLOCK} cells; that of "
             f"{type(module).__name__} is {mask.dtype} of shape {list(mask.shape)}"
         )
-    rows, key_heads = query.shape[2], key.shape[1]
+    heads, rows, key_heads = query.shape[1], query.shape[2], key.shape[1]
     dtype = torch.promote_types(query.dtype, torch.float32)
     scaled = pack(query, key_heads).to(dtype) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    visible = shared().get(mask, NAME, lambda: Compaction.of(mask))
+    group = heads // key_heads
+    visible = shared().get(mask, (NAME, key_heads, group), lambda: Compaction.of(mask, key_heads, group))
     sinks = None if s_aux is None else pack_sinks(s_aux, key_heads, rows).to(dtype)
     return unpack(attend(scaled, key, value, visible, softcap, sinks).to(query.dtype), rows), None
 
