@@ -32,7 +32,7 @@ from leapahead.models.base import (
     Target,
     read_prompt,
 )
-from leapahead.models.transformers import families, kv_cache, require_version, selftest
+from leapahead.models.transformers import families, require_version, selftest
 from leapahead.models.transformers import model as backend
 from leapahead.models.transformers.arguments import cache_name
 from leapahead.models.transformers.forward import CachedExecutor, ChainExecutor, MaskedExecutor
@@ -205,7 +205,7 @@ def test_a_session_whose_prompt_is_not_read_is_not_stepped(target: TransformersT
 
 def test_capacity_doubles_and_keeps_its_content(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(TransformersTarget(model), prompt=PROMPT).tokens
-    monkeypatch.setattr(kv_cache, "FIRST_CAPACITY", 4)
+    monkeypatch.setattr(KVCache, "first_capacity", 4)
     target = TransformersTarget(model)
     assert run(target, RandomTrees(), prompt=PROMPT).tokens == expected
     assert cache_of(target).capacity == 64

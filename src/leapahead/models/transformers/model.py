@@ -60,15 +60,12 @@ from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
 from leapahead.models.transformers.memory import free_bytes, out_of_memory_in
 from leapahead.models.transformers.replay import ReplayExecutor
 from leapahead.models.transformers.static import choice
-from leapahead.models.transformers.static.exact import CapturedExactExecutor
-from leapahead.models.transformers.static.executor import StaticExecutor
 from leapahead.models.transformers.static.graphs import GraphBackend
 from leapahead.models.transformers.twin import twin
 
 NODES = 512  # slots for the nodes of a step, behind a sequence that fills the context
 # The part of the free memory that the cache may take by default; the rest is for activations and for other programs.
 CACHE_SHARE = {"cuda": 0.7, "cpu": 0.5}
-RECORDING = (StaticExecutor, CapturedExactExecutor)
 
 
 class TransformersSession:
@@ -155,9 +152,7 @@ class TransformersTarget:
             self.context_length = families.context_length(self.config)
             self._ids = families.ordinary_ids(model.config, self.config, vocab_size)
             self.executor, self.refusals = self._tested_executor(exclusive, exact)
-            upgraded = choice.upgraded(
-                self.executor, self._name, self._ids, self.test_prompts(), static, exclusive or exact
-            )
+            upgraded = choice.upgraded(self.executor, self._name, self._ids, self.test_prompts(), static, exclusive)
             self.executor, self.refusals = upgraded[0], {**self.refusals, **upgraded[1]}
             layers: Layers = ()
             hidden_size = 0
@@ -274,7 +269,7 @@ class TransformersTarget:
             states = [session.state for session in sessions]
             rows = [tree.computed for tree in trees]
             computed = self.executor.forward(states, rows, num_computed, self._layers(capture))
-            prepares = isinstance(self.executor, RECORDING) and self.executor.prepares
+            prepares = isinstance(self.executor, choice.RECORDING) and self.executor.prepares
             parts = [
                 _divided(tree, first, output)
                 for tree, first, output in zip(trees, num_computed or [0] * len(trees), computed, strict=True)
@@ -301,7 +296,7 @@ class TransformersTarget:
 
     def forget(self) -> None:
         """Drops the entries of closed sessions; without open ones their memory too, unless captured forwards use it."""
-        if isinstance(self.executor, RECORDING):
+        if isinstance(self.executor, choice.RECORDING):
             self.executor.clear()
         else:
             self.executor.forget()

@@ -13,10 +13,13 @@ from leapahead.models.transformers.exact import ExactExecutor
 from leapahead.models.transformers.forward import CachedExecutor, Executor, MaskedExecutor
 from leapahead.models.transformers.static import exact, gate
 from leapahead.models.transformers.static.compiled import Compiler
+from leapahead.models.transformers.static.exact import CapturedExactExecutor
+from leapahead.models.transformers.static.executor import StaticExecutor
 from leapahead.models.transformers.static.graphs import Calls, CudaGraphs, GraphBackend
 
 STATIC = "static"  # among the refusals of a target
 COMPILED = "compiled"
+RECORDING = (StaticExecutor, CapturedExactExecutor)
 MODES = ("auto", "off", "graphs", COMPILED)
 
 
@@ -55,7 +58,8 @@ def upgraded(
     is_cuda = device is not None and device.type == "cuda"
     if mode == "auto" and (reason := _eager_because(executor)):
         return executor, {STATIC: reason}
-    if mode == "off" or (mode == "auto" and not (is_cuda and exclusive)):
+    alone = exclusive or isinstance(executor, ExactExecutor)  # which has a copy of a model that others run
+    if mode == "off" or (mode == "auto" and not (is_cuda and alone)):
         return executor, {}
     try:
         if not isinstance(executor, (MaskedExecutor, ExactExecutor)):
