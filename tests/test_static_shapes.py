@@ -17,8 +17,9 @@ from leapahead.drafters.base import PerSequence
 from leapahead.models.base import read_prompt
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.static.executor import PATIENCE, StaticExecutor
-from leapahead.models.transformers.static.graphs import Graphs
-from leapahead.models.transformers.static.shapes import Shape
+from leapahead.models.transformers.static.graphs import Calls, Graphs
+from leapahead.models.transformers.static.shapes import ROWS, Shape
+from leapahead.models.warm_up import WarmsUp
 
 NEW = (9, 14, 22, 17, 30)  # tokens of the texts of a batch
 
@@ -138,3 +139,29 @@ def test_drafts_that_grow_run_in_shapes_that_hold_what_was_computed(shapes: list
     theirs = usual.step([alone], [whole])[0]
     assert [int(each) for each in mine[0].logits.argmax(-1)] == [int(each) for each in theirs.logits.argmax(-1)][5:]
     assert all(shape.own - shape.rows >= 5 for shape in shapes[-1:])
+
+
+def test_a_target_that_is_warm_captures_nothing_when_plain_texts_begin(shapes: list[Shape]) -> None:
+    target, executor = made()
+    assert isinstance(target, WarmsUp)
+    target.warm_up(5)
+    captured = {(shape.batch, shape.rows) for shape in executor.graphs if isinstance(shape, Shape)}
+    assert captured >= {(1, rows) for rows in ROWS} | {(8, 1), (8, 16), (4, 1), (4, 32), (2, 1), (2, 64)}
+    assert not any(row.busy for row in executor.cache.rows)
+    assert executor.patience == PATIENCE
+    before = list(executor.graphs)
+    usual = TransformersTarget(BY_NAME["llama"].build())
+    assert texts(target) == texts(usual)
+    assert list(executor.graphs) == before or set(executor.graphs) == set(before)
+
+
+def test_warming_up_ends_where_the_cache_is_full_or_nothing_is_captured() -> None:
+    target, executor = made()
+    executor.cache.limit = 2048
+    target.warm_up(64)
+    assert not any(row.busy for row in executor.cache.rows)
+    assert run(target, prompt=PROMPT).tokens == run(TransformersTarget(BY_NAME["llama"].build()), prompt=PROMPT).tokens
+    called = TransformersTarget(BY_NAME["llama"].build(), static=Calls())
+    called.warm_up(4)
+    assert not len(called.executor.graphs)  # type: ignore[attr-defined]
+    TransformersTarget(BY_NAME["llama"].build()).warm_up(4)

@@ -25,6 +25,7 @@ from leapahead.cli.options import DRAFTER, EXISTING_FILE, MODEL, all_of
 from leapahead.cli.typed import Finite
 from leapahead.core.errors import BadParameter, needing
 from leapahead.core.parameters import MOST_BATCH
+from leapahead.models.warm_up import WarmsUp
 
 SERVER, LIMITS, ACCESS = "Server options", "Limits", "Access options"
 PACKAGES = ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "httptools")
@@ -271,6 +272,8 @@ def serve(
         if generation_config:
             chosen = replace(chosen, defaults=model_defaults(llm))
         logs.set_up()
+        if isinstance(llm.target, WarmsUp):
+            llm.target.warm_up(max_batch)
         if llm.target.info.kv_cache:
             logs.event("kv_cache", chosen=llm.target.info.kv_cache)
         application, worker = app.make(llm, chosen)

@@ -60,6 +60,7 @@ from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
 from leapahead.models.transformers.memory import free_bytes, out_of_memory_in
 from leapahead.models.transformers.replay import ReplayExecutor
 from leapahead.models.transformers.static import choice
+from leapahead.models.transformers.static.executor import StaticExecutor
 from leapahead.models.transformers.static.graphs import GraphBackend
 from leapahead.models.transformers.twin import twin
 
@@ -301,6 +302,12 @@ class TransformersTarget:
         else:
             self.executor.forget()
 
+    def warm_up(self, sequences: int) -> None:
+        """See `WarmsUp`."""
+        if isinstance(self.executor, StaticExecutor):
+            with self.lock, torch.no_grad(), out_of_memory_in("captured forwards", sequences, self.device):
+                self.executor.warm_up(sequences, int(self._ids[0]))
+
     def weights_digest(self) -> str:
         """See `IdentifiesWeights`."""
         return weights.digest(self.model)
@@ -337,7 +344,7 @@ class TransformersTarget:
     def _sampler(self, params: SamplingParams, tokens: list[int]) -> Sampler:
         vocab_size = self.info.vocab_size
         if self._on_host and not params.processors:  # a user's processor is written for tensors
-            return Sampler(params, tokens, vocab_size, from_target=host_logits)
+            return Sampler(params, tokens, vocab_size, from_target=choosing.host_logits)
 
         def to_array(array: npt.NDArray[Any]) -> Tensor:
             return torch.from_numpy(array).to(self.device)
@@ -381,17 +388,3 @@ def _divided(tree: TokenTree, first: int, outputs: Outputs) -> tuple[Outputs, tu
     (logits, hidden), nodes = outputs, len(tree) - first
     probes = torch.split(logits[nodes:], [len(each.tokens) for each in tree.probes])
     return Outputs(logits[:nodes], None if hidden is None else hidden[:nodes]), tuple(map(Rows, probes))
-
-
-def host_logits(logits: Tensor) -> npt.NDArray[np.floating[Any]]:
-    """Logits on the CPU as float32 or float64 for numpy, which processes a row in one thread, in its own cache.
-
-    torch wakes a second thread for a row of a large vocabulary, and its argmax takes 20 to 50 times as long as numpy's:
-    together about a millisecond a step.
-    """
-    logits = logits.detach()
-    if logits.dtype == torch.bfloat16:  # the upper half of a float32
-        bits = logits.view(torch.int16).numpy().astype(np.uint32)
-        bits <<= 16
-        return bits.view(np.float32)
-    return logits.numpy() if logits.dtype == torch.float64 else logits.float().numpy()

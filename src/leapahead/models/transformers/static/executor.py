@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leapahead.core.errors import CacheFull
 from leapahead.core.tree import TokenTree
 from leapahead.models.transformers import selftest
 from leapahead.models.transformers.families import Pattern, text_config
-from leapahead.models.transformers.forward import Batch, Layers, MaskedExecutor, Outputs, side_by_side
+from leapahead.models.transformers.forward import Batch, CachedState, Layers, MaskedExecutor, Outputs, side_by_side
 from leapahead.models.transformers.kv_cache import Row
 from leapahead.models.transformers.static.buffers import Buffers, Draft
 from leapahead.models.transformers.static.cache import MOVES, Placed, StaticCache, StaticRow
 from leapahead.models.transformers.static.compiled import Compiler
 from leapahead.models.transformers.static.graphs import GraphBackend, Graphs
 from leapahead.models.transformers.static.shapes import (
+    ROWS,
     USUAL_ROWS,
     Shape,
     doubled,
@@ -35,6 +37,7 @@ from leapahead.models.transformers.twin import twin
 Attention = Callable[[Any], AbstractContextManager[None]]
 
 PATIENCE = 64
+NEW = 256  # tokens of a text that is expected
 FEWEST_ROWS = 128  # for whose outputs there is memory
 
 
@@ -139,6 +142,34 @@ class StaticExecutor(MaskedExecutor):
         self.cache.clear()
         if self.exits is not None:
             self.exits.forget()
+
+    def warm_up(self, sequences: int, token: int) -> None:
+        """Captures the forwards of plain steps of up to so many sequences, and those that others with drafts run in.
+
+        Args:
+            token: of the text that is decoded for it.
+        """
+        if not self.graphs.backend.pooled:
+            return
+        states, patience = list[CachedState](), self.patience
+        self.patience = 0
+        try:
+            while len(states) < sequences:
+                states.append(self.open([token], reserve=NEW))
+            counts = {1 << power for power in range((sequences - 1).bit_length())} | {sequences}
+            for count in sorted(counts, reverse=True):  # the largest first, whose memory the others share
+                sizes = (usual_rows(ROWS[1], doubled(count)), 1) if count > 1 else tuple(reversed(ROWS))
+                for rows in (
+                    sizes if self.cache.is_ready else (1, *sizes)
+                ):  # the first forward makes the cache's tensors
+                    self.forward(states[:count], [TokenTree.chain(token, [token] * (rows - 1))] * count)
+                    self.discard([state.row for state in states])
+        except CacheFull:  # so many sequences are decoded one after another
+            return
+        finally:
+            self.patience = patience
+            for state in states:
+                state.close()
 
     def _recorded(
         self, rows: Sequence[Row], trees: Sequence[TokenTree], computed: Sequence[int], n: int, layers: Layers
