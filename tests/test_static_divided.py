@@ -94,6 +94,7 @@ def test_layers_that_write_and_read_what_is_shared(before: Callable[[Tensor], Te
         views, shared = [each.view(3, 4)[:2] for each in caches], before(state)
         for weight, cache, view in zip(weights, caches, views, strict=True):
             state = torch.relu(state @ weight).add_(1).neg() * shared
+            state = torch.add(state, 1, out=torch.empty(2, 4))
             cache.view(3, 4).index_copy_(0, at, state[:1])
             state = state + view.sum(0) - torch.cos(state) + view[:1].sin().exp()
         out.copy_(state)

@@ -157,13 +157,12 @@ class StaticExecutor(MaskedExecutor):
             while len(states) < sequences:
                 states.append(self.open([token], reserve=NEW))
             counts = {1 << power for power in range((sequences - 1).bit_length())} | {sequences}
-            for count in sorted(counts, reverse=True):  # the largest first, whose memory the others share
-                sizes = (usual_rows(ROWS[1], doubled(count)), 1) if count > 1 else tuple(reversed(ROWS))
-                for rows in (
-                    sizes if self.cache.is_ready else (1, *sizes)
-                ):  # the first forward makes the cache's tensors
-                    self.forward(states[:count], [TokenTree.chain(token, [token] * (rows - 1))] * count)
-                    self.discard([state.row for state in states])
+            # The largest first, whose memory the others share, behind a forward that makes the cache's tensors.
+            sizes = [(1, 1), *((count, usual_rows(ROWS[1], doubled(count))) for count in sorted(counts, reverse=True))]
+            sizes += [(count, 1) for count in counts] + [(1, rows) for rows in ROWS]
+            for count, rows in sizes:
+                self.forward(states[:count], [TokenTree.chain(token, [token] * (rows - 1))] * count)
+                self.discard([state.row for state in states])
         except CacheFull:  # so many sequences are decoded one after another
             return
         finally:
@@ -229,7 +228,7 @@ class StaticExecutor(MaskedExecutor):
         other = self._covering(rows, computed, shape)
         if self._has_patience_ended(asked, None if other is None else other.all_rows):
             return placed, shape
-        self.prepares = n == 1  # a plain step's time would be that of a step with drafts
+        self.prepares |= n == 1  # a plain step's time would be that of a step with drafts
         if other is None:
             more = usual_rows(n, placed.batch)
             placed = self.cache.begin_static(rows, computed, more)

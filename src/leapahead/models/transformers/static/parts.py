@@ -221,7 +221,8 @@ def _memory(node: Node) -> Node:
 def _writes(node: Node) -> Iterator[Any]:
     """The arguments that an operation writes to."""
     schema = getattr(node.target, "_schema", None)
-    for argument, given in zip(schema.arguments if schema else (), node.args, strict=False):
+    for at, argument in enumerate(schema.arguments if schema else ()):
+        given = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from given if isinstance(given, (list, tuple)) else [given]
 
