@@ -233,12 +233,11 @@ class LatencyProfile:
         while len(self._shapes) <= self.trusted:
             self._shapes.append(self._shape(len(self._shapes)))
         shapes, found = self._shapes, [plain] * (self._first + 1)
-        for low, high in pairwise(sizes):
-            start, factor = low.rows, plain * self._hopeful(low)
-            slope = (plain * self._hopeful(high) - factor) / (high.rows - start)
+        factors = [plain * self._hopeful(size) for size in sizes]
+        for (low, factor), (high, then) in pairwise(zip(sizes, factors, strict=True)):
+            start, slope = low.rows, (then - factor) / (high.rows - low.rows)
             found += [shapes[n] * (factor + slope * (n - start)) for n in range(start + 1, high.rows + 1)]
-        factor = plain * self._hopeful(sizes[-1])
-        found += [shape * factor for shape in shapes[len(found) : self.trusted + 1]]
+        found += [shape * factors[-1] for shape in shapes[len(found) : self.trusted + 1]]
         hope, slope = found[seen] / self._line(seen), (found[seen] - plain) / max(seen - self._first, 1)
         slope = max(slope, LEAST_SLOPE * plain) if seen > self._first else inf
         for n in range(seen + 1, len(found)):
