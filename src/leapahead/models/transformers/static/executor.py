@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import prod
 from typing import Any
 
 import torch
@@ -200,17 +199,14 @@ class StaticExecutor(MaskedExecutor):
         return len(trees) * (n if n == 1 or len(trees) == 1 else self._likely_rows(doubled(len(trees)), n))
 
     def _likely_rows(self, batch: int, n: int) -> int:
-        """Of each sequence in a batch's forward of `n` nodes."""
+        """Of each sequence in a batch's forward of `n` nodes, as `_placed` will find."""
         bucket = rows_of(n, batch)
         if bucket is None or not self.patience:
             return bucket or n
-        captured = {(shape.batch, shape.rows) for shape in self.graphs if isinstance(shape, Shape)}
-        most = most_covering(batch * bucket)
-        larger = [each for each in captured if each[0] >= batch and each[1] >= bucket and prod(each) <= most]
-        least = min(map(prod, larger), default=None)
-        if (batch, bucket) in captured or self._has_patience_ended(self._asked[batch, bucket] + 1, least):
+        other = self._larger(batch, bucket)
+        if self._has_patience_ended(self._asked[batch, bucket] + 1, other):
             return bucket
-        return min(larger, key=prod)[1] if larger else usual_rows(bucket, batch)
+        return usual_rows(bucket, batch) if other is None else other.rows
 
     def _placed(self, rows: Sequence[Row], computed: Sequence[int], n: int, layers: Layers) -> tuple[Placed, Shape]:
         """Prepares the cache for a forward of at least `n` rows, and the shape of the forward.
@@ -220,13 +216,20 @@ class StaticExecutor(MaskedExecutor):
         """
         placed = self.cache.begin_static(rows, computed, n)
         shape = Shape(placed.batch, n, own_of(n, max(computed)), placed.end, layers)
+        self.graphs.over(self._memory)
         if placed.batch == 1 or shape in self.graphs or not self.patience:
             return placed, shape
         if not self.graphs.has_begun:
             self._asked.clear()
         self._asked[shape.batch, n] = asked = self._asked[shape.batch, n] + 1
-        other = self._covering(rows, computed, shape)
-        if self._has_patience_ended(asked, None if other is None else other.all_rows):
+        need = 1 + max(row.length + first for row, first in zip(rows, computed, strict=True))
+
+        def fits(each: Shape) -> bool:
+            has_slots = need + each.rows <= each.end and each.own - each.rows >= max(computed)
+            return each.layers == layers and has_slots
+
+        other = self._larger(shape.batch, n, fits)
+        if self._has_patience_ended(asked, other):
             return placed, shape
         self.prepares |= n == 1  # a plain step's time would be that of a step with drafts
         if other is None:
@@ -236,24 +239,20 @@ class StaticExecutor(MaskedExecutor):
         placed = self.cache.begin_static(rows, computed, other.rows)
         return placed._replace(batch=other.batch, end=other.end), other
 
-    def _has_patience_ended(self, asked: int, rows: int | None) -> bool:
-        """Whether a shape that was asked for so often is captured rather than run in one of so many rows."""
-        return asked > (self.patience if rows is None or rows <= USUAL_ROWS else self.patience // 4)
-
-    def _covering(self, rows: Sequence[Row], computed: Sequence[int], shape: Shape) -> Shape | None:
-        """The smallest captured shape in which a forward of this shape fits, if it is not much larger."""
-        self.graphs.over(self._memory)
-        need = 1 + max(row.length + first for row, first in zip(rows, computed, strict=True))
-        fits = [
+    def _larger(self, batch: int, n: int, fits: Callable[[Shape], bool] = lambda shape: True) -> Shape | None:
+        """The smallest captured shape with room for `n` rows of each sequence, if it is not much larger."""
+        some = [
             each
             for each in self.graphs
-            if isinstance(each, Shape)
-            and each.all_rows <= most_covering(shape.all_rows)
-            and (each.layers, each.batch >= shape.batch, each.rows >= shape.rows) == (shape.layers, True, True)
-            and need + each.rows <= each.end
-            and each.own - each.rows >= max(computed)
+            if isinstance(each, Shape) and each.batch >= batch and each.rows >= n and fits(each)
         ]
-        return min(fits, key=lambda each: (each.all_rows, each.end, each.own), default=None)
+        found = min(some, key=lambda each: (each.all_rows, each.end, each.own), default=None)
+        return found if found is not None and found.all_rows <= most_covering(batch * n) else None
+
+    def _has_patience_ended(self, asked: int, other: Shape | None) -> bool:
+        """Whether a shape that was asked for so often is captured rather than run in another one."""
+        is_near = other is None or other.all_rows <= USUAL_ROWS
+        return asked > (self.patience if is_near else self.patience // 4)
 
     def _most_rows(self, batch: int) -> int:
         """Of one sequence in the largest forward that is recorded."""
