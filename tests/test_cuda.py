@@ -21,6 +21,7 @@ from leapahead.drafters import registry
 from leapahead.models import loading
 from leapahead.models.transformers import pretrained
 from leapahead.models.transformers.model import TransformersTarget
+from leapahead.models.transformers.static.cache import StaticCache
 from leapahead.models.transformers.static.compiled import Compiler
 from leapahead.models.transformers.static.exact import CapturedExactExecutor
 from leapahead.models.transformers.static.executor import StaticExecutor
@@ -74,8 +75,12 @@ def test_the_text_is_plain_decodings_without_graphs(
     assert found.tokens == plain.tokens
 
 
-def test_a_batch_gives_each_text_its_own(captured: TransformersTarget, usual: TransformersTarget) -> None:
-    """Sequences of different lengths join and end while others go on."""
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_batch_gives_each_text_its_own(bundled: Any, usual: TransformersTarget, warm: bool) -> None:
+    """Sequences of different lengths join and end while others go on; seldom shapes run in larger ones."""
+    captured = TransformersTarget(bundled, static="graphs", exclusive=True)
+    if warm:
+        captured.warm_up(5)
     engine = Engine(captured, max_batch=5)
     handles, expected = [], []
     for number in range(9):
@@ -88,8 +93,9 @@ def test_a_batch_gives_each_text_its_own(captured: TransformersTarget, usual: Tr
     assert [handle.tokens for handle in handles] == expected
 
 
-def test_a_cache_that_grows(bundled: Any, usual: TransformersTarget) -> None:
+def test_a_cache_that_grows(bundled: Any, usual: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its graphs are captured again, over the new memory; drafts are accepted, so that entries move."""
+    monkeypatch.setattr(StaticCache, "first_capacity", 256)
     target = TransformersTarget(bundled, static="graphs", exclusive=True)
     executor = target.executor
     assert isinstance(executor, StaticExecutor)
@@ -131,6 +137,19 @@ def test_exact_mode(dtype: str) -> None:
         plain = run(target, params=params, stop=stop)
         for name in ("recycling", "auto"):
             assert run(target, registry.make(name), params=params, stop=stop).tokens == plain.tokens
+
+
+def test_exact_mode_in_batches_and_beyond_a_block() -> None:
+    """Texts of several lengths together, one of which passes the border of a block of the attention."""
+    model, _, _ = pretrained.load_files(loading.bundled(), "bfloat16", trust_remote_code=False)
+    target = TransformersTarget(model.to(DEVICE), exact=True, exclusive=True)
+    prompts = [(list(PROMPT) * 200)[:length] for length in (5, 70, 1000)]
+    plain = [run(target, prompt=prompt, stop=StopParams(max_new_tokens=64)).tokens for prompt in prompts]
+    engine = Engine(target, max_batch=3)
+    drafter = engine.drafter("recycling")
+    handles = [engine.submit(Request(prompt, drafter, GREEDY, StopParams(max_new_tokens=64))) for prompt in prompts]
+    engine.run(handles)
+    assert [handle.tokens for handle in handles] == plain
 
 
 def test_two_threads_on_one_model() -> None:
