@@ -21,7 +21,7 @@ from leapahead.models.transformers import compacted, packed
 from leapahead.models.transformers.exact import CHUNK
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.static import exact as captured_exact
-from leapahead.models.transformers.static.exact import STEP_ROWS, CapturedExactExecutor
+from leapahead.models.transformers.static.exact import STEP_ROWS, TOGETHER, CapturedExactExecutor
 from leapahead.models.transformers.static.graphs import Calls
 
 FAMILIES = ("llama", "gemma3", "mistral", "gemma2", "qwen2", "phi3")
@@ -60,12 +60,17 @@ def test_bits_of_long_texts(name: str, dtype: torch.dtype) -> None:
             assert differing(target, prompts_of(lengths, 512), batch=4, new=60, params=params) == 0
 
 
+def test_more_sequences_than_share_a_forward_have_the_bits_of_each_alone() -> None:
+    target = captured("llama", backend=Calls(), **LONG)
+    assert differing(target, prompts_of((5, 60, 9, 70, 33, 12, 128)), batch=7, new=12) == 0
+
+
 def test_forwards_are_recorded_once_and_repeated() -> None:
     target = captured("llama", **LONG)
     executor: Any = target.executor
     texts(target, Plain, prompts_of((20,)))
     shapes = {(shape.batch, shape.rows) for shape in executor.graphs._kept}
-    assert shapes == {(1, STEP_ROWS), (1, executor.chunk)}
+    assert shapes == {(TOGETHER, STEP_ROWS), (1, executor.chunk)}
     before = list(executor.graphs._kept.values())
     target.forget()
     texts(target, Plain, prompts_of((30, 20)))

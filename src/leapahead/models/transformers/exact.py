@@ -14,7 +14,7 @@ first kind for the prompt and those of the second behind it, so only the first k
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -141,19 +141,23 @@ class ExactExecutor(CachedExecutor):
         **options: Any,
     ) -> list[Outputs]:
         drafts = [Draft(*each) for each in zip(rows, trees, num_computed or [0] * len(trees), strict=True)]
-        found: list[Outputs] = []
-        together: list[Draft] = []
         for draft in drafts:
             if draft.new > self.step_rows:
                 raise BadParameter(
                     f"a tree of {draft.new} nodes is more than the {self.step_rows} rows of a forward in exact mode; "
                     "use smaller drafts"
                 )
-            if sum(each.new for each in together) + draft.new > self.step_rows:
-                found += self._forward(together, self.step_rows, layers)
-                together = []
-            together.append(draft)
-        return found + self._forward(together, self.step_rows, layers)
+        return [each for some in self._together(drafts) for each in self._forward(some, self.step_rows, layers)]
+
+    def _together(self, drafts: Sequence[Draft]) -> Iterator[list[Draft]]:
+        """Those that share a forward, one after another."""
+        some: list[Draft] = []
+        for draft in drafts:
+            if sum(each.new for each in some) + draft.new > self.step_rows:
+                yield some
+                some = []
+            some.append(draft)
+        yield some
 
     def _forward(self, drafts: Sequence[Draft], size: int, layers: Layers, **options: Any) -> list[Outputs]:
         """One forward of `size` rows; `options` are the model's."""

@@ -1,7 +1,7 @@
-"""Exact mode with captured forwards: one sequence at a time, in forwards of two shapes.
+"""Exact mode with captured forwards of two shapes.
 
-    a step        a forward of `STEP_ROWS` rows for each sequence; padded
-    a prompt      forwards of `CHUNK` rows, which begin and end at multiples of `CHUNK`; padded
+    a step        forwards of `TOGETHER` sequences with `STEP_ROWS` rows each; both padded
+    a prompt      forwards of one sequence with `CHUNK` rows, which begin and end at multiples of `CHUNK`; padded
 
 As in `exact`, a row's logits are the same bits whatever the other rows are; there the sequences of a step share a
 forward, whose shapes depend on the trees, so that it cannot be captured. The attention is that of `compacted`. Whether
@@ -10,7 +10,7 @@ the bits are the same is tested on the model when it is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from leapahead.core.errors import LeapaheadError, Refused, first_line
 from leapahead.core.tree import UNLIMITED, IntArray, TokenTree
 from leapahead.models.transformers import compacted, exacttest, packed, products, selftest
 from leapahead.models.transformers.compacted import BLOCK
-from leapahead.models.transformers.exact import CHUNK, Draft, ExactExecutor, ExactRow, has_experts
+from leapahead.models.transformers.exact import Draft, ExactExecutor, ExactRow, has_experts
 from leapahead.models.transformers.families import text_config
 from leapahead.models.transformers.forward import Layers, MaskedExecutor, Outputs
 from leapahead.models.transformers.kv_cache import Row
@@ -29,8 +29,9 @@ from leapahead.models.transformers.static import gate
 from leapahead.models.transformers.static.cache import Placed, StaticCache, StaticRow
 from leapahead.models.transformers.static.executor import StaticExecutor
 from leapahead.models.transformers.static.graphs import GraphBackend, Graphs
+from leapahead.models.transformers.static.shapes import Shape, own_of
 
-STEP_ROWS = 16
+STEP_ROWS, TOGETHER = 16, 4  # a GPU takes hardly longer for 64 rows than for 16
 
 
 @dataclass(eq=False)
@@ -51,25 +52,49 @@ class CompactedCache(StaticCache):
         self._make_room(len(self.rows), self.capacity)
         return super().begin_static(rows, num_computed, n)
 
+    def begin_exact(self, rows: Sequence[Row], num_computed: Sequence[int], batch: int, n: int) -> Placed:
+        """Prepares a forward of `batch` sequences."""
+        while len(self.rows) < TOGETHER:
+            self.flush()
+            self._make_room(len(self.rows) + 1, self.capacity)
+        placed = self.begin_static(rows, num_computed, n)._replace(batch=batch)
+        for group in self.groups:
+            self._first_places(group, batch)
+        return placed
+
     def _make_room(self, count: int, need: int) -> None:
-        super()._make_room(count, _whole_blocks(need))
+        """Has rows for one forward, of whole blocks, even where the limit allows fewer."""
+        need, before = _whole_blocks(need), self.limit
+        self.limit = max(before, TOGETHER * max(need, _whole_blocks(self.capacity)))
+        try:
+            super()._make_room(count, need)
+        finally:
+            self.limit = before
 
 
 class CompactedExecutor(StaticExecutor):
-    """Forwards of one sequence."""
+    """Forwards of a given number of sequences."""
 
-    def alone(self, draft: Draft, rows: int, layers: Layers = ()) -> Outputs:
-        """Of the new nodes of a draft, in a forward of so many rows."""
-        given = [draft.row], [draft.tree], [draft.first]
+    cache: CompactedCache
+    _batch = 1
+
+    def together(self, drafts: Sequence[Draft], batch: int, n: int, layers: Layers = ()) -> list[Outputs]:
+        """Of the new nodes of at most `batch` drafts, in a forward of so many sequences with `n` rows each."""
+        rows, trees, computed = map(list, zip(*drafts, strict=True))
         if not self.cache.is_ready:  # which makes the tensors of the cache; what it computes is computed again
             with packed.attention(text_config(self.model)):
-                MaskedExecutor.run(self, *given, layers)
-        found = self._recorded(*given, rows, layers)
+                MaskedExecutor.run(self, rows, trees, computed, layers)
+        self._batch = batch
+        found = self._recorded(rows, trees, computed, n, layers)
         assert found is not None, "the inputs of so few rows fit"
-        return found[0]
+        return found
+
+    def _placed(self, rows: Sequence[Row], computed: Sequence[int], n: int, layers: Layers) -> tuple[Placed, Shape]:
+        placed = self.cache.begin_exact(rows, computed, self._batch, n)
+        return placed, Shape(self._batch, n, own_of(n, max(computed)), placed.end, layers)
 
     def _most_rows(self, batch: int) -> int:
-        return CHUNK
+        return 0  # the forwards are equally large, so none of them comes first
 
 
 class CapturedExactExecutor(ExactExecutor):
@@ -119,9 +144,13 @@ class CapturedExactExecutor(ExactExecutor):
         self.static.prepares = False
         return super().run(rows, trees, num_computed, layers, **options)
 
+    def _together(self, drafts: Sequence[Draft]) -> Iterator[list[Draft]]:
+        for at in range(0, len(drafts), TOGETHER):
+            yield list(drafts[at : at + TOGETHER])
+
     def _forward(self, drafts: Sequence[Draft], size: int, layers: Layers, **options: Any) -> list[Outputs]:
         with products.in_one_order(self.device):
-            return [self.static.alone(draft, size, layers) for draft in drafts]
+            return self.static.together(drafts, 1 if size == self.chunk else TOGETHER, size, layers)
 
     def clear(self) -> None:
         """Drops the entries. Their memory stays, since recordings read and write it."""
