@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from leapahead.models.transformers.forward import Layers
 
-# Few sizes, since each is captured for each number of sequences: to a GPU, eight rows cost little more than five.
+# Few sizes, since each is captured for each number of sequences: eight rows take a GPU little longer than five.
 ROWS = (1, 4, 8, 16, 32, 64, 128)  # of one sequence
 USUAL_ROWS = 128  # of all sequences, to which a first forward with drafts is padded
 MOST_ROWS = 512  # of all sequences; larger forwards take so long that their launches do not matter
