@@ -261,6 +261,21 @@ bench-batch: $(WITH_LLAMA) $(foreach kind,bf16.gguf q8_0.gguf,$(STANDINS)/135m-$
 		--max-new-tokens 64 --out docs/bench/batch $(RESUME)
 	$(BIN)/python tools/docs.py
 
+# What docs/research/serving.md shows of our server beside llama.cpp's: three quarters of an hour. LLAMA_BIN has
+# llama-server, built from the same llama.cpp.
+BESIDE_SERVER = $(BIN)/python -m research serving $(STANDINS)/$(1).gguf --llama-server $(LLAMA_BIN)/llama-server --data $(DATA)
+LARGE_SERVED := --concurrent 1 --concurrent 4 --requests 4 --max-tokens 48 --rounds 2
+SMALL_SERVED := --concurrent 1 --concurrent 4 --concurrent 16 --requests 16 --rounds 2
+.PHONY: bench-serving
+bench-serving: $(WITH_LLAMA) $(WITH_OPENVINO) $(foreach cost,135m 1b,$(STANDINS)/$(cost)-bf16.gguf $(STANDINS)/$(cost)-q8_0.gguf)
+	$(call BESIDE_SERVER,135m-bf16) $(SMALL_SERVED) --out docs/bench/serving/135m-bf16.json
+	$(call BESIDE_SERVER,135m-q8_0) $(SMALL_SERVED) --out docs/bench/serving/135m-q8_0.json
+	$(call BESIDE_SERVER,135m-q8_0) $(SMALL_SERVED) --serve-option --engine=openvino --out docs/bench/serving/135m-q8_0-openvino.json
+	$(call BESIDE_SERVER,1b-bf16) $(LARGE_SERVED) --out docs/bench/serving/1b-bf16.json
+	$(call BESIDE_SERVER,1b-q8_0) $(LARGE_SERVED) --out docs/bench/serving/1b-q8_0.json
+	$(call BESIDE_SERVER,1b-q8_0) $(LARGE_SERVED) --serve-option --engine=openvino --out docs/bench/serving/1b-q8_0-openvino.json
+	$(BIN)/python tools/docs.py
+
 # What docs/research/auto.md shows of models with recurrent layers: a quarter of an hour.
 .PHONY: bench-hybrid
 bench-hybrid: $(WITH_LLAMA) $(foreach kind,bf16.gguf q8_0.gguf,$(STANDINS)/hybrid-135m-$(kind))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import numpy as np
@@ -42,14 +45,14 @@ from leapahead import (
     StopParams,
     TokenTree,
 )
-from leapahead.core.stats import PHASES
+from leapahead.core.stats import PHASES, Tally
 from leapahead.drafters.registry import make, ready
 from leapahead.models.base import CHAIN, LOGITS, TREE, Session, Target, require
 from leapahead.models.toy import ToySession, ToyTarget
 
 
 class Counting(ToyTarget):
-    """Counts forwards, rows in each, and the sessions that were opened and closed."""
+    """Tally forwards, rows in each, and the sessions that were opened and closed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -366,6 +369,11 @@ def test_each_source_is_counted_for_itself() -> None:
 
     stats = run(target, TwoSources(text), stop=StopParams(max_new_tokens=15)).stats
     assert stats.drafted_by == stats.accepted_by == {"odd": 6, "even": 6}
+    for one in (stats, stats + Stats()):  # `asdict` copies dictionaries from pairs, which a Counter would count
+        copied = json.loads(json.dumps(asdict(one)))
+        assert copied["drafted_by"] == copied["accepted_by"] == {"odd": 6, "even": 6}
+        assert one.accepted_by["other"] == 0
+        assert type(one.accepted_at) is type(pickle.loads(pickle.dumps(one)).accepted_at) is Tally
 
 
 def test_a_batched_forward_is_a_step_of_each_and_sums_add_up() -> None:

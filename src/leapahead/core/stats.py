@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+K = TypeVar("K")
 
 # "choose" is the part of "verify" and "observe" in which logits are processed. Targets on an accelerator choose after
 # all nodes at once, as part of "forward".
 PHASES = ("draft", "forward", "choose", "verify", "commit", "observe")
+
+
+class Tally(Counter[K]):
+    """A `Counter` that `dataclasses.asdict` copies rightly.
+
+    `asdict` makes the copy of a dictionary from pairs of keys and values, and a `Counter` would count the pairs.
+
+    Args:
+        counts: key -> count, or such pairs.
+    """
+
+    def __init__(self, counts: Mapping[K, int] | Iterable[tuple[K, int]] = ()) -> None:
+        super().__init__(dict(counts))
 
 
 @dataclass
@@ -43,9 +59,9 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     replayed: int = 0
-    drafted_by: Counter[str] = field(default_factory=Counter)
-    accepted_by: Counter[str] = field(default_factory=Counter)
-    accepted_at: Counter[int] = field(default_factory=Counter)
+    drafted_by: Tally[str] = field(default_factory=Tally)
+    accepted_by: Tally[str] = field(default_factory=Tally)
+    accepted_at: Tally[int] = field(default_factory=Tally)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     drafter: dict[str, Any] = field(default_factory=dict)
 
@@ -84,7 +100,7 @@ class Stats:
             if name == "seconds":
                 total.seconds = {phase: mine[phase] + theirs[phase] for phase in PHASES}
             else:
-                setattr(total, name, mine + theirs)
+                setattr(total, name, type(mine)(mine + theirs))
         return total
 
     def as_dict(self) -> dict[str, Any]:

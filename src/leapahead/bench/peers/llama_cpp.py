@@ -13,7 +13,6 @@ import re
 import sys
 import tempfile
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +23,7 @@ from leapahead.bench.contender import Contender, Pass, Setting, Text
 from leapahead.bench.peers import Entry, Peer, executable, where
 from leapahead.bench.peers.program import last_line, output_of, run
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
-from leapahead.core.stats import Stats
+from leapahead.core.stats import Stats, Tally
 
 if TYPE_CHECKING:  # only a GGUF file needs llama-cpp-python
     from leapahead.models.llama_cpp.model import LlamaCppTarget
@@ -196,8 +195,8 @@ def _stats(source: str, prefill: int, steps: int, nodes: int, drafted: int, acce
         nodes=nodes,
         drafted=nodes - steps,
         accepted=accepted,
-        drafted_by=Counter({source: drafted}),
-        accepted_by=Counter({source: accepted}),
+        drafted_by=Tally({source: drafted}),
+        accepted_by=Tally({source: accepted}),
     )
 
 
