@@ -120,7 +120,7 @@ $(HEADS)/prompts.jsonl: | $(INSTALLED)
 	@mkdir -p $(HEADS)
 	$(BIN)/python -m research heads-prompts --gsm8k $(DATA)/gsm8k_train.jsonl --count $(HEAD_PROMPTS) --out $@
 $(HEADS)/eagle3/head/README.md: | $(HEADS)/prompts.jsonl
-	$(call TRAIN,eagle3) --kind eagle3 --data $(HEADS)/prompts.jsonl --layers 1,3,5 --lr 2e-3 --minutes $(HEAD_MINUTES)
+	$(call TRAIN,eagle3) --kind eagle3 --data $(HEADS)/prompts.jsonl --layers 1,3,5 --lr 6e-3 --minutes $(HEAD_MINUTES)
 $(HEADS)/medusa/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,medusa) --kind medusa --texts $(HEADS)/eagle3/texts.jsonl --lr 5e-3 --batch 8 --steps $(MEDUSA_STEPS)
 $(HEADS)/eagle/head/README.md: | $(HEADS)/eagle3/head/README.md

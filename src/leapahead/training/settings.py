@@ -51,7 +51,7 @@ USUAL_LOSS = {HYDRA: "ce"}  # soft_ce of the others
 USUAL_DEPTHS = {MEDUSA: 5, EAGLE: 1, EAGLE3: 4, HYDRA: 5, HYDRA_PREFIX: 5, DFLASH: 7}
 MEDUSA_RATE = 1e-3  # 2401.10774, and of Hydra
 EAGLE_RATE = 0.5  # divided by the hidden size: 2e-3 for 256, 1.2e-4 for 4096
-DFLASH_RATE = 3.0  # with Muon, divided by the hidden size: 1.2e-2 for 256, 7e-4 for 4096
+MUON_RATES = {EAGLE3: 1.5, DFLASH: 3.0}  # of the kinds whose usual optimizer is Muon, divided by the hidden size, too
 PASS_RATE = 1e-2
 TUNING_RATE = 0.05  # of whole models, divided by the hidden size: 5e-4 for 96, 5e-5 for 1024
 CHANGEABLE = ("minutes", "steps", "lr")  # when a run is resumed
@@ -157,11 +157,11 @@ class Settings(RunSettings):
 
     def complete(self, hidden_size: int) -> Settings:
         """The settings with the usual values in place of those that were left out, for a target of this width."""
-        optimizer = self.optimizer or (MUON if self.kind == DFLASH else ADAMW)
+        optimizer = self.optimizer or (MUON if self.kind in MUON_RATES else ADAMW)
         if self.kind in (MEDUSA, *HYDRAS):
             rate = MEDUSA_RATE
         else:
-            rate = (DFLASH_RATE if self.kind == DFLASH and optimizer == MUON else EAGLE_RATE) / hidden_size
+            rate = (MUON_RATES.get(self.kind, EAGLE_RATE) if optimizer == MUON else EAGLE_RATE) / hidden_size
         return replace(
             self,
             optimizer=optimizer,
