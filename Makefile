@@ -124,7 +124,7 @@ $(HEADS)/eagle3/head/README.md: | $(HEADS)/prompts.jsonl
 $(HEADS)/medusa/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,medusa) --kind medusa --texts $(HEADS)/eagle3/texts.jsonl --lr 5e-3 --batch 8 --steps $(MEDUSA_STEPS)
 $(HEADS)/eagle/head/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN,eagle) --kind eagle --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --steps $(EAGLE_STEPS)
+	$(call TRAIN,eagle) --kind eagle --texts $(HEADS)/eagle3/texts.jsonl --lr 6e-3 --steps $(EAGLE_STEPS)
 $(HEADS)/hydra/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,hydra) --kind hydra --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --batch 8 --steps $(HYDRA_STEPS)
 $(HEADS)/hydra++/head/README.md: | $(HEADS)/eagle3/head/README.md

@@ -284,7 +284,8 @@ def test_impossible_settings(given: dict[str, Any], message: str) -> None:
         ({"kind": "dflash", "optimizer": "adamw"}, "adamw", 0.5 / 256),
         ({"kind": "eagle3"}, "muon", 1.5 / 256),
         ({"kind": "eagle3", "optimizer": "adamw"}, "adamw", 0.5 / 256),
-        ({"kind": "eagle"}, "adamw", 0.5 / 256),
+        ({"kind": "eagle"}, "muon", 1.5 / 256),
+        ({"kind": "hydra++"}, "adamw", 1e-3),
         ({"kind": "medusa", "optimizer": "muon", "lr": 2e-3}, "muon", 2e-3),
     ],
 )

@@ -82,7 +82,7 @@ HEAD = "Head options"
     "--optimizer",
     type=click.Choice(OPTIMIZERS),
     group=TRAINING,
-    show_default="muon for eagle3 and dflash; else adamw",
+    show_default="muon for eagle3, eagle and dflash; else adamw",
     help="AdamW, or Muon for the matrices of hidden layers and AdamW for the rest.",
 )
 @all_of(training.STEPS)
