@@ -240,6 +240,22 @@ def test_forwards_are_run_where_they_pay(tiny_model: Any, tokenizer: Any, tmp_pa
                 assert llm.generate(PROMPTS[0], max_new_tokens=8).stats.drafted == 0
 
 
+def test_reading_the_prompt_is_charged_to_all_tokens_that_may_follow(
+    tiny_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """A head is used whose forwards cost little, although its first one, with the prompt, costs more than a step."""
+    llm = LLM(
+        tiny_model, tokenizer=tokenizer, drafter="head", head=heads.write(tmp_path, "eagle3", vocabulary(tiny_model))
+    )
+    head = head_of(llm, tmp_path)
+    head.prepare = lambda: None  # type: ignore[method-assign]
+    prompt = list(range(5, 45))
+    plain = llm.engine.latency = FixedLatency(llm.target, {1: 1.0, 16: 1.1})
+    llm._drafter.host = replace(llm._drafter.host, latency=plain)
+    head.latency = FixedLatency(llm.target, {1: 0.01, 4: 0.02, 40: 5.0})
+    assert llm.generate(prompt, max_new_tokens=48, ignore_eos=True).stats.drafter["eagle3"]["forwards"] > 0
+
+
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 

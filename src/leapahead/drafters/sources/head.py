@@ -37,7 +37,7 @@ class HeadSource(ForwardSource):
         self.head = head
         self.capture = Capture(hidden=head.layers)  # type: ignore[misc]  # they differ from head to head
         self.forwards, self.seconds = 0, 0.0
-        self._failed = ""
+        self._opened, self._failed = False, ""
 
     def begin(self, sequence: SequenceView) -> None:
         super().begin(sequence)
@@ -68,7 +68,7 @@ class HeadSource(ForwardSource):
 
     @property
     def opened(self) -> bool:
-        return True
+        return self._opened
 
     @property
     def reading(self) -> bool:
@@ -79,6 +79,7 @@ class HeadSource(ForwardSource):
         return self.text.missing
 
     def read_ahead(self) -> None:
+        self._opened = True  # the next draft forward reads what is missing, unless it is too much for one
         if self.reading:
             with self.head.lock:
                 self.head.read(self.text, CHUNK)
