@@ -52,7 +52,7 @@ from leapahead.models.toy import ToySession, ToyTarget
 
 
 class Counting(ToyTarget):
-    """Tally forwards, rows in each, and the sessions that were opened and closed."""
+    """Counts forwards, rows in each, and the sessions that were opened and closed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
