@@ -261,7 +261,7 @@ bench-batch: $(WITH_LLAMA) $(foreach kind,bf16.gguf q8_0.gguf,$(STANDINS)/135m-$
 		--max-new-tokens 64 --out docs/bench/batch $(RESUME)
 	$(BIN)/python tools/docs.py
 
-# What docs/research/serving.md shows of our server beside llama.cpp's: three quarters of an hour. LLAMA_BIN has
+# Our server beside llama.cpp's, for docs/research/serving.md: three quarters of an hour by estimate. LLAMA_BIN has
 # llama-server, built from the same llama.cpp.
 BESIDE_SERVER = $(BIN)/python -m research serving $(STANDINS)/$(1).gguf --llama-server $(LLAMA_BIN)/llama-server --data $(DATA)
 LARGE_SERVED := --concurrent 1 --concurrent 4 --requests 4 --max-tokens 48 --rounds 2

@@ -192,10 +192,21 @@ async def pass_of(server: Server, bodies: Sequence[Question], concurrent: int) -
     return {
         "tokens_per_second": sum(answer.tokens for answer in answers) / seconds,
         "first_ms": median(1e3 * answer.times[0] for answer in answers if answer.times),
-        "token_ms": {"p50": float(np.quantile(per_token, 0.5)), "p95": float(np.quantile(per_token, 0.95))},
-        "piece_ms": {"p50": float(np.quantile(between, 0.5)), "p95": float(np.quantile(between, 0.95))},
+        "token_ms": _quantiles(per_token),
+        "piece_ms": _quantiles(between),
         "texts": [answer.text for answer in answers],
     }
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    """The median and the 95th percentile.
+
+    Raises:
+        BadParameter: there are no values, since every answer was so short that it came in one piece.
+    """
+    if not values:
+        raise BadParameter("every answer came in one piece, so there are no times between pieces; raise --max-tokens")
+    return {"p50": float(np.quantile(values, 0.5)), "p95": float(np.quantile(values, 0.95))}
 
 
 def with_predictions(bodies: Sequence[Question], texts: Sequence[str]) -> list[Question]:

@@ -1,4 +1,4 @@
-"""The measurement of what a streamed token costs beyond `LLM.generate`."""
+"""The measurement of what a streamed token costs beyond `LLM.generate`, and times of the server's answers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from leapahead.core.errors import LeapaheadError
-from research import serving_overhead
+from leapahead.core.errors import BadParameter, LeapaheadError
+from research import serving, serving_overhead
 from research.serving_overhead import Seen
 
 
@@ -41,3 +41,9 @@ def test_times_are_those_of_all_texts_together() -> None:
 def test_an_answer_that_is_no_stream_is_reported() -> None:
     with serving_overhead.serving(serving_overhead.LLM()) as port, pytest.raises(LeapaheadError, match="400"):
         serving_overhead.streams(port, [{"prompt": "", "max_tokens": -1, "stream": True}])
+
+
+def test_times_between_pieces_need_an_answer_of_several_pieces() -> None:
+    assert serving._quantiles([1.0, 2.0, 3.0])["p50"] == 2.0
+    with pytest.raises(BadParameter, match="raise --max-tokens"):
+        serving._quantiles([])
