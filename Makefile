@@ -261,16 +261,21 @@ bench-batch: $(WITH_LLAMA) $(foreach kind,bf16.gguf q8_0.gguf,$(STANDINS)/135m-$
 		--max-new-tokens 64 --out docs/bench/batch $(RESUME)
 	$(BIN)/python tools/docs.py
 
-# Our server beside llama.cpp's, for docs/research/serving.md: three quarters of an hour by estimate. LLAMA_BIN has
-# llama-server, built from the same llama.cpp.
+# Our server beside llama.cpp's, for docs/research/serving.md: an hour by estimate. LLAMA_BIN has llama-server, built from
+# the same llama.cpp.
 BESIDE_SERVER = $(BIN)/python -m research serving $(STANDINS)/$(1).gguf --llama-server $(LLAMA_BIN)/llama-server --data $(DATA)
 LARGE_SERVED := --concurrent 1 --concurrent 4 --requests 4 --max-tokens 48 --rounds 2
 SMALL_SERVED := --concurrent 1 --concurrent 4 --concurrent 16 --requests 16 --rounds 2
+LONG_SERVED := --workload edit --concurrent 1 --concurrent 4 --concurrent 16 --requests 16 --max-tokens 192 --rounds 2
 .PHONY: bench-serving
 bench-serving: $(WITH_LLAMA) $(WITH_OPENVINO) $(foreach cost,135m 1b,$(STANDINS)/$(cost)-bf16.gguf $(STANDINS)/$(cost)-q8_0.gguf)
 	$(call BESIDE_SERVER,135m-bf16) $(SMALL_SERVED) --out docs/bench/serving/135m-bf16.json
 	$(call BESIDE_SERVER,135m-q8_0) $(SMALL_SERVED) --out docs/bench/serving/135m-q8_0.json
 	$(call BESIDE_SERVER,135m-q8_0) $(SMALL_SERVED) --serve-option --engine=openvino --out docs/bench/serving/135m-q8_0-openvino.json
+	$(call BESIDE_SERVER,135m-bf16) $(LONG_SERVED) --out docs/bench/serving/135m-bf16-long.json
+	$(call BESIDE_SERVER,135m-q8_0) $(LONG_SERVED) --out docs/bench/serving/135m-q8_0-long.json
+	$(call BESIDE_SERVER,135m-q8_0) $(LONG_SERVED) --serve-option --engine=openvino \
+		--out docs/bench/serving/135m-q8_0-openvino-long.json
 	$(call BESIDE_SERVER,1b-bf16) $(LARGE_SERVED) --out docs/bench/serving/1b-bf16.json
 	$(call BESIDE_SERVER,1b-q8_0) $(LARGE_SERVED) --out docs/bench/serving/1b-q8_0.json
 	$(call BESIDE_SERVER,1b-q8_0) $(LARGE_SERVED) --serve-option --engine=openvino --out docs/bench/serving/1b-q8_0-openvino.json
