@@ -264,21 +264,25 @@ bench-batch: $(WITH_LLAMA) $(foreach kind,bf16.gguf q8_0.gguf,$(STANDINS)/135m-$
 # Our server beside llama.cpp's, for docs/research/serving.md: an hour by estimate. LLAMA_BIN has llama-server, built from
 # the same llama.cpp.
 BESIDE_SERVER = $(BIN)/python -m research serving $(STANDINS)/$(1).gguf --llama-server $(LLAMA_BIN)/llama-server --data $(DATA)
-LARGE_SERVED := --concurrent 1 --concurrent 4 --requests 4 --max-tokens 48 --rounds 2
-SMALL_SERVED := --concurrent 1 --concurrent 4 --concurrent 16 --requests 16 --rounds 2
-LONG_SERVED := --workload edit --concurrent 1 --concurrent 4 --concurrent 16 --requests 16 --max-tokens 192 --rounds 2
+FEW := --concurrent 1 --concurrent 4 --requests 8 --rounds 2
+MANY := --concurrent 16 --requests 16 --rounds 2
+LARGE := --concurrent 1 --concurrent 4 --requests 4 --max-tokens 48 --rounds 2
+EDITS := --workload edit --max-tokens 192
+ON_OPENVINO := --serve-option --engine=openvino
+define SMALL_SERVED
+	$(call BESIDE_SERVER,$(1)) $(3) $(FEW) --out docs/bench/serving/$(2).json
+	$(call BESIDE_SERVER,$(1)) $(3) $(MANY) --out docs/bench/serving/$(2)-16.json
+	$(call BESIDE_SERVER,$(1)) $(3) $(FEW) $(EDITS) --out docs/bench/serving/$(2)-edits.json
+	$(call BESIDE_SERVER,$(1)) $(3) $(MANY) $(EDITS) --out docs/bench/serving/$(2)-edits-16.json
+endef
 .PHONY: bench-serving
 bench-serving: $(WITH_LLAMA) $(WITH_OPENVINO) $(foreach cost,135m 1b,$(STANDINS)/$(cost)-bf16.gguf $(STANDINS)/$(cost)-q8_0.gguf)
-	$(call BESIDE_SERVER,135m-bf16) $(SMALL_SERVED) --out docs/bench/serving/135m-bf16.json
-	$(call BESIDE_SERVER,135m-q8_0) $(SMALL_SERVED) --out docs/bench/serving/135m-q8_0.json
-	$(call BESIDE_SERVER,135m-q8_0) $(SMALL_SERVED) --serve-option --engine=openvino --out docs/bench/serving/135m-q8_0-openvino.json
-	$(call BESIDE_SERVER,135m-bf16) $(LONG_SERVED) --out docs/bench/serving/135m-bf16-long.json
-	$(call BESIDE_SERVER,135m-q8_0) $(LONG_SERVED) --out docs/bench/serving/135m-q8_0-long.json
-	$(call BESIDE_SERVER,135m-q8_0) $(LONG_SERVED) --serve-option --engine=openvino \
-		--out docs/bench/serving/135m-q8_0-openvino-long.json
-	$(call BESIDE_SERVER,1b-bf16) $(LARGE_SERVED) --out docs/bench/serving/1b-bf16.json
-	$(call BESIDE_SERVER,1b-q8_0) $(LARGE_SERVED) --out docs/bench/serving/1b-q8_0.json
-	$(call BESIDE_SERVER,1b-q8_0) $(LARGE_SERVED) --serve-option --engine=openvino --out docs/bench/serving/1b-q8_0-openvino.json
+	$(call SMALL_SERVED,135m-q8_0,135m-q8_0)
+	$(call SMALL_SERVED,135m-q8_0,135m-q8_0-openvino,$(ON_OPENVINO))
+	$(call SMALL_SERVED,135m-bf16,135m-bf16)
+	$(call BESIDE_SERVER,1b-q8_0) $(LARGE) --out docs/bench/serving/1b-q8_0.json
+	$(call BESIDE_SERVER,1b-q8_0) $(LARGE) $(ON_OPENVINO) --out docs/bench/serving/1b-q8_0-openvino.json
+	$(call BESIDE_SERVER,1b-bf16) $(LARGE) --out docs/bench/serving/1b-bf16.json
 	$(BIN)/python tools/docs.py
 
 # What docs/research/auto.md shows of models with recurrent layers: a quarter of an hour.
