@@ -108,13 +108,14 @@ MEDUSA_STEPS ?= 1400
 EAGLE_STEPS ?= 500
 HYDRA_STEPS ?= 700
 DFLASH_STEPS ?= 2000
+DFLASH2_STEPS ?= 1600
 PASS_STEPS ?= 200
 SPACE_STEPS ?= 420
 EVALUATED := --evaluate $(DATA)/humaneval.jsonl --evaluate $(DATA)/gsm8k_test.jsonl
 TRAIN = $(BIN)/leapahead train-head --out $(HEADS)/$(1) --features disk $(EVALUATED) $(if $(wildcard $(HEADS)/$(1)/run.json),--resume)
 PROBES = $(BIN)/leapahead train-probes --kind $(1) --out $(HEADS)/$(1) --texts $(HEADS)/eagle3/texts.jsonl $(EVALUATED) $(if $(wildcard $(HEADS)/$(1)/run.json),--resume)
 .PHONY: train-heads
-train-heads: $(foreach kind,eagle3 medusa eagle hydra hydra++ dflash pass,$(HEADS)/$(kind)/head/README.md) \
+train-heads: $(foreach kind,eagle3 peagle medusa eagle hydra hydra++ dflash dflash2 pass,$(HEADS)/$(kind)/head/README.md) \
 	$(HEADS)/space/tuned/README.md
 $(HEADS)/prompts.jsonl: | $(INSTALLED)
 	@mkdir -p $(HEADS)
@@ -125,12 +126,16 @@ $(HEADS)/medusa/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,medusa) --kind medusa --texts $(HEADS)/eagle3/texts.jsonl --lr 5e-3 --batch 8 --steps $(MEDUSA_STEPS)
 $(HEADS)/eagle/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,eagle) --kind eagle --texts $(HEADS)/eagle3/texts.jsonl --lr 6e-3 --steps $(EAGLE_STEPS)
+$(HEADS)/peagle/head/README.md: | $(HEADS)/eagle3/head/README.md
+	$(call TRAIN,peagle) --kind peagle --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --lr 6e-3 --heads 5 --minutes $(HEAD_MINUTES)
 $(HEADS)/hydra/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,hydra) --kind hydra --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --batch 8 --steps $(HYDRA_STEPS)
 $(HEADS)/hydra++/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,hydra++) --kind hydra++ --texts $(HEADS)/eagle3/texts.jsonl --lr 2e-3 --minutes $(HEAD_MINUTES)
 $(HEADS)/dflash/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,dflash) --kind dflash --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --heads 5 --steps $(DFLASH_STEPS)
+$(HEADS)/dflash2/head/README.md: | $(HEADS)/eagle3/head/README.md
+	$(call TRAIN,dflash2) --kind dflash2 --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --heads 5 --steps $(DFLASH2_STEPS)
 
 $(HEADS)/pass/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call PROBES,pass) --lr 3e-2 --batch 8 --steps $(PASS_STEPS)

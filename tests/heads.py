@@ -12,18 +12,20 @@ import torch
 from torch.nn import functional as F
 
 from leapahead.drafters.heads import checkpoint, modules
-from leapahead.drafters.heads.config import DFLASH, DSPARK, HYDRA_PREFIX, HYDRAS, MEDUSA, TYPE
+from leapahead.drafters.heads.config import DFLASH2, DFLASHES, DSPARK, HYDRA_PREFIX, HYDRAS, MEDUSA, TYPE, HeadConfig
 from leapahead.drafters.heads.dflash import DFlash
 from leapahead.drafters.heads.hydra import Hydra
 from leapahead.drafters.sources.head import HeadSource
 
 EVERY = 1 << 20  # candidates
-LAYERS: dict[str, tuple[int, ...]] = {"medusa": (-1,), "eagle": (-1,), "eagle3": (0, 1, 2)}
-LAYERS |= {"hydra": (-1,), "hydra++": (-1,), "dflash": (1, 2), "dspark": (0, 1)}
+LAYERS: dict[str, tuple[int, ...]] = {"medusa": (-1,), "eagle": (-1,), "eagle3": (0, 1, 2), "peagle": (0, 1, 2)}
+LAYERS |= {"hydra": (-1,), "hydra++": (-1,), "dflash": (1, 2), "dflash2": (0, 2), "dspark": (0, 1)}
 ANY_LAYER = "layers.0.mlp.up_proj.weight"
-A_TENSOR = {"medusa": "blocks.1.layers.1.weight", "eagle": ANY_LAYER, "eagle3": ANY_LAYER}  # that a head needs
+# That a head needs.
+A_TENSOR = {"medusa": "blocks.1.layers.1.weight", "eagle": ANY_LAYER, "eagle3": ANY_LAYER, "peagle": "norm.weight"}
 A_TENSOR |= {"hydra": "blocks.1.0.residual.weight", "hydra++": "prefix.layers.0.mlp.up_proj.weight"}
 A_TENSOR |= {"dflash": ANY_LAYER, "dspark": "markov_head.markov_w2.weight"}
+A_TENSOR |= {"dflash2": "layers.1.mlp_conv.kernel_projection.weight"}
 DECODER = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -46,10 +48,17 @@ def config_of(kind: str, vocabulary: int, **changes: Any) -> dict[str, Any]:
             "transformer_layer_config": {**decoder, "num_hidden_layers": 2},
             "eagle_aux_hidden_state_layer_ids": list(LAYERS["eagle3"]),
         },
+        "peagle": {
+            TYPE: "peagle",
+            "transformer_layer_config": {**decoder, "num_hidden_layers": 2},
+            "eagle_aux_hidden_state_layer_ids": list(LAYERS["peagle"]),
+            "mask_token_id": 3,
+            "speculators_config": {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}]},
+        },
         "hydra": {"hydra_num_heads": 3, "grounded_heads": True, "base_model_name_or_path": "tiny"},
     }
     found["hydra++"] = {**found["hydra"], "hydra_head_arch": "prefix-mlp", "transformer_layer_config": decoder}
-    for name in ("dflash", "dspark"):
+    for name in DFLASHES:
         found[name] = {
             TYPE: name,
             "transformer_layer_config": {**decoder, "model_type": "qwen3", "num_hidden_layers": 2},
@@ -58,6 +67,7 @@ def config_of(kind: str, vocabulary: int, **changes: Any) -> dict[str, Any]:
             "mask_token_id": 3,
             "sample_from_anchor": name == "dspark",
         }
+    found["dflash2"] |= {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 5}
     return {**found[kind], **changes}
 
 
@@ -81,7 +91,7 @@ def tensors_of(
         return {**found, **{f"lm_heads.{k}.weight": matrix(rows, size) for k in range(3)}}
     if kind in HYDRAS:
         return _hydra(kind, matrix, size, vocabulary)
-    if kind in (DFLASH, DSPARK):
+    if kind in DFLASHES:
         return _dflash(kind, matrix, size, vocabulary)
     layers, wide = (1, 1) if kind == "eagle" else (2, 2)
     found = {"fc.weight": matrix(size, (2 if kind == "eagle" else 3) * size)}
@@ -90,11 +100,18 @@ def tensors_of(
         found |= _layer(f"layers.{layer}.", matrix, size, width)
         if kind != "eagle":
             found[f"layers.{layer}.input_layernorm.weight"] = 1 + matrix(size)
-    if kind == "eagle3":
+    if kind == "peagle":
+        found["mask_hidden"] = matrix(1, 1, 3 * size)
+    if kind != "eagle":
         found |= {"norm.weight": 1 + matrix(size), "lm_head.weight": matrix(rows, size)}
         found |= {"layers.0.hidden_norm.weight": 1 + matrix(size), "embed_tokens.weight": matrix(vocabulary, size)}
         if variant.get("norm_before_fc"):
             found["input_norm.weight"] = 1 + matrix(3 * size)
+        if variant.get("fc_norm"):
+            found |= {f"fc_norm.{each}.weight": 1 + matrix(size) for each in range(3)}
+        if variant.get("norms_heads"):
+            for layer in range(2):
+                found |= {f"layers.{layer}.self_attn.{name}_norm.weight": 1 + matrix(8) for name in "qk"}
         if drafted:
             found["d2t"] = torch.arange(drafted)  # token i is the target's 2 i
     return found
@@ -133,6 +150,12 @@ def _dflash(kind: str, matrix: Matrix, size: int, vocabulary: int) -> dict[str, 
         found |= {f"layers.{layer}.self_attn.{name}_norm.weight": 1 + matrix(8) for name in "qk"}
         found[f"layers.{layer}.input_layernorm.weight"] = 1 + matrix(size)
     found |= {"norm.weight": 1 + matrix(size), "hidden_norm.weight": 1 + matrix(size)}
+    if kind == DFLASH2:
+        for name in (f"layers.{layer}.{part}_conv" for layer in range(2) for part in ("attention", "mlp")):
+            found[f"{name}.base_kernel"] = matrix(2, 2, size)
+            found[f"{name}.kernel_projection.weight"] = matrix(8, size)  # 2 convolutions of 2 taps in 2 groups
+        found |= {f"candidate_selector.{name}_codebook": matrix(vocabulary, 6) for name in ("predecessor", "successor")}
+        found["candidate_selector.hidden_projection.weight"] = 4 * matrix(6, size)
     if kind == DSPARK:
         found |= {"markov_head.markov_w1.weight": matrix(vocabulary, 6)}
         found |= {"markov_head.markov_w2.weight": 4 * matrix(vocabulary, 6)}
@@ -142,7 +165,7 @@ def _dflash(kind: str, matrix: Matrix, size: int, vocabulary: int) -> dict[str, 
 
 def write(folder: Path, kind: str, vocabulary: int, drafted: int = 0, size: int = 32, **variant: bool) -> Path:
     """A folder with a head of random weights; arguments as of `tensors_of`."""
-    changes = {name: value for name, value in variant.items() if name != "norm_before_fc"}
+    changes = {name: value for name, value in variant.items() if name in ("norm_before_residual", "norm_output")}
     tensors = tensors_of(kind, vocabulary, drafted, size, **variant)
     checkpoint.write(folder, config_of(kind, vocabulary, **changes), tensors)
     return folder
@@ -174,6 +197,8 @@ def recomputed(model: Any, module: Any, layers: Sequence[int], tokens: Sequence[
         return of_block(module, states, tokens, path).double().numpy()
     if isinstance(module, modules.Medusa):
         return module.one(len(path), states[0, -1]).double().numpy()
+    if isinstance(module, modules.ParallelEagle):
+        return of_masks(module, states, tokens, path).double().numpy()
     return module.logits(after(model, module, tuple(layers), tuple(tokens), tuple(path))[0, -1]).double().numpy()
 
 
@@ -202,14 +227,33 @@ def of_block(module: DFlash, states: torch.Tensor, tokens: Sequence[int], path: 
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys, values = (torch.cat(each, dim=2) for each in zip(context[layer], (k, v), strict=True))
-        mask = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool)
-        mask = mask.tril(last) if module.config.causal else mask  # JetSpec's
+        mask = visible(module.config, layer, q.shape[2], last)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
 
     block = torch.tensor([[tokens[-1], *[module.config.mask_token] * (module.rows - 1)]])
     found = module(block, torch.arange(last, last + module.rows)[None], attend)[0]
     row = found[len(path) + module.rows - module.config.depths]
     return module.one(row, torch.tensor([*tokens, *path][-1]))
+
+
+def of_masks(module: Any, states: torch.Tensor, tokens: Sequence[int], path: Sequence[int]) -> torch.Tensor:
+    """P-EAGLE's logits after a path: those of the last committed row, or of the mask at that depth behind it."""
+    rows = torch.tensor([[*tokens[1:], *[module.config.mask_token] * len(path)]])
+    masked = module.fuse(module.mask_hidden).expand(-1, len(path), -1)
+    given = torch.cat((module.fuse(states), masked), dim=1)
+    found: torch.Tensor = module.logits(module(rows, given, torch.arange(rows.shape[1])[None], causal)[0, -1])
+    return found
+
+
+def visible(config: HeadConfig, layer: int, rows: int, last: int) -> torch.Tensor:
+    """What the rows of a block see behind `last` committed ones, bool [rows, last + rows]."""
+    mask = torch.ones(rows, last + rows, dtype=torch.bool)
+    is_sliding = layer in config.sliding
+    if config.causal or (is_sliding and config.sliding_causal):  # JetSpec's is causal
+        mask = mask.tril(last)
+    if is_sliding:
+        mask[:, : max(0, last - config.window)] = False
+    return mask
 
 
 class Computed(NamedTuple):
@@ -235,7 +279,7 @@ def recording(monkeypatch: Any) -> list[Computed]:
         forward = draft(cls, wanted)
         for source, paths in wanted:
             reached = [path + (0,) * depth for path in paths for depth in range(source.reach(path))]
-            if source.head.config.markov:  # candidates after the likeliest of the depth before
+            if source.head.config.is_chained:  # candidates after the likeliest of the depth before
                 keys: Any = source._rows
                 reached = [key[1:] if len(key) < 2 else (0,) * (key[0] - 1) + key[1:] for key in keys]
             for path in reached:
@@ -258,6 +302,8 @@ def worst(found: Sequence[Computed], model: Any, module: Any, layers: Sequence[i
         logits = recomputed(model, module, layers, computed.tokens, computed.path)
         own = dict(zip(ids.tolist(), logits.tolist(), strict=True))
         values = np.array([own[token] for token in computed.candidates])
+        if not np.isfinite(values).all():  # DFlash 2's selector would not have proposed it
+            return float("inf")
         values -= np.log(np.exp(values - values.max()).sum()) + values.max()
         errors.append(float(np.abs(values - np.array([*computed.candidates.values()])).max()))
         best = sorted(own.values())[-len(values) :]

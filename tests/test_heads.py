@@ -17,7 +17,7 @@ from helpers import FixedLatency, mostly_slow
 
 from leapahead import LLM, Request
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
-from leapahead.drafters.heads import checkpoint, networks
+from leapahead.drafters.heads import checkpoint, formats, networks
 from leapahead.drafters.heads.config import HeadConfig
 from leapahead.drafters.heads.head import Head
 from leapahead.drafters.heads.row_head import RowText
@@ -71,7 +71,7 @@ def test_candidates_are_those_of_a_full_recomputation(
     assert worst(found, exact_model, head, kind) < 1e-6
 
 
-@pytest.mark.parametrize("variant", ["norm_before_residual", "norm_before_fc"])
+@pytest.mark.parametrize("variant", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "norms_heads"])
 def test_variants_of_eagle3(
     variant: str, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +80,70 @@ def test_variants_of_eagle3(
     _, head = decoded(exact_model, tokenizer, folder, "head", nodes=12)
     assert getattr(head.config, variant)
     assert worst(found, exact_model, head, "eagle3") < 1e-6
+
+
+def test_eagle3_of_qwen3_layers_is_computed_by_its_formulas() -> None:
+    """With states that are normed each alone, and outputs that are normed before the next row reads them (3.1)."""
+    tensors = heads.tensors_of("eagle3", 40, fc_norm=True, norms_heads=True)
+    given = heads.config_of("eagle3", 40, norm_output=True)
+    decoder = {**given["transformer_layer_config"], "model_type": "qwen3", "num_hidden_layers": 1}
+    tensors = {name: each for name, each in tensors.items() if not name.startswith("layers.1.")}
+    shapes = {name: tuple(each.shape) for name, each in tensors.items()}
+    config = formats.parse({**given, "transformer_layer_config": decoder}, shapes, "a head")
+    module: Any = networks.make(config)
+    module.load_state_dict(tensors)
+    states, tokens = torch.randn(1, 3, 96, generator=torch.Generator().manual_seed(2)), torch.tensor([[4, 9, 2]])
+    with torch.no_grad():
+        found = module(tokens, module.fuse(states), torch.arange(3)[None], heads.causal)
+        logits = module.logits(found)
+
+    def norm(x: Any, name: str) -> Any:
+        return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * tensors[f"{name}.weight"]
+
+    def turned(x: Any) -> Any:  # rotary positions of [rows, heads, 8]
+        angles = torch.arange(3)[:, None, None] / 10000.0 ** (torch.arange(4) / 4)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat(
+            (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), dim=-1
+        )
+
+    at = "layers.0"
+    fused = torch.cat([norm(each, f"fc_norm.{k}") for k, each in enumerate(states[0].chunk(3, -1))], -1)
+    fused = fused @ tensors["fc.weight"].T
+    x = norm(tensors["embed_tokens.weight"][tokens[0]], f"{at}.input_layernorm")
+    x = torch.cat((x, norm(fused, f"{at}.hidden_norm")), dim=-1)
+    q, k, v = ((x @ tensors[f"{at}.self_attn.{name}_proj.weight"].T).view(3, -1, 8) for name in "qkv")
+    q, k = turned(norm(q, f"{at}.self_attn.q_norm")), turned(norm(k, f"{at}.self_attn.k_norm"))
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / 8**0.5
+    scores = scores.masked_fill(~torch.ones(3, 3, dtype=torch.bool).tril(), -torch.inf)
+    x = (
+        fused
+        + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1) @ tensors[f"{at}.self_attn.o_proj.weight"].T
+    )
+    h = norm(x, f"{at}.post_attention_layernorm")
+    gate, up, down = (tensors[f"{at}.mlp.{name}_proj.weight"].T for name in ("gate", "up", "down"))
+    x = norm(x + (torch.nn.functional.silu(h @ gate) * (h @ up)) @ down, "norm")
+    torch.testing.assert_close(found[0], x, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[0], x @ tensors["lm_head.weight"].T, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_sliding_attention_of_eagle_and_impossible_masks_are_refused(
+    kind: str, tiny_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    size = vocabulary(tiny_model)
+    given = heads.config_of(kind, size)
+    decoder = {**given["transformer_layer_config"], "layer_types": ["sliding_attention"], "sliding_window": 9}
+    checkpoint.write(tmp_path / "a", {**given, "transformer_layer_config": decoder}, heads.tensors_of(kind, size))
+    assert "'sliding_attention', which are not supported in EAGLE" in refused(
+        Refused, tiny_model, tokenizer, tmp_path / "a"
+    )
+    if kind == "peagle":
+        checkpoint.write(tmp_path / "b", {**given, "mask_token_id": size}, heads.tensors_of(kind, size))
+        assert f"mask_token_id={size} and speculative_tokens=4" in refused(
+            BadParameter, tiny_model, tokenizer, tmp_path / "b"
+        )
 
 
 def test_a_head_may_know_a_part_of_the_vocabulary(

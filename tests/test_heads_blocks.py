@@ -1,9 +1,10 @@
-"""Hydra, DFlash and DSpark: their published formats, their networks, the usual mistakes, what they refuse."""
+"""Hydra, DFlash, DFlash 2 and DSpark: their published formats, their networks, the usual mistakes, what they refuse."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch.nn import functional as F
 
 from leapahead import LLM
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
-from leapahead.drafters.heads import checkpoint, dflash_head, networks
+from leapahead.drafters.heads import checkpoint, dflash2, dflash_head, formats, networks
 from leapahead.drafters.heads.cache import CachedText, Span
 from leapahead.drafters.heads.config import HeadConfig
 from leapahead.drafters.heads.dflash import DFlash
+from leapahead.drafters.heads.dflash2 import Selector
 from leapahead.drafters.heads.dflash_head import DFlashText
 
 pytestmark = pytest.mark.filterwarnings("ignore:the head")  # which may take as long as the tiny model
@@ -87,13 +89,36 @@ def old_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DFlash, "context", lambda self, states, at: context(self, states, at - at.min()))
 
 
+def between_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first row of a block reads the last row of the one before it."""
+    pad = F.pad
+
+    def wrapped(x: Any, sizes: Any) -> Any:
+        return x.flatten(1, 2).roll(1, 1).view(x.shape) if len(sizes) == 6 else pad(x, sizes)
+
+    monkeypatch.setattr(dflash2.F, "pad", wrapped)
+
+
+def after_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The candidates of every depth are scored after the last committed token."""
+    scores = Selector.scores
+    monkeypatch.setattr(
+        Selector,
+        "scores",
+        lambda self, logits, tokens, states, before: scores(
+            self, logits, tokens, states, before[:, :1].expand_as(before) if before.ndim == 3 else before
+        ),
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mutation"),
     [
         *(("dflash", each) for each in (shifted, stale, wrong_layers, wrong_rows, causal_blocks, old_positions)),
         ("hydra++", shifted),
-        pytest.param("dspark", shifted, marks=pytest.mark.slow),
+        *(("dflash2", each) for each in (shifted, between_blocks, after_the_anchor)),
+        ("dspark", shifted),
     ],
 )
 def test_the_usual_mistakes_are_found(
@@ -134,32 +159,76 @@ def plain_block(module: DFlash, states: torch.Tensor, tokens: Any, path: Any) ->
     fused = norm(states[0] @ w["fc.weight"].T, w["hidden_norm.weight"])
     x = w["embed_tokens.weight"][[tokens[-1], *[config.mask_token] * (rows - 1)]]
     places = torch.arange(last + rows, dtype=x.dtype)
+    is_second = config.kind == "dflash2"
     for layer in range(2):
         at = f"layers.{layer}."
         h = norm(x, w[f"{at}input_layernorm.weight"])
+        if is_second:
+            h, kernel = around(w, f"{at}attention_conv", h)
         own = {}
         for name, read in (("q", h), ("k", torch.cat((fused, h))), ("v", torch.cat((fused, h)))):
             own[name] = (read @ w[f"{at}self_attn.{name}_proj.weight"].T).view(len(read), -1, 8)
         q = turned(norm(own["q"], w[f"{at}self_attn.q_norm.weight"]), places[last:])
         k = turned(norm(own["k"], w[f"{at}self_attn.k_norm.weight"]), places)
         k, v = (each.repeat_interleave(2, dim=1) for each in (k, own["v"]))
-        weights = (torch.einsum("qhd,khd->hqk", q, k) / 8**0.5).softmax(-1)
-        attended = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
-        x = x + attended @ w[f"{at}self_attn.o_proj.weight"].T
+        scores = torch.einsum("qhd,khd->hqk", q, k) / 8**0.5
+        scores = scores.masked_fill(~heads.visible(config, layer, rows, last), -torch.inf)
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1) @ w[f"{at}self_attn.o_proj.weight"].T
+        x = x + (convolved(attended, kernel) if is_second else attended)
         h = norm(x, w[f"{at}post_attention_layernorm.weight"])
+        if is_second:
+            h, kernel = around(w, f"{at}mlp_conv", h)
         gated = F.silu(h @ w[f"{at}mlp.gate_proj.weight"].T) * (h @ w[f"{at}mlp.up_proj.weight"].T)
-        x = x + gated @ w[f"{at}mlp.down_proj.weight"].T
+        gated = gated @ w[f"{at}mlp.down_proj.weight"].T
+        x = x + (convolved(gated, kernel) if is_second else gated)
     row = norm(x, w["norm.weight"])[len(path) + rows - config.depths]
     found: torch.Tensor = row @ w["lm_head.weight"].T
-    return found
+    return selected(w, found, row, [*tokens, *path][-1]) if is_second else found
 
 
-def test_dflash_is_computed_by_its_formulas(
-    exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def around(w: Any, name: str, h: Any) -> tuple[Any, Any]:
+    """What a sublayer of DFlash 2 reads, and the kernel behind it: [rows, taps, size]."""
+    change = (h @ w[f"{name}.kernel_projection.weight"].T).view(len(h), 2, 2, 2).repeat_interleave(16, dim=-1)
+    kernels = w[f"{name}.base_kernel"] + change
+    return convolved(h, kernels[:, 0]), kernels[:, 1]
+
+
+def convolved(x: Any, kernel: Any) -> Any:
+    return torch.stack([kernel[i, 0] * x[i] + (kernel[i, 1] * x[i - 1] if i else 0) for i in range(len(x))])
+
+
+def selected(w: Any, logits: Any, state: Any, before: int) -> torch.Tensor:
+    """Those of the five likeliest tokens, scored after the one before."""
+    context = w["candidate_selector.predecessor_codebook"][before] * (
+        w["candidate_selector.hidden_projection.weight"] @ state
+    )
+    scores = logits + w["candidate_selector.successor_codebook"] @ context
+    return torch.where(logits >= logits.sort().values[-5], scores, -torch.inf)
+
+
+SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "decoder", "free"),
+    [("dflash", {}, False), ("dflash2", {}, True), ("dflash", SLIDING, True), ("dflash", SLIDING, False)],
+)
+def test_a_block_is_computed_by_its_formulas(
+    kind: str,
+    decoder: dict[str, Any],
+    free: bool,
+    exact_model: Any,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = heads.write(tmp_path, "dflash", vocabulary(exact_model))
+    size = vocabulary(exact_model)
+    config = in_decoder(heads.config_of(kind, size, sliding_window_non_causal=free), **decoder)
+    checkpoint.write(tmp_path, config, heads.tensors_of(kind, size))
+    read = checkpoint.read(tmp_path)[0]
+    assert (read.sliding, read.window, read.sliding_causal) == (((1,), 5, not free) if decoder else ((), 0, False))
     monkeypatch.setattr(heads, "of_block", plain_block)
-    assert errors(folder, "dflash", exact_model, tokenizer, monkeypatch) < 1e-4  # norms are computed in float32
+    assert errors(tmp_path, kind, exact_model, tokenizer, monkeypatch) < 1e-4  # norms are computed in float32
 
 
 def test_dspark_adds_a_bias_of_the_token_before(tmp_path: Path) -> None:
@@ -251,6 +320,51 @@ def test_published_hydra_weights(
     assert errors(tmp_path / "head", kind, exact_model, tokenizer, monkeypatch) < 1e-6
 
 
+def test_dflash2_scales_and_bounds(tmp_path: Path) -> None:
+    """As vLLM: the bound first, then the factor."""
+    own = {**heads.config_of("dflash2", 40), "target_layer_ids": [0, 1], "input_embedding_scale": 2.5}
+    own |= {"output_multiplier": 0.25, "final_logit_softcapping": 3.0}
+    config = {**own["transformer_layer_config"], "dflash_config": own}
+    checkpoint.write(tmp_path, config, heads.tensors_of("dflash2", 40))
+    described, named = checkpoint.read(tmp_path)
+    assert (described.kind, described.embedding_scale, described.rows) == ("dflash2", 2.5, 4)
+    module: Any = networks.make(described)
+    module.load_state_dict(named, strict=False)
+    states = 5 * torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(module.logits(states), 0.25 * 3 * torch.tanh(module.lm_head(states) / 3))
+    seen: list[Any] = []
+
+    def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+        seen.append(v)
+        return q
+
+    block, places = torch.tensor([[1, 3, 3, 3]]), torch.arange(4)[None]
+    module(block, places, attend)
+    module.embed_tokens.weight.data *= 2.5
+    object.__setattr__(described, "embedding_scale", 1.0)
+    module(block, places, attend)
+    torch.testing.assert_close(seen[0], seen[2])
+
+
+def test_a_new_dflash2_is_a_dflash() -> None:
+    """Its convolutions are the identity, and its selector leaves the logits of the likeliest tokens alone."""
+    config = formats.parse(
+        heads.config_of("dflash2", 40),
+        {k: tuple(v.shape) for k, v in heads.tensors_of("dflash2", 40).items()},
+        "a head",
+    )
+    found: Any = networks.make(config)
+    other: Any = networks.make(replace(config, kind="dflash", candidates=0))
+    other.load_state_dict(found.state_dict(), strict=False)
+    block, places = torch.tensor([[1, 3, 3, 3, 7, 3, 3, 3]]), torch.arange(4).repeat(2)[None]
+    states, expected = (each(block, places, heads.causal) for each in (found, other))
+    torch.testing.assert_close(states, expected)
+    logits = found.one(states, block)
+    best = other.one(expected, block).topk(5)
+    torch.testing.assert_close(logits.gather(-1, best.indices), best.values)
+    assert (logits > -torch.inf).sum(-1).eq(5).all()
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_dflash_in_its_own_form(
     is_causal: bool, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: Any
@@ -276,13 +390,18 @@ def in_decoder(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ("hydra", lambda c: {**c, "grounded_heads": False}, Refused, "grounded_heads=False, which is not supported"),
         ("hydra", lambda c: {**c, "hidden_state_offset": 1}, Refused, "hidden_state_offset=1, which is not supported"),
         ("dflash", lambda c: in_decoder(c, model_type="llama"), Refused, "decoder layers of type 'llama'"),
-        ("dflash", lambda c: in_decoder(c, layer_types=["sliding_attention"] * 2), Refused, "sliding attention"),
+        ("dflash", lambda c: in_decoder(c, layer_types=["chunked_attention"] * 2), Refused, "'chunked_attention'"),
+        ("dflash", lambda c: in_decoder(c, **{**SLIDING, "sliding_window": 0}), BadParameter, "sliding_window=0"),
+        ("dflash2", lambda c: {**c, "draft_ffn_type": "moe"}, Refused, "draft_ffn_type='moe', which is not supported"),
+        ("dflash2", lambda c: {**c, "draft_vocab_size": 9}, Refused, "tokens, which is not supported in dflash2"),
+        ("dflash2", lambda c: {**c, "selector_top_k": 0}, BadParameter, "selector_top_k=0"),
+        ("dflash", lambda c: {**c, "speculators_model_type": "dflash2"}, BadParameter, "lack what is needed"),
         ("dflash", lambda c: {**c, "mask_token_id": 1 << 20}, BadParameter, "mask_token_id=1048576"),
         ("dflash", lambda c: {**c, "block_size": 1}, BadParameter, "block_size=1"),
         ("dflash", lambda c: {**c, "aux_hidden_state_layer_ids": [1, 7]}, BadParameter, "layers 1, 7, and the target"),
         ("dflash", lambda c: {**c, "aux_hidden_state_layer_ids": None}, BadParameter, "lack what is needed"),
         ("dspark", lambda c: {**c, "markov_head_type": "rnn"}, Refused, "markov_head_type='rnn'"),
-        ("dspark", lambda c: {**c, "speculators_model_type": "dflash2"}, Refused, "of kind 'dflash2'"),
+        ("dspark", lambda c: {**c, "speculators_model_type": "xpress"}, Refused, "of kind 'xpress'"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

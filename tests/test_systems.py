@@ -262,7 +262,7 @@ def made(tiny_folder: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFac
     root = tmp_path_factory.mktemp("made")
     model = AutoModelForCausalLM.from_pretrained(tiny_folder)
     vocabulary = model.config.vocab_size
-    for kind in ("medusa", "hydra", "hydra++", "eagle", "dflash"):
+    for kind in ("medusa", "hydra", "hydra++", "eagle", "peagle", "dflash", "dflash2"):
         heads.write(root / "heads" / kind / "head", kind, vocabulary)
     test_probes.write(root / "heads/pass/head", "pass", model)
     shutil.copytree(tiny_folder, root / "heads/space/tuned")

@@ -27,7 +27,7 @@ from leapahead.training.batches import Order, batch_of  # noqa: E402
 from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES  # noqa: E402
 from leapahead.training.features import Online, TrainingTarget, training_target  # noqa: E402
 from leapahead.training.optimizer import BETAS, Optimizer  # noqa: E402
-from leapahead.training.recipe import Recipe  # noqa: E402
+from leapahead.training.recipe import Goal, Recipe  # noqa: E402
 from leapahead.training.settings import LOSSES  # noqa: E402
 from leapahead.training.texts import Text  # noqa: E402
 
@@ -86,14 +86,16 @@ def test_training_computes_what_drafting_computes(kind: str, model: Any, target:
     batch = batch_of(some, Online(target, own.layers), 100, 32)
     with torch.no_grad():
         states = list(own.states(batch, None))
-    checked = 0
+    checked, chained = 0, own.config.is_chained
     for depth in range(own.depths):
         for row, place in zip(*(each.tolist() for each in batch.rows_at(depth)), strict=True):
             tokens, layers = some[row].tokens, own.config.layers_of(2)
             committed, path = tokens[: place + 2], tokens[place + 2 : place + 2 + depth]
             expected = heads.recomputed(model, own.module, layers, committed, path)
-            found = own.logits(depth, states[depth][row, place - batch.first]).detach()
-            np.testing.assert_allclose(found.numpy(), expected, atol=2e-5 * np.abs(expected).max())
+            state = states[depth][row, place - batch.first]
+            found = (own.module.one(state, tokens[place + 1 + depth]) if chained else own.logits(depth, state)).detach()
+            largest = found[found.isfinite()].abs().max().item()
+            np.testing.assert_allclose(found.numpy(), expected, atol=2e-5 * largest)
             checked += 1
     rows = sum(len(text.answer) - (len(text.prompt) == 1) for text in some)
     assert checked == sum(rows - depth * len(some) for depth in range(own.depths))
@@ -126,6 +128,29 @@ def test_the_loss_falls(kind: str, target: TrainingTarget, texts: Any, tmp_path:
     points = training.run(QUIET).points
     assert [point[0] for point in points] == [10, 20, 30]
     assert points[2][1] < 0.9 * points[0][1]
+
+
+def test_the_selector_learns_what_follows(target: TrainingTarget, texts: Any) -> None:
+    """Its loss is the cross entropy of the text's token among the candidates, which it joins in place of the last."""
+    own = recipes.recipe(target, settings_of("dflash2", depths=3), texts)
+    with torch.no_grad():
+        own.module.candidate_selector.successor_codebook.normal_()
+        states, before = torch.randn(3, 32), torch.tensor([5, 6, 7])
+        logits = own.logits(0, states)
+        best = logits.topk(16).indices
+        tokens = torch.stack((best[0, 3], best[1, 15], logits[2].argmin()))  # the last one is no candidate
+        loss, likeliest = own.row_loss(0, states, Goal(tokens, before, target.logits(states), states))
+        for row in range(3):
+            chosen = best[row].tolist() if row < 2 else [*best[row, :15].tolist(), int(tokens[row])]
+            context = own.module.candidate_selector.predecessor_codebook[before[row]] * (
+                own.module.candidate_selector.hidden_projection(states[row])
+            )
+            scores = logits[row] + own.module.candidate_selector.successor_codebook @ context
+            expected = -scores[chosen].log_softmax(-1)[chosen.index(int(tokens[row]))]
+            soft = -(target.logits(states[row]).softmax(-1) * logits[row].log_softmax(-1)).sum()
+            torch.testing.assert_close(loss[row], soft + expected)
+            right = chosen[int(scores[chosen].argmax())]
+            assert likeliest[row] == (right if row < 2 else -1)
 
 
 def test_a_new_medusa_predicts_what_the_target_does(target: TrainingTarget, texts: Any) -> None:
@@ -286,7 +311,7 @@ def naive(
 def test_acceptance_is_that_of_drafting_place_by_place(
     kind: str, model: Any, target: TrainingTarget, texts: Any, tmp_path: Path
 ) -> None:
-    draft_vocab = 0 if kind in ("eagle", "dflash") else 50
+    draft_vocab = 0 if kind in ("eagle", "dflash", "dflash2") else 50
     own, training = made(target, texts, settings_of(kind, draft_vocab=draft_vocab), tmp_path / "checkpoint")
     training.run(QUIET)
     text = texts[7]

@@ -201,7 +201,9 @@ def test_a_target_whose_logits_are_scaled_is_refused() -> None:
     ("kind", "draft_vocab"),
     [
         *(("medusa", 20), ("eagle3", 20), ("hydra++", 0), ("dflash", 0)),
-        *mostly_slow([("medusa", 0), ("eagle", 0), ("eagle3", 0), ("hydra", 0), ("hydra", 20)]),
+        *mostly_slow(
+            [("dflash2", 0), ("peagle", 20), ("medusa", 0), ("eagle", 0), ("eagle3", 0), ("hydra", 0), ("hydra", 20)]
+        ),
     ],
 )
 def test_a_written_head_is_read_with_equal_logits(kind: str, draft_vocab: int, tmp_path: Path) -> None:
@@ -213,11 +215,13 @@ def test_a_written_head_is_read_with_equal_logits(kind: str, draft_vocab: int, t
     export.export(own, tmp_path / "head")
     assert len({file.stat().st_mode for file in (tmp_path / "head").iterdir()}) == 1  # whoever reads one reads all
     config, tensors = checkpoint.read(tmp_path / "head")
-    assert ("d2t" in tensors) == (kind == "eagle3" and draft_vocab > 0)  # vLLM refuses it beside a complete vocabulary
+    assert ("d2t" in tensors) == (
+        kind in ("eagle3", "peagle") and draft_vocab > 0
+    )  # vLLM refuses it beside a complete vocabulary
     found = load.load(config, tensors, loaded, "head")
     assert found.config.kind == kind
     assert (found.config.vocab_size, found.config.draft_vocab_size) == (64, draft_vocab or 64)
-    assert found.layers == ((0, 1, 2) if kind in ("eagle3", "dflash") else (-1,))
+    assert found.layers == ((0, 1, 2) if kind in ("eagle3", "peagle", "dflash", "dflash2") else (-1,))
     if draft_vocab:
         ids = draft_vocabulary(some, draft_vocab, own.target)
         assert ids is not None
@@ -253,7 +257,7 @@ def _logits(module: Any, states: Any, tokens: Any) -> Any:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"kind": "dspark"}, "kind='dspark' is not possible; choose one of medusa, eagle, eagle3, hydra"),
+        ({"kind": "dspark"}, "kind='dspark' is not possible; choose one of medusa, eagle, eagle3, peagle, hydra"),
         ({"data": ""}, "give data=FILE of prompts, texts=FILE that an earlier run has written, or both"),
         ({"minutes": 1.0, "steps": 2}, "give either minutes=1 or steps=2, not both"),
         ({"minutes": 0.0}, "minutes=0 is not possible: it must be a finite number above 0"),
@@ -281,10 +285,12 @@ def test_impossible_settings(given: dict[str, Any], message: str) -> None:
     ("given", "optimizer", "rate"),
     [
         ({"kind": "dflash"}, "muon", 3 / 256),
+        ({"kind": "dflash2"}, "muon", 3 / 256),
         ({"kind": "dflash", "optimizer": "adamw"}, "adamw", 0.5 / 256),
         ({"kind": "eagle3"}, "muon", 1.5 / 256),
         ({"kind": "eagle3", "optimizer": "adamw"}, "adamw", 0.5 / 256),
         ({"kind": "eagle"}, "muon", 1.5 / 256),
+        ({"kind": "peagle"}, "muon", 1.5 / 256),
         ({"kind": "hydra++"}, "adamw", 1e-3),
         ({"kind": "medusa", "optimizer": "muon", "lr": 2e-3}, "muon", 2e-3),
     ],

@@ -23,7 +23,7 @@ from leapahead.training.student import Student
 from leapahead.training.texts import Text
 
 VOCABULARY = 64
-KINDS = ("medusa", "eagle", "eagle3", "hydra", "hydra++", "dflash")
+KINDS = ("medusa", "eagle", "eagle3", "peagle", "hydra", "hydra++", "dflash", "dflash2")
 QUIET = Watch(silent, lambda line: None)
 
 
@@ -75,7 +75,7 @@ def texts_of(model: Any, count: int = 24) -> list[Text]:
 
 
 def settings_of(kind: str, **more: Any) -> Settings:
-    rate = 2e-2 if kind in ("dflash", "eagle") else 5e-3  # those of Muon are greater
+    rate = 2e-2 if kind in ("dflash", "dflash2", "eagle", "peagle") else 5e-3  # those of Muon are greater
     given = {"kind": kind, "data": "prompts.jsonl", "steps": 30, "batch": 4, "lr": rate, **more}
     return Settings(**given).complete(32)
 

@@ -97,6 +97,18 @@ HEADS: tuple[System, ...] = (
         needs="a head that is trained for the target; the bundled model has one",
     ),
     System(
+        key="p-eagle",
+        name="P-EAGLE",
+        paper="2602.01469",
+        command="leapahead generate -d head --head build/heads/peagle/head -o nodes=16 -o chain=true",
+        rule=EXACT,
+        published=Published(
+            "1.10x to 1.36x of EAGLE-3", NOT_FOUND, "GPT-OSS 120B and 20B, Qwen3-Coder 30B", "2602.01469"
+        ),
+        differs="Masks stand behind every place of a text in training, instead of some that are drawn.",
+        **TRAINED,
+    ),
+    System(
         key="sam-eagle",
         name="SAM decoding with EAGLE",
         paper="2411.10666",
@@ -114,6 +126,16 @@ HEADS: tuple[System, ...] = (
         rule=EXACT,
         published=Published("4.86x", "6.49", "Qwen3-8B; hardware not found", "2602.06036"),
         differs="Without `chain` the marginals make a tree, as in DDTree (2604.12989).",
+        **TRAINED,
+    ),
+    System(
+        key="dflash-2",
+        name="DFlash 2",
+        paper="",
+        command="leapahead generate -d head --head build/heads/dflash2/head -o nodes=16 -o chain=true",
+        rule=EXACT,
+        published=Published(NOT_FOUND, "6.20", "Qwen3.5-4B, GSM8K; chains of 7", "speculators, issue 1014"),
+        differs="Without `chain` the scores of all pairs of candidates make a tree.",
         **TRAINED,
     ),
     System(

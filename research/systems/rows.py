@@ -25,5 +25,4 @@ NOT_COVERED: tuple[tuple[str, str, str], ...] = (
         "seed when sampling, which serves the same purpose.",
     ),
     ("Block verification", "2403.10444", "The rejection rules of trees are those of the table."),
-    ("P-EAGLE, DFlash 2", "speculators", "Heads of these kinds are refused by name."),
 )

@@ -44,8 +44,8 @@ HEAD = "Head options"
     type=AT_LEAST_ONE,
     metavar="N",
     group=HEAD,
-    show_default="5; 7 for dflash",
-    help="Medusa and Hydra: number of heads; DFlash: masks of a block, which has one token more.",
+    show_default="5; 7 for peagle, dflash and dflash2",
+    help="Medusa, Hydra: number of heads; P-EAGLE: depths; DFlash, DFlash 2: masks of a block of one token more.",
 )
 @option(
     "--draft-vocab",
@@ -60,7 +60,7 @@ HEAD = "Head options"
     metavar="I,J,K",
     group=HEAD,
     show_default="a low, a middle and a high one",
-    help="EAGLE-3 and DFlash: the layers whose hidden states it reads.",
+    help="EAGLE-3, P-EAGLE, DFlash and DFlash 2: the layers whose hidden states it reads.",
 )
 @option(
     "--loss",
@@ -82,7 +82,7 @@ HEAD = "Head options"
     "--optimizer",
     type=click.Choice(OPTIMIZERS),
     group=TRAINING,
-    show_default="muon for eagle3, eagle and dflash; else adamw",
+    show_default="muon for eagle, eagle3, peagle, dflash and dflash2; else adamw",
     help="AdamW, or Muon for the matrices of hidden layers and AdamW for the rest.",
 )
 @all_of(training.STEPS)
@@ -103,7 +103,8 @@ HEAD = "Head options"
 )
 @all_of((training.SEED,), training.OUT)
 def train_head(out: Path, resume: bool, as_json: bool, text_batch: int, **values: Any) -> None:
-    """Train a head that drafts for a model of Transformers: EAGLE-3, EAGLE, Medusa, Hydra, Hydra++ or DFlash.
+    """Train a head that drafts for a model of Transformers: EAGLE-3, P-EAGLE, EAGLE, Medusa, Hydra, Hydra++, DFlash
+    or DFlash 2.
 
     The model first answers the prompts; the head learns to predict these answers from the model's hidden states. The
     model itself does not change. Ctrl-C ends the run such that --resume goes on with it. The folder OUT/head holds the

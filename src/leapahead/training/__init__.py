@@ -8,7 +8,7 @@
     attention   attention of drafted rows, which see their own ancestors only
     recipe      what the training of all kinds shares
     recipes     what Medusa and EAGLE predict and how they start; a kind's recipe and its configuration
-    block_recipes  the same of Hydra and DFlash
+    block_recipes  the same of Hydra, DFlash and DFlash 2
     loop        the optimization, the same for all kinds
     evaluate    how many tokens a trained head would save
     export      the files of a trained head

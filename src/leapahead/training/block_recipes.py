@@ -1,9 +1,11 @@
-"""How Hydra and DFlash are trained: what they predict, and the weights that they start with.
+"""How Hydra, DFlash and DFlash 2 are trained: what they predict, and the weights that they start with.
 
 Hydra     head k predicts token i + 2 + k from the target's last state and tokens i + 1 .. i + 1 + k of the text
           (2402.05109, section 3); Hydra++ learns the target's distribution, from its layer's state (section 4)
 DFlash    a block of masks behind token i + 1 predicts the tokens behind it (2602.06036, section 4); in training,
           some blocks of each text, which see the states before them and nothing of one another
+DFlash 2  the same, and its selector learns which of the likeliest tokens of each row is that of the text, given the
+          one before; where it is not among them, it takes the place of the last one (speculators #1006)
 
 block a   x m m m        keys:   states 0 .. i of the text | rows of block a | rows of block b
 block b         x m m m          the first ones up to its own i, and its own rows
@@ -20,7 +22,7 @@ from torch.nn import functional as F
 
 from leapahead.training.attention import DraftedAttention
 from leapahead.training.batches import Batch
-from leapahead.training.recipe import Found, Recipe
+from leapahead.training.recipe import Found, Goal, Recipe
 
 PROBED = 16  # tokens whose states tell how large the target's are
 BLOCKS = 16  # of each text that are trained in one step
@@ -113,3 +115,19 @@ class DFlashRecipe(Recipe):
 
     def logits(self, depth: int, states: Tensor) -> Tensor:
         return self.target.logits(states)
+
+
+class DFlash2Recipe(DFlashRecipe):
+    """See the module."""
+
+    def row_loss(self, depth: int, states: Tensor, goal: Goal) -> tuple[Tensor, Tensor]:
+        logits = self.logits(depth, states).float()
+        best = logits.detach().topk(self.config.candidates, dim=-1).indices
+        is_right = best == goal.tokens[:, None]
+        found = is_right.any(-1)
+        trained = torch.where(found[:, None], best, torch.cat((best[:, :-1], goal.tokens[:, None]), dim=-1))
+        place = torch.where(found, is_right.int().argmax(-1), best.shape[-1] - 1)
+        scores = self.module.candidate_selector.scores(logits.gather(-1, trained), trained, states, goal.before).float()
+        loss = self.loss_of(logits, goal.logits, goal.tokens) + F.cross_entropy(scores, place, reduction="none")
+        likeliest = trained.gather(-1, scores.detach().argmax(-1, keepdim=True))[:, 0]
+        return loss, torch.where(found, likeliest, -1)

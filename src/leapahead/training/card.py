@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING
 from leapahead.bench import plots
 from leapahead.bench.conditions import Data
 from leapahead.core.errors import BadParameter
-from leapahead.drafters.heads.config import DFLASH, EAGLE, EAGLE3, FUSED, HYDRA, HYDRA_PREFIX, MEDUSA, PASS, SPACE
+from leapahead.drafters.heads.config import (
+    DFLASH,
+    DFLASH2,
+    EAGLE,
+    EAGLE3,
+    FUSED,
+    HYDRA,
+    HYDRA_PREFIX,
+    MEDUSA,
+    PASS,
+    PEAGLE,
+    SPACE,
+)
 from leapahead.training.block_recipes import BLOCKS
 from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES, Evaluation
 from leapahead.training.loop import State
@@ -24,9 +36,11 @@ NAMES = {
     MEDUSA: "Medusa",
     EAGLE: "EAGLE",
     EAGLE3: "EAGLE-3",
+    PEAGLE: "P-EAGLE",
     HYDRA: "Hydra",
     HYDRA_PREFIX: "Hydra++",
     DFLASH: "DFlash",
+    DFLASH2: "DFlash 2",
     PASS: "PaSS",
     SPACE: "SPACE",
     DRAFT: "the draft model",
@@ -37,9 +51,11 @@ PAPERS = {
     MEDUSA: "2401.10774",
     EAGLE: "2401.15077",
     EAGLE3: "2503.01840",
+    PEAGLE: "2602.01469",
     HYDRA: "2402.05109",
     HYDRA_PREFIX: "2402.05109",
     DFLASH: "2602.06036",
+    DFLASH2: "vLLM #52816",
     PASS: "2311.13581",
     SPACE: "2402.11809",
 }
@@ -48,9 +64,11 @@ FORMATS = {
     MEDUSA: "vLLM's",
     EAGLE: "EAGLE's own",
     EAGLE3: "speculators",
+    PEAGLE: "speculators",
     HYDRA: "Hydra's own",
     HYDRA_PREFIX: "Hydra's own",
     DFLASH: "speculators",
+    DFLASH2: "speculators",
 }
 
 
@@ -129,13 +147,18 @@ def _method(settings: RunSettings) -> str:
         "Every head starts with a copy of the target's output layer and reads the tokens of the text before its own; "
         f"the loss of head k has the weight 0.8^k; loss {settings.loss}."
     )
+    blocks = (
+        f"{BLOCKS} blocks of each text in every step; the loss of depth d has the weight 0.8^d; loss {settings.loss}."
+    )
     return {
         HYDRA: heads,
         HYDRA_PREFIX: f"{heads} A decoder layer over the target's states gives what the heads read.",
-        DFLASH: f"{BLOCKS} blocks of each text in every step; the loss of depth d has the weight 0.8^d; loss "
-        f"{settings.loss}.",
+        DFLASH: blocks,
+        DFLASH2: f"{blocks} To it is added the cross entropy of the selector over its candidates.",
         MEDUSA: "Every head starts as a copy of the target's output layer; the loss of head k has the weight 0.8^k; "
         f"loss {settings.loss}.",
+        PEAGLE: f"{settings.depths - 1} masks behind every place of the answers; the loss of depth d has the weight "
+        f"0.8^d; loss {settings.loss}.",
         EAGLE: f"Loss: smooth L1 of the states + 0.1 {settings.loss}; uniform noise of width 0.2 on the states.",
         EAGLE3: f"The head is continued from its own states for {settings.depths} steps, whose losses have the weights "
         f"0.8^step; loss {settings.loss}.",

@@ -20,7 +20,7 @@ from leapahead.training.batches import Batch, batch_of
 from leapahead.training.block_recipes import HydraRecipe
 from leapahead.training.features import Features
 from leapahead.training.recipe import Recipe
-from leapahead.training.recipes import RowRecipe
+from leapahead.training.recipes import ParallelRecipe, RowRecipe
 from leapahead.training.texts import Progress, Text
 
 DEPTH, NODES = 5, 16
@@ -89,6 +89,27 @@ class BlockDrafts(Drafts):
         return self._recipe.logits(depth, self._states[depth])[:, None].float()
 
 
+class ChainedDrafts(BlockDrafts):
+    """DFlash 2: the candidates of a depth depend on the token before."""
+
+    def __init__(self, recipe: Recipe, batch: Batch, rows: Tensor) -> None:
+        super().__init__(recipe, batch, rows)
+        self._last = batch.tokens[0, rows + 1][:, None]
+
+    def first(self) -> Tensor:
+        return self._after(0, self._last)
+
+    def next(self, depth: int, parents: Tensor, tokens: Tensor) -> Tensor:
+        if depth >= self._recipe.depths:
+            return super().next(depth, parents, tokens)
+        return self._after(depth, tokens)
+
+    def _after(self, depth: int, tokens: Tensor) -> Tensor:
+        states = self._states[depth][:, None]
+        found: Tensor = self._recipe.module.after(self._recipe.logits(depth, states).float(), states, tokens)
+        return found
+
+
 class HydraDrafts(Drafts):
     """Hydra: every node is a row of its own, of the state and the tokens before it."""
 
@@ -134,17 +155,38 @@ class RowDrafts(Drafts):
         above = self._states.gather(1, parents[..., None].expand(-1, -1, self._states.shape[-1]))
         self._attend.descend(parents)
         positions = (self._rows + depth)[:, None].expand_as(tokens)
-        self._states = self._module(tokens, above, positions, self._attend)
+        self._states = self._module(*self._recipe.drafted(tokens, above), positions, self._attend)
         return self._recipe.logits(depth, self._states).float()
+
+
+class ParallelDrafts(RowDrafts):
+    """P-EAGLE: the rows of all depths are masks, so the candidates of a depth are the same below every node."""
+
+    def __init__(self, recipe: RowRecipe, batch: Batch, rows: Tensor) -> None:
+        super().__init__(recipe, batch, rows)
+        self._depths = [super().first()]
+        for depth in range(1, recipe.depths):
+            parents = torch.zeros_like(rows)[:, None]
+            self._depths.append(super().next(depth, parents, parents))
+
+    def first(self) -> Tensor:
+        return self._depths[0]
+
+    def next(self, depth: int, parents: Tensor, tokens: Tensor) -> Tensor:
+        if depth >= len(self._depths):  # the head predicts no further
+            return torch.zeros_like(self._depths[0]).expand(-1, tokens.shape[1], -1)
+        return self._depths[depth].expand(-1, tokens.shape[1], -1)
 
 
 def drafts_of(recipe: Recipe, batch: Batch, rows: Tensor) -> Drafts:
     """Drafts below rows of a batch of one text; a row has the state up to its position and the token behind it."""
+    if isinstance(recipe, ParallelRecipe):
+        return ParallelDrafts(recipe, batch, rows)
     if isinstance(recipe, RowRecipe):
         return RowDrafts(recipe, batch, rows)
     if isinstance(recipe, HydraRecipe):
         return HydraDrafts(recipe, batch, rows)
-    return BlockDrafts(recipe, batch, rows)
+    return (ChainedDrafts if recipe.config.is_chained else BlockDrafts)(recipe, batch, rows)
 
 
 @dataclass(frozen=True)

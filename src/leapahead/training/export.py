@@ -1,12 +1,14 @@
 """The files of a trained head, in the formats that are published (see `leapahead.drafters.heads.config`).
 
-    EAGLE-3    speculators: `transformer_layer_config`, `eagle_aux_hidden_state_layer_ids`, perhaps d2t and t2d
-    DFlash     speculators: `transformer_layer_config`, `aux_hidden_state_layer_ids`, `mask_token_id`, `block_size`
+    EAGLE-3    speculators: `transformer_layer_config`, `eagle_aux_hidden_state_layer_ids`, perhaps d2t and t2d; and of
+               P-EAGLE `mask_token_id`
+    DFlash     speculators: `transformer_layer_config`, `aux_hidden_state_layer_ids`, `mask_token_id`, `block_size`,
+               and of DFlash 2 `conv_kernel_size`, `conv_group_size`, `selector_rank`, `selector_top_k`
     EAGLE      EAGLE's own: the configuration of one Llama layer
     Medusa     vLLM's: "model_type": "medusa", lm_heads.{k} and, of a draft vocabulary, token_map
     Hydra      Hydra's own configuration, and of Hydra++ `transformer_layer_config`; token_map as Medusa
 
-The embedding and the output layer of EAGLE and DFlash are not written: they are the target's.
+The embedding and the output layer of EAGLE, DFlash and DFlash 2 are not written: they are the target's.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor
 from leapahead.drafters.heads import checkpoint
 from leapahead.drafters.heads.config import (
     DFLASH,
+    DFLASH2,
     EAGLE,
     EAGLE3,
     HYDRA,
@@ -27,6 +30,7 @@ from leapahead.drafters.heads.config import (
     HYDRA_PREFIX,
     HYDRAS,
     MEDUSA,
+    PEAGLE,
     TYPE,
 )
 from leapahead.training.evaluate import DEPTH
@@ -49,7 +53,7 @@ def tensors_of(recipe: Recipe) -> dict[str, Tensor]:
     ids, kind = recipe.vocabulary, recipe.config.kind
     if kind in (MEDUSA, *HYDRAS) and ids is not None:
         found["token_map"] = ids.cpu()
-    if kind == EAGLE3 and ids is not None:  # vLLM refuses them beside a complete vocabulary
+    if kind in (EAGLE3, PEAGLE) and ids is not None:  # vLLM refuses them beside a complete vocabulary
         own = ids.cpu()
         found["d2t"] = own - torch.arange(len(own))
         found["t2d"] = torch.zeros(recipe.target.vocab_size, dtype=torch.bool).index_fill_(0, own, True)
@@ -59,6 +63,7 @@ def tensors_of(recipe: Recipe) -> dict[str, Tensor]:
 def config_of(recipe: Recipe) -> dict[str, Any]:
     """What `config.json` holds."""
     makers = {MEDUSA: _medusa, EAGLE: _eagle, EAGLE3: _eagle3, HYDRA: _hydra, HYDRA_PREFIX: _hydra, DFLASH: _dflash}
+    makers |= {DFLASH2: _dflash2, PEAGLE: _parallel}
     return {**makers[recipe.config.kind](recipe), "torch_dtype": _dtype(recipe)}
 
 
@@ -115,6 +120,12 @@ def _eagle3(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def _parallel(recipe: Recipe) -> dict[str, Any]:
+    config = recipe.config
+    found = {**_eagle3(recipe), **_speculators(recipe, config.depths)}
+    return {**found, "architectures": ["PEagleSpeculator"], "mask_token_id": config.mask_token}
+
+
 def _dflash(recipe: Recipe) -> dict[str, Any]:
     config = recipe.config
     return {
@@ -124,6 +135,19 @@ def _dflash(recipe: Recipe) -> dict[str, Any]:
         "block_size": config.depths + 1,
         "sample_from_anchor": False,
         **_speculators(recipe, config.depths),
+    }
+
+
+def _dflash2(recipe: Recipe) -> dict[str, Any]:
+    config = recipe.config
+    return {
+        **_dflash(recipe),
+        "architectures": ["DFlash2DraftModel"],
+        "conv_kernel_size": config.taps,
+        "conv_group_size": config.group,
+        "selector_rank": config.selector_rank,
+        "selector_top_k": config.candidates,
+        "sliding_window_non_causal": True,
     }
 
 

@@ -20,7 +20,8 @@ from leapahead.training.settings import MUON
 
 BETAS, MOMENTUM, WEIGHT_DECAY = (0.9, 0.95), 0.95, 0.01
 FUSED = {"cpu", "cuda"}  # devices for which PyTorch has AdamW as one kernel
-OF_TOKENS = ("embed", "lm_head")  # in the names of matrices with a row for every token, which are no hidden ones
+# In the names of matrices with a row for every token, which are no hidden ones.
+OF_TOKENS = ("embed", "lm_head", "codebook")
 
 
 class Optimizer:

@@ -29,11 +29,13 @@ class Goal(NamedTuple):
 
     Attributes:
         tokens: int64 [rows], of the text, as ids of the draft vocabulary; -1 outside of it.
+        before: int64 [rows], the tokens of the text in front of them, as ids of the target's vocabulary.
         logits: float [rows, draft vocabulary], the target's; without columns where the loss does not read them.
         states: float [rows, hidden_size], the target's last hidden states, which give these logits.
     """
 
     tokens: Tensor
+    before: Tensor
     logits: Tensor
     states: Tensor
 
@@ -145,7 +147,8 @@ class Recipe(ABC):
         position = position + 1
         place = torch.zeros_like(batch.tokens)
         place[text, position] = torch.arange(len(text), device=place.device)
-        tokens, states = batch.tokens[text, position + 1], batch.last[text, position]
+        tokens, before = batch.tokens[text, position + 1], batch.tokens[text, position]
+        states = batch.last[text, position]
         logits = states.new_zeros(len(states), 0)
         if self.loss_of is not losses.ce:
             with torch.autocast(self.target.device.type, enabled=False):
@@ -153,7 +156,7 @@ class Recipe(ABC):
             logits = logits if self.vocabulary is None else logits[:, self.vocabulary]
         if self._draft_ids is not None:
             tokens = self._draft_ids[tokens]
-        return Goal(tokens, logits, states), place
+        return Goal(tokens, before, logits, states), place
 
     @staticmethod
     def start_layer(layer: Any) -> None:

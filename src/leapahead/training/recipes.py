@@ -3,13 +3,15 @@
     Medusa    head k predicts token i + 2 + k from the target's last state alone         (2401.10774, section 2.2)
     EAGLE     one row continues the target's states; they and the tokens are its goals   (2401.15077, section 3.2)
     EAGLE-3   the row is continued from its own state several times                      (2503.01840, section 3.2)
+    P-EAGLE   it is continued by masks, at every place of a text                         (2602.01469)
 
-Hydra and DFlash are in `block_recipes`. The embedding is the target's and is not trained, and so is EAGLE's output
-layer.
+Hydra, DFlash and DFlash 2 are in `block_recipes`. The embedding is the target's and is not trained, and so is EAGLE's
+output layer.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,7 @@ from torch.nn import functional as F
 from leapahead.core.errors import BadParameter
 from leapahead.drafters.heads.config import (
     DFLASH,
+    DFLASH2,
     EAGLE,
     EAGLE3,
     FUSED,
@@ -29,12 +32,13 @@ from leapahead.drafters.heads.config import (
     HYDRA_PREFIX,
     HYDRAS,
     MEDUSA,
+    PEAGLE,
     HeadConfig,
 )
 from leapahead.training import losses
 from leapahead.training.attention import DraftedAttention
 from leapahead.training.batches import Batch
-from leapahead.training.block_recipes import DFlashRecipe, HydraRecipe
+from leapahead.training.block_recipes import DFlash2Recipe, DFlashRecipe, HydraRecipe
 from leapahead.training.features import TrainingTarget
 from leapahead.training.recipe import Goal, Recipe
 from leapahead.training.settings import Settings
@@ -86,8 +90,17 @@ class RowRecipe(Recipe):
         for depth in range(1, self.depths):
             attend.descend()
             shown = tokens[:, 1 + depth + first : 1 + depth + count]
-            states = self.module(shown, states, positions[:, first:] + depth, attend)
+            states = self.module(*self.drafted(shown, states), positions[:, first:] + depth, attend)
             yield states
+
+    def drafted(self, tokens: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens and the states of drafted rows, [texts or places, rows] and [texts or places, rows, hidden_size].
+
+        Args:
+            tokens: int64 [..., rows], those that are drafted.
+            above: float [..., rows, hidden_size], the outputs of the rows above them.
+        """
+        return tokens, above
 
     def noisy(self, states: Tensor, generator: torch.Generator) -> Tensor:
         """The states with what is added to them in training."""
@@ -132,16 +145,26 @@ class Eagle3Recipe(RowRecipe):
         return found
 
 
+class ParallelRecipe(Eagle3Recipe):
+    """See the module."""
+
+    def drafted(self, tokens: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.full_like(tokens, self.config.mask_token), self.module.masked().expand_as(above)
+
+
 RECIPES: dict[str, type[Recipe]] = {
     MEDUSA: MedusaRecipe,
     EAGLE: EagleRecipe,
     EAGLE3: Eagle3Recipe,
+    PEAGLE: ParallelRecipe,
     HYDRA: HydraRecipe,
     HYDRA_PREFIX: HydraRecipe,
     DFLASH: DFlashRecipe,
+    DFLASH2: DFlash2Recipe,
 }
 PREFIX_BLOCKS = 4  # residual layers of each head of Hydra++ (2402.05109, section 4)
 MOST_LAYERS = 5  # of DFlash, which has a third of the target's
+TAPS, GROUP, SELECTED, RANK = 2, 16, 16, 256  # of DFlash 2, as published; the rank is at most the hidden size
 
 
 def recipe(target: TrainingTarget, settings: Settings, texts: Sequence[Text]) -> Recipe:
@@ -195,10 +218,15 @@ def _config(target: TrainingTarget, settings: Settings, size: int) -> HeadConfig
         )
     layers = (settings.layers or _usual_layers(target.layers)) if settings.kind in FUSED else ()
     decoder = _decoder(target)
-    if settings.kind == DFLASH:
+    if settings.kind in (DFLASH, DFLASH2):
         decoder["num_hidden_layers"] = max(1, min(MOST_LAYERS, target.layers // 3))
         decoder["model_type"] = "qwen3"
         common |= {"depths": settings.depths, "mask_token": target.vocab_size - 1}
+    if settings.kind == PEAGLE:
+        common |= {"depths": settings.depths, "mask_token": target.vocab_size - 1}
+    if settings.kind == DFLASH2:
+        common |= {"taps": TAPS, "group": math.gcd(GROUP, target.hidden_size)}
+        common |= {"candidates": min(SELECTED, size), "selector_rank": min(RANK, target.hidden_size)}
     config = HeadConfig(**common, layers=layers, bias=settings.kind == EAGLE, decoder=decoder)
     config.layers_of(target.layers)  # refuses what the target does not have
     return config

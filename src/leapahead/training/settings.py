@@ -22,6 +22,7 @@ from typing import Any
 from leapahead.core.errors import BadParameter
 from leapahead.drafters.heads.config import (
     DFLASH,
+    DFLASH2,
     DSPARK,
     EAGLE,
     EAGLE3,
@@ -33,6 +34,7 @@ from leapahead.drafters.heads.config import (
     MEDUSA,
     MTP,
     PASS,
+    PEAGLE,
     PROBES,
     SPACE,
 )
@@ -48,10 +50,11 @@ USUAL_MINUTES = 30.0
 MOST_SEED = 2**63  # prompts have the numbers after it, all of which must be less than 2**64
 TRAINED = tuple(kind for kind in KINDS if kind not in (DSPARK, MTP, *PROBES))
 USUAL_LOSS = {HYDRA: "ce"}  # soft_ce of the others
-USUAL_DEPTHS = {MEDUSA: 5, EAGLE: 1, EAGLE3: 4, HYDRA: 5, HYDRA_PREFIX: 5, DFLASH: 7}
+USUAL_DEPTHS = {MEDUSA: 5, EAGLE: 1, EAGLE3: 4, PEAGLE: 7, HYDRA: 5, HYDRA_PREFIX: 5, DFLASH: 7, DFLASH2: 7}
 MEDUSA_RATE = 1e-3  # 2401.10774, and of Hydra
 EAGLE_RATE = 0.5  # divided by the hidden size: 2e-3 for 256, 1.2e-4 for 4096
-MUON_RATES = {EAGLE: 1.5, EAGLE3: 1.5, DFLASH: 3.0}  # of kinds whose usual optimizer is Muon, divided likewise
+# Of kinds whose usual optimizer is Muon, divided likewise.
+MUON_RATES = {EAGLE: 1.5, EAGLE3: 1.5, PEAGLE: 1.5, DFLASH: 3.0, DFLASH2: 3.0}
 PASS_RATE = 1e-2
 TUNING_RATE = 0.05  # of whole models, divided by the hidden size: 5e-4 for 96, 5e-5 for 1024
 CHANGEABLE = ("minutes", "steps", "lr")  # when a run is resumed
@@ -74,7 +77,7 @@ class RunSettings:
         lr: greatest learning rate; 0 for the usual one.
         batch, accumulate: texts of a forward, and forwards of an optimizer step.
         schedule: how the learning rate falls, "cosine" or "linear".
-        optimizer: one of `OPTIMIZERS`; "" for the usual one, which is AdamW, and of DFlash Muon.
+        optimizer: one of `OPTIMIZERS`; "" for the usual one, which is Muon for the kinds of `MUON_RATES`, else AdamW.
         minutes, steps: the length of the training; exactly one is set.
         seed: of the weights, the order and the sampled texts.
     """
@@ -128,10 +131,10 @@ class Settings(RunSettings):
         kind: one of `TRAINED`.
         prompt_tokens: the last tokens of a prompt that a head is trained on; the target reads all of them.
         features: "online", computed for every batch, or "disk", computed once.
-        depths: of Medusa and Hydra, the number of heads; of DFlash, that of the masks of a block; of EAGLE, the steps
-            that it is trained on its own states.
+        depths: of Medusa and Hydra, the number of heads; of DFlash and DFlash 2, that of the masks of a block; of
+            P-EAGLE, one more than the masks; of EAGLE, the steps that it is trained on its own states.
         draft_vocab: tokens that the head can propose, the most frequent ones of the texts; 0 for all.
-        layers: the hidden states that EAGLE-3 and DFlash read; empty for the usual ones.
+        layers: the hidden states that EAGLE-3, P-EAGLE, DFlash and DFlash 2 read; empty for the usual ones.
         loss: one of `LOSSES`.
     """
 
@@ -147,7 +150,7 @@ class Settings(RunSettings):
         if self.loss:
             check_choice(self, loss=LOSSES)
         super().__post_init__()
-        if self.kind in (EAGLE, DFLASH) and self.draft_vocab:
+        if self.kind in (EAGLE, DFLASH, DFLASH2) and self.draft_vocab:
             raise BadParameter(f"draft_vocab is not possible with {self.kind}, whose output layer is the target's")
         if self.kind not in FUSED and self.layers:
             layers = ",".join(map(str, self.layers))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leapahead.core.errors import BadParameter, Refused, trained_in
-from leapahead.drafters.heads import config
+from leapahead.drafters.heads import formats
 from leapahead.drafters.heads.config import HeadConfig
 
 if TYPE_CHECKING:
@@ -132,11 +132,13 @@ def parsed(found: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) 
     """The configuration that these files describe, and the tensors by the names of `modules`.
 
     Raises:
-        LeapaheadError: see `config.parse`.
+        LeapaheadError: see `formats.parse`.
     """
     named = _numbered({canonical(name): tensor for name, tensor in tensors.items()})
     named = {name: each for name, each in named.items() if not name.startswith(UNUSED) and DERIVED not in name}
-    return config.parse(found, {name: tuple(tensor.shape) for name, tensor in named.items()}, where), named
+    if "mask_hidden" in named:  # P-EAGLE's, a vector
+        named["mask_hidden"] = named["mask_hidden"].reshape(1, 1, -1)
+    return formats.parse(found, {name: tuple(tensor.shape) for name, tensor in named.items()}, where), named
 
 
 def write(folder: Path, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -4,7 +4,7 @@
     block           x, mask, mask, ...      x the last committed token; its rows see the context and one another
 
 The rows of the block, normed, give the logits of its positions. DSpark adds a bias to the logits after each token
-d: W2 W1[d], of which W1 may be gated by the row's state. It predicts from the row of x too.
+d: W2 W1[d], of which W1 may be gated by the row's state. It predicts from the row of x too. DFlash 2 is in `dflash2`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Markov(nn.Module):
         """float [..., draft vocabulary], of tokens int64 [...] before the rows with states float [..., hidden_size]."""
         x = self.markov_w1(tokens)
         if self.gated:
+            states = states.expand(*tokens.shape, -1)
             x = torch.sigmoid(self.gate_proj(torch.cat((states, x), dim=-1))) * x
         found: Tensor = self.markov_w2(x)
         return found
@@ -65,15 +66,19 @@ class DFlash(nn.Module):
         self.rotary = LlamaRotaryEmbedding(llama)
         self.fc = nn.Linear(len(config.layers) * config.target_hidden_size, size, bias=config.bias)
         self.hidden_norm = LlamaRMSNorm(size, eps)
-        self.layers = nn.ModuleList(DecoderLayer(llama, size, norms_heads=True) for _ in range(llama.num_hidden_layers))
+        self.layers = nn.ModuleList(self.new_layer() for _ in range(llama.num_hidden_layers))
         self.norm = LlamaRMSNorm(size, eps)
         if config.markov:
             self.markov_head = Markov(config, config.markov == GATED)
 
+    def new_layer(self) -> DecoderLayer:
+        """A decoder layer."""
+        return DecoderLayer(self.llama, self.config.hidden_size, norms_heads=True)
+
     @property
     def rows(self) -> int:
         """Rows of a block."""
-        return self.config.depths + (not self.config.from_anchor)
+        return self.config.rows
 
     def context(self, states: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of committed tokens, of each layer: [batch, key heads, rows, dim] each.
@@ -99,7 +104,7 @@ class DFlash(nn.Module):
             positions: int64 [batch, rows].
             attend: computes the attention over the context and the block.
         """
-        x = self.embed_tokens(tokens)
+        x = self.embed_tokens(tokens) * self.config.embedding_scale
         angles = self.rotary(x, positions)
         for index, layer in enumerate(self.layers):
             x = layer(index, x, layer.input_layernorm(x), angles, attend)  # type: ignore[operator]
@@ -110,15 +115,26 @@ class DFlash(nn.Module):
         """Of the rows of a block, float [..., rows, hidden_size], those that predict: [..., depths, hidden_size]."""
         return states[..., self.rows - self.config.depths :, :]
 
-    def one(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Logits of rows that predict.
+    def logits(self, states: Tensor) -> Tensor:
+        """float [..., draft vocabulary], of rows that predict, float [..., hidden_size], whatever is before them."""
+        found: Tensor = self.lm_head(states)
+        if cap := self.config.softcap:
+            found = cap * torch.tanh(found / cap)
+        return found * self.config.output_scale
+
+    def after(self, logits: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
+        """The logits of rows after the tokens before them; only DSpark and DFlash 2 read those.
 
         Args:
+            logits: float [..., draft vocabulary], those of `states`. The dimensions in front may be 1, or left out.
             states: float [..., hidden_size].
-            tokens: int64 [...], the token before the predicted one; only DSpark reads it.
+            tokens: int64 [...], the token before the predicted one.
 
         Returns:
             float [..., draft vocabulary].
         """
-        found: Tensor = self.lm_head(states)
-        return found + self.markov_head(tokens, states) if self.config.markov else found
+        return logits + self.markov_head(tokens, states) if self.config.markov else logits
+
+    def one(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """The logits of rows that predict; see `after`."""
+        return self.after(self.logits(states), states, tokens)

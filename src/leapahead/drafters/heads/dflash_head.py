@@ -1,11 +1,12 @@
-"""DFlash, DSpark and JetSpec: one forward of a block of mask tokens gives the candidates of all depths.
+"""DFlash, DFlash 2, DSpark and JetSpec: one forward of a block of mask tokens gives the candidates of all depths.
 
     cache    keys and values of the target's fused states, of every layer and committed token
     block    rows behind them, which the next forward overwrites
 
 The candidates of a depth are the same below every path with DFlash; the planner chooses among their combinations, which
 DDTree does too (2604.12989). With DSpark they depend on the token before, so they are computed after the likeliest
-tokens of the depth before. JetSpec (2606.18394) is DFlash whose rows see only those before them in the block.
+tokens of the depth before; with DFlash 2 each candidate of a depth is scored after each one of the depth before.
+JetSpec (2606.18394) is DFlash whose rows see only those before them in the block.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from leapahead.drafters.heads.cache import KEYS, VALUES, CachedHead, CachedText, Planes, Span, attention, causal
+from leapahead.core.tree import IntArray
+from leapahead.drafters.heads.cache import KEYS, VALUES, CachedHead, CachedText, Planes, Span, attention
 from leapahead.drafters.heads.dflash import DFlash
+from leapahead.drafters.heads.dflash2 import DFlash2
 from leapahead.drafters.heads.head import Drafted, Key, Path
-from leapahead.models.choices import Rows
+from leapahead.drafters.heads.modules import Attend
+from leapahead.models.choices import FloatArray, Rows
 
 FOLLOWED = 16  # of DSpark, tokens of each depth after which there are candidates of the next one
 
@@ -62,7 +67,7 @@ class DFlashHead(CachedHead):
     sizes: ClassVar[tuple[int, ...]] = (1,)
 
     def new_text(self, tokens: Sequence[int], known: int, planes: Planes) -> DFlashText:
-        return DFlashText(self.config.depths, bool(self.config.markov), tokens, known, planes)
+        return DFlashText(self.config.depths, self.config.is_chained, tokens, known, planes)
 
     @torch.no_grad()
     def forward(self, wanted: Sequence[tuple[DFlashText, Sequence[Path]]]) -> list[Drafted]:
@@ -71,19 +76,53 @@ class DFlashHead(CachedHead):
         count = self.module.rows
         last = torch.tensor([text.tokens[text.length] for text in texts], device=self.device)
         places = [place for text in texts for place in range(text.length, text.length + count)]
-        is_causal = self.config.causal
-        masks = [causal(text.length, count, self.device) if is_causal else None for text in texts]
-        spans = [Span(text, text.length, count, mask) for text, mask in zip(texts, masks, strict=True)]
-        attend = attention(spans)
+        attend = self._attention(texts)
         tokens = self.module.block(last).view(1, -1)
         found = self.module(tokens, torch.tensor([places], device=self.device), attend)
         states = self.module.predicting(found.view(len(texts), count, -1))
         for text in texts:
             text.is_computed = True
+        return self.drafted(states, last)
+
+    def drafted(self, states: Tensor, last: Tensor) -> list[Drafted]:
+        """The candidates of each text.
+
+        Args:
+            states: float [texts, depths, hidden_size], of the rows that predict.
+            last: int64 [texts], the last committed tokens.
+        """
+        logits = self.module.logits(states)
         if self.config.markov:
-            return [self._chained(own, token) for own, token in zip(states, last, strict=True)]
-        logits = self.module.one(states, last)
+            return [self._chained(*each) for each in zip(logits, states, last, strict=True)]
         return [Drafted(range(self.config.depths), Rows(each)) for each in logits]
+
+    def _attention(self, texts: Sequence[DFlashText]) -> Attend:
+        """That of the blocks of texts."""
+        config, rows = self.config, self.module.rows
+        full = attention([Span(text, text.length, rows, self._mask(text, config.causal)) for text in texts])
+        if not config.sliding:
+            return full
+        is_causal = config.causal or config.sliding_causal
+        masks = [self._mask(text, is_causal, config.window) for text in texts]
+        sliding = attention([Span(text, text.length, rows, mask) for text, mask in zip(texts, masks, strict=True)])
+        return lambda layer, q, k, v: (sliding if layer in config.sliding else full)(layer, q, k, v)
+
+    def _mask(self, text: DFlashText, is_causal: bool, window: int = 0) -> Tensor | None:
+        """What the rows of a text's block see; see `Span`.
+
+        Args:
+            text: its committed tokens are before the block.
+            is_causal: whether of the block they see only themselves and the rows before.
+            window: how many of the last committed tokens they see; 0 for all.
+        """
+        hidden = max(0, text.length - window) if window else 0
+        if not is_causal and not hidden:
+            return None
+        mask = torch.ones(self.module.rows, text.length + self.module.rows, dtype=torch.bool, device=self.device)
+        if is_causal:
+            mask.tril_(text.length)
+        mask[:, :hidden] = False
+        return mask
 
     @torch.no_grad()
     def read(self, text: DFlashText, rows: int) -> None:
@@ -104,21 +143,60 @@ class DFlashHead(CachedHead):
         for text, own in read:
             text.length += len(own)
 
-    def _chained(self, states: Tensor, last: Tensor) -> Drafted:
-        """DSpark's candidates after the likeliest tokens of every depth.
+    def _chained(self, logits: Tensor, states: Tensor, last: Tensor) -> Drafted:
+        """DSpark's candidates after the likeliest tokens of every depth, of one text; see `drafted`.
 
         Args:
-            states: float [depths, hidden_size], of the rows that predict.
-            last: int64 [], the last committed token.
+            logits: float [depths, draft vocabulary], without the bias.
         """
         keys: list[Key] = [(0,)]
-        rows = [self.module.one(states[0], last)[None]]
+        rows = [self.module.after(logits[:1], states[:1], last[None])]
         scores = rows[0].log_softmax(-1)
         for depth in range(1, self.config.depths):
             best = scores.amax(0).topk(min(FOLLOWED, scores.shape[1]))
             tokens = self.target_ids(best.indices.cpu().numpy())
             keys += [(depth, token) for token in tokens.tolist()]
             before = torch.from_numpy(tokens).to(self.device)
-            rows.append(self.module.one(states[depth].expand(len(tokens), -1), before))
+            rows.append(self.module.after(logits[depth], states[depth], before))
             scores = best.values[:, None] + rows[-1].log_softmax(-1)
         return Drafted(keys, Rows(torch.cat(rows)))
+
+
+class Candidates(Rows):
+    """Rows of which only some tokens have logits.
+
+    Args:
+        tokens: int64 [rows, candidates], these tokens.
+        logits: float [rows, candidates], theirs.
+    """
+
+    def __init__(self, tokens: IntArray, logits: Tensor) -> None:
+        super().__init__(logits)
+        self._tokens = tokens
+
+    def top_k(self, k: int) -> tuple[IntArray, FloatArray]:
+        places, logits = super().top_k(k)
+        return np.take_along_axis(self._tokens, places, axis=1), logits
+
+
+class DFlash2Head(DFlashHead):
+    """DFlash 2, whose candidates of a depth are scored after every candidate of the depth before."""
+
+    module: DFlash2
+
+    def drafted(self, states: Tensor, last: Tensor) -> list[Drafted]:
+        logits, tokens = self.module.candidates(states)
+        count, depths = tokens.shape[-1], self.config.depths
+        before = torch.cat((last[:, None, None].expand(-1, 1, count), tokens[:, :-1]), dim=1)
+        scores = self.module.candidate_selector.scores(
+            logits[:, :, None], tokens[:, :, None], states[:, :, None], before
+        )  # [texts, depths, tokens before, candidates]
+        found = []
+        for own, some in zip(tokens.cpu().numpy(), scores, strict=True):
+            keys: list[Key] = [
+                (0,),
+                *((depth, token) for depth in range(1, depths) for token in own[depth - 1].tolist()),
+            ]
+            rows = torch.cat((some[0, :1], some[1:].flatten(0, 1)))
+            found.append(Drafted(keys, Candidates(own[[0, *np.repeat(range(1, depths), count)]], rows)))
+        return found

@@ -14,6 +14,7 @@ from leapahead.drafters.heads import networks
 from leapahead.drafters.heads.block_head import BlockHead
 from leapahead.drafters.heads.config import (
     DFLASH,
+    DFLASH2,
     DSPARK,
     EAGLE,
     EAGLE3,
@@ -22,13 +23,15 @@ from leapahead.drafters.heads.config import (
     LAST,
     MEDUSA,
     MTP,
+    PEAGLE,
     SPACE,
     HeadConfig,
 )
-from leapahead.drafters.heads.dflash_head import DFlashHead
+from leapahead.drafters.heads.dflash_head import DFlash2Head, DFlashHead
 from leapahead.drafters.heads.head import Head
 from leapahead.drafters.heads.hydra_head import HydraHead
 from leapahead.drafters.heads.mtp import MtpHead
+from leapahead.drafters.heads.parallel_head import ParallelHead
 from leapahead.drafters.heads.row_head import RowHead
 from leapahead.models.base import TargetInfo
 from leapahead.models.transformers.families import text_config
@@ -38,9 +41,11 @@ HEADS: dict[str, type[Head]] = {
     MEDUSA: BlockHead,
     EAGLE: RowHead,
     EAGLE3: RowHead,
+    PEAGLE: ParallelHead,
     HYDRA: HydraHead,
     HYDRA_PREFIX: HydraHead,
     DFLASH: DFlashHead,
+    DFLASH2: DFlash2Head,
     DSPARK: DFlashHead,
     MTP: MtpHead,
 }

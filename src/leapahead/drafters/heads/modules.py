@@ -213,7 +213,7 @@ class Eagle(RowModule):
 
 
 class Eagle3(RowModule):
-    """EAGLE-3: states of three layers are fused, and the first layer reads the embedding beside the state."""
+    """EAGLE-3, and 3.1: states of three layers are fused, and the first layer reads the embedding beside the state."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -222,13 +222,21 @@ class Eagle3(RowModule):
         self.fc = nn.Linear(width, size, bias=config.bias)
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(width, eps)
+        if config.fc_norm:
+            count, own = len(config.layers) or 3, config.target_hidden_size
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(own, eps) for _ in range(count))
         widths = [2 * size] + [size] * (self.llama.num_hidden_layers - 1)
-        self.layers = nn.ModuleList(DecoderLayer(self.llama, each) for each in widths)
+        self.layers = nn.ModuleList(DecoderLayer(self.llama, each, norms_heads=config.norms_heads) for each in widths)
         self.layers[0].hidden_norm = LlamaRMSNorm(size, eps)
         self.norm = LlamaRMSNorm(size, eps)
 
     def fuse(self, states: Tensor) -> Tensor:
-        found: Tensor = self.fc(self.input_norm(states) if self.config.norm_before_fc else states)
+        if self.config.norm_before_fc:
+            states = self.input_norm(states)
+        if self.config.fc_norm:
+            each = states.chunk(len(self.fc_norm), dim=-1)
+            states = torch.cat([norm(own) for norm, own in zip(self.fc_norm, each, strict=True)], dim=-1)
+        found: Tensor = self.fc(states)
         return found
 
     def enter(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,6 +245,22 @@ class Eagle3(RowModule):
         x = torch.cat((first.input_layernorm(self.embed_tokens(tokens)), normed), dim=-1)
         return normed if self.config.norm_before_residual else states, x
 
+    def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        found = super().forward(tokens, states, positions, attend)
+        return self.norm(found) if self.config.norm_output else found
+
     def leave(self, states: Tensor) -> Tensor:
-        found: Tensor = self.norm(states)
-        return found
+        return states if self.config.norm_output else self.norm(states)
+
+
+class ParallelEagle(Eagle3):
+    """P-EAGLE (2602.01469): an EAGLE-3 whose drafted rows have a mask token and one learned state instead of a parent's
+    output, so that one forward computes the rows of all depths."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
+
+    def masked(self) -> Tensor:
+        """The `fuse`d state of a drafted row, float [1, 1, hidden_size]."""
+        return self.fuse(self.mask_hidden)

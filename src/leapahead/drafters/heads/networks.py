@@ -6,19 +6,34 @@ from collections.abc import Callable
 
 from torch import nn
 
-from leapahead.drafters.heads.config import DFLASH, DSPARK, EAGLE, EAGLE3, HYDRA, HYDRA_PREFIX, MEDUSA, MTP, HeadConfig
+from leapahead.drafters.heads.config import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    EAGLE,
+    EAGLE3,
+    HYDRA,
+    HYDRA_PREFIX,
+    MEDUSA,
+    MTP,
+    PEAGLE,
+    HeadConfig,
+)
 from leapahead.drafters.heads.dflash import DFlash
+from leapahead.drafters.heads.dflash2 import DFlash2
 from leapahead.drafters.heads.hydra import Hydra
-from leapahead.drafters.heads.modules import Eagle, Eagle3, Medusa
+from leapahead.drafters.heads.modules import Eagle, Eagle3, Medusa, ParallelEagle
 from leapahead.drafters.heads.mtp import of_config
 
 NETWORKS: dict[str, Callable[[HeadConfig], nn.Module]] = {
     MEDUSA: Medusa,
     EAGLE: Eagle,
     EAGLE3: Eagle3,
+    PEAGLE: ParallelEagle,
     HYDRA: Hydra,
     HYDRA_PREFIX: Hydra,
     DFLASH: DFlash,
+    DFLASH2: DFlash2,
     DSPARK: DFlash,
     MTP: of_config,
 }
