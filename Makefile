@@ -108,7 +108,6 @@ MEDUSA_STEPS ?= 1400
 EAGLE_STEPS ?= 500
 HYDRA_STEPS ?= 700
 DFLASH_STEPS ?= 2000
-DFLASH2_STEPS ?= 1600
 PASS_STEPS ?= 200
 SPACE_STEPS ?= 420
 EVALUATED := --evaluate $(DATA)/humaneval.jsonl --evaluate $(DATA)/gsm8k_test.jsonl
@@ -135,7 +134,7 @@ $(HEADS)/hydra++/head/README.md: | $(HEADS)/eagle3/head/README.md
 $(HEADS)/dflash/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call TRAIN,dflash) --kind dflash --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --heads 5 --steps $(DFLASH_STEPS)
 $(HEADS)/dflash2/head/README.md: | $(HEADS)/eagle3/head/README.md
-	$(call TRAIN,dflash2) --kind dflash2 --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --heads 5 --steps $(DFLASH2_STEPS)
+	$(call TRAIN,dflash2) --kind dflash2 --texts $(HEADS)/eagle3/texts.jsonl --layers 1,3,5 --heads 5 --minutes $(HEAD_MINUTES)
 
 $(HEADS)/pass/head/README.md: | $(HEADS)/eagle3/head/README.md
 	$(call PROBES,pass) --lr 3e-2 --batch 8 --steps $(PASS_STEPS)
