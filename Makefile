@@ -200,7 +200,7 @@ bench-heads: $(INSTALLED) | build/standins/135m-bf16
 
 # What docs/guide/trained-heads.md says of vLLM with the same heads: acceptance by position, no speed; ten minutes. Heads
 # that are not trained yet are left out.
-VLLM_HEADS = eagle3=src/leapahead/assets/tiny-eagle3 $(foreach kind,medusa dflash,$(if $(wildcard $(HEADS)/$(kind)/head/config.json),$(kind)=$(HEADS)/$(kind)/head))
+VLLM_HEADS = eagle3=src/leapahead/assets/tiny-eagle3 $(foreach kind,medusa dflash peagle,$(if $(wildcard $(HEADS)/$(kind)/head/config.json),$(kind)=$(HEADS)/$(kind)/head))
 BESIDE_VLLM = $(BIN)/leapahead bench --rounds 1 --dtype float32 -d plain --config head:head=$(2),nodes=4,depth=4,chain=true \
 	--peer vllm-head:python=$(VLLM_PYTHON),head=$(2) --data $(DATA) --task humaneval=20 --task gsm8k=20 \
 	--max-new-tokens 64 -t 0 --out docs/bench/heads-vllm/$(1) $(RESUME)

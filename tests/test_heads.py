@@ -71,6 +71,23 @@ def test_candidates_are_those_of_a_full_recomputation(
     assert worst(found, exact_model, head, kind) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("eagle3", {1, 2, 4, 8, 16, 128}), ("peagle", {1, 128}), ("dflash", {1, 128}), ("medusa", {1})]
+)
+def test_what_reading_a_prompt_takes_is_measured(
+    kind: str, sizes: set[int], tiny_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every third round: both halves of the rounds have it. Medusa reads no prompt."""
+    folder = heads.write(tmp_path, kind, vocabulary(tiny_model))
+    with LLM(tiny_model, tokenizer=tokenizer, drafter="head", head=str(folder)) as llm:
+        head, found = head_of(llm, folder), list[list[dict[int, float]]]()
+        monkeypatch.setattr(head.latency, "use", found.append)
+        head.measure()
+    (rounds,) = found
+    assert set().union(*rounds) == sizes
+    assert [turn for turn, each in enumerate(rounds) if 128 in each] == ([1, 4, 7, 10] if 128 in sizes else [])
+
+
 @pytest.mark.parametrize("variant", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "norms_heads"])
 def test_variants_of_eagle3(
     variant: str, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -26,8 +26,8 @@ class HeadDrafter(Planned):
             own checkpoint; "bundled" for the bundled model's head, which is the default for that model.
         nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
         depth: run exactly so many forwards of the head in every step; 0 for as many as `nodes` needs, or as pay where
-            that is 0 too. One forward of EAGLE or Hydra is one level of the tree; one of Medusa or DFlash gives all.
-            Probes have no forward of their own.
+            that is 0 too. One forward of EAGLE or Hydra is one level of the tree; one of Medusa, P-EAGLE or DFlash
+            gives all. Probes have no forward of their own.
         chain: no branches.
         seed_aware: rank candidates with the Gumbel noise when sampling; false for comparison.
     """

@@ -190,7 +190,8 @@ class Head(Plain):
     def speculative(self) -> dict[str, Any]:
         given = json.loads((Path(self.head) / "config.json").read_text(encoding="utf-8"))
         kind = given.get("speculators_model_type") or given.get("model_type")  # otherwise it would take a draft model
-        return {"method": kind, "model": str(Path(self.head).resolve()), "num_speculative_tokens": self.num_tokens}
+        found = {"method": kind, "model": str(Path(self.head).resolve()), "num_speculative_tokens": self.num_tokens}
+        return {**found, "method": "eagle3", "parallel_drafting": True} if kind == "peagle" else found
 
 
 class Served(Contender):

@@ -31,6 +31,7 @@ from leapahead.planner.profile import LatencyProfiles
 Path = tuple[int, ...]  # drafted tokens from below the last committed one
 Key = Path | int  # of a list of candidates: the path before them, or its length where they depend on that alone
 ROUNDS, SIZES, MEASURED_CONTEXT = 12, (1, 2, 4, 8, 16), 64
+READ, READ_ROUNDS = 127, 3  # positions of a prompt whose reading is measured, in every third round
 
 
 class Drafted(NamedTuple):
@@ -165,18 +166,24 @@ class Head(ABC):
 
     def measure(self) -> None:
         """Measures how long its forwards take, by their number of paths."""
-        width = len(self.layers) * self.config.target_hidden_size
-        tokens = [1] * (MEASURED_CONTEXT + 1)
         with self.lock:
-            text = self.open(tokens)
-            text.append(torch.zeros(MEASURED_CONTEXT - text.known, width, dtype=self.dtype, device=self.device))
+            text = self._unread(MEASURED_CONTEXT)
             self.forward([(text, [()])])
             random, found = Random(0), list[Round]()
-            for _ in range(ROUNDS):
+            for turn in range(ROUNDS):
                 found.append({})
                 for size in random.sample(self.sizes, len(self.sizes)):
                     found[-1][size] = self._timed(text, size)
+                if turn % READ_ROUNDS == 1 and (rows := (unread := self._unread(READ)).missing + 1) > READ:
+                    found[-1][rows] = self._seconds(unread, [()])
             self.latency.use(found)
+
+    def _unread(self, positions: int) -> Any:
+        """A text of which the hidden states of so many positions are given, and no row is computed."""
+        width = len(self.layers) * self.config.target_hidden_size
+        text = self.open([1] * (positions + 1))
+        text.append(torch.zeros(positions - text.known, width, dtype=self.dtype, device=self.device))
+        return text
 
     def _timed(self, text: Any, size: int) -> float:
         """Seconds of a forward over so many paths."""
