@@ -346,6 +346,57 @@ def test_dflash2_scales_and_bounds(tmp_path: Path) -> None:
     torch.testing.assert_close(seen[0], seen[2])
 
 
+def test_the_published_dflash2_is_what_the_network_has() -> None:
+    """Configuration, names and shapes of z-lab/Qwen3.8-27B-DFlash2: 81 tensors, no embedding and no output layer."""
+    size, inner, vocabulary = 5120, 17408, 248320
+    own = {"block_size": 8, "conv_group_size": 16, "conv_kernel_size": 2, "mask_token_id": 248070}
+    own |= {"selector_rank": 256, "selector_top_k": 16, "target_layer_ids": [5, 19, 33, 47, 61]}
+    config = {
+        "architectures": ["DFlash2DraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": vocabulary,
+        "rms_norm_eps": 1e-6,
+        "layer_types": ["sliding_attention"] * 5,
+        "sliding_window": 2048,
+        "use_sliding_window": True,
+        "is_causal": False,
+        "rope_parameters": {"rope_theta": 10000000, "rope_type": "default"},
+        "dflash_config": own,
+    }
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, 5 * size)}
+    shapes |= {"norm.weight": (size,), "hidden_norm.weight": (size,)}
+    shapes |= {f"candidate_selector.{each}_codebook": (vocabulary, 256) for each in ("predecessor", "successor")}
+    shapes["candidate_selector.hidden_projection.weight"] = (256, size)
+    for layer in range(5):
+        at = f"layers.{layer}."
+        shapes |= {f"{at}{name}.weight": (size,) for name in ("input_layernorm", "post_attention_layernorm")}
+        for name, rows, columns in (("q", 4096, size), ("k", 1024, size), ("v", 1024, size), ("o", size, 4096)):
+            shapes[f"{at}self_attn.{name}_proj.weight"] = (rows, columns)
+        shapes |= {f"{at}self_attn.{name}_norm.weight": (128,) for name in "qk"}
+        for name, rows, columns in (("gate", inner, size), ("up", inner, size), ("down", size, inner)):
+            shapes[f"{at}mlp.{name}_proj.weight"] = (rows, columns)
+        for part in ("attention", "mlp"):
+            shapes |= {f"{at}{part}_conv.base_kernel": (2, 2, size)}
+            shapes |= {f"{at}{part}_conv.kernel_projection.weight": (1280, size)}
+    found = formats.parse(config, shapes, "a head")
+    assert (found.kind, found.depths, found.layers) == ("dflash2", 7, (6, 20, 34, 48, 62))
+    assert (found.sliding, found.window, found.sliding_causal) == ((0, 1, 2, 3, 4), 2048, False)
+    assert (found.taps, found.group, found.candidates, found.selector_rank) == (2, 16, 16, 256)
+    with torch.device("meta"):
+        module = networks.make(found)
+    expected = {name: tuple(each.shape) for name, each in module.state_dict().items() if "rotary." not in name}
+    shared = {name: expected.pop(name) for name in ("embed_tokens.weight", "lm_head.weight")}
+    assert set(shared.values()) == {(vocabulary, size)}
+    assert expected == shapes
+    assert len(shapes) == 81
+
+
 def test_a_new_dflash2_is_a_dflash() -> None:
     """Its convolutions are the identity, and its selector leaves the logits of the likeliest tokens alone."""
     config = formats.parse(

@@ -25,4 +25,5 @@ NOT_COVERED: tuple[tuple[str, str, str], ...] = (
         "seed when sampling, which serves the same purpose.",
     ),
     ("Block verification", "2403.10444", "The rejection rules of trees are those of the table."),
+    ("XPress", "speculators", "Heads of this kind are refused by name."),
 )

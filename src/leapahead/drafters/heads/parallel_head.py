@@ -31,6 +31,9 @@ class ParallelText(DFlashText):
 
     state: Tensor | None = None
 
+    def computable(self, path: Path) -> bool:
+        return super().computable(path) and (self.state is not None or self.missing > 0)
+
 
 class Part(NamedTuple):
     """The rows of one text in a forward.
