@@ -302,8 +302,6 @@ def worst(found: Sequence[Computed], model: Any, module: Any, layers: Sequence[i
         logits = recomputed(model, module, layers, computed.tokens, computed.path)
         own = dict(zip(ids.tolist(), logits.tolist(), strict=True))
         values = np.array([own[token] for token in computed.candidates])
-        if not np.isfinite(values).all():  # DFlash 2's selector would not have proposed it
-            return float("inf")
         values -= np.log(np.exp(values - values.max()).sum()) + values.max()
         errors.append(float(np.abs(values - np.array([*computed.candidates.values()])).max()))
         best = sorted(own.values())[-len(values) :]

@@ -6,6 +6,10 @@
 Convolutions stand before and behind the attention and the MLP of every layer. The change is a projection of the
 sublayer's input, the same for all channels of a group. So a row of a block knows the rows before it, and the selector
 which token was drafted before.
+
+The published implementations draft from the candidates of the selector alone. Here it divides the probability that the
+logits give to its candidates among them, and all other tokens keep theirs: when sampling, the noise of a seed often
+makes one of those the next token.
 """
 
 from __future__ import annotations
@@ -87,7 +91,9 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def scores(self, logits: Tensor, tokens: Tensor, states: Tensor, before: Tensor) -> Tensor:
-        """Of candidates, float [..., candidates]; the dimensions in front are those of all arguments together.
+        """Logits of candidates, float [..., candidates], which together have the probability that they had before.
+
+        The dimensions in front are those of all arguments together.
 
         Args:
             logits: float [..., candidates], theirs.
@@ -97,7 +103,7 @@ class Selector(nn.Module):
         """
         context = self.predecessor_codebook[before] * self.hidden_projection(states)
         found: Tensor = logits + (context[..., None, :] * self.successor_codebook[tokens]).sum(-1)
-        return found
+        return found + logits.logsumexp(-1, keepdim=True) - found.logsumexp(-1, keepdim=True)
 
 
 class DFlash2(DFlash):
@@ -110,14 +116,7 @@ class DFlash2(DFlash):
     def new_layer(self) -> DecoderLayer:
         return ConvolvedLayer(self.llama, self.config.hidden_size, self.config)
 
-    def candidates(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens of rows, [..., candidates]: their logits, and int64 their ids."""
-        best = self.logits(states).topk(self.candidate_selector.count, dim=-1)
-        return best.values, best.indices
-
     def after(self, logits: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
-        """See `DFlash.after`; -inf for all but the candidates."""
         best = logits.topk(self.candidate_selector.count, dim=-1)
         scores = self.candidate_selector.scores(best.values, best.indices, states, tokens)
-        found = torch.full_like(logits, -torch.inf).expand(*scores.shape[:-1], -1)
-        return found.scatter(-1, best.indices.expand_as(scores), scores)
+        return logits.expand(*scores.shape[:-1], -1).scatter(-1, best.indices.expand_as(scores), scores)

@@ -24,6 +24,7 @@ from leapahead.drafters.heads.dflash import DFlash
 from leapahead.drafters.heads.dflash2 import DFlash2
 from leapahead.drafters.heads.head import Drafted, Key, Path
 from leapahead.drafters.heads.modules import Attend
+from leapahead.drafters.sources.computed import KEPT_SAMPLED
 from leapahead.models.choices import FloatArray, Rows
 
 FOLLOWED = 16  # of DSpark, tokens of each depth after which there are candidates of the next one
@@ -185,18 +186,19 @@ class DFlash2Head(DFlashHead):
     module: DFlash2
 
     def drafted(self, states: Tensor, last: Tensor) -> list[Drafted]:
-        logits, tokens = self.module.candidates(states)
-        count, depths = tokens.shape[-1], self.config.depths
-        before = torch.cat((last[:, None, None].expand(-1, 1, count), tokens[:, :-1]), dim=1)
-        scores = self.module.candidate_selector.scores(
-            logits[:, :, None], tokens[:, :, None], states[:, :, None], before
-        )  # [texts, depths, tokens before, candidates]
+        selector, depths = self.module.candidate_selector, self.config.depths
+        logits = self.module.logits(states)
+        best = logits.topk(min(KEPT_SAMPLED, logits.shape[-1]), dim=-1)
+        count = selector.count
+        tokens, first = best.indices, best.values[:, :, None, :count]
+        before = torch.cat((last[:, None, None].expand(-1, 1, count), tokens[:, :-1, :count]), dim=1)
+        scores = selector.scores(first, tokens[:, :, None, :count], states[:, :, None], before)
+        others = best.values[:, :, None, count:].expand(-1, -1, count, -1)
+        rows = torch.cat((scores, others), dim=-1)  # [texts, depths, tokens before, tokens]
         found = []
-        for own, some in zip(tokens.cpu().numpy(), scores, strict=True):
-            keys: list[Key] = [
-                (0,),
-                *((depth, token) for depth in range(1, depths) for token in own[depth - 1].tolist()),
-            ]
-            rows = torch.cat((some[0, :1], some[1:].flatten(0, 1)))
-            found.append(Drafted(keys, Candidates(own[[0, *np.repeat(range(1, depths), count)]], rows)))
+        for ids, some in zip(tokens.cpu().numpy(), rows, strict=True):
+            keys: list[Key] = [(0,)]
+            keys += [(depth, token) for depth in range(1, depths) for token in ids[depth - 1, :count].tolist()]
+            candidates = ids[[0, *np.repeat(range(1, depths), count)]]
+            found.append(Drafted(keys, Candidates(candidates, torch.cat((some[0, :1], some[1:].flatten(0, 1))))))
         return found
