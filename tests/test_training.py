@@ -129,25 +129,33 @@ def test_the_loss_falls(kind: str, target: TrainingTarget, texts: Any, tmp_path:
     assert points[2][1] < 0.9 * points[0][1]
 
 
-def test_the_selector_learns_what_follows(target: TrainingTarget, texts: Any) -> None:
-    """Its loss is the cross entropy of the text's token among the candidates, which it joins in place of the last."""
-    own = recipes.recipe(target, settings_of("dflash2", depths=3), texts)
+@pytest.mark.parametrize("loss_of", ["ce", "soft_ce"])
+def test_the_selector_learns_what_follows(loss_of: str, target: TrainingTarget, texts: Any) -> None:
+    """Its loss is that of the head among the candidates, which the text's token joins in place of the last one."""
+    own = recipes.recipe(target, settings_of("dflash2", depths=3, loss=loss_of), texts)
     with torch.no_grad():
         own.module.candidate_selector.successor_codebook.normal_()
         states, before = torch.randn(3, 32), torch.tensor([5, 6, 7])
         logits = own.logits(0, states)
         best = logits.topk(16).indices
         tokens = torch.stack((best[0, 3], best[1, 15], logits[2].argmin()))  # the last one is no candidate
-        loss, likeliest = own.row_loss(0, states, Goal(tokens, before, target.logits(states), states))
+        loss, likeliest = own.row_loss(
+            0, states, Goal(tokens, before, target.logits(states) if loss_of != "ce" else states[:, :0], states)
+        )
         for row in range(3):
             chosen = best[row].tolist() if row < 2 else [*best[row, :15].tolist(), int(tokens[row])]
             context = own.module.candidate_selector.predecessor_codebook[before[row]] * (
                 own.module.candidate_selector.hidden_projection(states[row])
             )
             scores = logits[row] + own.module.candidate_selector.successor_codebook @ context
-            expected = -scores[chosen].log_softmax(-1)[chosen.index(int(tokens[row]))]
-            soft = -(target.logits(states[row]).softmax(-1) * logits[row].log_softmax(-1)).sum()
-            torch.testing.assert_close(loss[row], soft + expected)
+            place, wanted = chosen.index(int(tokens[row])), target.logits(states[row])
+            if loss_of == "ce":
+                hard = -logits[row].log_softmax(-1)[tokens[row]] - scores[chosen].log_softmax(-1)[place]
+                torch.testing.assert_close(loss[row], hard)
+            else:
+                soft = -(wanted.softmax(-1) * logits[row].log_softmax(-1)).sum()
+                own_share = wanted[chosen].softmax(-1)
+                torch.testing.assert_close(loss[row], soft - (own_share * scores[chosen].log_softmax(-1)).sum())
             right = chosen[int(scores[chosen].argmax())]
             assert likeliest[row] == (right if row < 2 else -1)
 

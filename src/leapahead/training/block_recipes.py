@@ -4,8 +4,8 @@ Hydra     head k predicts token i + 2 + k from the target's last state and token
           (2402.05109, section 3); Hydra++ learns the target's distribution, from its layer's state (section 4)
 DFlash    a block of masks behind token i + 1 predicts the tokens behind it (2602.06036, section 4); in training,
           some blocks of each text, which see the states before them and nothing of one another
-DFlash 2  the same, and its selector learns which of the likeliest tokens of each row is that of the text, given the
-          one before; where it is not among them, it takes the place of the last one (speculators #1006)
+DFlash 2  the same, and its selector learns, by the same loss, which of the likeliest tokens of each row follows the
+          one before in the text; where it is not among them, it takes the place of the last one (speculators #1006)
 
 block a   x m m m        keys:   states 0 .. i of the text | rows of block a | rows of block b
 block b         x m m m          the first ones up to its own i, and its own rows
@@ -128,6 +128,7 @@ class DFlash2Recipe(DFlashRecipe):
         trained = torch.where(found[:, None], best, torch.cat((best[:, :-1], goal.tokens[:, None]), dim=-1))
         place = torch.where(found, is_right.int().argmax(-1), best.shape[-1] - 1)
         scores = self.module.candidate_selector.scores(logits.gather(-1, trained), trained, states, goal.before).float()
-        loss = self.loss_of(logits, goal.logits, goal.tokens) + F.cross_entropy(scores, place, reduction="none")
+        wanted = goal.logits.gather(-1, trained) if goal.logits.shape[-1] else goal.logits
+        loss = self.loss_of(logits, goal.logits, goal.tokens) + self.loss_of(scores, wanted, place)
         likeliest = trained.gather(-1, scores.detach().argmax(-1, keepdim=True))[:, 0]
         return loss, torch.where(found, likeliest, -1)
