@@ -93,7 +93,9 @@ def test_training_computes_what_drafting_computes(kind: str, model: Any, target:
             committed, path = tokens[: place + 2], tokens[place + 2 : place + 2 + depth]
             expected = heads.recomputed(model, own.module, layers, committed, path)
             state = states[depth][row, place - batch.first]
-            found = (own.module.one(state, tokens[place + 1 + depth]) if chained else own.logits(depth, state)).detach()
+            found = (
+                own.module.one(state, torch.tensor(tokens[place + 1 + depth])) if chained else own.logits(depth, state)
+            ).detach()
             np.testing.assert_allclose(found.numpy(), expected, atol=2e-5 * np.abs(expected).max())
             checked += 1
     rows = sum(len(text.answer) - (len(text.prompt) == 1) for text in some)

@@ -101,8 +101,9 @@ class Selector(nn.Module):
             states: float [..., hidden_size], of the row that predicts them.
             before: int64 [...], the token before them.
         """
-        context = self.predecessor_codebook[before] * self.hidden_projection(states)
-        found: Tensor = logits + (context[..., None, :] * self.successor_codebook[tokens]).sum(-1)
+        # Not by indexing, whose gradient several threads add up in any order.
+        context = F.embedding(before, self.predecessor_codebook) * self.hidden_projection(states)
+        found = logits + (context[..., None, :] * F.embedding(tokens, self.successor_codebook)).sum(-1)
         return found + logits.logsumexp(-1, keepdim=True) - found.logsumexp(-1, keepdim=True)
 
 
