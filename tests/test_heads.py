@@ -145,6 +145,22 @@ def test_eagle3_of_qwen3_layers_is_computed_by_its_formulas() -> None:
     torch.testing.assert_close(logits[0], x @ tensors["lm_head.weight"].T, atol=1e-3, rtol=1e-4)
 
 
+def test_peagle_in_its_own_form(tmp_path: Path) -> None:
+    """As AWS publishes it: EAGLE-3's configuration with `ptd_token_id`, and the masks' state as a vector."""
+    tensors = heads.tensors_of("peagle", 40)
+    tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
+    given = {**heads.config_of("peagle", 40)["transformer_layer_config"], "draft_vocab_size": 40, "ptd_token_id": 39}
+    checkpoint.write(tmp_path, given, tensors)
+    config, named = checkpoint.read(tmp_path)
+    assert (config.kind, config.mask_token, config.depths, config.layers) == ("peagle", 39, 8, ())
+    module: Any = networks.make(config)
+    module.load_state_dict(named)
+    assert torch.equal(module.mask_hidden[0, 0], tensors["mask_hidden"])
+    checkpoint.write(tmp_path, {**given, "ptd_token_id": None}, tensors)
+    with pytest.raises(BadParameter, match="is no usable head"):
+        checkpoint.read(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "peagle"])
 def test_sliding_attention_of_eagle_and_impossible_masks_are_refused(
     kind: str, tiny_model: Any, tokenizer: Any, tmp_path: Path

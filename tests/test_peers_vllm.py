@@ -250,6 +250,14 @@ def test_drafts_make_fewer_steps(python: str, entry: peers.Entry, tmp_path: Path
         assert logged(tmp_path)["args"]["speculative_config"] == config
 
 
+def test_peagle_is_an_eagle3_that_drafts_at_once(python: str, tmp_path: Path) -> None:
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head/config.json").write_text(json.dumps({"speculators_model_type": "peagle"}))
+    given = Head(python, str(tmp_path / "head"), 3).speculative()
+    folder = str(tmp_path / "head")
+    assert given == {"method": "eagle3", "parallel_drafting": True, "model": folder, "num_speculative_tokens": 3}
+
+
 def test_it_takes_part_in_a_cell(python: str, entry: peers.Entry) -> None:
     loaded = entry.loaded
     plain = Ours("plain", loaded.target, loaded.tokenizer, "plain")
