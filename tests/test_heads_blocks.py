@@ -257,8 +257,9 @@ def test_a_new_hydra_reads_the_tokens_of_its_path(tmp_path: Path) -> None:
     config, tensors = checkpoint.read(heads.write(tmp_path, "hydra", 40))
     module: Any = networks.make(config)
     assert not module.has_attention
-    module.load_state_dict({**tensors, "embed_tokens.weight": (e := torch.randn(40, 32))})
-    h, tokens = torch.randn(32), [5, 7, 9]
+    random = torch.Generator().manual_seed(3)
+    module.load_state_dict({**tensors, "embed_tokens.weight": (e := torch.randn(40, 32, generator=random))})
+    h, tokens = torch.randn(32, generator=random), [5, 7, 9]
     x = torch.cat((h, *(e[token] for token in tokens)))
     for layer in range(2):
         name = f"blocks.2.{layer}"
