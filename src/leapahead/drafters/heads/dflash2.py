@@ -103,7 +103,7 @@ class Selector(nn.Module):
         """
         # Not by indexing, whose gradient several threads add up in any order.
         context = F.embedding(before, self.predecessor_codebook) * self.hidden_projection(states)
-        found = logits + (context[..., None, :] * F.embedding(tokens, self.successor_codebook)).sum(-1)
+        found: Tensor = logits + (context[..., None, :] * F.embedding(tokens, self.successor_codebook)).sum(-1)
         return found + logits.logsumexp(-1, keepdim=True) - found.logsumexp(-1, keepdim=True)
 
 
