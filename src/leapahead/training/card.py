@@ -154,7 +154,7 @@ def _method(settings: RunSettings) -> str:
         HYDRA: heads,
         HYDRA_PREFIX: f"{heads} A decoder layer over the target's states gives what the heads read.",
         DFLASH: blocks,
-        DFLASH2: f"{blocks} To it is added that of the selector over its candidates.",
+        DFLASH2: f"{blocks} The loss of the selector over its candidates is added.",
         MEDUSA: "Every head starts as a copy of the target's output layer; the loss of head k has the weight 0.8^k; "
         f"loss {settings.loss}.",
         PEAGLE: f"{settings.depths - 1} masks behind every place of the answers; the loss of depth d has the weight "
