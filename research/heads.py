@@ -116,7 +116,12 @@ def kinds(folder: Path, prompts: dict[str, list[str]], before: list[dict[str, An
         before: rows of an earlier measurement, of which those of kinds that the folder does not hold are kept.
     """
     rows = []
+    is_known = any(row["name"].startswith(EAGLE3) for row in before)
     for model, configurations in trained(folder).items():
+        if is_known:  # the bundled head is the EAGLE-3 of a row that is kept
+            configurations = [each for each in configurations if each[2]["head"] != BUNDLED]
+        if not configurations:
+            continue
         llm = LLM(None if model == BUNDLED else model, dtype="float32", drafter_cache=False)
         rows += acceptance(llm, prompts, configurations=configurations)
         llm.close()
