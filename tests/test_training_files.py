@@ -272,6 +272,7 @@ def _logits(module: Any, states: Any, tokens: Any) -> Any:
         ({"optimizer": "sgd"}, "optimizer='sgd' is not possible; choose one of adamw, muon"),
         ({"kind": "eagle", "draft_vocab": 9}, "draft_vocab is not possible with eagle"),
         ({"kind": "dflash", "draft_vocab": 9}, "draft_vocab is not possible with dflash"),
+        ({"kind": "peagle", "depths": 1}, "depths=1 is not possible with peagle, which has no mask then"),
         ({"kind": "medusa", "layers": (1,)}, "layers=1 is not possible with medusa"),
         ({"kind": "hydra++", "layers": (1,)}, r"layers=1 is not possible with hydra\+\+"),
     ],

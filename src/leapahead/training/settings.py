@@ -157,6 +157,8 @@ class Settings(RunSettings):
             raise BadParameter(f"layers={layers} is not possible with {self.kind}, which reads the last hidden state")
         for name in ("depths", "draft_vocab"):
             check_least(self, name, 0)
+        if self.kind == PEAGLE and self.depths == 1:
+            raise BadParameter("depths=1 is not possible with peagle, which has no mask then; give at least 2")
 
     def complete(self, hidden_size: int) -> Settings:
         """The settings with the usual values in place of those that were left out, for a target of this width."""

@@ -65,7 +65,7 @@ def parse(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
 
     Args:
         config: the content of its `config.json`.
-        shapes: of its tensors, by the names of `names.canonical`.
+        shapes: of its tensors, by the names of `checkpoint.canonical`.
         where: the folder, for messages.
 
     Raises:
