@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from leapahead.drafters.heads import checkpoint, modules
-from leapahead.drafters.heads.config import DFLASH2, DFLASHES, DSPARK, HYDRA_PREFIX, HYDRAS, MEDUSA, TYPE, HeadConfig
+from leapahead.drafters.heads.config import DFLASH2, DFLASHES, DSPARK, HYDRA_PREFIX, HYDRAS, MEDUSA, TYPE, DFlashConfig
 from leapahead.drafters.heads.dflash import DFlash
 from leapahead.drafters.heads.hydra import Hydra
 from leapahead.drafters.sources.head import HeadSource
@@ -78,7 +78,7 @@ def tensors_of(
 
     Args:
         size: of the target's hidden states; another one for Medusa only.
-        variant: fields of `HeadConfig`.
+        variant: fields of the configuration.
     """
     random = torch.Generator().manual_seed(len(kind))
     rows = drafted or vocabulary
@@ -245,7 +245,7 @@ def of_masks(module: Any, states: torch.Tensor, tokens: Sequence[int], path: Seq
     return found
 
 
-def visible(config: HeadConfig, layer: int, rows: int, last: int) -> torch.Tensor:
+def visible(config: DFlashConfig, layer: int, rows: int, last: int) -> torch.Tensor:
     """What the rows of a block see behind `last` committed ones, bool [rows, last + rows]."""
     mask = torch.ones(rows, last + rows, dtype=torch.bool)
     is_sliding = layer in config.sliding
@@ -279,7 +279,7 @@ def recording(monkeypatch: Any) -> list[Computed]:
         forward = draft(cls, wanted)
         for source, paths in wanted:
             reached = [path + (0,) * depth for path in paths for depth in range(source.reach(path))]
-            if source.head.config.is_chained:  # candidates after the likeliest of the depth before
+            if getattr(source.head.config, "is_chained", False):  # candidates after the likeliest of the depth before
                 keys: Any = source._rows
                 reached = [key[1:] if len(key) < 2 else (0,) * (key[0] - 1) + key[1:] for key in keys]
             for path in reached:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from leapahead import LLM
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.drafters.heads import checkpoint, dflash2, dflash_head, formats, networks
 from leapahead.drafters.heads.cache import CachedText, Span
-from leapahead.drafters.heads.config import HeadConfig
+from leapahead.drafters.heads.config import DFlashConfig, HeadConfig
 from leapahead.drafters.heads.dflash import DFlash
 from leapahead.drafters.heads.dflash2 import Selector
 from leapahead.drafters.heads.dflash_head import DFlashText
@@ -409,7 +409,8 @@ def test_a_new_dflash2_is_a_dflash() -> None:
         "a head",
     )
     found: Any = networks.make(config)
-    other: Any = networks.make(replace(config, kind="dflash", candidates=0))
+    own = {field.name: getattr(config, field.name) for field in fields(DFlashConfig)}
+    other: Any = networks.make(DFlashConfig(**{**own, "kind": "dflash"}))
     other.load_state_dict(found.state_dict(), strict=False)
     block, places = torch.tensor([[1, 3, 3, 3, 7, 3, 3, 3]]), torch.arange(4).repeat(2)[None]
     states, expected = (each(block, places, heads.causal) for each in (found, other))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from leapahead.drafters.heads.config import DFlash2Config, DFlashConfig
 from leapahead.training.attention import DraftedAttention
 from leapahead.training.batches import Batch
 from leapahead.training.recipe import Found, Goal, Recipe
@@ -60,6 +61,8 @@ class HydraRecipe(Recipe):
 
 class DFlashRecipe(Recipe):
     """See the module."""
+
+    config: DFlashConfig
 
     def start(self) -> None:
         self.module.embed_tokens.weight = nn.Parameter(self.target.embedding, requires_grad=False)
@@ -119,6 +122,8 @@ class DFlashRecipe(Recipe):
 
 class DFlash2Recipe(DFlashRecipe):
     """See the module."""
+
+    config: DFlash2Config
 
     def row_loss(self, depth: int, states: Tensor, goal: Goal) -> tuple[Tensor, Tensor]:
         logits = self.logits(depth, states).float()

@@ -17,7 +17,7 @@ from torch import Tensor
 from leapahead.drafters.heads.modules import RowModule
 from leapahead.training.attention import DraftedAttention
 from leapahead.training.batches import Batch, batch_of
-from leapahead.training.block_recipes import HydraRecipe
+from leapahead.training.block_recipes import DFlashRecipe, HydraRecipe
 from leapahead.training.features import Features
 from leapahead.training.recipe import Recipe
 from leapahead.training.recipes import ParallelRecipe, RowRecipe
@@ -186,7 +186,9 @@ def drafts_of(recipe: Recipe, batch: Batch, rows: Tensor) -> Drafts:
         return RowDrafts(recipe, batch, rows)
     if isinstance(recipe, HydraRecipe):
         return HydraDrafts(recipe, batch, rows)
-    return (ChainedDrafts if recipe.config.is_chained else BlockDrafts)(recipe, batch, rows)
+    if isinstance(recipe, DFlashRecipe) and recipe.config.is_chained:
+        return ChainedDrafts(recipe, batch, rows)
+    return BlockDrafts(recipe, batch, rows)
 
 
 @dataclass(frozen=True)

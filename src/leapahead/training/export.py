@@ -13,6 +13,7 @@ The embedding and the output layer of EAGLE, DFlash and DFlash 2 are not written
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ from leapahead.drafters.heads.config import (
     MEDUSA,
     PEAGLE,
     TYPE,
+    BlocksConfig,
+    DFlash2Config,
+    DFlashConfig,
+    EagleConfig,
 )
 from leapahead.training.evaluate import DEPTH
 from leapahead.training.recipe import Recipe
@@ -62,13 +67,13 @@ def tensors_of(recipe: Recipe) -> dict[str, Tensor]:
 
 def config_of(recipe: Recipe) -> dict[str, Any]:
     """What `config.json` holds."""
+    makers: dict[str, Callable[[Recipe, Any], dict[str, Any]]]
     makers = {MEDUSA: _medusa, EAGLE: _eagle, EAGLE3: _eagle3, HYDRA: _hydra, HYDRA_PREFIX: _hydra, DFLASH: _dflash}
     makers |= {DFLASH2: _dflash2, PEAGLE: _parallel}
-    return {**makers[recipe.config.kind](recipe), "torch_dtype": _dtype(recipe)}
+    return {**makers[recipe.config.kind](recipe, recipe.config), "torch_dtype": _dtype(recipe)}
 
 
-def _medusa(recipe: Recipe) -> dict[str, Any]:
-    config = recipe.config
+def _medusa(recipe: Recipe, config: BlocksConfig) -> dict[str, Any]:
     return {
         "architectures": ["MedusaModel"],
         "model_type": MEDUSA,
@@ -83,8 +88,7 @@ def _medusa(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _eagle(recipe: Recipe) -> dict[str, Any]:
-    config = recipe.config
+def _eagle(recipe: Recipe, config: EagleConfig) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         **(config.decoder or {}),
@@ -93,8 +97,7 @@ def _eagle(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _hydra(recipe: Recipe) -> dict[str, Any]:
-    config = recipe.config
+def _hydra(recipe: Recipe, config: BlocksConfig) -> dict[str, Any]:
     architecture = next(name for name, kind in HYDRA_ARCHITECTURES.items() if kind == config.kind)
     found = {
         "hydra_num_heads": config.depths,
@@ -108,8 +111,7 @@ def _hydra(recipe: Recipe) -> dict[str, Any]:
     return found | ({"transformer_layer_config": dict(config.decoder)} if config.decoder else {})
 
 
-def _eagle3(recipe: Recipe) -> dict[str, Any]:
-    config = recipe.config
+def _eagle3(recipe: Recipe, config: EagleConfig) -> dict[str, Any]:
     return {
         "architectures": ["Eagle3Speculator"],
         "norm_before_residual": config.norm_before_residual,
@@ -120,14 +122,12 @@ def _eagle3(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _parallel(recipe: Recipe) -> dict[str, Any]:
-    config = recipe.config
-    found = {**_eagle3(recipe), **_speculators(recipe, config.depths)}
+def _parallel(recipe: Recipe, config: EagleConfig) -> dict[str, Any]:
+    found = {**_eagle3(recipe, config), **_speculators(recipe, config.depths)}
     return {**found, "architectures": ["PEagleSpeculator"], "mask_token_id": config.mask_token}
 
 
-def _dflash(recipe: Recipe) -> dict[str, Any]:
-    config = recipe.config
+def _dflash(recipe: Recipe, config: DFlashConfig) -> dict[str, Any]:
     return {
         "architectures": ["DFlashSpeculator"],
         "aux_hidden_state_layer_ids": list(config.layers),
@@ -138,10 +138,9 @@ def _dflash(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _dflash2(recipe: Recipe) -> dict[str, Any]:
-    config = recipe.config
+def _dflash2(recipe: Recipe, config: DFlash2Config) -> dict[str, Any]:
     return {
-        **_dflash(recipe),
+        **_dflash(recipe, config),
         "architectures": ["DFlash2DraftModel"],
         "conv_kernel_size": config.taps,
         "conv_group_size": config.group,

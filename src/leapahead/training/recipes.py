@@ -33,6 +33,10 @@ from leapahead.drafters.heads.config import (
     HYDRAS,
     MEDUSA,
     PEAGLE,
+    BlocksConfig,
+    DFlash2Config,
+    DFlashConfig,
+    EagleConfig,
     HeadConfig,
 )
 from leapahead.training import losses
@@ -148,6 +152,8 @@ class Eagle3Recipe(RowRecipe):
 class ParallelRecipe(Eagle3Recipe):
     """See the module."""
 
+    config: EagleConfig
+
     def drafted(self, tokens: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full_like(tokens, self.config.mask_token), self.module.masked().expand_as(above)
 
@@ -206,28 +212,37 @@ def _config(target: TrainingTarget, settings: Settings, size: int) -> HeadConfig
         "target": target.name,
     }
     if settings.kind == MEDUSA:
-        return HeadConfig(**common, depths=settings.depths)
+        return BlocksConfig(**common, depths=settings.depths)
     if settings.kind in HYDRAS:
         is_prefixed = settings.kind == HYDRA_PREFIX
-        return HeadConfig(
+        return BlocksConfig(
             **common,
             depths=settings.depths,
             blocks=PREFIX_BLOCKS if is_prefixed else 1,
             bias=True,
             decoder=_decoder(target) if is_prefixed else None,
         )
-    layers = (settings.layers or _usual_layers(target.layers)) if settings.kind in FUSED else ()
-    decoder = _decoder(target)
+    common["decoder"] = decoder = _decoder(target)
+    if settings.kind in FUSED:
+        common["layers"] = settings.layers or _usual_layers(target.layers)
+    if settings.kind in (PEAGLE, DFLASH, DFLASH2):
+        common |= {"depths": settings.depths, "mask_token": target.vocab_size - 1}
     if settings.kind in (DFLASH, DFLASH2):
         decoder["num_hidden_layers"] = max(1, min(MOST_LAYERS, target.layers // 3))
         decoder["model_type"] = "qwen3"
-        common |= {"depths": settings.depths, "mask_token": target.vocab_size - 1}
-    if settings.kind == PEAGLE:
-        common |= {"depths": settings.depths, "mask_token": target.vocab_size - 1}
+    config: HeadConfig
     if settings.kind == DFLASH2:
-        common |= {"taps": TAPS, "group": math.gcd(GROUP, target.hidden_size)}
-        common |= {"candidates": min(SELECTED, size), "selector_rank": min(RANK, target.hidden_size)}
-    config = HeadConfig(**common, layers=layers, bias=settings.kind == EAGLE, decoder=decoder)
+        config = DFlash2Config(
+            **common,
+            taps=TAPS,
+            group=math.gcd(GROUP, target.hidden_size),
+            candidates=min(SELECTED, size),
+            selector_rank=min(RANK, target.hidden_size),
+        )
+    elif settings.kind == DFLASH:
+        config = DFlashConfig(**common)
+    else:
+        config = EagleConfig(**common, bias=settings.kind == EAGLE)
     config.layers_of(target.layers)  # refuses what the target does not have
     return config
 

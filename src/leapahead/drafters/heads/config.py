@@ -25,7 +25,7 @@ HYDRA_ARCHITECTURES = {"mlp": HYDRA, "prefix-mlp": HYDRA_PREFIX}
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What a trained head is.
+    """What a trained head is, of any kind. MTP modules and probes have no more than this.
 
     Attributes:
         kind: one of `KINDS`.
@@ -37,26 +37,8 @@ class HeadConfig:
             leaves that to the target's number of layers (`layers_of`).
         depths: of Medusa and Hydra, the number of heads; of DFlash and P-EAGLE, how many tokens one forward predicts;
             of PaSS and SPACE, the probes of a group. 0 for EAGLE.
-        blocks: of Medusa and Hydra, the number of residual layers of each head.
-        bias: whether the linear layers in front have a bias: Medusa's and Hydra's residual layers, the others' `fc`.
-        shared_output: of Medusa, whether all heads share one output layer.
-        output_bias: of Hydra, whether the output layers have a bias.
         decoder: fields of a `LlamaConfig`, of the decoder layers, or of MTP of the configuration of its model type;
             None where it has none, and of Hydra++ where they are of the target's shape.
-        norm_before_residual, norm_before_fc, fc_norm, norm_output, norms_heads: what else is normed in EAGLE-3: the
-            state before it enters the residual stream; the target's states before they are fused, together or each
-            alone; the state that a row hands on; queries and keys, as in Qwen3's layers.
-        mask_token: of DFlash and P-EAGLE, the id of the mask token.
-        from_anchor: of DFlash, whether the row of the last committed token predicts too, as DSpark's does.
-        causal: of DFlash, whether the rows of a block see only those before them, as JetSpec's do.
-        sliding: of DFlash, its layers with sliding attention.
-        window: how many of the last committed tokens they see.
-        sliding_causal: whether in these layers the rows of a block see only those before them.
-        markov, markov_rank: of DSpark, what its bias of the logits is, "vanilla" or "gated", and its rank; "" for none.
-        candidates, selector_rank: of DFlash 2, the likeliest tokens that its selector scores, and its rank.
-        taps, group: of DFlash 2, rows that a convolution adds up, and channels that have the same change.
-        embedding_scale, output_scale, softcap: of DFlash 2, by what embeddings and logits are multiplied, and the bound
-            of the logits; 0 for none.
         target: name of the model that the head was trained for; "" where the checkpoint does not say.
     """
 
@@ -67,42 +49,8 @@ class HeadConfig:
     draft_vocab_size: int
     layers: tuple[int, ...] = ()
     depths: int = 0
-    blocks: int = 1
-    bias: bool = False
-    shared_output: bool = False
     decoder: Mapping[str, Any] | None = None
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    norms_heads: bool = False
-    output_bias: bool = False
-    mask_token: int = 0
-    from_anchor: bool = False
-    causal: bool = False
-    sliding: tuple[int, ...] = ()
-    window: int = 0
-    sliding_causal: bool = False
-    markov: str = ""
-    markov_rank: int = 0
-    candidates: int = 0
-    selector_rank: int = 0
-    taps: int = 0
-    group: int = 0
-    embedding_scale: float = 1.0
-    output_scale: float = 1.0
-    softcap: float = 0.0
     target: str = ""
-
-    @property
-    def rows(self) -> int:
-        """Of DFlash, rows of a block."""
-        return self.depths + (not self.from_anchor)
-
-    @property
-    def is_chained(self) -> bool:
-        """Of DFlash, whether candidates depend on the token before them."""
-        return bool(self.markov or self.candidates)
 
     def layers_of(self, count: int) -> tuple[int, ...]:
         """The hidden states that it reads of a target with `count` layers.
@@ -121,3 +69,101 @@ class HeadConfig:
                 "layers; use a head that was trained for this target"
             )
         return layers
+
+
+@dataclass(frozen=True)
+class BlocksConfig(HeadConfig):
+    """Medusa and Hydra.
+
+    Attributes:
+        blocks: residual layers of each head.
+        bias: whether these have a bias.
+        shared_output: of Medusa, whether all heads share one output layer.
+        output_bias: of Hydra, whether the output layers have a bias.
+    """
+
+    blocks: int = 1
+    bias: bool = False
+    shared_output: bool = False
+    output_bias: bool = False
+
+
+@dataclass(frozen=True)
+class EagleConfig(HeadConfig):
+    """EAGLE, EAGLE-3 and P-EAGLE.
+
+    Attributes:
+        bias: whether `fc`, which joins what the head reads, has a bias.
+        norm_before_residual, norm_before_fc, fc_norm, norm_output, norms_heads: what else is normed in EAGLE-3: the
+            state before it enters the residual stream; the target's states before they are fused, together or each
+            alone; the state that a row hands on; queries and keys, as in Qwen3's layers.
+        mask_token: of P-EAGLE, the id of the mask token.
+    """
+
+    bias: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norms_heads: bool = False
+    mask_token: int = 0
+
+
+@dataclass(frozen=True)
+class DFlashConfig(HeadConfig):
+    """DFlash, JetSpec and DSpark.
+
+    Attributes:
+        bias: whether `fc`, which joins the target's states, has a bias.
+        mask_token: id of the mask token.
+        from_anchor: whether the row of the last committed token predicts too, as DSpark's does.
+        causal: whether the rows of a block see only those before them, as JetSpec's do.
+        sliding: the layers with sliding attention.
+        window: how many of the last committed tokens they see.
+        sliding_causal: whether in these layers the rows of a block see only those before them.
+        markov, markov_rank: what DSpark's bias of the logits is, "vanilla" or "gated", and its rank; "" for none.
+    """
+
+    bias: bool = False
+    mask_token: int = 0
+    from_anchor: bool = False
+    causal: bool = False
+    sliding: tuple[int, ...] = ()
+    window: int = 0
+    sliding_causal: bool = False
+    markov: str = ""
+    markov_rank: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return self.depths + (not self.from_anchor)
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether candidates depend on the token before them."""
+        return bool(self.markov)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Config(DFlashConfig):
+    """DFlash 2.
+
+    Attributes:
+        candidates, selector_rank: the likeliest tokens that the selector scores, and its rank.
+        taps, group: rows that a convolution adds up, and channels that have the same change.
+        embedding_scale, output_scale, softcap: by what embeddings and logits are multiplied, and the bound of the
+            logits; 0 for none.
+    """
+
+    candidates: int
+    selector_rank: int
+    taps: int
+    group: int
+    embedding_scale: float = 1.0
+    output_scale: float = 1.0
+    softcap: float = 0.0
+
+    @property
+    def is_chained(self) -> bool:
+        return True

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from leapahead.drafters.heads.config import GATED, HeadConfig
+from leapahead.drafters.heads.config import GATED, DFlashConfig
 from leapahead.drafters.heads.modules import Attend, DecoderLayer
 
 
@@ -26,7 +26,7 @@ class Markov(nn.Module):
         gated: whether the row's state scales it.
     """
 
-    def __init__(self, config: HeadConfig, gated: bool) -> None:
+    def __init__(self, config: DFlashConfig, gated: bool) -> None:
         super().__init__()
         rank = config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
@@ -55,7 +55,7 @@ class DFlash(nn.Module):
     has_attention = True
     d2t: Tensor | None
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.config = config
         assert config.decoder is not None, "DFlash has decoder layers"
@@ -96,6 +96,11 @@ class DFlash(nn.Module):
         masks = torch.full((*tokens.shape, self.rows - 1), self.config.mask_token, device=tokens.device)
         return torch.cat((tokens[..., None], masks), dim=-1)
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """What the first layer adds to, float [..., hidden_size]."""
+        found: Tensor = self.embed_tokens(tokens)
+        return found
+
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """What the output layer reads of the rows of blocks, float [batch, rows, hidden_size].
 
@@ -104,7 +109,7 @@ class DFlash(nn.Module):
             positions: int64 [batch, rows].
             attend: computes the attention over the context and the block.
         """
-        x = self.embed_tokens(tokens) * self.config.embedding_scale
+        x = self.embedded(tokens)
         angles = self.rotary(x, positions)
         for index, layer in enumerate(self.layers):
             x = layer(index, x, layer.input_layernorm(x), angles, attend)  # type: ignore[operator]
@@ -118,9 +123,7 @@ class DFlash(nn.Module):
     def logits(self, states: Tensor) -> Tensor:
         """float [..., draft vocabulary], of rows that predict, float [..., hidden_size], whatever is before them."""
         found: Tensor = self.lm_head(states)
-        if cap := self.config.softcap:
-            found = cap * torch.tanh(found / cap)
-        return found * self.config.output_scale
+        return found
 
     def after(self, logits: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
         """The logits of rows after the tokens before them; only DSpark and DFlash 2 read those.

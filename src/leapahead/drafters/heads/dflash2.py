@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from leapahead.drafters.heads.config import HeadConfig
+from leapahead.drafters.heads.config import DFlash2Config
 from leapahead.drafters.heads.dflash import DFlash
 from leapahead.drafters.heads.modules import Angles, Attend, DecoderLayer
 
@@ -66,7 +66,7 @@ class Convolution(nn.Module):
 class ConvolvedLayer(DecoderLayer):
     """A decoder layer with convolutions around its sublayers."""
 
-    def __init__(self, config: LlamaConfig, size: int, head: HeadConfig) -> None:
+    def __init__(self, config: LlamaConfig, size: int, head: DFlash2Config) -> None:
         super().__init__(config, size, norms_heads=True)
         self.attention_conv = Convolution(size, head.taps, head.group, head.rows)
         self.mlp_conv = Convolution(size, head.taps, head.group, head.rows)
@@ -81,7 +81,7 @@ class ConvolvedLayer(DecoderLayer):
 class Selector(nn.Module):
     """Scores the likeliest tokens of a row after a token that is drafted before it."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
         self.count = config.candidates
         shape = config.vocab_size, config.selector_rank
@@ -110,12 +110,23 @@ class Selector(nn.Module):
 class DFlash2(DFlash):
     """See the module."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    config: DFlash2Config
+
+    def __init__(self, config: DFlash2Config) -> None:
         super().__init__(config)
         self.candidate_selector = Selector(config)
 
     def new_layer(self) -> DecoderLayer:
         return ConvolvedLayer(self.llama, self.config.hidden_size, self.config)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return super().embedded(tokens) * self.config.embedding_scale
+
+    def logits(self, states: Tensor) -> Tensor:
+        found = super().logits(states)
+        if cap := self.config.softcap:
+            found = cap * torch.tanh(found / cap)
+        return found * self.config.output_scale
 
     def after(self, logits: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
         best = logits.topk(self.candidate_selector.count, dim=-1)

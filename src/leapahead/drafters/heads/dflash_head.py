@@ -20,6 +20,7 @@ from torch import Tensor
 
 from leapahead.core.tree import IntArray
 from leapahead.drafters.heads.cache import KEYS, VALUES, CachedHead, CachedText, Planes, Span, attention
+from leapahead.drafters.heads.config import DFlashConfig
 from leapahead.drafters.heads.dflash import DFlash
 from leapahead.drafters.heads.dflash2 import DFlash2
 from leapahead.drafters.heads.head import Drafted, Key, Path
@@ -64,6 +65,7 @@ class DFlashText(CachedText):
 class DFlashHead(CachedHead):
     """See the module."""
 
+    config: DFlashConfig
     module: DFlash
     sizes: ClassVar[tuple[int, ...]] = (1,)
 

@@ -37,6 +37,10 @@ from leapahead.drafters.heads.config import (
     SPACE,
     TYPE,
     VANILLA,
+    BlocksConfig,
+    DFlash2Config,
+    DFlashConfig,
+    EagleConfig,
     HeadConfig,
 )
 
@@ -124,7 +128,7 @@ def _probes(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig
     return HeadConfig(kind, hidden, hidden, vocabulary, vocabulary, depths=depths, target=target)
 
 
-def _medusa(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
+def _medusa(config: Mapping[str, Any], shapes: Shapes) -> BlocksConfig:
     """The tensors decide where the file contradicts them: published ones say 2 heads and have 5."""
     depths = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
     blocks = len({name.split(".")[3] for name in shapes if name.startswith("blocks.0.layers.")})
@@ -132,7 +136,7 @@ def _medusa(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
     rows = shapes["lm_heads.0.weight"][0] if "lm_heads.0.weight" in shapes else 0
     vocabulary = config.get("medusa_vocab_size") or config.get("vocab_size") or 0
     mapped = shapes["token_map"][0] if "token_map" in shapes else 0
-    return HeadConfig(
+    return BlocksConfig(
         MEDUSA,
         hidden,
         hidden,
@@ -146,7 +150,7 @@ def _medusa(config: Mapping[str, Any], shapes: Shapes) -> HeadConfig:
     )
 
 
-def _hydra(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
+def _hydra(config: Mapping[str, Any], shapes: Shapes, where: str) -> BlocksConfig:
     architecture = config.get("hydra_head_arch", "mlp")
     if architecture not in HYDRA_ARCHITECTURES:
         raise Refused(
@@ -162,7 +166,7 @@ def _hydra(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
     hidden, rows = shapes["blocks.0.0.linear.weight"][0], shapes["lm_heads.0.weight"][0]
     vocabulary = int(config["vocab_size"]) if "token_map" in shapes else rows
     decoder = config.get("transformer_layer_config")
-    return HeadConfig(
+    return BlocksConfig(
         HYDRA_ARCHITECTURES[architecture],
         hidden,
         hidden,
@@ -177,7 +181,7 @@ def _hydra(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
     )
 
 
-def _dflash(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
+def _dflash(config: Mapping[str, Any], shapes: Shapes, where: str) -> DFlashConfig:
     """DFlash's own ids count from the output of the first layer, those of speculators from the embedding."""
     own = config.get("dflash_config")
     kind = config.get(TYPE) or (DFLASH2 if "selector_top_k" in (own or {}) else DFLASH)
@@ -198,7 +202,7 @@ def _dflash(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig
             f"{vocabulary}; the file is broken"
         )
     anchor = bool(config.get("sample_from_anchor", kind == DSPARK))
-    found = HeadConfig(
+    found = DFlashConfig(
         kind,
         hidden,
         width // max(1, len(layers)),
@@ -215,7 +219,7 @@ def _dflash(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig
         **sliding,
         **_markov(config, shapes, where),
     )
-    return replace(found, **_selector(own or config, found, shapes, where)) if kind == DFLASH2 else found
+    return _selector(own or config, found, shapes, where) if kind == DFLASH2 else found
 
 
 def _sliding(config: Mapping[str, Any], decoder: Mapping[str, Any], kind: str, where: str) -> dict[str, Any]:
@@ -247,7 +251,7 @@ def _markov(config: Mapping[str, Any], shapes: Shapes, where: str) -> dict[str, 
     return {"markov": kind, "markov_rank": shapes[name][1]}
 
 
-def _selector(given: Mapping[str, Any], found: HeadConfig, shapes: Shapes, where: str) -> dict[str, Any]:
+def _selector(given: Mapping[str, Any], found: DFlashConfig, shapes: Shapes, where: str) -> DFlash2Config:
     """The convolutions and the selector of DFlash 2; the tensors tell their sizes.
 
     Args:
@@ -270,18 +274,19 @@ def _selector(given: Mapping[str, Any], found: HeadConfig, shapes: Shapes, where
             f"{where} has convolutions of {taps} taps in {groups} groups of {size} channels, selector_top_k={count}, "
             f"blocks of {found.rows} and {found.vocab_size} tokens, which is not possible; the file is broken"
         )
-    return {
-        "candidates": count,
-        "selector_rank": shapes["candidate_selector.predecessor_codebook"][1],
-        "taps": taps,
-        "group": size // groups,
-        "embedding_scale": float(given.get("input_embedding_scale") or 1.0),
-        "output_scale": float(given.get("output_multiplier") or 1.0),
-        "softcap": float(given.get("final_logit_softcapping") or 0.0),
-    }
+    return DFlash2Config(
+        **vars(found),
+        candidates=count,
+        selector_rank=shapes["candidate_selector.predecessor_codebook"][1],
+        taps=taps,
+        group=size // groups,
+        embedding_scale=float(given.get("input_embedding_scale") or 1.0),
+        output_scale=float(given.get("output_multiplier") or 1.0),
+        softcap=float(given.get("final_logit_softcapping") or 0.0),
+    )
 
 
-def _eagle(config: Mapping[str, Any], decoder: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
+def _eagle(config: Mapping[str, Any], decoder: Mapping[str, Any], shapes: Shapes, where: str) -> EagleConfig:
     """EAGLE-3's layer reads embedding and state side by side; EAGLE-1's `fc` has joined them before."""
     kind = decoder.get("model_type") or "llama"
     if kind not in DECODERS:
@@ -299,7 +304,7 @@ def _eagle(config: Mapping[str, Any], decoder: Mapping[str, Any], shapes: Shapes
     count = len(layers) or 3
     rows = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else 0
     vocabulary = int(decoder["vocab_size"])
-    found = HeadConfig(
+    found = EagleConfig(
         EAGLE3 if third else EAGLE,
         hidden,
         width // count if third else width - hidden,
@@ -318,7 +323,7 @@ def _eagle(config: Mapping[str, Any], decoder: Mapping[str, Any], shapes: Shapes
     return _parallel(config, found, where) if "mask_hidden" in shapes or config.get(TYPE) == PEAGLE else found
 
 
-def _parallel(config: Mapping[str, Any], found: HeadConfig, where: str) -> HeadConfig:
+def _parallel(config: Mapping[str, Any], found: EagleConfig, where: str) -> EagleConfig:
     """P-EAGLE: an EAGLE-3 with a mask token; its own files name the token otherwise than speculators."""
     mask = int(next(config[name] for name in MASKS if config.get(name) is not None))
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]

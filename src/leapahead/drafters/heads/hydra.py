@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from leapahead.drafters.heads.config import HYDRA_PREFIX, HeadConfig
+from leapahead.drafters.heads.config import HYDRA_PREFIX, BlocksConfig, HeadConfig
 from leapahead.drafters.heads.modules import Attend, DecoderLayer
 
 
@@ -68,7 +68,7 @@ class Prefix(nn.Module):
 class Hydra(nn.Module):
     """See the module."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: BlocksConfig) -> None:
         super().__init__()
         self.config = config
         size = config.hidden_size

@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from leapahead.drafters.heads.config import HeadConfig
+from leapahead.drafters.heads.config import BlocksConfig, EagleConfig
 
 # (layer, q [batch, heads, rows, dim], k and v [batch, key heads, rows, dim]) -> [batch, heads, rows, dim]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -51,7 +51,7 @@ class ResidualBlock(nn.Module):
 class Medusa(nn.Module):
     """Head k predicts the token k + 1 positions after the next one, from the target's last hidden state alone."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: BlocksConfig) -> None:
         super().__init__()
         self.config = config
         blocks = (ResidualBlock(config.hidden_size, config.blocks, config.bias) for _ in range(config.depths))
@@ -150,7 +150,7 @@ class RowModule(nn.Module):
 
     d2t: Tensor | None
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
         assert config.decoder is not None, "EAGLE has decoder layers"
@@ -201,7 +201,7 @@ class RowModule(nn.Module):
 class Eagle(RowModule):
     """EAGLE and EAGLE-2: a row's state is the target's last hidden state, which the layer learns to continue."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         size, count = config.hidden_size, self.llama.num_hidden_layers
         self.fc = nn.Linear(size + config.target_hidden_size, size, bias=config.bias)
@@ -215,7 +215,7 @@ class Eagle(RowModule):
 class Eagle3(RowModule):
     """EAGLE-3, and 3.1: states of three layers are fused, and the first layer reads the embedding beside the state."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         size, eps = config.hidden_size, self.llama.rms_norm_eps
         width = (len(config.layers) or 3) * config.target_hidden_size
@@ -257,7 +257,7 @@ class ParallelEagle(Eagle3):
     """P-EAGLE (2602.01469): an EAGLE-3 whose drafted rows have a mask token and one learned state instead of a parent's
     output, so that one forward computes the rows of all depths."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -25,7 +26,7 @@ from leapahead.drafters.heads.hydra import Hydra
 from leapahead.drafters.heads.modules import Eagle, Eagle3, Medusa, ParallelEagle
 from leapahead.drafters.heads.mtp import of_config
 
-NETWORKS: dict[str, Callable[[HeadConfig], nn.Module]] = {
+NETWORKS: dict[str, Callable[[Any], nn.Module]] = {  # kind -> of its configuration
     MEDUSA: Medusa,
     EAGLE: Eagle,
     EAGLE3: Eagle3,

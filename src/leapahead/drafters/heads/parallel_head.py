@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from leapahead.drafters.heads.cache import CachedHead, Planes, Span, attention, causal
+from leapahead.drafters.heads.config import EagleConfig
 from leapahead.drafters.heads.dflash_head import DFlashText
 from leapahead.drafters.heads.head import Drafted, Path
 from leapahead.drafters.heads.modules import ParallelEagle
@@ -54,6 +55,7 @@ class Part(NamedTuple):
 class ParallelHead(CachedHead):
     """See the module."""
 
+    config: EagleConfig
     module: ParallelEagle
     sizes: ClassVar[tuple[int, ...]] = (1,)
 
