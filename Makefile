@@ -443,13 +443,14 @@ bench-gpu: $(INSTALLED)
 
 # What docs/guide/vllm.md shows: our drafters inside vLLM beside its own, at 1, 4 and 16 requests; half an hour, with
 # leapahead and arctic-inference in the environment of VLLM_PYTHON. RESUME=--resume measures what is not there yet.
+PLUGIN_OUT ?= docs/bench/vllm-plugin
 INSIDE_VLLM = $(foreach peer,vllm vllm-ngram vllm-suffix vllm-leapahead,--peer $(peer):python=$(VLLM_PYTHON))
 .PHONY: bench-vllm-plugin
 bench-vllm-plugin: $(WITH_LLAMA) $(STANDINS)/135m-bf16 $(WITH_EDITS)/edits.jsonl
 	$(BIN)/leapahead bench --rounds 1 --dtype bfloat16 -m $(STANDINS)/135m-bf16 -d plain $(INSIDE_VLLM) \
 		--data $(WITH_EDITS) -t 0 $(foreach batch,1 4 16,--batch $(batch)) --task edits=16 --task humaneval=16 \
 		--task gsm8k=16 --task spec_bench/summarization=16 --task spec_bench/rag=16 --max-new-tokens 32 \
-		--out docs/bench/vllm-plugin $(RESUME)
+		--out $(PLUGIN_OUT) $(RESUME)
 	$(BIN)/python tools/docs.py
 
 wheel: $(INSTALLED)  # in an environment of its own, which gets CMake where the machine has none

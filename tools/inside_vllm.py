@@ -19,7 +19,7 @@ from leapahead.integrations.vllm.figures import LABELS, METRICS
 from leapahead.integrations.vllm.options import Options
 
 Table = Callable[[str, list[list[str]]], str]
-BENCH = "vllm-plugin"
+BENCHES = ("vllm-plugin", "vllm-plugin-avx512")  # of two processors
 PLAIN, OURS = "peer:vllm", "peer:vllm-leapahead"
 OTHERS = ("peer:vllm-ngram", "peer:vllm-suffix")
 
@@ -42,21 +42,21 @@ def metrics(table: Table) -> str:
     return table("metric | labels | meaning", rows)
 
 
-def bench(root: Path, table: Table) -> str:
+def bench(root: Path, table: Table, name: str) -> str:
     """Tokens a second against vLLM without drafts, by task and number of requests: `ratio (95 % interval)`."""
-    if not (root / "docs/bench" / BENCH / "bench.json").is_file():
+    if not (root / "docs/bench" / name / "bench.json").is_file():
         return "Not measured yet."
-    rows = [row for row in read(root / "docs/bench" / BENCH)["results"] if row["task"] != OVERALL]
+    rows = [row for row in read(root / "docs/bench" / name)["results"] if row["task"] != OVERALL]
     cells = {(row["task"], row["batch"], row["drafter"]): row for row in rows}
     lines = []
     for task, batch in dict.fromkeys((row["task"], row["batch"]) for row in sorted(rows, key=lambda row: row["batch"])):
         plain = cells.get((task, batch, PLAIN))
         if plain is None:
             continue
-        others = [_ratio(cells.get((task, batch, name)), plain) for name in (*OTHERS, OURS)]
+        others = [_ratio(cells.get((task, batch, peer)), plain) for peer in (*OTHERS, OURS)]
         lines.append([task, str(batch), f"{plain['tokens_per_second']:.1f}", *others])
     heads = "task | requests | vLLM, tokens a second | its n-grams | its suffixes | leapahead inside vLLM"
-    told = benches.conditions(root, BENCH, "135M", batch="", tasks={row["task"] for row in rows})
+    told = benches.conditions(root, name, "135M", batch="", tasks={row["task"] for row in rows})
     rounds = {len(row["samples"]["tokens"]) for row in rows if row["batch"] > 1}
     passes = f" At several requests there are {LEAST_PASSES} rounds." if rounds == {LEAST_PASSES} else ""
     return f"{table(heads, lines)}\n\n{told}{passes}"
@@ -74,5 +74,5 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
     return {
         "vllm-options": lambda root: options(table),
         "vllm-metrics": lambda root: metrics(table),
-        BENCH: partial(bench, table=table),
+        **{name: partial(bench, table=table, name=name) for name in BENCHES},
     }

@@ -256,6 +256,7 @@ def gguf_tokenizer(path: str) -> Tokenizer:
     Raises:
         LeapaheadError: the file is missing or broken, or llama-cpp-python is not installed.
     """
+    check_place(path)  # before what is not installed
     with needing("a GGUF file", "llama-cpp", "llama_cpp"):
         from leapahead.models.llama_cpp import tokenizer
     return tokenizer.read_tokenizer(path)
@@ -285,6 +286,7 @@ def _gguf(
     branching: str,
     options: dict[str, Any],
 ) -> Any:
+    check_place(path)  # before what is not installed
     with needing("a GGUF file", "llama-cpp", "llama_cpp"):
         from leapahead.models.llama_cpp import exact as exact_mode
         from leapahead.models.llama_cpp import form, model
@@ -311,6 +313,8 @@ def _openvino(
     wants_tokenizer: bool,
 ) -> tuple[Target, Tokenizer | None, tuple[int, ...]]:
     """A model under OpenVINO, its tokenizer and the tokens that end a text."""
+    if model is not None:
+        check_place(model)  # before what is not installed
     with needing("OpenVINO", "openvino", "openvino", "openvino_genai"):
         from leapahead.models.openvino import folder
     if dtype != "auto":
