@@ -84,6 +84,12 @@ def test_without_torch_there_is_one_sentence() -> None:
     assert 'which is not installed: pip install "leapahead[transformers]"' in run_python(code).stderr
 
 
+@pytest.mark.parametrize(("package", "engine"), [("llama_cpp", "auto"), ("openvino", "openvino")])
+def test_a_missing_file_is_named_before_a_missing_package(package: str, engine: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; from leapahead import LLM; LLM('no.gguf', engine={engine!r})"
+    assert "there is no file 'no.gguf'" in run_python(code).stderr
+
+
 def test_hugging_face_is_imported_when_asked_for() -> None:
     assert leapahead.hf.__name__ == "leapahead.integrations.hf"
     with pytest.raises(AttributeError):

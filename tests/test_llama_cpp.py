@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,7 +35,7 @@ pytest.importorskip("gguf")
 import gguf_models
 import llama_cpp
 
-from leapahead.models.llama_cpp import model
+from leapahead.models.llama_cpp import log, model
 from leapahead.models.llama_cpp.context import Context
 from leapahead.models.llama_cpp.model import LlamaCppTarget
 from leapahead.models.llama_cpp.options import LlamaCppOptions
@@ -789,6 +790,16 @@ def test_the_log_goes_to_our_logger_and_not_to_the_screen(
     assert any("llama" in record.getMessage() for record in caplog.records)
     load()
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_signal_during_a_load_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It arrives while llama.cpp writes to its log: ctypes drops what is raised there."""
+    with monkeypatch.context() as patched:
+        patched.setattr(log.log, "log", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            load()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    load()
 
 
 def test_the_log_callback_is_replaced_with_the_first_model_and_not_before() -> None:

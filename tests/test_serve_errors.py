@@ -296,6 +296,12 @@ def test_a_fault_of_the_engine(running: Running) -> None:
         target.fail = None
     for each in (found, bad):
         check(each, 500, None, "its log")
+    target.fail = BadLogits("all tokens are banned")
+    try:
+        for given, param in (({"bad_words": ["a"]}, "bad_words"), ({"logit_bias": {"5": -100}}, "logit_bias")):
+            check(running.post(COMPLETIONS, {"prompt": "a", **given}), 400, param, f"{param} leave no token")
+    finally:
+        target.fail = None
     assert "secret" not in found.text + streamed.text
     assert streamed.status_code == 200
     *_, error, done = [line for line in streamed.text.splitlines() if line]

@@ -271,6 +271,10 @@ def test_deadlines() -> None:
             assert f"{seconds:g} seconds" in found.json()["error"]["message"]
             assert seconds <= time.monotonic() - began < seconds + 2
             assert running.idle(1)
+        began = time.monotonic()  # the time for the prompt's log-probabilities counts as well
+        found = running.post("/v1/completions", {**body, "prompt": "a" * 12, "echo": True, "logprobs": 1})
+        assert found.status_code == 504
+        assert time.monotonic() - began < 0.3
         streamed_body = running.post("/v1/completions", {**body, "stream": True}).text
         assert '"code": "deadline"' in streamed_body
         assert running.idle(1)

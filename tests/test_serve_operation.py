@@ -15,12 +15,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from leapahead import LLM
+from leapahead.cli.serve import is_loopback, model_defaults
 from leapahead.core.errors import BadParameter
 from leapahead.models.toy import ToyTarget
 from leapahead.serve import keys, server
@@ -55,7 +57,7 @@ def test_requests_need_a_key() -> None:
 
 def test_where_keys_come_from(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# ours\n\n  second \nthird\n")
+    file.write_text("\ufeff# ours\n\n  second \nthird\n", encoding="utf-8")
     assert keys.given(["first"], file, "fourth, first") == ("first", "second", "third", "fourth")
     assert keys.given([], None, None) == keys.given([], None, " ") == ()
     for given in (["a b"], [""], ["é"]):
@@ -262,7 +264,7 @@ def logged() -> Iterator[list[dict[str, Any]]]:
 
 
 def test_logs_have_no_prompts_unless_asked() -> None:
-    secret = {"prompt": "my secret", "max_tokens": 5, "user": "somebody"}
+    secret = {"prompt": "my secret", "max_tokens": 5, "seed": 1, "user": "somebody"}
     for asked in (False, True):
         llm = toy_llm()
         target: Any = llm.target
@@ -286,7 +288,8 @@ def test_logs_have_no_prompts_unless_asked() -> None:
         assert "broken" in fault["exception"]
         assert fault["request_id"] == requests[-1]["request_id"]
         if asked:
-            assert first["texts"] == [found.json()["choices"][0]["text"]]
+            text = found.json()["choices"][0]["text"]
+            assert [line["texts"] for line in requests[:2]] == [[text], [text]]  # whole, and as a stream
 
 
 def test_origins(tmp_path: Path) -> None:
@@ -487,6 +490,9 @@ def test_what_the_command_refuses(leapahead: Any, tmp_path: Path, monkeypatch: p
     monkeypatch.delenv(keys.ENVIRONMENT, raising=False)
     for arguments, words in (
         (("--host", "0.0.0.0"), "--no-auth"),
+        (("--host", ""), "--host='' and --port=8000 are not possible"),
+        (("--no-auth", "--api-key", "abc"), "--no-auth is not possible with an API key"),
+        (("--default-max-tokens", "9", "--max-tokens", "8"), "--default-max-tokens=9 is not possible"),
         (("--host", "no.such.host.invalid", "--no-auth"), "--host='no.such.host.invalid'"),
         (("model", "--model", "other"), "given twice"),
         (("--max-queue", "-1"), "--max-queue"),
@@ -494,7 +500,7 @@ def test_what_the_command_refuses(leapahead: Any, tmp_path: Path, monkeypatch: p
         (("--max-batch", "0"), "'--max-batch': 0 is not in the range"),
         (("--served-model-name", "", "-m", "none"), "--served-model-name='' is not possible"),  # before the model
         (("--allowed-origin", "example.org", "-m", "none"), "--allowed-origin='example.org' is not possible"),
-        (("--request-seconds", "0", "-m", "none"), "--request-seconds=0.0 is not possible"),
+        (("--request-seconds", "0", "-m", "none"), "'--request-seconds': 0.0 is not in the range x>0"),
     ):
         result = leapahead("serve", *arguments)
         assert result.exit_code == 2, arguments
@@ -504,6 +510,34 @@ def test_what_the_command_refuses(leapahead: Any, tmp_path: Path, monkeypatch: p
         result = leapahead("serve", "--port", str(taken.getsockname()[1]))
         assert f"--port={taken.getsockname()[1]} of 127.0.0.1 is in use by another program" in result.stderr
     assert "/v1/completions" in leapahead("serve", "--help").stdout
+
+
+def test_a_port_that_another_server_has_taken_during_the_load() -> None:
+    """Two sockets may be bound to one port as long as none of them listens."""
+    with server.bound("127.0.0.1", 0) as first, server.bound("127.0.0.1", first.getsockname()[1]) as second:
+        first.listen()
+        application: Any = None
+        with pytest.raises(BadParameter, match=f"port={first.getsockname()[1]} of 127.0.0.1 is in use"):
+            server.run(application, application, Limits(), second)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_alone"),
+    [("127.0.0.1", True), ("127.1", True), ("LOCALHOST", True), ("::1", True), ("0.0.0.0", False)],
+)
+def test_loopback(host: str, is_alone: bool) -> None:
+    with server.bound(host, 0) as listening:
+        assert is_loopback(listening) == is_alone
+
+
+@pytest.mark.parametrize(("do_sample", "temperature"), [(False, 0.0), (True, 0.7)])
+def test_the_generation_config_of_a_model(do_sample: bool, temperature: float) -> None:
+    with LLM() as llm:
+        target: Any = llm.target
+        target.model.generation_config = SimpleNamespace(
+            do_sample=do_sample, temperature=0.7, repetition_penalty=1.5, top_k=None
+        )
+        assert model_defaults(llm) == {"temperature": temperature, "repetition_penalty": 1.5}
 
 
 def test_addresses() -> None:

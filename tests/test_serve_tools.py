@@ -139,6 +139,15 @@ def test_the_shape_of_streamed_calls(client: openai.OpenAI) -> None:
     assert not any(delta.content for delta in deltas)
 
 
+@pytest.mark.parametrize("given", [{}, {"parameters": None}, {"parameters": {}}])
+def test_a_function_without_parameters_takes_none(given: Any, client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "now", **given}}]
+    (call,) = (
+        answer(client, tools=tools, tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls
+    )
+    assert json.loads(call.function.arguments) == {}
+
+
 def test_several_answers_with_calls(client: openai.OpenAI) -> None:
     given: Any = {"tools": [WEATHER], "tool_choice": NAMED, "n": 3, "temperature": 2, "seed": 1}
     found = answer(client, **given).choices

@@ -9,6 +9,7 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter
 
+NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -19,12 +20,12 @@ class Tool:
     Attributes:
         name: at most 64 letters, digits, underscores and dashes.
         description: for the model.
-        parameters: the JSON schema of its arguments.
+        parameters: the JSON schema of its arguments; without one there are none, as OpenAI says.
     """
 
     name: str
     description: str = ""
-    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
+    parameters: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,13 @@ WHO = (
         help="A key that requests must have. May be repeated. Other users of the machine can see it here; "
         "LEAPAHEAD_API_KEY and --api-key-file hide it.",
     ),
-    option("--api-key-file", type=EXISTING_FILE, metavar="FILE", group=ACCESS, help="A file with a key in each line."),
+    option(
+        "--api-key-file",
+        type=EXISTING_FILE,
+        metavar="FILE",
+        group=ACCESS,
+        help="A file with a key in each line; lines that begin with # are comments.",
+    ),
     option("--no-auth", is_flag=True, group=ACCESS, help="Listen at other addresses than loopback without any key."),
     option(
         "--allowed-origin",
@@ -116,8 +122,8 @@ def _count(name: str, help_text: str, default: int | None = None, least: int = 1
     return option(name, type=kind, default=default, metavar="N", group=LIMITS, help=help_text)
 
 
-def _seconds(name: str, help_text: str, default: float | None = None) -> Any:
-    kind = Finite(min=0.0)
+def _seconds(name: str, help_text: str, default: float | None = None, zero: bool = False) -> Any:
+    kind = Finite(min=0.0, min_open=not zero)
     return option(name, type=kind, default=default, metavar="SECONDS", group=LIMITS, help=help_text)
 
 
@@ -135,7 +141,7 @@ BOUNDS = (
     _seconds("--body-seconds", "Longest time for the body of a request.", 60.0),
     _seconds("--send-seconds", "A client that reads nothing of its answer for so long is cancelled.", 60.0),
     _seconds("--request-seconds", "Longest time for a request, in the queue too."),
-    _seconds("--shutdown-seconds", "How long running requests may go on after SIGTERM.", 30.0),
+    _seconds("--shutdown-seconds", "How long running requests may go on after SIGTERM.", 30.0, zero=True),
 )
 NAMES = {
     "max_queue": "queue",
@@ -239,8 +245,9 @@ def serve(
 ) -> None:
     """Serve MODEL by the API of OpenAI, at /v1/completions and /v1/chat/completions.
 
-    The texts are those of plain decoding, whatever is drafted and however many are decoded together. Requests can say
-    what they expect (`prediction`). Logs are lines of JSON on standard error, metrics are at /metrics. SIGTERM or
+    The texts are those of plain decoding, whatever is drafted and however many are decoded together; with --exact, in
+    half precision and quantised files too, whose rounding may exchange equally likely tokens otherwise. Requests can
+    say what they expect (`prediction`). Logs are lines of JSON on standard error, metrics are at /metrics. SIGTERM or
     Ctrl-C ends the server when running requests are answered.
     """
     with needing("leapahead serve", "serve", *PACKAGES):
@@ -249,15 +256,15 @@ def serve(
         raise BadParameter(f"the model is given twice, as {name!r} and as --model {values['model']}; give it once")
     values["model"] = name = name if name is not None else values["model"]
     given = keys.given(api_keys, api_key_file, os.environ.get(keys.ENVIRONMENT))
-    if not given and not no_auth and not is_loopback(host):
+    if given and no_auth:
         raise BadParameter(
-            f"--host {host} lets other machines in, which needs an API key: set {keys.ENVIRONMENT}, or give "
-            "--api-key-file; --no-auth lets everybody in"
+            f"--no-auth is not possible with an API key, which is given by --api-key, --api-key-file or "
+            f"{keys.ENVIRONMENT}; leave out one of them"
         )
     bounds = {key: values.pop(key) for key in OF_LIMITS}
     limits = settings.Limits(**{NAMES.get(key, key): value for key, value in bounds.items()})
     chosen = settings.Settings(
-        names=names or (str(name or "bundled"),),
+        names=tuple(dict.fromkeys(names)) or (str(name or "bundled"),),
         keys=given,
         cors=cors,
         share_drafter_cache=shared_drafter_cache,
@@ -268,6 +275,11 @@ def serve(
     )
     listening = server.bound(host, port)
     with listening:
+        if not given and not no_auth and not is_loopback(listening):
+            raise BadParameter(
+                f"--host {host} lets other machines in, which needs an API key: set {keys.ENVIRONMENT}, "
+                "or give --api-key-file; --no-auth lets everybody in"
+            )
         llm = open_llm(values, max_batch, prefill_chunk)
         if generation_config:
             chosen = replace(chosen, defaults=model_defaults(llm))
@@ -280,12 +292,11 @@ def serve(
         server.run(application, worker, limits, listening)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def is_loopback(listening: socket.socket) -> bool:
+    """Whether only this machine reaches a socket."""
+    found = ipaddress.ip_address(listening.getsockname()[0].partition("%")[0])  # without the zone of an IPv6 address
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
 
 
 def model_defaults(llm: LLM) -> dict[str, float]:
@@ -297,9 +308,10 @@ def model_defaults(llm: LLM) -> dict[str, float]:
     config = getattr(getattr(llm.target, "model", None), "generation_config", None)  # of Transformers only
     if config is None:
         raise BadParameter(
-            f"--generation-config is not possible with {llm.target.info.name}, which has none; leave it out"
+            f"--generation-config is not possible with {llm.target.info.name}: it is read of models of Transformers "
+            "only; leave it out"
         )
-    if getattr(config, "do_sample", None) is False:
-        return {"temperature": 0.0}
     found = {name: getattr(config, name, None) for name in DEFAULTS}
+    if getattr(config, "do_sample", None) is False:
+        found["temperature"] = 0.0
     return {name: value for name, value in found.items() if value is not None}

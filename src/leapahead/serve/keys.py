@@ -51,13 +51,15 @@ def _digest(key: str) -> bytes:
 def given(options: Sequence[str], file: Path | None, environment: str | None) -> tuple[str, ...]:
     """All keys: of the command line, of a file with one in each line, and of the environment, separated by commas.
 
+    Lines of the file that begin with # are comments.
+
     Raises:
         BadParameter: the file cannot be read or has no key; a key has other characters than visible ASCII.
     """
     found = list(options)
     if file is not None:
         try:
-            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+            lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             raise BadParameter(f"the file of API keys {file} cannot be read: {error}") from None
         listed = [line for line in lines if line and not line.startswith("#")]

@@ -186,7 +186,7 @@ class Generation(Strict):
         top_p: the likeliest tokens whose probabilities add up to it.
         top_k: so many of the likeliest tokens; 0 and -1 for all.
         min_p: tokens that are at least so many times as likely as the likeliest.
-        seed: the same seed and parameters give the same text.
+        seed: the same seed and parameters give the same text, up to rounding without --exact.
         n: number of texts for each prompt. Text i has the seed plus i.
         stop: strings before which the text ends.
         stop_token_ids: token ids after which the text ends.
@@ -196,7 +196,8 @@ class Generation(Strict):
         presence_penalty, frequency_penalty: subtracted from the logits of tokens that the text has.
         repetition_penalty: above 1, tokens of prompt and text become less likely.
         logit_bias: token id -> number that is added to its logits.
-        bad_words: strings that must not be written.
+        bad_words: strings that are banned as the tokenizer writes them at the beginning of a text and after a space; as
+            parts of other tokens they may occur.
         skip_special_tokens: texts have no special tokens.
         stream: send the text piece by piece, as server-sent events.
         stream_options: `include_usage` lets a last chunk report the usage; `continuous_usage_stats`, every chunk.

@@ -171,7 +171,7 @@ class Server(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket of that address, before the model is loaded.
+    """A socket of that address, before the model is loaded. Nothing listens yet, so that clients are not kept waiting.
 
     Raises:
         BadParameter: the address is not this machine's, or in use.
@@ -189,12 +189,14 @@ def bound(host: str, port: int) -> socket.socket:
             raise
     except (OSError, OverflowError, UnicodeError) as error:
         if getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise BadParameter(
-                f"port={port} of {host} is in use by another program; end that one, or choose another port"
-            ) from None
+            raise _in_use(host, port) from None
         reason = getattr(error, "strerror", None) or str(error)
         raise BadParameter(f"host={host!r} and port={port} are not possible: {reason}; choose others") from None
     return found
+
+
+def _in_use(host: str, port: int) -> BadParameter:
+    return BadParameter(f"port={port} of {host} is in use by another program; end that one, or choose another port")
 
 
 def address(listening: socket.socket) -> str:
@@ -204,7 +206,17 @@ def address(listening: socket.socket) -> str:
 
 
 def run(app: Any, worker: Worker, limits: Limits, listening: socket.socket) -> None:
-    """Serves until a signal ends it."""
+    """Serves until a signal ends it.
+
+    Raises:
+        BadParameter: another program has begun to listen there since the socket was bound.
+    """
+    try:
+        listening.listen()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise _in_use(*listening.getsockname()[:2]) from None
     logs.event("listening", url=address(listening))
     Server(app, worker, limits).run(sockets=[listening])
     logs.event("stopped")

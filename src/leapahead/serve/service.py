@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 from pydantic import BaseModel
@@ -95,7 +96,7 @@ class Service:
             sequences: number of texts.
             prepare: makes the job; called in a thread.
         """
-        log = request.state.log
+        log, began = request.state.log, perf_counter()
         for name in ("user", "metadata"):
             if (given := getattr(body, name)) is not None:
                 log[name] = given
@@ -107,6 +108,7 @@ class Service:
         async with AsyncExitStack() as resources:
             resources.enter_context(self.worker.admitted(sequences))
             job, answer = await unless_gone(request, asyncio.to_thread(prepare))
+            job = replace(job, began=began)
             if self.settings.log_prompts:
                 log["prompts"] = [self.texts.text(prompt) for prompt in job.prompts]
             if job.scored is not None:
@@ -121,7 +123,9 @@ class Service:
             resources.push_async_callback(pieces.aclose)
             first = await unless_gone(request, anext(pieces))  # what is refused is refused before the stream begins
             resources.callback(self._log, log, first[0], job)
-            events = self._events(first[0], pieces, job, answer, body, members)
+            if self.settings.log_prompts:
+                log["texts"] = [""] * job.sequences
+            events = self._events(first[0], pieces, job, answer, body, members, log.get("texts"))
             return EventStream(events, resources.pop_all(), request.state.request_id)
 
     async def _events(
@@ -132,7 +136,9 @@ class Service:
         answer: Answer,
         body: Generation,
         members: Members,
+        texts: list[str] | None,
     ) -> AsyncGenerator[str, None]:
+        """The events of a stream; `texts` are those that the log will have, None for none."""
         options = body.stream_options
         with_usage = options is not None and options.include_usage
         continuous = with_usage and options is not None and options.continuous_usage_stats
@@ -147,6 +153,8 @@ class Service:
         async for _, index, piece in pieces:
             if piece is None or not (piece.text or piece.logprobs or piece.finish_reason or body.return_token_ids):
                 continue
+            if texts is not None:
+                texts[index] += piece.text
             found = answer.chunk(current(), index, piece)
             if not isinstance(found, str):
                 for each in found:

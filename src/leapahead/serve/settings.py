@@ -70,6 +70,11 @@ class Limits:
         for name in ("prompt_tokens", "max_tokens", "default_max_tokens"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), 1)
+        if self.max_tokens is not None and (self.default_max_tokens or 0) > self.max_tokens:
+            raise BadParameter(
+                f"default_max_tokens={self.default_max_tokens} is not possible with max_tokens={self.max_tokens}, "
+                "which is less; leave it out"
+            )
         for name in ("header_seconds", "body_seconds", "send_seconds", "request_seconds", "shutdown_seconds"):
             value, above = getattr(self, name), " above 0" if name != "shutdown_seconds" else ""
             if value is not None and (number(value) is None or not (value > 0 if above else value >= 0)):

@@ -10,11 +10,11 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from leapahead.api import LLM, AsyncLLM, check, wake_up
-from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.core.errors import BadLogits, BadParameter, LeapaheadError
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
@@ -48,6 +48,7 @@ class Job:
             are not wanted.
         tokenizer: gives the texts; None for the model's own.
         form: the parameter that asks for a grammar; None where there is none.
+        began: when the request came, in seconds of `time.perf_counter`.
     """
 
     prompts: list[list[int]]
@@ -57,10 +58,17 @@ class Job:
     scored: int | None = None
     tokenizer: Tokenizer | None = None
     form: str | None = None
+    began: float = field(default_factory=perf_counter)
 
     @property
     def sequences(self) -> int:
         return len(self.prompts) * self.options.get("n", 1)
+
+    @property
+    def banning(self) -> list[str]:
+        """The parameters by which tokens are banned."""
+        named = [name for name in ("bad_words", "logit_bias") if self.options.get(name)]
+        return named if self.form is None else [self.form, *named]
 
     @property
     def length(self) -> int:
@@ -75,18 +83,16 @@ class Batch:
     Attributes:
         handles: of all texts, prompt by prompt.
         prompt_tokens: of all prompts, each counted once.
-        began: when the request came, in seconds of `time.perf_counter`.
+        job: what the client asked for.
         seconds: after which it is cancelled; None for never.
-        form: see `Job`.
         timer: runs until then.
         is_late: whether it has ended.
     """
 
     handles: list[Handle]
     prompt_tokens: int
-    began: float
+    job: Job
     seconds: float | None = None
-    form: str | None = None
     timer: asyncio.TimerHandle | None = None
     is_late: bool = False
 
@@ -222,7 +228,7 @@ class Worker:
     def _batch(self, job: Job, changed: asyncio.Event) -> Batch:
         """What a job becomes. `changed` is set once the time of the request is over."""
         limits = [seconds for seconds in (job.deadline_seconds, self.limits.request_seconds) if seconds is not None]
-        batch = Batch([], sum(map(len, job.prompts)), perf_counter(), min(limits, default=None), job.form)
+        batch = Batch([], sum(map(len, job.prompts)), job, min(limits, default=None))
         self._live.append(batch)
 
         def end() -> None:
@@ -230,7 +236,8 @@ class Worker:
             changed.set()
 
         if batch.seconds is not None:  # one timer for all waiting: a token costs none of its own
-            batch.timer = asyncio.get_running_loop().call_later(batch.seconds, end)
+            left = job.began + batch.seconds - perf_counter()
+            batch.timer = asyncio.get_running_loop().call_later(left, end)
         return batch
 
     async def _submit(self, job: Job, stream: bool, changed: asyncio.Event, notify: Callable[[], None]) -> Batch:
@@ -325,14 +332,19 @@ class Worker:
         try:
             check(handle)
         except BadParameter as error:  # a grammar that became too complex
-            raise ApiError(400, str(error), batch.form, "invalid_value") from error
+            raise ApiError(400, str(error), batch.job.form, "invalid_value") from error
+        except BadLogits as error:
+            if not (banning := batch.job.banning):
+                raise  # of the model itself
+            message = f"{' and '.join(banning)} leave no token that can follow in a text; allow more"
+            raise ApiError(400, message, banning[0], "invalid_value") from error
 
     def _end(self, batch: Batch, job: Job) -> None:
         """Cancels what is not over, and counts the request."""
         self._cancel(batch)
         now, samples = perf_counter(), job.options.get("n", 1)
         for index, handle in enumerate(batch.handles):
-            self.metrics.finished(handle, job.length, batch.began, now)
+            self.metrics.finished(handle, job.length, job.began, now)
             if index % samples == 0 and handle.stats.prompt_tokens:
                 self.metrics.read(handle.stats.prompt_tokens, handle.stats.reused_tokens, samples)
 

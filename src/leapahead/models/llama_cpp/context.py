@@ -76,8 +76,8 @@ class Model:
         params.use_extra_bufts, params.vocab_only = options.use_extra_bufts, vocab_only
         if options.n_gpu_layers is not None:
             params.n_gpu_layers = options.n_gpu_layers
-        log.clear()
-        self.pointer = c.llama_model_load_from_file(str(file).encode(), params)
+        with log.watched(params):
+            self.pointer = c.llama_model_load_from_file(str(file).encode(), params)
         if not self.pointer:
             raise BadParameter(
                 f"the GGUF file {self.path!r} cannot be loaded: {log.reason()}; download or copy it again if it is "
@@ -178,8 +178,8 @@ class Context:
         if beyond:
             params.kv_unified = False
             params.n_ctx = (params.n_ctx + beyond) * params.n_seq_max
-        log.clear()
-        self.pointer = c.llama_init_from_model(model.pointer, params)
+        with log.watched():
+            self.pointer = c.llama_init_from_model(model.pointer, params)
         if not self.pointer:
             raise LeapaheadError(
                 f"llama.cpp cannot make a context of {params.n_ctx} tokens for {model.path!r} ({log.reason()}); "

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import signal
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from threading import current_thread, main_thread
+from types import FrameType
 from typing import Any
 
 import llama_cpp as c
@@ -51,9 +56,42 @@ def install() -> None:
     c.llama_log_set(_callback, ctypes.c_void_p(0))
 
 
-def clear() -> None:
-    """Drops the problems so far, before a call whose own are to be reported."""
+@contextmanager
+def watched(params: Any = None) -> Iterator[None]:
+    """Around a call of llama.cpp whose problems are to be reported: `reason` tells nothing of those before.
+
+    The call may log, and what the handler of a signal raises in a callback is lost. So what one raises within the block
+    is raised at its end; the load of a model, whose parameters are given, ends early then.
+    """
     _log.problems.clear()
+    if current_thread() is not main_thread():  # in which no signal is handled
+        yield
+        return
+    raised: list[BaseException] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        handler = handlers[signal.Signals(number)]
+        assert callable(handler), "only callable handlers are replaced"
+        try:
+            handler(number, frame)
+        except BaseException as error:
+            raised.append(error)
+
+    goes_on = c.llama_progress_callback(lambda progress, data: not raised)
+    if params is not None:
+        params.progress_callback = goes_on
+    try:
+        for number, handler in handlers.items():
+            if callable(handler):
+                signal.signal(number, handle)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if callable(handler):
+                signal.signal(number, handler)
+    if raised:
+        raise raised[0]
 
 
 def reason() -> str:
