@@ -854,6 +854,17 @@ def test_the_same_model_twice() -> None:
         Plan(tasks=[], models=[Model(), Model()], configurations=[])
 
 
+def test_a_record_keeps_a_symbolic_link_and_replaces_no_special_file(tmp_path: Path) -> None:
+    (tmp_path / record.FILE).symlink_to(tmp_path / "real.json")
+    record.Record.open(tmp_path, {"date": "now", "seed": 0}, resume=False)
+    assert (tmp_path / record.FILE).is_symlink()
+    assert "results" in json.loads((tmp_path / "real.json").read_text())
+    (tmp_path / "out").mkdir()
+    os.mkfifo(tmp_path / "out" / record.FILE)
+    with pytest.raises(BadParameter, match=r"bench\.json cannot be written, because it is a device or another special"):
+        record.Record.open(tmp_path / "out", {"date": "now", "seed": 0}, resume=False)
+
+
 def test_a_record_that_cannot_be_rescued_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = record.Record.open(tmp_path / "out", {"date": "now", "seed": 0}, resume=False)
 

@@ -94,6 +94,12 @@ def test_invalid_utf_8_is_one_sentence(leapahead: Any, args: list[str], stdin: b
         ),
         (("generate", PROMPT, "-d", "jacobi", "-o", f"block={10**20}"), f"block={10**20} is not possible"),
         (("generate", PROMPT, "--head", "nowhere"), "there is no head at nowhere"),
+        (("generate", PROMPT, "-o", "nodes=9", "-o", "nodes=3"), "-o nodes=9 and -o nodes=3 are the same option"),
+        (("check", "-W", "3", "-o", "window=15"), "--window 3 and -o window=15 are the same option; leave one out"),
+        (
+            ("explain", PROMPT, "--draft", "nowhere.gguf", "-o", "draft=other.gguf"),
+            "--draft nowhere.gguf and -o draft=other.gguf are the same option",
+        ),
         (("chat", "--head", "."), ". is no head: it has no config.json"),
         (("explain", PROMPT, "--draft", "./draft"), "there is no folder './draft'"),
         (("check", "-o", "depths=1"), "none of these drafters has an option 'depths'"),
@@ -265,6 +271,26 @@ def test_places_that_are_not_writable_are_refused_before_the_model_is_loaded(
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: {sentence.format(folder=tmp_path)} is ")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("tune", "--plot", "pipe.svg"),
+        ("cache", "merge", "missing.npz", "--output", "pipe.svg"),
+        ("cache", "merge", "missing.npz", "--output", "pipe.svg", "--force"),
+        ("export-gguf", ".", "pipe.svg", "--force"),
+    ],
+)
+def test_a_device_or_a_pipe_is_refused_before_anything_is_read(
+    leapahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.svg")
+    result = leapahead(*args)
+    sentence = "error: pipe.svg cannot be written, because it is a device or another special file; name another file\n"
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", sentence)
+    assert (tmp_path / "pipe.svg").is_fifo()
 
 
 # ------------------------------------------------------------------------------------------------------ interrupts

@@ -396,6 +396,20 @@ def test_a_build_that_fails_leaves_what_was_there(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "empty.txt", "out"]
 
 
+def test_a_symbolic_link_stays_and_a_special_file_is_never_replaced(tmp_path: Path, tokenizer: Any) -> None:
+    written(tmp_path, {"a.txt": "some text", "real/out": "old"})
+    link, pipe, corpus = tmp_path / "link", tmp_path / "pipe", Corpus([tmp_path / "a.txt"])
+    link.symlink_to(tmp_path / "real" / "out")
+    build(corpus, link, tokenizer, force=True)
+    assert link.is_symlink()
+    assert Store(tmp_path / "real" / "out").header.documents == 1
+    os.mkfifo(pipe)
+    for place, what in ((pipe, "a device or another special file"), (tmp_path, "a folder")):
+        with pytest.raises(BadParameter, match=f"{place} cannot be written, because it is {what}"):
+            build(Corpus([tmp_path / "nowhere"]), place, tokenizer, force=True)  # before the corpus is read
+    assert pipe.is_fifo()
+
+
 # ------------------------------------------------------------------------------------------------------- decoding
 
 

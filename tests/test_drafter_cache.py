@@ -325,6 +325,9 @@ def test_what_is_not_a_file_is_refused_and_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(BadParameter, match="is not a drafter cache of leapahead, since it is not a file"):
         DrafterCache.load(tmp_path / "pipe")
+    with pytest.raises(BadParameter, match="pipe cannot be written, because it is a device or another special file"):
+        made([1]).save(tmp_path / "pipe", replace=True)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def npz(**arrays: Any) -> bytes:
@@ -436,7 +439,7 @@ def test_a_cache_that_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
         DrafterCache().save(tmp_path / "m.npz")
     with pytest.raises(BadParameter, match=r"cannot be written to .*none.m.npz \(.*No such file.*folder that exists"):
         made([1]).save(tmp_path / "none" / "m.npz")
-    with pytest.raises(BadParameter, match="cannot be read"):
+    with pytest.raises(BadParameter, match="cannot be written, because it is a folder"):
         made([1]).save(tmp_path)
     with pytest.raises(BadParameter, match="there is no drafter cache"):
         DrafterCache.load(tmp_path / "none.npz")

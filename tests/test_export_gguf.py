@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -555,7 +556,7 @@ def test_refused_arguments(model_dir: Path, tmp_path: Path) -> None:
         export_gguf(model_dir, out, "q2_k")
     with pytest.raises(BadParameter, match=r"the folder .*nosuch does not exist: create it first"):
         export_gguf(model_dir, tmp_path / "nosuch" / "m.gguf")
-    with pytest.raises(BadParameter, match="is a folder: name the file to write"):
+    with pytest.raises(BadParameter, match="cannot be written, because it is a folder; name another file"):
         export_gguf(model_dir, tmp_path, force=True)
     out.write_text("precious")
     with pytest.raises(BadParameter, match="exists; name another file, or replace it with the option 'force'"):
@@ -563,6 +564,19 @@ def test_refused_arguments(model_dir: Path, tmp_path: Path) -> None:
     assert out.read_text() == "precious"
     assert export_gguf(model_dir, out, force=True).path == out
     assert out.read_bytes()[:4] == b"GGUF"
+
+
+def test_a_symbolic_link_stays_and_a_special_file_is_never_replaced(model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    file, link, pipe = tmp_path / "real" / "m.gguf", tmp_path / "link.gguf", tmp_path / "pipe"
+    file.write_text("old")
+    link.symlink_to(file)
+    assert export_gguf(model_dir, link, "f32", force=True).path == link
+    assert (link.is_symlink(), file.read_bytes()[:4]) == (True, b"GGUF")
+    os.mkfifo(pipe)
+    with pytest.raises(BadParameter, match=f"{pipe} cannot be written, because it is a device or another special file"):
+        export_gguf(model_dir, pipe, "f32", force=True)
+    assert pipe.is_fifo()
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,24 @@ def test_so_does_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form.c, "llama_supports_gpu_offload", lambda: True)
     assert loaded().info.kv_cache.endswith("one for each was measured on CPUs only")
     assert isinstance(loaded(n_gpu_layers=0), SeparateLlamaCppTarget)
+
+
+def test_layers_for_a_gpu_that_llama_cpp_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form.c, "llama_supports_gpu_offload", lambda: False)
+    with pytest.warns(UserWarning, match="^n_gpu_layers=99 .*has no effect, because llama.cpp was built without"):
+        loaded(n_gpu_layers=99)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded()
+        loaded(n_gpu_layers=0)
+
+
+@pytest.mark.parametrize("more", [[], ["-q"], ["--json"], ["--no-stream"]])
+def test_a_text_that_the_context_ends_is_told(more: list[str]) -> None:
+    command = ["generate", "-m", str(gguf_models.llama()), "-c", "256", "--threads", "1", "-d", "plain", "--ignore-eos"]
+    ended = CliRunner().invoke(main, [*command, *more, "-n", "3000", "def"])
+    assert re.search(r"(?m)^the text ends after 2\d\d tokens, because the context of 256 tokens is full$", ended.stderr)
+    assert "context" not in CliRunner().invoke(main, [*command, *more, "-n", "8", "def"]).stderr
 
 
 def test_what_the_user_names_is_taken() -> None:

@@ -251,6 +251,18 @@ def test_one_thread_with_amx_is_refused_in_bfloat16(exported: Path, monkeypatch:
     folder.load(exported, OpenVinoOptions(n_threads=1, precision="f32"))
 
 
+def test_a_precision_that_the_processor_lacks_is_refused(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO takes another one without telling, and the first forward failed."""
+    read = compiled.ov.CompiledModel.get_property
+
+    def without_f16(model: Any, name: str) -> Any:
+        return compiled.ov.Type.bf16 if name == "INFERENCE_PRECISION_HINT" else read(model, name)
+
+    monkeypatch.setattr(compiled.ov.CompiledModel, "get_property", without_f16)
+    with pytest.raises(Refused, match=r"^precision='f16' is not possible on this processor; use f32 or bf16$"):
+        folder.load(exported, OpenVinoOptions(precision="f16"))
+
+
 def test_captured_states_of_bfloat16(exported: Path, llama: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "leapahead.huge_pages")
     target = folder.load(exported, OpenVinoOptions(n_threads=1, precision="bf16"))

@@ -226,6 +226,15 @@ DAMAGES = {
 }
 
 
+def test_a_symbolic_link_stays_and_a_special_file_is_never_replaced(table: TokenTable, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert table.save(tmp_path / "link").samefile(tmp_path / "file")
+    assert (tmp_path / "link").is_symlink()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadParameter, match="pipe cannot be written, because it is a device or another special file"):
+        table.save(tmp_path / "pipe")
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_refused_in_one_sentence_and_drafting_goes_on(damage: str) -> None:
     target = toy()

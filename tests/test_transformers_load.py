@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from pathlib import Path
 from time import perf_counter
@@ -69,9 +70,23 @@ def test_paths_that_cannot_be(tmp_path: Path) -> None:
         load(tmp_path / "missing")
     with pytest.raises(BadParameter, match=r"no config\.json"):
         load(tmp_path)
+    for name in ("b.GGUF", "a.gguf", "c.gguf", "d.gguf"):
+        (tmp_path / name).touch()
+    some = ", ".join(str(tmp_path / name) for name in ("a.gguf", "b.GGUF", "c.gguf"))
+    with pytest.raises(BadParameter, match=f"not a Transformers model; give a GGUF file in it: {some}, "):
+        load(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(BadParameter, match="cannot be loaded"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("is_absolute", [True, False])
+def test_a_special_file_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_absolute: bool) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    name = str(tmp_path / "pipe") if is_absolute else "pipe"  # which may be the name of a model on the hub
+    with pytest.raises(BadParameter, match=f"'{name}' is a device or another special file; give the folder"):
+        load(name)
 
 
 def test_checkpoints_that_cannot_be(tiny_folder: Path, tmp_path: Path) -> None:

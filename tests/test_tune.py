@@ -337,6 +337,11 @@ def test_the_figure_can_be_drawn(tmp_path: Path) -> None:
     found, _ = tuning.tune(target, seconds=1.0, clock=target.clock)
     (path,) = plots.save(plots.latency, tuning.figure(found), tmp_path / "curve", kinds=("svg",))
     assert "T(1) = 2 ms" in path.read_text()
+    (tmp_path / "link.svg").symlink_to(path)
+    path.write_text("")
+    plots.save(plots.latency, tuning.figure(found), tmp_path / "link", kinds=("svg",))
+    assert (tmp_path / "link.svg").is_symlink()
+    assert "T(1) = 2 ms" in path.read_text()
 
 
 # --------------------------------------------------------------------------------------------------- calibration

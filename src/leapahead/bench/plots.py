@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from leapahead.bench.conditions import Data
 from leapahead.core.errors import needing
+from leapahead.core.storage import replaceable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +61,7 @@ def save(draw: Callable[[Data], Figure], data: Data, prefix: Path, kinds: Sequen
         kinds: file formats.
 
     Raises:
-        LeapaheadError: matplotlib is not installed.
+        LeapaheadError: matplotlib is not installed, or a path is no file's.
         OSError: a file cannot be written.
     """
     require()
@@ -72,11 +73,12 @@ def save(draw: Callable[[Data], Figure], data: Data, prefix: Path, kinds: Sequen
         matplotlib.rcParams.update(STYLE)
         figure = draw(data)
         for path in paths:
-            part = path.with_name(f".{path.name}.part")  # so that a full disk leaves no part of a figure
+            place = replaceable(path)
+            part = place.with_name(f".{place.name}.part")  # so that a full disk leaves no part of a figure
             metadata = {"Date": None} if path.suffix == ".svg" else None
             try:
                 figure.savefig(part, dpi=DPI, format=path.suffix[1:], metadata=metadata)
-                part.replace(path)
+                part.replace(place)
             finally:
                 part.unlink(missing_ok=True)
     return paths

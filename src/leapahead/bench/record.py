@@ -13,6 +13,7 @@ from typing import Any
 from leapahead.bench.cell import PLAIN
 from leapahead.bench.figures import overall, overall_beside
 from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.core.storage import replaceable
 
 FILE = "bench.json"
 OVERALL = "overall"  # the task of rows over all tasks
@@ -123,6 +124,7 @@ class Record:
 
     def _write(self, path: Path) -> None:
         """Writes a temporary file and renames it, so that an interrupted write leaves the old file."""
+        path = replaceable(path)
         part = path.with_suffix(".part")
         try:
             part.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")

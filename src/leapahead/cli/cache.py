@@ -12,6 +12,7 @@ from leapahead.api import LLM
 from leapahead.cli.command import Group, option
 from leapahead.cli.options import DRAFTER_GROUP
 from leapahead.core.errors import BadParameter
+from leapahead.core.storage import replaceable
 from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
 from leapahead.models.openvino import store
@@ -87,6 +88,7 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
 
     Sections have a limited size; what exceeds it is dropped, the oldest first. All files must have the same tokenizer.
     """
+    replaceable(output)
     if output.exists() and not force:
         raise BadParameter(f"{output} exists; name another file, or replace it with --force")
     merged = DrafterCache()

@@ -101,6 +101,9 @@ def generate(
     check_values(options)
     llm = open_llm(values)
     result = streamed_result(llm, given, options) if streamed and not as_json else _whole(llm, given, options, as_json)
+    if result.finish_reason == "length" and len(result.tokens) < options["max_new_tokens"]:
+        length = llm.target.info.context_length
+        screen.say(f"the text ends after {len(result.tokens)} tokens, because the context of {length} tokens is full")
     comparison = _compare(llm, given, result, rounds, options) if with_plain else None
     if as_json:
         found = screen.as_dict(llm, result)

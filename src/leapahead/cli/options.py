@@ -354,9 +354,11 @@ def drafter_arguments(values: dict[str, Any], names: Sequence[str]) -> dict[str,
     """Options for the drafters `names`, removed from a command's values; each value has the type of its annotation.
 
     Raises:
-        BadParameter: no such drafter, or a value of `-o` that is not KEY=VALUE or not of the option's type.
+        BadParameter: no such drafter, a value of `-o` that is not KEY=VALUE or not of the option's type, or an option
+            that is given twice.
     """
     given = {name: value for name in SHORTHANDS if (value := values.pop(name)) is not None}
+    typed = {name: f"--{name} {value}" for name, value in given.items()}
     known: dict[str, Any] = {}
     for name in names:
         known = {**drafters.options(drafters.load(name)), **known}
@@ -365,5 +367,8 @@ def drafter_arguments(values: dict[str, Any], names: Sequence[str]) -> dict[str,
         key = key.strip().replace("-", "_")
         if not equals:
             raise BadParameter(f"-o {pair} is not possible: it must be KEY=VALUE")
+        if key in given:
+            raise BadParameter(f"{typed[key]} and -o {pair} are the same option; leave one out")
+        typed[key] = f"-o {pair}"
         given[key] = value_of(key, text, known[key].annotation) if key in known else text
     return given

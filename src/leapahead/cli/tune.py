@@ -20,6 +20,7 @@ from leapahead.cli.options import MODEL, all_of, batch_option, data_option, load
 from leapahead.cli.screen import Console
 from leapahead.cli.typed import Finite
 from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.core.storage import replaceable
 from leapahead.drafters.token_table import MOST_K, TokenTable, stored
 from leapahead.models.loading import Loaded
 
@@ -208,6 +209,7 @@ def _check(plot: Path) -> None:
     if plot.suffix not in KINDS:
         raise BadParameter(f"--plot {plot} is not possible: the file must end in {' or '.join(KINDS)}")
     screen.check_place("the plot", plot)
+    replaceable(plot)
     plots.require()
 
 

@@ -1,4 +1,4 @@
-"""The directory for what this package stores for later processes, and a file that is replaced in one step."""
+"""The directory for what this package stores for later processes, and files that are replaced in one step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from leapahead.core.errors import BadParameter
+
+
+def replaceable(file: Path) -> Path:
+    """Where a new file is renamed to, so that it takes the place of `file`: a symbolic link stays, its target changes.
+
+    Raises:
+        BadParameter: there is a folder, a device or a pipe, which is never replaced.
+    """
+    if file.exists() and not file.is_file():
+        what = "a folder" if file.is_dir() else "a device or another special file"
+        raise BadParameter(f"{file} cannot be written, because it is {what}; name another file")
+    return Path(os.path.realpath(file)) if file.is_symlink() else file
 
 
 def write_json(path: Path, content: dict[str, Any]) -> bool:

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.storage import replaceable
 from leapahead.drafters import cache_file
 from leapahead.drafters.cache_file import Arrays, Contents, SavedSection
 from leapahead.drafters.cache_ledger import Entry, Ledger
@@ -354,7 +355,7 @@ class DrafterCache:
         if not self.vocab_size:
             raise BadParameter("the drafter cache belongs to no vocabulary yet; pass it to an LLM, then save it")
         named = Path(path or self.path or "").expanduser()
-        file = _real(named)
+        file = _real(replaceable(named))
         try:
             with cache_file.locked(file):
                 if not replace and file.exists():

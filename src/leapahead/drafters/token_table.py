@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.storage import cache_directory
+from leapahead.core.storage import cache_directory, replaceable
 from leapahead.models.base import IdentifiesWeights, Target
 
 FORMAT = "leapahead token table 1"
@@ -83,7 +83,7 @@ class TokenTable:
         """
         if path is None and not self.weights:
             raise BadParameter(f"{self.model or 'this model'} does not identify its weights; name a file for its table")
-        file = Path(path) if path is not None else writable_place(self.weights)
+        file = replaceable(Path(path) if path is not None else writable_place(self.weights))
         part = ""
         try:
             handle, part = tempfile.mkstemp(prefix=f".{file.name}.", suffix=".part", dir=file.parent)

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from leapahead.core.errors import BadParameter, LeapaheadError, needing
+from leapahead.core.storage import replaceable
 from leapahead.integrations.gguf_checkpoint import Checkpoint, open_checkpoint
 from leapahead.integrations.gguf_shape import Shape, Tensor
 from leapahead.integrations.gguf_vocabulary import Vocabulary
@@ -118,7 +119,7 @@ def export_gguf(
         LeapaheadError: gguf, llama-cpp-python, torch or safetensors is not installed, or the quantiser failed.
     """
     folder, out, report = Path(model_dir), Path(out), progress or (lambda what, done, total: None)
-    _check_arguments(folder, out, kind, force)
+    place = _check_arguments(folder, out, kind, force)
     _need("gguf")
     llama_cpp = _need("llama_cpp") if kind in MIXTURES else None
     shape = Shape.read(folder)
@@ -128,8 +129,8 @@ def export_gguf(
         matrices = {weights.dtypes[source] for source, tensor in plan.items() if len(tensor.shape) > 1}
         plain = {"f32": "F32", "bf16": "BF16"}.get(kind) or (matrices.pop() if len(matrices) == 1 else "F32")
         try:
-            # beside `out`, so that the last step is a rename on one file system
-            with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
+            # beside its place, so that the last step is a rename on one file system
+            with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as work:
                 file = Path(work) / "plain.gguf"
                 types = _write(file, shape, vocabulary, weights, plan, plain, _name(folder), report)
                 if kind in MIXTURES:
@@ -137,7 +138,7 @@ def export_gguf(
                     _quantise(llama_cpp, plain_file, file, kind, len(types), report)
                     types = _types(file)
                 size = file.stat().st_size
-                os.replace(file, out)
+                os.replace(file, place)
         except OSError as error:
             raise BadParameter(f"{out} cannot be written: {error.strerror or error}") from error
     intended = MIXTURES[kind].types if kind in MIXTURES else types.values()
@@ -145,17 +146,20 @@ def export_gguf(
     return Exported(out, kind, size, dict(Counter(types.values())), dict(fallbacks))
 
 
-def _check_arguments(folder: Path, out: Path, kind: str, force: bool) -> None:
+def _check_arguments(folder: Path, out: Path, kind: str, force: bool) -> Path:
+    """The file that is written."""
     if kind not in KINDS:
         raise BadParameter(f"a GGUF file of type {kind!r} is not possible: choose {', '.join(KINDS)}")
     if not folder.is_dir():
         raise BadParameter(f"{folder} is not a folder: name one with config.json, tokenizer.json and safetensors in it")
-    if not out.parent.is_dir():
-        raise BadParameter(f"{out} cannot be written, because the folder {out.parent} does not exist: create it first")
-    if out.is_dir():
-        raise BadParameter(f"{out} is a folder: name the file to write")
+    place = replaceable(out)
+    if not place.parent.is_dir():
+        raise BadParameter(
+            f"{out} cannot be written, because the folder {place.parent} does not exist: create it first"
+        )
     if out.exists() and not force:
         raise BadParameter(f"{out} exists; name another file, or replace it with the option 'force'")
+    return place
 
 
 # -------------------------------------------------------------------------------------------------------- the file

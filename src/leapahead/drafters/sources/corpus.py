@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.storage import replaceable
 from leapahead.core.text import Tokenizer, fingerprint
 from leapahead.core.tree import IntArray
 from leapahead.drafters.sources.datastore import ORDERED, Header
@@ -160,17 +161,18 @@ def build(
     Raises:
         BadParameter: `out` exists or cannot be written; the corpus cannot be read, or has no text.
     """
+    place = replaceable(out)
     if out.exists() and not force:
         raise BadParameter(f"{out} exists; name another file, or replace it with the option 'force'")
-    if not out.parent.is_dir():
-        raise BadParameter(f"there is no folder {str(out.parent)!r} to write {out.name!r} to; create it first")
+    if not place.parent.is_dir():
+        raise BadParameter(f"there is no folder {str(place.parent)!r} to write {place.name!r} to; create it first")
     ids = [found for text in corpus.documents(progress) if len(found := _encoded(text, tokenizer, progress))]
     if not ids:
         raise BadParameter(f"there is no text in {', '.join(repr(str(path)) for path in corpus.paths)}")
     tokens = sum(map(len, ids))
     vocab_size = max(len(tokenizer), 1 + max(int(each.max()) for each in ids))
     header = Header.of(model, fingerprint(tokenizer), vocab_size, tokens, len(ids))
-    write(out, header, ids, progress)
+    write(place, header, ids, progress)
     return header
 
 

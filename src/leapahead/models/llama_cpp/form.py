@@ -7,6 +7,7 @@ their number, as far as model, drafter and memory allow it.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,13 @@ def load(
     Raises:
         LeapaheadError: whatever is wrong with the file or the options, in one sentence.
     """
+    if options.n_gpu_layers and not c.llama_supports_gpu_offload():
+        warnings.warn(
+            f"n_gpu_layers={options.n_gpu_layers} (--gpu-layers) has no effect, because llama.cpp was built without "
+            "support for GPUs; leave it out, or install a build of llama-cpp-python that has it",
+            UserWarning,
+            stacklevel=2,
+        )
     separate = options.kv_unified is False
     if separate and options.n_seq_max is None and (sequences or 0) > MOST_SEQUENCES:
         raise BadParameter(

@@ -116,6 +116,7 @@ class CompiledModel(ABC):
                 f"OpenVINO cannot compile {str(file)!r} for this processor: {cause(error)}; {remedy}"
             ) from None
         self.compiled = self.copies[0]
+        _check_precision(self.compiled, kind)
         self.computed_in, self.cached_in = kind, cache
         self.threads = int(self.compiled.get_property("INFERENCE_NUM_THREADS"))
         logits, hidden = self.compiled.outputs
@@ -264,6 +265,14 @@ def _named(model: Any, name: str) -> bool:
 def _usual_precision(core: Any) -> str:
     """What OpenVINO computes with on this processor by default."""
     return str(core.get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name())
+
+
+def _check_precision(compiled: Any, asked: str) -> None:
+    """Refuses a precision that OpenVINO replaced by another one, as it does where the processor lacks it."""
+    found = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
+    if found != asked:
+        others = " or ".join(dict.fromkeys(("f32", found)))
+        raise Refused(f"precision={asked!r} is not possible on this processor; use {others}")
 
 
 def uses_amx(core: Any) -> bool:

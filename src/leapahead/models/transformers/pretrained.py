@@ -30,6 +30,7 @@ DTYPES = {
 NO_TOKENIZER = (OSError, ValueError, ImportError, KeyError, TypeError)
 # Of a repository; weights in other formats are not downloaded.
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
+MOST_NAMED = 3  # GGUF files
 HUB_SECONDS = 10.0  # for the one request that asks the hub for a model
 
 
@@ -188,12 +189,18 @@ def _source(name_or_path: str | Path, file: str, trust_remote_code: bool) -> tup
     if folder.is_dir():
         if not (folder / file).is_file():
             what = "Transformers model" if file == "config.json" else "tokenizer"
-            raise BadParameter(f"the folder {name!r} has no {file}, so it is not a {what}{trained_in(folder)}")
+            remedy = trained_in(folder) or _gguf_in(folder)
+            raise BadParameter(f"the folder {name!r} has no {file}, so it is not a {what}{remedy}")
         return str(folder), options
     if folder.is_file():
         raise BadParameter(
             f"{name!r} is a file, but not a GGUF file by its name; give the folder of a Transformers model, a hub id, "
             "or a file whose name ends in .gguf"
+        )
+    if folder.exists():
+        raise BadParameter(
+            f"{name!r} is a device or another special file; give the folder of a Transformers model, a hub id, or a "
+            "GGUF file"
         )
     check_folder(name)
     is_cached = isinstance(try_to_load_from_cache(name, file), str)
@@ -214,6 +221,13 @@ def _source(name_or_path: str | Path, file: str, trust_remote_code: bool) -> tup
             ) from error
         options["local_files_only"] = True
     return name, options
+
+
+def _gguf_in(folder: Path) -> str:
+    """For the end of a message about a folder: GGUF files in it; "" where there are none."""
+    files = sorted(str(each) for each in folder.iterdir() if each.suffix.lower() == ".gguf")
+    more = ", ..." if len(files) > MOST_NAMED else ""
+    return f"; give a GGUF file in it: {', '.join(files[:MOST_NAMED])}{more}" if files else ""
 
 
 def _model(
