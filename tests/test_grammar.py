@@ -20,12 +20,13 @@ import pytest
 from helpers import Spelling, mostly_slow
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from leapahead import LLM, AsyncLLM, Grammar
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.grammar import CompiledGrammar
 from leapahead.core.sampling import SamplingParams
+from leapahead.core.token_bytes import token_bytes
 from leapahead.drafters import registry
 from leapahead.grammar import GrammarProcessor, Grammars
 from leapahead.grammar.compiled import State
@@ -455,6 +456,46 @@ def test_tokenizers_that_cannot_serve_are_refused_by_name(tokenizer: Any) -> Non
         Grammars(Spelling(chr), 300, (0,)).compile(GRAMMARS["regex"])  # type: ignore[arg-type]
     with pytest.raises(Refused, match="names none"):
         Grammars(tokenizer, 300, ()).compile(GRAMMARS["regex"])
+    pieces = deepcopy(tokenizer)
+    pieces.backend_tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(Refused, match=r"decoder: WordPiece\) does not tell the bytes of its tokens; fast tokenizers"):
+        Grammars(pieces, 300, (0,)).compile(GRAMMARS["regex"])
+
+
+class ByteFallback:
+    """A tokenizer of SentencePiece's kind, as the `tokenizers` library describes it."""
+
+    def __init__(self, model: Any) -> None:
+        self.tokenizer = Tokenizer(model)
+        self.tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        self.tokenizer.add_special_tokens(["<s>"])
+
+    def description(self) -> str:
+        return self.tokenizer.to_str()
+
+
+PIECES = {"<unk>": 0, "<s>": 1, "<0xF0>": 2, "<0x0A>": 3, "\u2581a": 4, "b": 5, "\u00e9": 6}
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "BPE", "Unigram"])
+def test_the_bytes_of_tokens_are_those_that_llguidance_reads(tokenizer: Any, kind: str) -> None:
+    """They are read without it, as the server needs them."""
+    from llguidance import LLTokenizer
+
+    if kind == "byte-level":
+        found, special = token_bytes(tokenizer)
+        known = LLTokenizer(tokenizer.backend_tokenizer.to_str())
+        assert special == [0]
+    else:
+        unigram = models.Unigram([(piece, -1.0) for piece in PIECES], unk_id=0, byte_fallback=True)
+        own: Any = ByteFallback(unigram if kind == "Unigram" else models.BPE(PIECES, [], byte_fallback=True))
+        found, special = token_bytes(own)
+        known = LLTokenizer(own.description())
+        assert (found[2:], special) == ([b"\xf0", b"\n", b" a", b"b", "\u00e9".encode()], [1])
+    read = [known.decode_bytes([token]) for token in range(known.vocab_size)]
+    assert [piece.removeprefix(b"\xff") for piece in found] == read  # the byte that marks its special tokens
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -516,6 +557,8 @@ def test_other_engines(engine: str, tmp_path: Path) -> None:
             assert llm.tokenizer is not None
             spaced = llm.tokenizer.encode('{"a b" : " , x !"}', add_special_tokens=False)
             assert llm.tokenizer.decode(spaced) == '{"a b" : " , x !"}'
+        several = llm.tokenizer.encode("日本 😀", add_special_tokens=False)
+        assert b"".join(token_bytes(llm.tokenizer)[0][token] for token in several).decode() == "日本 😀"
 
 
 # Transformers' generate

@@ -61,6 +61,7 @@ CORE = {  # modules of core, and which others of core they may import
     "storage": set[str](),
     "stop": {"errors", "parameters", "tree", "verify"},
     "text": {"errors"},
+    "token_bytes": {"errors", "text"},
 }
 ENGINES = {
     "torch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from leapahead import LLM
+from leapahead.serve.logprobs import places
 from leapahead.serve.replies import CompletionChoice, CompletionReply
 from leapahead.serve.streaming import TextEvent
 from tests.serving import Running, serving
@@ -257,6 +259,72 @@ def test_logprobs_of_completions(client: openai.OpenAI, llm: LLM) -> None:
         joined = [each for chunk in streamed for each in getattr(chunk.choices[0].logprobs, name)]
         assert joined == getattr(found, name)
     assert [len(top) for top in complete(client, logprobs=0).choices[0].logprobs.top_logprobs] == [1] * 12
+
+
+def text_and_offsets(found: Any) -> tuple[str, list[str], list[int]]:
+    """Of a response, or of the chunks of a stream."""
+    choices = found.choices if hasattr(found, "choices") else [chunk.choices[0] for chunk in found]
+    logprobs = [choice.logprobs for choice in choices]
+    tokens = [token for each in logprobs for token in each.tokens]
+    return "".join(choice.text for choice in choices), tokens, [at for each in logprobs for at in each.text_offset]
+
+
+ODD = "na\u00efve \U0001f600<|user|> 日本 <|assistant|>\n\U0001f600"
+EMOJI = ("67", "223", "175", "256", "249", "225")  # "a", a space, and the four bytes of U+1F600
+RANDOM = {"temperature": 9.0, "max_tokens": 60, "logit_bias": dict.fromkeys(EMOJI, 100)}
+OFFSETS: dict[str, dict[str, Any]] = {
+    "echoed text": {"echo": True, "prompt": ODD},
+    "echoed ids": {"echo": True, "prompt": "ids"},
+    "random": RANDOM,
+    "random behind an echo": {**RANDOM, "echo": True, "prompt": ODD, "seed": 3},
+    "stop string": {"stop": "some"},
+    "stop string that stays": {"stop": "some", "extra_body": {"include_stop_str_in_output": True}},
+    "end of text": {"max_tokens": 1, "logit_bias": {"0": 100}},
+}
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+def test_tokens_begin_at_their_offsets(client: openai.OpenAI, llm: LLM, name: str) -> None:
+    """Also where a character has several tokens, special tokens add nothing, or a stop string ends the text."""
+    assert llm.tokenizer is not None
+    options = {"logprobs": 1, "prompt": PROMPT, "seed": 0, **OFFSETS[name]}
+    if "stop" in options:
+        options["stop"] = llm.generate(PROMPT, max_new_tokens=12, logprobs=0).text[5:-3]  # it has several tokens
+    if options["prompt"] == "ids":
+        options["prompt"] = llm.tokenizer.encode(ODD)[:-1]  # a part of a character ends it
+    text, tokens, offsets = text_and_offsets(complete(client, **options))
+    assert (text, tokens, offsets) == text_and_offsets(complete(client, stream=True, **options))
+    assert offsets == sorted(offsets)
+    assert all(0 <= at <= len(text) for at in offsets)
+    for token, at in zip(tokens, offsets, strict=True):
+        if "\ufffd" not in token and not token.startswith("<|"):
+            assert text.startswith(token, at) or token.startswith(text[at:])  # which a stop string has cut
+    if "echo" in options:
+        assert text.index("<|assistant|>") == offsets[tokens.index("<|assistant|>")]
+    elif name == "end of text":
+        assert (text, tokens, offsets) == ("", ["<|endoftext|>"], [0])
+
+
+def test_places_in_a_text_that_is_not_that_of_the_tokens(llm: LLM) -> None:
+    """The tokenizer may begin it with a token of its own, and compose characters."""
+    assert llm.tokenizer is not None
+    tokens = [0, *llm.tokenizer.encode("naïve café? 😀 Là!")]
+    text = unicodedata.normalize("NFD", "naïve café? 😀 Là!")
+    found = places(llm.tokenizer, lambda token: llm.tokenizer.decode([token]), tokens, text)
+    assert (found[:2], found[-1]) == ([0, 0], len(text) - 1)
+    assert found == sorted(found)
+
+
+def test_the_bytes_of_tokens(client: openai.OpenAI, llm: LLM) -> None:
+    """Those of a character's tokens are the character; special tokens have their text."""
+    assert llm.tokenizer is not None
+    found = b""
+    for token in llm.tokenizer.encode("\U0001f600<|user|>"):
+        chosen = answer(client, max_tokens=1, logprobs=True, top_logprobs=2, logit_bias={str(token): 100})
+        (entry,) = chosen.choices[0].logprobs.content
+        found += bytes(entry.bytes)
+        assert all(isinstance(other.bytes, list) for other in entry.top_logprobs)
+    assert found.decode() == "\U0001f600<|user|>"
 
 
 def test_logprobs_of_chats(client: openai.OpenAI) -> None:

@@ -15,6 +15,7 @@ import pytest
 from leapahead import LLM
 from leapahead.core.errors import BadLogits
 from leapahead.models.toy import ToyTarget
+from leapahead.serve.schema import ChatRequest, CompletionRequest, Generation
 from tests.serving import Letters, Running, SlowToy, check, serving, toy_llm
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -138,12 +139,24 @@ def test_parts_that_are_no_text_are_refused_by_name(running: Running, kind: str)
     check(found, 400, "messages.0.content.1.type", kind)
 
 
-def test_a_null_is_a_parameter_that_is_not_given(running: Running) -> None:
-    nulls = dict.fromkeys(
-        ("temperature", "top_p", "stop", "n", "seed", "stream", "tools", "user", "logit_bias", "echo")
-    )
-    assert running.post(COMPLETIONS, {"prompt": "a", **nulls}).status_code == 200
-    assert running.post(CHAT, {"messages": USER, "max_tokens": 3, **nulls}).status_code == 200
+@pytest.mark.parametrize(("path", "model"), [(COMPLETIONS, CompletionRequest), (CHAT, ChatRequest)])
+def test_a_null_is_a_parameter_that_is_not_given(running: Running, path: str, model: type[Generation]) -> None:
+    """Of every parameter that has a default, as the schema says; others are refused."""
+    fields = {name for name, field in model.model_fields.items() if not field.is_required()}
+    given = {"seed": 0, **({"prompt": "a"} if path == COMPLETIONS else {"messages": USER, "max_tokens": 3})}
+    found = running.post(path, {**dict.fromkeys((*fields, "suffix", "tools")), **given})
+    assert found.json()["choices"][0] == running.post(path, given).json()["choices"][0]
+    parts = running.get("/openapi.json").json()["components"]["schemas"][model.__name__]["properties"]
+    assert all({"type": "null"} in parts[name]["anyOf"] for name in fields)
+    check(running.post(path, {**given, "unknown": None}), 400, "unknown", "no parameter")
+    (required,) = parts.keys() - fields
+    check(running.post(path, {**given, required: None}), 400, required)
+
+
+def test_bytes_that_the_tokenizer_does_not_tell_are_null(running: Running) -> None:
+    found = running.post(CHAT, {"messages": USER, "max_tokens": 1, "logprobs": True, "top_logprobs": 1}).json()
+    (entry,) = found["choices"][0]["logprobs"]["content"]
+    assert entry["bytes"] is entry["top_logprobs"][0]["bytes"] is None
 
 
 BODIES = {

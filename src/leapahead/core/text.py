@@ -76,16 +76,20 @@ def difference(one: Tokenizer, other: Tokenizer) -> str:
 class Detokenizer:
     """Gives the text that each token adds, so that the pieces together are the text of all tokens decoded at once.
 
-    Special tokens are left out. A token costs the decoding of a bounded window, however long the text is. Ids that the
-    tokenizer does not have (a model's vocabulary may be padded) add no text. The result can differ from decoding all
-    tokens at once only with tokenizers whose later tokens change earlier text (`clean_up_tokenization_spaces`).
+    A token costs the decoding of a bounded window, however long the text is. Ids that the tokenizer does not have (a
+    model's vocabulary may be padded) add no text. The result can differ from decoding all tokens at once only with
+    tokenizers whose later tokens change earlier text (`clean_up_tokenization_spaces`).
+
+    Args:
+        tokenizer: gives the text.
+        skip_special_tokens: whether special tokens are left out.
     """
 
     WINDOW = 24  # tokens; reached only where the text stays unfinished, as in random bytes
     KEPT = 12  # tokens left of a window that is cut
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._size = len(tokenizer)
         self._window: list[int] = []
         self._complete = 0  # number of the window's first tokens after which its text was last complete
@@ -125,7 +129,7 @@ class Detokenizer:
             self._sent = len(self._decode(self._window)) - held
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skips)
 
 
 class TextStream:

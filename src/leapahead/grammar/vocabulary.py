@@ -1,46 +1,18 @@
-"""The tokens of a tokenizer as llguidance takes them: the bytes of each id, and which ids are special.
-
-Transformers' fast tokenizers    their own JSON description
-GGUF files                       the pieces that llama.cpp gives (`Pieces`)
-OpenVINO folders                 tokenizer.json beside the graphs (`Described`)
-"""
+"""The tokens of a tokenizer as llguidance takes them: the bytes of each id, and which ids are special."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from copy import copy
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from leapahead.core.errors import Refused, first_line, needing
 from leapahead.core.text import Tokenizer
+from leapahead.core.token_bytes import KNOWN, token_bytes
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-ADVICE = (
-    "constrained decoding takes fast tokenizers of Transformers, GGUF files and OpenVINO folders with tokenizer.json"
-)
-
-
-@runtime_checkable
-class Pieces(Protocol):
-    """A tokenizer that gives the bytes of its tokens."""
-
-    def pieces(self) -> tuple[list[bytes], list[int]]:
-        """The bytes of every id, b"" where it stands for no text; and the ids of special tokens."""
-
-
-@runtime_checkable
-class Described(Protocol):
-    """A tokenizer with a description as the `tokenizers` library writes it."""
-
-    def description(self) -> str:
-        """The JSON text.
-
-        Raises:
-            Refused: there is none.
-        """
+MARK = b"\xff"  # begins special tokens in llguidance; it is in no text
 
 
 class _Wrapped:
@@ -86,29 +58,9 @@ def vocabulary(tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequ
     if not eos_token_ids:
         raise Refused("a grammar needs a token that ends the text, and the tokenizer names none; set its eos_token")
     try:
-        pieces, special = _pieces(tokenizer)
+        pieces, special = token_bytes(tokenizer)
+        pieces = [b"" if piece.startswith(MARK) else piece for piece in pieces]
         wrapped = _Wrapped(tokenizer, pieces[:vocab_size], [t for t in special if t < vocab_size], eos_token_ids[0])
         return LLTokenizer(TokenizerWrapper(wrapped), eos_token=list(eos_token_ids))
     except ValueError as error:
-        raise Refused(f"llguidance cannot read this tokenizer ({first_line(error)}); {ADVICE}") from None
-
-
-def _pieces(tokenizer: Tokenizer) -> tuple[list[bytes], list[int]]:
-    """See `Pieces`. llguidance reads the description of a tokenizer, and counts all added tokens as special ones."""
-    from llguidance import LLTokenizer
-
-    if isinstance(tokenizer, Pieces):
-        return tokenizer.pieces()
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # of a fast tokenizer of Transformers
-    if callable(getattr(backend, "to_str", None)):
-        backend = copy(backend)
-        backend.no_padding()
-        backend.no_truncation()
-        text = backend.to_str()
-    elif isinstance(tokenizer, Described):
-        text = tokenizer.description()
-    else:
-        raise Refused(f"the tokenizer {type(tokenizer).__name__} does not tell the bytes of its tokens; {ADVICE}")
-    tokens = LLTokenizer(text)
-    special = [token["id"] for token in json.loads(text).get("added_tokens", ()) if token.get("special")]
-    return [tokens.decode_bytes([token]) for token in range(tokens.vocab_size)], special
+        raise Refused(f"llguidance cannot read this tokenizer ({first_line(error)}); {KNOWN}") from None

@@ -76,6 +76,7 @@ class Chat:
     def __init__(self, texts: Texts, body: ChatRequest, reading: Reading, prompt: list[int]) -> None:
         self._texts, self._samples, self._body, self._prompt = texts, body.n or 1, body, prompt
         self._scores: Sequence[TokenLogprobs] = []
+        self._bytes = texts.bytes if body.logprobs else None  # in a thread: reading them takes a while
         last = body.messages[-1]
         self._echo = joined(last.content) if body.echo and last.role == "assistant" and last.content else ""
         self._held: list[list[int]] = [[] for _ in range(self._samples)]  # tokens of what is not sent yet
@@ -170,7 +171,7 @@ class Chat:
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        return logprobs.chat(entries, self._texts.token, bool(self._body.return_tokens_as_token_ids))
+        return logprobs.chat(entries, self._texts.token, self._bytes, bool(self._body.return_tokens_as_token_ids))
 
 
 def _deltas(parts: Sequence[Part]) -> list[Delta]:

@@ -74,7 +74,15 @@ class Completion:
                 for text, tokens in zip(given if len(given) == len(prompts) else prompts, prompts, strict=True)
             ]
         self._scores: Sequence[Sequence[TokenLogprobs]] = [[] for _ in prompts]
-        self._offsets = [len(self._echoes[index // self._samples]) for index in range(len(prompts) * self._samples)]
+        self._of_echoes: list[list[int]] = [[] for _ in prompts]  # where their tokens begin
+        self._places: list[logprobs.Places] = []
+        if self._has_logprobs:
+            tokenizer, text_of = self._texts.tokenizer, self._texts.token
+            for echo in self._echoes:
+                self._places += [logprobs.Places(tokenizer, text_of, len(echo)) for _ in range(self._samples)]
+            if body.echo:  # here, in a thread, since a long prompt takes a while
+                texts = zip(prompts, self._echoes, strict=True)
+                self._of_echoes = [logprobs.places(tokenizer, text_of, tokens, echo) for tokens, echo in texts]
 
     def score(self, scores: Sequence[Sequence[TokenLogprobs]]) -> None:
         """Takes the log-probabilities of the prompts."""
@@ -85,7 +93,7 @@ class Completion:
             CompletionChoice(
                 index=index,
                 text=self._echoes[index // self._samples] + result.text,
-                logprobs=self._logprobs(index, result.logprobs, echoed=True),
+                logprobs=self._logprobs(index, result.logprobs, result.text, is_last=True, echoed=True),
                 finish_reason=result.finish_reason,  # type: ignore[arg-type]
                 stop_reason=result.stop_reason,
                 token_ids=result.tokens if self._body.return_token_ids else None,
@@ -103,16 +111,16 @@ class Completion:
             CompletionChoice(
                 index=index,
                 text=self._echoes[index // self._samples],
-                logprobs=self._echo(index),
+                logprobs=self._logprobs(index, [], "", echoed=True),
                 token_ids=ids,
                 prompt_token_ids=self._prompt_ids(index),
             )
-            for index in range(len(self._offsets))
+            for index in range(len(self._prompts) * self._samples)
         ]
         return [
             CompletionReply(**members, choices=[choice])
             for choice in choices
-            if choice.text or choice.prompt_token_ids is not None
+            if self._body.echo or choice.prompt_token_ids is not None
         ]
 
     def addition(self, members: Members, index: int, text: str) -> CompletionReply:
@@ -124,7 +132,7 @@ class Completion:
         choice = CompletionChoice(
             index=index,
             text=piece.text,
-            logprobs=self._logprobs(index, piece.logprobs),
+            logprobs=self._logprobs(index, piece.logprobs, piece.text, piece.finish_reason is not None),
             finish_reason=piece.finish_reason,  # type: ignore[arg-type]
             stop_reason=piece.result.stop_reason if piece.result is not None else None,
             token_ids=piece.tokens if self._body.return_token_ids else None,
@@ -139,21 +147,13 @@ class Completion:
     def last(self, members: Members) -> CompletionReply:
         return CompletionReply(**members, choices=[])
 
-    def _echo(self, index: int) -> CompletionLogprobs | None:
-        """The log-probabilities of an echoed prompt."""
-        if not self._has_logprobs:
-            return None
-        return self._entries(self._echoed(index), 0, True)
-
-    def _echoed(self, index: int) -> list[TokenLogprobs]:
+    def _echoed(self, index: int) -> list[logprobs.Placed]:
         """What is known of the tokens of an echoed prompt."""
-        most = self._body.logprobs
-        scores = self._scores[index // self._samples] if self._body.echo else []
-        return [TokenLogprobs(entry.token, entry.logprob, entry.top[:most]) for entry in scores]
-
-    def _entries(self, entries: Sequence[TokenLogprobs], offset: int, with_none: bool) -> CompletionLogprobs:
-        as_ids = bool(self._body.return_tokens_as_token_ids)
-        return logprobs.completion(entries, self._texts.token, offset, with_none, as_ids)
+        prompt, most = index // self._samples, self._body.logprobs
+        if not self._body.echo:
+            return []
+        scores = [TokenLogprobs(entry.token, entry.logprob, entry.top[:most]) for entry in self._scores[prompt]]
+        return list(zip(scores, self._of_echoes[prompt], strict=True))
 
     def _prompt_logprobs(self, index: int) -> PromptLogprobs:
         if self._body.prompt_logprobs is None:
@@ -165,12 +165,11 @@ class Completion:
         return list(self._prompts[index // self._samples]) if self._body.return_token_ids else None
 
     def _logprobs(
-        self, index: int, entries: Sequence[TokenLogprobs], echoed: bool = False
+        self, index: int, entries: Sequence[TokenLogprobs], text: str, is_last: bool = False, echoed: bool = False
     ) -> CompletionLogprobs | None:
+        """Those of a part of a text, after those of the prompt where it is echoed."""
         if not self._has_logprobs:
             return None
-        scores = self._echoed(index) if echoed else []
-        offset = 0 if scores else self._offsets[index]
-        found = self._entries([*scores, *entries], offset, bool(scores))
-        self._offsets[index] += sum(len(self._texts.token(entry.token)) for entry in entries)
-        return found
+        placed = [*(self._echoed(index) if echoed else ()), *self._places[index].take(entries, text, is_last)]
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return logprobs.completion(placed, self._texts.token, echoed and bool(self._body.echo), as_ids)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, TypeVar, cast
 
 from leapahead.api import LLM
-from leapahead.core.errors import BadParameter
+from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.token_bytes import token_bytes
 from leapahead.inputs import Prompt, chat_text, encode
 from leapahead.serve.errors import ApiError, of
 from leapahead.serve.messages import AssistantMessage, Message, ToolMessage, joined
@@ -124,6 +125,14 @@ class Texts:
 
     def _token(self, token: int) -> str:
         return self.text([token])
+
+    @cached_property
+    def bytes(self) -> list[bytes] | None:
+        """The bytes of every token of the tokenizer; None where it does not tell."""
+        try:
+            return None if self.tokenizer is None else token_bytes(self.tokenizer)[0]
+        except (Refused, ValueError):
+            return None
 
     def strings(self, tokens: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary writes them; their texts where the tokenizer has no other form."""

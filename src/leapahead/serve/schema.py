@@ -12,10 +12,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     Tag,
     WithJsonSchema,
     model_validator,
 )
+from pydantic_core import CoreSchema
 
 from leapahead.core.sampling import LEAST_TEMPERATURE
 from leapahead.serve.constraints import refusal
@@ -177,7 +179,29 @@ OF_STREAMS = (
 )
 
 
-class Generation(Strict):
+class Request(Strict):
+    """The parameters of a request. A null is what a client sends for one that is not given, so it has its default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value for name, value in data.items() if value is not None or name not in optional}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        found = handler(core)
+        parts = handler.resolve_ref_schema(found)["properties"]
+        for name, part in parts.items():
+            if not cls.model_fields[name].is_required() and {"type": "null"} not in part.get("anyOf", ()):
+                about = {key: part.pop(key) for key in ("default", "title") if key in part}
+                parts[name] = {"anyOf": [part, {"type": "null"}], **about}
+        return found
+
+
+class Generation(Request):
     """What completions and chats have in common.
 
     Attributes:
