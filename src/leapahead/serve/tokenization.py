@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from leapahead.serve.messages import LIMIT, SEVERAL, Message, Strict, ToolParams
-from leapahead.serve.schema import CONTINUING, TokenId, Variables, check_continuing
+from leapahead.serve.messages import LIMIT, SEVERAL, Message, ToolParams
+from leapahead.serve.schema import CONTINUING, Request, TokenId, Variables, check_continuing
 
 
-class TokenizePrompt(Strict):
+class TokenizePrompt(Request):
     """A request of /tokenize for a text.
 
     Attributes:
@@ -25,7 +25,7 @@ class TokenizePrompt(Strict):
     return_token_strs: bool = False
 
 
-class TokenizeMessages(Strict):
+class TokenizeMessages(Request):
     """A request of /tokenize for a chat. See `ChatRequest`."""
 
     model: str | None = None
@@ -54,7 +54,7 @@ TokenizeRequest = Annotated[
 ]
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Request):
     """A request of /detokenize."""
 
     model: str | None = None
