@@ -58,7 +58,7 @@ CORE = {  # modules of core, and which others of core they may import
     "processors": {"errors"},
     "sampling": {"errors", "filters", "grammar", "noise", "parameters", "penalties", "processors", "tree"},
     "stats": set[str](),
-    "storage": set[str](),
+    "storage": {"errors"},
     "stop": {"errors", "parameters", "tree", "verify"},
     "text": {"errors"},
     "token_bytes": {"errors", "text"},
