@@ -14,6 +14,7 @@ import transformers
 from architectures import BY_NAME, SIZES, VOCABULARY
 from helpers import GREEDY, Oracle, RandomTrees, Scattered, mostly_slow, run
 
+from leapahead import LLM
 from leapahead.core.errors import BadLogits, BadParameter, CacheFull, ContextOverflow, LeapaheadError, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
@@ -1098,3 +1099,141 @@ def test_recurrent_models_share_no_state() -> None:
 def test_the_precision_is_the_models(dtype: torch.dtype) -> None:
     """Not that of logits that were widened on the way."""
     assert TransformersTarget(BY_NAME["llama"].build().to(dtype)).info.precision == torch.finfo(dtype).eps
+
+
+def _trained(model: Any, **options: Any) -> None:
+    """One step of an optimizer; a fused one does not raise the versions of tensors."""
+    weights = [each for each in model.parameters() if each.requires_grad]
+    for each in weights:
+        each.grad = torch.randn_like(each)
+    torch.optim.AdamW(weights, lr=0.05, **options).step()
+
+
+def _moved(model: Any) -> None:
+    with torch.no_grad():
+        model.get_output_embeddings().weight.add_(torch.randn_like(model.get_output_embeddings().weight))
+
+
+def _written(model: Any) -> None:
+    for each in model.parameters():
+        each.data.copy_(torch.randn_like(each) * 0.1)
+
+
+def _loaded(model: Any, **options: Any) -> None:
+    model.load_state_dict({name: each + 0.1 for name, each in model.state_dict().items()}, **options)
+
+
+def _replaced(model: Any) -> None:
+    model.lm_head = torch.nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
+
+
+def _adapted(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+
+
+def _checkpointed(model: Any) -> None:
+    model.train()
+    for layer in model.model.layers:
+        layer.gradient_checkpointing = True
+
+
+PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which it uses
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "fused step": lambda model: _trained(model, fused=True),
+    "step": _trained,
+    "in-place": _moved,
+    "data": _written,
+    "state dict": _loaded,
+    "assigned": lambda model: _loaded(model, assign=True),
+    "module": _replaced,
+    "adapters": _adapted,
+}
+TEXT = [5, 6, 7, 8, 9, 10, 5, 6, 7, 8, 9]
+
+
+def _agrees(llm: LLM, model: Any) -> list[int]:
+    """The text of a model, which is the same by Transformers, by an LLM made before a change and by one made now."""
+    ids = torch.tensor([TEXT])
+    given = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    own = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **given)[0, len(TEXT) :].tolist()
+    for drafter in ("plain", "suffix"):
+        assert llm.generate(TEXT, max_new_tokens=20, ignore_eos=True, drafter=drafter).tokens == own
+    return own
+
+
+@PEFT
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_changed_between_two_texts_gives_its_new_text(change: str) -> None:
+    torch.manual_seed(0)
+    model = BY_NAME["llama"].build()
+    llm = LLM(model)
+    before = _agrees(llm, model)
+    CHANGES[change](model)
+    assert _agrees(llm, model) != before
+    CHANGES["in-place"](model)  # also to what was changed
+    _agrees(llm, model)
+
+
+@PEFT
+def test_adapters_that_are_switched_between_two_texts() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    one, other = (
+        peft.LoraConfig(r=4, target_modules=[name, "v_proj"], init_lora_weights=False) for name in ("q_proj", "k_proj")
+    )
+    model = peft.get_peft_model(BY_NAME["llama"].build(), one).eval()
+    llm = LLM(model)
+    texts = [_agrees(llm, model)]
+    model.add_adapter("b", other)
+    model.set_adapter("b")
+    texts.append(_agrees(llm, model))
+    with model.disable_adapter():
+        texts.append(_agrees(llm, model))
+    assert _agrees(llm, model) == texts[1]
+    _trained(model, fused=True)  # of the adapter alone
+    texts.append(_agrees(llm, model))
+    model.merge_adapter()
+    _agrees(llm, model)
+    assert len({str(text) for text in texts}) == 4
+
+
+def test_entries_are_kept_while_a_model_does_not_change() -> None:
+    model = BY_NAME["llama"].build()
+    llm = LLM(model)
+    llm.generate(TEXT, max_new_tokens=4)
+    assert llm.generate(TEXT, max_new_tokens=4).stats.reused_tokens > 0
+    _trained(BY_NAME["llama"].build())  # another one
+    assert llm.generate(TEXT, max_new_tokens=4).stats.reused_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "sentence"),
+    [
+        ("llama", lambda model: model.set_attn_implementation("eager"), "attention implementation was sdpa .* eager"),
+        ("llama", lambda model: model.double(), "dtype was torch.float32 .* is torch.float64 now"),
+        ("gpt2", lambda model: model.train(), r"training mode and its dropout .* model.eval\(\)"),
+        ("llama", _checkpointed, "gradient checkpointing leaves no KV cache"),
+    ],
+)
+def test_a_model_that_cannot_be_decoded_any_more_is_refused(
+    name: str, change: Callable[[Any], object], sentence: str
+) -> None:
+    model = BY_NAME[name].build()
+    llm = LLM(model)
+    change(model)
+    with pytest.raises(Refused, match=sentence):
+        llm.generate(TEXT)
+
+
+@PEFT
+def test_a_copy_with_other_adapters_is_refused() -> None:
+    model = BY_NAME["llama"].build()
+    llm = LLM(model, exact=True)
+    before = llm.generate(TEXT, max_new_tokens=8).tokens
+    _moved(model)  # the copy has the same tensors
+    assert llm.generate(TEXT, max_new_tokens=8).tokens == LLM(model, exact=True).generate(TEXT, max_new_tokens=8).tokens
+    assert llm.generate(TEXT, max_new_tokens=8).tokens != before
+    _adapted(model)
+    with pytest.raises(Refused, match="exact or captured forwards run a copy of it; undo that, or make another LLM"):
+        llm.generate(TEXT)

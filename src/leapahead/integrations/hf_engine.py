@@ -6,7 +6,6 @@ model itself, in a table that refers to it weakly.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
@@ -19,6 +18,7 @@ from leapahead.core.errors import BadParameter
 from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.scheduler import Engine
+from leapahead.models.transformers import changes
 from leapahead.models.transformers.encoder_decoder import new_target
 
 ALL_ROWS = 1 << 16  # the rows of a call are decoded together, however many they are
@@ -37,7 +37,7 @@ class ModelEngine:
 
     def __init__(self, model: Any, state: object) -> None:
         config = model.config.get_text_config(decoder=True)
-        self.target = new_target(proxy(model), name=config.name_or_path or type(model).__name__)
+        self.target = new_target(proxy(model), name=config.name_or_path or type(model).__name__, watched=False)
         self.engine = Engine(self.target, max_batch=ALL_ROWS)
         self.state = state
         self._drafter_cache = DrafterCache()
@@ -135,16 +135,5 @@ def _state(model: Any) -> object:
     """
     config = model.config.get_text_config(decoder=True)
     parts = tuple(map(id, (*model.modules(), *model.parameters())))
-    return model.device, model.dtype, config._attn_implementation, config.to_json_string(), parts, _adapters(model)
-
-
-def _adapters(model: Any) -> list[tuple[object, ...]]:
-    """The state of the layers with PEFT adapters."""
-    tuners = sys.modules.get("peft.tuners.tuners_utils")  # there are such layers only where it has been imported
-    if tuners is None:
-        return []
-    layers = (part for part in model.modules() if isinstance(part, tuners.BaseTunerLayer))
-    return [
-        (tuple(layer.active_adapters), tuple(layer.merged_adapters), layer.disable_adapters, str(layer.scaling))
-        for layer in layers
-    ]
+    layers = changes.adapters(changes.adapter_layers(list(model.modules())))
+    return model.device, model.dtype, config._attn_implementation, config.to_json_string(), parts, layers

@@ -12,7 +12,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from leapahead.core.errors import Refused
-from leapahead.models.transformers import families
+from leapahead.models.transformers import changes, families
 
 # Every field of GenerationConfig is in exactly one of HONOURED, WITHOUT_EFFECT and REFUSED. A test fails where a new
 # release of Transformers adds one.
@@ -173,10 +173,8 @@ def refuse(model: Any, config: Any, processors: Sequence[Any], model_kwargs: Map
     if _is_sharded(model):
         raise Refused(SYNCED)
     _refuse_adapters(model)
-    if any(_drops(part) for part in model.modules()):
-        raise Refused(
-            "the model is in training mode and its dropout makes every text different; call model.eval() first"
-        )
+    if any(changes.drops(part) for part in model.modules()):
+        raise Refused(changes.DROPS)
 
 
 def _refuse_processor(processor: Any) -> None:
@@ -213,9 +211,3 @@ def _is_sharded(model: Any) -> bool:
     if not several or torch.distributed.get_world_size() == 1:
         return False
     return bool(is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
-
-
-def _drops(part: torch.nn.Module) -> bool:
-    """Whether a part of a model is in training mode and drops values at random."""
-    rate = part.p if isinstance(part, torch.nn.Dropout) else getattr(part, "attention_dropout", 0.0)
-    return part.training and isinstance(rate, float) and rate > 0

@@ -161,6 +161,7 @@ class EncoderDecoderTarget(TransformersTarget):
     ) -> EncoderDecoderSession:
         """See `EncodesPrompts`. Sources that are encoded for an open or a kept session are not encoded again."""
         require(self.info, capture.needs, "this capture")
+        self._changes.look(self)
         source = checked_prompt(tokens, self.info)
         text = checked_prompt(begin.text or self.model.start, self.info)
         reserve = min(max(0, reserve - len(source)) + len(text), self.info.context_length)

@@ -38,6 +38,7 @@ from leapahead.models.base import (
 from leapahead.models.captured import TopK, prompt_rows
 from leapahead.models.choices import Choices, PromptRows, Rows, best
 from leapahead.models.transformers import (
+    changes,
     choosing,
     embeddings,
     executors,
@@ -135,10 +136,12 @@ class TransformersTarget:
         exclusive: bool = False,
         exact: bool = False,
         static: str | GraphBackend = "auto",
+        watched: bool = True,
     ) -> None:
         require_version(transformers.__version__)
         if cache_tokens is not None and (not is_whole(cache_tokens) or cache_tokens < 2):
             raise BadParameter(f"cache_tokens={cache_tokens!r} is not possible: it must be at least 2, or None")
+        loaded = model
         self.model = model = self._language_model(model)
         self.config = families.text_config(model)
         self.lock = RLock()
@@ -181,6 +184,8 @@ class TransformersTarget:
             self.executor.cache.limit = limit = cache_tokens or self._usual_tokens(self.executor.cache)
             self.info = replace(self.info, cache_tokens=limit)
         self.executor.forget()  # the entries of the test
+        is_copied = isinstance(self.executor, (ExactExecutor, *choice.RECORDING))
+        self._changes = changes.Changes(loaded if watched and not exclusive else None, is_copied)
         self.eager_choice = self.device.type != "cpu" if eager_choice is None else eager_choice
         self._on_host = self.device.type == "cpu" and not self.eager_choice
 
@@ -212,6 +217,7 @@ class TransformersTarget:
         cannot go back by one token.
         """
         require(self.info, capture.needs, "this capture")
+        self._changes.look(self)
         prompt = checked_prompt(tokens, self.info)
         again = capture.top_k > 0 and not self.info.replays
         self._layers(capture)  # refuses what there is not
