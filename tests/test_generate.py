@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -638,3 +640,90 @@ def test_a_missing_bundled_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_the_repr(toy: LLM) -> None:
     assert repr(toy) == "LLM('toy(vocab_size=12, order=2, seed=0)', drafter='auto')"
+
+
+FORKED = """
+import asyncio, os, signal, sys, threading
+from leapahead import LLM, AsyncLLM, LeapaheadError
+from leapahead.models.toy import ToyTarget
+
+inside, over = threading.Event(), threading.Event()
+
+def wait(tokens):
+    inside.set()
+    return over.wait() and False
+
+def in_child(call):
+    sys.stdout.flush()
+    if not (child := os.fork()):
+        signal.alarm(20)
+        try:
+            print(call(), flush=True)
+        except LeapaheadError as error:
+            print(error, flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, "the child was hung"
+
+def text(llm):
+    return llm.generate([1, 2, 3], max_new_tokens=5).tokens
+
+def later(llm):
+    found = llm.generate([1, 2, 3], max_new_tokens=5)
+    return asyncio.run(found).tokens
+
+llm, other = LLM(ToyTarget()), AsyncLLM(ToyTarget())
+assert text(llm) == later(other)
+"""
+DRIVEN = (
+    "thread = threading.Thread(target=lambda: llm.generate([1, 2, 3], max_new_tokens=5, criteria=[wait]))\n"
+    "thread.start(), inside.wait()\n"
+)
+DRIVEN_LATER = """
+async def ask():
+    await other.generate([1, 2, 3], max_new_tokens=5, criteria=[wait])
+thread = threading.Thread(target=lambda: asyncio.run(ask()))
+thread.start(), inside.wait()
+"""
+HELD = """
+def hold():
+    with llm.drafter_cache._lock, llm.engine.acceptance._lock, llm.inputs.grammars._lock, other._starting:
+        wait([])
+thread = threading.Thread(target=hold)
+thread.start(), inside.wait()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.parametrize(
+    ("before", "call", "works"),
+    [
+        ("", "text(llm)", True),
+        ("", "later(other)", True),
+        (HELD, "text(llm)", True),
+        (HELD, "later(other)", True),
+        (DRIVEN, "text(LLM(ToyTarget()))", True),
+        (DRIVEN, "later(other)", True),
+        (DRIVEN, "text(llm)", False),
+        (DRIVEN, "next(llm.stream([1, 2, 3]))", False),
+        (DRIVEN, "llm.engine.drafter('lookahead')", False),
+        (DRIVEN, "llm.close()", False),
+        (DRIVEN, "later(AsyncLLM(llm))", False),
+        (DRIVEN, "text(LLM(llm.target))", False),
+        (DRIVEN_LATER, "later(other)", False),
+        (DRIVEN_LATER, "text(other.llm)", False),
+    ],
+)
+def test_a_forked_child_works_or_refuses_what_another_thread_drove(before: str, call: str, works: bool) -> None:
+    end = "over.set()\nif before: thread.join()\nprint(text(llm), text(other.llm))\n"
+    script = f"{FORKED}before = {before!r}\n{before}\nin_child(lambda: {call})\n{end}"
+    done = run_python(script)
+    assert done.returncode == 0, done.stderr
+    child, parent = done.stdout.splitlines()
+    expected = str(LLM(ToyTarget()).generate([1, 2, 3], max_new_tokens=5).tokens)
+    assert parent == f"{expected} {expected}"
+    if works:
+        assert child == expected
+    else:
+        assert re.fullmatch(
+            "this LLM, or its engine, was forked while another thread used it, .* in each process", child
+        )

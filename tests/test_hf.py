@@ -10,6 +10,7 @@ import copy
 import gc
 import inspect
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -1063,3 +1064,40 @@ def test_options_of_any_drafter_may_be_given_to_run(llama: Any) -> None:
         run(llama, SINGLE, drafter="jacobi", stats=stats, **options)
     assert all(max(each.accepted_at, default=0) <= 2 for each in stats)
     assert all(each.nodes_per_step <= 3 for each in stats)
+
+
+FORKED = """
+import os, signal, threading
+os.environ["OMP_NUM_THREADS"] = "1"
+import torch, transformers
+from leapahead import hf
+
+sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+inside, over = threading.Event(), threading.Event()
+
+def wait(ids, scores, **_):
+    inside.set()
+    return torch.tensor([over.wait() and False])
+
+def text(**options):
+    return hf.run(model, torch.tensor([[5, 6, 7]]), max_new_tokens=4, drafter="plain", **options).tolist()
+
+thread = threading.Thread(target=lambda: text(stopping_criteria=[wait]))
+thread.start(), inside.wait()
+if not (child := os.fork()):
+    signal.alarm(60)
+    print(text(), flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0, "the child was hung"
+over.set(), thread.join()
+print(text())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_child_decodes_while_a_thread_of_its_parent_does() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    child, parent = done.stdout.splitlines()
+    assert child == parent

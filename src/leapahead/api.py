@@ -6,10 +6,11 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Seque
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Thread
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.core.forks import Mutex
 from leapahead.core.parameters import MOST_BATCH, MOST_SAMPLES, whole
 from leapahead.core.relaxed import EXACT, Relaxed, rule
 from leapahead.core.sampling import SamplingParams
@@ -297,7 +298,7 @@ class AsyncLLM:
             raise BadParameter(f"{', '.join(options)} belong to the LLM, which is made already; give them to LLM(...)")
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._thread: Thread | None = None
-        self._starting = Lock()
+        self._starting = Mutex()
 
     async def __aenter__(self) -> Self:
         return self

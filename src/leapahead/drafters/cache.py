@@ -23,13 +23,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
-from threading import RLock
 from typing import Any, ClassVar, TypeVar
 
 import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
+<<<<<<< HEAD
 from leapahead.core.storage import replaceable
+=======
+from leapahead.core.forks import Mutex
+>>>>>>> f2a2b22 (In a forked child, what another thread was driving is refused in a sentence instead of hanging)
 from leapahead.drafters import cache_file
 from leapahead.drafters.cache_file import Arrays, Contents, SavedSection
 from leapahead.drafters.cache_ledger import Entry, Ledger
@@ -118,7 +121,7 @@ class DrafterCache:
         self._tokenizer: str | Callable[[], str] = ""
         self._merged: dict[Path, str] = {}  # file -> id of the save that has been merged already
         self._ledgers: dict[str, Ledger] = {}  # of the sections that were exchanged
-        self._lock = RLock()
+        self._lock = Mutex()
 
     def section(self, name: str, make: Callable[[], SectionType]) -> SectionType:
         """The section of that name, created when it is first asked for.

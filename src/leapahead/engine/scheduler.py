@@ -76,7 +76,7 @@ class Engine:
         self._samples: dict[Handle, list[Handle]] = {}  # first of several samples of a prompt -> the others
         self._prompt_rows: dict[Handle, list[PromptRows]] = {}  # captured for those others
         self._active: list[Running] = []
-        self._turn, self._closed = Turn(target.lock), False
+        self._turn, self._closed = Turn(target), False
         self._changed = self._turn.changed  # guards the queue and the handles; held for moments only
 
     def drafter(self, drafter: str | type[Any] | Drafter, **options: Any) -> Drafter:

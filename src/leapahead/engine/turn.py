@@ -6,20 +6,51 @@ Knows neither requests nor forwards.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from threading import Condition, get_ident
+from typing import Any, NoReturn
 
-from leapahead.core import openmp
+from leapahead.core import forks, openmp
 from leapahead.core.errors import LeapaheadError
+from leapahead.models.base import Target
 
 STALLED = 0.01  # seconds between two attempts of an engine that waits for the readers of its streams
+
+
+class Lost:
+    """What was locked in the parent of this process by a thread that is not here. To lock it is refused."""
+
+    def __enter__(self) -> NoReturn:
+        raise LeapaheadError(
+            "this LLM, or its engine, was forked while another thread used it, so that this process cannot go on with "
+            "it; make one in each process"
+        )
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def acquire(self, **_: object) -> bool:
+        """Never."""
+        return False
+
+
+LOST: Any = Lost()
+
+
+class Changed(Condition):
+    """A condition that may be lost."""
+
+    is_lost = False
+
+    def __enter__(self) -> bool:
+        return LOST.__enter__() if self.is_lost else super().__enter__()
 
 
 class Turn:
     """The right to drive an engine.
 
+    A forked child, which has none of its parent's other threads, goes on with an engine that nobody was using.
+
     Args:
-        lock: of the target.
+        target: of the engine.
 
     Attributes:
         changed: guards what several threads read and write; notified after every change.
@@ -27,12 +58,13 @@ class Turn:
         stepping: the thread that is inside a step, whether it came by `drive` or not.
     """
 
-    def __init__(self, lock: AbstractContextManager[object]) -> None:
-        self.changed = Condition()
+    def __init__(self, target: Target) -> None:
+        self.changed = Changed()
         self.stalled = False
         self.stepping: int | None = None
-        self._lock = lock
+        self._target = target
         self._driver: int | None = None
+        forks.watch(self)
         openmp.find()
         openmp.release()  # of the forwards that have tested the model
 
@@ -59,12 +91,24 @@ class Turn:
                     self.changed.wait()
                     return
                 self._driver = thread
-            with self._lock:
+            with self._target.lock:
                 action()
         finally:
             if self._driver == thread:
                 self._driver = None  # before any call, so that no interrupt comes in between
                 self.tell()
+
+    def forked(self) -> None:
+        """Called in a child process; see `forks`."""
+        is_lost = self._driver not in (None, get_ident())
+        for lock in (self.changed, self._target.lock):
+            if lock.acquire(blocking=False):
+                lock.release()
+            else:
+                is_lost = True
+        if is_lost:
+            self._driver = self.stepping = None  # a thread of this process may get the same number
+            self.changed.is_lost, self._target.lock = True, LOST
 
     def tell(self) -> None:
         """Wakes the threads that wait for a change."""

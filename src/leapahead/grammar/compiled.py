@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter, first_line, needing
+from leapahead.core.forks import Mutex
 from leapahead.core.grammar import BoolArray
 from leapahead.core.text import Tokenizer
 from leapahead.grammar.definition import WHITESPACE, Grammar
@@ -54,7 +54,7 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, tuple(eos_token_ids)
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()
-        self._lock = Lock()
+        self._lock = Mutex()
 
     @property
     def vocabulary(self) -> LLTokenizer:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
 
 import torch
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.forks import Mutex
 from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.scheduler import Engine
+from leapahead.engine.turn import LOST
 from leapahead.models.transformers import changes
 from leapahead.models.transformers.encoder_decoder import new_target
 
@@ -92,7 +93,7 @@ class ModelEngine:
 
 
 _kept: WeakKeyDictionary[torch.nn.Module, ModelEngine] = WeakKeyDictionary()
-_lock = Lock()
+_lock = Mutex()
 
 
 @contextmanager
@@ -108,7 +109,7 @@ def engine_of(model: Any) -> Iterator[ModelEngine]:
         model.eval()
         try:
             found = _kept.get(model)
-            if found is None or found.state != state:
+            if found is None or found.state != state or found.target.lock is LOST:
                 found = _kept[model] = ModelEngine(model, state)
             found = found.idle(model)
             found.enter(training)

@@ -17,9 +17,9 @@ import json
 from collections.abc import Hashable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from leapahead.core.forks import Mutex
 from leapahead.planner.mixer import Mixer, Row
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class AcceptanceTable:
         self.priors = dict(priors or {})
         self.mixer = Mixer(mixer)
         self._counts: dict[Key, list[float]] = {}  # [hits, trials]
-        self._lock = Lock()
+        self._lock = Mutex()
         self._estimates: dict[Key, float] = {}
         self._learned = 0
 

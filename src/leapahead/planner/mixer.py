@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import exp, log, sqrt
-from threading import Lock
+
+from leapahead.core.forks import Mutex
 
 MOST_PROPOSING = 4  # tokens that still more sources propose share their parameters
 LEAST_P = 0.001  # estimates are clipped to [LEAST_P, 1 - LEAST_P]
@@ -40,7 +41,7 @@ class Mixer:
         self._parameters = {
             (mode, place, source): [list(values) for values in found] for mode, place, source, found in priors
         }
-        self._lock = Lock()
+        self._lock = Mutex()
 
     def parameters(self, mode: str, depth: int, sources: Sequence[str]) -> list[Parameters]:
         """The parameters of the sources that have candidates below a node of some depth. Live: they are learned."""

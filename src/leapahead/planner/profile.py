@@ -21,11 +21,11 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from threading import RLock
 from time import perf_counter, time
 from typing import Any
 
 from leapahead.core.errors import LeapaheadError
+from leapahead.core.forks import Mutex
 from leapahead.core.processor import described
 from leapahead.core.storage import cache_directory, write_json
 from leapahead.models.base import KeepsPrefixes, Target, TargetInfo
@@ -70,7 +70,7 @@ class LatencyProfiles:
         self._unseen: list[Forward] = []  # observed, but not yet taken into account
         self._sizes = RecentSizes(info.prepared)
         self._written = clock()
-        self._lock = RLock()
+        self._lock = Mutex()
 
     def prepare(self, target: Target) -> bool:
         """Loads the stored profile of one sequence, or measures it. Does nothing from the second call on.

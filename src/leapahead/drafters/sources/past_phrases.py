@@ -9,12 +9,12 @@ when the text ends, so texts that are decoded together do not change each other'
 from __future__ import annotations
 
 from collections.abc import Iterable
-from threading import Lock
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from leapahead.core.forks import Mutex
 from leapahead.drafters.cache import Arrays, Section
 from leapahead.drafters.pool import Ngram, NgramPool, Tail
 
@@ -29,7 +29,7 @@ class PastPhrases(Section):
 
     def __init__(self) -> None:
         self._pools: dict[int, NgramPool] = {}
-        self._lock = Lock()
+        self._lock = Mutex()
 
     def enter(self, ngrams: Iterable[Ngram]) -> None:
         """Enters n-grams, the most recent one last."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from threading import Lock
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.forks import Mutex
 from leapahead.drafters.cache import Arrays, Entry, Section
 from leapahead.drafters.sources.suffix_automaton import new_automaton
 
@@ -57,7 +57,7 @@ class PastTexts(Section):
         self.capacity = capacity
         self.volumes = (Volume(), Volume())
         self.version = 0
-        self._lock = Lock()
+        self._lock = Mutex()
 
     @property
     def max_length(self) -> int:

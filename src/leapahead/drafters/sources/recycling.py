@@ -11,7 +11,6 @@ sampling, the kept log-probabilities are ranked with the Gumbel noise of the pos
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from threading import Lock
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from leapahead import native
 from leapahead.core.errors import BadParameter
+from leapahead.core.forks import Mutex
 from leapahead.drafters.cache import Arrays, Entry, Section
 from leapahead.models.base import CHAIN, TOP_K, Capture
 from leapahead.models.choices import PromptRows
@@ -51,7 +51,7 @@ class Adjacency(Section):
         self.capacity = capacity
         self.compiled = native.module.Adjacency(capacity) if native.available else None
         self._top_k: dict[Key, TopK] = {}
-        self._lock = Lock()
+        self._lock = Mutex()
 
     def get(self, key: Key) -> tuple[TopK, int] | None:
         """The top-k tokens after the last two tokens of a key, else after its last one, and how many matched."""

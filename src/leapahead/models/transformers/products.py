@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock
 from typing import Any
 
 import torch
 
 from leapahead.core.errors import Refused
+from leapahead.core.forks import Mutex
 
 NEITHER = (False, False)  # reduced precision, split-K
 HALF = ("bf16", "fp16")
@@ -31,7 +31,7 @@ class Settings:
 
     def __init__(self, library: Any = torch.backends.cuda.preferred_blas_library) -> None:
         self._library = library
-        self._lock, self._users = Lock(), 0
+        self._lock, self._users = Mutex(), 0
         self._before: tuple[Any, ...] = ()
 
     def enter(self) -> None:
