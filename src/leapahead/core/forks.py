@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from threading import RLock
+from _thread import RLock  # a class, and what `threading.RLock` makes
 from typing import Protocol
 from weakref import WeakSet
 
@@ -32,22 +32,14 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
     os.register_at_fork(after_in_child=_in_child)
 
 
-class Mutex:
+class Mutex(RLock):  # type: ignore[misc]  # which is final for type checkers only
     """A reentrant lock that is held for moments only, and that a child finds free unless its own thread holds it."""
 
     def __init__(self) -> None:
-        self._lock = RLock()
+        super().__init__()
         watch(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
     def forked(self) -> None:
         """See `Forked`."""
-        if self._lock.acquire(blocking=False):
-            self._lock.release()
-        else:
-            self._lock = RLock()
+        if not self._is_owned():  # type: ignore[attr-defined]
+            self._at_fork_reinit()  # type: ignore[attr-defined]

@@ -28,11 +28,8 @@ from typing import Any, ClassVar, TypeVar
 import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
-<<<<<<< HEAD
-from leapahead.core.storage import replaceable
-=======
 from leapahead.core.forks import Mutex
->>>>>>> f2a2b22 (In a forked child, what another thread was driving is refused in a sentence instead of hanging)
+from leapahead.core.storage import replaceable
 from leapahead.drafters import cache_file
 from leapahead.drafters.cache_file import Arrays, Contents, SavedSection
 from leapahead.drafters.cache_ledger import Entry, Ledger
