@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,45 @@ def test_what_was_learned_is_saved_when_the_engine_is_closed(tmp_path: Path) -> 
     llm.close()
     saved = AutoModelForCausalLM.from_pretrained(folder)
     assert all(torch.equal(*pair) for pair in zip(saved.parameters(), weights_of(llm), strict=True))
+    assert json.loads((folder / "learned.json").read_text())["updates"] == 3
+    learning.check_folder(str(folder), "another")  # which may be replaced
+
+
+def test_the_folder_of_the_draft_model_itself_may_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    learning.check_folder(str(tmp_path), str(tmp_path / "../" / tmp_path.name))
+    for other in ("bundled", str(tmp_path.parent)):
+        with pytest.raises(LeapaheadError, match="what it holds would be lost; give a new folder"):
+            learning.check_folder(str(tmp_path), other)
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("head", "the folder is not empty, and what it holds would be lost"),
+        ("head/config.json", "it is no folder that can be written .Not a directory."),
+        ("head/config.json/below", "it is no folder that can be written .Not a directory."),
+        ("/proc/learned", "it is no folder that can be written"),
+        (300 * "x", "it is no folder that can be written .File name too long."),
+    ],
+)
+def test_a_folder_that_would_be_lost_or_cannot_be_written_is_refused_first(
+    folder: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "head" / "config.json"
+    file.parent.mkdir()
+    file.write_text("{}")
+    with pytest.raises(LeapaheadError, match=message):
+        chain_llm(learn=1, learned=str(tmp_path / folder))
+    assert [each.name for each in tmp_path.rglob("*")] == ["head", "config.json"]
+
+
+def test_a_file_that_comes_in_between_is_named(tmp_path: Path) -> None:
+    llm = chain_llm(learn=4, learn_rate=1e-2, learned=str(tmp_path / "learned"))
+    llm.generate(PROMPTS, max_new_tokens=16)
+    (tmp_path / "learned").write_text("")
+    with pytest.raises(LeapaheadError, match="learned cannot be written: File exists"):
+        llm.close()
 
 
 def test_requests_of_several_threads_learn_together() -> None:

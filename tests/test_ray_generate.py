@@ -101,9 +101,17 @@ def test_a_seed_is_a_function_of_the_row_id_alone() -> None:
     assert row_seed(0, 5) == row_seed(0, 5) != row_seed(1, 5)
     assert row_seed(0, "5") != row_seed(0, 5)
     assert row_seed(0, 5) == 8843522975208619054  # the same in every version and on every machine
+    assert row_seed(0, 5.0) == row_seed(0, 5) != row_seed(0, 5.5)
     seeds = {row_seed(seed, identity) for seed in range(20) for identity in range(500)}
     assert len(seeds) == 10_000
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_row_has_its_seed_whatever_is_missing_beside_it() -> None:
+    generate = made(temperature=1.0)
+    whole = generate({"prompt": np.array([[1, 2]]), "row_id": np.array([2])})
+    beside = generate({"prompt": np.array([[1, 2], [1, 2]]), "row_id": np.array([2, np.nan])})  # Arrow's [2, null]
+    assert list(beside["tokens"]) == [whole["tokens"][0], []]
 
 
 def test_rows_of_every_kind(tokenizer: Any) -> None:
@@ -179,6 +187,7 @@ def test_a_bad_row_ends_alone() -> None:
         ("max_new_tokens", "many", "max_new_tokens='many' is not possible"),
         ("prediction", [1, 999], "the prediction has 999"),
         ("row_id", None, "the row id is missing"),
+        ("row_id", 2.0**53, "does not tell numbers of this size apart"),
     ],
 )
 def test_a_bad_value_beside_a_prompt_ends_its_row(column: str, value: Any, message: str) -> None:

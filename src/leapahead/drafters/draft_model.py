@@ -10,7 +10,7 @@ from leapahead.core.parameters import number, whole
 from leapahead.drafters import draft_models
 from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
-from leapahead.drafters.learning import TOP_K, Learner, learner
+from leapahead.drafters.learning import TOP_K, Learner, check_folder, learner
 from leapahead.drafters.planned import Planned
 from leapahead.drafters.sources.draft import DraftSource
 from leapahead.models.base import Capture
@@ -33,7 +33,8 @@ class DraftModelDrafter(Planned):
         learn: train the draft model where its drafts are rejected, after every so many texts (online speculative
             decoding, 2310.07177); 0 for never. It must be one model of Transformers, loaded by itself.
         learn_rate: learning rate of that; 0 for the usual one, 0.05 divided by the hidden size.
-        learned: folder that the trained draft model is written to when the engine is closed; "" for nowhere.
+        learned: folder that the trained draft model is written to when the engine is closed; "" for nowhere. It must
+            be new, the draft model's own, or one that was written in this way before.
         unsure: draft nothing after a path where the draft model's likeliest token has less probability; 0 for never.
             It is the fallback policy of BiLD (2302.07863).
         draft_window: the draft model sees the first 16 tokens of a text and at most so many of the newest ones, so that
@@ -77,6 +78,8 @@ class DraftModelDrafter(Planned):
             raise BadParameter(f"learn_rate={rate} is not possible: it must be at least 0")
         if len(self._drafts) > 1:
             raise BadParameter(f"learn={learn} is not possible with several draft models; give one")
+        if self._learned:
+            check_folder(self._learned, self._drafts[0])
 
     def attach(self, host: Host) -> None:
         models = host.draft_models.all(self._drafts, host.target, host.tokenizer)

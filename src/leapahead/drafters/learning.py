@@ -10,16 +10,19 @@ draft model changes, and it only proposes: every text stays the target's.
 
 from __future__ import annotations
 
+import json
 import math
+import tempfile
 import warnings
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from leapahead.core.errors import Refused, needing
-from leapahead.drafters.draft_models import SELF, Draft, DraftModel
+from leapahead.core.errors import BadParameter, Refused, needing
+from leapahead.drafters.draft_models import BUNDLED, SELF, Draft, DraftModel
 from leapahead.models.base import Target
 from leapahead.planner.draft import SequenceView, Step
 
@@ -31,6 +34,7 @@ LONGEST = 1024  # last tokens of a text that are kept
 CAPACITY = 32_768  # tokens of all texts in the buffer: with all positions rejected at most 13 MB
 TOGETHER = 4096  # tokens of a forward of an update, filled up to one length
 PASSES = 4  # over the buffer, in an update
+LEARNED = "learned.json"  # in a folder that was written here: what was learned, and the sign that it may be replaced
 
 
 class Rejections:
@@ -154,11 +158,43 @@ class Learner:
         """The engine is closed: writes the draft model, if it has changed and a folder was given for it."""
         if self.folder and self.updates:
             self.training.save(self.folder, self.model.tokenizer)
+            try:
+                (Path(self.folder) / LEARNED).write_text(json.dumps(self.figures()) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise BadParameter(f"{self.folder} cannot be written: {error.strerror}") from None
 
     def figures(self) -> dict[str, Any]:
         """What it has learned from, as plain types."""
         loss = None if self.loss is None else round(self.loss, 4)
         return {"updates": self.updates, "positions": self.positions, "loss": loss, "buffer": self.buffer.tokens}
+
+
+def check_folder(folder: str, draft: Draft) -> None:
+    """Refuses a folder that cannot be written, or whose content would be lost.
+
+    Args:
+        folder: where a draft model will be written to.
+        draft: that model. Its own folder may be replaced, as may one that has been written here before.
+
+    Raises:
+        BadParameter: it is a file, cannot be written, or holds something else.
+    """
+    path = Path(folder)
+    try:
+        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        with tempfile.TemporaryDirectory(dir=there):  # permissions do not tell: nobody writes to /proc
+            pass
+        is_free = not path.exists() or (path / LEARNED).is_file() or not any(path.iterdir())
+    except OSError as error:
+        raise BadParameter(
+            f"learned={folder} is not possible: it is no folder that can be written ({error.strerror}); give another"
+        ) from None
+    name = draft if isinstance(draft, str) else draft.target.info.name
+    if not is_free and (name == BUNDLED or Path(name).expanduser().resolve() != path.resolve()):
+        raise BadParameter(
+            f"learned={folder} is not possible: the folder is not empty, and what it holds would be lost; give a new "
+            "folder, or that of the draft model"
+        )
 
 
 def learner(draft: Draft, model: DraftModel, target: Target | None, every: int, rate: float, folder: str) -> Learner:

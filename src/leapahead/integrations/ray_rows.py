@@ -40,11 +40,14 @@ def row_seed(seed: int, identity: Any) -> int:
 
     Args:
         seed: of the job.
-        identity: a row id, or the prompt.
+        identity: a row id, or the prompt. A whole number counts as one in a column of floats, too, which is what Arrow
+            makes of whole numbers where some are missing.
 
     Returns:
         63 bits of a SHA-256 hash, so that a signed integer of 64 bits holds it.
     """
+    if isinstance(identity, float) and identity.is_integer():
+        identity = int(identity)
     written = json.dumps([seed, identity], ensure_ascii=True, sort_keys=True, separators=(",", ":"))
     return int.from_bytes(sha256(written.encode()).digest()[:8], "big") >> 1
 
@@ -125,7 +128,13 @@ def _row(values: dict[str, Any], seed: int) -> Row:
     if own is None:
         if "row_id" in values and values["row_id"] is None:
             raise BadParameter("the row id is missing, from which the seed is derived; give every row one, or none")
-        own = row_seed(seed, values.get("row_id", prompt))
+        identity = values.get("row_id", prompt)
+        if isinstance(identity, float) and abs(identity) >= LARGEST_FLOAT:
+            raise BadParameter(
+                f"row_id={identity!r} is not possible: a column of floats does not tell numbers of this size apart; "
+                "give every row an id, or text as ids"
+            )
+        own = row_seed(seed, identity)
     return Row(prompt, own, options)
 
 

@@ -136,6 +136,7 @@ def save(model: Any, tokenizer: Any, folder: str | Path) -> None:
     """
     path = Path(folder)
     try:
+        path.mkdir(parents=True, exist_ok=True)  # of a file Transformers only says in its log that it is none
         with quiet():
             model.save_pretrained(path)
             if (write := getattr(tokenizer, "save_pretrained", None)) is not None:
