@@ -20,6 +20,8 @@ from leapahead.cli import main
 from leapahead.cli.command import Command, Group, name_options
 from leapahead.cli.drafters import arguments
 from leapahead.cli.screen import TextWriter
+from leapahead.cli.typed import value_of
+from leapahead.core.errors import BadParameter
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import Proposal, SequenceDrafter, SequenceView
 from leapahead.models import loading
@@ -251,6 +253,11 @@ def test_arguments_of_a_docstring() -> None:
     )
     assert arguments(doc) == {"a": "first, over two lines.", "b": "second: with a colon."}
     assert arguments("Nothing.") == {}
+
+
+def test_the_type_of_an_option_is_named() -> None:
+    with pytest.raises(BadParameter, match=r"-o length=x is not possible: the value must be of type int$"):
+        value_of("length", "x", int)
 
 
 def test_drafters_without_torch() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from leapahead.bench.conditions import silent  # noqa: E402
 from leapahead.core.errors import LeapaheadError  # noqa: E402
 from leapahead.models import loading  # noqa: E402
 from leapahead.training import cllm, cllm_run, trajectories  # noqa: E402
+from leapahead.training import texts as text_files  # noqa: E402
 from leapahead.training.batches import Order  # noqa: E402
 from leapahead.training.cllm import CllmRecipe, tree_of  # noqa: E402
 from leapahead.training.loop import Training  # noqa: E402
-from leapahead.training.settings import CllmSettings  # noqa: E402
+from leapahead.training.run import gathered  # noqa: E402
+from leapahead.training.settings import CllmSettings, Folder  # noqa: E402
 from leapahead.training.student import Student  # noqa: E402
 from leapahead.training.texts import Text  # noqa: E402
 from leapahead.training.trajectories import Trajectory  # noqa: E402
@@ -251,6 +253,18 @@ def test_what_cannot_be_tuned_is_refused() -> None:
         cllm.masked_executor(loading.load(seq2seq.build("t5")).target)
     with pytest.raises(LeapaheadError, match="none of the texts is greedy"):
         cllm_run._greedy([Text(0, [1], [2], 1.0)])
+
+
+def test_texts_are_divided_after_the_sampled_ones_are_left_out(target: Any, tmp_path: Path) -> None:
+    llm, file = LLM(target), tmp_path / "texts.jsonl"
+    head = {**text_files._model(llm), "data": "prompts.jsonl"}
+    some = [asdict(Text(place, [1, 2], [3, 4], float(place < 5))) for place in range(8)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in (head, *some)))
+    for seed in range(8):
+        settings = CllmSettings(texts=str(file), held_out=0.3, seed=seed)
+        trained, held_out, _ = gathered(llm, settings, Folder(tmp_path), QUIET, cllm_run._greedy)
+        assert sorted(text.index for text in (*trained, *held_out)) == [5, 6, 7]
+        assert len(held_out) == 1
 
 
 @pytest.mark.slow

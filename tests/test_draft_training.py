@@ -160,6 +160,8 @@ def test_distillation_raises_the_acceptance_and_keeps_the_text(target: Any, text
         ({"divergence": "l2"}, "divergence='l2' is not possible; choose one of forward-kl, reverse-kl, jsd, tvd"),
         ({"on_policy": 1.5}, "on_policy=1.5 is not possible: it must be from 0 to 1"),
         ({"data": ""}, "give data=FILE of prompts, texts=FILE"),
+        ({"retention": 0.1}, "retention=0.1 is not possible with draft, which does not read it"),
+        ({"least_retention": 0.1}, "least_retention=0.1 is not possible with draft"),
     ],
 )
 def test_impossible_settings(given: dict[str, Any], message: str) -> None:

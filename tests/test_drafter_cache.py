@@ -414,6 +414,12 @@ def test_what_is_too_large_is_refused(file: Path, monkeypatch: pytest.MonkeyPatc
         made(range(1, 99_000), vocab_size=99_000).save(file, replace=True)
 
 
+@pytest.mark.parametrize("wrong", [None, 5, "text", [1]])
+def test_what_is_not_bytes_is_not_merged(wrong: Any) -> None:
+    with pytest.raises(BadParameter, match=f"what was received must be bytes, .* got {type(wrong).__name__}"):
+        DrafterCache().merge_bytes(wrong)
+
+
 def test_a_newer_format_is_refused_by_name(file: Path) -> None:
     message = refusal(file, npz(header=header(format=2)))
     assert "has format 2 and this version of leapahead reads format 1; update leapahead" in message

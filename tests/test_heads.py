@@ -372,6 +372,10 @@ def test_heads_of_other_targets_are_refused(tiny_model: Any, tokenizer: Any, tmp
     checkpoint.write(tmp_path / "b", config, heads.tensors_of("eagle3", size))
     message = refused(BadParameter, tiny_model, tokenizer, tmp_path / "b")
     assert "layers 2, 5, 9, and the target has 2 layers" in message
+    for layers, expected in (([-99, 1, 2], "layers -99, 1, 2, and the target has 2"), ([1, 1, 2], "is named twice")):
+        config = heads.config_of("eagle3", size, eagle_aux_hidden_state_layer_ids=layers)
+        checkpoint.write(tmp_path / "b", config, heads.tensors_of("eagle3", size))
+        assert expected in refused(BadParameter, tiny_model, tokenizer, tmp_path / "b")
     narrow = {
         name: tensor[:, :80] if name == "fc.weight" else tensor
         for name, tensor in heads.tensors_of("eagle3", size).items()
@@ -439,6 +443,36 @@ def test_other_kinds_and_wrong_mappings_are_refused(tiny_model: Any, tokenizer: 
         LLM(tiny_model, tokenizer=tokenizer, drafter="head")
     with pytest.raises(BadParameter, match="names no trained head"):
         LLM(tiny_model, tokenizer=tokenizer, drafter="head", head=",")
+
+
+@pytest.mark.parametrize(
+    ("kind", "mapping", "value"),
+    [
+        ("eagle3", "d2t", torch.zeros(100, 1, dtype=torch.long)),
+        ("eagle3", "d2t", torch.full((100,), 0.5)),
+        ("eagle3", "d2t", torch.zeros(0, dtype=torch.long)),
+        ("medusa", "token_map", torch.zeros(100, 1, dtype=torch.long)),
+        ("medusa", "token_map", torch.zeros(100)),
+    ],
+)
+def test_a_mapping_that_is_none_is_refused(
+    kind: str, mapping: str, value: Any, tiny_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    size = vocabulary(tiny_model)
+    tensors = {**heads.tensors_of(kind, size, drafted=100), mapping: value}
+    checkpoint.write(tmp_path, heads.config_of(kind, size), tensors)
+    message = refused(BadParameter, tiny_model, tokenizer, tmp_path)
+    assert f"has {mapping} of shape {list(value.shape)}" in message
+    assert "where one whole number for each of its tokens was expected" in message
+
+
+def test_a_part_of_the_vocabulary_needs_its_mapping(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    size = vocabulary(tiny_model)
+    tensors = heads.tensors_of("eagle3", size, drafted=100)
+    del tensors["d2t"]
+    checkpoint.write(tmp_path, heads.config_of("eagle3", size), tensors)
+    message = refused(BadParameter, tiny_model, tokenizer, tmp_path)
+    assert f"lacks the tensor d2t, which tells the 100 of {size} tokens that it can propose" in message
 
 
 def test_a_target_without_hidden_states_is_refused(tmp_path: Path) -> None:

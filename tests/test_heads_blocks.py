@@ -436,6 +436,25 @@ def in_decoder(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**config, "transformer_layer_config": {**config["transformer_layer_config"], **changes}}
 
 
+def speculating(config: dict[str, Any], tokens: int) -> dict[str, Any]:
+    return {**config, "speculators_config": {"proposal_methods": [{"speculative_tokens": tokens}]}}
+
+
+ODD: list[dict[str, Any]] = [  # fields of a decoder layer
+    {"hidden_act": "x"},
+    {"num_attention_heads": "4"},
+    {"num_attention_heads": 0},
+    {"num_attention_heads": -1},
+    {"head_dim": 0},
+    {"num_key_value_heads": 2**70},
+    {"intermediate_size": None},
+    {"rms_norm_eps": "x"},
+    {"attention_bias": []},
+    {"rope_parameters": {"rope_type": "x", "rope_theta": 1e4}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "error", "message"),
     [
@@ -453,6 +472,19 @@ def in_decoder(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ("dflash", lambda c: {**c, "block_size": 1}, BadParameter, "block_size=1"),
         ("dflash", lambda c: {**c, "aux_hidden_state_layer_ids": [1, 7]}, BadParameter, "layers 1, 7, and the target"),
         ("dflash", lambda c: {**c, "aux_hidden_state_layer_ids": None}, BadParameter, "lack what is needed"),
+        ("dflash", lambda c: {**c, "block_size": 258}, BadParameter, "predicts 257 tokens ahead"),
+        ("dflash2", lambda c: {**c, "block_size": 2**70}, BadParameter, "at most 256 are drafted; the file is broken"),
+        ("peagle", lambda c: speculating(c, 100_000), BadParameter, "predicts 100000 tokens ahead"),
+        *(
+            (kind, lambda c: in_decoder(c, num_hidden_layers=10**6), BadParameter, "and tensors of 2 layers")
+            for kind in ("eagle3", "peagle", "dflash", "dflash2")
+        ),
+        ("eagle", lambda c: {**c, "num_hidden_layers": 3}, BadParameter, "num_hidden_layers=3 in its config.json"),
+        *(
+            ("eagle3", lambda c, wrong=wrong: in_decoder(c, **wrong), BadParameter, "cannot be made of its config.json")
+            for wrong in ODD
+        ),
+        ("dspark", lambda c: {**c, "draft_vocab_size": -1}, BadParameter, "cannot be made of its config.json"),
         ("dspark", lambda c: {**c, "markov_head_type": "rnn"}, Refused, "markov_head_type='rnn'"),
         ("dspark", lambda c: {**c, "speculators_model_type": "xpress"}, Refused, "of kind 'xpress'"),
     ],

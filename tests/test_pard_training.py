@@ -167,3 +167,7 @@ def test_the_command_trains_a_draft_model_that_drafts_with_masks(leapahead: Any,
     assert "PARD, 2504.18583" in readme
     text = leapahead("generate", "def add", "--max-new-tokens", "8", "-d", "draft_model", "--draft", str(folder))
     assert text.stdout == leapahead("generate", "def add", "--max-new-tokens", "8", "-d", "plain").stdout
+
+    ordinary = ("train-draft", "--draft", str(folder), "--data", str(data), "--out", str(tmp_path / "ordinary"), *few)
+    assert leapahead(*ordinary).exit_code == 0
+    assert "pard_token" not in json.loads((tmp_path / "ordinary" / "draft" / "config.json").read_text())

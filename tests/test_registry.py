@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +23,8 @@ DECLARED = """[leapahead.drafters]
 theirs = helpers:RandomTrees
 not_a_drafter = helpers:fit
 not_a_class = helpers:PROMPT
+broken = helpers:Nothing
+lost = no_such_module:Drafter
 plain = helpers:Empty
 """
 
@@ -157,7 +160,7 @@ def test_what_is_no_drafter_class_is_refused_in_one_sentence(drafter: Any, messa
 
 @pytest.mark.usefixtures("third_parties")
 def test_a_drafter_of_another_package_is_named_loaded_and_decodes() -> None:
-    assert registry.names() == [*registry.BUILT_IN, "not_a_class", "not_a_drafter", "theirs"]
+    assert registry.names() == [*registry.BUILT_IN, "broken", "lost", "not_a_class", "not_a_drafter", "theirs"]
     assert registry.load("theirs") is RandomTrees
     assert_same_text(ToyTarget(), registry.make("theirs", seed=3, nodes=6))
     with pytest.raises(BadParameter, match=r"no option 'nods' \(did you mean 'nodes'\?\)"):
@@ -174,3 +177,15 @@ def test_a_name_that_is_taken_stays_ours() -> None:
 def test_an_entry_point_that_gives_no_drafter_is_refused(name: str) -> None:
     with pytest.raises(BadParameter, match=f"entry point '{name}' gives .* not a subclass of leapahead.Drafter"):
         registry.load(name)
+
+
+@pytest.mark.usefixtures("third_parties")
+@pytest.mark.parametrize(("name", "why"), [("broken", "has no attribute 'Nothing'"), ("lost", "No module named")])
+def test_an_entry_point_that_cannot_be_loaded_is_named(name: str, why: str, leapahead: Any) -> None:
+    message = f"the drafter '{name}' of the package theirs cannot be loaded from its entry point '.*': .*{why}"
+    with pytest.raises(BadParameter, match=message):
+        registry.load(name)
+    result = leapahead("drafters", "--json")
+    assert result.exit_code == 0
+    assert [each["name"] for each in json.loads(result.stdout)] == [*registry.BUILT_IN, RandomTrees.name]
+    assert re.search(f"warning: {message}", result.stderr)

@@ -350,6 +350,13 @@ def test_acceptance_is_that_of_drafting_place_by_place(
     assert found.tree > 1
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_a_draft_vocabulary_smaller_than_the_candidates(kind: str, target: TrainingTarget, texts: Any) -> None:
+    own = recipes.recipe(target, settings_of(kind, draft_vocab=3), texts)
+    (found,) = evaluate.evaluate(own, Online(target, own.layers), {"one": texts[:1]}, silent)
+    assert found.tree >= found.chain >= 1
+
+
 def test_passes() -> None:
     assert evaluate.passes([0, 0, 0]) == 3
     assert evaluate.passes([2, 0, 0, 1, 0]) == 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,12 +31,13 @@ from leapahead.drafters.heads import checkpoint, load, modules  # noqa: E402
 from leapahead.drafters.heads.dflash import DFlash  # noqa: E402
 from leapahead.drafters.heads.hydra import Hydra  # noqa: E402
 from leapahead.models import loading  # noqa: E402
+from leapahead.models.toy import ToyTarget  # noqa: E402
 from leapahead.training import card, export, texts  # noqa: E402
 from leapahead.training.features import Online, Stored, training_target  # noqa: E402
 from leapahead.training.loop import State  # noqa: E402
 from leapahead.training.recipes import draft_vocabulary  # noqa: E402
 from leapahead.training.run import gathered, run_of  # noqa: E402
-from leapahead.training.settings import DraftSettings, Folder, Settings  # noqa: E402
+from leapahead.training.settings import MUON_RATES, TRAINED, DraftSettings, Folder, Settings  # noqa: E402
 from leapahead.training.texts import Wish  # noqa: E402
 
 PROMPTS = ["def add(a, b):", "The quick brown", "for number in", "print(number,", "jumps over", "return a + b"]
@@ -125,6 +128,20 @@ def test_texts_are_the_targets_and_go_on(tiny_folder: Path, data: Path, tmp_path
     assert texts.written_for(file) == "prompts.jsonl"
 
 
+def test_a_full_disk_is_told_by_the_name_of_the_file(
+    tiny_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(path: Path, mode: str = "r", **options: Any) -> Any:
+        if "a" in mode:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return open(path, mode, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+    message = r"texts\.jsonl cannot be written: No space left on device; .* --resume goes on with what it holds"
+    with pytest.raises(LeapaheadError, match=message):
+        texts.write(LLM(str(tiny_folder)), Wish(data, 4), tmp_path / "texts.jsonl", silent)
+
+
 def test_texts_of_another_run_and_further_prompts_are_trained_on_together(
     tiny_folder: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -167,6 +184,19 @@ def test_held_out_texts_are_not_trained_on() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- hidden states
+
+
+def test_only_models_of_transformers_are_trained_for() -> None:
+    with pytest.raises(
+        Refused, match="which is no model of Transformers, as a head needs; give the folder that it was"
+    ):
+        training_target(ToyTarget(8))
+
+
+def test_curves_of_a_few_steps_without_held_out_texts_have_no_empty_legend(recwarn: pytest.WarningsRecorder) -> None:
+    measured = {"versions": {"leapahead": "1"}}
+    card.curves({"conditions": measured, "kind": "medusa", "points": [], "held_out": [], "agreement": []})
+    assert not [each for each in recwarn if "legend" in str(each.message)]
 
 
 def test_hidden_states_on_disk_are_those_computed(tmp_path: Path) -> None:
@@ -273,6 +303,9 @@ def _logits(module: Any, states: Any, tokens: Any) -> Any:
         ({"kind": "eagle", "draft_vocab": 9}, "draft_vocab is not possible with eagle"),
         ({"kind": "dflash", "draft_vocab": 9}, "draft_vocab is not possible with dflash"),
         ({"kind": "peagle", "depths": 1}, "depths=1 is not possible with peagle, which has no mask then"),
+        ({"kind": "dflash", "depths": 257}, "depths=257 is not possible: it must be from 0 to 256"),
+        ({"layers": (1, 1, 2)}, "layers=1,1,2 is not possible: they must be different"),
+        ({"layers": (-99, 1, 2)}, "layers=-99,1,2 is not possible: they must be different, and numbered from 0 on"),
         ({"kind": "medusa", "layers": (1,)}, "layers=1 is not possible with medusa"),
         ({"kind": "hydra++", "layers": (1,)}, r"layers=1 is not possible with hydra\+\+"),
     ],
@@ -305,6 +338,19 @@ def test_the_usual_optimizer_and_its_rate(given: dict[str, Any], optimizer: str,
 def test_the_usual_loss(kind: str, loss: str) -> None:
     assert Settings(kind, data="a").complete(256).loss == loss
     assert Settings(kind, data="a", loss="tv").complete(256).loss == "tv"
+
+
+def test_the_help_has_the_usual_rates(leapahead: Any) -> None:
+    shown = " ".join(leapahead("train-head", "--help").stdout.split())
+    others, of_rows = shown.partition("default: 0.001 for ")[2].split("; of other kinds ")
+    adamw, muon = of_rows.split(" with adamw, and with muon ")
+    for kind in TRAINED:
+        rate = Settings(kind, data="a").complete(1).lr
+        if kind in MUON_RATES:
+            assert re.search(rf"{rate:g} / hidden size for [^/]*\b{kind}\b", muon)
+            assert adamw == f"{Settings(kind, data='a', optimizer='adamw').complete(1).lr:g} / hidden size"
+        else:
+            assert (rate, kind in others.split(", ")) == (1e-3, True)
 
 
 def test_a_run_is_resumed_with_the_same_settings_only(tmp_path: Path) -> None:
@@ -358,8 +404,12 @@ def test_the_command_trains_a_head(leapahead: Any, data: Path, tmp_path: Path) -
 def test_the_command_uses_the_texts_of_another_run(leapahead: Any, data: Path, tmp_path: Path) -> None:
     given = ("train-head", "--kind", "medusa", "--data", str(data), "--heads", "2", *FEW)
     assert leapahead(*given, "--out", str(tmp_path / "one")).exit_code == 0
-    given = ("train-head", "--kind", "eagle", "--texts", str(tmp_path / "one" / "texts.jsonl"), *FEW)
+    texts = ("--texts", str(tmp_path / "one" / "texts.jsonl"))
+    given = ("train-head", "--kind", "eagle", *texts, *FEW[2:])
     assert leapahead(*given, "--out", str(tmp_path / "two")).exit_code == 0
+    for unread, value in (("--max-new-tokens", "8"), ("--sampled", "0.9"), ("--text-batch", "3")):
+        refused = leapahead(*given, unread, value, "--out", str(tmp_path / "three"))
+        assert refused.stderr.startswith(f"error: {unread}={value} is not possible with --texts={texts[1]}, since")
     assert "prompts of `prompts.jsonl`" in (tmp_path / "two" / "head" / "README.md").read_text()
 
 
@@ -388,6 +438,8 @@ def test_ctrl_c_says_how_to_go_on(leapahead: Any, data: Path, tmp_path: Path, mo
         (["--data", "{data}", "--evaluate", "missing.jsonl"], "there is no file missing.jsonl"),
         (["--texts", "."], ". is a folder; give a file, such as a training's texts.jsonl"),
         (["--data", "{data}", "--layers", "1,x"], "--layers 1,x is not possible: give numbers of layers"),
+        (["--data", "{data}", "--layers", ""], "--layers '' is not possible: give numbers of layers"),
+        (["--data", "{data}", "--draft-vocab", "5000"], "--draft-vocab=5000 is not possible, since bundled has"),
         (["--data", "{data}", "--layers", "1,2,9"], "the head reads the hidden states of layers 1, 2, 9"),
         (["--data", "{data}", "--heads", "2"], "--heads 2 is not possible with eagle3"),
         (["--data", "{data}", "--kind", "hydra", "--ttt", "2"], "--ttt 2 is not possible with hydra"),

@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from leapahead import drafters as registry
-from leapahead.cli.command import Command, option
+from leapahead.cli.command import Command, option, say
 from leapahead.cli.screen import Console
+from leapahead.core.errors import BadParameter
 from leapahead.drafters.registry import DrafterClass
 
 
@@ -31,7 +32,12 @@ def drafters(as_json: bool) -> None:
     so many candidates and room for them, and nothing depends on the time that steps take; with `nodes=0` a drafter
     drafts as many as pay.
     """
-    described = [describe(registry.load(name)) for name in registry.names()]
+    described = []
+    for name in registry.names():
+        try:
+            described.append(describe(registry.load(name)))
+        except BadParameter as error:  # another package's, which is broken
+            say(f"warning: {error}")
     if as_json:
         click.echo(json.dumps(described, indent=2))
         return

@@ -15,13 +15,33 @@ from leapahead.cli.training import ABOVE_0, AT_LEAST_ONE, TRAINING
 from leapahead.core.errors import BadParameter
 from leapahead.drafters.heads.config import EAGLE, EAGLE3
 from leapahead.models.loading import BUNDLED
-from leapahead.training.settings import FEATURES, LOSSES, OPTIMIZERS, TRAINED, Folder, Settings
+from leapahead.training.settings import (
+    EAGLE_RATE,
+    FEATURES,
+    LOSSES,
+    MEDUSA_RATE,
+    MUON_RATES,
+    OPTIMIZERS,
+    TRAINED,
+    Folder,
+    Settings,
+)
 
 if TYPE_CHECKING:
     from leapahead.training.loop import Watch
     from leapahead.training.run import Trained
 
 HEAD = "Head options"
+
+
+def _usual_rates() -> str:
+    """The learning rates of all kinds, as `Settings.complete` takes them."""
+    kinds: dict[float, list[str]] = {}
+    for kind, rate in MUON_RATES.items():
+        kinds.setdefault(rate, []).append(kind)
+    others = ", ".join(kind for kind in TRAINED if kind not in MUON_RATES)
+    muon = ", ".join(f"{rate:g} / hidden size for {', '.join(names)}" for rate, names in kinds.items())
+    return f"{MEDUSA_RATE:g} for {others}; of other kinds {EAGLE_RATE:g} / hidden size with adamw, and with muon {muon}"
 
 
 @click.command(
@@ -75,7 +95,7 @@ HEAD = "Head options"
     type=ABOVE_0,
     metavar="RATE",
     group=TRAINING,
-    show_default="1e-3; EAGLE: 0.5 / hidden size; DFlash: 3 / hidden size",
+    show_default=_usual_rates(),
     help="Greatest learning rate.",
 )
 @option(
@@ -136,7 +156,8 @@ def _settings(values: dict[str, Any], model: str | None) -> Settings:
     if (wrong := heads if has_steps else ttt) is not None:
         raise BadParameter(f"{'--heads' if has_steps else '--ttt'} {wrong} is not possible with {kind}")
     try:
-        numbers = tuple(int(layer) for layer in layers.split(",")) if layers else ()
+        numbers = () if layers is None else tuple(int(layer) for layer in layers.split(","))
     except ValueError:
-        raise BadParameter(f"--layers {layers} is not possible: give numbers of layers, divided by commas") from None
+        given = layers or "''"
+        raise BadParameter(f"--layers {given} is not possible: give numbers of layers, divided by commas") from None
     return Settings(model=model or BUNDLED, layers=numbers, depths=heads or ttt or 0, **training.files(values))

@@ -22,7 +22,7 @@ from leapahead.cli.screen import Console
 from leapahead.cli.typed import Finite
 from leapahead.core import openmp
 from leapahead.core.errors import BadParameter, needing
-from leapahead.training.settings import SCHEDULES, Folder, RunSettings
+from leapahead.training.settings import CLLM, SCHEDULES, Folder, RunSettings
 
 if TYPE_CHECKING:
     from leapahead.training.evaluate import Evaluation
@@ -167,6 +167,7 @@ def train(
             raise BadParameter(f"{file} is a folder; give a file, such as a training's {Path(file) / 'texts.jsonl'}")
         if not Path(file).is_file():
             raise BadParameter(f"there is no file {file}")
+    _check_decoding(settings)
     folder.check(settings, resume)
     for file in filter(None, (settings.data, *settings.evaluate)):
         tasks.read_file(Path(file))
@@ -189,6 +190,26 @@ def train(
         screen.say(f"interrupted after step {trained.state.step}; the same command with --resume goes on")
         raise Exit(INTERRUPTED)
     return trained
+
+
+def _check_decoding(settings: RunSettings) -> None:
+    """Refuses options of how texts are decoded, where none are.
+
+    Raises:
+        BadParameter: one was given.
+    """
+    if settings.data:
+        return
+    ctx = click.get_current_context()
+    unread = ["sampled"]  # the texts of `evaluate` are greedy
+    if not settings.evaluate:
+        unread += ["max_new_tokens", *(["text_batch"] if settings.kind != CLLM else [])]  # trajectories are decoded
+    for name in unread:
+        if ctx.params.get(name) is not None and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise BadParameter(
+                f"{name}={ctx.params[name]} is not possible with texts={settings.texts}, since these texts are there "
+                "already; leave it out, or give data=FILE of further prompts"
+            )
 
 
 def command_line() -> str:

@@ -36,7 +36,8 @@ def value_of(key: str, text: str, annotation: Any) -> Any:
                 return read(text)
             except ValueError:
                 continue
-    raise BadParameter(f"-o {key}={text} is not possible: the value must be of type {annotation}")
+    name = annotation.__name__ if isinstance(annotation, type) else annotation
+    raise BadParameter(f"-o {key}={text} is not possible: the value must be of type {name}")
 
 
 def _bool(text: str) -> bool:

@@ -284,6 +284,8 @@ class DrafterCache:
             BadParameter: it is something else, damaged, or belongs to another vocabulary. The sections that were merged
                 before a damaged one stay merged.
         """
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise BadParameter(f"{RECEIVED} must be bytes, as to_bytes gives them, got {type(data).__name__}")
         if len(data) > cache_file.MAX_BYTES:
             raise cache_file.too_large(RECEIVED, len(data), RESEND)
         with cache_file.unpacked(data, RECEIVED, RESEND) as (header, array):

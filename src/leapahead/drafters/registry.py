@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from leapahead.core.errors import BadParameter
+from leapahead.core.errors import BadParameter, first_line
 from leapahead.core.parameters import is_whole
 from leapahead.drafters.base import Drafter, PerSequence, SequenceDrafter
 from leapahead.models.base import TREE
@@ -70,13 +70,20 @@ def load(name: str) -> DrafterClass:
     """The class that is registered under `name`.
 
     Raises:
-        BadParameter: no drafter has that name, or what is registered is not a usable drafter class.
+        BadParameter: no drafter has that name, or what is registered is not a usable drafter class or cannot be loaded.
     """
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
         found = getattr(import_module(module), attribute)
     elif name in (others := _third_party()):
-        found = others[name].load()
+        try:
+            found = others[name].load()
+        except Exception as error:  # whatever the code of another package raises
+            package = f" of the package {others[name].dist.name}" if others[name].dist is not None else ""
+            raise BadParameter(
+                f"the drafter {name!r}{package} cannot be loaded from its entry point {others[name].value!r}: "
+                f"{first_line(error)}; repair or uninstall it"
+            ) from error
     else:
         raise BadParameter(f"there is no drafter {name!r}{_nearest(name, names())}; there are {', '.join(names())}")
     return _checked(found, f"the entry point {name!r} gives")

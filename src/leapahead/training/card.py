@@ -252,5 +252,6 @@ def curves(data: Data) -> Figure:
     title = "Agreement" if data["agreement"] else "Likeliest token is the text's, each depth alone"
     right.set(title=title, xlabel="step", ylabel="share of places")
     right.set_ylim(0, 1)
-    right.legend()
+    if depths:  # there are none after a few steps without held-out texts
+        right.legend()
     return figure

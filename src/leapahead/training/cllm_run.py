@@ -100,9 +100,9 @@ def train_cllm(
     complete = settings.complete(student.hidden_size)
     folder.begin(settings)
     measured = conditions(target)
-    trained, held_out, sets = gathered(llm, settings, folder, watch)
+    trained, held_out, sets = gathered(llm, settings, folder, watch, _greedy)
     llm.close()
-    trained, watched = _greedy(trained), _greedy(held_out)[: settings.batch]
+    watched = held_out[: settings.batch]
     recorded = trajectories.write(
         target, tokenizer, [*trained, *watched], settings.block, together, folder.trajectories, watch.progress
     )

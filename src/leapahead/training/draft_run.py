@@ -80,6 +80,8 @@ def train_draft(
         everything = [*trained, *held_out, *(text for texts in sets.values() for text in texts)]
         mask = pard.mask_token(student, everything, (*ends, *(reader.model.start if reader else ())))
         student.model.config.pard_token = mask  # which tells those who draft with it
+    elif hasattr(student.model.config, "pard_token"):
+        del student.model.config.pard_token  # the masks of one that was trained with them are not kept up
     if reader is not None:
         own: DraftRecipe = SpecDrafterRecipe(student, reader, complete, ends, mask)
     elif executor is not None and mask is not None:

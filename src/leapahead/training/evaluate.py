@@ -215,6 +215,7 @@ def grow(drafts: Drafts, vocabulary: Tensor | None, depth: int, frontier: int, c
         candidates: tokens after each of them.
     """
     logits = drafts.first()
+    candidates = min(candidates, logits.shape[-1])
     scores = logits.new_zeros(logits.shape[:2])
     paths = torch.zeros(*logits.shape[:2], 0, dtype=torch.long, device=logits.device)
     levels: list[Level] = []

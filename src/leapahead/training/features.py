@@ -94,10 +94,13 @@ def training_target(target: Target) -> TrainingTarget:
         Refused: it gives no hidden states, or its logits are not the product of its last one and a matrix.
     """
     info = target.info
-    if not isinstance(target, TransformersTarget) or HIDDEN not in info.capabilities:
+    if not isinstance(target, TransformersTarget):
         raise Refused(
-            f"no head can be trained for {info.name}, which gives no hidden states; use a model of Transformers"
+            f"no head can be trained for {info.name}, which is no model of Transformers, as a head needs; "
+            "give the folder that it was made from"
         )
+    if HIDDEN not in info.capabilities:
+        raise Refused(f"no head can be trained for {info.name}, which gives no hidden states; use another model")
     layers = [target.model.get_input_embeddings(), target.model.get_output_embeddings()]
     weights = [weight for layer in layers if (weight := weight_of(layer)) is not None]
     shape = (info.vocab_size, info.hidden_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 from leapahead.api import LLM
 from leapahead.bench import plots
 from leapahead.bench.conditions import Data, conditions
+from leapahead.core.errors import BadParameter
 from leapahead.training import card, texts
 from leapahead.training.batches import Order, batch_of
 from leapahead.training.evaluate import Evaluation, evaluate
@@ -61,6 +62,11 @@ def train_head(
     folder = Folder(path)
     folder.check(settings, resume)
     target = training_target(llm.target)
+    if settings.draft_vocab > target.vocab_size:
+        raise BadParameter(
+            f"draft_vocab={settings.draft_vocab} is not possible, since {target.name} has {target.vocab_size} tokens; "
+            "give fewer, or leave it out for all"
+        )
     complete = settings.complete(target.hidden_size)
     folder.begin(settings)
     measured = conditions(llm.target)
@@ -124,9 +130,17 @@ def write(own: Recipe, run: card.Run, folder: Path) -> None:
 
 
 def gathered(
-    llm: LLM, settings: RunSettings, folder: Folder, watch: Watch
+    llm: LLM,
+    settings: RunSettings,
+    folder: Folder,
+    watch: Watch,
+    usable: Callable[[Sequence[Text]], Sequence[Text]] = list,
 ) -> tuple[list[Text], list[Text], dict[str, list[Text]]]:
-    """The texts to train on, the held-out ones, and those of the files that are evaluated only, by their names."""
+    """The texts to train on, the held-out ones, and those of the files that are evaluated only, by their names.
+
+    Args:
+        usable: which of the texts are trained on or held out; all by default.
+    """
     found = texts.read(llm, Path(settings.texts)) if settings.texts else []
     if settings.data:
         wish = Wish(Path(settings.data), settings.max_new_tokens, settings.sampled, settings.seed)
@@ -139,7 +153,7 @@ def gathered(
         what = Path(name).stem
         written = texts.write(llm, wish, folder.evaluation(what), watch.progress, f"texts of {what}")
         sets[what] = [text for text in written if len(text.answer) >= texts.LEAST]
-    return *texts.divide(found, settings.held_out, settings.seed), sets
+    return *texts.divide(usable(found), settings.held_out, settings.seed), sets
 
 
 def by_temperature(held_out: Sequence[Text]) -> dict[str, list[Text]]:

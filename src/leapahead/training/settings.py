@@ -31,7 +31,9 @@ from leapahead.drafters.heads.config import (
     HYDRA_PREFIX,
     HYDRAS,
     KINDS,
+    LAST,
     MEDUSA,
+    MOST_DEPTHS,
     MTP,
     PASS,
     PEAGLE,
@@ -152,11 +154,13 @@ class Settings(RunSettings):
         super().__post_init__()
         if self.kind in (EAGLE, DFLASH, DFLASH2) and self.draft_vocab:
             raise BadParameter(f"draft_vocab is not possible with {self.kind}, whose output layer is the target's")
-        if self.kind not in FUSED and self.layers:
-            layers = ",".join(map(str, self.layers))
+        layers = ",".join(map(str, self.layers))
+        if self.kind not in FUSED and layers:
             raise BadParameter(f"layers={layers} is not possible with {self.kind}, which reads the last hidden state")
-        for name in ("depths", "draft_vocab"):
-            check_least(self, name, 0)
+        if len(set(self.layers)) < len(self.layers) or min(self.layers, default=0) < LAST:
+            raise BadParameter(f"layers={layers} is not possible: they must be different, and numbered from 0 on")
+        check_least(self, "depths", 0, MOST_DEPTHS)
+        check_least(self, "draft_vocab", 0)
         if self.kind == PEAGLE and self.depths == 1:
             raise BadParameter("depths=1 is not possible with peagle, which has no mask then; give at least 2")
 
@@ -202,6 +206,8 @@ class DraftSettings(RunSettings):
         super().__post_init__()
         for name in ("on_policy", "retention", "least_retention"):
             check_share(self, name, 1.0)
+        if self.kind != PARD:
+            check_unset(self, "retention", "least_retention")
 
     def complete(self, hidden_size: int) -> DraftSettings:
         """The settings with the usual values in place of those that were left out, for a model of this width."""
@@ -262,9 +268,11 @@ class ProbeSettings(RunSettings):
     def __post_init__(self) -> None:
         check_choice(self, kind=PROBES, loss=LOSSES)
         super().__post_init__()
-        for name in ("depths", "groups"):
-            check_least(self, name, 1)
+        check_least(self, "depths", 1, MOST_DEPTHS)
+        check_least(self, "groups", 1)
         check_least(self, "ar_weight", 0)
+        if self.kind != SPACE:
+            check_unset(self, "ar_weight")
 
     def complete(self, hidden_size: int) -> ProbeSettings:
         """The settings with the usual values in place of those that were left out, for a model of this width."""
@@ -279,12 +287,20 @@ def check_choice(settings: RunSettings, **known: Sequence[str]) -> None:
             raise BadParameter(f"{name}={value!r} is not possible; choose one of {', '.join(values)}")
 
 
-def check_least(settings: RunSettings, name: str, least: int) -> None:
-    """Refuses a setting that is too small or not finite; None is what was left out."""
+def check_least(settings: RunSettings, name: str, least: int, most: float = math.inf) -> None:
+    """Refuses a setting that is too small, too large or not finite; None is what was left out."""
     value = getattr(settings, name)
-    if value is not None and not least <= value < math.inf:
+    if value is not None and not (least <= value <= most and value < math.inf):
         finite = "a finite number of " * isinstance(value, float)
-        raise BadParameter(f"{name}={value} is not possible: it must be {finite}at least {least}")
+        limits = f"{finite}at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise BadParameter(f"{name}={value} is not possible: it must be {limits}")
+
+
+def check_unset(settings: RunSettings, *names: str) -> None:
+    """Refuses settings that are not read for the kind that is trained."""
+    for name in names:
+        if (value := getattr(settings, name)) != getattr(type(settings), name):
+            raise BadParameter(f"{name}={value} is not possible with {settings.kind}, which does not read it")
 
 
 def check_share(settings: RunSettings, name: str, most: float) -> None:

@@ -103,7 +103,7 @@ def write(llm: LLM, wish: Wish, path: Path, progress: Progress, what: str = "the
         what: they are, for `progress`.
 
     Raises:
-        BadParameter: the file holds texts of another model or of other prompts.
+        BadParameter: the file holds texts of another model or of other prompts, or cannot be written.
     """
     wanted = prompts(llm, wish)
     head = {**_model(llm), **asdict(wish), "data": wish.data.name}
@@ -157,7 +157,7 @@ def divide(texts: Sequence[Text], held_out: float, seed: int) -> tuple[list[Text
     count = max(1, round(held_out * len(usable))) if held_out else 0
     if len(usable) < count + 1:
         raise BadParameter(
-            f"there are {len(usable)} texts with at least {LEAST} tokens, too few to train a head; give more prompts"
+            f"there are {len(usable)} texts with at least {LEAST} tokens, too few to train on; give more prompts"
         )
     chosen = set(random.Random(seed).sample(range(len(usable)), count))
     groups: tuple[list[Text], list[Text]] = ([], [])
@@ -202,9 +202,18 @@ def _model(llm: LLM) -> dict[str, Any]:
 
 
 def _append(path: Path, record: dict[str, Any]) -> None:
-    """Adds a line to the file."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    """Adds a line to the file.
+
+    Raises:
+        BadParameter: it cannot be written.
+    """
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        raise BadParameter(
+            f"{path} cannot be written: {error.strerror}; where that is remedied, --resume goes on with what it holds"
+        ) from None
 
 
 def _read(path: Path, expected: dict[str, Any]) -> dict[int, Text]:
@@ -224,5 +233,8 @@ def _read(path: Path, expected: dict[str, Any]) -> dict[int, Text]:
         if given[name] != value:
             raise BadParameter(f"{path} was written with {name} {given[name]!r}, not {value!r}; give a new folder")
     if len(whole) < len(content):
-        path.write_text(whole, encoding="utf-8")
+        try:
+            path.write_text(whole, encoding="utf-8")
+        except OSError as error:
+            raise BadParameter(f"{path} cannot be written: {error.strerror}") from None
     return {text.index: text for text in texts}

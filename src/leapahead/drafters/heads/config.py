@@ -19,6 +19,7 @@ HYDRAS = (HYDRA, HYDRA_PREFIX)
 FUSED = (EAGLE3, PEAGLE, *DFLASHES)  # read the hidden states of several layers
 VANILLA, GATED = "vanilla", "gated"  # DSpark's bias of the logits
 TYPE = "speculators_model_type"
+MOST_DEPTHS = 256  # that a head predicts: of the drafted nodes of a step there are no more (`planner.sizing.MOST`)
 LAST = -1  # the last hidden state, after the final norm, as in `Capture.hidden`
 HYDRA_ARCHITECTURES = {"mlp": HYDRA, "prefix-mlp": HYDRA_PREFIX}
 
@@ -63,11 +64,13 @@ class HeadConfig:
         if self.kind not in FUSED:
             return (LAST,)
         layers = self.layers or (2, count // 2, count - 3)
-        if max(layers) > count or len(set(layers)) < len(layers):
+        named = f"the head reads the hidden states of layers {', '.join(map(str, layers))}"
+        if max(layers) > count or min(layers) < LAST:
             raise BadParameter(
-                f"the head reads the hidden states of layers {', '.join(map(str, layers))}, and the target has {count} "
-                "layers; use a head that was trained for this target"
+                f"{named}, and the target has {count} layers; use a head that was trained for this target"
             )
+        if len(set(layers)) < len(layers):
+            raise BadParameter(f"{named}, of which one is named twice; use a head that reads each of them once")
         return layers
 
 

@@ -30,6 +30,7 @@ from leapahead.drafters.heads.config import (
     HYDRA_ARCHITECTURES,
     KINDS,
     MEDUSA,
+    MOST_DEPTHS,
     MTP,
     PEAGLE,
     PROBE_TYPE,
@@ -77,19 +78,10 @@ def parse(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
         Refused: a kind of head that is not supported.
     """
     try:
-        if TYPE in config:
-            return _of_speculators(config, shapes, where)
-        if PROBE_TYPE in config:
-            return _probes(config, shapes, where)
-        if "hydra_num_heads" in config:
-            return _hydra(config, shapes, where)
-        if "dflash_config" in config:
-            return _dflash(config, shapes, where)
-        if "medusa_num_heads" in config or config.get("model_type") == MEDUSA or "blocks.0.layers.0.weight" in shapes:
-            return _medusa(config, shapes)
-        if "fc.weight" in shapes:
-            return _eagle(config, config, shapes, where)
-    except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        if (found := _parsed(config, shapes, where)) is not None:
+            _check_sizes(found, shapes, where)
+            return found
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration) as error:
         if isinstance(error, (BadParameter, Refused)):
             raise
         raise BadParameter(
@@ -100,6 +92,36 @@ def parse(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
         f"{where} holds no head that is known: expected a config.json with {TYPE!r}, 'medusa_num_heads', "
         f"'hydra_num_heads', 'dflash_config' or {PROBE_TYPE!r}, or weights with 'fc.weight' (EAGLE)"
     )
+
+
+def _parsed(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig | None:
+    if TYPE in config:
+        return _of_speculators(config, shapes, where)
+    if PROBE_TYPE in config:
+        return _probes(config, shapes, where)
+    if "hydra_num_heads" in config:
+        return _hydra(config, shapes, where)
+    if "dflash_config" in config:
+        return _dflash(config, shapes, where)
+    if "medusa_num_heads" in config or config.get("model_type") == MEDUSA or "blocks.0.layers.0.weight" in shapes:
+        return _medusa(config, shapes)
+    return _eagle(config, config, shapes, where) if "fc.weight" in shapes else None
+
+
+def _check_sizes(found: HeadConfig, shapes: Shapes, where: str) -> None:
+    """Refuses numbers that no tensor bounds, before a network of this size is made."""
+    if found.depths > MOST_DEPTHS:
+        raise BadParameter(
+            f"{where} predicts {found.depths} tokens ahead, which is not possible: at most {MOST_DEPTHS} are drafted; "
+            "the file is broken"
+        )
+    if isinstance(found, (EagleConfig, DFlashConfig)) and found.decoder is not None:
+        layers = len({name.split(".")[1] for name in shapes if name.startswith("layers.")})
+        if (count := found.decoder.get("num_hidden_layers")) is not None and int(count) != layers:
+            raise BadParameter(
+                f"{where} has num_hidden_layers={count} in its config.json, and tensors of {layers} layers; the file "
+                "is broken"
+            )
 
 
 def _of_speculators(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.drafters.heads import networks
 from leapahead.drafters.heads.block_head import BlockHead
 from leapahead.drafters.heads.config import (
@@ -71,29 +74,61 @@ def load(config: HeadConfig, tensors: dict[str, Tensor], target: Any, name: str)
             "those of the last one only; use a model of Transformers, or a Medusa head"
         )
     tensors = dict(tensors)
-    offsets = tensors.pop("d2t", None)
-    if (mapped := tensors.pop("token_map", None)) is not None:  # vLLM's Medusa: target ids, not offsets
-        offsets = mapped - torch.arange(len(mapped))
+    offsets = _offsets(tensors, config, name)
     device, dtype = _place(target, network)
     tensors = {key: each.to(device, dtype) for key, each in tensors.items()}
     if config.kind == HYDRA_PREFIX and config.decoder is None:
         config = replace(config, decoder=_decoder(network, info.name, name))
-    with torch.device("meta"):
+    with _named(name), torch.device("meta"):
         module: Any = networks.make(config)
-    for place, each in list(module.named_modules()):
-        if isinstance(each, LlamaRotaryEmbedding):
-            module.set_submodule(place, LlamaRotaryEmbedding(each.config).to(device))
-    if config.kind == MTP:
-        module.rotary.to(device)
     shared = _shared(module, tensors, network, info.name, name)
     tensors |= shared
     _check_tensors(module, tensors, name)
+    with _named(name):  # a rotary embedding is computed, so its size must be known to be that of the tensors
+        for place, each in list(module.named_modules()):
+            if isinstance(each, LlamaRotaryEmbedding):
+                module.set_submodule(place, LlamaRotaryEmbedding(each.config).to(device))
+        if config.kind == MTP:
+            module.rotary.to(device)
     module.load_state_dict(tensors, strict=False, assign=True)
     module.d2t = offsets
     module.requires_grad_(False).eval()
     if network is not None and is_packed(network):
         _pack(module, network, shared)
     return HEADS[config.kind](config, module, info, name)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Turns what Transformers and PyTorch raise of odd fields of a head's configuration into one error."""
+    try:
+        yield
+    except LeapaheadError:
+        raise
+    except Exception as error:  # of whatever class
+        what = f"{type(error).__name__}: {shorten(str(error), 200)}"
+        raise BadParameter(
+            f"the head {name} cannot be made of its config.json ({what}); a field has a wrong value"
+        ) from error
+
+
+def _offsets(tensors: dict[str, Tensor], config: HeadConfig, name: str) -> Tensor | None:
+    """What is added to the head's token ids to get the target's, taken out of the tensors; None for nothing."""
+    given = {own: tensors.pop(own) for own in ("d2t", "token_map") if own in tensors}
+    for own, each in given.items():
+        if each.dim() != 1 or not len(each) or each.is_floating_point() or each.is_complex():
+            raise BadParameter(
+                f"the head {name} has {own} of shape {list(each.shape)} and type {each.dtype}, where one whole number "
+                "for each of its tokens was expected; the file is broken"
+            )
+    if (mapped := given.get("token_map")) is not None:  # vLLM's Medusa: target ids, not offsets
+        return mapped - torch.arange(len(mapped))
+    if "d2t" not in given and 0 < config.draft_vocab_size < config.vocab_size:
+        raise BadParameter(
+            f"the head {name} lacks the tensor d2t, which tells the {config.draft_vocab_size} of {config.vocab_size} "
+            "tokens that it can propose; the file is incomplete"
+        )
+    return given.get("d2t")
 
 
 def _pack(module: torch.nn.Module, network: Any, shared: dict[str, Tensor]) -> None:
