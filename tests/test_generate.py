@@ -643,7 +643,7 @@ def test_the_repr(toy: LLM) -> None:
 
 
 FORKED = """
-import asyncio, os, signal, sys, threading
+import asyncio, os, signal, sys, threading, time
 from leapahead import LLM, AsyncLLM, LeapaheadError
 from leapahead.models.toy import ToyTarget
 
@@ -673,6 +673,9 @@ def later(llm):
 
 llm, other = LLM(ToyTarget()), AsyncLLM(ToyTarget())
 assert text(llm) == later(other)
+while other.llm.engine._turn._driver is not None:  # its thread has not ended the last step
+    time.sleep(0.01)
+time.sleep(0.2)
 """
 DRIVEN = (
     "thread = threading.Thread(target=lambda: llm.generate([1, 2, 3], max_new_tokens=5, criteria=[wait]))\n"

@@ -28,7 +28,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from leapahead.core.errors import Refused
-from leapahead.models.transformers.families import language_model, text_config
+from leapahead.models.transformers.decoder_view import DecoderView
+from leapahead.models.transformers.exact import ExactExecutor
+from leapahead.models.transformers.families import text_config
+from leapahead.models.transformers.static.executor import StaticExecutor
 
 SAMPLED, VALUES = 32, 4  # so many tensors of a model are read, so many values of each
 DROPS = "the model is in training mode and its dropout makes every text different; call model.eval() first"
@@ -49,13 +52,13 @@ class Changes:
     """What is known of a model, to be compared with what it is now.
 
     Args:
-        model: a loaded one of Transformers, whose modules are referred to; None for one that is not to be looked at.
-        is_copied: whether forwards run a copy of its modules, or recorded ones, which have the same tensors.
+        model: of Transformers, or a view of it; its modules are referred to. None for one that is not to be looked at.
+        executor: that runs it. Those of exact mode and those that record forwards run a copy with the same tensors.
     """
 
-    def __init__(self, model: Any, is_copied: bool) -> None:
-        self._model = None if model is None else language_model(model)
-        self._is_copied = is_copied
+    def __init__(self, model: Any, executor: Any) -> None:
+        self._model = model.model if isinstance(model, DecoderView) else model
+        self._is_copied = isinstance(executor, (ExactExecutor, StaticExecutor))
         if self._model is not None:
             self._form, self._parts = _form(self._model), Parts(self._model)
             self._objects, self._values = self._parts.state()

@@ -141,12 +141,10 @@ class TransformersTarget:
         require_version(transformers.__version__)
         if cache_tokens is not None and (not is_whole(cache_tokens) or cache_tokens < 2):
             raise BadParameter(f"cache_tokens={cache_tokens!r} is not possible: it must be at least 2, or None")
-        loaded = model
         self.model = model = self._language_model(model)
         self.config = families.text_config(model)
-        self.lock = RLock()
         self.max_leaves = self.max_nodes = UNLIMITED
-        self._name = name or model.config.name_or_path or type(model).__name__
+        self.lock, self._name = RLock(), name or model.config.name_or_path or type(model).__name__
         if not model._is_stateful:
             families.attention_implementation(model)
         model.eval()
@@ -184,8 +182,7 @@ class TransformersTarget:
             self.executor.cache.limit = limit = cache_tokens or self._usual_tokens(self.executor.cache)
             self.info = replace(self.info, cache_tokens=limit)
         self.executor.forget()  # the entries of the test
-        is_copied = isinstance(self.executor, (ExactExecutor, *choice.RECORDING))
-        self._changes = changes.Changes(loaded if watched and not exclusive else None, is_copied)
+        self._changes = changes.Changes(model if watched and not exclusive else None, self.executor)
         self.eager_choice = self.device.type != "cpu" if eager_choice is None else eager_choice
         self._on_host = self.device.type == "cpu" and not self.eager_choice
 
