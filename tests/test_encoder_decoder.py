@@ -320,7 +320,7 @@ def test_jacobi_as_published(variant: str, llms: dict[str, LLM]) -> None:
 
 
 def test_variants_of_jacobi_that_are_refused(llms: dict[str, LLM]) -> None:
-    with pytest.raises(BadParameter, match="there is no variant 'x' of jacobi; there are sliding, pj, pgj, hgj"):
+    with pytest.raises(BadParameter, match="there is no variant 'x'; there are sliding, pj, pgj, hgj"):
         llms["t5"].engine.drafter("jacobi", variant="x")
     with pytest.raises(BadParameter, match="length=3 is for the variant hgj only"):
         llms["t5"].engine.drafter("jacobi", length=3)

@@ -440,6 +440,25 @@ def test_a_callback_may_cancel_its_own_request() -> None:
     assert not target.open_sessions
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"drafter": "auto"}, "drafter='auto' is not possible: it must be a drafter, which Engine.drafter gives"),
+        ({"tokens": "abc"}, "tokens='abc' is not possible: it must be a sequence of token ids"),
+        ({"tokens": [1.5, 2]}, "tokens has 1.5, which is no token id"),
+        ({"tokens": [1, True]}, "tokens has True, which is no token id"),
+        ({"prediction": "x"}, "prediction='x' is not possible"),
+        ({"prediction": [1, "x"]}, "prediction has 'x', which is no token id"),
+        ({"stream": "false"}, "stream='false' is not possible: it must be true or false"),
+    ],
+)
+def test_what_a_request_cannot_have_is_named(given: dict[str, Any], says: str) -> None:
+    drafter = Engine(ToyTarget()).drafter("plain")
+    with pytest.raises(BadParameter, match=says):
+        Request(**{"tokens": [1, 2], "drafter": drafter, **given})
+    assert Request(np.array([1, 2]), drafter, prediction=(np.int64(3),)).tokens[0] == 1
+
+
 def test_a_criterion_cannot_wait_for_its_own_engine() -> None:
     """It would wait for itself: the request ends with an error that says so, and the others go on."""
     engine = Engine(ToyTarget())

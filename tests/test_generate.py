@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -473,6 +474,10 @@ class Silent(SequenceDrafter):
         ("ab", {"criteria": [3]}, "criteria=\\[3\\] is not possible"),
         ("ab", {"criteria": print}, "criteria=<built-in function print> is not possible"),
         ("ab", {"logits_processors": None}, "logits_processors=None is not possible"),
+        ("ab", {"ignore_eos": "false"}, "ignore_eos='false' is not possible: it must be true or false"),
+        ("ab", {"include_stop": 1, "stop": "b"}, "include_stop=1 is not possible"),
+        ("ab", {"repetition_penalty": 1e-300}, "repetition_penalty=1e-300 is not possible"),
+        ("ab", {"presence_penalty": 1e39}, r"presence_penalty=1e\+39 is not possible"),
         ("ab", {"drafter_options": [1]}, "drafter_options=\\[1\\] is not possible"),
         ("ab", {"drafter": "lookahead", "drafter_options": {"window": "a"}}, "window='a' is not possible"),
         ("\ud800", {}, "the prompt holds a lone surrogate"),
@@ -493,12 +498,29 @@ class Silent(SequenceDrafter):
             {"logits_processors": [PrefixFree(lambda _, logits: logits[:, :5])]},
             r"<lambda> has returned .*\[1, 5\]",
         ),
+        (
+            "ab",
+            {"logits_processors": [lambda _, logits: SimpleNamespace(shape=logits.shape)]},
+            r"has returned a types.SimpleNamespace .* must return the changed logits, a numpy.ndarray of shape",
+        ),
     ],
 )
 def test_bad_input_gets_one_sentence(toy: LLM, prompt: Any, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(LeapaheadError, match=sentence) as caught:
         toy.generate(prompt, **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["exact", "trust_remote_code"])
+def test_what_is_no_boolean_counts_as_none(name: str) -> None:
+    for value in ("false", 1, None):
+        with pytest.raises(BadParameter, match=f"{name}={value!r} is not possible: it must be true or false"):
+            LLM(ToyTarget(), **{name: value})
+        with pytest.raises(BadParameter, match=f"{name}={value!r} is not possible"):
+            loading.check("model", **{name: value})
+    LLM(ToyTarget(), **{name: np.False_})
+    with pytest.raises(BadParameter, match="compact='no' is not possible"):
+        leapahead.Grammar.json_object(compact="no")  # type: ignore[arg-type]
 
 
 def test_arrays_and_numpy_numbers_are_prompts_and_options(toy: LLM) -> None:

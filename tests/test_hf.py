@@ -28,6 +28,8 @@ from scipy.stats import chisquare
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GenerationConfig,
     GPT2Config,
     GPTNeoConfig,
@@ -36,6 +38,8 @@ from transformers import (
     MambaConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     SynthIDTextWatermarkingConfig,
     TextIteratorStreamer,
     TextStreamer,
@@ -224,6 +228,8 @@ def test_predictions(llama: Any) -> None:
         ours(llama, SINGLE, "suffix", prediction=[4, 5])
     with pytest.raises(BadParameter, match="2 predictions and 1 prompts"):
         ours(llama, SINGLE, "prediction", prediction=[[4], [5]])
+    with pytest.raises(BadParameter, match=r"stats=\(\) is not possible: it must be a list"):
+        ours(llama, SINGLE, "auto", stats=())
 
 
 # --------------------------------------------------------------------------------------------------------- processors
@@ -495,6 +501,16 @@ def encoded(tokenizer: Any, *texts: str) -> dict[str, torch.Tensor]:
 def only_text(tokenizer: Any, new: int = 14) -> dict[str, Any]:
     """Options under which every new token has text."""
     return {"max_new_tokens": new, "suppress_tokens": [0, 1, 2, *range(len(tokenizer), VOCAB)]}
+
+
+def test_a_prediction_as_text_is_encoded_by_the_given_tokenizer(llama: Any, tokenizer: Any) -> None:
+    inputs, options = encoded(tokenizer, "the cat", "the dog"), only_text(tokenizer)
+    expected, stats = theirs(llama, inputs, **options), list[Stats]()
+    text = tokenizer.decode(expected[0, inputs["input_ids"].shape[1] :])
+    options |= {"tokenizer": tokenizer, "drafter": "prediction", "stats": stats}
+    for prediction in (text, [text, None]):
+        assert run(llama, inputs, prediction=prediction, **options).tolist() == expected.tolist()
+    assert stats[0].accepted == stats[2].accepted > 0 == stats[3].accepted
 
 
 def test_stop_strings_at_every_offset(llama: Any, tokenizer: Any) -> None:
@@ -838,6 +854,48 @@ def test_peft_adapters() -> None:
             call(model, BATCH, adapter_names=["default", "other", "other"])
         with pytest.raises(Refused, match="virtual tokens"):
             call(prompt_tuned, BATCH)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT uses it
+@pytest.mark.filterwarnings("ignore:Unsupported layer type .*RMSNorm")
+@pytest.mark.parametrize("kind", ["IA3Config", "LNTuningConfig", "VeraConfig", "OFTConfig"])
+def test_peft_adapters_of_other_kinds(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    options: dict[str, Any] = {
+        "IA3Config": {"target_modules": ["v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+        "LNTuningConfig": {"target_modules": ["input_layernorm"]},
+        "VeraConfig": {"target_modules": ["q_proj"]},
+        "OFTConfig": {"target_modules": ["q_proj"], "oft_block_size": 4, "r": 0},
+    }[kind]
+    model = peft.get_peft_model(tiny("llama"), getattr(peft, kind)(task_type="CAUSAL_LM", **options)).eval()
+    assert ours(model, BATCH, "lookahead").tolist() == theirs(model, BATCH).tolist()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
+def test_text_of_a_model_that_takes_images(name: str) -> None:
+    """Transformers gives it the encoders' outputs, none for text; Qwen2-VL gets four positions of each token."""
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "initializer_range": 0.25}
+    text |= {"max_position_embeddings": 128, "pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    if name == "gemma3":
+        ids = {"image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92, "mm_tokens_per_image": 1}
+        vision |= {"image_size": 8, "patch_size": 4}
+        config: Any = Gemma3Config(text_config=text, vision_config=vision, **ids)
+        kind: Any = Gemma3ForConditionalGeneration
+    else:
+        vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1}
+        config = Qwen2VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision)
+        config.image_token_id, config.video_token_id, config.vision_start_token_id = 90, 91, 92
+        kind = Qwen2VLForConditionalGeneration
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    for inputs in (SINGLE, BATCH):
+        assert ours(model, inputs, "lookahead").tolist() == theirs(model, inputs).tolist()
+    processors: Any = LogitsProcessorList()
+    with pytest.raises(Refused, match=r"the model input image is not supported by leapahead\.hf, which takes text"):
+        hf_fields.refuse(model, model.generation_config, processors, {"mm_encoder_outputs": {"image": None}})
 
 
 def test_quantised_models() -> None:

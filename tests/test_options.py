@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -15,6 +17,7 @@ from leapahead import LLM, drafters
 from leapahead.core.errors import BadParameter
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
+from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.draft_model import DraftModelDrafter
 from leapahead.drafters.planned import Planned
 from leapahead.drafters.sources.corpus import write
@@ -140,11 +143,57 @@ def test_fixed_nodes_are_as_good_as_nodes_of_a_fixed_number_of_forwards(params: 
         ("speculative_sampling", {"draft": "bundled", "depth": 0}, "depth=0 is not possible"),
         ("prompt_lookup", {"num_tokens": 1.5}, "num_tokens=1.5 is not possible"),
         ("jacobi", {"block": "8"}, "block='8' is not possible"),
+        ("jacobi", {"seed": [1]}, r"seed=\[1\] is not possible"),
+        ("jacobi", {"variant": ["pj"]}, r"there is no variant \['pj'\]"),
+        ("lookahead", {"pool_capacity": "5"}, "pool_capacity='5' is not possible"),
+        ("lookahead", {"preset": ["code"]}, r"there is no preset \['code'\]"),
+        ("lookahead", {"seed": 1.5}, "seed=1.5 is not possible"),
+        ("lookahead", {"prompt_ngrams": "false"}, "prompt_ngrams='false' is not possible: it must be true or false"),
+        ("lookahead", {"start_from_pool": 1}, "start_from_pool=1 is not possible"),
+        ("ngram", {"longest": 3.5}, "longest=3.5 is not possible"),
+        ("recycling", {"k": float("inf")}, "k=inf is not possible"),
+        ("recycling", {"longest": 2.5}, "longest=2.5 is not possible"),
+        ("ouroboros", {"draft": "bundled", "chain": None}, "chain=None is not possible"),
+        ("ouroboros", {"draft": "bundled", "seed": "1"}, "seed='1' is not possible"),
+        ("draft_model", {"draft": "bundled", "seed_aware": "false"}, "seed_aware='false' is not possible"),
+        ("draft_model", {"draft": "bundled", "learn_rate": "1"}, "learn_rate='1' is not possible"),
+        ("draft_model", {"draft": "bundled", "learned": 3.5}, "learned=3.5 is not possible"),
+        ("speculative_sampling", {"draft": "bundled", "unsure": "1"}, "unsure='1' is not possible"),
+        ("speculative_sampling", {"draft": "bundled", "rule": ["spectr"]}, r"there is no rule \['spectr'\]"),
+        ("auto", {"sources": None}, "sources=None is not possible: it must be names of prediction"),
+        ("auto", {"sources": [3]}, r"sources=\[3\] is not possible"),
+        ("auto", {"sources": ["suffix", "nothing"]}, "there is no source 'nothing'"),
+        ("auto", {"datastore": True}, "datastore=True is not possible: it must be the path of a file"),
+        ("auto", {"datastore": []}, r"datastore=\[\] is not possible"),
+        ("auto", {"draft": []}, "draft names no model"),
+        ("auto", {"draft": 0}, "a model must be a name"),
+        ("auto", {"head": ()}, "head names no trained head"),
+        ("auto", {"head": False}, "head must be the folder of a trained head"),
+        ("cascade", {"draft": ()}, "draft names no model"),
+        ("triforce", {"draft": False}, "a model must be a name"),
+        ("datastore", {"file": 3.5}, "file=3.5 is not possible"),
     ],
 )
 def test_what_contradicts_itself_is_refused_at_construction(name: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(BadParameter, match=says):
         drafters.make(name, **options)
+
+
+def test_sources_are_named_in_a_list_or_divided_by_commas() -> None:
+    for given in ("suffix, ngram", ["suffix", "ngram"], ("suffix", "ngram")):
+        assert [each.name for each in drafters.make("auto", sources=given).make_sources(None)] == ["suffix", "ngram"]
+
+
+def test_a_number_is_no_file() -> None:
+    """It would be opened as a file descriptor, and closed."""
+    with tempfile.TemporaryFile() as file:
+        for name, option in (("auto", "datastore"), ("datastore", "file")):
+            with pytest.raises(BadParameter, match="must be the path of a file"):
+                drafters.make(name, **{option: file.fileno()})
+        for use in (DrafterCache.load, DrafterCache().merge, DrafterCache().save):
+            with pytest.raises(BadParameter, match="must be the path of a file"):
+                use(file.fileno())
+        assert os.fstat(file.fileno())
 
 
 def test_a_chain_has_no_more_nodes_than_its_draft_forwards_add() -> None:

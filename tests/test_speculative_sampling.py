@@ -233,7 +233,7 @@ def test_it_announces_another_text_and_check_refuses_it_when_sampling() -> None:
 def test_impossible_options_are_refused_by_name() -> None:
     with pytest.raises(BadParameter, match=r"needs draft=\.\.\., the smaller model"):
         SpeculativeSampling()
-    with pytest.raises(BadParameter, match="rule='x' is not possible; there are specinfer, sequoia, spectr"):
+    with pytest.raises(BadParameter, match="there is no rule 'x'; there are specinfer, sequoia, spectr"):
         SpeculativeSampling(ToyTarget(), rule="x")
     with pytest.raises(BadParameter, match="width=0"):
         SpeculativeSampling(ToyTarget(), width=0)

@@ -1032,6 +1032,29 @@ def test_a_bidirectional_model_is_refused() -> None:
         TransformersTarget(replace(BY_NAME["bert"], options={"is_decoder": False}).build())
 
 
+class DynamicallyQuantised(torch.nn.Linear):
+    """Rounds its input to 8 bits, with one scale for all of a forward."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        scale = rows.abs().max() / 127
+        return super().forward((rows / scale).round() * scale)
+
+
+def test_a_model_whose_rows_influence_each_other_is_refused() -> None:
+    """A draft would change the text."""
+    model = BY_NAME["llama"].build()
+    for part in model.modules():
+        if type(part) is torch.nn.Linear:
+            part.__class__ = DynamicallyQuantised
+    with pytest.raises(Refused, match=r"its own logits change by 0\.\d+ standard deviations .* quantised"):
+        TransformersTarget(model)
+
+
+def test_weights_on_the_meta_device_are_refused() -> None:
+    with pytest.raises(Refused, match="are on the meta device, as where they are offloaded; load the model"):
+        TransformersTarget(BY_NAME["llama"].build().to("meta"))
+
+
 def test_a_model_without_a_cache_is_refused() -> None:
     config = transformers.OpenAIGPTConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     with pytest.raises(Refused, match="takes no cache"):

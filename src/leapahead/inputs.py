@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 from leapahead.core.bias import LogitBias
 from leapahead.core.errors import BadParameter, ContextOverflow
 from leapahead.core.grammar import CompiledGrammar
-from leapahead.core.parameters import is_whole, number, unicode_text, whole
+from leapahead.core.parameters import finite, flag, is_whole, unicode_text, whole
 from leapahead.core.processors import LogitsProcessor, PrefixFree
 from leapahead.core.relaxed import Relaxed
 from leapahead.core.sampling import SamplingParams
@@ -103,6 +102,15 @@ def check_prediction(given: Any, drafter: Drafter | type[Drafter] | type[Sequenc
         raise BadParameter(f"drafter {drafter.name!r} makes no use of a prediction; use auto or prediction")
 
 
+def encoded_predictions(given: Any, tokenizer: Tokenizer) -> Any:
+    """A prediction, or a list of them, with token ids in place of text."""
+    if isinstance(given, (list, tuple)):
+        return [encoded_predictions(each, tokenizer) for each in given]
+    if not isinstance(given, str):
+        return given
+    return tokenizer.encode(unicode_text("the prediction", given), add_special_tokens=False) if given else []
+
+
 def drafter_options(options: Options) -> dict[str, Any]:
     """The options of a call's own drafter."""
     given = options.get("drafter_options", {})
@@ -132,8 +140,7 @@ class Inputs:
         if isinstance(given, str):
             if self.tokenizer is None:
                 raise BadParameter("a prediction as text needs a tokenizer; pass tokenizer=..., or its token ids")
-            text = unicode_text("the prediction", given)
-            given = self.tokenizer.encode(text, add_special_tokens=False) if text else []
+            given = encoded_predictions(given, self.tokenizer)
         if not isinstance(given, (list, tuple, np.ndarray)) or not all(is_whole(token) for token in given):
             raise BadParameter(
                 f"a prediction must be text or token ids, or a list with one for each prompt, got {given!r}"
@@ -187,14 +194,11 @@ class Inputs:
             raise BadParameter(
                 f"logit_bias={given!r} is not possible: it must be a dictionary of token ids and numbers"
             )
-        for token, bias in given.items():
-            value = number(bias)
-            if value is None or not math.isfinite(value):
-                raise BadParameter(f"logit_bias of token {token} is {bias!r}: it must be a finite number")
         if not given:
             return ()
+        values = [finite(f"logit_bias of token {token}", bias) for token, bias in given.items()]
         tokens = self._ids("logit_bias", list(given))
-        return (PrefixFree(LogitBias(dict(zip(tokens, map(float, given.values()), strict=True)))),)
+        return (PrefixFree(LogitBias(dict(zip(tokens, values, strict=True)))),)
 
     def stop(self, options: Options) -> StopParams:
         """When the text ends."""
@@ -272,7 +276,7 @@ def encode(
     if len(tokens) >= info.context_length:
         raise ContextOverflow(
             f"the prompt has {len(tokens)} tokens and the context of {info.name} {info.context_length}; shorten it, or "
-            "load the model with a longer context"
+            "give a GGUF file a longer one (n_ctx)"
         )
     return tokens
 
@@ -362,6 +366,8 @@ def _numbers(options: Options) -> dict[str, Any]:
 
 def _lengths_and_strings(options: Options) -> dict[str, Any]:
     """The arguments of `StopParams` that depend on no vocabulary."""
+    for name in ("ignore_eos", "include_stop"):
+        flag(name, options.get(name, False))
     length = whole("max_new_tokens", options.get("max_new_tokens", 128), least=1)
     check_lengths(options.get("min_new_tokens", 0), length)
     stop = options.get("stop", ())

@@ -1,4 +1,4 @@
-"""Checks of the numbers and token ids that a user passes, and the parts of a list of options.
+"""Checks of the numbers, booleans, names and token ids that a user passes, and the parts of a list of options.
 
 Numpy's numbers are accepted; booleans are not numbers.
 """
@@ -6,11 +6,17 @@ Numpy's numbers are accepted; booleans are not numbers.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from leapahead.core.errors import BadParameter
 
+LARGEST = float(np.finfo(np.float32).max)
 MOST_BATCH = MOST_SAMPLES = 2**16  # sequences decoded together, and samples of a prompt; more is a slip of the hand
 # A part of a list that commas divide: a value in quotes may hold commas.
 PART = re.compile(r"""(?P<key>[^,=]*=)\s*(?P<quote>["'])(?P<value>.*?)(?P=quote)\s*(?=,|$)|[^,]+""", re.DOTALL)
@@ -39,6 +45,68 @@ def whole(name: str, value: Any, least: int = 0, most: int | None = None) -> int
     return int(value)
 
 
+def is_left_out(option: object) -> bool:
+    """Whether an option that names files or models is left out, which None and "" mean."""
+    return option is None or (isinstance(option, str) and not option)
+
+
+def flag(name: str, value: Any) -> bool:
+    """The value as a bool.
+
+    Raises:
+        BadParameter: it is none, of Python or of numpy: "false", for example, would count as true.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise BadParameter(f"{name}={value!r} is not possible: it must be true or false")
+    return bool(value)
+
+
+def within(name: str, value: Any, least: float, most: float, rule: str) -> float:
+    """The value as a number.
+
+    Args:
+        rule: what it must be, for the message.
+
+    Raises:
+        BadParameter: it is no number, or not from `least` to `most`.
+    """
+    found = number(value)
+    if found is None or not least <= found <= most:  # comparisons with NaN are false
+        raise BadParameter(f"{name}={value!r} is not possible: it must be {rule}")
+    return found
+
+
+def one_of(name: str, value: Any, known: Iterable[str]) -> str:
+    """The value, one of some names.
+
+    Raises:
+        BadParameter: it is none of them.
+    """
+    if not isinstance(value, str) or value not in known:
+        raise BadParameter(f"there is no {name} {value!r}; there are {', '.join(known)}")
+    return value
+
+
+def file_path(name: str, value: Any) -> Path:
+    """The value as a path; a number would be opened as a file descriptor.
+
+    Raises:
+        BadParameter: it is no path, or an empty one.
+    """
+    if not isinstance(value, (str, PathLike)) or not (text := fspath(value)) or not isinstance(text, str):
+        raise BadParameter(f"{name}={value!r} is not possible: it must be the path of a file")
+    return Path(text)
+
+
+def finite(name: str, value: Any) -> float:
+    """The value as a number that is finite in float32, in which logits are processed.
+
+    Raises:
+        BadParameter: it is none.
+    """
+    return within(name, value, -LARGEST, LARGEST, f"a finite number, at most {LARGEST:.2g} in size, as float32 is")
+
+
 def number(value: Any) -> float | None:
     """The value as an int or float; None if it is no number."""
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -55,6 +123,20 @@ def unicode_text(what: str, text: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise BadParameter(f"{what} holds a lone surrogate, so it is no Unicode text; decode its bytes as UTF-8")
     return text
+
+
+def check_token_ids(name: str, value: Any) -> None:
+    """Refuses what is no sequence of token ids.
+
+    Raises:
+        BadParameter: it is none, or something in it is no whole number.
+    """
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)):
+        raise BadParameter(f"{name}={value!r} is not possible: it must be a sequence of token ids")
+    if not set(map(type, value)) <= {int}:  # the fast way, since prompts may be long
+        for token in value:
+            if not is_whole(token):
+                raise BadParameter(f"{name} has {token!r}, which is no token id; give whole numbers")
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:

@@ -31,15 +31,20 @@ def processed(processor: LogitsProcessor, prefixes: Array, logits: Array) -> Arr
         BadParameter: it has returned something else, for example None after a change in place.
     """
     found = processor(prefixes, logits)
-    shape = getattr(found, "shape", None)
-    if shape != logits.shape:
+    shape, kind = getattr(found, "shape", None), type(logits)
+    if shape != logits.shape or not isinstance(found, kind):
         own = getattr(processor, "processor", processor)  # within `PrefixFree`
-        returned = type(found).__name__ if shape is None else f"an array of shape {list(shape)}"
+        returned = type(found).__name__ if shape is None else f"a {_name(type(found))} of shape {list(shape)}"
         raise BadParameter(
             f"the logits processor {getattr(own, '__name__', type(own).__name__)} has returned {returned}; it must "
-            f"return the changed logits, of shape {list(logits.shape)}, also where it changes them in place"
+            f"return the changed logits, a {_name(kind)} of shape {list(logits.shape)}, also where it changes them in "
+            "place"
         )
     return found
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
 
 
 @dataclass(frozen=True)

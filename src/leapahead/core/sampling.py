@@ -29,7 +29,7 @@ from leapahead.core.errors import BadLogits, BadParameter
 from leapahead.core.filters import floors
 from leapahead.core.grammar import CompiledGrammar, GrammarState
 from leapahead.core.noise import DeviceNoise, GumbelNoise
-from leapahead.core.parameters import is_whole, number, token_ids, whole
+from leapahead.core.parameters import LARGEST, finite, is_whole, number, token_ids, whole
 from leapahead.core.penalties import Penalties
 from leapahead.core.processors import LogitsProcessor, PrefixFree, processed
 from leapahead.core.tree import IntArray, TokenTree
@@ -39,6 +39,7 @@ Array = Any  # a numpy array or a torch tensor: whatever the target's logits are
 FloatArray = npt.NDArray[np.floating[Any]]
 
 LEAST_TEMPERATURE = 1e-6  # below it, logits / temperature may overflow in float32
+MULTIPLIER = "a finite number > 0 (1 is off) whose reciprocal is finite in float32 too"
 UNSETTLED = -2  # in place of a choice that waits for `choose(..., settle=True)`
 
 
@@ -105,9 +106,9 @@ class SamplingParams:
         for name in ("min_new_tokens", "top_k", "seed"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
         check("seed", "a whole number from 0 to 2**64 - 1", lambda value: value < 2**64)
-        check("repetition_penalty", "a finite number > 0 (1 is off)", lambda value: 0 < value < math.inf)
-        check("presence_penalty", "a finite number", math.isfinite)
-        check("frequency_penalty", "a finite number", math.isfinite)
+        check("repetition_penalty", MULTIPLIER, lambda value: 1 / LARGEST <= value <= LARGEST)
+        for name in ("presence_penalty", "frequency_penalty"):
+            object.__setattr__(self, name, finite(name, getattr(self, name)))
         check(
             "temperature",
             f"0 (greedy decoding) or a finite number of at least {LEAST_TEMPERATURE:g}",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import whole
+from leapahead.core.parameters import is_left_out, whole
 from leapahead.drafters import draft_models, token_table, trained_heads
 from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
@@ -43,8 +45,8 @@ class Auto(Planned):
     """Drafts as many nodes as pay, from every source that the target can serve; decodes plainly where nothing pays.
 
     Args:
-        sources: their names, divided by commas; by default prediction, grammar, suffix, recycling, siblings and table,
-            which is left out where no token table is stored for the target.
+        sources: their names, in a list or divided by commas; by default prediction, grammar, suffix, recycling,
+            siblings and table, which is left out where no token table is stored for the target.
         datastore: a file that `leapahead datastore build` has written, as one more source.
         draft: a draft model, as one more source; or several, see `draft_model`.
         head: a trained head, as one more source; or several, see `head`.
@@ -60,8 +62,8 @@ class Auto(Planned):
 
     def __init__(
         self,
-        sources: str = "",
-        datastore: str = "",
+        sources: str | Sequence[str] = "",
+        datastore: str | Path = "",
         draft: Any = None,
         head: Any = None,
         nodes: int = 0,
@@ -70,17 +72,23 @@ class Auto(Planned):
         draft_window: int = 0,
     ) -> None:
         super().__init__(nodes, max_nodes, seed_aware)
-        self._names = [name.strip() for name in sources.split(",") if name.strip()] or list(DEFAULT)
+        given = sources.split(",") if isinstance(sources, str) else sources
+        if not isinstance(given, (list, tuple)) or not all(isinstance(name, str) for name in given):
+            raise BadParameter(
+                f"sources={sources!r} is not possible: it must be names of {', '.join(SOURCES)}, divided by commas or "
+                "in a list"
+            )
+        self._names = [name.strip() for name in given if name.strip()] or list(DEFAULT)
         if unknown := [name for name in self._names if name not in SOURCES]:
             raise BadParameter(f"there is no source {unknown[0]!r}; there are {', '.join(SOURCES)}")
-        self._named = bool(sources)
+        self._named = bool(given) and bool(sources)
         self._table: TokenTable | None = None
-        self._store = Store(datastore) if datastore else None
-        self._drafts = draft_models.parsed(draft) if draft else []
+        self._store = Store(datastore, "datastore") if not is_left_out(datastore) else None
+        self._drafts = [] if is_left_out(draft) else draft_models.parsed(draft)
         self.draft_window = whole("draft_window", draft_window)
         if draft_window and not self._drafts:
             raise BadParameter(f"draft_window={draft_window} needs draft=..., the model whose window it is")
-        self._heads = trained_heads.parsed(head) if head else []
+        self._heads = [] if is_left_out(head) else trained_heads.parsed(head)
 
     def attach(self, host: Host) -> None:
         if self._store is not None:

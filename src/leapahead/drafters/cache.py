@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.forks import Mutex
+from leapahead.core.parameters import file_path, flag
 from leapahead.core.storage import replaceable
 from leapahead.drafters import cache_file
 from leapahead.drafters.cache_file import Arrays, Contents, SavedSection
@@ -192,7 +193,7 @@ class DrafterCache:
             BadParameter: there is no such file, or it is not a drafter cache, damaged, too large, or of a newer format.
         """
         cache = cls()
-        cache.path = Path(path).expanduser().absolute()
+        cache.path = file_path("path", path).expanduser().absolute()
         cache.merge(cache.path)
         return cache
 
@@ -202,7 +203,7 @@ class DrafterCache:
         Raises:
             BadParameter: as of `load`; or it belongs to another vocabulary.
         """
-        contents = cache_file.read(_real(path))
+        contents = cache_file.read(_real(file_path("path", path)))
         assert contents is not None
         with self._lock:
             self._merge_contents(contents)
@@ -352,6 +353,9 @@ class DrafterCache:
             BadParameter: no path is known, the file is not a drafter cache or belongs to another vocabulary, it cannot
                 be written, or another process does not release its lock.
         """
+        flag("replace", replace)
+        if path is not None:
+            file_path("path", path)
         if path is None and self.path is None:
             raise BadParameter("the drafter cache has no file; name the file to save it to")
         if not self.vocab_size:

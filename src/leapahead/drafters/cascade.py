@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter, Refused
-from leapahead.core.parameters import whole
+from leapahead.core.parameters import is_left_out, whole
 from leapahead.drafters import draft_models
 from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
@@ -63,7 +63,7 @@ class Cascade(Planned):
         seed_aware: bool = True,
     ) -> None:
         super().__init__(nodes, seed_aware=seed_aware, chain=chain)
-        self._drafts = draft_models.parsed(draft) if draft else None
+        self._drafts = None if is_left_out(draft) else draft_models.parsed(draft)
         self.lengths = _lengths(lengths, len(self._drafts or [BUNDLED]))
         self.ahead, self.longest = whole("ahead", ahead), whole("longest", longest, least=1)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import is_left_out
 from leapahead.drafters.base import Host
 from leapahead.drafters.planned import Planned
 from leapahead.drafters.sources.datastore import Datastore, Store
@@ -23,11 +25,11 @@ class DatastoreDrafter(Planned):
     name: ClassVar[str] = "datastore"
     needs: ClassVar[frozenset[str]] = Datastore.needs
 
-    def __init__(self, file: str = "", nodes: int = 16) -> None:
+    def __init__(self, file: str | Path = "", nodes: int = 16) -> None:
         super().__init__(nodes)
-        if not file:
+        if is_left_out(file):
             raise BadParameter("the drafter 'datastore' needs file=..., which `leapahead datastore build` writes")
-        self.store = Store(file)
+        self.store = Store(file, "file")
 
     def attach(self, host: Host) -> None:
         super().attach(host)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import number, whole
+from leapahead.core.parameters import file_path, is_left_out, whole, within
 from leapahead.drafters import draft_models
 from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
@@ -53,29 +55,29 @@ class DraftModelDrafter(Planned):
         seed_aware: bool = True,
         learn: int = 0,
         learn_rate: float = 0.0,
-        learned: str = "",
+        learned: str | Path = "",
         unsure: float = 0.0,
         draft_window: int = 0,
     ) -> None:
         super().__init__(nodes, seed_aware=seed_aware, depth=depth, chain=chain)
-        if draft is None or draft == "":
+        if is_left_out(draft):
             raise BadParameter("the drafter 'draft_model' needs draft=..., the smaller model")
-        if (least := number(unsure)) is None or not 0 <= least <= 1:
-            raise BadParameter(f"unsure={unsure!r} is not possible: it must be a probability")
-        self.unsure, self.draft_window = least, whole("draft_window", draft_window)
+        self.unsure = within("unsure", unsure, 0, 1, "a probability")
+        self.draft_window = whole("draft_window", draft_window)
         self._drafts = draft_models.parsed(draft)
         self._check_learning(learn, learn_rate, learned)
 
-    def _check_learning(self, learn: int, rate: float, learned: str) -> None:
+    def _check_learning(self, learn: int, rate: float, learned: str | Path) -> None:
         """Takes the options of learning, or refuses them."""
         self.learner: Learner | None = None
-        self._learn, self._learn_rate, self._learned = whole("learn", learn, 0), rate, str(learned)
+        self._learn, self._learned = whole("learn", learn), ""
+        rate = self._learn_rate = within("learn_rate", rate, 0, sys.float_info.max, "a finite number of at least 0")
+        if not is_left_out(learned):
+            self._learned = str(file_path("learned", learned))
         if not learn:
-            if rate or learned:
+            if rate or self._learned:
                 raise BadParameter("learn_rate and learned need learn=N, the number of texts between two updates")
             return
-        if rate < 0:
-            raise BadParameter(f"learn_rate={rate} is not possible: it must be at least 0")
         if len(self._drafts) > 1:
             raise BadParameter(f"learn={learn} is not possible with several draft models; give one")
         if self._learned:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import is_left_out
 from leapahead.drafters import trained_heads
 from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
@@ -39,7 +40,7 @@ class HeadDrafter(Planned):
         self, head: Any = None, nodes: int = 0, depth: int = 0, chain: bool = False, seed_aware: bool = True
     ) -> None:
         super().__init__(nodes, seed_aware=seed_aware, depth=depth, chain=chain)
-        self._heads = trained_heads.parsed(head) if head else None
+        self._heads = None if is_left_out(head) else trained_heads.parsed(head)
 
     def attach(self, host: Host) -> None:
         if self._heads is None and host.info.name != BUNDLED:

@@ -21,7 +21,7 @@ from collections import Counter
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import whole
+from leapahead.core.parameters import one_of, whole
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import SequenceDrafter
 from leapahead.models.base import CHAIN
@@ -46,12 +46,11 @@ class Jacobi(SequenceDrafter):
     needs: ClassVar[frozenset[str]] = frozenset({CHAIN})
 
     def __init__(self, block: int = 8, seed: int = 0, variant: str = SLIDING, length: int = 0) -> None:
-        self.block, self.variant, self.length = whole("block", block, 1), variant, whole("length", length)
-        if variant not in VARIANTS:
-            raise BadParameter(f"there is no variant {variant!r} of jacobi; there are {', '.join(VARIANTS)}")
+        self.block, self.length = whole("block", block, 1), whole("length", length)
+        self.variant = one_of("variant", variant, VARIANTS)
         if length and variant != HGJ:
             raise BadParameter(f"length={length} is for the variant hgj only; leave it out, or give variant='hgj'")
-        self._random = random.Random(seed)
+        self._random = random.Random(whole("seed", seed))
         self._guesses: list[int] = []  # for the positions after the root
         self._history: list[list[int]] = []  # for each guess: its values so far, oldest first
         self._successor: dict[int, int] = {}  # token -> the token that followed it most recently

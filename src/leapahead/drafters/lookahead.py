@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import whole
+from leapahead.core.parameters import flag, one_of, whole
 from leapahead.core.tree import Budget, TreeBuilder
 from leapahead.drafters.base import SequenceDrafter
 from leapahead.drafters.pool import NgramPool
@@ -64,11 +64,9 @@ class Lookahead(SequenceDrafter):
         pool_capacity: int = 100_000,
         seed: int = 0,
     ) -> None:
-        if preset not in PRESETS:
-            raise BadParameter(f"there is no preset {preset!r}; there are {', '.join(PRESETS)}")
-        options = (window, ngram, guesses)
+        options, usual = (window, ngram, guesses), PRESETS[one_of("preset", preset, PRESETS)]
         self.window, self.ngram, self.guesses = (
-            value if value is not None else default for value, default in zip(options, PRESETS[preset], strict=True)
+            value if value is not None else default for value, default in zip(options, usual, strict=True)
         )
         for name, value, least in (("window", self.window, 1), ("ngram", self.ngram, 2), ("guesses", self.guesses, 1)):
             whole(name, value, least)
@@ -77,9 +75,10 @@ class Lookahead(SequenceDrafter):
                 f"window={self.window}, ngram={self.ngram} and guesses={self.guesses} are not possible together: a "
                 f"step would have {rows} rows, and {MOST_ROWS} are the most; give smaller ones"
             )
-        self.prompt_ngrams, self.start_from_pool = prompt_ngrams, start_from_pool
-        self.pool = NgramPool(self.ngram, self.guesses, pool_capacity)
-        self._window = Window(self.window, self.ngram, seed)
+        self.prompt_ngrams = flag("prompt_ngrams", prompt_ngrams)
+        self.start_from_pool = flag("start_from_pool", start_from_pool)
+        self.pool = NgramPool(self.ngram, self.guesses, whole("pool_capacity", pool_capacity, 1))
+        self._window = Window(self.window, self.ngram, whole("seed", seed))
         self._accepted_on_hits = self._hits = 0
         self._hit = False
 

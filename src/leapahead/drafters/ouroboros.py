@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import whole
+from leapahead.core.parameters import flag, is_left_out, whole
 from leapahead.drafters import draft_models
 from leapahead.drafters.base import Host
 from leapahead.drafters.cascade import check_models
@@ -57,12 +57,13 @@ class Ouroboros(Planned):
         seed: int = 0,
     ) -> None:
         super().__init__(nodes, seed_aware=seed_aware)
-        self._drafts = draft_models.parsed(draft) if draft else None
+        self._drafts = None if is_left_out(draft) else draft_models.parsed(draft)
         if self._drafts and len(self._drafts) > 1:
             raise BadParameter("the drafter 'ouroboros' takes one draft model; draft_model and cascade take several")
         self.length, self.phrases = whole("length", length), whole("phrases", phrases)
         self.window, self.ngram = whole("window", window, least=1), whole("ngram", ngram, least=2)
-        self.guesses, self.seed, self.one_path = whole("guesses", guesses, least=1), seed, chain
+        self.guesses, self.seed = whole("guesses", guesses, least=1), whole("seed", seed)
+        self.one_path = flag("chain", chain)
 
     def attach(self, host: Host) -> None:
         drafts = draft_models.needed(self.name, self._drafts, host.info.name)

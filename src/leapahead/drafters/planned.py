@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import whole
+from leapahead.core.parameters import flag, whole
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import Drafter, Host, Probabilities
 from leapahead.drafters.draft_forwards import DraftForwards, StepForwards
@@ -77,7 +77,7 @@ class Planned(Drafter):
         self.max_nodes = max(MOST_NODES, nodes) if max_nodes is None else whole("max_nodes", max_nodes, least=1)
         if nodes > self.max_nodes:
             raise BadParameter(f"nodes={nodes} is more than max_nodes={max_nodes} allows; give one of the two")
-        self.seed_aware, self.chain = seed_aware, chain
+        self.seed_aware, self.chain = flag("seed_aware", seed_aware), flag("chain", chain)
         self.draft_forwards: DraftForwards | None = None
         self.probes: ProbeGroups | None = None
         self.left_out: dict[str, str] = {}

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import whole
+from leapahead.core.parameters import is_left_out, one_of, whole, within
 from leapahead.core.rejection import (
     RULES,
     Draws,
@@ -87,18 +87,14 @@ class SpeculativeSampling(Drafter):
         unsure: float = 0.0,
         draft_window: int = 0,
     ) -> None:
-        if draft is None or draft == "":
+        if is_left_out(draft):
             raise BadParameter("the drafter 'speculative_sampling' needs draft=..., the smaller model")
-        if rule not in RULES:
-            raise BadParameter(f"rule={rule!r} is not possible; there are {', '.join(RULES)}")
         self.depth, self.width = whole("depth", depth, 1), whole("width", width, 1)
         self.nodes = whole("nodes", nodes, 1)
-        if nodes < width or not 0 <= unsure <= 1:
-            raise BadParameter(
-                f"width={width}, nodes={nodes}, unsure={unsure} is not possible: nodes must be at least width, and "
-                "unsure a probability"
-            )
-        self.rule, self.unsure, self.draft_window = rule, unsure, whole("draft_window", draft_window)
+        if nodes < width:
+            raise BadParameter(f"width={width}, nodes={nodes} is not possible: nodes must be at least width")
+        self.rule, self.unsure = one_of("rule", rule, RULES), within("unsure", unsure, 0, 1, "a probability")
+        self.draft_window = whole("draft_window", draft_window)
         self._drafts = draft_models.parsed(draft)
         if len(self._drafts) > 1:
             raise BadParameter("speculative_sampling takes one draft model; draft_model and auto take several")

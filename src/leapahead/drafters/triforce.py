@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import whole
+from leapahead.core.parameters import is_left_out, whole
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters import draft_models
 from leapahead.drafters.base import Drafter, Host
@@ -89,7 +89,7 @@ class TriForce(Drafter):
                 f"budget={budget} is not possible with chunk={chunk}: it must hold at least {LEAST_CHUNKS} chunks; "
                 f"give budget={LEAST_CHUNKS * self.chunk}, or a smaller chunk"
             )
-        self._drafts = draft_models.parsed(draft) if draft else []
+        self._drafts = [] if is_left_out(draft) else draft_models.parsed(draft)
         if len(self._drafts) > 1:
             raise BadParameter("triforce takes one draft model; draft_model and auto take several")
         self._sequences: dict[SequenceView, Following] = {}

@@ -9,7 +9,7 @@ from threading import get_ident
 from time import perf_counter
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import is_whole
+from leapahead.core.parameters import check_token_ids, flag, is_whole
 from leapahead.core.relaxed import Relaxed
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
@@ -66,6 +66,14 @@ class Request:
     on_step: Callable[[Step], None] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.drafter, Drafter):
+            raise BadParameter(
+                f"drafter={self.drafter!r} is not possible: it must be a drafter, which Engine.drafter gives"
+            )
+        check_token_ids("tokens", self.tokens)
+        check_token_ids("prediction", self.prediction)
+        for name in ("stream", "as_configured"):
+            flag(name, getattr(self, name))
         if self.logprobs is not None and not (is_whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS):
             raise BadParameter(
                 f"logprobs={self.logprobs!r} is not possible: give None, or a whole number from 0 to {MAX_LOGPROBS}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import unicode_text
+from leapahead.core.parameters import flag, unicode_text
 
 if TYPE_CHECKING:
     from typing import Self
@@ -33,6 +33,7 @@ class Grammar:
     compact: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "compact", flag("compact", self.compact))
         if len(self.definition) > LONGEST:
             raise BadParameter(
                 f"the {self.kind} has {len(self.definition)} characters, and {LONGEST} are possible; make it shorter"

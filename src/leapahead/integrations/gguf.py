@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from leapahead.core.errors import BadParameter, LeapaheadError, needing
+from leapahead.core.parameters import flag
 from leapahead.core.storage import replaceable
 from leapahead.integrations.gguf_checkpoint import Checkpoint, open_checkpoint
 from leapahead.integrations.gguf_shape import Shape, Tensor
@@ -157,7 +158,7 @@ def _check_arguments(folder: Path, out: Path, kind: str, force: bool) -> Path:
         raise BadParameter(
             f"{out} cannot be written, because the folder {place.parent} does not exist: create it first"
         )
-    if out.exists() and not force:
+    if out.exists() and not flag("force", force):
         raise BadParameter(f"{out} exists; name another file, or replace it with the option 'force'")
     return place
 

@@ -32,11 +32,11 @@ from leapahead.core.stats import Stats
 from leapahead.drafters import registry
 from leapahead.drafters.base import Drafter, SequenceDrafter
 from leapahead.drafters.cache import DrafterCache
-from leapahead.inputs import Inputs
+from leapahead.inputs import Inputs, encoded_predictions
 from leapahead.integrations.hf_batch import Batch
 from leapahead.integrations.hf_encoded import encoder_inputs
 from leapahead.integrations.hf_engine import ModelEngine, engine_of
-from leapahead.integrations.hf_fields import FIELDS, SYNCED, refuse, refuse_field
+from leapahead.integrations.hf_fields import FIELDS, SYNCED, refuse, refuse_cache, refuse_field
 from leapahead.integrations.hf_streaming import Streaming, guarded
 from leapahead.models.transformers import families
 
@@ -68,8 +68,8 @@ def generate(
     which keeps the distribution only). It is not the text that Transformers draws, which uses its random numbers in
     another order.
 
-    A `streamer`, a `tokenizer` (for `stop_strings`) and an `assistant_model` never reach a callable. Use `run` with
-    them.
+    A `streamer`, a `tokenizer` (for `stop_strings`, or a `prediction` as text) and an `assistant_model` never reach a
+    callable. Use `run` with them.
 
     Args:
         model, logits_processor, stopping_criteria, generation_config, model_kwargs: as Transformers prepared them.
@@ -108,6 +108,8 @@ def generate(
     direct = {name: model_kwargs.pop(name) for name in OPTIONS if name in model_kwargs}
     options = {name: value for name, value in direct.items() if value is not None} | dict(drafter_options or {})
     with guarded(leapahead_streamer) as streamer:
+        if not isinstance(stats, list | None):
+            raise BadParameter(f"stats={stats!r} is not possible: it must be a list, which takes the Stats of each row")
         if options.get("draft") is model:
             raise BadParameter("the model cannot be its own draft model; use draft='self:first=N' or draft='self:skip'")
         refuse(model, generation_config, logits_processor, model_kwargs)
@@ -177,7 +179,7 @@ def run(
         drafter, drafter_options: see `generate`; the options of any drafter may also be given directly.
         streamer: receives the prompt, then the tokens, as in Transformers. It is ended also where the call fails, so
             that a thread that reads a `TextIteratorStreamer` never waits forever.
-        tokenizer: needed for `stop_strings`.
+        tokenizer: needed for `stop_strings`, and for a `prediction` that is text.
         assistant_model: a loaded model that drafts: the option `draft` of the drafters that take one.
         synced_gpus, assistant_tokenizer: refused.
         kwargs: everything else that `model.generate` takes, and the other arguments of `generate`.
@@ -200,7 +202,11 @@ def run(
         if kwargs.get("cache_implementation") == "paged":  # Transformers would not call `generate`
             refuse_field("cache_implementation", "paged")
         refuse_field("token_healing", _effective(model, kwargs, "token_healing"))
+        if kwargs.get("past_key_values") is not None:  # which Transformers 5.24 renames
+            refuse_cache("past_key_values")
         _take_stop_strings(model, kwargs, tokenizer)
+        if tokenizer is not None and (given := kwargs.get("prediction")) is not None:
+            kwargs["prediction"] = encoded_predictions(given, tokenizer)
         return type(model).generate(
             model,
             inputs,

@@ -281,9 +281,10 @@ def _left_padding(input_ids: Tensor, attention_mask: Tensor | None, position_ids
         )
     if position_ids is not None:
         own = position_ids.to(mask.device)
-        if own.shape != mask.shape:  # Transformers gives one row for all
-            fits = own.ndim == 2 and own.shape[1] == mask.shape[1]
-            own = own[:1].expand_as(mask) if fits else torch.full_like(mask, -1)
+        own = own if own.ndim == 3 else own[None]  # Qwen-VL has several for a token, which are equal in text
+        if own.shape[1:] != mask.shape:  # Transformers gives one row for all
+            fits = own.ndim == 3 and own.shape[2] == mask.shape[1]
+            own = own[:, :1].expand(-1, *mask.shape) if fits else torch.full_like(mask, -1)
         if bool(((own != places - pads) & (mask != 0)).any()):
             raise Refused("position_ids that do not count the tokens of each row are not supported by leapahead.hf")
     return [int(count) for count in pads]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -131,6 +131,7 @@ MODEL_INPUTS = frozenset(
     """.split()  # noqa: SIM905
 )
 
+MULTIMODAL = "mm_encoder_outputs"  # by "image" and "video", made by Transformers 5.24; empty for text alone
 ENCODED = "encoder_outputs"  # of an encoder-decoder model, computed by Transformers
 
 # Arguments of PEFT's `generate` that choose an adapter by row, or by position (aLoRA).
@@ -148,6 +149,11 @@ def refuse_field(name: str, value: Any) -> None:
         raise Refused(f"{name}={value!r} is not supported by leapahead.hf: {REFUSED[name].why}")
 
 
+def refuse_cache(name: str) -> NoReturn:
+    """Refuses a KV cache that the user gave under this name."""
+    raise Refused(f"{name} is not supported by leapahead.hf, which uses its own KV cache; leave it out")
+
+
 def refuse(model: Any, config: Any, processors: Sequence[Any], model_kwargs: Mapping[str, Any]) -> None:
     """Refuses the first thing that cannot be honoured.
 
@@ -157,19 +163,22 @@ def refuse(model: Any, config: Any, processors: Sequence[Any], model_kwargs: Map
     Raises:
         Refused: by name.
     """
-    taken = MODEL_INPUTS | ({ENCODED} if model.config.is_encoder_decoder else set())
+    taken = MODEL_INPUTS | {MULTIMODAL} | ({ENCODED} if model.config.is_encoder_decoder else set())
     for name in REFUSED:
         refuse_field(name, getattr(config, name, None))
     for processor in processors:
         _refuse_processor(processor)
+    for name in CACHES:  # Transformers always makes one, and marks those that users give
+        if getattr(model_kwargs.get(name), "_is_user_defined", False):
+            refuse_cache("cache (or past_key_values, its older name)" if name == "cache" else name)
+    if encoded := model_kwargs.get(MULTIMODAL):
+        what = " and ".join(encoded)
+        raise Refused(f"the model input {what} is not supported by leapahead.hf, which takes text; leave it out")
     for name, value in model_kwargs.items():
         if value is not None and name not in taken:
             raise Refused(
                 f"the model input {name!r} is not supported by leapahead.hf, which takes input_ids and attention_mask"
             )
-    for name in CACHES:  # Transformers always makes one, and marks those that users give
-        if getattr(model_kwargs.get(name), "_is_user_defined", False):
-            raise Refused(f"{name} is not supported by leapahead.hf, which uses its own KV cache; leave it out")
     if _is_sharded(model):
         raise Refused(SYNCED)
     _refuse_adapters(model)

@@ -15,6 +15,7 @@ from typing import Any
 
 from leapahead.core import openmp
 from leapahead.core.errors import BadParameter, Refused, check_folder, needing
+from leapahead.core.parameters import flag
 from leapahead.core.text import Tokenizer
 from leapahead.models.base import HoldsProcesses, Target
 from leapahead.models.llama_cpp.file import check_file
@@ -92,6 +93,7 @@ def load(
     Raises:
         LeapaheadError: no such model, one that cannot be decoded or lacks an option, or a package is not installed.
     """
+    exact, trust_remote_code = flag("exact", exact), flag("trust_remote_code", trust_remote_code)
     if isinstance(model, str) and model == BUNDLED:
         model = None
     kind, found, ends = engine_of(model, engine), None, tuple[int, ...]()
@@ -172,6 +174,8 @@ def check(model: Any = None, *, engine: str = "auto", **options: Any) -> None:
     Raises:
         BadParameter: no such engine or option, or one that the model's engine does not have; a value out of its range.
     """
+    for name in ("exact", "trust_remote_code"):
+        flag(name, options.get(name, False))
     kind = engine_of(model, engine)
     given = {name: value for name, value in options.items() if name not in COMMON_OPTIONS}
     _refuse_options(kind, model, given, options.get("cache_tokens"))

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import flag
 from leapahead.core.storage import replaceable
 from leapahead.core.text import Tokenizer, fingerprint
 from leapahead.core.tree import IntArray
@@ -162,7 +163,7 @@ def build(
         BadParameter: `out` exists or cannot be written; the corpus cannot be read, or has no text.
     """
     place = replaceable(out)
-    if out.exists() and not force:
+    if out.exists() and not flag("force", force):
         raise BadParameter(f"{out} exists; name another file, or replace it with the option 'force'")
     if not place.parent.is_dir():
         raise BadParameter(f"there is no folder {str(place.parent)!r} to write {place.name!r} to; create it first")

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import file_path
 from leapahead.core.text import Tokenizer, fingerprint
 from leapahead.models.base import CHAIN
 from leapahead.planner.draft import SequenceView
@@ -122,6 +123,10 @@ class Header:
 class Store:
     """A file that `leapahead datastore build` wrote, memory-mapped.
 
+    Args:
+        path: of the file.
+        option: the name by which the user gave it, for messages.
+
     Attributes:
         path: of the file.
         header: of the file.
@@ -131,10 +136,10 @@ class Store:
         BadParameter: the file cannot be read, or it is not a valid datastore.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = str(path)
+    def __init__(self, path: str | Path, option: str = "path") -> None:
+        self.path = str(file_path(option, path))
         try:
-            with open(path, "rb") as file:
+            with open(self.path, "rb") as file:
                 self.header, start = _header(file.read(PREFIX.size + MAX_HEADER))
                 layout, size = self.header.layout(start)
                 self.size = file.seek(0, 2)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from math import log
 from typing import Any, ClassVar, NamedTuple
 
-from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import whole
 from leapahead.models.base import CHAIN
 from leapahead.planner.draft import SequenceView
 from leapahead.planner.source import Candidate, Source
@@ -91,9 +91,7 @@ class Ngrams(Source):
     needs: ClassVar[frozenset[str]] = frozenset({CHAIN})
 
     def __init__(self, longest: int = 8) -> None:
-        if longest < 1:
-            raise BadParameter(f"longest={longest} is not possible: a match has at least 1 token")
-        self.longest = longest
+        self.longest = whole("longest", longest, least=1)
         self.chains = tuple(Chains(n) for n in LEVELS if n <= longest)
         self._text = array("i")
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from leapahead import native
-from leapahead.core.errors import BadParameter
 from leapahead.core.forks import Mutex
+from leapahead.core.parameters import whole
 from leapahead.drafters.cache import Arrays, Entry, Section
 from leapahead.models.base import CHAIN, TOP_K, Capture
 from leapahead.models.choices import PromptRows
@@ -173,9 +173,7 @@ class Recycling(Source):
     capture: ClassVar[Capture] = Capture(top_k=SAMPLED)
 
     def __init__(self, k: int = 0, longest: int = 4) -> None:
-        if k < 0 or longest < 1:
-            raise BadParameter(f"k={k}, longest={longest} is not possible: k must be at least 0 and longest at least 1")
-        self.k, self.longest = k, longest
+        self.k, self.longest = whole("k", k), whole("longest", longest, least=1)
         self._top_k: dict[Key, tuple[TopK, int]] = {}  # by 1 to `longest` last tokens; and the step of the entry
         self._shared: Adjacency | None = None
         self._num_steps = 0

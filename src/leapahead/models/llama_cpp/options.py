@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import flag
 
 # Types of the KV cache, by their numbers in llama.cpp's `enum ggml_type`.
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
@@ -74,8 +75,10 @@ class LlamaCppOptions:
         self._check("n_gpu_layers", -1)
         self._check("n_seq_max", 1, MOST_SEQUENCES)
         self._check("kept_tokens", 0)
-        if not isinstance(self.kv_unified, bool | None):
-            raise BadParameter(f"kv_unified={self.kv_unified!r} is not possible: it must be true or false")
+        for name in ("use_mmap", "use_mlock", "use_extra_bufts", "flash_attn", "kv_unified"):
+            value, field = getattr(self, name), type(self).__dataclass_fields__[name]
+            if value is not None or field.default is not None:
+                object.__setattr__(self, name, flag(name, value))
         if self.n_ctx is not None and 0 < self.n_ctx < SMALLEST_CONTEXT:
             raise BadParameter(
                 f"n_ctx={self.n_ctx} is not possible: llama.cpp's smallest context has {SMALLEST_CONTEXT} tokens; give "

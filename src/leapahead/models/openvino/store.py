@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import flag
 from leapahead.core.storage import cache_directory
 from leapahead.models.openvino.options import MODEL, is_openvino
 
@@ -89,7 +90,7 @@ def _check(out: Path, force: bool) -> None:
         raise BadParameter(f"{out} is not a folder: name a folder that is to be created")
     if not out.exists() or not any(out.iterdir()):
         return
-    if not force:
+    if not flag("force", force):
         raise BadParameter(f"{out} exists; name another folder, or replace it with the option 'force'")
     if not is_openvino(out):
         raise BadParameter(f"{out} has no {MODEL}, so it is not replaced: name another folder, or remove it yourself")

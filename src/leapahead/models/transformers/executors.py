@@ -128,7 +128,21 @@ def tested(model: Any, name: str, ids: IntArray, every: Iterable[Named]) -> tupl
             return executor, refusals
         refusals[kind] = f"logits differ by {result.error:.2g} standard deviations"
     tried = "; ".join(f"{kind}: {reason}" for kind, reason in refusals.items())
-    raise Refused(f"{name} cannot be decoded exactly ({tried})")
+    raise Refused(f"{name} cannot be decoded exactly ({_instability(model, ids)}{tried})")
+
+
+def _instability(model: Any, ids: IntArray) -> str:
+    """For the end of a refusal: how far a model in full precision is from itself, where that is more than rounding."""
+    try:
+        noise = selftest.own_noise(model, ids) if model.dtype in selftest.FULL else 0.0
+    except Exception:  # the refusal names it
+        return ""
+    if noise <= selftest.FULL_CEILING:
+        return ""
+    return (
+        f"its own logits change by {noise:.2g} standard deviations with the rows that are computed beside them, as "
+        "where activations are quantised by their range, while weights alone may be quantised; "
+    )
 
 
 def tested_exact(model: Any, name: str, ids: IntArray, usual_length: int) -> ExactExecutor:

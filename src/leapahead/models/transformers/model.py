@@ -356,6 +356,11 @@ class TransformersTarget:
 
     def _first_logits(self) -> Tensor:
         """The model's logits for one token, to know their width and device."""
+        if self.model.device.type == "meta":
+            raise Refused(
+                f"the first weights of {self._name} are on the meta device, as where they are offloaded; load the "
+                "model where they fit, for example with device_map='cpu'"
+            )
         try:
             logits = selftest.own_logits(self.model, selftest.ONE_TOKEN)
         except torch.OutOfMemoryError:

@@ -15,6 +15,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from transformers.utils import cached_file, logging
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused, check_folder, first_line, trained_in
+from leapahead.core.parameters import flag
 from leapahead.models.transformers import packing
 from leapahead.models.transformers.devices import checked_device
 from leapahead.models.transformers.encoder_decoder import new_target
@@ -69,8 +70,7 @@ def load(
     """
     where, wanted = checked_device(device), checked_dtype(dtype)
     checked_mode(static)
-    if not isinstance(pack, bool):
-        raise BadParameter(f"pack={pack!r} is not possible: it must be true or false")
+    flag("pack", pack)
     with quiet():
         source, options = _source(name_or_path, "config.json", trust_remote_code)
         model, on_device = _model(source, wanted, where, options)
@@ -186,7 +186,7 @@ def _source(name_or_path: str | Path, file: str, trust_remote_code: bool) -> tup
     The hub is asked once, since its client repeats a request that cannot be sent for half a minute.
     """
     name, folder = str(name_or_path), Path(name_or_path).expanduser()
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"trust_remote_code": flag("trust_remote_code", trust_remote_code)}
     if folder.is_dir():
         if not (folder / file).is_file():
             what = "Transformers model" if file == "config.json" else "tokenizer"

@@ -33,15 +33,17 @@ from leapahead.core.tree import IntArray, TokenTree
 from leapahead.models.base import BRANCHES, CHAIN, TREE
 from leapahead.models.transformers.forward import Executor, Layers, Outputs, inputs, side_by_side
 
+FULL = (torch.float32, torch.float64)
 # Values may always be this far apart, in standard deviations, ...
 FLOOR = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 # (where the model's own state is tested token by token, a recurrence has other formulas for many tokens) ...
 RECURRENT_FLOOR = 0.05
-# ... or so many times as far as the model's two computations are, but in half precision never further than this.
+# ... or so many times as far as the model's two computations are, but never further than this: in half precision, ...
 MARGIN = 8.0
 CEILING = 0.5
-# The same in full precision, for recurrent states: a state that is wrong is no rounding.
-RECURRENT_CEILING = 0.01
+# ... and in full precision, where what is further apart is no rounding: a wrong state, or rows that influence each
+# other, as under dynamic quantisation, so that a draft would change the text.
+FULL_CEILING = 0.01
 ONE_TOKEN = np.zeros((1, 1), dtype=np.int64)
 DRAWS = 3  # of tokens, in half precision
 
@@ -154,7 +156,7 @@ def run(
     dtype = model.dtype if model.dtype in FLOOR else torch.float16
     if floor is None:
         floor = FLOOR[dtype] if kind else max(FLOOR[dtype], RECURRENT_FLOOR)
-    is_half = dtype in (torch.float16, torch.bfloat16)
+    is_half = dtype not in FULL
     logits: Distances | None = None
     hidden: Distances | None = None
     for draw in range(DRAWS if is_half else 1):
@@ -163,7 +165,7 @@ def run(
         theirs = references(model, paths, layers) if cached is None else [one_by_one(cached, paths)]
         if native is not None:
             theirs.append(last_alone(native, paths, layers))
-        ceiling = CEILING if is_half else (torch.inf if native is None else RECURRENT_CEILING)
+        ceiling = CEILING if is_half else FULL_CEILING
         logits = distances(ours.logits, [each.logits for each in theirs], floor, ceiling, is_half).least(logits)
         if layers:
             hidden = _of_layers(ours, theirs, len(layers), floor, ceiling, is_half).least(hidden)
@@ -256,6 +258,14 @@ def references(model: Any, paths: Sequence[Sequence[int]], layers: Layers = ()) 
         hidden = torch.cat([each.hidden for each in outputs if each.hidden is not None])[rows, last] if layers else None
         found.append(Outputs(torch.cat([each.logits for each in outputs])[rows, last], hidden))
     return found
+
+
+def own_noise(model: Any, ids: IntArray) -> float:
+    """How far a model's own logits change with what is computed beside them, in standard deviations."""
+    rng = np.random.default_rng(0)
+    paths = [rng.choice(ids, size=length).tolist() for length in (4, 4, 8, 8)]
+    first, second = references(model, paths)
+    return float(distances(first.logits, [second.logits], 0.0, 0.0, False).errors.max())
 
 
 def one_by_one(executor: Executor, paths: Sequence[Sequence[int]]) -> Outputs:
