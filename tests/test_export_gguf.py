@@ -562,6 +562,8 @@ def test_refused_arguments(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(BadParameter, match="exists; name another file, or replace it with the option 'force'"):
         export_gguf(model_dir, out)
     assert out.read_text() == "precious"
+    with pytest.raises(BadParameter, match="force='false' is not possible"):
+        export_gguf(model_dir, out, force="false")  # type: ignore[arg-type]
     assert export_gguf(model_dir, out, force=True).path == out
     assert out.read_bytes()[:4] == b"GGUF"
 

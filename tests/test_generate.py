@@ -519,6 +519,9 @@ def test_what_is_no_boolean_counts_as_none(name: str) -> None:
         with pytest.raises(BadParameter, match=f"{name}={value!r} is not possible"):
             loading.check("model", **{name: value})
     LLM(ToyTarget(), **{name: np.False_})
+    for option in ("use_mmap", "use_mlock", "use_extra_bufts", "flash_attn", "kv_unified"):
+        with pytest.raises(BadParameter, match=f"{option}='false' is not possible: it must be true or false"):
+            loading.check("model.gguf", **{option: "false"})
     with pytest.raises(BadParameter, match="compact='no' is not possible"):
         leapahead.Grammar.json_object(compact="no")  # type: ignore[arg-type]
 

@@ -194,6 +194,8 @@ def test_a_number_is_no_file() -> None:
             with pytest.raises(BadParameter, match="must be the path of a file"):
                 use(file.fileno())
         assert os.fstat(file.fileno())
+    with pytest.raises(BadParameter, match="replace='false' is not possible"):
+        DrafterCache().save("cache", replace="false")  # type: ignore[arg-type]
 
 
 def test_a_chain_has_no_more_nodes_than_its_draft_forwards_add() -> None:
