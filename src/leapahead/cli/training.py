@@ -167,7 +167,8 @@ def train(
             raise BadParameter(f"{file} is a folder; give a file, such as a training's {Path(file) / 'texts.jsonl'}")
         if not Path(file).is_file():
             raise BadParameter(f"there is no file {file}")
-    _check_decoding(settings)
+    if not resume:  # what a run was begun with cannot be left out
+        _check_decoding(settings)
     folder.check(settings, resume)
     for file in filter(None, (settings.data, *settings.evaluate)):
         tasks.read_file(Path(file))

@@ -76,12 +76,13 @@ def load(name: str) -> DrafterClass:
         module, _, attribute = BUILT_IN[name].partition(":")
         found = getattr(import_module(module), attribute)
     elif name in (others := _third_party()):
+        entry = others[name]
         try:
-            found = others[name].load()
+            found = entry.load()
         except Exception as error:  # whatever the code of another package raises
-            package = f" of the package {others[name].dist.name}" if others[name].dist is not None else ""
+            package = f" of the package {entry.dist.name}" if entry.dist is not None else ""
             raise BadParameter(
-                f"the drafter {name!r}{package} cannot be loaded from its entry point {others[name].value!r}: "
+                f"the drafter {name!r}{package} cannot be loaded from its entry point {entry.value!r}: "
                 f"{first_line(error)}; repair or uninstall it"
             ) from error
     else:
