@@ -86,7 +86,7 @@ def test_training_computes_what_drafting_computes(kind: str, model: Any, target:
     batch = batch_of(some, Online(target, own.layers), 100, 32)
     with torch.no_grad():
         states = list(own.states(batch, None))
-    checked, chained = 0, own.config.is_chained
+    checked, chained = 0, getattr(own.config, "is_chained", False)
     for depth in range(own.depths):
         for row, place in zip(*(each.tolist() for each in batch.rows_at(depth)), strict=True):
             tokens, layers = some[row].tokens, own.config.layers_of(2)
