@@ -34,7 +34,7 @@ def captured(name: str, dtype: torch.dtype = torch.bfloat16, backend: Any = None
     return target
 
 
-@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "llama", "gemma2"))
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "llama"))
 def test_bits_do_not_depend_on_drafts_and_batches(name: str) -> None:
     """Windows and soft-capped scores among them; texts pass the borders of chunks, of the window, and of blocks."""
     target = captured(name, **LONG)
@@ -77,6 +77,7 @@ def test_forwards_are_recorded_once_and_repeated() -> None:
     assert list(executor.graphs._kept.values())[: len(before)] == before
 
 
+@pytest.mark.slow
 def test_samples_of_one_prompt_have_the_bits_of_each_alone() -> None:
     assert_samples_are_those_of_each_alone(captured("llama", **LONG), prompts_of((70,))[0])
 
@@ -100,6 +101,7 @@ def test_entries_of_a_text_are_not_taken_over_as_those_of_a_prompt() -> None:
     assert handle.stats.reused_tokens == CHUNK  # a whole chunk of the first prompt, and nothing of its text
 
 
+@pytest.mark.slow
 def test_trees_are_limited_to_the_rows_of_a_step() -> None:
     target = captured("llama", **LONG)
     assert target.max_nodes == STEP_ROWS
@@ -109,6 +111,7 @@ def test_trees_are_limited_to_the_rows_of_a_step() -> None:
         target.step([session], [TokenTree.chain(2, range(3, 19))])
 
 
+@pytest.mark.slow
 def test_check_finds_no_difference() -> None:
     target = captured("llama", **LONG)
     report = check(target, None, prompts_of((20, 70, 40)), ["lookahead", "auto"], max_new_tokens=40, batch=3)

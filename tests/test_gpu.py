@@ -221,6 +221,7 @@ def test_times_between_and_beyond_the_measured_sizes(measured: Path) -> None:
     assert (times.capture, times.outside) == (0.1, 0.0005)
 
 
+@pytest.mark.slow
 def test_drafting_on_captured_forwards_is_simulated(measured: Path, tmp_path: Path) -> None:
     """By the times of the folder: the speed-up of texts that are drafted well, and a capture for each new shape."""
     out = tmp_path / "new" / "rows.json"
