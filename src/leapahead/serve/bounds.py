@@ -25,6 +25,7 @@ def apply(schema: Any, limits: Limits, info: TargetInfo, has_grammars: bool, has
         has_tools: whether the format of the model's tool calls is known.
     """
     nothing = {"anyOf": [{"type": "null"}]}
+    no_tools = {"anyOf": [{"type": "array", "maxItems": 0}, {"type": "null"}]}
     text = {"anyOf": [{"$ref": "#/components/schemas/TextFormat"}, {"type": "null"}]}
     known: dict[str, dict[str, Any]] = {
         "vocabulary": {"maximum": info.vocab_size - 1},
@@ -37,6 +38,7 @@ def apply(schema: Any, limits: Limits, info: TargetInfo, has_grammars: bool, has
         "forms": {} if has_grammars else text,
         "structured": {} if has_grammars else nothing,
         "tools": {} if has_tools else nothing,
+        "tool_list": {} if has_tools else no_tools,
     }
     if isinstance(schema, dict):
         schema.update(known.get(schema.pop(LIMIT, ""), {}))

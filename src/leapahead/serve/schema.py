@@ -340,7 +340,7 @@ class ChatRequest(Generation):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: Variables | None = None
-    tools: Annotated[ToolParams | None, Field(json_schema_extra={LIMIT: "tools"})] = None
+    tools: Annotated[ToolParams | None, Field(json_schema_extra={LIMIT: "tool_list"})] = None
     tool_choice: Annotated[ToolChoiceParam | None, Field(json_schema_extra={LIMIT: "tools"})] = None
     parallel_tool_calls: Annotated[bool | None, Field(json_schema_extra={LIMIT: "tools"})] = None
     modalities: list[Literal["text"]] | None = None

@@ -34,7 +34,7 @@ class TokenizeMessages(Request):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: Variables | None = None
-    tools: Annotated[ToolParams | None, Field(json_schema_extra={LIMIT: "tools"})] = None
+    tools: Annotated[ToolParams | None, Field(json_schema_extra={LIMIT: "tool_list"})] = None
     return_token_strs: bool = False
 
     model_config = ConfigDict(json_schema_extra={"allOf": [CONTINUING]})
