@@ -347,7 +347,8 @@ def test_models_without_tools() -> None:
         tokenized = plain.post("/tokenize", {"messages": MESSAGES, "tools": [WEATHER]})
         check(tokenized, 400, "tools", "--tool-call-parser")
         parts = plain.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]
-        assert parts["tools"]["anyOf"] == [{"type": "null"}]
+        assert parts["tools"]["anyOf"] == [{"type": "array", "maxItems": 0}, {"type": "null"}]
+        assert plain.post("/tokenize", {"messages": MESSAGES, "tools": []}).status_code == 200
         assert len(parts["response_format"]["anyOf"]) == 2
 
 
