@@ -81,7 +81,7 @@ class Auto(Planned):
         self._names = [name.strip() for name in given if name.strip()] or list(DEFAULT)
         if unknown := [name for name in self._names if name not in SOURCES]:
             raise BadParameter(f"there is no source {unknown[0]!r}; there are {', '.join(SOURCES)}")
-        self._named = bool(given) and bool(sources)
+        self._named = bool(sources)
         self._table: TokenTable | None = None
         self._store = Store(datastore, "datastore") if not is_left_out(datastore) else None
         self._drafts = [] if is_left_out(draft) else draft_models.parsed(draft)
