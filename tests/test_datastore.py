@@ -239,6 +239,16 @@ def test_a_missing_file_is_named(folder: Path) -> None:
         LLM(ToyTarget(), drafter="datastore", file=str(folder / "none"))
     with pytest.raises(BadParameter, match="cannot be read: Is a directory"):
         Store(folder)
+    os.mkfifo(folder / "pipe")  # whose reader would wait for ever
+    with pytest.raises(BadParameter, match="pipe' is not a datastore, since it is a device or a pipe; name a file"):
+        Store(folder / "pipe")
+
+
+def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    stored(tmp_path / "own", [[1, 2, 3]])
+    assert Store("~/own").path == str(tmp_path / "own")
+    assert leapahead("datastore", "show", "~/own").exit_code == 0
 
 
 @settings(max_examples=40)
@@ -319,16 +329,19 @@ def test_a_corpus_is_files_folders_and_records(tmp_path: Path) -> None:
             "in/odd.jsonl": '{"text": "first"}\nnot JSON\n',
             "in/r.jsonl": '{"output": "o", "content": "c"}\n\n{"text": "t", "content": "d"}\n',
             "in/rows.jsonl": "[1, 2]\n",
+            "in/s.NDJSON": '{"text": "n"}\n',
+            "in/torn.JSONL": '{"text": "\\ud83d only half"}\n',
             "more.txt": "more",
         },
     )
     assert read(tmp_path / "in", tmp_path / "more.txt") == (
-        ["ay", "bee", "c", "t", "more"],
-        ["image.png", "latin.txt", "odd.jsonl", "rows.jsonl"],
+        ["ay", "bee", "c", "t", "n", "more"],
+        ["image.png", "latin.txt", "odd.jsonl", "rows.jsonl", "torn.JSONL"],
     )
     assert read(tmp_path / "in" / ".git" / "config")[0] == ["hidden"]
     assert read(tmp_path / "in" / "b.txt", tmp_path / "in" / "b.txt")[0] == ["bee"]
     assert read(tmp_path / "in" / "r.jsonl", column="content")[0] == ["c", "d"]
+    assert list(Corpus(str(tmp_path / "more.txt")).documents()) == ["more"]  # type: ignore[arg-type]
     with pytest.raises(BadParameter, match=r"line 2 of '.*odd.jsonl' is not JSON"):
         read(tmp_path / "in", tmp_path / "in" / "odd.jsonl")
     with pytest.raises(BadParameter, match=r"there is no file or folder '.*none'"):
@@ -345,6 +358,8 @@ def test_a_corpus_is_files_folders_and_records(tmp_path: Path) -> None:
         ("x.jsonl", '{"a": "b", "c": 1}', None, "has none of the fields text, content, .*, but a, c; name one"),
         ("x.jsonl", '{"text": "b"}', "body", "has no field 'body', but text; name one with --field"),
         ("x.jsonl", '{"text": ["b"]}', None, "the field 'text' in line 1 of .* is not text"),
+        ("x.jsonl", '{"text": "\\ud83d"}', None, "the field 'text' in line 1 of .* holds a lone surrogate"),
+        ("x.txt", "text", "body", "there is no field 'body', since no file of the corpus is one of JSON lines"),
     ],
 )
 def test_a_file_given_by_name_must_be_readable(
@@ -394,6 +409,33 @@ def test_a_build_that_fails_leaves_what_was_there(
             build(Corpus([tmp_path / "a.txt"]), out, tokenizer, force=True)
     assert out.read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "empty.txt", "out"]
+
+
+def test_a_file_of_the_corpus_is_not_replaced(tmp_path: Path, tokenizer: Any) -> None:
+    written(tmp_path, {"a.txt": "some text"})
+    (tmp_path / "link").symlink_to(tmp_path / "a.txt")
+    for corpus, out in ((tmp_path / "a.txt", "link"), (tmp_path, "a.txt")):
+        with pytest.raises(BadParameter, match=f"{out} cannot be replaced, because it is a file of the corpus"):
+            build(Corpus([corpus]), tmp_path / out, tokenizer, force=True)
+    assert (tmp_path / "a.txt").read_text() == "some text"
+    (tmp_path / "link").unlink()
+    for _ in range(2):  # a datastore is no text, and a folder may hold it
+        assert build(Corpus([tmp_path]), tmp_path / "out", tokenizer, force=True).documents == 1
+
+
+def test_two_builds_of_one_file_at_once(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of one process, too, which have its number in common."""
+    written(tmp_path, {"a.txt": "some text", "b.txt": "some other text\n" * 9})
+    replace = os.replace
+
+    def second(source: Any, place: Any) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        build(Corpus([tmp_path / "b.txt"]), tmp_path / "out", tokenizer)
+        replace(source, place)
+
+    monkeypatch.setattr(os, "replace", second)
+    tokens = build(Corpus([tmp_path / "a.txt"]), tmp_path / "out", tokenizer).tokens
+    assert Store(tmp_path / "out").header.tokens == tokens
 
 
 def test_a_symbolic_link_stays_and_a_special_file_is_never_replaced(tmp_path: Path, tokenizer: Any) -> None:

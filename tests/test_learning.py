@@ -141,15 +141,15 @@ def test_what_was_learned_is_saved_when_the_engine_is_closed(tmp_path: Path) -> 
     saved = AutoModelForCausalLM.from_pretrained(folder)
     assert all(torch.equal(*pair) for pair in zip(saved.parameters(), weights_of(llm), strict=True))
     assert json.loads((folder / "learned.json").read_text())["updates"] == 3
-    learning.check_folder(str(folder), "another")  # which may be replaced
+    learning.Learned(folder, "another").check()  # which may be replaced
 
 
 def test_the_folder_of_the_draft_model_itself_may_be_replaced(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    learning.check_folder(str(tmp_path), str(tmp_path / "../" / tmp_path.name))
+    learning.Learned(tmp_path, str(tmp_path / "../" / tmp_path.name)).check()
     for other in ("bundled", str(tmp_path.parent)):
         with pytest.raises(LeapaheadError, match="what it holds would be lost; give a new folder"):
-            learning.check_folder(str(tmp_path), other)
+            learning.Learned(tmp_path, other).check()
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,30 @@ def test_a_file_that_comes_in_between_is_named(tmp_path: Path) -> None:
     llm = chain_llm(learn=4, learn_rate=1e-2, learned=str(tmp_path / "learned"))
     llm.generate(PROMPTS, max_new_tokens=16)
     (tmp_path / "learned").write_text("")
-    with pytest.raises(LeapaheadError, match="learned cannot be written: File exists"):
+    with pytest.raises(LeapaheadError, match="it is no folder that can be written .Not a directory."):
         llm.close()
+
+
+def test_the_folder_stays_when_the_working_directory_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other" / "learned").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    llm = chain_llm(learn=4, learn_rate=1e-2, learned="learned")
+    llm.generate(PROMPTS, max_new_tokens=16)
+    monkeypatch.chdir(tmp_path / "other")
+    llm.close()
+    assert (tmp_path / "learned" / "config.json").is_file()
+    assert not any((tmp_path / "other" / "learned").iterdir())
+
+
+def test_a_folder_that_was_filled_in_between_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    llm = chain_llm(learn=4, learn_rate=1e-2, learned="~/learned")
+    llm.generate(PROMPTS, max_new_tokens=16)
+    (tmp_path / "learned").mkdir()
+    (tmp_path / "learned" / "config.json").write_text("mine")
+    with pytest.raises(LeapaheadError, match="what it holds would be lost"):
+        llm.close()
+    assert (tmp_path / "learned" / "config.json").read_text() == "mine"
 
 
 def test_requests_of_several_threads_learn_together() -> None:

@@ -45,15 +45,15 @@ def datastore() -> None:
     "--field",
     metavar="NAME",
     show_default=f"the first of {', '.join(FIELDS)} that a record has",
-    help="Field of .jsonl records that holds the text.",
+    help="Field of the records that holds the text.",
 )
 @option("--force", is_flag=True, help="Replace FILE if it exists.")
 def build_datastore(
     corpus: tuple[Path, ...], model: str | None, trust_remote_code: bool, out: Path, field: str | None, force: bool
 ) -> None:
-    """Build a datastore of CORPUS: text files, folders of them, and .jsonl files.
+    """Build a datastore of CORPUS: text files, folders of them, and files of JSON lines (.jsonl, .ndjson).
 
-    It can be used with every model that has the same tokenizer. Each file, and each record of a .jsonl file, is a
+    It can be used with every model that has the same tokenizer. Each file, and each record of JSON lines, is a
     document; no match spans two documents. In folders, hidden files are ignored, and files that are not text, or whose
     records cannot be read, are skipped and listed.
     """

@@ -5,6 +5,7 @@ Numpy's numbers are accepted; booleans are not numbers.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
@@ -88,14 +89,16 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> str:
 
 
 def file_path(name: str, value: Any) -> Path:
-    """The value as a path; a number would be opened as a file descriptor.
+    """The value as a path, with `~` as the home folder; a number would be opened as a file descriptor.
 
     Raises:
-        BadParameter: it is no path, or an empty one.
+        BadParameter: it is no path, an empty one, or one with a null character.
     """
     if not isinstance(value, (str, PathLike)) or not (text := fspath(value)) or not isinstance(text, str):
         raise BadParameter(f"{name}={value!r} is not possible: it must be the path of a file")
-    return Path(text)
+    if "\0" in text:
+        raise BadParameter(f"{name}={value!r} is not possible: no path of a file has a null character")
+    return Path(os.path.expanduser(text))  # unlike that of Path, it leaves the name of an unknown user as it is
 
 
 def finite(name: str, value: Any) -> float:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import file_path, is_left_out, whole, within
+from leapahead.core.parameters import is_left_out, whole, within
 from leapahead.drafters import draft_models
 from leapahead.drafters.base import Host
 from leapahead.drafters.draft_forwards import DraftForwards
-from leapahead.drafters.learning import TOP_K, Learner, check_folder, learner
+from leapahead.drafters.learning import TOP_K, Learned, Learner, learner
 from leapahead.drafters.planned import Planned
 from leapahead.drafters.sources.draft import DraftSource
 from leapahead.models.base import Capture
@@ -70,18 +70,17 @@ class DraftModelDrafter(Planned):
     def _check_learning(self, learn: int, rate: float, learned: str | Path) -> None:
         """Takes the options of learning, or refuses them."""
         self.learner: Learner | None = None
-        self._learn, self._learned = whole("learn", learn), ""
+        self._learn = whole("learn", learn)
         rate = self._learn_rate = within("learn_rate", rate, 0, sys.float_info.max, "a finite number of at least 0")
-        if not is_left_out(learned):
-            self._learned = str(file_path("learned", learned))
+        self._learned = None if is_left_out(learned) else Learned(learned, self._drafts[0])
         if not learn:
             if rate or self._learned:
                 raise BadParameter("learn_rate and learned need learn=N, the number of texts between two updates")
             return
         if len(self._drafts) > 1:
             raise BadParameter(f"learn={learn} is not possible with several draft models; give one")
-        if self._learned:
-            check_folder(self._learned, self._drafts[0])
+        if self._learned is not None:
+            self._learned.check()
 
     def attach(self, host: Host) -> None:
         models = host.draft_models.all(self._drafts, host.target, host.tokenizer)

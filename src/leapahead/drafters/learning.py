@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 import warnings
 from collections import deque
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter, Refused, needing
+from leapahead.core.parameters import file_path
 from leapahead.drafters.draft_models import BUNDLED, SELF, Draft, DraftModel
 from leapahead.models.base import Target
 from leapahead.planner.draft import SequenceView, Step
@@ -99,7 +101,7 @@ class Learner:
         model: the draft model, whose weights are changed.
         training: of its weights.
         every: texts after which there is an update.
-        folder: the draft model is written there when the engine is closed; "" for nowhere.
+        learned: where the draft model is written to when the engine is closed; None for nowhere.
 
     Attributes:
         buffer: texts that were not learned from yet.
@@ -107,8 +109,8 @@ class Learner:
         loss: of the last update; None before.
     """
 
-    def __init__(self, model: DraftModel, training: OnlineTraining, every: int, folder: str = "") -> None:
-        self.model, self.training, self.every, self.folder = model, training, every, folder
+    def __init__(self, model: DraftModel, training: OnlineTraining, every: int, learned: Learned | None = None) -> None:
+        self.model, self.training, self.every, self.learned = model, training, every, learned
         self.buffer = Buffer()
         self.updates = self.positions = 0
         self.loss: float | None = None
@@ -155,13 +157,15 @@ class Learner:
         self.positions += sum(len(example.places) for example in examples)
 
     def release(self) -> None:
-        """The engine is closed: writes the draft model, if it has changed and a folder was given for it."""
-        if self.folder and self.updates:
-            self.training.save(self.folder, self.model.tokenizer)
-            try:
-                (Path(self.folder) / LEARNED).write_text(json.dumps(self.figures()) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise BadParameter(f"{self.folder} cannot be written: {error.strerror}") from None
+        """The engine is closed: writes the draft model, if it has changed and a folder was given for it.
+
+        Raises:
+            BadParameter: the folder cannot be written, or holds something else by now.
+        """
+        if self.learned is not None and self.updates:
+            self.learned.check()
+            self.learned.mark(self.figures())
+            self.training.save(self.learned.folder, self.model.tokenizer)
 
     def figures(self) -> dict[str, Any]:
         """What it has learned from, as plain types."""
@@ -169,42 +173,70 @@ class Learner:
         return {"updates": self.updates, "positions": self.positions, "loss": loss, "buffer": self.buffer.tokens}
 
 
-def check_folder(folder: str, draft: Draft) -> None:
-    """Refuses a folder that cannot be written, or whose content would be lost.
+class Learned:
+    """The folder that a draft model is written to. Names are resolved at once: the working directory may change later.
 
     Args:
-        folder: where a draft model will be written to.
+        folder: its path.
         draft: that model. Its own folder may be replaced, as may one that has been written here before.
 
+    Attributes:
+        folder: its absolute path.
+
     Raises:
-        BadParameter: it is a file, cannot be written, or holds something else.
+        BadParameter: it is no path.
     """
-    path = Path(folder)
-    try:
-        there = next(each for each in (path, *path.absolute().parents) if each.exists())
-        with tempfile.TemporaryDirectory(dir=there):  # permissions do not tell: nobody writes to /proc
-            pass
-        is_free = not path.exists() or (path / LEARNED).is_file() or not any(path.iterdir())
-    except OSError as error:
-        raise BadParameter(
-            f"learned={folder} is not possible: it is no folder that can be written ({error.strerror}); give another"
-        ) from None
-    name = draft if isinstance(draft, str) else draft.target.info.name
-    if not is_free and (name == BUNDLED or Path(name).expanduser().resolve() != path.resolve()):
-        raise BadParameter(
-            f"learned={folder} is not possible: the folder is not empty, and what it holds would be lost; give a new "
-            "folder, or that of the draft model"
-        )
+
+    def __init__(self, folder: str | Path, draft: Draft) -> None:
+        self.folder = file_path("learned", folder).absolute()
+        name = draft if isinstance(draft, str) else draft.target.info.name
+        self._own = None if name == BUNDLED else Path(os.path.expanduser(name)).resolve()
+
+    def check(self) -> None:
+        """Refuses a folder that cannot be written, or whose content would be lost.
+
+        Raises:
+            BadParameter: it is a file, cannot be written, or holds something else.
+        """
+        path = self.folder
+        try:
+            there = next(each for each in (path, *path.parents) if each.exists())
+            with tempfile.TemporaryDirectory(dir=there):  # permissions do not tell: nobody writes to /proc
+                pass
+            is_free = not path.exists() or (path / LEARNED).is_file() or not any(path.iterdir())
+        except OSError as error:
+            raise BadParameter(
+                f"learned={path} is not possible: it is no folder that can be written ({error.strerror}); give another"
+            ) from None
+        if not is_free and path.resolve() != self._own:
+            raise BadParameter(
+                f"learned={path} is not possible: the folder is not empty, and what it holds would be lost; give a new "
+                "folder, or that of the draft model"
+            )
+
+    def mark(self, figures: dict[str, Any]) -> None:
+        """Writes `LEARNED`. To be called before the model is written, which may fail when parts of it are there.
+
+        Raises:
+            BadParameter: it cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / LEARNED).write_text(json.dumps(figures) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise BadParameter(f"{self.folder} cannot be written: {error.strerror}") from None
 
 
-def learner(draft: Draft, model: DraftModel, target: Target | None, every: int, rate: float, folder: str) -> Learner:
+def learner(
+    draft: Draft, model: DraftModel, target: Target | None, every: int, rate: float, learned: Learned | None
+) -> Learner:
     """What trains a draft model while it drafts.
 
     Args:
         draft: how the draft model was named.
         model: it.
         target: that it drafts for.
-        every, folder: see `Learner`.
+        every, learned: see `Learner`.
         rate: the learning rate; 0 for the usual one.
 
     Raises:
@@ -223,7 +255,7 @@ def learner(draft: Draft, model: DraftModel, target: Target | None, every: int, 
     own = {each.data_ptr() for each in parameters}
     if isinstance(target, TransformersTarget) and own & {each.data_ptr() for each in target.model.parameters()}:
         raise Refused(f"{model.title} cannot learn, since it shares weights with the target; load it by itself")
-    return Learner(model, OnlineTraining(model.target, rate), every, folder)
+    return Learner(model, OnlineTraining(model.target, rate), every, learned)
 
 
 def _groups(examples: list[Positions]) -> list[list[Positions]]:

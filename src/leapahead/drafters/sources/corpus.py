@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import flag
+from leapahead.core.parameters import file_path, flag, unicode_text
 from leapahead.core.storage import replaceable
 from leapahead.core.text import Tokenizer, fingerprint
 from leapahead.core.tree import IntArray
-from leapahead.drafters.sources.datastore import ORDERED, Header
+from leapahead.drafters.sources.datastore import MAGIC, ORDERED, Header
 
-FIELDS = ("text", "content", "output", "completion")  # of .jsonl records; the first that a record has is read
+SUFFIXES = (".jsonl", ".ndjson")  # of files of records, in lower case
+FIELDS = ("text", "content", "output", "completion")  # of records; the first that a record has is read
 PIECE = 1 << 20  # characters that are tokenised at once, about; longer documents are split at the end of a line
 BINARY_CHECK = 1 << 13  # bytes at the beginning of a file in which a zero byte marks it as binary
 Progress = Callable[[str, int, int], None]  # what, done, total
@@ -36,13 +38,13 @@ def silent(what: str, done: int, total: int) -> None:
 
 @dataclass
 class Corpus:
-    """Text files, folders of them, and .jsonl files.
+    """Text files, folders of them, and files of JSON lines (.jsonl, .ndjson).
 
     A file in a folder that cannot be read as text, or as records, is skipped. A path that was given must be readable.
 
     Args:
-        paths: of them.
-        column: the field of .jsonl records; by default the first of FIELDS that a record has.
+        paths: of them, or a single path.
+        column: the field of the records; by default the first of FIELDS that a record has.
 
     Attributes:
         skipped: file -> why it was skipped.
@@ -51,6 +53,10 @@ class Corpus:
     paths: Sequence[Path]
     column: str | None = None
     skipped: dict[Path, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        paths = [self.paths] if isinstance(self.paths, (str, os.PathLike)) else self.paths
+        self.paths = [file_path("paths", path) for path in paths]
 
     def files(self) -> list[tuple[Path, bool]]:
         """Every file once, in order, and whether it was given by name. Hidden files must be.
@@ -77,9 +83,14 @@ class Corpus:
             progress: called for each file and each document, with kilobytes.
 
         Raises:
-            BadParameter: a file that was given by name cannot be read.
+            BadParameter: a file that was given by name cannot be read, or a field is named and no file has records.
         """
         files = self.files()
+        if self.column and not any(_has_records(path) for path, _ in files):
+            raise BadParameter(
+                f"there is no field {self.column!r}, since no file of the corpus is one of JSON lines "
+                f"({', '.join(SUFFIXES)}); leave --field out"
+            )
         sizes = [path.stat().st_size for path, _ in files]
         total, before = sum(sizes) // 1000, 0
         for (path, named), size in zip(files, sizes, strict=True):
@@ -99,7 +110,7 @@ class Corpus:
 
     def _documents(self, path: Path) -> list[str]:
         text = _read(path)
-        if path.suffix != ".jsonl":
+        if not _has_records(path):
             return [text]
         lines = enumerate(text.split("\n"), 1)
         return [self._record(line, f"line {number} of {str(path)!r}") for number, line in lines if line.strip()]
@@ -119,7 +130,11 @@ class Corpus:
         text = record[name]
         if not isinstance(text, str):
             raise BadParameter(f"the field {name!r} in {where} is not text")
-        return text
+        return unicode_text(f"the field {name!r} in {where}", text)
+
+
+def _has_records(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES
 
 
 def _read(path: Path) -> str:
@@ -160,11 +175,15 @@ def build(
         progress: called with what is being done, how much of it is done, and the total.
 
     Raises:
-        BadParameter: `out` exists or cannot be written; the corpus cannot be read, or has no text.
+        BadParameter: `out` exists, is part of the corpus, or cannot be written; the corpus cannot be read, or has no
+            text.
     """
+    out = file_path("out", out)
     place = replaceable(out)
     if out.exists() and not flag("force", force):
         raise BadParameter(f"{out} exists; name another file, or replace it with the option 'force'")
+    if out.exists() and not _is_datastore(out) and any(path.samefile(out) for path, _ in corpus.files()):
+        raise BadParameter(f"{out} cannot be replaced, because it is a file of the corpus; name another file")
     if not place.parent.is_dir():
         raise BadParameter(f"there is no folder {str(place.parent)!r} to write {place.name!r} to; create it first")
     ids = [found for text in corpus.documents(progress) if len(found := _encoded(text, tokenizer, progress))]
@@ -200,9 +219,9 @@ def write(out: Path, header: Header, documents: Sequence[npt.ArrayLike], progres
     first = np.searchsorted(text[order], np.arange(header.vocab_size + 1))
     begin = header.packed()
     layout, _ = header.layout(len(begin))
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.part")
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             file.write(begin)
             for (start, _, dtype), numbers in zip(layout, (text, order, first), strict=True):
                 file.write(b"\0" * (start - file.tell()))
@@ -212,6 +231,15 @@ def write(out: Path, header: Header, documents: Sequence[npt.ArrayLike], progres
         raise BadParameter(f"{str(out)!r} cannot be written: {error.strerror}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _is_datastore(path: Path) -> bool:
+    """Whether this is a datastore, which a folder of the corpus may hold: it is no text, so it is skipped."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def suffix_array(text: IntArray, depth: int = ORDERED, progress: Progress = silent) -> IntArray:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -138,6 +139,8 @@ class Store:
 
     def __init__(self, path: str | Path, option: str = "path") -> None:
         self.path = str(file_path(option, path))
+        if os.path.exists(self.path) and not (os.path.isfile(self.path) or os.path.isdir(self.path)):
+            raise BadParameter(f"{self.path!r} is not a datastore, since it is a device or a pipe; name a file")
         try:
             with open(self.path, "rb") as file:
                 self.header, start = _header(file.read(PREFIX.size + MAX_HEADER))
