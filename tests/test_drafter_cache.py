@@ -22,6 +22,7 @@ import pytest
 from click.testing import CliRunner
 
 from leapahead import LLM, BadParameter, SequenceDrafter
+from leapahead.cli import main
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters import cache_file, cache_sections
 from leapahead.drafters.cache import Arrays, DrafterCache, Section
@@ -438,6 +439,9 @@ def test_a_save_never_replaces_another_file(file: Path) -> None:
     assert words(DrafterCache.load(file)) == [5]
 
 
+LONG = 300 * "a"  # no name of a file
+
+
 def test_a_cache_that_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
     with pytest.raises(BadParameter, match="has no file; name the file"):
         made([1]).save()
@@ -449,6 +453,13 @@ def test_a_cache_that_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
         made([1]).save(tmp_path)
     with pytest.raises(BadParameter, match="there is no drafter cache"):
         DrafterCache.load(tmp_path / "none.npz")
+    with pytest.raises(BadParameter, match=r"cannot be read \(File name too long\)"):
+        DrafterCache.load(tmp_path / LONG)
+    with pytest.raises(BadParameter, match=r"cannot be written to .* \(File name too long\)"):
+        made([1]).save(tmp_path / LONG)
+    for use in (DrafterCache.load, made([1]).save, DrafterCache().merge):
+        with pytest.raises(BadParameter, match="no path of a file has a null character"):
+            use("x\0y")
     assert os.listdir(tmp_path) == []
 
 
@@ -674,6 +685,7 @@ def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with LLM(drafter="recycling", drafter_cache="~/drafts.npz") as llm:
             llm.generate("import os\n", max_new_tokens=4)
             assert llm.save_drafter_cache() == tmp_path / "drafts.npz"
+    assert CliRunner().invoke(main, ["cache", "show", "~/drafts.npz"]).exit_code == 0
     assert llm.save_drafter_cache("~/copy.npz") == tmp_path / "copy.npz"
     assert DrafterCache.load("~/copy.npz").path == tmp_path / "copy.npz"
 
@@ -697,7 +709,13 @@ def test_another_argument_is_refused(wrong: Any) -> None:
 
 def test_a_file_is_read_before_the_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "diary.txt").write_text("dear diary")
-    for wrong, says in [(tmp_path / "diary.txt", "is not a drafter"), (tmp_path / "none" / "m", "does not exist")]:
+    for wrong, says in [
+        (tmp_path / "diary.txt", "is not a drafter"),
+        (tmp_path / "diary.txt" / "m", "does not exist"),
+        (tmp_path / "none" / "m", "does not exist"),
+        (tmp_path / LONG, "File name too long"),
+        ("x\0y", "drafter_cache='x.*y' is not possible: no path of a file has a null character"),
+    ]:
         with pytest.raises(BadParameter, match=says):
             LLM("no/such-model", drafter_cache=wrong)
 

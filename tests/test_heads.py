@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import FixedLatency, mostly_slow
+from safetensors import SafetensorError
 
 from leapahead import LLM, Request
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
@@ -143,6 +144,17 @@ def test_eagle3_of_qwen3_layers_is_computed_by_its_formulas() -> None:
     x = norm(x + (torch.nn.functional.silu(h @ gate) * (h @ up)) @ down, "norm")
     torch.testing.assert_close(found[0], x, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(logits[0], x @ tensors["lm_head.weight"].T, atol=1e-3, rtol=1e-4)
+
+
+def test_a_full_disk_leaves_no_half_of_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tensors: Any, file: Path) -> None:
+        file.touch()
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(BadParameter, match=r"the head cannot be written to .*: No space left on device"):
+        checkpoint.write(tmp_path, {}, {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_peagle_in_its_own_form(tmp_path: Path) -> None:

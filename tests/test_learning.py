@@ -12,8 +12,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from safetensors import SafetensorError  # noqa: E402
 from training_parts import VOCABULARY, model_of, small_model  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
 from leapahead import LLM  # noqa: E402
 from leapahead.core.errors import LeapaheadError  # noqa: E402
@@ -21,6 +22,7 @@ from leapahead.core.stats import Stats  # noqa: E402
 from leapahead.drafters import learning  # noqa: E402
 from leapahead.drafters.learning import Buffer  # noqa: E402
 from leapahead.models import loading  # noqa: E402
+from leapahead.models.transformers import pretrained  # noqa: E402
 from leapahead.models.transformers.online import OnlineTraining, Positions  # noqa: E402
 
 PROMPTS = [[1 + (7 * number + place) % 60 for place in range(1 + number % 4)] for number in range(12)]
@@ -177,7 +179,7 @@ def test_a_file_that_comes_in_between_is_named(tmp_path: Path) -> None:
     llm = chain_llm(learn=4, learn_rate=1e-2, learned=str(tmp_path / "learned"))
     llm.generate(PROMPTS, max_new_tokens=16)
     (tmp_path / "learned").write_text("")
-    with pytest.raises(LeapaheadError, match="it is no folder that can be written .Not a directory."):
+    with pytest.raises(LeapaheadError, match="it is no folder that can be written"):
         llm.close()
 
 
@@ -190,6 +192,36 @@ def test_the_folder_stays_when_the_working_directory_changes(tmp_path: Path, mon
     llm.close()
     assert (tmp_path / "learned" / "config.json").is_file()
     assert not any((tmp_path / "other" / "learned").iterdir())
+
+
+def test_a_full_disk_leaves_the_folder_as_it_was_and_a_repetition_is_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any, folder: str, **_: Any) -> None:
+        (Path(folder) / "config.json").write_text("{}")
+        raise SafetensorError("No space left on device")
+
+    folder = tmp_path / "learned"
+    for content in ([], ["config.json"]):
+        with monkeypatch.context() as patched:
+            patched.setattr(PreTrainedModel, "save_pretrained", full)
+            llm = chain_llm(learn=4, learn_rate=1e-2, learned=folder)
+            llm.generate(PROMPTS, max_new_tokens=16)
+            with pytest.raises(LeapaheadError, match="learned cannot be written: No space left on device"):
+                llm.close()
+        assert sorted(each.name for each in folder.iterdir()) == [*content, "learned.json"]
+        (folder / "config.json").write_text("mine")
+    assert (folder / "config.json").read_text() == "mine"
+
+
+def test_shards_of_an_earlier_model_are_removed(tmp_path: Path) -> None:
+    old, other = tmp_path / "model-00001-of-00002.safetensors", tmp_path / "README.md"
+    for file in (old, other):
+        file.touch()
+    pretrained.save(small_model(), None, tmp_path)
+    assert not old.exists()
+    assert other.exists()
+    AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_folder_that_was_filled_in_between_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,14 @@ import click
 from leapahead.api import LLM
 from leapahead.cli.command import Group, option
 from leapahead.cli.options import DRAFTER_GROUP
+from leapahead.cli.typed import HomePath
 from leapahead.core.errors import BadParameter
 from leapahead.core.storage import replaceable
 from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
 from leapahead.models.openvino import store
 
-FILE = click.Path(dir_okay=False, path_type=Path)
+FILE = HomePath(dir_okay=False, path_type=Path)
 
 DRAFTER_CACHE = (
     option(

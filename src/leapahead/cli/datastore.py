@@ -15,6 +15,7 @@ from rich.text import Text
 from leapahead.cli import screen
 from leapahead.cli.command import Group, option
 from leapahead.cli.options import MODEL_NAME, TRUST_REMOTE_CODE, all_of
+from leapahead.cli.typed import HomePath
 from leapahead.core.errors import BadParameter, needing
 from leapahead.core.text import Tokenizer
 from leapahead.drafters.sources.corpus import FIELDS, Corpus, build
@@ -38,9 +39,9 @@ def datastore() -> None:
         'leapahead generate "def main():" -m Qwen/Qwen3-0.6B -d datastore -o file=code.datastore',
     ),
 )
-@click.argument("corpus", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("corpus", nargs=-1, required=True, type=HomePath(path_type=Path))
 @all_of((MODEL_NAME, TRUST_REMOTE_CODE))
-@option("-o", "--out", metavar="FILE", required=True, type=click.Path(path_type=Path), help="The file to write.")
+@option("-o", "--out", metavar="FILE", required=True, type=HomePath(path_type=Path), help="The file to write.")
 @option(
     "--field",
     metavar="NAME",
@@ -73,7 +74,7 @@ def build_datastore(
 
 
 @datastore.command(examples=("leapahead datastore show code.datastore",))
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=HomePath(path_type=Path))
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(file: Path, as_json: bool) -> None:
     """Show the size of FILE and the tokenizer that it was built with."""

@@ -1,8 +1,9 @@
-"""Types of values on the command line: of `-o KEY=VALUE`, those of a drafter's options; finite numbers."""
+"""Types of values on the command line: of `-o KEY=VALUE`, those of a drafter's options; finite numbers; paths."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,13 @@ class Finite(click.FloatRange):
         if not math.isfinite(found):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
         return found
+
+
+class HomePath(click.Path):
+    """A path with `~` as the home folder: shells leave it in quotes, and after `--option=`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(os.path.expanduser(value), param, ctx)
 
 
 def value_of(key: str, text: str, annotation: Any) -> Any:

@@ -17,10 +17,10 @@ def replaceable(file: Path) -> Path:
     Raises:
         BadParameter: there is a folder, a device or a pipe, which is never replaced.
     """
-    if file.exists() and not file.is_file():
+    if os.path.exists(file) and not os.path.isfile(file):  # false for a name that is too long, of which Path complains
         what = "a folder" if file.is_dir() else "a device or another special file"
         raise BadParameter(f"{file} cannot be written, because it is {what}; name another file")
-    return Path(os.path.realpath(file)) if file.is_symlink() else file
+    return Path(os.path.realpath(file)) if os.path.islink(file) else file
 
 
 def write_json(path: Path, content: dict[str, Any]) -> bool:

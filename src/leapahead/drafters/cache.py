@@ -193,7 +193,7 @@ class DrafterCache:
             BadParameter: there is no such file, or it is not a drafter cache, damaged, too large, or of a newer format.
         """
         cache = cls()
-        cache.path = file_path("path", path).expanduser().absolute()
+        cache.path = file_path("path", path).absolute()
         cache.merge(cache.path)
         return cache
 
@@ -354,13 +354,11 @@ class DrafterCache:
                 be written, or another process does not release its lock.
         """
         flag("replace", replace)
-        if path is not None:
-            file_path("path", path)
-        if path is None and self.path is None:
+        named = self.path if path is None else file_path("path", path)
+        if named is None:
             raise BadParameter("the drafter cache has no file; name the file to save it to")
         if not self.vocab_size:
             raise BadParameter("the drafter cache belongs to no vocabulary yet; pass it to an LLM, then save it")
-        named = Path(path or self.path or "").expanduser()
         file = _real(replaceable(named))
         try:
             with cache_file.locked(file):

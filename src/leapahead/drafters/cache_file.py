@@ -84,7 +84,7 @@ def read(file: Path, unless: str | None = None) -> Contents | None:
     Raises:
         BadParameter: there is no such file, or it is not a drafter cache, damaged, too large, or of a newer format.
     """
-    if file.exists() and not (file.is_file() or file.is_dir()):  # a device, which may have no end, or a pipe
+    if os.path.exists(file) and not (file.is_file() or file.is_dir()):  # a device, which may have no end, or a pipe
         raise BadParameter(f"{file} is not a drafter cache of leapahead, since it is not a file; name another")
     try:
         with file.open("rb") as stream:

@@ -12,8 +12,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import file_path
 from leapahead.core.text import Tokenizer, fingerprint
 from leapahead.drafters.cache import DrafterCache, Section
+from leapahead.drafters.cache_file import not_written
 
 GROUP = "leapahead.cache_sections"
 
@@ -71,8 +73,14 @@ def given(drafter_cache: DrafterCache | str | Path | bool) -> DrafterCache | Non
         raise BadParameter(
             f"drafter_cache={drafter_cache!r} is not possible: it must be True, False, a file, or a DrafterCache"
         )
-    path = Path(drafter_cache).expanduser()
-    if path.exists():
+    path = file_path("drafter_cache", drafter_cache)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # such as a name that is too long
+        raise not_written(path, error) from error
+    else:
         return load(path)
     if not path.parent.is_dir():
         raise BadParameter(

@@ -40,6 +40,9 @@ WRITE_SECONDS = 60.0  # least time between two writes
 STEPS_AGE = 3600.0  # seconds; of one sequence's profile that only steps have shown, in place of a measurement
 MOST_AGE = 7 * 24 * 3600.0  # seconds; where nothing is drafted, steps do not correct the shape of a profile
 
+MOST_ROWS = 1 << 20  # of a stored profile; more than this, and times outside of these, only a damaged file has
+LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e6
+
 DRAFTING_RATE = 0.05  # weight of the newest step in the estimate of drafting time
 DRAFTING_BASE, DRAFTING_PER_NODE = 1e-4, 2e-5  # seconds assumed before it was observed
 USUAL_NODES = 8.0  # unit in which nodes are counted, so that both parameters are learned at the same rate
@@ -282,6 +285,8 @@ class ProfileStore:
             if not 0 <= time() - found["measured"] <= MOST_AGE:
                 return None
             seconds = {int(n): float(seconds) for n, seconds in found["seconds"].items()}
+            if max(seconds) > MOST_ROWS or not all(LEAST_SECONDS <= each <= MOST_SECONDS for each in seconds.values()):
+                return None
             profile = LatencyProfile(seconds, bucket=bucket, prepared=prepared)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return None

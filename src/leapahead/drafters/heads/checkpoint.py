@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,15 +148,20 @@ def write(folder: Path, found: Mapping[str, Any], tensors: Mapping[str, Tensor])
     Raises:
         BadParameter: the folder cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    weights = folder / "model.safetensors"
+    part = weights.with_suffix(".part")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: each.contiguous() for name, each in tensors.items()}, part)
+        part.replace(weights)
         (folder / "config.json").write_text(json.dumps(dict(found), indent=2) + "\n", encoding="utf-8")
-        weights = folder / "model.safetensors"
-        save_file({name: each.contiguous() for name, each in tensors.items()}, weights)
         weights.chmod((folder / "config.json").stat().st_mode)  # safetensors lets nobody else read what it writes
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            part.unlink()
         raise BadParameter(f"the head cannot be written to {folder}: {error}") from error
 
 

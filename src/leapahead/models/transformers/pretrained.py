@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import transformers
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from safetensors import SafetensorError
 from transformers.utils import cached_file, logging
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused, check_folder, first_line, trained_in
@@ -137,14 +139,27 @@ def save(model: Any, tokenizer: Any, folder: str | Path) -> None:
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)  # of a file Transformers only says in its log that it is none
-        with quiet():
-            model.save_pretrained(path)
+        with quiet(), TemporaryDirectory(prefix=".", suffix=".part", dir=path) as part:
+            model.save_pretrained(part)
             if (write := getattr(tokenizer, "save_pretrained", None)) is not None:
-                write(path)
-        for weights in path.glob("*.safetensors"):  # safetensors lets nobody else read what it writes
-            weights.chmod((path / "config.json").stat().st_mode)
-    except OSError as error:
-        raise BadParameter(f"{folder} cannot be written: {error.strerror or error}") from None
+                write(part)
+            _move(Path(part), path)
+    except (OSError, SafetensorError) as error:
+        raise BadParameter(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _move(part: Path, folder: Path) -> None:
+    """Moves a model that was written whole to its folder, in place of an earlier one, which may have other shards."""
+    for shard in folder.glob("model-*-of-*.safetensors"):
+        if not (part / shard.name).exists():
+            shard.unlink()
+    mode = (part / "config.json").stat().st_mode
+    for file in [each for each in part.rglob("*") if each.is_file()]:
+        if file.suffix == ".safetensors":
+            file.chmod(mode)  # safetensors lets nobody else read what it writes
+        place = folder / file.relative_to(part)
+        place.parent.mkdir(exist_ok=True)
+        file.replace(place)
 
 
 def load_tokenizer(name_or_path: str, trust_remote_code: bool) -> Any:
