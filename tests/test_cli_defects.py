@@ -601,6 +601,20 @@ def test_our_warnings_are_one_line_and_others_are_discarded(leapahead: Any, monk
     assert (result.exit_code, result.stderr) == (0, "warning: drafting is off, by leapahead.engine.scheduler\n")
 
 
+@pytest.mark.parametrize(
+    "args", [("generate", "x"), ("cache", "show", "x.npz"), ("datastore", "build", "x.txt", "-o", "x")]
+)
+def test_a_working_directory_that_was_deleted(
+    leapahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    result = leapahead(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: the working directory does not exist any more; change to another one\n"
+
+
 def test_rounds_without_a_comparison_are_refused(leapahead: Any) -> None:
     found = leapahead("generate", "--rounds", "2", "--max-new-tokens", "4", "hi")
     assert (found.exit_code, found.stdout) == (2, "")

@@ -390,19 +390,37 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "skip"
 
 
+def called(name: str, target: TransformersTarget) -> TransformersTarget:
+    other = copy.copy(target)
+    other.info = replace(target.info, name=name)
+    return other
+
+
 def test_what_was_found_is_kept(target: TransformersTarget, idle: TransformersTarget, folder: Path) -> None:
     assert saved(target) is None
     assert save(target, FOUND)
     assert saved(target) == FOUND.skip
     assert saved(idle) is None  # of the same shape, and another model
+    assert saved(called("another/name", target)) == FOUND.skip
     assert len(list(folder.iterdir())) == 1
+
+
+def test_a_model_whose_weights_cannot_be_read_is_known_by_its_place(
+    target: TransformersTarget, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TransformersTarget, "weights_digest", lambda self: "")
+    monkeypatch.chdir(folder.parent)
+    (folder.parent / "model").mkdir()
+    save(called("model", target), FOUND)
+    for name, found in (("./model/", FOUND.skip), (str(folder.parent / "model"), FOUND.skip), ("a/model", None)):
+        assert saved(called(name, target)) == found
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         *("", "{", "[]", "3", '{"format": 1}'),
-        *({"format": 0}, {"model": "x"}, {"target": 1}, {"skip": "x"}, {"skip": 3}, {"skip": "4"}),
+        *({"format": 1}, {"weights": "x"}, {"target": 1}, {"skip": "x"}, {"skip": 3}, {"skip": "4"}),
     ],
 )
 def test_a_broken_file_is_ignored(target: TransformersTarget, folder: Path, wrong: Any) -> None:

@@ -235,6 +235,9 @@ def test_a_token_table_is_computed_on_request(cache: Path, tiny_folder: Path) ->
         (("--plot", "curve.pdf"), "must end in .png or .svg"),
         (("--plot", "/nowhere/curve.png"), "there is no folder /nowhere"),
         (("--data", "/nowhere"), "there is no folder or file '/nowhere'"),
+        (("--data", "/nowhere", "--text-seconds", "0"), "there is no folder or file '/nowhere'"),
+        (("--table-k", "8"), "--table-k 8 needs --table"),
+        (("model.gguf", "--table-k", "8"), "--table-k 8 needs --table"),
         (("--threads", "2"), "GGUF"),
     ],
 )

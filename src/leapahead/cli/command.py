@@ -215,8 +215,21 @@ class Program(Group):
     def invoke(self, ctx: click.Context) -> Any:
         with _outcome():
             interrupts.raises()
+            _check_working_directory()
             with _shown_warnings():
                 return super().invoke(ctx)
+
+
+def _check_working_directory() -> None:
+    """Refuses a working directory that was deleted: libraries fail there in many ways, in which they cannot be caught.
+
+    Raises:
+        Failure: it was.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise Failure("the working directory does not exist any more; change to another one") from None
 
 
 def _prepare_streams() -> None:

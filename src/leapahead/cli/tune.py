@@ -74,8 +74,8 @@ WIDTH = 8  # characters of the longest bar
 @option(
     "--table-k",
     type=click.IntRange(min=1, max=MOST_K),
-    default=token_table.K,
     metavar="K",
+    show_default=str(token_table.K),
     help="Number of tokens that the token table keeps after each one; 8 are enough for greedy decoding.",
 )
 @option(
@@ -91,7 +91,7 @@ def tune(
     seconds: float,
     text_seconds: float,
     table: bool,
-    table_k: int,
+    table_k: int | None,
     plot: Path | None,
     as_json: bool,
     **values: Any,
@@ -105,18 +105,21 @@ def tune(
     Given several forms of one model, it compares them: T(n), plain decoding, decoding with auto, and which is fastest.
     They are GGUF files of different types, or a model with options in parentheses, as of `bench`, such as its engine.
     """
+    if table_k is not None and not table:
+        raise BadParameter(f"--table-k {table_k} needs --table")
     if forms:
         _compare(forms, values, data, limit, batch, max_new_tokens, seconds, text_seconds, as_json, table, plot)
         return
     if plot is not None:
         _check(plot)
-    sets = tasks.read(data, (), limit) if text_seconds else []
+    sets = tasks.read(data, (), limit)  # also where none is decoded: what is no file is refused
     loaded = screen.load(model_arguments(values), batch)
     with screen.progress("tune") as bar:
         target = loaded.target
-        seconds_of_table = _make_table(loaded, table_k, bar) if table else None
+        seconds_of_table = _make_table(loaded, table_k or token_table.K, bar) if table else None
         found, profiles = tuning.tune(target, batch, seconds, progress=bar)
-        prompts = [tokens for task in sets for tokens in tasks.encoded(task, loaded, max_new_tokens)]
+        texts = sets if text_seconds else []
+        prompts = [tokens for task in texts for tokens in tasks.encoded(task, loaded, max_new_tokens)]
         largest = max(row["nodes"] for row in found["rows"])
         found["drafters"] = tuning.served(target)
         found["lookahead"] = tuning.lookahead(profiles.profile(1), largest) if batch == 1 and largest > 1 else []

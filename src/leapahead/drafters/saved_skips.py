@@ -1,14 +1,16 @@
 """Stores the layers that a model can leave out when it drafts for itself, as found by `leapahead search-layers`.
 
-    CACHE/skip/DIGEST.json    {"format", "model", "target", "skip", "agreement", "cost", "speedup", "trials"}
+    CACHE/skip/DIGEST.json    {"format", "model", "weights", "target", "skip", "agreement", "cost", "speedup", "trials"}
 
-There is one file per model, by its name and fingerprint. The search is `leapahead.layer_search`.
+There is one file per model, by the digest of its weights and its fingerprint, whatever the model is called. The search
+is `leapahead.layer_search`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from leapahead.core.storage import cache_directory, write_json
 from leapahead.models.self_draft.layer_skip import Skip
 from leapahead.models.transformers.model import TransformersTarget
 
-FORMAT = 1
+FORMAT = 2
 LONGEST = 16  # drafted tokens of a chain
 
 
@@ -65,6 +67,7 @@ def save(target: TransformersTarget, found: Found) -> bool:
     content = {
         "format": FORMAT,
         "model": target.info.name,
+        "weights": _weights(target),
         "target": target.info.fingerprint,
         "skip": str(found.skip),
         "agreement": found.agreement,
@@ -80,10 +83,10 @@ def saved(target: TransformersTarget) -> Skip | None:
 
     None if there was no search, or its file is broken or belongs to another model.
     """
-    wanted = FORMAT, target.info.name, target.info.fingerprint
+    wanted = FORMAT, _weights(target), target.info.fingerprint
     try:
         content = json.loads(_path(target).read_text(encoding="utf-8"))
-        if (content["format"], content["model"], content["target"]) != wanted:
+        if (content["format"], content["weights"], content["target"]) != wanted:
             return None
         skip = Skip.parse(content["skip"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -91,7 +94,12 @@ def saved(target: TransformersTarget) -> Skip | None:
     return skip if max(skip.attention | skip.mlp, default=0) < target.config.num_hidden_layers else None
 
 
+def _weights(target: TransformersTarget) -> str:
+    """The digest of the weights; the name of a model whose weights cannot be read, a path as an absolute one."""
+    return target.weights_digest() or (os.path.realpath(name) if os.path.exists(name := target.info.name) else name)
+
+
 def _path(target: TransformersTarget) -> Path:
-    """The fingerprint describes shapes, not weights: two models of one shape differ in their names."""
-    name = hashlib.sha256(f"{target.info.name} {target.info.fingerprint}".encode()).hexdigest()[:16]
+    """The fingerprint describes shapes and precision, not weights."""
+    name = hashlib.sha256(f"{_weights(target)} {target.info.fingerprint}".encode()).hexdigest()[:16]
     return cache_directory() / "skip" / f"{name}.json"
