@@ -20,6 +20,7 @@ from helpers import mostly_slow
 torch = pytest.importorskip("torch")
 
 import heads  # noqa: E402
+from safetensors import SafetensorError  # noqa: E402
 from training_parts import QUIET, made, model_of, settings_of, texts_of  # noqa: E402
 
 from leapahead import LLM  # noqa: E402
@@ -213,6 +214,24 @@ def test_hidden_states_on_disk_are_those_computed(tmp_path: Path) -> None:
     written = file.stat().st_mtime_ns
     Stored(target, (0, 1, 2), tmp_path, some, silent)
     assert file.stat().st_mtime_ns == written
+
+
+def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    target, some = training_target(loading.load(model).target), texts_of(model, 5)
+    _, training = made(target, some, settings_of("medusa", steps=1), tmp_path / "checkpoint")
+
+    def full(tensors: Any, file: Path, *_: Any) -> None:
+        file.touch()
+        raise SafetensorError("No space left on device")
+
+    for module in ("loop", "features"):
+        monkeypatch.setattr(f"leapahead.training.{module}.save_file", full)
+    with pytest.raises(LeapaheadError, match="checkpoint cannot be written: No space left on device"):
+        training.run(QUIET)
+    with pytest.raises(LeapaheadError, match="cannot be written: No space left on device; give --features online"):
+        Stored(target, (0, 1, 2), tmp_path, some, silent)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_target_whose_logits_are_scaled_is_refused() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,8 @@ class Stored(Features):
             save_file({str(text.index): each for text, each in zip(shard, states, strict=True)}, part)
             part.replace(path)
         except (OSError, SafetensorError) as error:
+            with suppress(OSError):  # half of it would fill the disk
+                part.unlink()
             raise BadParameter(f"{path} cannot be written: {error}; give --features online") from None
 
 

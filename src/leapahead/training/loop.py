@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -235,6 +235,8 @@ class Training:
             )
             part.replace(self.checkpoint)
         except (OSError, SafetensorError) as error:
+            with suppress(OSError):  # half of it would fill the disk
+                part.unlink()
             raise BadParameter(f"the checkpoint {self.checkpoint} cannot be written: {error}") from None
         say(line)
 
