@@ -220,6 +220,26 @@ def test_no_text_is_lost_where_there_is_no_call(pieces: list[str], format: Any) 
         assert (message.content or "") == text
 
 
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        (HERMES, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "g", "argum'),
+        (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g", "par'),
+        (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "argum'),
+        (TOOL_FORMATS["qwen3_coder"], "<tool_call>\n<function=f>\n</function>\n</tool_call>\n<tool_call>\n<function=g"),
+    ],
+)
+def test_a_forced_call_that_is_cut_is_no_content(format: Any, text: str) -> None:
+    """Wherever the text ends; elsewhere the beginning of a call is content, since it may be none."""
+    for end in range(len(text) + 1):
+        message, parser, found = parse(text[:end], format, forced=True), ChatParser(format, forced=True), Message()
+        for piece in (*map(parser.add, text[:end]), parser.finish()):
+            found.add(piece)
+        assert (message.content or "", calls(message)) == (found.content or "", calls(found)) == ("", calls(found))
+    assert [name for name, _ in calls(message)] == ["f"]
+    assert whole(text, format).content
+
+
 def test_arguments_stream_and_half_a_marker_is_never_content() -> None:
     parser = ChatParser(HERMES, new_id=numbered())
     given_pieces = []

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -624,7 +625,10 @@ def test_a_foreign_tokenizer() -> None:
 
 def test_a_prompt_that_is_too_long() -> None:
     llm = LLM(ToyTarget(context_length=5))
-    with pytest.raises(ContextOverflow, match=r"has 5 tokens and the context of toy.* 5; shorten it"):
+    with pytest.raises(ContextOverflow, match=r"has 5 tokens and the context of toy.* 5; shorten it$"):
+        llm.generate([1, 2, 3, 4, 5])
+    llm.target.info = replace(llm.target.info, length_option="n_ctx")
+    with pytest.raises(ContextOverflow, match=r" 5; shorten it, or load the model with a larger n_ctx$"):
         llm.generate([1, 2, 3, 4, 5])
 
 

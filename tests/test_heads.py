@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -536,6 +537,9 @@ def test_pickles_are_converted_and_never_loaded(
     result = leapahead("convert-head", str(source), "other")
     assert (result.exit_code, "holds more than tensors" in result.stderr) == (2, True)
     assert not Path("executed").exists()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = leapahead("convert-head", str(source), "other")
+    assert result.stderr.startswith("error: a trained head needs torch, which is not installed: pip install")
 
 
 def test_published_medusa_weights(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def test_a_text_that_the_context_ends_is_told(more: list[str]) -> None:
     ended = CliRunner().invoke(main, [*command, *more, "-n", "3000", "def"])
     assert re.search(r"(?m)^the text ends after 2\d\d tokens, because the context of 256 tokens is full$", ended.stderr)
     assert "context" not in CliRunner().invoke(main, [*command, *more, "-n", "8", "def"]).stderr
+    refused = CliRunner().invoke(main, [*command, *more, "-n", "8", "def " * 300])
+    assert refused.stderr.endswith("shorten it, or load the model with a larger --ctx-size\n")
 
 
 def test_what_the_user_names_is_taken() -> None:

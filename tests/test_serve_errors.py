@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -119,6 +120,14 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens", ""),
     (CHAT, {"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
     (CHAT, {"messages": USER, "store": True}, "store", ""),
+    (
+        CHAT,
+        {"messages": USER, "stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+        "",
+    ),
+    (COMPLETIONS, {"prompt": "a", "reasoning_effort": "low"}, "reasoning_effort", "not supported"),
+    (CHAT, {"messages": USER, "verbosity": "low"}, "verbosity", "not supported"),
     (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "messages", "500"),
     ("/tokenize", {}, "prompt", "missing"),
     ("/tokenize", {"messages": []}, "messages", ""),
@@ -148,9 +157,62 @@ def test_a_null_is_a_parameter_that_is_not_given(running: Running, path: str, mo
     assert found.json()["choices"][0] == running.post(path, given).json()["choices"][0]
     parts = running.get("/openapi.json").json()["components"]["schemas"][model.__name__]["properties"]
     assert all({"type": "null"} in parts[name]["anyOf"] for name in fields)
-    check(running.post(path, {**given, "unknown": None}), 400, "unknown", "no parameter")
+    assert running.post(path, {**given, "unknown": None}).json()["choices"] == found.json()["choices"]
     (required,) = parts.keys() - fields
     check(running.post(path, {**given, required: None}), 400, required)
+
+
+def said(running: Running, messages: Any) -> str:
+    """The chat that the template writes."""
+    tokens = running.post("/tokenize", {"messages": messages}).json()["tokens"]
+    return str(running.post("/detokenize", {"tokens": tokens}).json()["prompt"])
+
+
+CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ({"content": "a", "parsed": {"b": [1]}, "annotations": [{"type": "url_citation"}], "refusal": None}, "a"),
+        ({"content": "a", "parsed": None, "annotations": None, "audio": None, "provider_specific_fields": None}, "a"),
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": "a", "refusal": "No."}, "a No."),
+        ({"content": [{"type": "text", "text": "a", "id": None}, {"type": "refusal", "refusal": "No."}]}, "a No."),
+        ({"tool_calls": [{**CALL, "index": 0, "function": {**CALL["function"], "parsed_arguments": {}}}]}, ""),
+        ({"tool_calls": [{**CALL, "index": None, "function": {**CALL["function"], "unknown": None}}]}, ""),
+    ],
+    ids=str,
+)
+def test_what_clients_add_to_answers(running: Running, message: dict[str, Any], content: str) -> None:
+    """What repeats other fields is left out, what declines is content, on a line of its own (here a space)."""
+    assert said(running, [*USER, {"role": "assistant", **message}]) == f"|user: Hi|assistant: {content}|assistant: "
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "assistant", "content": "a", "unknown": 1}, "unknown"),
+        ({"role": "assistant", "content": "a", "annotations": 1}, "annotations"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{**CALL, "index": "0"}]}, "tool_calls.0.index"),
+        ({"role": "assistant", "content": [{"type": "refusal"}]}, "content.0.refusal"),
+        ({"role": "user", "content": "a", "parsed": 1}, "parsed"),
+        ({"role": "user", "content": [{"type": "refusal", "refusal": "a"}]}, "content.0.type"),
+    ],
+    ids=str,
+)
+def test_what_answers_cannot_have(running: Running, message: dict[str, Any], param: str) -> None:
+    check(running.post(CHAT, {"messages": [message]}), 400, f"messages.0.{param}")
+
+
+def test_a_longer_context_is_named_where_there_can_be_one() -> None:
+    """By the server's option."""
+    for name, remedy in (("", "shorten it"), ("n_ctx", "shorten it, or load the model with a larger --ctx-size")):
+        target = SlowToy(context_length=100)
+        target.info = replace(target.info, length_option=name)
+        with serving(toy_llm(target=target)) as found:
+            error = found.post(COMPLETIONS, {"prompt": "a" * 100}).json()["error"]
+        assert (error["code"], error["message"].split("; ")[1]) == ("context_length_exceeded", remedy)
 
 
 def test_bytes_that_the_tokenizer_does_not_tell_are_null(running: Running) -> None:
@@ -351,3 +413,9 @@ def test_variables_of_the_chat_template(running: Running) -> None:
     tokens = running.post("/tokenize", body).json()["tokens"]
     assert running.post("/detokenize", {"tokens": tokens}).json()["prompt"].startswith("[enable_thinking=False]|user")
     assert running.post(CHAT, {**body, "max_tokens": 3}).json()["usage"]["prompt_tokens"] == len(tokens)
+    for given, value in (({}, "low"), ({"chat_template_kwargs": {"reasoning_effort": "high"}}, "high")):
+        asked = {"messages": USER, "reasoning_effort": "low", "max_tokens": 1, "return_token_ids": True, **given}
+        tokens = running.post(CHAT, asked).json()["prompt_token_ids"]
+        prompt = running.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+        assert prompt.startswith(f"[reasoning_effort={value}]|user")
+    check(running.post(CHAT, {"messages": USER, "reasoning_effort": "some"}), 400, "reasoning_effort", "some")

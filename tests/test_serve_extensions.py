@@ -238,9 +238,20 @@ def test_tokens_as_the_vocabulary_writes_them(running: Running) -> None:
         )
 
 
+def test_the_tier_that_serves_is_named(running: Running, client: openai.OpenAI) -> None:
+    """Whichever was asked for, if one was; whole and in every chunk."""
+    for tier in ("auto", "default", "flex", "scale", "priority"):
+        assert answer(client, service_tier=tier).service_tier == "default"
+    options: Any = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}
+    assert {chunk.service_tier for chunk in answer(client, service_tier="flex", **options)} == {"default"}
+    assert "service_tier" not in running.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).json()
+    check(running.post(COMPLETIONS, {"prompt": "a", "service_tier": "first"}), 400, "service_tier", "")
+
+
 def test_what_is_written_to_the_log_only(running: Running, client: openai.OpenAI) -> None:
     text = complete(client).choices[0].text
-    found = complete(client, extra_body={"metadata": {"run": "7"}, "service_tier": "auto", "user": "me"})
+    labels = dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), "me")
+    found = complete(client, extra_body={"metadata": {"run": "7"}, **labels})
     assert found.choices[0].text == text
-    check(running.post(COMPLETIONS, {"prompt": "a", "service_tier": "flex"}), 400, "service_tier", "")
+    check(running.post(COMPLETIONS, {"prompt": "a", "user": "a" * 257}), 400, "user", "")
     check(running.post(COMPLETIONS, {"prompt": "a", "metadata": {"a": 1}}), 400, "metadata.a", "")

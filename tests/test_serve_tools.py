@@ -192,6 +192,80 @@ def test_the_messages_of_a_turn_with_a_tool(running: Running, client: openai.Ope
     assert again.choices[0].message.role == "assistant"
 
 
+def sent_back(running: Running, message: Any) -> None:
+    """Sends an answer back, as the client gives it and as its dumps; the chat is that of its content and calls."""
+    called = [call.model_dump(include={"id", "type"}) for call in message.tool_calls or ()]
+    for call, given in zip(called, message.tool_calls or (), strict=True):
+        call["function"] = {"name": given.function.name, "arguments": given.function.arguments}
+    plain = {"role": "assistant", "content": message.content, **({"tool_calls": called} if called else {})}
+    ends = [{"role": "tool", "tool_call_id": call["id"], "content": "Rain"} for call in called] or MESSAGES
+    expected = prompt(running, messages=[*MESSAGES, plain, *ends])
+    for given in (message, message.model_dump(), message.to_dict(), message.model_dump(exclude_unset=True)):
+        found = answer(running.client(), messages=[*MESSAGES, given, *ends], max_tokens=2)
+        assert found.usage.prompt_tokens == len(expected)
+        dumped = given if isinstance(given, dict) else given.to_dict()
+        assert prompt(running, messages=[*MESSAGES, dumped, *ends]) == expected
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client's own dumps
+@pytest.mark.parametrize("asked", ["tools", "response_format", "neither"])
+def test_chats_go_on_with_the_messages_of_the_official_client(
+    running: Running, client: openai.OpenAI, asked: str
+) -> None:
+    """From `create`, `parse` and `stream`, and put together of a stream's deltas."""
+    tools = {"tools": [openai.pydantic_function_tool(Weather)], "tool_choice": "required", "parallel_tool_calls": False}
+    options: Any = {"tools": tools, "response_format": {"response_format": Weather}, "neither": {}}[asked]
+    given: Any = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 80 if options else 5}
+    completions = client.chat.completions
+    if asked != "response_format":
+        sent_back(running, completions.create(**given, **options).choices[0].message)
+    if options:  # what is cut is not parsed
+        parsed = completions.parse(**given, **options).choices[0].message
+        assert parsed.parsed or parsed.tool_calls[0].function.parsed_arguments
+        sent_back(running, parsed)
+        with completions.stream(**given, **options) as stream:
+            sent_back(running, stream.get_final_completion().choices[0].message)
+    if asked == "tools":
+        calls: list[Any] = []
+        for chunk in completions.create(stream=True, **given, **options):
+            for piece in chunk.choices[0].delta.tool_calls or ():
+                if piece.index == len(calls):
+                    calls.append(piece.model_dump())
+                else:
+                    calls[piece.index]["function"]["arguments"] += piece.function.arguments
+        put: Any = {"role": "assistant", "content": None, "tool_calls": calls}
+        sent_back(running, openai.types.chat.chat_completion_message.ChatCompletionMessage.model_validate(put))
+
+
+@pytest.mark.parametrize("cut", mostly_slow(range(1, 24), 1, 4, 12))
+def test_a_forced_call_that_is_cut_has_no_content(client: openai.OpenAI, cut: int) -> None:
+    given: Any = {"tools": [CLOCK], "tool_choice": "required", "max_tokens": cut}
+    (found,) = answer(client, **given).choices
+    assert not found.message.content
+    chunks = [chunk.choices[0] for chunk in answer(client, stream=True, **given)]
+    assert not any(chunk.delta.content for chunk in chunks)
+    assert chunks[-1].finish_reason == found.finish_reason
+    named = [call.function.name for call in found.message.tool_calls or ()]
+    deltas = [piece for chunk in chunks for piece in chunk.delta.tool_calls or ()]
+    assert [piece.function.name for piece in deltas if piece.function.name] == named
+
+
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_allowed_tools_are_those_that_the_chat_has(client: openai.OpenAI) -> None:
+    """As if the request had the others not."""
+    options: Any = {"parallel_tool_calls": False, "extra_body": {"return_token_ids": True}, "max_tokens": 40}
+    for mode in ("auto", "required"):
+        found = answer(client, tools=[WEATHER, CLOCK], tool_choice=allowed(mode, "clock"), **options)
+        alone = answer(client, tools=[CLOCK], tool_choice=mode, **options)
+        assert found.prompt_token_ids == alone.prompt_token_ids
+        assert found.choices[0].token_ids == alone.choices[0].token_ids
+    assert found.choices[0].message.tool_calls[0].function.name == "clock"
+
+
 def test_logprobs_are_those_of_all_tokens(client: openai.OpenAI) -> None:
     given: Any = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, "logprobs": True}
     whole = answer(client, **given)
@@ -317,6 +391,9 @@ WRONG_TOOLS: Sequence[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice", "always"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "'f'"),
+    ({"tools": [WEATHER], "tool_choice": allowed("auto", "f")}, "tool_choice", "'f', which is not among the tools"),
+    ({"tool_choice": allowed("required", "f")}, "tool_choice", "there are none"),
+    ({"tools": [WEATHER], "tool_choice": allowed("none", "get_weather")}, "tool_choice.allowed_tools.mode", "none"),
     ({"tools": [WEATHER], "structured_outputs": {"regex": "a"}}, "structured_outputs", "together with tools"),
     (
         {"tools": [WEATHER], "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -447,6 +448,15 @@ def test_ctrl_c_says_how_to_go_on(leapahead: Any, data: Path, tmp_path: Path, mo
     resumed = leapahead(*given, "--resume")
     assert resumed.exit_code == 0
     assert "4 steps" in resumed.stdout
+
+
+def test_trainings_name_their_own_extra(
+    leapahead: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = leapahead("train-head", "--kind", "medusa", "--data", str(data), "--out", str(tmp_path / "run"))
+    assert result.stderr.endswith('needs matplotlib, which is not installed: pip install "leapahead[train]"\n')
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

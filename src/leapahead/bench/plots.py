@@ -41,13 +41,16 @@ PRECISIONS = {2.0**-7: "bfloat16", 2.0**-10: "float16", 2.0**-23: "float32", 2.0
 DPI = 150
 
 
-def require() -> None:
+def require(extra: str = "bench") -> None:
     """Refuses, before anything is measured, if figures cannot be drawn.
+
+    Args:
+        extra: of this package, for the message.
 
     Raises:
         LeapaheadError: matplotlib is not installed.
     """
-    with needing("a plot", "bench", "matplotlib"):
+    with needing("a plot", extra, "matplotlib"):
         import matplotlib  # noqa: F401
 
 

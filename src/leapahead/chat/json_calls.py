@@ -56,9 +56,13 @@ class JsonCalls(ToolParser):
     """Reads calls that are JSON. Arguments as of `ToolParser`."""
 
     def __init__(
-        self, format: ToolFormat, new_id: Callable[[], str] | None = None, functions: Sequence[Tool] = ()
+        self,
+        format: ToolFormat,
+        new_id: Callable[[], str] | None = None,
+        functions: Sequence[Tool] = (),
+        forced: bool = False,
     ) -> None:
-        super().__init__(format, new_id, functions)
+        super().__init__(format, new_id, functions, forced)
         self._name: str | None = None
         self._arguments: str | None = None  # of a call whose name comes after them
         if format.leads:

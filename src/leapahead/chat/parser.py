@@ -27,6 +27,8 @@ class ChatParser:
         functions: tools that may be called. Their schemas tell which arguments are numbers, objects and so on in
             formats that write them as text; without them, those are strings.
         parallel: whether several calls are given; else only the first one is.
+        forced: whether a grammar makes the answer calls and nothing else, so that the beginning of a call at the end
+            of the text is left out. Elsewhere it is content, since it may be none.
     """
 
     def __init__(
@@ -37,9 +39,10 @@ class ChatParser:
         new_id: Callable[[], str] | None = None,
         functions: Sequence[Tool] = (),
         parallel: bool = True,
+        forced: bool = False,
     ) -> None:
         self._reasoning = None if reasoning is None else ReasoningParser(reasoning, prompt)
-        self._tools = None if tools is None else CALLS[tools.style](tools, new_id, functions)
+        self._tools = None if tools is None else CALLS[tools.style](tools, new_id, functions, forced)
         self._parallel = parallel
         self.called = False
 
@@ -77,9 +80,10 @@ def parse(
     prompt: str = "",
     new_id: Callable[[], str] | None = None,
     functions: Sequence[Tool] = (),
+    forced: bool = False,
 ) -> Message:
     """The message of a whole text. Arguments as of `ChatParser`."""
-    parser, found = ChatParser(tools, reasoning, prompt, new_id, functions), Message()
+    parser, found = ChatParser(tools, reasoning, prompt, new_id, functions, forced=forced), Message()
     found.add(parser.add(text))
     found.add(parser.finish())
     return found

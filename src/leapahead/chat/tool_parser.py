@@ -37,12 +37,17 @@ class ToolParser(ABC):
         format: of the model.
         new_id: gives the ids of calls; random ones by default.
         functions: tools that may be called, whose schemas tell the types of values that the format writes as text.
+        forced: whether the text is calls and nothing else, so that the rest of an unfinished one is left out.
     """
 
     def __init__(
-        self, format: ToolFormat, new_id: Callable[[], str] | None = None, functions: Sequence[Tool] = ()
+        self,
+        format: ToolFormat,
+        new_id: Callable[[], str] | None = None,
+        functions: Sequence[Tool] = (),
+        forced: bool = False,
     ) -> None:
-        self._format = format
+        self._format, self._forced = format, forced
         self._functions = {tool.name: tool for tool in functions}
         self._starts = tuple(each for each in (format.start, format.alone) if each)
         self._new_id = new_id or self._random_id
@@ -64,7 +69,7 @@ class ToolParser(ABC):
         """The end of the model's text."""
         self._advance()
         rest = self._raw + self._text
-        if not (self._given or (self._calls and not rest.strip())):
+        if not (self._forced or self._given or (self._calls and not rest.strip())):
             self._delta.content += rest
         self._text = self._raw = ""
         return self._take()

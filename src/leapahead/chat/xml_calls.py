@@ -27,9 +27,13 @@ class XmlCalls(ToolParser):
     """Reads calls that are XML. Arguments as of `ToolParser`."""
 
     def __init__(
-        self, format: ToolFormat, new_id: Callable[[], str] | None = None, functions: Sequence[Tool] = ()
+        self,
+        format: ToolFormat,
+        new_id: Callable[[], str] | None = None,
+        functions: Sequence[Tool] = (),
+        forced: bool = False,
     ) -> None:
-        super().__init__(format, new_id, functions)
+        super().__init__(format, new_id, functions, forced)
         behind = (PARAMETER, FUNCTION_END, format.end)  # where the end of a value is missing
         self._value_ends = (f"\n{PARAMETER_END}", PARAMETER_END, *(f"\n{each}" for each in behind))
         self._value_end = re.compile(f"\n?{PARAMETER_END}|\n(?=" + "|".join(map(re.escape, behind)) + ")")

@@ -13,7 +13,7 @@ from leapahead.api import LLM
 from leapahead.cli import screen
 from leapahead.cli.acceptance import ACCEPTANCE
 from leapahead.cli.cache import DRAFTER_CACHE
-from leapahead.cli.command import Command, option
+from leapahead.cli.command import Command, Failure, option
 from leapahead.cli.generate import open_llm
 from leapahead.cli.options import DRAFTER, MODEL, TEXT, all_of, text_arguments
 from leapahead.cli.text_input import utf8, utf8_only
@@ -76,7 +76,7 @@ def chat(system: str | None, quiet: bool, **values: Any) -> None:
         except (BadParameter, ContextOverflow) as error:
             if not interactive:
                 raise
-            screen.say(f"error: {error}")
+            Failure.of(error, click.get_current_context().command.params).show()
 
 
 class Conversation:

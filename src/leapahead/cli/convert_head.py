@@ -26,8 +26,9 @@ def convert_head(source: Path, destination: Path) -> None:
     EAGLE's, Medusa's and Hydra's published weights are pickles, which can run code when they are loaded; leapahead
     loads none. Nothing in them is executed here. DESTINATION is a new folder.
     """
-    with needing("trained heads", "transformers", "torch", "transformers", "safetensors"):
+    with needing("a trained head", "transformers", "torch", "transformers", "safetensors"):
         from leapahead.drafters.heads import checkpoint
-    found = checkpoint.convert(source, destination)
+
+        found = checkpoint.convert(source, destination)  # imports torch itself
     depths = f", {found.depths} depths" if found.depths else ""
     click.echo(f"{destination}: {found.kind}{depths}, {found.draft_vocab_size} tokens")

@@ -172,9 +172,9 @@ def train(
     folder.check(settings, resume)
     for file in filter(None, (settings.data, *settings.evaluate)):
         tasks.read_file(Path(file))
-    plots.require()
+    plots.require("train")
     name = str(click.get_current_context().info_name)
-    with needing(name, "transformers", "torch", "transformers", "safetensors"):
+    with needing(name, "train", "torch", "transformers", "safetensors"):
         from leapahead.training import texts
         from leapahead.training.loop import Watch
     if settings.texts:

@@ -134,7 +134,7 @@ def _load(folder: Path | None, target: Target, what: str) -> TrainedHead | Train
     Args:
         what: it is, for messages.
     """
-    with needing("trained heads", "transformers", "torch", "transformers", "safetensors"):
+    with needing("a trained head", "transformers", "torch", "transformers", "safetensors"):
         from leapahead.drafters.heads import load, mtp
     if folder is None:
         require(target.info, frozenset({HIDDEN}), what)

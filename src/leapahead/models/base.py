@@ -117,6 +117,7 @@ class TargetInfo:
         devices: how many devices the branches of a tree are divided over.
         no_trees: what it was loaded with that rules out branches, as messages name it; "" for nothing.
         kv_cache: how sequences share the KV cache and why, where that was chosen automatically; "" elsewhere.
+        length_option: what it is loaded with for a longer context, as messages name it; "" where that is fixed.
     """
 
     name: str
@@ -140,6 +141,7 @@ class TargetInfo:
     devices: int = 1
     no_trees: str = ""
     kv_cache: str = ""
+    length_option: str = ""
 
     @property
     def reference(self) -> str:

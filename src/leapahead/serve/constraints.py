@@ -5,6 +5,7 @@ A null is what a client sends for a parameter that is not given, so it is left o
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any, Literal
 
 from pydantic_core import PydanticCustomError
@@ -17,8 +18,7 @@ GENERATION = {
     for name in (
         *("tools", "tool_choice", "parallel_tool_calls", "suffix", "use_beam_search"),
         *("length_penalty", "priority", "audio", "reasoning_effort", "web_search_options", "verbosity"),
-        *("prompt_cache_key", "safety_identifier", "chat_template", "continue_final_message", "documents"),
-        *("echo", "best_of"),
+        *("chat_template", "continue_final_message", "documents", "echo", "best_of"),
     )
 }
 GENERATION |= {
@@ -26,26 +26,30 @@ GENERATION |= {
     for kind in ("json", "regex", "choice", "grammar")
 }
 GENERATION |= {name: "is not supported by this server; use tools and tool_choice" for name in FUNCTIONS}
-MESSAGE = {name: NOT_HERE for name in ("function_call", "audio", "refusal", "annotations")}
+MESSAGE = {name: NOT_HERE for name in ("function_call", "audio")}
 MESSAGES = ("GivenMessage", "AssistantMessage", "ToolMessage")
-OF_CALLS = {name: NOT_HERE for name in ("tool_calls", "tool_call_id", "reasoning_content", "reasoning")}
+OF_ANSWERS = ("tool_calls", "reasoning_content", "reasoning", "refusal", "parsed", "annotations")
+OF_OTHERS = {name: NOT_HERE for name in (*OF_ANSWERS, "tool_call_id")}
 PARTS = ("image_url", "input_audio", "video_url", "audio_url", "file", "image", "refusal")
 REFUSED = {"CompletionRequest": GENERATION, "ChatRequest": GENERATION}
-REFUSED |= dict.fromkeys(MESSAGES, MESSAGE | OF_CALLS)
+REFUSED |= dict.fromkeys(MESSAGES, MESSAGE | OF_OTHERS)
 KNOWN = {  # that the others lack
     "CompletionRequest": ("echo", "best_of"),
-    "ChatRequest": ("tools", "tool_choice", "parallel_tool_calls", "continue_final_message", "echo"),
-    "AssistantMessage": ("tool_calls", "reasoning_content", "reasoning"),
+    "ChatRequest": (
+        *("tools", "tool_choice", "parallel_tool_calls", "continue_final_message", "echo", "reasoning_effort"),
+    ),
+    "AssistantMessage": OF_ANSWERS,
     "ToolMessage": ("tool_call_id",),
 }
 
 
-def refuse(kind: str, data: Any) -> Any:
-    """The members of a JSON object without those that are null and not supported.
+def refuse(kind: str, data: Any, known: Set[str]) -> Any:
+    """The members of a JSON object without those that are null and unknown.
 
     Args:
         kind: name of the model that it is to become.
         data: the object, or something else, which validation refuses.
+        known: members of the model.
 
     Raises:
         PydanticCustomError: it has something that is not supported, of the type `UNSUPPORTED`.
@@ -58,7 +62,7 @@ def refuse(kind: str, data: Any) -> Any:
     for name, why in refused.items():
         if data.get(name) is not None:
             raise refusal(name, f"{name} {why}")
-    return {name: value for name, value in data.items() if value is not None or name not in refused}
+    return {name: value for name, value in data.items() if value is not None or name in known}
 
 
 def refusal(param: str, why: str, kind: Literal["unsupported", "invalid"] = UNSUPPORTED) -> PydanticCustomError:

@@ -23,7 +23,11 @@ TYPES = {
     503: "service_unavailable",
     504: "timeout_error",
 }
-NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}  # of the library -> of the API
+NAMES = {  # of the library -> of the API, or the server's option
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "n_ctx": "--ctx-size",
+}
 PARAMETERS = frozenset({*CompletionRequest.model_fields, *ChatRequest.model_fields})
 WORDS = {"bad word": "bad_words", "prediction": "prediction", "stop string": "stop", "prompt": "prompt"}
 A_NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -87,14 +91,14 @@ def of(error: BaseException) -> ApiError:
     """What the client is told of an exception; nothing of one that is not the client's fault."""
     if isinstance(error, ApiError):
         return error
+    message = str(error)
+    for ours, theirs in NAMES.items():
+        message = message.replace(ours, theirs)
     if isinstance(error, ContextOverflow):
-        return ApiError(400, str(error), "prompt", "context_length_exceeded")
+        return ApiError(400, message, "prompt", "context_length_exceeded")
     if isinstance(error, CacheFull):
-        return ApiError(400, f"the prompt and max_tokens need more than the KV cache has: {error}", "max_tokens")
+        return ApiError(400, f"the prompt and max_tokens need more than the KV cache has: {message}", "max_tokens")
     if isinstance(error, (BadParameter, Refused)):
-        message = str(error)
-        for ours, theirs in NAMES.items():
-            message = message.replace(ours, theirs)
         return ApiError(400, message, _named(message), "invalid_value")
     return internal()
 

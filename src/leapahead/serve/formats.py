@@ -56,7 +56,10 @@ class Reading:
 
     def parser(self) -> ChatParser:
         """Reads one answer."""
-        return ChatParser(self.tools, self.reasoning, self.prompt, functions=self.available, parallel=self.parallel)
+        forced = self.choice.mode == "required"
+        return ChatParser(
+            self.tools, self.reasoning, self.prompt, functions=self.available, parallel=self.parallel, forced=forced
+        )
 
     def finish_reason(self, given: str | None, called: bool) -> str | None:
         """As of OpenAI: where the request has named the function, a call is no reason of its own."""

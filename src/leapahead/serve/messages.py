@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from leapahead.chat.tools import NAME
-from leapahead.serve.constraints import refuse
+from leapahead.serve.constraints import refusal, refuse
 
 LIMIT = "x-limit"  # marks what depends on the server, see `bounds`
 MOST_TOOLS = 128  # OpenAI's
 MOST_CALLS = 1024  # of a message
 SEVERAL = Field(min_length=1, fail_fast=True)
 Text = Annotated[str, Field(min_length=1)]
+
+
+def _integer(value: Any) -> Any:
+    """In JSON, 3.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+INTEGER = BeforeValidator(_integer)
 
 
 def _kind(value: Any) -> str | None:
@@ -34,14 +53,20 @@ def either(what: str) -> Discriminator:
 
 
 class Strict(BaseModel):
-    """A JSON object without unknown members."""
+    """A JSON object without unknown members. A null is what clients send for one that they do not give."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
-        return refuse(cls.__name__, data)
+        return refuse(cls.__name__, data, {field.alias or name for name, field in cls.model_fields.items()})
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        found = handler(core)
+        handler.resolve_ref_schema(found)["additionalProperties"] = {"type": "null"}
+        return found
 
 
 class TextPart(Strict):
@@ -51,13 +76,37 @@ class TextPart(Strict):
     text: str
 
 
+class RefusalPart(Strict):
+    """A part of an answer in which the model has declined."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _part(value: Any) -> str:
+    given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<refusal>" if given == "refusal" else "<text>"
+
+
+TEXTS = either("text, or a list of parts with text")
 Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[TextPart], SEVERAL, Tag("<list>")],
-    either("text, or a list of parts with text"),
+    TEXTS,
+]
+AnswerPart = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_part)
+]
+AnswerContent = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[AnswerPart], SEVERAL, Tag("<list>")],
+    TEXTS,
 ]
 
 
-def joined(content: str | list[TextPart], separator: str = "\n") -> str:
+def joined(content: str | Sequence[TextPart | RefusalPart], separator: str = "\n") -> str:
     """The text of a message's content; vLLM separates parts by newlines, too."""
     if isinstance(content, str):
         return content
@@ -90,18 +139,28 @@ class CalledFunction(Strict):
     Attributes:
         name: of the function.
         arguments: JSON text. A chat template gets the object; the text itself where it is no JSON object.
+        parsed_arguments: the same as OpenAI's client has read them; not used.
     """
 
     name: Text
     arguments: str
+    parsed_arguments: Any = None
 
 
 class CallParam(Strict):
-    """A tool call that the model has made."""
+    """A tool call that the model has made.
+
+    Attributes:
+        id: of the call.
+        type: says that it is one of a function.
+        function: that it has called.
+        index: of the call in a stream; not used.
+    """
 
     id: str
     type: Literal["function"]
     function: CalledFunction
+    index: Annotated[int, INTEGER] | None = None
 
 
 class AssistantMessage(Strict):
@@ -109,18 +168,31 @@ class AssistantMessage(Strict):
 
     Attributes:
         role: says so.
-        content: see `GivenMessage`.
+        content: see `GivenMessage`; also parts of type "refusal".
         name: see there.
+        refusal: what it wrote when it declined, which chat templates get as content.
         tool_calls: that it has made.
         reasoning_content, reasoning: what it wrote before the answer, by either name. Chat templates get the former.
+        parsed: the content as OpenAI's client has read it; not used.
+        annotations: of the content, such as sources; not used.
     """
 
     role: Literal["assistant"]
-    content: Content | None = None
+    content: AnswerContent | None = None
     name: str | None = None
     tool_calls: Annotated[list[CallParam], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
+    parsed: Any = None
+    annotations: list[Any] | None = None
+
+    @model_validator(mode="after")
+    def _with_refusal(self) -> AssistantMessage:
+        said = joined(self.content) if self.content else ""
+        if self.refusal:
+            self.content = f"{said}\n{self.refusal}" if said else self.refusal
+        return self
 
 
 class ToolMessage(Strict):
@@ -185,13 +257,59 @@ class NamedFunction(Strict):
 
 
 class NamedTool(Strict):
-    """The tool that must be called."""
+    """A tool that must be called, or may be."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
+class AllowedTools(Strict):
+    """Some of the tools.
+
+    Attributes:
+        mode: whether one of them must be called.
+        tools: that may be called.
+    """
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MOST_TOOLS, fail_fast=True)]
+
+
+class AllowedToolsChoice(Strict):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _choice(value: Any) -> str:
+    if isinstance(value, AllowedToolsChoice) or (isinstance(value, dict) and value.get("type") == "allowed_tools"):
+        return "<allowed>"
+    return "<named>" if isinstance(value, (dict, NamedTool)) else "<mode>"
+
+
 ToolChoiceParam = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<mode>")] | Annotated[NamedTool, Tag("<named>")],
-    Discriminator(lambda value: "<named>" if isinstance(value, (dict, NamedTool)) else "<mode>"),
+    Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
+    | Annotated[NamedTool, Tag("<named>")]
+    | Annotated[AllowedToolsChoice, Tag("<allowed>")],
+    Discriminator(_choice),
 ]
+
+
+def only_allowed(
+    tools: list[ToolParam] | None, choice: ToolChoiceParam | None
+) -> tuple[list[ToolParam] | None, ToolChoiceParam | None]:
+    """The tools and the choice of a request, without the tools that the choice does not allow.
+
+    Raises:
+        PydanticCustomError: it allows one that is not there.
+    """
+    if not isinstance(choice, AllowedToolsChoice):
+        return tools, choice
+    names = [each.function.name for each in choice.allowed_tools.tools]
+    known = [tool.function.name for tool in tools or ()]
+    if missing := [name for name in names if name not in known]:
+        there = ", ".join(known) or "none"
+        why = f"tool_choice allows the function {missing[0]!r}, which is not among the tools; there are {there}"
+        raise refusal("tool_choice", why, "invalid")
+    return [tool for tool in tools or () if tool.function.name in names], choice.allowed_tools.mode

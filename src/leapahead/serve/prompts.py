@@ -57,7 +57,9 @@ class Texts:
         Raises:
             ApiError: there is no template, it does not take these messages, or the chat is too long.
         """
-        variables = dict(body.chat_template_kwargs or {})
+        effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
+        variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        variables |= body.chat_template_kwargs or {}
         if body.tools:
             variables["tools"] = [
                 tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in body.tools

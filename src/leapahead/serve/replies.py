@@ -82,6 +82,7 @@ class Reply(BaseModel):
     created: int
     model: str
     system_fingerprint: str = FINGERPRINT
+    service_tier: IfSet[Literal["default"]] = None
     usage: IfSet[Usage] = None
     leapahead: IfSet[Speculation | Spans] = None
 

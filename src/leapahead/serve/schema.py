@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
@@ -23,6 +22,7 @@ from leapahead.core.sampling import LEAST_TEMPERATURE
 from leapahead.serve.constraints import refusal
 from leapahead.serve.forms import ResponseFormat, StructuredOutputs
 from leapahead.serve.messages import (
+    INTEGER,
     LIMIT,
     Content,
     Message,
@@ -31,17 +31,13 @@ from leapahead.serve.messages import (
     ToolChoiceParam,
     ToolParams,
     either,
+    only_allowed,
 )
 
 LARGEST_SEED = 2**63 - 1  # a sample's index is added to it
 MOST_BIASES = 1024
 MOST_IDS = 1024  # of stop_token_ids
 INT32 = 2**31 - 1
-
-
-def _integer(value: Any) -> Any:
-    """In JSON, 3.0 is an integer."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _number(limit: str, least: int = 0) -> Any:
@@ -55,7 +51,6 @@ def _not_tiny(value: float) -> float:
     return value
 
 
-INTEGER = BeforeValidator(_integer)
 TokenId = Annotated[int, _number("vocabulary"), INTEGER]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 BIAS = Field(ge=-100, le=100)
@@ -108,10 +103,12 @@ class StreamOptions(Strict):
     Attributes:
         include_usage: a last chunk without choices reports the usage.
         continuous_usage_stats: every chunk reports it; together with `include_usage` only.
+        include_obfuscation: whether to pad chunks to equal lengths, which the server does not.
     """
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+    include_obfuscation: Literal[False] | None = None
 
 
 class Extension(Strict):
@@ -147,6 +144,7 @@ Variables = Annotated[
 ]
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
@@ -179,6 +177,9 @@ OF_STREAMS = (
 )
 
 
+Label = Annotated[str, Field(max_length=256)]
+
+
 class Request(Strict):
     """The parameters of a request. A null is what a client sends for one that is not given, so it has its default."""
 
@@ -192,7 +193,7 @@ class Request(Strict):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        found = handler(core)
+        found = super().__get_pydantic_json_schema__(core, handler)
         parts = handler.resolve_ref_schema(found)["properties"]
         for name, part in parts.items():
             if not cls.model_fields[name].is_required() and {"type": "null"} not in part.get("anyOf", ()):
@@ -234,8 +235,8 @@ class Generation(Request):
         prompt_logprobs: report the log-probability of every token of the prompts, and of so many likeliest
             alternatives; -1 for all. Not in streams.
         truncate_prompt_tokens: only the last so many tokens of a prompt are read.
-        user, metadata: written to the log, nothing else.
-        service_tier: of which there is one only.
+        user, safety_identifier, prompt_cache_key, prompt_cache_retention, metadata: written to the log, nothing else.
+        service_tier: any of OpenAI's. There is one only, which the answer names: "default".
         leapahead: an object with the server's own parameters.
     """
 
@@ -266,9 +267,12 @@ class Generation(Request):
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, _number("logprobs", -1), INTEGER] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32), INTEGER] | None = None
-    user: Annotated[str, Field(max_length=256)] | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: Label | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     leapahead: Extension | None = None
 
     model_config = ConfigDict(json_schema_extra={"allOf": [*OF_STREAMS, NOT_OF_STREAMS]})
@@ -323,8 +327,11 @@ class ChatRequest(Generation):
             add_generation_prompt=false.
         add_special_tokens: let the tokenizer begin the chat as the model expects it, where the template does not.
         chat_template_kwargs: further variables of the chat template, such as enable_thinking.
+        reasoning_effort: given to the chat template as a variable, for those that know it; the same name in
+            `chat_template_kwargs` counts more.
         tools: functions that the model may call.
-        tool_choice: "none", "auto" (the default where there are tools), "required", or the function to be called.
+        tool_choice: "none", "auto" (the default where there are tools), "required", the function to be called, or
+            "allowed_tools" with a mode and some of the tools: the others are left out of the chat.
         parallel_tool_calls: whether an answer may have several calls.
         modalities: of the answer, which is text.
         store: whether to keep the answer, which the server does not.
@@ -340,6 +347,7 @@ class ChatRequest(Generation):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: Variables | None = None
+    reasoning_effort: Effort | None = None
     tools: Annotated[ToolParams | None, Field(json_schema_extra={LIMIT: "tool_list"})] = None
     tool_choice: Annotated[ToolChoiceParam | None, Field(json_schema_extra={LIMIT: "tools"})] = None
     parallel_tool_calls: Annotated[bool | None, Field(json_schema_extra={LIMIT: "tools"})] = None
@@ -361,6 +369,11 @@ class ChatRequest(Generation):
     def _top_logprobs_need_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "top_logprobs are possible with logprobs=true only", "invalid")
+        return self
+
+    @model_validator(mode="after")
+    def _only_allowed_tools(self) -> ChatRequest:
+        self.tools, self.tool_choice = only_allowed(self.tools, self.tool_choice)
         return self
 
     @model_validator(mode="after")

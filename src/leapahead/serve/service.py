@@ -97,13 +97,14 @@ class Service:
             prepare: makes the job; called in a thread.
         """
         log, began = request.state.log, perf_counter()
-        for name in ("user", "metadata"):
+        for name in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata"):
             if (given := getattr(body, name)) is not None:
                 log[name] = given
         members: Members = {
             "id": f"{prefix}-{request.state.request_id}",
             "created": int(time.time()),
             "model": self.name(body.model),
+            "service_tier": None if body.service_tier is None else "default",
         }
         async with AsyncExitStack() as resources:
             resources.enter_context(self.worker.admitted(sequences))

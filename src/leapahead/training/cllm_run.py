@@ -90,7 +90,7 @@ def train_cllm(
     Raises:
         LeapaheadError: a setting is impossible, the target cannot be tuned, or a file cannot be written.
     """
-    plots.require()
+    plots.require("train")
     folder = Folder(path, TUNED_FOLDER)
     folder.check(settings, resume)
     target, tokenizer, together = llm.target, llm.tokenizer, llm.engine.max_batch

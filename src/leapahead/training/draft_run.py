@@ -59,7 +59,7 @@ def train_draft(
     Raises:
         LeapaheadError: a setting is impossible, the models do not fit together, or a file cannot be written.
     """
-    plots.require()
+    plots.require("train")
     folder = Folder(path, DRAFT)
     folder.check(settings, resume)
     target = llm.target

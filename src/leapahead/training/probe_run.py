@@ -83,7 +83,7 @@ def train_probes(
     Raises:
         LeapaheadError: a setting is impossible, the target takes no probes, or a file cannot be written.
     """
-    plots.require()
+    plots.require("train")
     folder = folder_of(path, settings.kind)
     folder.check(settings, resume)
     target, tokenizer = llm.target, llm.tokenizer

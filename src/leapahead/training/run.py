@@ -58,7 +58,7 @@ def train_head(
     Raises:
         LeapaheadError: a setting is impossible, no head can be trained for the target, or a file cannot be written.
     """
-    plots.require()
+    plots.require("train")
     folder = Folder(path)
     folder.check(settings, resume)
     target = training_target(llm.target)

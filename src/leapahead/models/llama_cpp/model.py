@@ -76,6 +76,7 @@ class LlamaCppTarget:
             layers=model.layers,
             hidden_size=model.hidden_size,
             cache_tokens=self.context.n_ctx,
+            length_option="n_ctx",
         )
         able = self._tested()
         replays, reads = model.stateful and CHAIN in able, CHAIN in able and not model.stateful
