@@ -274,11 +274,9 @@ def encode(
             belongs = "; the tokenizer is not this model's" if isinstance(prompt, str) else ""
             raise BadParameter(f"the prompt's token id {token} is outside the vocabulary of {info.vocab_size}{belongs}")
     if len(tokens) >= info.context_length:
-        larger = f", or load the model with a larger {info.length_option}" if info.length_option else ""
-        raise ContextOverflow(
-            f"the prompt has {len(tokens)} tokens and the context of {info.name} {info.context_length}; "
-            f"shorten it{larger}"
-        )
+        remedy = "shorten it" + f", or load the model with a larger {info.length_option}" * bool(info.length_option)
+        counts = f"{len(tokens)} tokens and the context of {info.name} {info.context_length}"
+        raise ContextOverflow(f"the prompt has {counts}; {remedy}")
     return tokens
 
 

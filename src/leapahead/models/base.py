@@ -350,10 +350,8 @@ def checked_prompt(tokens: Sequence[int], info: TargetInfo) -> list[int]:
     for token in prompt:
         if not 0 <= token < info.vocab_size:
             raise BadParameter(f"the prompt's token {token} is outside the vocabulary of {info.vocab_size}")
-    if len(prompt) >= info.context_length:
-        raise ContextOverflow(
-            f"the prompt has {len(prompt)} tokens and the context {info.context_length}; shorten the prompt"
-        )
+    if (size := len(prompt)) >= info.context_length:
+        raise ContextOverflow(f"the prompt has {size} tokens and the context {info.context_length}; shorten the prompt")
     return prompt
 
 

@@ -59,10 +59,9 @@ class LlamaCppTarget:
 
     def __init__(self, model: Model, options: LlamaCppOptions | None = None, name: str | None = None) -> None:
         options = options or LlamaCppOptions()
-        self.model, self.lock = model, RLock()
+        self.model, self.lock, self._sessions = model, RLock(), list[LlamaCppSession]()
         self.context = self._make_context(model, options)
         self._cells = Cells(self.context, self.context.n_ctx if options.kept_tokens is None else options.kept_tokens)
-        self._sessions: list[LlamaCppSession] = []
         self._checked = NOTHING  # the last capture that was found possible
         self._given: list[Choices] = []  # of the last step: their logits are llama.cpp's memory
         self._chunk = self.context.n_batch  # greatest number of tokens of a prompt in one forward
