@@ -105,6 +105,14 @@ def test_a_text_that_the_context_ends_is_told(more: list[str]) -> None:
     assert refused.stderr.endswith("shorten it, or load the model with a larger --ctx-size\n")
 
 
+def test_a_chat_on_a_terminal_goes_on_after_a_message_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda self: True)
+    given = ["chat", "-m", str(gguf_models.llama()), "-c", "256", "--threads", "1", "-d", "plain", "-n", "2"]
+    result = CliRunner().invoke(main, given, input="def " * 300 + "\n/help\n")
+    assert result.exit_code == 0
+    assert "shorten it, or load the model with a larger --ctx-size; /reset" in result.stderr
+
+
 def test_what_the_user_names_is_taken() -> None:
     for named in (True, False):
         for sequences in (None, 2, MANY):
