@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from architectures import BY_NAME, SIZES, VOCABULARY
+from architectures import BY_NAME, SIZES, VOCABULARY, sharpen
 from helpers import GREEDY, Oracle, RandomTrees, Scattered, mostly_slow, run
 
 from leapahead import LLM
@@ -32,6 +32,7 @@ from leapahead.models.base import (
     KeepsPrefixes,
     Target,
     read_prompt,
+    require,
 )
 from leapahead.models.transformers import families, require_version, selftest
 from leapahead.models.transformers import model as backend
@@ -719,6 +720,20 @@ def test_attention_without_tree_masks_is_refused_by_name() -> None:
         TransformersTarget(model)
 
 
+def test_why_a_model_without_recurrent_layers_takes_no_drafts() -> None:
+    """Mllama's layers over images cannot be tested without one."""
+    text = {**SIZES, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_global_layers": 1}
+    sizes = {"attention_heads": 4, "image_size": 28, "patch_size": 14, "vision_output_dim": 64}
+    config = transformers.MllamaConfig(
+        text_config=text, vision_config={**vision, **sizes, "intermediate_layers_indices": [0]}
+    )
+    target = TransformersTarget(transformers.AutoModelForImageTextToText.from_config(config).eval(), name="mllama")
+    for needs in (CHAIN, TREE):
+        with pytest.raises(Refused, match=r"which mllama does not have \(drafts fail the test of the model: Attribute"):
+            require(target.info, frozenset({needs}), "the drafter")
+
+
 @pytest.mark.parametrize("kind", ["mps", "xpu", "cpu"])
 def test_the_fingerprint_of_any_device(model: Any, kind: str) -> None:
     assert f" {kind}" in families.fingerprint(model, torch.device(kind))
@@ -1027,9 +1042,22 @@ def test_contexts() -> None:
     assert build("gpt2").info.context_length == 256
 
 
-def test_a_bidirectional_model_is_refused() -> None:
-    with pytest.raises(Refused, match="cannot be decoded exactly"):
-        TransformersTarget(replace(BY_NAME["bert"], options={"is_decoder": False}).build())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("Bert", {}, r"\(BertLMHeadModel\).*or set is_decoder"),
+        ("Roberta", {}, r"\(RobertaForCausalLM\).*or set is_decoder"),
+        ("XLM", {"emb_dim": 32, "n_layers": 2, "n_heads": 4}, r"\(XLMWithLMHeadModel\); load a causal language model$"),
+    ],
+)
+def test_an_encoder_is_refused_by_name(name: str, options: dict[str, Any], words: str, dtype: torch.dtype) -> None:
+    """It attends to later tokens, so that token by token it would write a text that is none of its own."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
+    model = sharpen(transformers.AutoModelForCausalLM.from_config(config).eval()).to(dtype)
+    with pytest.raises(Refused, match=rf"is no causal language model: its logits change with later tokens.*{words}"):
+        TransformersTarget(model)
 
 
 class DynamicallyQuantised(torch.nn.Linear):

@@ -109,12 +109,12 @@ class TargetInfo:
         bucket: steps with drafts have a multiple of so many rows, since another size takes longer; 1 for no padding.
         prepared: so many sizes of drafted steps stay prepared beside that of plain steps; 0: only the last forward's.
         cache_tokens: tokens that the KV cache of all sequences together can hold; 0 where that is not limited.
-        reads_in_steps: how many tokens of a prompt, its first ones, are read in the forwards of steps, see
-            `ReadsInSteps`; those behind them in forwards of their own. 0 for none.
+        reads_in_steps: so many tokens at a prompt's beginning are read in the forwards of steps, see `ReadsInSteps`.
         tuned_from: the model from which `leapahead train-cllm` or `train-probes` tuned this one; "" for none.
         mask_token: the token behind which it predicts further tokens when it drafts (PARD); -1 for none.
         decoder: how the decoder of an encoder-decoder model writes; None for all other models.
         devices: how many devices the branches of a tree are divided over.
+        no_drafts: why it takes no drafts at all, where that is not its recurrent state; "" elsewhere.
         no_trees: what it was loaded with that rules out branches, as messages name it; "" for nothing.
         kv_cache: how sequences share the KV cache and why, where that was chosen automatically; "" elsewhere.
         length_option: what it is loaded with for a longer context, as messages name it; "" where that is fixed.
@@ -139,6 +139,7 @@ class TargetInfo:
     mask_token: int = -1
     decoder: Decoder | None = None
     devices: int = 1
+    no_drafts: str = ""
     no_trees: str = ""
     kv_cache: str = ""
     length_option: str = ""
@@ -146,12 +147,8 @@ class TargetInfo:
     @property
     def reference(self) -> str:
         """What "lossless" refers to where that is not obvious, as a sentence for reports; "" elsewhere."""
-        if not self.tuned_from:
-            return ""
-        return (
-            f"Lossless with respect to the tuned model: {self.name} was tuned from {self.tuned_from}, whose texts are "
-            "others."
-        )
+        what = f"Lossless with respect to the tuned model: {self.name} was tuned from"
+        return f"{what} {self.tuned_from}, whose texts are others." if self.tuned_from else ""
 
 
 @dataclass(frozen=True)
@@ -371,6 +368,8 @@ def require(info: TargetInfo, needs: frozenset[str], what: str) -> None:
             reason = " in exact mode" if info.exact else " on several devices"
         elif info.no_trees and missing[0] == TREE:
             reason = f" with {info.no_trees}"
+        elif info.no_drafts and missing[0] in (CHAIN, TREE):
+            reason = f" ({info.no_drafts})"
         raise Refused(
             f"{what} needs {' and '.join(missing)} from the target, which {info.name} does not have{reason}; use "
             "drafter='plain'"

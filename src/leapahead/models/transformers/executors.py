@@ -12,7 +12,7 @@ import torch
 
 from leapahead.core.errors import LeapaheadError, Refused, first_line
 from leapahead.core.tree import UNLIMITED, IntArray
-from leapahead.models.base import BRANCHES
+from leapahead.models.base import BRANCHES, CHAIN
 from leapahead.models.transformers import devices, exacttest, families, grouped, selftest, statetest
 from leapahead.models.transformers.arguments import accepts, takes_cache
 from leapahead.models.transformers.exact import ExactCache, ExactExecutor
@@ -32,6 +32,7 @@ from leapahead.models.transformers.static.executor import StaticExecutor
 from leapahead.models.transformers.twin import twin
 
 EXACT_DEVICES = ("cpu", "cuda")
+BY_TOKEN = "token by token"
 
 Named = tuple[str, Callable[[], Executor]]  # what an executor gives, and what makes it
 
@@ -49,7 +50,7 @@ def executors(model: Any, exclusive: bool, usual_length: int) -> Iterator[Named]
         yield from _without_states(model, patterns, exclusive, lambda: KVCache(usual_length))
     if families.is_recurrent(model) and (beside := families.patterns(config, recurrent=True)) is not None:
         yield from _with_states(model, beside, exclusive, usual_length)
-    yield "token by token", lambda: NativeExecutor(model, config, shared=False)
+    yield BY_TOKEN, lambda: NativeExecutor(model, config, shared=False)
     yield "token by token, one session at a time", lambda: NativeExecutor(model, config, shared=True)
 
 
@@ -100,7 +101,7 @@ def tested(model: Any, name: str, ids: IntArray, every: Iterable[Named]) -> tupl
         ids: token ids without a special meaning.
 
     Raises:
-        Refused: none of them does.
+        Refused: none of them does, or the model is an encoder.
     """
     config, refusals = families.text_config(model), dict[str, str]()
     if others := families.other_layers(config):
@@ -108,6 +109,8 @@ def tested(model: Any, name: str, ids: IntArray, every: Iterable[Named]) -> tupl
     # Only a cached token is final where attention is sparse by ranks, or where the model has a state.
     plain = families.patterns(config) is None or model._is_stateful
     for kind, build in every:
+        if kind == BY_TOKEN and not plain:
+            _refuse_encoder(model, name, ids)
         try:
             executor = build()
             is_native = isinstance(executor, NativeExecutor)
@@ -129,6 +132,26 @@ def tested(model: Any, name: str, ids: IntArray, every: Iterable[Named]) -> tupl
         refusals[kind] = f"logits differ by {result.error:.2g} standard deviations"
     tried = "; ".join(f"{kind}: {reason}" for kind, reason in refusals.items())
     raise Refused(f"{name} cannot be decoded exactly ({_instability(model, ids)}{tried})")
+
+
+def _refuse_encoder(model: Any, name: str, ids: IntArray) -> None:
+    """Refuses a model whose tokens attend to later ones: token by token it would write a text, but not its own.
+
+    Raises:
+        Refused: it is one.
+    """
+    try:
+        is_encoder = selftest.reads_ahead(model, ids)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # the executors' tests name it
+        return
+    if is_encoder:
+        remedy = "" if getattr(model.config, "is_decoder", True) else ", or set is_decoder in the config of a decoder"
+        raise Refused(
+            f"{name} is no causal language model: its logits change with later tokens, as those of an encoder "
+            f"({type(model).__name__}); load a causal language model{remedy}"
+        )
 
 
 def _instability(model: Any, ids: IntArray) -> str:
@@ -179,6 +202,17 @@ def tested_exact(model: Any, name: str, ids: IntArray, usual_length: int) -> Exa
             what = f"its layers do not work with the attention of exact mode: {type(error).__name__}: {what}"
         raise Refused(f"{name} cannot be decoded in exact mode ({what}); leave out exact") from error
     return executor
+
+
+def no_drafts(model: Any, executor: Executor, refusals: dict[str, str]) -> str:
+    """Why a model without a recurrent state takes no drafts; "" where it takes some or has such a state.
+
+    Args:
+        refusals: see `tested`.
+    """
+    if CHAIN in executor.capabilities or families.is_recurrent(model):
+        return ""
+    return refusals.get("drafts", f"drafts fail the test of the model: {refusals.get('chains', 'they are not tested')}")
 
 
 def manner(executor: Executor) -> str:

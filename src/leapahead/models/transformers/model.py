@@ -175,6 +175,7 @@ class TransformersTarget:
             exact=exact,
             tuned_from=families.tuned_from(model.config),
             mask_token=families.mask_token(model.config),
+            no_drafts=executors.no_drafts(model, self.executor, self.refusals),
         )
         if isinstance(self.executor, ExactExecutor):
             self.max_nodes = self.executor.step_rows

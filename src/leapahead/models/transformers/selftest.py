@@ -268,6 +268,16 @@ def own_noise(model: Any, ids: IntArray) -> float:
     return float(distances(first.logits, [second.logits], 0.0, 0.0, False).errors.max())
 
 
+def reads_ahead(model: Any, ids: IntArray) -> bool:
+    """Whether a model's logits change with later tokens, as an encoder's do, and not only with rows beside them."""
+    texts = np.random.default_rng(0).choice(ids, size=(2, 4))
+    texts[1, :2] = texts[0, :2]
+    first, second = own_logits(model, texts)[:, :2]
+    ceiling = FULL_CEILING if model.dtype in FULL else CEILING
+    change = distances(first, [second], 0.0, 0.0, False).errors.max()
+    return bool(change > ceiling) and own_noise(model, ids) <= ceiling
+
+
 def one_by_one(executor: Executor, paths: Sequence[Sequence[int]]) -> Outputs:
     """The same by `executor`, for paths that are two sequences in turns, each a token longer than the last."""
     rows: dict[int, Tensor] = {}
