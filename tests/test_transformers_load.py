@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 from pathlib import Path
@@ -105,6 +106,127 @@ def test_checkpoints_that_cannot_be(tiny_folder: Path, tmp_path: Path) -> None:
     transformers.T5ForConditionalGeneration(t5).save_pretrained(seq2seq)
     with pytest.raises(Refused, match="which token its texts begin with"):
         load(seq2seq)
+
+
+@pytest.fixture
+def folder(tiny_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the bundled model, to be damaged."""
+    return Path(shutil.copytree(tiny_folder, tmp_path / "copy"))
+
+
+def change(file: Path, **values: Any) -> None:
+    """Sets fields of a JSON file; ... removes one."""
+    found = {**(json.loads(file.read_text()) if file.is_file() else {}), **values}
+    file.write_text(json.dumps({name: value for name, value in found.items() if value is not ...}))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("model.safetensors", "", r"/model\.safetensors is broken \(.*header too small\): download or save it again"),
+        ("model.safetensors", "garbage" * 9, r"/model\.safetensors is broken \(.*header too large"),
+        (
+            "generation_config.json",
+            "[]",
+            r"/generation_config\.json cannot be read \(it is no JSON object\): repair it",
+        ),
+        ("generation_config.json", "{bad", r"/generation_config\.json cannot be read \(Expecting"),
+        (
+            "generation_config.json",
+            '{"eos_token_id": "x"}',
+            "eos_token_id='x' of the model's configuration .*a token id",
+        ),
+        ("generation_config.json", '{"eos_token_id": [[1]]}', r"eos_token_id=\[\[1\]\] of the model's configuration"),
+        ("tokenizer.json", "{bad", r"/tokenizer\.json cannot be read \(Expecting.*download it again"),
+        (
+            "tokenizer.json",
+            "{}",
+            r"the tokenizer of .* cannot be loaded \(KeyError: 'added_tokens'\); save or download",
+        ),
+        ("tokenizer_config.json", "[]", r"/tokenizer_config\.json cannot be read \(it is no JSON object"),
+        ("adapter_config.json", "{bad", r"/adapter_config\.json cannot be read"),
+    ],
+)
+def test_a_broken_file_is_named(folder: Path, file: str, content: str, words: str) -> None:
+    (folder / file).write_text(content)
+    with pytest.raises(BadParameter, match=words):
+        loading.load(str(folder), device="cpu")
+
+
+def test_a_broken_tokenizer_is_not_read_where_another_is_given(folder: Path, tiny_folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{bad")
+    assert loading.load(str(folder), tokenizer=str(tiny_folder), device="cpu").tokenizer is not None
+    with pytest.raises(BadParameter, match=r"/tokenizer\.json cannot be read"):
+        loading.load_tokenizer(str(folder), False)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"hidden_size": "32"}, "by its config.json: TypeError: Field 'hidden_size' expected int, got str"),
+        (
+            {"num_attention_heads": 7},
+            "by its config.json: ValueError: .*not a multiple of the number of attention heads",
+        ),
+        ({"num_attention_heads": 0}, r"config.json, in which a value is not possible \(ZeroDivisionError"),
+        ({"hidden_act": "nope"}, r"config.json, in which a value is not possible \(KeyError: 'nope'\)"),
+        ({"dtype": "float7", "torch_dtype": ...}, r"a value is not possible \(AttributeError: .*float7"),
+        ({"max_position_embeddings": None}, "'max_position_embeddings' expected int"),
+        ({"vocab_size": 100}, r"do not fit its config\.json: .* is \d+x\d+ and not 100x\d+.*; correct config\.json"),
+        ({"quantization_config": {"quant_method": "nope"}}, r"quantised by 'nope' .*Transformers does not know"),
+    ],
+)
+def test_values_of_a_configuration_that_cannot_be(folder: Path, values: dict[str, Any], words: str) -> None:
+    change(folder / "config.json", **values)
+    with pytest.raises(LeapaheadError, match=words):
+        load(folder, device="cpu")
+
+
+def test_weights_that_the_configuration_does_not_use_are_named(folder: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    last = config.num_hidden_layers - 1
+    change(folder / "config.json", num_hidden_layers=last, layer_types=...)
+    with pytest.warns(UserWarning, match=rf"does not use \(model\.layers\.{last}\..*compare num_hidden_layers"):
+        load(folder, device="cpu")
+
+
+def test_an_adapter_is_no_model(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    change(folder / "adapter_config.json", base_model_name_or_path="some/base")
+    remedy = (
+        r"by its adapter_config\.json it is an adapter of some/base: .*merge_and_unload.*or give the loaded PEFT model"
+    )
+    with pytest.raises(BadParameter, match=f"has no weights of a whole model; {remedy}"):
+        load(folder, device="cpu")
+    (folder / "config.json").unlink()
+    with pytest.raises(BadParameter, match=f"has no config.json.*{remedy}"):
+        load(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def ( bad", r"config\.json or its own Python code \(SyntaxError"),
+        ("class Other: pass", r"its own Python code \(AttributeError: .*no attribute 'Made'"),
+        ("raise SystemError('boo')", r"its own Python code \(SystemError: boo\)"),
+    ],
+)
+def test_code_that_comes_with_a_model(
+    folder: Path, code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    change(
+        folder / "config.json",
+        model_type="made",
+        auto_map={"AutoConfig": "made.Made", "AutoModelForCausalLM": "made.Made"},
+    )
+    (folder / "made.py").write_text(code)
+    with pytest.raises(
+        BadParameter, match=r"it comes with Python code; read it, and allow it with trust_remote_code=True"
+    ):
+        load(folder, device="cpu")
+    with pytest.raises(BadParameter, match=words):
+        load(folder, device="cpu", trust_remote_code=True)
 
 
 VISION: dict[str, dict[str, Any]] = {

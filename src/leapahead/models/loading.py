@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,11 @@ def load(
             **options,
         }
         load_on = partial(
-            _pretrained().load, model or bundled(), name=str(BUNDLED if model is None else model), **given
+            _pretrained().load,
+            model or bundled(),
+            name=str(BUNDLED if model is None else model),
+            with_tokenizer=tokenizer is None,
+            **given,
         )
         if names is None:
             target, found = load_on(device=device)
@@ -236,7 +241,11 @@ def bundled(name: str = "tiny") -> str:
 
 
 def eos_token_ids(target: Target, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Every id that ends a text by the tokenizer or a configuration, except ids outside the vocabulary."""
+    """Every id that ends a text by the tokenizer or a configuration, except ids outside the vocabulary.
+
+    Raises:
+        BadParameter: one is no token id.
+    """
     claims: list[Any] = [tokenizer.eos_token_id] if tokenizer is not None else []
     model = getattr(target, "model", None)  # only a Transformers target has one
     if _is_module(model):
@@ -249,8 +258,15 @@ def eos_token_ids(target: Target, tokenizer: Tokenizer | None) -> tuple[int, ...
     ids: dict[int, None] = {}
     for claim in claims:
         for token in claim if isinstance(claim, Iterable) else [claim]:
-            if token is not None and 0 <= int(token) < target.info.vocab_size:
-                ids[int(token)] = None
+            try:
+                end = -1 if token is None else index(token)
+            except TypeError:
+                raise BadParameter(
+                    f"eos_token_id={claim!r} of the model's configuration is not possible: it must be a token id, or a "
+                    "list of them; correct generation_config.json or config.json"
+                ) from None
+            if 0 <= end < target.info.vocab_size:
+                ids[end] = None
     return tuple(ids)
 
 

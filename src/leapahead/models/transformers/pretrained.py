@@ -18,7 +18,7 @@ from transformers.utils import cached_file, logging
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused, check_folder, first_line, trained_in
 from leapahead.core.parameters import flag
-from leapahead.models.transformers import packing
+from leapahead.models.transformers import checkpoint, packing
 from leapahead.models.transformers.devices import checked_device
 from leapahead.models.transformers.encoder_decoder import new_target
 from leapahead.models.transformers.model import TransformersTarget
@@ -30,7 +30,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-NO_TOKENIZER = (OSError, ValueError, ImportError, KeyError, TypeError)
 # Of a repository; weights in other formats are not downloaded.
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
 MOST_NAMED = 3  # GGUF files
@@ -48,6 +47,7 @@ def load(
     exact: bool = False,
     static: str = "auto",
     pack: bool = True,
+    with_tokenizer: bool = True,
 ) -> tuple[TransformersTarget, Any]:
     """Loads a model and its tokenizer from a folder or the Hugging Face hub.
 
@@ -61,12 +61,13 @@ def load(
         cache_tokens, exact, static: see `TransformersTarget`.
         pack: whether linear layers in bfloat16 on a CPU are laid out for faster products, where that is possible, see
             `linears`. An output layer that shares the embedding's weights then has a copy of them.
+        with_tokenizer: whether its tokenizer is wanted.
 
     Returns:
         The target, and the tokenizer or None if there are no files of one.
 
     Raises:
-        BadParameter: no such model, dtype or device, or an impossible option.
+        BadParameter: no such model, dtype or device, a broken file, or an impossible option.
         Refused: neither a causal language model nor an encoder-decoder model for text, or one that cannot be decoded
             exactly.
     """
@@ -76,7 +77,7 @@ def load(
     with quiet():
         source, options = _source(name_or_path, "config.json", trust_remote_code)
         model, on_device = _model(source, wanted, where, options)
-        tokenizer = _tokenizer(source, options)
+        tokenizer = _tokenizer(source, options) if with_tokenizer else None
     if not on_device:
         try:
             model = model.to(where)
@@ -172,8 +173,11 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool) -> Any:
         source, options = _source(name_or_path, "tokenizer_config.json", trust_remote_code)
         try:
             return transformers.AutoTokenizer.from_pretrained(source, **options)
-        except NO_TOKENIZER as error:
-            raise BadParameter(f"the tokenizer {source!r} cannot be loaded: {first_line(error)}") from error
+        except Exception as error:
+            raise (
+                checkpoint.tokenizer_failure(source, error)
+                or BadParameter(f"the tokenizer {source!r} cannot be loaded: {first_line(error)}")
+            ) from error
 
 
 @contextmanager
@@ -205,7 +209,7 @@ def _source(name_or_path: str | Path, file: str, trust_remote_code: bool) -> tup
     if folder.is_dir():
         if not (folder / file).is_file():
             what = "Transformers model" if file == "config.json" else "tokenizer"
-            remedy = trained_in(folder) or _gguf_in(folder)
+            remedy = trained_in(folder) or checkpoint.adapter_in(folder) or _gguf_in(folder)
             raise BadParameter(f"the folder {name!r} has no {file}, so it is not a {what}{remedy}")
         return str(folder), options
     if folder.is_file():
@@ -250,6 +254,8 @@ def _model(
     source: str, dtype: str | torch.dtype, device: torch.device | str, options: dict[str, Any]
 ) -> tuple[Any, bool]:
     """The model, and whether it is on the device already, as quantised and divided ones are."""
+    if Path(source).is_dir():
+        checkpoint.check_files(Path(source))
     try:
         config = transformers.AutoConfig.from_pretrained(source, **options)
         if config.is_encoder_decoder and type(config) not in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
@@ -257,25 +263,28 @@ def _model(
                 f"{source} is an encoder-decoder model ({config.model_type}) of which Transformers has no class that "
                 "reads text; leapahead decodes those that AutoModelForSeq2SeqLM loads"
             )
-        is_quantised = getattr(config, "quantization_config", None) is not None
+        is_quantised = checkpoint.check_quantisation(source, config)
         placed = {"device_map": device} if is_quantised or isinstance(device, str) else {}
+        # Wrong sizes are refused by the report, which names them.
+        reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, report = _auto_class(config).from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True, **placed, **options
+            source, config=config, dtype=dtype, **reported, **placed, **options
         )
     except LeapaheadError:
         raise
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise BadParameter(f"the model {source!r} cannot be loaded: {first_line(error)}") from error
-    if report["missing_keys"]:
-        some = ", ".join(sorted(report["missing_keys"])[:3])
-        raise Refused(f"the checkpoint {source!r} lacks weights ({some}, ...), so it is not a whole language model")
+    except Exception as error:  # of a value in a configuration, or of the model's own code: of any class
+        raise checkpoint.failure(source, error, options["trust_remote_code"]) from error
+    checkpoint.check_report(source, report)
     return model, bool(placed)
 
 
 def _tokenizer(source: str, options: dict[str, Any]) -> Any:
+    """The tokenizer, or None where there are no files of one."""
     try:
         return transformers.AutoTokenizer.from_pretrained(source, **options)
-    except NO_TOKENIZER:
+    except Exception as error:
+        if (failure := checkpoint.tokenizer_failure(source, error)) is not None:
+            raise failure from error
         return None
 
 
