@@ -425,6 +425,25 @@ def test_what_is_refused(llms: dict[str, LLM], tmp_path: Path) -> None:
         new_target(without)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("decoder_start_token_id", 99999),
+        ("forced_bos_token_id", 99999),
+        ("forced_bos_token_id", "x"),
+        ("forced_eos_token_id", [1, -1]),
+        ("suppress_tokens", [3, 99999]),
+        ("bad_words_ids", [[3], [99999]]),
+        ("bad_words_ids", [[]]),
+    ],
+)
+def test_tokens_of_a_configuration_outside_the_vocabulary_are_refused_by_name(name: str, value: Any) -> None:
+    model = build("t5")
+    setattr(model.generation_config, name, value)
+    with pytest.raises(BadParameter, match=rf"^{name}=.* of the model's configuration is not possible: "):
+        new_target(model)
+
+
 def test_a_text_ends_at_the_end_of_the_context(llms: dict[str, LLM]) -> None:
     """Nodes behind the last position are never given to the model."""
     target, prompt = llms["bart"].target, sources()[0]

@@ -38,8 +38,8 @@ def adapter_in(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         base = "another model"
     return (
-        f"; by its {ADAPTER} it is an adapter of {base}: save the result of PEFT's merge_and_unload as a model, or give "
-        "the loaded PEFT model to LLM(...)"
+        f"; by its {ADAPTER} it is an adapter of {base}: save the result of PEFT's merge_and_unload as a model, or "
+        "give the loaded PEFT model to LLM(...)"
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.parameters import is_whole
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import UNLIMITED
 from leapahead.models.base import LOGITS, NOTHING, TOP_K, Capture, TargetInfo, checked_prompt, require
@@ -117,10 +118,11 @@ class EncoderDecoderTarget(TransformersTarget):
             self.max_nodes = self.context_length  # positions that are corrected are counted from 0
 
     def _language_model(self, model: Any) -> Any:
-        return DecoderView(model, _decoder(model).start)
+        embeddings = model.get_decoder().get_input_embeddings()
+        return DecoderView(model, _decoder(model, embeddings.weight.shape[0]).start)
 
     def _information(self, **known: Any) -> TargetInfo:
-        return super()._information(**known, decoder=_decoder(self.model.model))
+        return super()._information(**known, decoder=_decoder(self.model.model, known["vocab_size"]))
 
     def _tested_executor(self, exclusive: bool, exact: bool) -> tuple[Executor, dict[str, str]]:
         if exact:
@@ -213,12 +215,27 @@ def _executors(model: DecoderView, usual_length: int) -> Iterator[executors.Name
     yield "one token at a time", lambda: StepExecutor(model, CrossedCache(usual_length))
 
 
-def _decoder(model: Any) -> Decoder:
-    """What the generation config and the config say of a model's texts, by the priorities of Transformers."""
+def _decoder(model: Any, vocab_size: int) -> Decoder:
+    """What the generation config and the config say of a model's texts, by the priorities of Transformers.
+
+    Raises:
+        Refused: they do not say how a text begins, or ask for what is not supported.
+        BadParameter: they name something else than tokens of the vocabulary.
+    """
     configs = getattr(model, "generation_config", None), model.config
 
     def field(name: str) -> Any:
         return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
+
+    def tokens(name: str, found: Any) -> tuple[int, ...]:
+        """One token, or a list of them."""
+        listed = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(is_whole(token) and 0 <= token < vocab_size for token in listed):
+            raise BadParameter(
+                f"{name}={found!r} of the model's configuration is not possible: its vocabulary has the token ids 0 to "
+                f"{vocab_size - 1}; correct generation_config.json or config.json"
+            )
+        return tuple(listed)
 
     start = field("decoder_start_token_id")
     start = field("bos_token_id") if start is None else start
@@ -229,12 +246,19 @@ def _decoder(model: Any) -> Decoder:
         )
     if field("begin_suppress_tokens"):
         raise Refused("begin_suppress_tokens of the generation config is not supported; remove it, or use leapahead.hf")
-    forced_bos, forced_eos = field("forced_bos_token_id"), field("forced_eos_token_id")
-    if not (forced_bos is None or isinstance(forced_bos, int)):
+    if isinstance(forced_bos := field("forced_bos_token_id"), list):
         raise BadParameter(f"forced_bos_token_id={forced_bos!r} is not possible: it must be a token id")
+    words = field("bad_words_ids") or []
+    if not (isinstance(words, list) and all(isinstance(word, list) and word for word in words)):
+        raise BadParameter(
+            f"bad_words_ids={words!r} of the model's configuration is not possible: give lists of tokens"
+        )
     return Decoder(
-        (start,),
-        forced_bos,
-        tuple(forced_eos if isinstance(forced_eos, list) else [] if forced_eos is None else [forced_eos]),
-        (*map(tuple, field("bad_words_ids") or ()), *((token,) for token in field("suppress_tokens") or ())),
+        tokens("decoder_start_token_id", start),
+        next(iter(tokens("forced_bos_token_id", forced_bos)), None),
+        tokens("forced_eos_token_id", field("forced_eos_token_id")),
+        (
+            *(tokens("bad_words_ids", word) for word in words),
+            *((token,) for token in tokens("suppress_tokens", field("suppress_tokens"))),
+        ),
     )
