@@ -121,19 +121,14 @@ def load(
             "exact": exact,
             **options,
         }
-        load_on = partial(
-            _pretrained().load,
-            model or bundled(),
-            name=str(BUNDLED if model is None else model),
-            with_tokenizer=tokenizer is None,
-            **given,
-        )
+        name = str(BUNDLED if model is None else model)
+        load_on = partial(_pretrained().load, model or bundled(), name=name, with_tokenizer=tokenizer is None, **given)
         if names is None:
             target, found = load_on(device=device)
         elif device != "auto":
             raise BadParameter(f"device={device!r} is not possible with devices={names!r}; leave out one of them")
         else:
-            target, found = _launch(names, load_on, {"model": str(model or BUNDLED), **given})
+            target, found = _launch(names, load_on, {"model": name, **given})
     if isinstance(tokenizer, str):
         found = load_tokenizer(tokenizer, trust_remote_code)
     elif tokenizer is not None and not callable(getattr(tokenizer, "encode", None)):

@@ -175,7 +175,6 @@ class TransformersTarget:
             exact=exact,
             tuned_from=families.tuned_from(model.config),
             mask_token=families.mask_token(model.config),
-            no_drafts=executors.no_drafts(model, self.executor, self.refusals),
         )
         if isinstance(self.executor, ExactExecutor):
             self.max_nodes = self.executor.step_rows
@@ -198,7 +197,7 @@ class TransformersTarget:
         return found
 
     def _information(self, **known: Any) -> TargetInfo:
-        return TargetInfo(**known)
+        return TargetInfo(**known, no_drafts=executors.no_drafts(self.model, self.executor, self.refusals))
 
     def open(
         self,
