@@ -193,10 +193,7 @@ def counts_slots(config: Any) -> bool:
 
 
 def _get(config: Any, name: str) -> Any:
-    try:
-        return getattr(config, name, None)
-    except NotImplementedError:  # XLNet's, of a greatest length
-        return None
+    return getattr(config, name, None)
 
 
 def ordinary_ids(model_config: Any, text_config: Any, vocab_size: int) -> IntArray:
