@@ -58,3 +58,30 @@ def bundled(kind: str) -> Path:
     from leapahead.integrations.gguf import export_gguf
 
     return export_gguf(loading.bundled(), folder() / f"bundled-{kind}.gguf", kind, force=True).path
+
+
+def rewritten(source: Path, out: Path, values: dict[str, Any], tensors: dict[str, Any] | None = None) -> Path:
+    """Copies a file with other metadata and with further tensors; a value of None removes an entry."""
+    import numpy as np
+    from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+    reader = GGUFReader(source)
+    kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
+    writer = GGUFWriter(out, values.get("general.architecture", "llama"))
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in values and name != "general.architecture":
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=field.types[-1])
+    for name, value in values.items():
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif value is not None and name != "general.architecture":
+            writer.add_key_value(name, value, kinds.get(type(value), GGUFValueType.STRING))
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    for name, data in (tensors or {}).items():
+        writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out

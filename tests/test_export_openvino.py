@@ -400,10 +400,10 @@ def test_a_gguf_file_is_converted_once(gguf_file: Path, tmp_path: Path, monkeypa
     folder = gguf.from_gguf(gguf_file)
     names = {"openvino_model.xml", "openvino_tokenizer.xml", "openvino_detokenizer.xml", "config.json"}
     assert names <= {each.name for each in folder.iterdir()}
-    assert not list(folder.glob("*.gguf"))
+    assert [each.name for each in folder.glob("*.gguf")] == ["metadata.gguf"]
     assert [each.name for each in gguf_file.parent.iterdir()] == [gguf_file.name]
     config = json.loads((folder / "config.json").read_text())
-    assert (config["model_type"], config["max_position_embeddings"], config["eos_token_id"]) == ("llama", 2048, 0)
+    assert (config["model_type"], config["max_position_embeddings"], config["eos_token_id"]) == ("llama", 2048, [0])
     monkeypatch.setattr(gguf, "CONVERT", "raise SystemExit(1)")
     assert gguf.from_gguf(gguf_file) == folder
 
@@ -428,6 +428,95 @@ def test_a_cut_gguf_file(cut: int, error: type[LeapaheadError], message: str, gg
     with pytest.raises(error, match=message):
         gguf.export_gguf(file, tmp_path / "out")
     assert [each.name for each in tmp_path.iterdir()] == ["cut.gguf"]
+
+
+ROPE = "llama.rope"
+LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("rope", "values"),
+    [
+        ({"rope_type": "linear", "factor": 8.0}, {f"{ROPE}.scaling.type": "linear", f"{ROPE}.scaling.factor": 8.0}),
+        ({"rope_type": "linear", "factor": 4.0}, {f"{ROPE}.scale_linear": 4.0}),
+        ({"rope_type": "default"}, {f"{ROPE}.scaling.type": "none", f"{ROPE}.scaling.factor": 8.0}),
+        (LLAMA_3_ROPE, {}),
+    ],
+)
+def test_a_gguf_file_with_a_scaled_rotation(
+    rope: dict[str, Any], values: dict[str, Any], gguf_file: Path, tmp_path: Path
+) -> None:
+    from gguf_models import rewritten
+
+    tokens, place = np.random.default_rng(2).integers(0, 4096, (1, 400)), loading.bundled()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    rope = {"rope_theta": plain.config.rope_parameters["rope_theta"], **rope}
+    scaled = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, rope_parameters=rope)
+    with torch.no_grad():
+        expected = scaled(torch.from_numpy(tokens)).logits.numpy()
+    factors = plain.model.rotary_emb.inv_freq / scaled.model.rotary_emb.inv_freq
+    tensors = {"rope_freqs.weight": factors.numpy()} if rope["rope_type"] == "llama3" else {}
+    written = gguf.export_gguf(rewritten(gguf_file, tmp_path / "m.gguf", values, tensors), tmp_path / "out")
+    assert np.abs(logits(written.path, tokens, (397, 2, 1)) - expected).max() < 0.08 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({f"{ROPE}.scaling.type": "yarn"}, "does not scale the rotation of .*scaling.type 'yarn'.*use the file with"),
+        ({f"{ROPE}.scaling.attn_factor": 2.0}, r"does not scale the rotation of .*scaling.attn_factor 2\)"),
+        ({f"{ROPE}.dimension_count": 32}, "computes another model than .*: it does not rotate 32 numbers of each head"),
+        ({"split.count": 2}, "part of a model in several files; join them with `llama-gguf-split --merge`"),
+    ],
+)
+def test_a_gguf_file_that_openvino_would_compute_as_another(
+    values: dict[str, Any], message: str, gguf_file: Path, tmp_path: Path
+) -> None:
+    from gguf_models import rewritten
+
+    file = rewritten(gguf_file, tmp_path / "m.gguf", values)
+    with pytest.raises(Refused, match=message) as caught:
+        gguf.export_gguf(file, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
+def test_the_tokenizer_of_a_gguf_file(
+    pre: str, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp's; without llama-cpp-python OpenVINO's, if that gives the same tokens."""
+    from gguf_models import rewritten
+
+    values = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.eot_token_id": 2080, "tokenizer.ggml.eom_token_id": 2081}
+    file, out = rewritten(gguf_file, tmp_path / "m.gguf", values), str(tmp_path / "out")
+    gguf.export_gguf(file, out)
+    texts = ("I don't, I'LL 12345", "x\n\n\n  y  \t\n", "Ünï 日本語 русский 😀 “…” <|user|>a")
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "llama_cpp", None)
+        patched.delitem(sys.modules, "leapahead.models.llama_cpp.tokenizer", raising=False)
+        if pre == "qwen2":
+            without = loading.load(out)
+        else:
+            with pytest.raises(LeapaheadError, match=f"{pre}.*needs llama-cpp-python, which is not installed: pip"):
+                loading.load(out)
+    loaded, expected = loading.load(out), loading.load(str(file), n_threads=1)
+    assert set(loaded.eos_token_ids) == set(expected.eos_token_ids) >= {0, 2080, 2081}
+    assert loaded.tokenizer is not None
+    assert expected.tokenizer is not None
+    for text in texts:
+        assert loaded.tokenizer.encode(text) == expected.tokenizer.encode(text)
+        if pre == "qwen2":
+            assert without.tokenizer is not None
+            assert without.tokenizer.encode(text) == expected.tokenizer.encode(text)
+    if pre == "qwen2":
+        assert without.eos_token_ids == (0, 2080, 2081)
 
 
 def test_a_gguf_file_of_another_type_is_refused(gguf_file: Path, tmp_path: Path, leapahead: Any) -> None:

@@ -742,6 +742,48 @@ def test_a_broken_file_is_one_sentence(tmp_path: Path, change: Callable[[bytes],
     assert "\n" not in str(caught.value)
 
 
+SPM = {  # a vocabulary of SentencePiece
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": [*(f"<0x{byte:02X}>" for byte in range(256)), *(f"t{i}" for i in range(256, 4096))],
+    "tokenizer.ggml.scores": [0.0] * 4096,
+    "tokenizer.ggml.token_type": [6] * 256 + [1] * 3840,
+}
+WITHOUT_41 = ["<byte>" if token == "<0x41>" else token for token in SPM["tokenizer.ggml.tokens"]]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"llama.block_count": 0}, "has block_count 0, with which llama.cpp cannot load it; convert it again"),
+        ({"llama.context_length": 2**31}, "has context_length 2147483648, with which llama.cpp cannot load it"),
+        ({**SPM, "tokenizer.ggml.tokens": WITHOUT_41}, "has no token for the byte 0x41, without which llama.cpp"),
+        ({"general.type": "adapter"}, "is an adapter and no model; merge it into its model, and give that file"),
+        ({"adapter.type": "lora"}, "is an adapter and no model"),
+        ({"general.type": "mmproj"}, "is a projector of images or sounds; give the file of its language model"),
+        ({"general.architecture": "clip"}, "is a projector of images or sounds"),
+        (
+            {"split.no": 1, "split.count": 3},
+            "is part 2 of a model in several files; give the first of them, 'm-00001-of-00003.gguf'",
+        ),
+    ],
+)
+def test_a_header_by_which_llama_cpp_cannot_load_it(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    path = gguf_models.rewritten(gguf_models.llama(), tmp_path / "m-00002-of-00003.gguf", values)
+    for read in (LLM, loading.gguf_tokenizer):
+        with pytest.raises(BadParameter) as caught:
+            read(str(path))
+        assert message in str(caught.value)
+        assert str(path) in str(caught.value)
+
+
+def test_a_byte_may_be_a_token_by_itself(tmp_path: Path) -> None:
+    tokens = ["A" if token == "<byte>" else token for token in WITHOUT_41]
+    types = [1 if token == "A" else 6 for token in tokens[:256]] + [1] * 3840
+    values = {**SPM, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    path = gguf_models.rewritten(gguf_models.llama(), tmp_path / "m.gguf", values)
+    assert loading.gguf_tokenizer(str(path)).encode("A", add_special_tokens=False)[-1] == 0x41
+
+
 @pytest.mark.parametrize("zeros", [60, 16_000])
 def test_zeros_that_may_be_meant_are_not_refused(tmp_path: Path, zeros: int) -> None:
     """Less than half of the last weight, as unused rows of a matrix may be, or a small weight, as of a norm."""

@@ -345,7 +345,8 @@ def _openvino(
         if wants_tokenizer
         else None
     )
-    return target, found, folder.describe(path).end_token_ids
+    # llama.cpp finds end tokens that the metadata of a GGUF file do not name.
+    return target, found, (*folder.describe(path).end_token_ids, *getattr(found, "end_token_ids", ()))
 
 
 def _module_target(model: Any, **options: Any) -> Target:

@@ -5,6 +5,7 @@
     generation_config.json            end tokens
     tokenizer.json, ...               the tokenizer, where Transformers is installed
     openvino_(de)tokenizer.xml        the tokenizer, where it is not
+    metadata.gguf                     the tokenizer of a GGUF file, where llama-cpp-python is installed
 
 This module knows nothing of how a model is run.
 """
@@ -18,20 +19,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.errors import BadParameter, Refused, needing
 from leapahead.core.text import Tokenizer
 from leapahead.models import huge_pages
+from leapahead.models.llama_cpp import file as gguf_file
 from leapahead.models.memory import free_host_bytes
 from leapahead.models.openvino import export, gguf
 from leapahead.models.openvino.compiled import CompiledModel
 from leapahead.models.openvino.model import OpenVinoTarget
-from leapahead.models.openvino.options import MODEL, OpenVinoOptions, is_openvino
+from leapahead.models.openvino.options import METADATA, MODEL, OpenVinoOptions, is_openvino
 from leapahead.models.openvino.paged import PagedModel
 from leapahead.models.openvino.stateful import StatefulModel
 from leapahead.models.openvino.tokenizer import OpenVinoTokenizer
 
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length")
 USUAL_LENGTH = 4096  # of a model whose folder does not say it
+# Models and pre-tokenizers of GGUF files with which OpenVINO's tokenizer splits texts as llama.cpp does.
+SAME_SPLITS = (("gpt2", "qwen2"), ("gpt2", "smollm"))
 ATTENTION = ("full_attention", "sliding_attention")  # kinds of layers that paged attention computes
 CACHE_SHARE = 0.5  # of the free memory
 
@@ -80,14 +84,33 @@ def tokenizer(folder: Path, of_transformers: Callable[[str], Tokenizer]) -> Toke
     """The tokenizer of a folder; None where it has none.
 
     That of Transformers; or, without Transformers, OpenVINO's, which was compared with it when the folder was written.
+    That of a GGUF file is llama.cpp's; or, without llama.cpp, OpenVINO's, where it splits all texts in the same way.
 
     Args:
         of_transformers: loads Transformers' own files.
+
+    Raises:
+        LeapaheadError: it cannot be loaded, or llama-cpp-python is not installed and OpenVINO's is another one.
     """
+    if (folder / METADATA).is_file():
+        return _of_gguf(folder)
     has_graph = (folder / "openvino_tokenizer.xml").is_file()
     if (folder / "tokenizer_config.json").is_file() and (find_spec("transformers") is not None or not has_graph):
         return of_transformers(str(folder))
     return OpenVinoTokenizer(folder) if has_graph else None
+
+
+def _of_gguf(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder that was made from a GGUF file."""
+    values = gguf_file.values(folder / METADATA)
+    splits = tuple(values.get(f"tokenizer.ggml.{name}", "none") for name in ("model", "pre"))
+    adds = any(values.get(f"tokenizer.ggml.add_{name}_token") for name in ("bos", "eos"))  # OpenVINO's adds neither
+    if splits in SAME_SPLITS and not adds and find_spec("llama_cpp") is None:
+        return OpenVinoTokenizer(folder)
+    what = f"the tokenizer of this GGUF file ({' '.join(splits)}), from which OpenVINO's differs,"
+    with needing(what, "llama-cpp", "llama_cpp"):
+        from leapahead.models.llama_cpp.tokenizer import read_tokenizer
+    return read_tokenizer(folder / METADATA)
 
 
 @huge_pages.for_new_memory()

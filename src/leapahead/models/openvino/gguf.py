@@ -2,7 +2,10 @@
 
 The reader writes its files beside the GGUF file. So it is given a link to it in a folder of its own, and it runs in a
 process of its own, whose memory is free afterwards and which may crash: it does so on incomplete files. Weights keep
-the types of the file, as far as OpenVINO has them.
+the types of the file, as far as OpenVINO has them. The scaling of the rotation, which the reader ignores, is added.
+
+The reader's own tokenizer splits some texts in another way than llama.cpp. So the metadata of the file are kept in the
+folder, from which llama.cpp makes its tokenizer.
 
 This module loads no model into this process.
 """
@@ -20,9 +23,9 @@ from typing import Any
 
 from leapahead.core.errors import Refused, needing
 from leapahead.models.llama_cpp import file as gguf_file
-from leapahead.models.openvino import store
+from leapahead.models.openvino import rotation, store
 from leapahead.models.openvino.export import PACKAGES, Exported, Progress
-from leapahead.models.openvino.options import MODEL, is_openvino
+from leapahead.models.openvino.options import METADATA, MODEL, is_openvino
 
 WEIGHTS = "GGUF"  # what a folder has that was made from a GGUF file
 READ = "it reads llama, qwen2 and qwen3 with weights of the types F16, Q8_0, Q6_K, Q4_K_M, Q4_1 and Q4_0"
@@ -47,7 +50,7 @@ def export_gguf(
 
     Raises:
         BadParameter: no such file, not a GGUF file or an incomplete one, or `out` cannot be written.
-        Refused: OpenVINO GenAI cannot convert it.
+        Refused: OpenVINO GenAI cannot convert it, or would compute another model.
         LeapaheadError: OpenVINO GenAI is not installed.
     """
     path, out = Path(path).expanduser(), Path(out)
@@ -74,6 +77,11 @@ def from_gguf(path: str | os.PathLike[str], *, progress: Progress | None = None)
 
 def _check(path: Path) -> None:
     gguf_file.check_file(path)
+    if gguf_file.values(path).get("split.count", 0) > 1:
+        raise Refused(
+            f"OpenVINO GenAI cannot convert {str(path)!r}, which is a part of a model in several files; join them with "
+            "`llama-gguf-split --merge`, or use llama.cpp"
+        )
     with needing("the conversion of a GGUF file", "openvino", *PACKAGES):
         import_module("openvino_genai")
 
@@ -96,6 +104,8 @@ def _convert(path: Path, folder: Path, progress: Progress | None) -> None:
             f"{values.get('general.architecture', 'unknown')} ({_reason(done)}); {READ}: use the file with llama.cpp, "
             "or export the folder of the Transformers model"
         )
+    rotation.correct(folder / MODEL, path, values)
+    (folder / METADATA).write_bytes(gguf_file.metadata(path))
     (folder / "config.json").write_text(json.dumps(_config(values), indent=2), encoding="utf-8")
 
 
@@ -118,6 +128,7 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
 def _config(values: dict[str, Any]) -> dict[str, Any]:
     """What the header tells about the model, under the names of Transformers' configurations."""
     family = values.get("general.architecture")
+    ends = (values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     found = {
         "model_type": family,
         "max_position_embeddings": values.get(f"{family}.context_length"),
@@ -125,6 +136,6 @@ def _config(values: dict[str, Any]) -> dict[str, Any]:
         "hidden_size": values.get(f"{family}.embedding_length"),
         "sliding_window": values.get(f"{family}.attention.sliding_window"),
         "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": values.get("tokenizer.ggml.eos_token_id"),
+        "eos_token_id": list(dict.fromkeys(token for token in ends if token is not None)) or None,
     }
     return {name: value for name, value in found.items() if value is not None}

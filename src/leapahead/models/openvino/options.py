@@ -11,6 +11,7 @@ from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import is_whole
 
 MODEL = "openvino_model.xml"  # the file that makes a folder an OpenVINO folder
+METADATA = "metadata.gguf"  # of the GGUF file that a folder was made from
 PRECISIONS = ("f32", "bf16", "f16")  # of computation, and of cached keys and values
 
 

@@ -26,7 +26,7 @@ from leapahead.core.storage import cache_directory
 from leapahead.models.openvino.options import MODEL, is_openvino
 
 ORIGIN = "leapahead.json"  # of a folder in the cache: what it was made from
-FORMAT = 1  # increased when folders of earlier versions must not be used again
+FORMAT = 2  # increased when folders of earlier versions must not be used again
 BEGINNING = 1 << 20  # bytes of a file that are part of its digest
 
 
