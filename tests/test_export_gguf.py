@@ -506,6 +506,7 @@ DEEPSEEK = {"type": "Sequence", "pretokenizers": [{"type": "Punctuation"}, {"typ
         (shutil.rmtree, BadParameter, "is not a folder: name one with config.json"),
         (lambda folder: (folder / "config.json").unlink(), BadParameter, "has no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), BadParameter, r"config.json is not JSON \("),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), Refused, r"adapter.*merge_and_unload\(\)"),
         (config_with(hidden_size=None), BadParameter, "config.json lacks hidden_size: save the model again"),
         (config_with(architectures=["MistralForCausalLM"]), Refused, "holds a MistralForCausalLM, and only Llama"),
         (config_with(attention_bias=True), Refused, "has attention_bias True in config.json"),

@@ -512,10 +512,29 @@ def test_broken_folders(exported: Path, tmp_path: Path) -> None:
     window = {**config, "layer_types": ["sliding_attention"] * 3, "sliding_window": 8}
     (copy() / "config.json").write_text(json.dumps(window))
     refused("has 2 attention layers and its config.json describes 3")
-    copy()
-    for file in broken.glob("*.json"):
-        file.unlink()
+    (copy() / "config.json").write_text("{}")
     assert LLM(str(broken)).target.info.context_length == folder.USUAL_LENGTH
+    (broken / "config.json").write_text(json.dumps({**config, "max_position_embeddings": -1}))
+    refused("a context of -1 tokens in .*config.json' is not possible; correct it")
+    (broken / "config.json").unlink()
+    refused("has no config.json, which tells context, windows and end tokens; export the model again, or copy it")
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_parameters": LONGROPE},
+        {"rope_parameters": {"sliding_attention": {"rope_type": "default"}, "full_attention": LONGROPE}},
+        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64},
+        {"text_config": {"max_position_embeddings": 256, "rope_parameters": LONGROPE}},
+    ],
+)
+def test_longrope_ends_the_context(values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 256, **values}))
+    assert folder.describe(tmp_path).context_length == 64
 
 
 def test_a_full_cache_delays_or_refuses(exported: Path) -> None:

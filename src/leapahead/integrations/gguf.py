@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from leapahead.core.errors import BadParameter, LeapaheadError, needing
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused, needing
 from leapahead.core.parameters import flag
 from leapahead.core.storage import replaceable
 from leapahead.integrations.gguf_checkpoint import Checkpoint, open_checkpoint
@@ -153,6 +153,11 @@ def _check_arguments(folder: Path, out: Path, kind: str, force: bool) -> Path:
         raise BadParameter(f"a GGUF file of type {kind!r} is not possible: choose {', '.join(KINDS)}")
     if not folder.is_dir():
         raise BadParameter(f"{folder} is not a folder: name one with config.json, tokenizer.json and safetensors in it")
+    if (folder / "adapter_config.json").is_file():
+        raise Refused(
+            f"{folder} has an adapter (adapter_config.json), which would be left out; merge it with PEFT's "
+            "merge_and_unload(), and save the result in another folder"
+        )
     place = replaceable(out)
     if not place.parent.is_dir():
         raise BadParameter(

@@ -156,15 +156,20 @@ def describe(folder: Path) -> Description:
     """Reads the configurations of a folder.
 
     Raises:
-        BadParameter: one of them cannot be read.
+        BadParameter: config.json is missing, one of them cannot be read, or the context is not possible.
     """
+    if not (folder / "config.json").is_file():
+        raise BadParameter(
+            f"{str(folder)!r} has no config.json, which tells context, windows and end tokens; export the model again, "
+            "or copy it from the model's original folder"
+        )
     config, generation = _json(folder / "config.json"), _json(folder / "generation_config.json")
     text = config.get("text_config") or config
-    length = next((int(text[name]) for name in LENGTHS if isinstance(text.get(name), int)), USUAL_LENGTH)
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) == "longrope":
-        # Beyond this length the rotation of every position changes, cached tokens included.
-        length = min(length, int(text.get("original_max_position_embeddings") or length))
+    length = _length(text)
+    if length < 1:
+        raise BadParameter(
+            f"a context of {length} tokens in {str(folder / 'config.json')!r} is not possible; correct it"
+        )
     ends: dict[int, None] = {}
     for claim in (generation.get("eos_token_id"), config.get("eos_token_id"), text.get("eos_token_id")):
         for token in claim if isinstance(claim, Iterable) else [claim]:
@@ -172,6 +177,18 @@ def describe(folder: Path) -> Description:
                 ends[token] = None
     kinds = _kinds(text)
     return Description(length, _windows(text, kinds, length), set(kinds) <= set(ATTENTION), tuple(ends))
+
+
+def _length(text: dict[str, Any]) -> int:
+    """The greatest number of tokens of a sequence."""
+    length = next((int(text[name]) for name in LENGTHS if isinstance(text.get(name), int)), USUAL_LENGTH)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    for parameters in (rope, *rope.values()) if isinstance(rope, dict) else ():  # of all layers, or by their kinds
+        if isinstance(parameters, dict) and parameters.get("rope_type", parameters.get("type")) == "longrope":
+            # Beyond this length the rotation of every position changes, cached tokens included.
+            original = "original_max_position_embeddings"
+            length = min(length, int(parameters.get(original) or text.get(original) or length))
+    return length
 
 
 def _kinds(text: dict[str, Any]) -> Sequence[str]:
