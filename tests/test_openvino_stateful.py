@@ -257,6 +257,7 @@ def written(graph: Any, place: Path) -> Path:
 
 def test_states_that_do_not_grow_are_refused(tmp_path: Path) -> None:
     """As those of recurrent layers, in folders of other exporters."""
+    (tmp_path / "config.json").write_text("{}")
     ids = opset13.parameter([-1, -1], np.int64, name="input_ids")
     ids.output(0).get_tensor().set_names({"input_ids"})
     table = opset13.constant(np.ones((10, 4), np.float32))

@@ -269,6 +269,7 @@ def _behind(data: mmap.mmap, at: int, kind: int) -> int:
     at += 12
     if entry in SIZES:
         return at + int(count) * SIZES[entry]
-    for _ in range(count):
-        at = _behind(data, at, entry)
+    read = struct.Struct("<Q").unpack_from
+    for _ in range(count):  # vocabularies have hundreds of thousands of strings
+        at = at + 8 + read(data, at)[0] if entry == STRING else _behind(data, at, entry)
     return at
