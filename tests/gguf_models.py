@@ -60,8 +60,14 @@ def bundled(kind: str) -> Path:
     return export_gguf(loading.bundled(), folder() / f"bundled-{kind}.gguf", kind, force=True).path
 
 
-def rewritten(source: Path, out: Path, values: dict[str, Any], tensors: dict[str, Any] | None = None) -> Path:
-    """Copies a file with other metadata and with further tensors; a value of None removes an entry."""
+def rewritten(
+    source: Path, out: Path, values: dict[str, Any], tensors: dict[str, Any] | None = None, half: bool = False
+) -> Path:
+    """Copies a file with other metadata and with further tensors; a value of None removes an entry.
+
+    Args:
+        half: write the matrices of a float32 file in float16.
+    """
     import numpy as np
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
@@ -77,7 +83,11 @@ def rewritten(source: Path, out: Path, values: dict[str, Any], tensors: dict[str
         elif value is not None and name != "general.architecture":
             writer.add_key_value(name, value, kinds.get(type(value), GGUFValueType.STRING))
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        data = np.array(tensor.data)
+        if half and data.ndim > 1:
+            writer.add_tensor(tensor.name, data.astype(np.float16))
+        else:
+            writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
     for name, data in (tensors or {}).items():
         writer.add_tensor(name, data)
     writer.write_header_to_file()

@@ -466,6 +466,24 @@ def test_a_gguf_file_with_a_scaled_rotation(
     assert np.abs(logits(written.path, tokens, (397, 2, 1)) - expected).max() < 0.08 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("values", [{}, {f"{ROPE}.scaling.type": "linear", f"{ROPE}.scaling.factor": 2.0}])
+def test_the_rotation_of_a_gguf_file_in_f16(values: dict[str, Any], tmp_path: Path) -> None:
+    """Its frequencies are in float32, else later positions would be turned too far."""
+    pytest.importorskip("llama_cpp")
+    from gguf_models import bundled, rewritten
+
+    file = rewritten(bundled("f32"), tmp_path / "m.gguf", {"general.file_type": 1, **values}, half=True)
+    tokens = np.random.default_rng(2).integers(0, 4096, (1, 1200))
+    rope = {"rope_type": "linear" if values else "default", "factor": 2.0, "rope_theta": 10000.0}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        loading.bundled(), dtype=torch.float32, rope_parameters=rope
+    )
+    with torch.no_grad():
+        expected = model(torch.from_numpy(tokens)).logits.numpy()
+    written = gguf.export_gguf(file, tmp_path / "out")
+    assert np.abs(logits(written.path, tokens, (1200,)) - expected).max() < 1e-3
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

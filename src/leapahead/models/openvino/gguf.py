@@ -28,7 +28,9 @@ from leapahead.models.openvino.export import PACKAGES, Exported, Progress
 from leapahead.models.openvino.options import METADATA, MODEL, is_openvino
 
 WEIGHTS = "GGUF"  # what a folder has that was made from a GGUF file
-READ = "it reads llama, qwen2 and qwen3 with byte-level BPE and weights of the types F16, Q8_0, Q6_K, Q4_K_M, Q4_1 and Q4_0"
+READ = (
+    "it reads llama, qwen2 and qwen3 with byte-level BPE and weights of the types F16, Q8_0, Q6_K, Q4_K_M, Q4_1, Q4_0"
+)
 CONVERT = "import sys, openvino_genai; openvino_genai.LLMPipeline(sys.argv[1], 'CPU', enable_save_ov_model=True)"
 MORE = 1.25  # most that the converted weights may take, in sizes of the file: some types become larger
 

@@ -1,10 +1,12 @@
 """The rotation of a graph that OpenVINO GenAI made from a GGUF file: the same as llama.cpp's, or the file is refused.
 
 The reader takes its base from the file and ignores its scaling. The graph has the frequencies as one constant, which is
-found by its values, base ** (-2i / width), and overwritten where the file scales them:
+found by its values, base ** (-2i / width), and replaced where the file scales them:
 
     rope.scaling.factor, linear    divides every frequency
     rope_freqs.weight              divides each by a number of its own, as Llama 3.1 does
+
+It is also replaced where it is in float16, as of F16 files, by which angles of later positions would be wrong.
 
 This module does not import OpenVINO.
 """
@@ -23,11 +25,13 @@ from leapahead.models.llama_cpp import file as gguf_file
 
 FREQUENCIES = "rope_freqs.weight"
 REMEDY = "use the file with llama.cpp, or export the folder of the Transformers model with `leapahead export-openvino`"
-TOLERANCE = 1e-5  # relative, of float32 powers
+# Types of the constant in the graph, with the relative and the absolute tolerance of its values.
+TYPES = {"f32": ("<f4", 1e-5, 0.0), "f16": ("<f2", 1e-3, 2.0**-24)}
+ALIGNMENT = 64  # of constants in the .bin file
 
 
 def correct(graph: Path, path: Path, values: dict[str, Any]) -> None:
-    """Writes the scaled frequencies of a GGUF file into the converted graph.
+    """Writes the frequencies of a GGUF file into the converted graph.
 
     Args:
         graph: the .xml file, beside its .bin.
@@ -44,20 +48,18 @@ def correct(graph: Path, path: Path, values: dict[str, Any]) -> None:
     width = values.get(f"{family}.rope.dimension_count") or head
     base = values.get(f"{family}.rope.freq_base", 10000.0)
     plain = base ** (-np.arange(0, width, 2) / max(width, 1))
-    weights = graph.with_suffix(".bin")
-    places = _places(graph, weights, plain)
+    tree = ElementTree.parse(graph)
+    constants = _constants(tree, graph.with_suffix(".bin"), plain)
     factors = gguf_file.tensor(path, FREQUENCIES)
-    if len(places) != 1 or (factors is not None and len(factors) < 4 * len(plain)):
+    if len(constants) != 1 or (factors is not None and len(factors) < 4 * len(plain)):
         raise Refused(
             f"OpenVINO GenAI computes another model than {str(path)!r}: it does not rotate {width} numbers of each "
             f"head with the base {base:g}; {REMEDY}"
         )
     if factors is not None:
         divisor = divisor * np.frombuffer(factors, "<f4", len(plain)).astype(np.float64)
-    if np.any(divisor != 1):
-        with weights.open("r+b") as opened:
-            opened.seek(places[0])
-            opened.write((plain / divisor).astype("<f4").tobytes())
+    if np.any(divisor != 1) or constants[0].find("data[@element_type='f32']") is None:
+        _replace(tree, constants[0], graph, (plain / divisor).astype("<f4").tobytes())
 
 
 def _factor(path: Path, values: dict[str, Any], rope: str) -> Any:
@@ -74,13 +76,34 @@ def _factor(path: Path, values: dict[str, Any], rope: str) -> Any:
     return np.float64(1.0 if kind == "none" else factor or 1.0)
 
 
-def _places(graph: Path, weights: Path, expected: npt.NDArray[np.float64]) -> list[int]:
-    """Where the weights have these numbers, as a constant of the graph."""
+def _constants(
+    tree: ElementTree.ElementTree[ElementTree.Element], weights: Path, expected: npt.NDArray[np.float64]
+) -> list[ElementTree.Element]:
+    """The constants of the graph that have these values."""
     found = []
     with weights.open("rb") as opened:
-        for data in ElementTree.parse(graph).getroot().iterfind("layers/layer[@type='Const']/data"):
-            if (data.get("element_type"), data.get("size")) == ("f32", str(4 * len(expected))):
-                opened.seek(place := int(data.get("offset", 0)))
-                if np.allclose(np.frombuffer(opened.read(4 * len(expected)), "<f4"), expected, TOLERANCE, atol=0):
-                    found.append(place)
+        for constant in tree.iterfind("layers/layer[@type='Const']"):
+            if (data := constant.find("data")) is None or data.get("element_type") not in TYPES:
+                continue
+            kind, relative, absolute = TYPES[data.get("element_type", "")]
+            size = np.dtype(kind).itemsize * len(expected)
+            if data.get("size") == str(size):
+                opened.seek(int(data.get("offset", 0)))
+                if np.allclose(np.frombuffer(opened.read(size), kind), expected, relative, absolute):
+                    found.append(constant)
     return found
+
+
+def _replace(
+    tree: ElementTree.ElementTree[ElementTree.Element], constant: ElementTree.Element, graph: Path, values: bytes
+) -> None:
+    """Appends float32 values to the weights, and makes the constant refer to them."""
+    with graph.with_suffix(".bin").open("ab") as opened:
+        opened.write(bytes(-opened.tell() % ALIGNMENT))
+        place = {"element_type": "f32", "offset": str(opened.tell()), "size": str(len(values))}
+        opened.write(values)
+    for data in constant.iterfind("data"):
+        data.attrib.update(place)
+    for port in constant.iterfind("output/port"):
+        port.set("precision", "FP32")
+    tree.write(graph, encoding="utf-8", xml_declaration=True)
