@@ -6,11 +6,12 @@ import asyncio
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from helpers import GREEDY, PROMPT, Oracle, attached, run
+from helpers import GREEDY, PROMPT, Oracle, Scripted, attached, run
 
 from leapahead import (
     LLM,
@@ -176,6 +177,55 @@ def test_a_drafter_that_fails_ends_its_own_request_only(when: str, max_batch: in
     engine.run([*good, more])
     assert [handle.tokens for handle in [*good, more]] == [alone(index) for index in (0, 1, 2, 4)]
     assert not target.open_sessions
+
+
+def chain_of(sequence: SequenceView, budget: Budget) -> TokenTree:
+    return TokenTree.chain(sequence.root, [1])
+
+
+def branches_of(sequence: SequenceView, budget: Budget) -> TokenTree:
+    return TokenTree.from_paths(sequence.root, [[1], [2]])
+
+
+def branches_within(sequence: SequenceView, budget: Budget) -> TokenTree:
+    return TokenTree.from_paths(sequence.root, [[1], [2]], budget)
+
+
+@pytest.mark.parametrize(
+    ("able", "replays", "draft", "says"),
+    [
+        ((), False, chain_of, "which takes no drafts; declare its needs.*use drafter='plain'"),
+        (("chain",), False, branches_of, "drafts of one path only"),
+        (("chain",), True, branches_of, "drafts of one path only"),
+        (("chain",), True, branches_within, ""),
+        (("chain", "tree"), False, branches_of, ""),
+    ],
+)
+def test_a_draft_that_the_target_does_not_take_ends_its_own_request_only(
+    able: tuple[str, ...], replays: bool, draft: Any, says: str
+) -> None:
+    """Refused before the forward, in which it would end the other requests or give wrong text."""
+    target = Limited(8, capabilities=frozenset(able))
+    target.info = replace(target.info, replays=replays)
+    engine = Engine(target)
+    good = engine.submit(request(engine, 0, "plain"))
+    bad = engine.submit(request(engine, 1, Scripted(draft)))
+    if says:
+        with pytest.raises(DraftError, match=f"drafter 'scripted' drafted .*{says}"):
+            engine.run([bad])
+    engine.run([good] if says else [good, bad])
+    assert good.tokens == alone(0)
+    assert says or bad.tokens == alone(1)
+    assert not target.open_sessions
+
+
+def test_one_sequence_that_replays_may_branch() -> None:
+    target = Limited(8, capabilities=frozenset({"chain"}))
+    target.info = replace(target.info, replays=True)
+    engine = Engine(target)
+    handle = engine.submit(request(engine, 1, Scripted(branches_of)))
+    engine.run([handle])
+    assert handle.tokens == alone(1)
 
 
 def broken_criterion(tokens: Sequence[int]) -> bool:

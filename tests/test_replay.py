@@ -146,10 +146,7 @@ def test_drafts_with_branches(name: str, mode: str) -> None:
     assert isinstance(executor, ReplayExecutor)
     assert BRANCHES not in target.info.capabilities, "they are for accelerators"
     if not executor.masked:  # such as RWKV, whose own forward of two rows is wrong
-        engine = Engine(target)
-        handle = engine.submit(request(engine, PROMPTS[0], Forked([*PROMPTS[0], *range(3, 60)], 3), params[0], 40))
-        with pytest.raises(AssertionError, match="chains only"):
-            engine.run([handle])
+        assert target.max_leaves == 1
         return
     assert "on a CPU" in target.refusals[BRANCHES]
     if mode == "greedy":

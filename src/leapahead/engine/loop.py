@@ -27,7 +27,7 @@ from leapahead.core.verify import Verdict, verify
 from leapahead.drafters.base import Drafter
 from leapahead.engine.output import Output, TokenLogprobs
 from leapahead.engine.request import Handle
-from leapahead.models.base import Capture, Cost, ReadsInSteps, Session, Target
+from leapahead.models.base import CHAIN, TREE, Capture, Cost, ReadsInSteps, Session, Target
 from leapahead.models.choices import Choices, PromptRows
 from leapahead.models.embeddings import AddsEmbeddings
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
@@ -121,7 +121,7 @@ class Running:
 
         Raises:
             DraftError: it is none, stands over another root, has tokens outside the vocabulary, or exceeds the budget;
-                or it has probes that the target does not know.
+                or the target takes no drafts, or does not know its probes.
         """
         name = self.drafter.name
         if not isinstance(proposal, Proposal):
@@ -140,8 +140,14 @@ class Running:
             raise DraftError(f"drafter {name!r} named {len(proposal.sources)} sources for {len(tokens)} nodes")
         if min(tokens) < 0 or max(tokens) >= self.view.vocab_size:
             raise DraftError(f"drafter {name!r} drafted a token outside the vocabulary of {self.view.vocab_size}")
+        if CHAIN not in self.target.info.capabilities:
+            raise DraftError(
+                f"drafter {name!r} drafted for {self.target.info.name}, which takes no drafts; declare its needs, as "
+                "needs = frozenset({'chain'}), and use drafter='plain'"
+            )
         if not budget.allows(tree):
-            raise DraftError(f"drafter {name!r} drafted beyond its budget of {budget}")
+            paths = f"; this step of {self.target.info.name} takes drafts of one path only" * (budget.leaves == 1)
+            raise DraftError(f"drafter {name!r} drafted beyond its budget of {budget}{paths}")
         return proposal
 
     def read_prompt(self, max_tokens: int) -> PromptRows | None:
@@ -344,7 +350,9 @@ def propose(
     """
     found: dict[Running, Proposal] = {}
     groups: dict[Drafter, list[tuple[Running, Budget]]] = {}
-    most, leaves = target.max_nodes - 1, target.max_leaves
+    most, info = target.max_nodes - 1, target.info
+    # What replays can be given the paths of one tree as a batch; see `models.base.BRANCHES`.
+    leaves = target.max_leaves if TREE in info.capabilities or (info.replays and len(batch) == 1) else 1
     for running in batch:
         nodes, depth = most - reads.get(running, 0), running.stopper.room - 1
         if nodes <= 0 or depth == 0:

@@ -178,6 +178,8 @@ class TransformersTarget:
         )
         if isinstance(self.executor, ExactExecutor):
             self.max_nodes = self.executor.step_rows
+        if isinstance(self.executor, ReplayExecutor) and not self.executor.masked:
+            self.max_leaves = 1
         if isinstance(self.executor, CachedExecutor):
             self.executor.cache.limit = limit = cache_tokens or self._usual_tokens(self.executor.cache)
             self.info = replace(self.info, cache_tokens=limit)
