@@ -21,7 +21,7 @@ from leapahead.bench import cell, figures, peers, record, report, tasks
 from leapahead.bench import run as runner
 from leapahead.bench.contender import Configuration, Contender, Ours, Pass, Setting, Text, aligned
 from leapahead.bench.plan import Model, Plan
-from leapahead.cli import main
+from leapahead.cli import main, screen
 from leapahead.cli.bench import configurations
 from leapahead.core.parameters import listed
 from leapahead.core.tree import Budget, TokenTree
@@ -627,10 +627,34 @@ def test_a_bench_that_measured_nothing_is_refused_and_leaves_nothing(
         result = run()
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
     assert not (tmp_path / "out").exists()
+    with monkeypatch.context() as patched:
+        patched.setattr(screen, "quiet_transformers", interrupted)
+        assert run().exit_code == 130
+    assert not (tmp_path / "out").exists()
     record.Record.open(tmp_path / "out", {}, resume=False)  # as of a bench that was killed
     result = run("--report-only")
     assert result.exit_code == 2
     assert result.stderr.endswith("bench.json holds no results yet, since no cell was finished\n")
+    assert run().exit_code == 0, "it holds no results, so that nothing is lost"
+
+
+FOREIGN = (
+    [],
+    {"results": []},
+    {"conditions": {}, "results": {}},
+    {"conditions": {}, "results": ["task"]},
+    {"conditions": {}, "results": [{"task": "a"}]},
+)
+
+
+@pytest.mark.parametrize("content", FOREIGN, ids=str)
+@pytest.mark.parametrize("option", ["--resume", "--report-only", "--quick"])
+def test_a_file_that_is_not_a_benchs(run: Any, tmp_path: Path, content: Any, option: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / record.FILE).write_text(json.dumps(content))
+    result = run(option)
+    assert result.exit_code == 2
+    assert result.stderr.endswith("bench.json is not the result of a bench; choose another --out\n")
 
 
 def test_a_mismatch_is_exit_code_1_after_everything_is_written(
@@ -680,6 +704,7 @@ def test_a_full_disk_loses_nothing(run: Any, tmp_path: Path, monkeypatch: pytest
         (["--config", "lookahead:window=0"], "window=0"),
         (["-d", "jacobi", "-d", "jacobi"], "jacobi was given twice"),
         (["--task", "humanevl"], "did you mean 'humaneval'"),
+        (["--task", "humaneval=1", "--task", "humaneval=2"], "given twice, with 1 and 2 prompts; give it once"),
         (["-t", "-1"], "temperature=-1.0"),
         (["--model", "no/such/model.gguf"], "no/such/model.gguf"),
     ],
@@ -700,7 +725,13 @@ def test_bad_folders_and_files(run: Any, tmp_path: Path) -> None:
     (tmp_path / "edits" / "edits.jsonl").write_text('{"prompt": "x", "prediction": 1}\n')
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "bench.json").write_text("[]")
+    (tmp_path / "overall.txt").write_text("one\n")
+    repeated = '{"prompt": "x", "prediction": "y"}\n{"prompt": "x", "prediction": "z"}\n'
+    (tmp_path / "twice").mkdir()
+    (tmp_path / "twice" / "edits.jsonl").write_text(repeated)
     for args, sentence in [
+        (["--data", str(tmp_path / "overall.txt")], "a task cannot have the name 'overall'"),
+        (["--data", str(tmp_path / "twice")], "line 2: an earlier line has the same prompt with another 'prediction'"),
         (["--data", str(tmp_path / "none")], f"there is no folder or file '{tmp_path / 'none'}' of prompts"),
         (["--data", str(tmp_path / "empty")], "holds prompts in none of the files"),
         (["--data", str(tmp_path / "broken")], "line 2: the field 'prompt' holds no text"),

@@ -64,7 +64,8 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_bytes(b"one\n\n two\r\n")
     assert tasks.read_file(tmp_path / "lines.txt").prompts == ["one", " two"]
     assert tasks.read_file(tmp_path / "lines.txt", 1).prompts == ["one"]
-    (tmp_path / "edits.JSON").write_text('{"prompt": "a\u2028b", "prediction": "c"}\n{"question": "d"}', "utf-8")
+    content = '{"prompt": "a\u2028b", "prediction": "c"}\n{"question": "d"}'
+    (tmp_path / "edits.JSON").write_text(content, "utf-8-sig")  # with a byte order mark, as Windows' editors write it
     edits = tasks.read_file(tmp_path / "edits.JSON")
     assert (edits.prompts, edits.predictions) == (["a\u2028b", "d"], {"a\u2028b": "c"})
 
@@ -82,6 +83,10 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
         ('{"turns": []}', "the field 'turns' holds no text"),
         ('{"prompt": "a", "prediction": 1}', "'prediction' must be text"),
         ('{"turns": ["a"], "prediction": "b"}', "beside a prompt that is text"),
+        (
+            '{"prompt": "a", "prediction": "b"}\n{"question": "a", "prediction": "c"}',
+            "line 2: an earlier line has the same prompt with another 'prediction'",
+        ),
     ],
 )
 def test_prompts_that_are_none(content: str, message: str, tmp_path: Path) -> None:

@@ -19,6 +19,15 @@ FILE = "bench.json"
 OVERALL = "overall"  # the task of rows over all tasks
 FREE = ("date", "commit", "resumed")  # conditions that may differ when a bench is resumed; all of them are kept
 GROWING = ("tasks", "targets", "kv_cache")  # conditions to which names may be added
+# What a report reads of every row, and of the conditions.
+ROW = frozenset(
+    "task target drafter temperature batch speedup tokens_per_second acceptance_length nodes_per_step steps seconds "
+    "time_to_first_token distinct_4 prompts tokens mismatches ties forwards peak_memory_mib peak_gpu_memory_mib "
+    "accepted_at accepted_by drafted_by".split()
+)
+CONDITIONS = frozenset(
+    "date versions commit cpu gpu system data tasks targets max_new_tokens rounds seed figures".split()
+)
 
 Row = dict[str, Any]
 Cell = tuple[str, str, float, int]  # task, target, temperature, batch
@@ -42,19 +51,21 @@ class Record:
 
     @classmethod
     def open(cls, folder: Path, conditions: dict[str, Any], resume: bool) -> Record:
-        """A new record, or the existing one, resumed.
+        """A new record, or the existing one, resumed. One without rows, as of a bench that was killed, counts as none.
 
         Raises:
-            BadParameter: there is one and `resume` is false, it is not a bench's file, or its conditions differ.
+            BadParameter: there is one and `resume` is false, it is not a bench's file, or its conditions differ; or a
+                task has the name of the rows over all tasks.
             LeapaheadError: the folder cannot be written to.
         """
         record = cls(folder, conditions)
-        if record.path.is_file():
+        if OVERALL in conditions.get("tasks", ()):
+            raise BadParameter(f"a task cannot have the name {OVERALL!r}, which rows over all tasks have; rename its file")
+        if record.path.is_file() and (found := read(folder))["results"]:
             if not resume:
                 raise BadParameter(
                     f"{record.path} already holds results; pass --resume to continue, or choose another --out"
                 )
-            found = read(folder)
             record.rows = [row for row in found["results"] if row["task"] != OVERALL]
             record.conditions = _agreed(found["conditions"], conditions)
         try:
@@ -152,12 +163,15 @@ def read(folder: Path) -> dict[str, Any]:
     path = folder / FILE
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found["conditions"], dict) or not all("task" in row for row in found["results"]):
+        conditions, rows = found["conditions"], found["results"]
+        if not isinstance(conditions, dict) or not isinstance(rows, list):
+            raise TypeError
+        if rows and not (conditions.keys() >= CONDITIONS and all(row.keys() >= ROW for row in rows)):
             raise KeyError
     except OSError as error:
         raise BadParameter(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise BadParameter(f"{path} is not the result of a bench") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BadParameter(f"{path} is not the result of a bench; choose another --out") from None
     return found
 
 

@@ -81,9 +81,13 @@ def read(path: Path | None, names: Sequence[str] = (), limit: int | None = None)
         limit: greatest number of prompts of each task without `=K`, taken at equal distances from the file.
 
     Raises:
-        BadParameter: no such folder or file, no known file, a line without a prompt, or an unknown name.
+        BadParameter: no such folder or file, no known file, a line without a prompt, or a name that is unknown or given
+            twice with other numbers.
     """
-    limits = dict(_limited(name, limit) for name in names)
+    limits: dict[str, int | None] = {}
+    for name, most in (_limited(name, limit) for name in names):
+        if limits.setdefault(name, most) != most:
+            raise BadParameter(f"the task {name} was given twice, with {limits[name]} and {most} prompts; give it once")
     if path is None:
         found = _bundled()
     elif path.exists() and not path.is_dir():  # a pipe, too
@@ -110,9 +114,10 @@ def read_file(path: Path, limit: int | None = None) -> Task:
         limit: greatest number of prompts, taken at equal distances from the file.
 
     Raises:
-        BadParameter: the file cannot be read, holds no prompts, or a line without one.
+        BadParameter: the file cannot be read, holds no prompts, a line without one, or a prompt twice with different
+            predictions.
     """
-    predictions = {}
+    predictions: dict[str, str] = {}
     if path.suffix.lower() not in JSON_LINES:
         found: list[Prompt] = [line.removesuffix("\r") for line in _lines(path) if line.strip()]
     else:
@@ -127,7 +132,7 @@ def read_file(path: Path, limit: int | None = None) -> Task:
                     raise BadParameter(
                         f"{where}: the field 'prediction' must be text, beside a prompt that is text, too"
                     )
-                predictions[prompt] = expected
+                _predict(predictions, prompt, expected, where)
     if not found:
         raise BadParameter(f"{path} holds no prompts")
     return _limited_to(Task(path.stem, found, predictions), limit)
@@ -239,12 +244,18 @@ def _edits(path: Path) -> dict[str, str]:
     """Prompt -> prediction, of the file of edits; empty where there is none."""
     if not path.is_file():
         return {}
-    found = {}
+    found: dict[str, str] = {}
     for where, record in _records(path):
         if not all(isinstance(text := record.get(name), str) and text for name in ("prompt", "prediction")):
             raise BadParameter(f"{where}: an edit must have the texts 'prompt' and 'prediction'")
-        found[record["prompt"]] = record["prediction"]
+        _predict(found, record["prompt"], record["prediction"], where)
     return found
+
+
+def _predict(predictions: dict[str, str], prompt: str, expected: str, where: str) -> None:
+    """Adds a prediction; BadParameter where the prompt has another one."""
+    if predictions.setdefault(prompt, expected) != expected:
+        raise BadParameter(f"{where}: an earlier line has the same prompt with another 'prediction'; leave out one of them")
 
 
 def _parts(folder: Path, names: set[str]) -> dict[str, Task]:
@@ -275,7 +286,7 @@ def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON strings may hold U+2028
+        return path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: JSON strings may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise BadParameter(f"{path} cannot be read: {reason}") from None

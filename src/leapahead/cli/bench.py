@@ -267,8 +267,8 @@ def _common(values: dict[str, Any]) -> dict[str, Any]:
 
 def _measure(plan: Plan, kept: record.Record) -> LeapaheadError | KeyboardInterrupt | None:
     """Measures what the plan has and the record has not. Returns what ended it early, so that its rows are shown."""
-    screen.quiet_transformers()
     try:
+        screen.quiet_transformers()  # imports it, which takes seconds
         with screen.progress("bench") as bar:
             runner.run(plan, kept, progress=bar, say=bar.say)
     except (LeapaheadError, KeyboardInterrupt) as error:
