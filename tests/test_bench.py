@@ -730,7 +730,7 @@ def test_bad_folders_and_files(run: Any, tmp_path: Path) -> None:
     (tmp_path / "twice").mkdir()
     (tmp_path / "twice" / "edits.jsonl").write_text(repeated)
     for args, sentence in [
-        (["--data", str(tmp_path / "overall.txt")], "a task cannot have the name 'overall'"),
+        (["--data", str(tmp_path / "overall.txt")], "a task cannot be named 'overall'"),
         (["--data", str(tmp_path / "twice")], "line 2: an earlier line has the same prompt with another 'prediction'"),
         (["--data", str(tmp_path / "none")], f"there is no folder or file '{tmp_path / 'none'}' of prompts"),
         (["--data", str(tmp_path / "empty")], "holds prompts in none of the files"),

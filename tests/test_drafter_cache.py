@@ -105,6 +105,13 @@ def test_a_section_is_created_once_whatever_the_thread() -> None:
     assert cache.section("others", Words) is not cache.section("words", Words)
 
 
+def test_a_section_must_be_one() -> None:
+    cache = DrafterCache()
+    with pytest.raises(BadParameter, match="section 'mine' of the drafter cache is a dict; it must be a subclass of"):
+        cache.section("mine", dict)  # type: ignore[type-var]
+    assert not cache.sections
+
+
 def test_a_cache_belongs_to_one_vocabulary() -> None:
     cache = DrafterCache()
     cache.belong(lambda: pytest.fail("not needed yet"), VOCAB)

@@ -34,6 +34,7 @@ from leapahead import (
     StopParams,
     TokenTree,
 )
+from leapahead.core.verify import Verdict
 from leapahead.models.toy import ToySession, ToyTarget
 from leapahead.planner.chunk import UNKNOWN
 
@@ -226,6 +227,47 @@ def test_one_sequence_that_replays_may_branch() -> None:
     handle = engine.submit(request(engine, 1, Scripted(branches_of)))
     engine.run([handle])
     assert handle.tokens == alone(1)
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        None,
+        Verdict((), (), 0),
+        Verdict((0,), (1,), 100),
+        Verdict((0, 2), (1, 2), 1),
+        Verdict((0, 1), (2, 3), 1),
+        Verdict((0,), (12,), 0),
+        Verdict((1,), (1,), 0),
+    ],
+    ids=str,
+)
+def test_a_rule_of_a_drafter_commits_paths_of_its_draft_only(verdict: Any) -> None:
+    class Judging(Oracle):
+        def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+            return Proposal(TokenTree.chain(sequence.root, [1, 2]), judge=lambda choices: verdict)
+
+    engine = Engine(ToyTarget())
+    good = engine.submit(request(engine, 0))
+    bad = engine.submit(request(engine, 1, Judging([])))
+    with pytest.raises(DraftError, match=r"'oracle' judged its draft by .*, which is no path of it"):
+        engine.run([bad])
+    engine.run([good])
+    assert good.tokens == alone(0)
+
+
+@pytest.mark.parametrize("kind", [Oracle, Drafter])
+def test_needs_that_are_no_set_are_refused(kind: type[Any]) -> None:
+    class Careless(kind):  # type: ignore[misc]
+        name: ClassVar[str] = "careless"
+        needs = "chain"
+
+        def __init__(self) -> None: ...
+
+        def propose(self, *given: Any) -> Any: ...
+
+    with pytest.raises(BadParameter, match=r"'careless' has needs='chain', which must be a set, such as frozenset"):
+        Engine(ToyTarget()).drafter(Careless)
 
 
 def broken_criterion(tokens: Sequence[int]) -> bool:

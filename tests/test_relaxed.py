@@ -204,6 +204,7 @@ def test_a_draft_model_stops_where_it_is_unsure(unsure: float) -> None:
         ("lossy-typical:tau=1", "KEY is epsilon or delta"),
         ("lossy-typical:epsilon", "must be KEY=VALUE"),
         ("lossy-typical:epsilon=x", "epsilon must be a number"),
+        ("lossy-typical:epsilon=0.1,epsilon=0.2", "epsilon was given twice; give it once"),
         ("lossy-typical:epsilon=0", "above 0 and at most 1"),
         ("lossy-typical:delta=inf", "a finite number above 0"),
         ("lossy-top-beta:beta=1.5", "beta must be a whole number"),
@@ -220,10 +221,19 @@ def test_what_is_no_rule_is_refused(given: Any, words: str) -> None:
         LLM(ToyTarget(), acceptance=given)
 
 
-@pytest.mark.parametrize("used", RULES, ids=str)
+@pytest.mark.parametrize("used", [*RULES, Typical(0.123456789, 1e20), TopBeta(tau=np.float64(2.50000001))], ids=str)
 def test_a_rule_is_read_as_it_is_written(used: Relaxed) -> None:
     assert rule(str(used)) == used
     assert str(used).startswith("lossy-")
+
+
+def test_a_request_takes_a_rule_as_text() -> None:
+    engine = Engine(ToyTarget())
+    given = {"tokens": PROMPT, "drafter": engine.drafter("recycling")}
+    assert Request(**given, acceptance="lossy-bild").acceptance == Rollback()
+    assert Request(**given, acceptance="exact").acceptance is None
+    with pytest.raises(BadParameter, match="acceptance='typical' is not possible"):
+        Request(**given, acceptance="typical")
 
 
 def test_a_drafter_with_a_rule_of_its_own_and_a_target_without_logits_are_refused() -> None:

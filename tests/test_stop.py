@@ -128,6 +128,25 @@ def test_impossible_parameters_are_refused_by_name() -> None:
         Stopper(StopParams(stop_strings=("a",)), PROMPT)
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"stop_strings": "self"}, "stop_strings='self' .*a tuple of strings"),
+        ({"stop_strings": (5,)}, r"stop_strings=\(5,\) .*a tuple of strings"),
+        ({"criteria": len}, "criteria=<built-in function len> .*a tuple of functions"),
+        ({"criteria": (5,)}, r"criteria=\(5,\) .*a tuple of functions"),
+    ],
+)
+def test_what_is_no_tuple_of_strings_or_functions_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadParameter, match=says):
+        StopParams(**given)
+
+
+def test_lists_become_tuples() -> None:
+    found = StopParams(stop_strings=["a"], criteria=[any])  # type: ignore[arg-type]
+    assert (found.stop_strings, found.criteria) == (("a",), (any,))
+
+
 def test_numpy_integers_are_accepted() -> None:
     params = StopParams(max_new_tokens=np.int64(3), eos_token_ids=(np.int32(5),))
     assert cut(params, [0, 5, 1])[0] == [0, 5]

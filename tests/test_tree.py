@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from helpers import paths_of, prefixes, trees
@@ -160,6 +162,22 @@ def test_adding_an_existing_node_is_allowed_beyond_the_budget() -> None:
 def test_arrays_that_do_not_describe_a_tree_are_refused(tokens: list[int], parents: list[int]) -> None:
     with pytest.raises(DraftError):
         TokenTree(np.array(tokens, dtype=np.int64), np.array(parents, dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TokenTree([1, 1.7], [-1, 0]),
+        lambda: TokenTree([1, 2], [-1, 0.5]),
+        lambda: TokenTree([1, None], [-1, 0]),
+        lambda: TokenTree([1, 1 << 70], [-1, 0]),
+        lambda: TokenTree.chain(1, [2.7]),
+        lambda: TokenTree.from_paths(1, [[2.7]]),
+    ],
+)
+def test_what_is_no_whole_number_is_refused(make: Callable[[], TokenTree]) -> None:
+    with pytest.raises(DraftError, match="must be whole numbers, got"):
+        make()
 
 
 def test_equality_is_of_tokens_and_parents() -> None:

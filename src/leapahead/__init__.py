@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from leapahead.core.stop import StopParams
     from leapahead.core.tree import Budget, Probes, TokenTree, TreeBuilder
     from leapahead.drafters.base import Drafter, SequenceDrafter
-    from leapahead.drafters.cache import DrafterCache
+    from leapahead.drafters.cache import DrafterCache, Section
     from leapahead.engine.output import Output, TokenLogprobs
     from leapahead.engine.request import Handle, Request
     from leapahead.engine.scheduler import Engine
@@ -71,6 +71,7 @@ __all__ = [
     "Request",
     "Result",
     "SamplingParams",
+    "Section",
     "SequenceDrafter",
     "SequenceView",
     "Stats",
@@ -105,6 +106,7 @@ _MODULES = {  # of each name
     "Drafter": "leapahead.drafters.base",
     "SequenceDrafter": "leapahead.drafters.base",
     "DrafterCache": "leapahead.drafters.cache",
+    "Section": "leapahead.drafters.cache",
     "Output": "leapahead.engine.output",
     "TokenLogprobs": "leapahead.engine.output",
     "Handle": "leapahead.engine.request",

@@ -20,14 +20,15 @@ OVERALL = "overall"  # the task of rows over all tasks
 FREE = ("date", "commit", "resumed")  # conditions that may differ when a bench is resumed; all of them are kept
 GROWING = ("tasks", "targets", "kv_cache")  # conditions to which names may be added
 # What a report reads of every row, and of the conditions.
-ROW = frozenset(
-    "task target drafter temperature batch speedup tokens_per_second acceptance_length nodes_per_step steps seconds "
-    "time_to_first_token distinct_4 prompts tokens mismatches ties forwards peak_memory_mib peak_gpu_memory_mib "
-    "accepted_at accepted_by drafted_by".split()
-)
-CONDITIONS = frozenset(
-    "date versions commit cpu gpu system data tasks targets max_new_tokens rounds seed figures".split()
-)
+ROW = {
+    *("task", "target", "drafter", "temperature", "batch", "speedup", "tokens_per_second", "acceptance_length"),
+    *("steps", "nodes_per_step", "time_to_first_token", "distinct_4", "prompts", "tokens", "mismatches", "ties"),
+    *("forwards", "seconds", "peak_memory_mib", "peak_gpu_memory_mib", "accepted_at", "accepted_by", "drafted_by"),
+}
+CONDITIONS = {
+    *("date", "versions", "commit", "cpu", "gpu", "system", "data", "tasks", "targets", "max_new_tokens", "rounds"),
+    *("seed", "figures"),
+}
 
 Row = dict[str, Any]
 Cell = tuple[str, str, float, int]  # task, target, temperature, batch
@@ -60,7 +61,7 @@ class Record:
         """
         record = cls(folder, conditions)
         if OVERALL in conditions.get("tasks", ()):
-            raise BadParameter(f"a task cannot have the name {OVERALL!r}, which rows over all tasks have; rename its file")
+            raise BadParameter(f"a task cannot be named {OVERALL!r}, as rows over all tasks are; rename its file")
         if record.path.is_file() and (found := read(folder))["results"]:
             if not resume:
                 raise BadParameter(

@@ -255,7 +255,7 @@ def _edits(path: Path) -> dict[str, str]:
 def _predict(predictions: dict[str, str], prompt: str, expected: str, where: str) -> None:
     """Adds a prediction; BadParameter where the prompt has another one."""
     if predictions.setdefault(prompt, expected) != expected:
-        raise BadParameter(f"{where}: an earlier line has the same prompt with another 'prediction'; leave out one of them")
+        raise BadParameter(f"{where}: an earlier line has the same prompt with another 'prediction'; leave one out")
 
 
 def _parts(folder: Path, names: set[str]) -> dict[str, Task]:

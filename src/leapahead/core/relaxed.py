@@ -55,7 +55,8 @@ class Relaxed(ABC):
 
     def __str__(self) -> str:
         """As `rule` reads it: "lossy-typical:epsilon=0.09,delta=0.3"."""
-        return f"{self.name}:" + ",".join(f"{field.name}={getattr(self, field.name):g}" for field in fields(self))
+        values = {field.name: repr(float(getattr(self, field.name))).removesuffix(".0") for field in fields(self)}
+        return f"{self.name}:" + ",".join(f"{name}={value}" for name, value in values.items())
 
     def _check(self, name: str, allowed: str, possible: Callable[[float], bool]) -> None:
         value = number(getattr(self, name))
@@ -144,7 +145,7 @@ def rule(given: str | Relaxed) -> Relaxed | None:
         The rule; None for "exact", which is exact matching.
 
     Raises:
-        BadParameter: there is no such rule or parameter, or a value is not possible.
+        BadParameter: there is no such rule or parameter, one is given twice, or a value is not possible.
     """
     if isinstance(given, Relaxed):
         return given
@@ -161,6 +162,8 @@ def rule(given: str | Relaxed) -> Relaxed | None:
             raise BadParameter(
                 f"acceptance={given!r} is not possible: {pair!r} must be KEY=VALUE, where KEY is {' or '.join(known)}"
             )
+        if key in values:
+            raise BadParameter(f"acceptance={given!r} is not possible: {key} was given twice; give it once")
         try:
             values[key] = known[key](text)
         except ValueError:

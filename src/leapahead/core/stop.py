@@ -40,6 +40,12 @@ class StopParams:
         object.__setattr__(self, "max_new_tokens", whole("max_new_tokens", self.max_new_tokens, least=1))
         for name in ("eos_token_ids", "stop_token_ids"):
             object.__setattr__(self, name, token_ids(name, getattr(self, name)))
+        for name, what in (("stop_strings", "strings"), ("criteria", "functions")):
+            given = getattr(self, name)
+            wrong = not isinstance(given, (tuple, list))
+            if wrong or not all(isinstance(each, str) if what == "strings" else callable(each) for each in given):
+                raise BadParameter(f"{name}={given!r} is not possible: it must be a tuple of {what}")
+            object.__setattr__(self, name, tuple(given))
         if any(not stop for stop in self.stop_strings):
             raise BadParameter("an empty stop string would end every text at once; leave it out")
 

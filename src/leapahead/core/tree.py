@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -82,7 +83,7 @@ class TokenTree:
         probes: chains of rows below its nodes; usually none. They count neither as nodes nor as leaves.
 
     Raises:
-        DraftError: the arrays do not describe a tree in this order.
+        DraftError: the arrays are not of whole numbers, or do not describe a tree in this order.
     """
 
     token_list: list[int]
@@ -91,8 +92,11 @@ class TokenTree:
     probes: tuple[Probes, ...] = ()
 
     def __init__(self, tokens: npt.ArrayLike, parents: npt.ArrayLike) -> None:
-        self.tokens = tokens = np.asarray(tokens, dtype=np.int64)
-        self.parents = parents = np.asarray(parents, dtype=np.int64)
+        tokens, parents = np.asarray(tokens), np.asarray(parents)
+        if (tokens.size and tokens.dtype.kind not in "iu") or (parents.size and parents.dtype.kind not in "iu"):
+            raise DraftError(f"a tree's tokens and parents must be whole numbers, got {tokens} and {parents}")
+        self.tokens = tokens = tokens.astype(np.int64, copy=False)
+        self.parents = parents = parents.astype(np.int64, copy=False)
         if tokens.ndim != 1 or parents.shape != tokens.shape or not tokens.size:
             raise DraftError(f"a tree needs tokens and parents of one length, got {tokens.shape} and {parents.shape}")
         self.token_list, self.parent_list, self.depth_list = tokens.tolist(), parents.tolist(), [0]
@@ -118,7 +122,7 @@ class TokenTree:
     @classmethod
     def chain(cls, root: int, tokens: Sequence[int]) -> TokenTree:
         """A tree of one path."""
-        nodes = [int(root), *map(int, tokens)]
+        nodes = _whole([root, *tokens])
         return cls.of_lists(nodes, list(range(-1, len(tokens))), list(range(len(nodes))))
 
     @classmethod
@@ -247,6 +251,14 @@ class TokenTree:
         return self.depth_list[-1] == len(self) - 1
 
 
+def _whole(tokens: list[int]) -> list[int]:
+    """The tokens as plain integers; DraftError where one is no whole number."""
+    try:
+        return list(map(index, tokens))
+    except TypeError:
+        raise DraftError(f"a tree's tokens must be whole numbers, got {tokens}") from None
+
+
 class TreeBuilder:
     """Builds a tree node by node, within a budget. No two siblings have the same token.
 
@@ -325,4 +337,4 @@ class TreeBuilder:
 
     def build(self) -> TokenTree:
         """The tree so far."""
-        return TokenTree.of_lists(list(map(int, self.tokens)), list(map(int, self.parents)), list(self._depths))
+        return TokenTree.of_lists(_whole(self.tokens), list(map(int, self.parents)), list(self._depths))

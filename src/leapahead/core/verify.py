@@ -7,6 +7,7 @@ tokens before it. (With sampling the noise of the position is part of the choice
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from leapahead.core.tree import TokenTree
@@ -41,6 +42,19 @@ class Verdict(NamedTuple):
         if not 1 <= length <= len(self.tokens):
             raise ValueError(f"cannot cut {len(self.tokens)} tokens to {length}")
         return Verdict(self.path[:length], self.tokens[:length], min(self.accepted, length))
+
+
+def is_verdict(found: object, tree: TokenTree, vocab_size: int) -> bool:
+    """Whether a drafter's own rule gave what can be committed: a path of the tree, and a token after each node."""
+    if not isinstance(found, Verdict) or not 0 < len(found.path) == len(found.tokens) == found.accepted + 1:
+        return False
+    nodes = range(1, len(tree))
+    return (
+        found.path[0] == 0
+        and all(node in nodes and tree.parent_list[node] == above for above, node in pairwise(found.path))
+        and all(tree.token_list[node] == token for node, token in zip(found.path[1:], found.tokens, strict=False))
+        and found.tokens[-1] < vocab_size
+    )
 
 
 def verify(tree: TokenTree, chosen: Chosen) -> Verdict:

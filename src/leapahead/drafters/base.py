@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from leapahead.core.errors import BadParameter
 from leapahead.core.text import Tokenizer
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.draft_models import DraftModels
@@ -89,6 +90,10 @@ class Drafter(ABC):
         Raises:
             LeapaheadError: this drafter cannot draft for that target, or with that tokenizer.
         """
+        if not isinstance(self.needs, (set, frozenset)):  # of a string, every letter would count
+            raise BadParameter(
+                f"drafter {self.name!r} has needs={self.needs!r}, which must be a set, such as frozenset({{'chain'}})"
+            )
         require(host.info, self.needs | self.capture.needs, f"drafter {self.name!r}")
         self.host = host
 

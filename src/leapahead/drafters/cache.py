@@ -125,12 +125,17 @@ class DrafterCache:
         """The section of that name, created when it is first asked for.
 
         Raises:
-            BadParameter: the file holds something else under that name.
+            BadParameter: it is none, or the file holds something else under that name.
         """
         with self._lock:
             found = self.sections.get(name)
             if found is None:
                 found = make()
+                if not isinstance(found, Section):
+                    raise BadParameter(
+                        f"the section {name!r} of the drafter cache is a {type(found).__name__}; it must be a subclass "
+                        "of leapahead.Section"
+                    )
                 if (saved := self.unknown.get(name)) is not None:
                     self._merge_section(name, found, saved)
                     del self.unknown[name]

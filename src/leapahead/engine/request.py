@@ -10,7 +10,7 @@ from time import perf_counter
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import check_token_ids, flag, is_whole
-from leapahead.core.relaxed import Relaxed
+from leapahead.core.relaxed import Relaxed, rule
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
@@ -78,6 +78,8 @@ class Request:
             raise BadParameter(
                 f"logprobs={self.logprobs!r} is not possible: give None, or a whole number from 0 to {MAX_LOGPROBS}"
             )
+        if self.acceptance is not None:
+            object.__setattr__(self, "acceptance", rule(self.acceptance))
         if self.acceptance is not None:
             if not self.drafter.same_text:
                 raise BadParameter(
