@@ -143,11 +143,7 @@ class TransformersTarget:
             raise BadParameter(f"cache_tokens={cache_tokens!r} is not possible: it must be at least 2, or None")
         self.model = model = self._language_model(model)
         self.config = families.text_config(model)
-        self.max_nodes, self.lock, self._name = (
-            UNLIMITED,
-            RLock(),
-            name or model.config.name_or_path or type(model).__name__,
-        )
+        self.lock, self._name = RLock(), name or model.config.name_or_path or type(model).__name__
         if not model._is_stateful:
             families.attention_implementation(model)
         model.eval()
@@ -179,8 +175,7 @@ class TransformersTarget:
             tuned_from=families.tuned_from(model.config),
             mask_token=families.mask_token(model.config),
         )
-        if isinstance(self.executor, ExactExecutor):
-            self.max_nodes = self.executor.step_rows
+        self.max_nodes = self.executor.step_rows if isinstance(self.executor, ExactExecutor) else UNLIMITED
         self.max_leaves = 1 if isinstance(self.executor, ReplayExecutor) and not self.executor.masked else UNLIMITED
         if isinstance(self.executor, CachedExecutor):
             self.executor.cache.limit = limit = cache_tokens or self._usual_tokens(self.executor.cache)
