@@ -11,6 +11,7 @@ from leapahead.bench.plots import sampling as sampling_name
 from leapahead.cli import screen
 from leapahead.cli.command import Command
 from leapahead.cli.options import DRAFTER_OPTIONS, MODEL, all_of, drafter_arguments
+from leapahead.core.parameters import within
 from research import curves
 from research.command_parts import (
     DATA,
@@ -286,6 +287,8 @@ def growth(sizes: str, rounds: int, prefill: float | None, out: Path, **values: 
 
     Without --data the text is random and no model is loaded.
     """
+    if prefill is not None:
+        within("prefill", prefill, 1e-9, 3600, "a number of seconds from 1e-9 to 3600")
     prefix, lengths = prefix_of(out), numbers("sizes", sizes, int)
     text, named = None, ""
     if values["data"] is not None:

@@ -22,6 +22,7 @@ from rich.progress import track
 
 from leapahead.bench.conditions import conditions
 from leapahead.cli.command import Command
+from leapahead.core.parameters import within
 from leapahead.models import loading
 from research.busy import busy
 from research.command_parts import show
@@ -52,6 +53,7 @@ print(perf_counter() - began)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON file to write.")
 def main(models: tuple[str, ...], rounds: int, processes: int, limit: float, out: Path | None) -> None:
     """Compare the loading of models beside busy programs with threads that sleep or spin."""
+    within("limit", limit, 0.1, 86400, "a number of seconds from 0.1 to 86400")
     described = conditions(loading.load(models[0]).target, rounds=rounds, limit=limit)
     rows: list[dict[str, Any]] = []
     for count in (0, processes):

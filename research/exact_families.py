@@ -29,6 +29,7 @@ from leapahead.bench.conditions import conditions
 from leapahead.check import Report, check
 from leapahead.cli.command import Command
 from leapahead.core.errors import Refused
+from leapahead.core.parameters import one_of
 from leapahead.core.sampling import SamplingParams
 from leapahead.models import loading
 from leapahead.models.base import Target
@@ -199,6 +200,8 @@ def main(tests: Path, texts: int, new: int, engines: tuple[str, ...], resume: bo
     old = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.is_file() else []
     rows = {(row["engine"], row["weights"], row["family"], row["temperature"]): row for row in old}
     order = cases()
+    for engine in engines:
+        one_of("engine", engine, dict.fromkeys(case.engine for case in order))
     for case in order:
         if (engines and case.engine not in engines) or (resume and case.key in rows):
             continue

@@ -211,6 +211,10 @@ def main(seeds: int, words: tuple[str, ...], resume: bool, jobs: int, out: Path)
     names = {case.name: case for case in cases()}
     rows = {name: row for name, row in _known(files_of(prefix)[0]).items() if name in names} if resume else {}
     wanted = [name for name in names if all(word in name for word in words)]
+    if not wanted:
+        raise BadParameter(
+            f"no case has {' and '.join(map(repr, words))} in its name; names are such as {next(iter(names))!r}"
+        )
     wanted = [name for name in wanted if name not in rows or rows[name]["seeds"] < seeds]
     with Pool(jobs) as pool:
         found = pool.imap(partial(row, seeds=seeds), [names[name] for name in wanted])

@@ -22,7 +22,7 @@ import click
 
 from leapahead.bench.conditions import conditions
 from leapahead.cli.command import Command
-from leapahead.core.errors import LeapaheadError
+from leapahead.core.errors import BadParameter, LeapaheadError
 from research.command_parts import show
 
 HERE = Path(__file__).resolve().parents[1]
@@ -56,7 +56,9 @@ class Worker:
 
 @contextmanager
 def worker(folder: Path, *arguments: object) -> Iterator[Worker]:
-    """A worker by the code of a checkout."""
+    """A worker by the code of a checkout; BadParameter where the folder is none."""
+    if not (folder / "src" / "leapahead").is_dir():
+        raise BadParameter(f"{folder} is no checkout of leapahead, which has a folder src/leapahead; give another one")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder / "src"), str(folder)))}
     command = [sys.executable, str(HERE / "research" / "steps_worker.py"), *map(str, arguments)]
     pipe = subprocess.PIPE

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from math import nan
 from statistics import median
 from time import perf_counter
 from typing import Any, ClassVar
@@ -214,8 +215,8 @@ def plain_steps(batches: Sequence[int] = (1, 4, 16), context: int = 8192, steps:
                     "batch": batch,
                     "temperature": temperature,
                     "plain": round(median(plain[False]), 1),
-                    "auto, suspended": round(median(auto[False]), 1),
-                    "auto, asking": round(median(auto[True]), 1),
+                    "auto, suspended": round(median(auto[False] or [nan]), 1),  # few steps may have none of a kind
+                    "auto, asking": round(median(auto[True] or [nan]), 1),
                     "share asking": round(len(auto[True]) / (len(auto[True]) + len(auto[False])), 2),
                 }
             )

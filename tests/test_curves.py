@@ -34,7 +34,7 @@ from leapahead.models import loading
 from leapahead.models.base import CHAIN
 from leapahead.models.choices import Choices
 from leapahead.models.toy import Entries, ToySession, ToyTarget
-from research import curves, drawn, plots
+from research import curves, drawn, plots, toy_overhead
 from research.cli import COMMANDS
 from research.cli import main as research
 from research.curves.compression import fitted
@@ -515,6 +515,7 @@ def test_conversations_are_encoded_by_the_template(tiny_folder: Path) -> None:
         (["jacobi", "--block", "1"], "error: --block=1 is not possible"),
         (["jacobi", "-t", "-1"], "error: --temperature=-1.0 is not possible"),
         (["pool", "-t", "-1"], "error: --temperature=-1.0 is not possible"),
+        (["growth", "--prefill", "nan"], "error: --prefill=nan is not possible: it must be a number of seconds"),
         (["match", "--task", "cod"], "error: there is no task 'cod' (did you mean 'code'?)"),
         (["pool", "-o", "widow=3"], "error: drafter 'lookahead' has no option 'widow'"),
         (["match", "--min-ngram", "9"], "error: --min-ngram=9 must be at most --max-ngram=8"),
@@ -530,6 +531,34 @@ def test_bad_input_is_one_sentence(lab: Any, tmp_path: Path, args: list[str], se
     (line,) = result.stderr.splitlines()
     assert line.startswith(sentence.replace("{here}", here))
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["crowded-loading", "--limit", "nan"], "--limit=nan is not possible: it must be a number of seconds from 0.1"),
+        (["crowded-loading", "--limit", "-1"], "--limit=-1.0 is not possible: it must be a number of seconds from 0.1"),
+        (["regret", "--case", "nothere"], "no case has 'nothere' in its name; names are such as 'right, "),
+        (["exact-families", "{tests}", "--engine", "nothere"], "there is no engine 'nothere'; there are Transformers"),
+    ],
+)
+def test_what_is_unknown_is_refused_before_a_file_is_written(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], sentence: str
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "x.json").write_text('{"rows": []}')
+    out = ["--out", str(tmp_path / ("x.json" if args[0] == "exact-families" else "x"))]
+    result = lab(*(arg.replace("{tests}", str(Path(__file__).parent)) for arg in args), *out)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {sentence}")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.json", '{"rows": []}')]
+
+
+@pytest.mark.parametrize("steps", ["1", "2"])
+def test_steps_too_few_to_have_all_kinds(lab: Any, monkeypatch: pytest.MonkeyPatch, steps: str) -> None:
+    for name in ("overhead", "whole_steps"):
+        monkeypatch.setattr(toy_overhead, name, lambda *_, **__: [{}])
+    assert lab("overhead", "--toy", "--steps", steps, "--context", "800").exit_code == 0
 
 
 @pytest.mark.parametrize("line", ['{"prompt": ', '{"question": "x"}', "7"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from leapahead import native
-from leapahead.core.errors import LeapaheadError
+from leapahead.core.errors import BadParameter, LeapaheadError
 from research.steps_against import HERE, compared, worker
 
 pytestmark = pytest.mark.skipif(not native.available, reason="installed without the compiled module")
@@ -30,6 +30,8 @@ def test_other_texts_have_another_digest() -> None:
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadParameter, match="is no checkout of leapahead"), worker(tmp_path, 1, 0.0, 800):
+        pass
     (tmp_path / "src" / "leapahead").mkdir(parents=True)
     (tmp_path / "src" / "leapahead" / "__init__.py").write_text("")
     with pytest.raises(LeapaheadError, match="cannot run these steps"), worker(tmp_path, 1, 0.0, 800):
