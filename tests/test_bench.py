@@ -737,6 +737,7 @@ def test_bad_folders_and_files(run: Any, tmp_path: Path) -> None:
         (["--data", str(tmp_path / "broken")], "line 2: the field 'prompt' holds no text"),
         (["--data", str(tmp_path / "edits")], "line 1: an edit must have the texts 'prompt' and 'prediction'"),
         (["--out", str(tmp_path / "file" / "out")], "cannot be written to"),
+        (["--out", ""], "--out='' is no folder; give one"),
         (["--out", str(tmp_path / "foreign"), "--resume"], "is not the result of a bench"),
         (["--out", str(tmp_path / "nowhere"), "--report-only"], "cannot be read"),
     ]:
@@ -866,6 +867,34 @@ def test_the_figure_shows_the_greatest_speed_up_of_any_panel() -> None:
     panels = report.speedups({"results": found}).axes
     assert {axes.get_xlim()[0] for axes in panels} == {0.0}
     assert all(axes.get_xlim()[1] > 3.0 for axes in panels)
+
+
+def test_of_plain_decoding_alone_nothing_is_drawn(run: Any, tmp_path: Path, recwarn: Any) -> None:
+    few = ("--data", str(tmp_path / "small"), "--rounds", "1", "--max-new-tokens", "6", "-t", "0", "-d", "plain")
+    assert run(*few, "--out", str(tmp_path / "out"), plain=True).exit_code == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"bench.json", "report.md"}
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "1 round, seed 0" in text
+    assert "svg" not in text
+    assert not [each for each in recwarn if "matplotlib" in each.filename or "report.py" in each.filename]
+
+
+def test_the_legend_of_batch_sizes_lies_beside_the_curves() -> None:
+    rows = [
+        {"target": "one", "temperature": 0.0, "batch": batch, "task": "edits", "drafter": name, "speedup": speedup}
+        for batch in (1, 4)
+        for name in ("suffix", "auto")
+        for speedup in [{"median": 2.0, "low": 1.0, "high": 3.0}]
+    ]
+    conditions = {"rounds": 1, "cpu": "a cpu", "versions": {"leapahead": "1"}}
+    figure = report.batches({"results": rows, "conditions": conditions})
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    legend = axes.get_legend()
+    assert legend is not None
+    assert legend.get_window_extent().x0 >= axes.get_window_extent().x1
+    assert legend.get_window_extent().x1 <= figure.bbox.x1
+    assert "1 round; a cpu" in figure.get_supxlabel()
 
 
 def test_a_target_starts_every_pass_from_an_empty_cache() -> None:

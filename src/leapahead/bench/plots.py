@@ -146,7 +146,8 @@ def caption(conditions: Data) -> str:
     if "temperature" in conditions:
         parts.append(sampling(conditions["temperature"]))
     if "rounds" in conditions:
-        parts.append(f"{conditions['rounds']} interleaved rounds; {conditions['cpu']}")
+        rounds = conditions["rounds"]
+        parts.append(f"{'1 round' if rounds == 1 else f'{rounds} interleaved rounds'}; {conditions['cpu']}")
         if (threads := threads_of(conditions)) is not None:
             parts.append(f"{threads} thread{'' if threads == 1 else 's'}")
     parts.append(f"leapahead {conditions['versions']['leapahead']}")

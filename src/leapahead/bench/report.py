@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
+Draw = Callable[[dict[str, Any]], "Figure"]
 Group = tuple[str, float, int]  # target, temperature, batch
 
 COLUMNS = (
@@ -113,18 +114,15 @@ def markdown(found: dict[str, Any]) -> str:
     for first, table in forms(found["results"]).items():
         lines += [f"## {forms_title(first)}", "", _line(FORMS), _line(["---", "---", "---", "---:", "---:"])]
         lines += [*map(_line, table), "", FORMS_NOTE, ""]
-    if found["results"]:
-        lines += ["![speed-up by task and drafter](speedup.svg)", ""]
-        lines += ["![acceptance length by task and drafter](acceptance.svg)", ""]
-        if len({row["batch"] for row in found["results"]}) > 1:
-            lines += ["![speed-up by batch size](batches.svg)", ""]
+    for name, (_, caption) in figures(found["results"]).items():
+        lines += [f"![{caption}]({name}.svg)", ""]
     return "\n".join(lines)
 
 
 def write(found: dict[str, Any], folder: Path) -> list[Path]:
     """Writes `report.md`, and `speedup`, `acceptance` and, of several batch sizes, `batches` as PNG and SVG.
 
-    Without results only the first is written.
+    Without results of drafters only the first is written.
 
     Args:
         found: the content of a bench's file.
@@ -137,17 +135,27 @@ def write(found: dict[str, Any], folder: Path) -> list[Path]:
     paths = [folder / "report.md"]
     try:
         paths[0].write_text(markdown(found), encoding="utf-8")
-        if found["results"]:
-            for name, draw in (("speedup", speedups), ("acceptance", acceptance_lengths)):
-                paths += plots.save(draw, found, folder / name)
-            if len({row["batch"] for row in found["results"]}) > 1:
-                paths += plots.save(batches, found, folder / "batches")
+        for name, (draw, _) in figures(found["results"]).items():
+            paths += plots.save(draw, found, folder / name)
     except OSError as error:
         raise LeapaheadError(f"the report cannot be written to {folder}: {error.strerror}") from None
     return paths
 
 
 # --------------------------------------------------------------------------------------------------------- plots
+
+
+def figures(results: Sequence[Row]) -> dict[str, tuple[Draw, str]]:
+    """What is drawn, and its caption, by the name of its files; nothing of plain decoding alone."""
+    if all(row["drafter"] == PLAIN for row in results):
+        return {}
+    found: dict[str, tuple[Draw, str]] = {
+        "speedup": (speedups, "speed-up by task and drafter"),
+        "acceptance": (acceptance_lengths, "acceptance length by task and drafter"),
+    }
+    if len({row["batch"] for row in results}) > 1:
+        found["batches"] = (batches, "speed-up by batch size")
+    return found
 
 
 def speedups(found: dict[str, Any]) -> Figure:
@@ -192,7 +200,7 @@ def batches(found: dict[str, Any]) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_ylim(bottom=0)
         plots.plain_numbers(axes, sorted({row["batch"] for row in whole}))
-        axes.legend(loc="lower left")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7)  # beside the curves, which go everywhere
     return figure
 
 
@@ -202,11 +210,8 @@ def _panels(
     """A panel for each target, temperature and batch size, a line for each contender."""
     from matplotlib.figure import Figure
 
-    tables = groups(found["results"])
-    lines = {
-        group: list(dict.fromkeys(row["drafter"] for row in rows if row["drafter"] != PLAIN))
-        for group, rows in tables.items()
-    }
+    tables = groups([row for row in found["results"] if row["drafter"] != PLAIN])
+    lines = {group: list(dict.fromkeys(row["drafter"] for row in rows)) for group, rows in tables.items()}
     columns = min(2, len(tables))
     grid_rows = [list(tables)[start : start + columns] for start in range(0, len(tables), columns)]
     heights = [0.26 * max(len(lines[group]) for group in groups_) + 0.9 for groups_ in grid_rows]
@@ -252,7 +257,8 @@ def _conditions(conditions: dict[str, Any]) -> list[str]:
         f"- {conditions['cpu']}; GPU: {conditions['gpu'] or 'none'}; {conditions['system']}",
         f"- Prompts: {conditions['data']}; "
         + ", ".join(f"{name} ({each['prompts']})" for name, each in conditions["tasks"].items()),
-        f"- Up to {conditions['max_new_tokens']} new tokens per text, {conditions['rounds']} rounds, "
+        f"- Up to {conditions['max_new_tokens']} new tokens per text, "
+        f"{conditions['rounds']} round{'s' * (conditions['rounds'] != 1)}, "
         f"seed {conditions['seed']}",
     ]
     lines += [f"- Peer {name}: {version}" for name, version in conditions.get("peers", {}).items()]

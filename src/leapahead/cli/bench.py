@@ -36,6 +36,7 @@ from leapahead.cli.options import (
     drafter_arguments,
     loading_arguments,
 )
+from leapahead.cli.typed import Folder
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.parameters import listed
 from leapahead.core.relaxed import rule
@@ -182,7 +183,7 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
 )
 @option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Folder(),
     default=Path("bench"),
     metavar="DIR",
     help="Folder of the results, the table and the plots.",

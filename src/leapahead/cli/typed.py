@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -28,6 +29,19 @@ class HomePath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(os.path.expanduser(value), param, ctx)
+
+
+class Folder(HomePath):
+    """A folder to write to; an empty text would be the current one."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            name = param.opts[0] if param else ""
+            raise BadParameter(f"{name}='' is no folder; give one, such as . for the current one")
+        return super().convert(value, param, ctx)
 
 
 def value_of(key: str, text: str, annotation: Any) -> Any:
