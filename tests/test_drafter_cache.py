@@ -107,7 +107,7 @@ def test_a_section_is_created_once_whatever_the_thread() -> None:
 
 def test_a_section_must_be_one() -> None:
     cache = DrafterCache()
-    with pytest.raises(BadParameter, match="section 'mine' of the drafter cache is a dict; it must be a subclass of"):
+    with pytest.raises(BadParameter, match="section 'mine' of the drafter cache is a dict; it must be of a subclass"):
         cache.section("mine", dict)  # type: ignore[type-var]
     assert not cache.sections
 

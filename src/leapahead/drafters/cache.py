@@ -133,8 +133,8 @@ class DrafterCache:
                 found = make()
                 if not isinstance(found, Section):
                     raise BadParameter(
-                        f"the section {name!r} of the drafter cache is a {type(found).__name__}; it must be a subclass "
-                        "of leapahead.Section"
+                        f"the section {name!r} of the drafter cache is a {type(found).__name__}; it must be of a "
+                        "subclass of leapahead.Section"
                     )
                 if (saved := self.unknown.get(name)) is not None:
                     self._merge_section(name, found, saved)
