@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from leapahead import Engine, Request
 from leapahead.core.stop import StopParams
 from leapahead.drafters.plain import Plain
 from leapahead.models import loading
+from leapahead.models.base import TREE
 from leapahead.models.llama_cpp import exact as exact_mode
 from leapahead.models.llama_cpp.exact import CHUNK, STEP_ROWS, ExactLlamaCppTarget
 from leapahead.models.llama_cpp.model import LlamaCppTarget
@@ -127,7 +129,9 @@ def test_mutation_sequences_that_share_the_cells(monkeypatch: pytest.MonkeyPatch
 
 def test_mutation_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node whose cell is not at its position."""
+    target = target_of("bf16")
     monkeypatch.setattr(ExactLlamaCppTarget, "max_leaves", 4)
+    monkeypatch.setattr(target, "info", replace(target.info, capabilities=target.info.capabilities | {TREE}))
     with pytest.raises(BadParameter, match="with branches is not possible in exact mode"):
-        differing(target_of("bf16"), prompts_of((20,), 4000))
+        differing(target, prompts_of((20,), 4000))
     assert target_of("bf16").max_nodes == STEP_ROWS

@@ -58,6 +58,8 @@ def shared() -> LlamaCppTarget:
 
 @pytest.fixture
 def target(shared: LlamaCppTarget) -> LlamaCppTarget:
+    for session in list(shared._sessions):  # that an earlier test has left, whatever the order of the tests
+        session.close()
     shared.forget()
     return shared
 
