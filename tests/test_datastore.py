@@ -351,7 +351,7 @@ def test_a_corpus_is_files_folders_and_records(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "column", "says"),
     [
-        ("x.bin", b"\0\1\2", None, "is not UTF-8 text; a corpus consists of text files"),
+        ("x.bin", b"\0\1\2", None, "is not UTF-8 text; a corpus is text files"),
         ("x.txt", b"caf\xe9", None, "is not UTF-8 text"),
         ("x.jsonl", '{"text": "a"}\n{"text', None, "line 2 of '.*x.jsonl' is not JSON"),
         ("x.jsonl", "[1]", None, "line 1 of .* is not a JSON object"),
@@ -510,8 +510,8 @@ def test_build_show_and_generate(tmp_path: Path, bundled: LLM, tokenizer: Any) -
     assert built.stderr.splitlines() == [
         "skipped 2 files:",
         f"  line 2 of {str(tmp_path / 'in' / 'odd.jsonl')!r} is not JSON",
-        f"  {str(tmp_path / 'in' / 'x.png')!r} is not UTF-8 text; a corpus consists of text files, folders of them and "
-        ".jsonl",
+        f"  {str(tmp_path / 'in' / 'x.png')!r} is not UTF-8 text; a corpus is text files, folders of them and "
+        "JSON lines",
     ]
     refused = leapahead("datastore", "build", tmp_path / "in", "-o", out)
     assert (refused.exit_code, refused.stderr) == (

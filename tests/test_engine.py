@@ -239,6 +239,10 @@ def test_one_sequence_that_replays_may_branch() -> None:
         Verdict((0, 1), (2, 3), 1),
         Verdict((0,), (12,), 0),
         Verdict((1,), (1,), 0),
+        Verdict((0,), (-5,), 0),
+        Verdict((0,), (5.5,), 0),  # type: ignore[arg-type]
+        Verdict((0,), ("a",), 0),  # type: ignore[arg-type]
+        Verdict(None, None, 0),  # type: ignore[arg-type]
     ],
     ids=str,
 )
@@ -256,6 +260,18 @@ def test_a_rule_of_a_drafter_commits_paths_of_its_draft_only(verdict: Any) -> No
     assert good.tokens == alone(0)
 
 
+def test_a_rule_of_a_drafter_may_give_numbers_of_numpy() -> None:
+    class Judging(Oracle):
+        def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+            verdict = Verdict(np.array([0, 1]), np.array([1, 2]), np.int64(1))  # type: ignore[arg-type]
+            return Proposal(TokenTree.chain(sequence.root, [1]), judge=lambda choices: verdict)
+
+    engine = Engine(ToyTarget())
+    handle = engine.submit(request(engine, 1, Judging([])))
+    engine.run([handle])
+    assert [type(token) for token in handle.tokens] == [int] * len(handle.tokens)
+
+
 @pytest.mark.parametrize("kind", [Oracle, Drafter])
 def test_needs_that_are_no_set_are_refused(kind: type[Any]) -> None:
     class Careless(kind):  # type: ignore[misc]
@@ -266,7 +282,7 @@ def test_needs_that_are_no_set_are_refused(kind: type[Any]) -> None:
 
         def propose(self, *given: Any) -> Any: ...
 
-    with pytest.raises(BadParameter, match=r"'careless' has needs='chain', which must be a set, such as frozenset"):
+    with pytest.raises(BadParameter, match=r"'careless' has needs='chain', which must be a set of names: frozenset"):
         Engine(ToyTarget()).drafter(Careless)
 
 

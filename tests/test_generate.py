@@ -593,7 +593,7 @@ def test_closing_releases_what_is_kept_of_earlier_prompts(tiny_folder: Path) -> 
 
 
 def test_an_llm_is_not_pickled() -> None:
-    with pytest.raises(TypeError, match="cannot be pickled; make one in the process"):
+    with pytest.raises(TypeError, match="cannot be copied or pickled; make one in the process"):
         pickle.dumps(LLM(ToyTarget(), drafter="plain"))
 
 

@@ -157,6 +157,7 @@ def test_a_null_is_a_parameter_that_is_not_given(running: Running, path: str, mo
     assert found.json()["choices"][0] == running.post(path, given).json()["choices"][0]
     parts = running.get("/openapi.json").json()["components"]["schemas"][model.__name__]["properties"]
     assert all({"type": "null"} in parts[name]["anyOf"] for name in fields)
+    assert running.post(path, {**given, "leapahead": {"stats": None, "spans": None}}).status_code == 200
     assert running.post(path, {**given, "unknown": None}).json()["choices"] == found.json()["choices"]
     (required,) = parts.keys() - fields
     check(running.post(path, {**given, required: None}), 400, required)
@@ -418,4 +419,6 @@ def test_variables_of_the_chat_template(running: Running) -> None:
         tokens = running.post(CHAT, asked).json()["prompt_token_ids"]
         prompt = running.post("/detokenize", {"tokens": tokens}).json()["prompt"]
         assert prompt.startswith(f"[reasoning_effort={value}]|user")
+        counted = running.post("/tokenize", {"messages": USER, "reasoning_effort": "low", **given}).json()
+        assert counted["tokens"] == tokens
     check(running.post(CHAT, {"messages": USER, "reasoning_effort": "some"}), 400, "reasoning_effort", "some")

@@ -136,6 +136,7 @@ def change(file: Path, **values: Any) -> None:
             '{"eos_token_id": "x"}',
             "eos_token_id='x' of the model's configuration .*a token id",
         ),
+        ("generation_config.json", '{"eos_token_id": true}', "eos_token_id=True of the model's configuration"),
         ("generation_config.json", '{"eos_token_id": [[1]]}', r"eos_token_id=\[\[1\]\] of the model's configuration"),
         ("tokenizer.json", "{bad", r"/tokenizer\.json cannot be read \(Expecting.*download it again"),
         (

@@ -180,6 +180,12 @@ def test_what_is_no_whole_number_is_refused(make: Callable[[], TokenTree]) -> No
         make()
 
 
+def test_what_is_no_list_of_tokens_is_refused() -> None:
+    with pytest.raises(DraftError, match="must be two lists, got"):
+        TokenTree([[1, 2], [3]], [-1, 0])
+    assert TokenTree.chain(1, (token for token in (2, 3))) == TokenTree.chain(1, [2, 3])  # type: ignore[arg-type]
+
+
 def test_equality_is_of_tokens_and_parents() -> None:
     assert TokenTree.chain(1, [2, 3]) == TokenTree.chain(1, [2, 3])
     assert TokenTree.chain(1, [2, 3]) != TokenTree.from_paths(1, [[2], [3]])

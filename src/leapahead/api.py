@@ -133,7 +133,7 @@ class LLM:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("an LLM cannot be pickled; make one in the process that uses it, LLM('name or path')")
+        raise TypeError("an LLM cannot be copied or pickled; make one in the process that uses it, LLM('name or path')")
 
     def close(self) -> None:
         """Cancels what is running and releases the caches. The LLM takes no further prompts."""

@@ -92,7 +92,10 @@ class TokenTree:
     probes: tuple[Probes, ...] = ()
 
     def __init__(self, tokens: npt.ArrayLike, parents: npt.ArrayLike) -> None:
-        tokens, parents = np.asarray(tokens), np.asarray(parents)
+        try:
+            tokens, parents = np.asarray(tokens), np.asarray(parents)
+        except ValueError:  # lists of several lengths
+            raise DraftError(f"a tree's tokens and parents must be two lists, got {tokens!r} and {parents!r}") from None
         if (tokens.size and tokens.dtype.kind not in "iu") or (parents.size and parents.dtype.kind not in "iu"):
             raise DraftError(f"a tree's tokens and parents must be whole numbers, got {tokens} and {parents}")
         self.tokens = tokens = tokens.astype(np.int64, copy=False)
@@ -123,7 +126,7 @@ class TokenTree:
     def chain(cls, root: int, tokens: Sequence[int]) -> TokenTree:
         """A tree of one path."""
         nodes = _whole([root, *tokens])
-        return cls.of_lists(nodes, list(range(-1, len(tokens))), list(range(len(nodes))))
+        return cls.of_lists(nodes, list(range(-1, len(nodes) - 1)), list(range(len(nodes))))
 
     @classmethod
     def from_paths(cls, root: int, paths: Iterable[Sequence[int]], budget: Budget | None = None) -> TokenTree:

@@ -8,6 +8,7 @@ tokens before it. (With sampling the noise of the position is part of the choice
 from __future__ import annotations
 
 from itertools import pairwise
+from operator import index
 from typing import NamedTuple, Protocol
 
 from leapahead.core.tree import TokenTree
@@ -44,17 +45,27 @@ class Verdict(NamedTuple):
         return Verdict(self.path[:length], self.tokens[:length], min(self.accepted, length))
 
 
-def is_verdict(found: object, tree: TokenTree, vocab_size: int) -> bool:
-    """Whether a drafter's own rule gave what can be committed: a path of the tree, and a token after each node."""
-    if not isinstance(found, Verdict) or not 0 < len(found.path) == len(found.tokens) == found.accepted + 1:
-        return False
+def checked_verdict(found: object, tree: TokenTree, vocab_size: int) -> Verdict | None:
+    """What a drafter's own rule gave, as plain integers.
+
+    None where it cannot be committed: where it is no path of the tree with a token after each node. A last token of -1
+    says that none could be chosen.
+    """
+    if not isinstance(found, Verdict):
+        return None
+    try:
+        path, tokens, accepted = tuple(map(index, found.path)), tuple(map(index, found.tokens)), index(found.accepted)
+    except TypeError:
+        return None
     nodes = range(1, len(tree))
-    return (
-        found.path[0] == 0
-        and all(node in nodes and tree.parent_list[node] == above for above, node in pairwise(found.path))
-        and all(tree.token_list[node] == token for node, token in zip(found.path[1:], found.tokens, strict=False))
-        and found.tokens[-1] < vocab_size
+    fits = (
+        0 < len(path) == len(tokens) == accepted + 1
+        and path[0] == 0
+        and all(node in nodes and tree.parent_list[node] == above for above, node in pairwise(path))
+        and all(tree.token_list[node] == token for node, token in zip(path[1:], tokens, strict=False))
+        and -1 <= tokens[-1] < vocab_size
     )
+    return Verdict(path, tokens, accepted) if fits else None
 
 
 def verify(tree: TokenTree, chosen: Chosen) -> Verdict:

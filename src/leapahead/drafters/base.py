@@ -90,9 +90,10 @@ class Drafter(ABC):
         Raises:
             LeapaheadError: this drafter cannot draft for that target, or with that tokenizer.
         """
-        if not isinstance(self.needs, (set, frozenset)):  # of a string, every letter would count
+        # Of a string, every letter would count.
+        if not isinstance(self.needs, (set, frozenset)) or not all(isinstance(need, str) for need in self.needs):
             raise BadParameter(
-                f"drafter {self.name!r} has needs={self.needs!r}, which must be a set, such as frozenset({{'chain'}})"
+                f"drafter {self.name!r} has needs={self.needs!r}, which must be a set of names: frozenset({{'chain'}})"
             )
         require(host.info, self.needs | self.capture.needs, f"drafter {self.name!r}")
         self.host = host

@@ -136,12 +136,13 @@ def _load(folder: Path | None, target: Target, what: str) -> TrainedHead | Train
     """
     with needing("a trained head", "transformers", "torch", "transformers", "safetensors"):
         from leapahead.drafters.heads import load, mtp
+    remedy = "leave out the head, or " + ("devices" if target.info.devices > 1 else "load a model of Transformers")
     if folder is None:
-        require(target.info, frozenset({HIDDEN}), what)
+        require(target.info, frozenset({HIDDEN}), what, remedy)
         return TrainedHead(mtp.own(target))
     config, tensors = checkpoint.read(folder)
     is_probes = config.kind in PROBES
-    require(target.info, frozenset({EMBEDDINGS if is_probes else HIDDEN}), what)
+    require(target.info, frozenset({EMBEDDINGS if is_probes else HIDDEN}), what, remedy)
     if is_probes:
         return TrainedProbes(str(folder), config.kind, load.probes(config, tensors, target, str(folder)))
     return TrainedHead(load.load(config, tensors, target, str(folder)))

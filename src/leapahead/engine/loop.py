@@ -23,7 +23,7 @@ from leapahead.core.stats import Stats
 from leapahead.core.stop import Stopper
 from leapahead.core.text import Detokenizer, Tokenizer
 from leapahead.core.tree import Budget, TokenTree
-from leapahead.core.verify import Verdict, is_verdict, verify
+from leapahead.core.verify import Verdict, checked_verdict, verify
 from leapahead.drafters.base import Drafter
 from leapahead.engine.output import Output, TokenLogprobs
 from leapahead.engine.request import Handle
@@ -197,10 +197,10 @@ class Running:
     def _verdict(self, proposal: Proposal, choices: Choices) -> Verdict:
         """By exact matching, unless the request has a relaxed rule or the drafter one of its own."""
         if proposal.judge is not None:
-            verdict = proposal.judge(choices)
-            if not is_verdict(verdict, proposal.tree, self.view.vocab_size):
+            judged = proposal.judge(choices)
+            if (verdict := checked_verdict(judged, proposal.tree, self.view.vocab_size)) is None:
                 raise DraftError(
-                    f"drafter {self.drafter.name!r} judged its draft by {verdict!r}, which is no path of it"
+                    f"drafter {self.drafter.name!r} judged its draft by {judged!r}, which is no path of it"
                 )
             return verdict
         rule = self.handle.request.acceptance

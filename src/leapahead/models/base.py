@@ -352,11 +352,12 @@ def checked_prompt(tokens: Sequence[int], info: TargetInfo) -> list[int]:
     return prompt
 
 
-def require(info: TargetInfo, needs: frozenset[str], what: str) -> None:
+def require(info: TargetInfo, needs: frozenset[str], what: str, remedy: str = "") -> None:
     """Refuses by name, before any work, what the target cannot give.
 
     Args:
         what: who needs it, as the message names it: "drafter 'lookahead'".
+        remedy: what to do instead; by default, to use another drafter.
 
     Raises:
         Refused: a capability is missing.
@@ -370,10 +371,10 @@ def require(info: TargetInfo, needs: frozenset[str], what: str) -> None:
             reason = f" with {info.no_trees}"
         elif info.no_drafts and missing[0] in (CHAIN, TREE):
             reason = f" ({info.no_drafts})"
+        chains = ", or one that drafts chains such as 'prompt_lookup'" * (info.capabilities >= {CHAIN})
         raise Refused(
-            f"{what} needs {' and '.join(missing)} from the target, which {info.name} does not have{reason}; use "
-            "drafter='plain'"
-            + (", or one that drafts chains such as 'prompt_lookup'" if info.capabilities >= {CHAIN} else "")
+            f"{what} needs {' and '.join(missing)} from the target, which {info.name} does not have{reason}; "
+            + (remedy or f"use drafter='plain'{chains}")
         )
 
 

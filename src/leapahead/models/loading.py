@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
-from operator import index
 from pathlib import Path
 from typing import Any
 
 from leapahead.core import openmp
 from leapahead.core.errors import BadParameter, Refused, check_folder, needing
-from leapahead.core.parameters import flag
+from leapahead.core.parameters import flag, is_whole
 from leapahead.core.text import Tokenizer
 from leapahead.models.base import HoldsProcesses, Target
 from leapahead.models.llama_cpp.file import check_file
@@ -252,16 +251,15 @@ def eos_token_ids(target: Target, tokenizer: Tokenizer | None) -> tuple[int, ...
         ]
     ids: dict[int, None] = {}
     for claim in claims:
-        for token in claim if isinstance(claim, Iterable) else [claim]:
-            try:
-                end = -1 if token is None else index(token)
-            except TypeError:
+        several = isinstance(claim, Iterable) and not isinstance(claim, (str, dict))
+        for token in claim if several else [claim]:
+            if token is not None and not is_whole(token):
                 raise BadParameter(
                     f"eos_token_id={claim!r} of the model's configuration is not possible: it must be a token id, or a "
                     "list of them; correct generation_config.json or config.json"
-                ) from None
-            if 0 <= end < target.info.vocab_size:
-                ids[end] = None
+                )
+            if token is not None and 0 <= token < target.info.vocab_size:
+                ids[int(token)] = None
     return tuple(ids)
 
 

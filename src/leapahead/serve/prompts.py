@@ -57,7 +57,7 @@ class Texts:
         Raises:
             ApiError: there is no template, it does not take these messages, or the chat is too long.
         """
-        effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
+        effort = body.reasoning_effort
         variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         variables |= body.chat_template_kwargs or {}
         if body.tools:

@@ -120,8 +120,8 @@ class Extension(Strict):
         deadline_seconds: cancel the request if it takes longer, its time in the queue included.
     """
 
-    stats: bool = False
-    spans: bool = False
+    stats: bool | None = False
+    spans: bool | None = False
     deadline_seconds: Annotated[float, Field(ge=0.1, le=86400)] | None = None
 
 

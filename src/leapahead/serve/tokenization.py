@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from leapahead.serve.messages import LIMIT, SEVERAL, Message, ToolParams
-from leapahead.serve.schema import CONTINUING, Request, TokenId, Variables, check_continuing
+from leapahead.serve.schema import CONTINUING, Effort, Request, TokenId, Variables, check_continuing
 
 
 class TokenizePrompt(Request):
@@ -33,6 +33,7 @@ class TokenizeMessages(Request):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: Variables | None = None
     tools: Annotated[ToolParams | None, Field(json_schema_extra={LIMIT: "tool_list"})] = None
     return_token_strs: bool = False

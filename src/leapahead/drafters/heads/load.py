@@ -169,7 +169,7 @@ def _check(config: HeadConfig, info: TargetInfo, name: str) -> None:
         ("a vocabulary of", config.vocab_size, info.vocab_size),
     ):
         if own and expected and own != expected:
-            trained = f"; it was trained for {config.target}" if config.target else ""
+            trained = f"; it was trained for {config.target}" if config.target not in ("", None, info.name) else ""
             raise BadParameter(
                 f"the head {name} expects {what} {own}, and the target {info.name} has {expected}{trained}; use a head "
                 "that was trained for this target"

@@ -152,7 +152,7 @@ def _read(path: Path) -> str:
         pass
     except OSError as error:
         raise BadParameter(f"{str(path)!r} cannot be read: {error.strerror}") from None
-    raise BadParameter(f"{str(path)!r} is not UTF-8 text; a corpus consists of text files, folders of them and .jsonl")
+    raise BadParameter(f"{str(path)!r} is not UTF-8 text; a corpus is text files, folders of them and JSON lines")
 
 
 def build(
