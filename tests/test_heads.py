@@ -491,7 +491,7 @@ def test_a_part_of_the_vocabulary_needs_its_mapping(tiny_model: Any, tokenizer: 
 def test_a_target_without_hidden_states_is_refused(tmp_path: Path) -> None:
     from leapahead.models.toy import ToyTarget
 
-    with pytest.raises(Refused, match="needs hidden from the target.*; leave out the head, or load a model of Transf"):
+    with pytest.raises(Refused, match=r"needs hidden from the target.*; leave out the head, or load a model of Transf"):
         LLM(ToyTarget(), head=str(heads.write(tmp_path, "medusa", 8)))
 
 
