@@ -17,11 +17,12 @@ import transformers
 from architectures import BY_NAME, SIZES, VOCABULARY, sharpen
 from helpers import Scattered, run
 from huggingface_hub import HfApi
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.models import loading
-from leapahead.models.transformers import pretrained
+from leapahead.models.transformers import checkpoint, pretrained
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.pretrained import load
 
@@ -146,12 +147,57 @@ def change(file: Path, **values: Any) -> None:
         ),
         ("tokenizer_config.json", "[]", r"/tokenizer_config\.json cannot be read \(it is no JSON object"),
         ("adapter_config.json", "{bad", r"/adapter_config\.json cannot be read"),
+        (
+            "adapter_config.json",
+            "{}",
+            r"adapter_config\.json, but no weights of the adapter: remove adapter_config\.json, or download",
+        ),
     ],
 )
 def test_a_broken_file_is_named(folder: Path, file: str, content: str, words: str) -> None:
     (folder / file).write_text(content)
     with pytest.raises(BadParameter, match=words):
         loading.load(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("kept", [0, 0.5, "version https://git-lfs.github.com/spec/v1\n", "junk"])
+def test_a_broken_bin_is_named(folder: Path, kept: float | str) -> None:
+    weights = folder / "pytorch_model.bin"
+    torch.save(load_file(folder / "model.safetensors"), weights)
+    (folder / "model.safetensors").unlink()
+    (folder / "training_args.bin").write_bytes(b"")  # no weights
+    whole = weights.read_bytes()
+    weights.write_bytes(kept.encode() if isinstance(kept, str) else whole[: int(len(whole) * kept)])
+    with pytest.raises(BadParameter, match=r"/pytorch_model\.bin is broken.*: download or save it again$"):
+        load(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("version https://git-lfs", "Expecting value"),
+        ("[]", "no JSON object"),
+        ('{"weight_map": {"a": "b"}}', "no metadata"),
+        ('{"metadata": {}}', "its weight_map names no weights"),
+        ('{"metadata": {}, "weight_map": ["a"]}', "its weight_map names no weights"),
+    ],
+)
+def test_a_broken_index_is_named(folder: Path, content: str, reason: str) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(content)
+    load(folder, device="cpu")  # the whole file is read, and no index
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    with pytest.raises(BadParameter, match=rf"/model\.safetensors\.index\.json cannot be read \(.*{reason}.*again$"):
+        load(folder, device="cpu")
+
+
+def test_a_tokenizer_without_its_vocabulary(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(BadParameter, match=r"cannot be loaded \(there is no tokenizer\.json or vocabulary\); save or"):
+        loading.load_tokenizer(str(folder), False)
+    (folder / "vocab.bpe").write_text("x")  # of another kind of tokenizer: all of Transformers' reason is given
+    with pytest.raises(BadParameter, match=r"cannot be loaded \(Couldn't instantiate .* one of: \(1\) .*\); save or"):
+        loading.load_tokenizer(str(folder), False)
 
 
 def test_a_broken_tokenizer_is_not_read_where_another_is_given(folder: Path, tiny_folder: Path) -> None:
@@ -175,6 +221,10 @@ def test_a_broken_tokenizer_is_not_read_where_another_is_given(folder: Path, tin
         ({"max_position_embeddings": None}, "'max_position_embeddings' expected int"),
         ({"vocab_size": 100}, r"do not fit its config\.json: .* is \d+x\d+ and not 100x\d+.*; correct config\.json"),
         ({"quantization_config": {"quant_method": "nope"}}, r"quantised by 'nope' .*Transformers does not know"),
+        ({"quantization_config": "fp8"}, r"quantization_config='fp8' of .*config\.json is no JSON object: correct it"),
+        ({"quantization_config": []}, r"quantization_config=\[\] of .*config\.json is no JSON object"),
+        ({"quantization_config": {}}, r"quantization_config=\{\} .* has no quant_method; name the method, or"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config=\{'bits': 4\} .* has no quant_method"),
     ],
 )
 def test_values_of_a_configuration_that_cannot_be(folder: Path, values: dict[str, Any], words: str) -> None:
@@ -191,8 +241,77 @@ def test_weights_that_the_configuration_does_not_use_are_named(folder: Path) -> 
         load(folder, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("transformer.h.0.attn.bias", {}),  # GPT-2
+        ("transformer.h.0.attn.attention.masked_bias", {}),  # GPT-Neo
+        ("gpt_neox.layers.0.attention.bias", {}),
+        ("model.decoder.version", {}),
+        ("model.encoder.embed_positions.weights", {}),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", {}),
+        ("text_model.embeddings.position_ids", {}),
+        ("model.layers.{layers}.eh_proj.weight", {"num_nextn_predict_layers": 1}),
+    ],
+)
+def test_what_a_model_need_not_use_is_no_warning(
+    folder: Path, name: str, values: dict[str, int], recwarn: pytest.WarningsRecorder
+) -> None:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    add_weight(folder, name.format(layers=config.num_hidden_layers))
+    change(folder / "config.json", **values)
+    load(folder, device="cpu")
+    assert not [each for each in recwarn if "does not use" in str(each.message)]
+
+
+@pytest.mark.parametrize("name", ["model.layers.{layers}.eh_proj.weight", "model.layers.0.self_attn.q_proj.bias"])
+def test_what_no_mtp_module_explains_is_a_warning(folder: Path, name: str) -> None:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    add_weight(folder, name.format(layers=config.num_hidden_layers + 1))
+    change(folder / "config.json", num_nextn_predict_layers=1)
+    with pytest.warns(UserWarning, match="does not use"):
+        load(folder, device="cpu")
+
+
+def add_weight(folder: Path, name: str) -> None:
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), name: torch.ones(1)}, file, metadata={"format": "pt"})
+
+
+def add_adapter(folder: Path, rows: int = 2) -> None:
+    """A LoRA adapter beside the weights of a model, of two rows by its weights."""
+    pytest.importorskip("peft")
+    size, targets = transformers.AutoConfig.from_pretrained(folder).hidden_size, ["layers.0.self_attn.q_proj"]
+    change(folder / "adapter_config.json", peft_type="LORA", task_type="CAUSAL_LM", r=rows, target_modules=targets)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    weights = {f"{name}A.weight": torch.ones(2, size), f"{name}B.weight": torch.ones(size, 2)}
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def test_an_adapter_beside_a_model_needs_peft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_adapter(folder)
+    load(folder, device="cpu")
+    monkeypatch.setattr(checkpoint, "is_peft_available", lambda: False)
+    with pytest.raises(
+        BadParameter, match=r"an adapter, which is applied only with the package peft: install it, merge"
+    ):
+        load(folder, device="cpu")
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_an_adapter_that_does_not_fit(folder: Path, is_whole: bool) -> None:
+    add_adapter(folder, rows=4 if is_whole else 2)
+    if not is_whole:
+        save_file({"x": torch.ones(1)}, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        LeapaheadError, match=r"the adapter in .* does not fit the model .*or remove adapter_config\.json"
+    ):
+        load(folder, device="cpu")
+
+
 def test_an_adapter_is_no_model(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    torch.save({}, folder / "training_args.bin")
     change(folder / "adapter_config.json", base_model_name_or_path="some/base")
     remedy = (
         r"by its adapter_config\.json it is an adapter of some/base: .*merge_and_unload.*or give the loaded PEFT model"
@@ -209,7 +328,9 @@ def test_an_adapter_is_no_model(folder: Path) -> None:
     [
         ("def ( bad", r"config\.json or its own Python code \(SyntaxError"),
         ("class Other: pass", r"its own Python code \(AttributeError: .*no attribute 'Made'"),
-        ("raise SystemError('boo')", r"its own Python code \(SystemError: boo\)"),
+        ("raise SystemError('boo')", r"cannot be loaded by its own Python code \(SystemError: boo\)"),
+        ("raise ValueError('boo')", r"cannot be loaded by its own Python code \(ValueError: boo\)"),
+        ("raise RuntimeError('boo')", r"cannot be loaded by its own Python code \(RuntimeError: boo\)"),
     ],
 )
 def test_code_that_comes_with_a_model(

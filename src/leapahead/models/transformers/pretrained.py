@@ -274,7 +274,7 @@ def _model(
         raise
     except Exception as error:  # of a value in a configuration, or of the model's own code: of any class
         raise checkpoint.failure(source, error, options["trust_remote_code"]) from error
-    checkpoint.check_report(source, report)
+    checkpoint.check_report(source, report, config)
     return model, bool(placed)
 
 
