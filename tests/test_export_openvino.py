@@ -48,7 +48,6 @@ BY_STATES = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "sarvam_mla"), "beam_idx"),
     **dict.fromkeys(("llama4", "llama4_tuned"), "it attends in chunks"),
     "falcon_alibi": "it makes its attention mask itself",
-    "dory": "",  # whatever the transformation to paged attention says
 }
 
 
