@@ -44,6 +44,7 @@ def test_bits_do_not_depend_on_drafts_and_batches(name: str) -> None:
     assert differing(target, prompts_of((60, 245)), batch=2, new=16, params=sampled) == 0
 
 
+@pytest.mark.slow
 def test_bits_where_the_cache_grows_by_a_block() -> None:
     target = captured("llama", torch.bfloat16, Calls(), **{**SMALL, "max_position_embeddings": 2048})
     assert differing(target, prompts_of((compacted.BLOCK - 14,)), new=30) == 0
@@ -60,11 +61,13 @@ def test_bits_of_long_texts(name: str, dtype: torch.dtype) -> None:
             assert differing(target, prompts_of(lengths, 512), batch=4, new=60, params=params) == 0
 
 
+@pytest.mark.slow
 def test_more_sequences_than_share_a_forward_have_the_bits_of_each_alone() -> None:
     target = captured("llama", backend=Calls(), **LONG)
     assert differing(target, prompts_of((5, 60, 9, 70, 33, 12, 128)), batch=7, new=12) == 0
 
 
+@pytest.mark.slow
 def test_forwards_are_recorded_once_and_repeated() -> None:
     target = captured("llama", **LONG)
     executor: Any = target.executor
@@ -82,6 +85,7 @@ def test_samples_of_one_prompt_have_the_bits_of_each_alone() -> None:
     assert_samples_are_those_of_each_alone(captured("llama", **LONG), prompts_of((70,))[0])
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_chunks_that_the_scheduler_wants() -> None:
     target = captured("llama", backend=Calls(), **LONG)
     prompts = prompts_of((100, 70))
@@ -90,6 +94,7 @@ def test_bits_do_not_depend_on_the_chunks_that_the_scheduler_wants() -> None:
     assert texts(target, Plain, prompts, batch=2, prefill_chunk=7)[:1] == whole
 
 
+@pytest.mark.slow
 def test_entries_of_a_text_are_not_taken_over_as_those_of_a_prompt() -> None:
     """Those of steps come from forwards of another shape."""
     target = captured("llama", backend=Calls(), **LONG)
@@ -151,6 +156,7 @@ def test_mutation_rows_that_are_not_padded_are_refused(monkeypatch: pytest.Monke
         captured("llama", torch.float32, **LONG)
 
 
+@pytest.mark.slow
 def test_a_cache_of_any_limit_has_whole_blocks() -> None:
     target = captured("llama", backend=Calls(), **LONG)
     target.executor.cache.limit = 300  # type: ignore[attr-defined]

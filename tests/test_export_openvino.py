@@ -442,9 +442,17 @@ LLAMA_3_ROPE = {
 @pytest.mark.parametrize(
     ("rope", "values"),
     [
-        ({"rope_type": "linear", "factor": 8.0}, {f"{ROPE}.scaling.type": "linear", f"{ROPE}.scaling.factor": 8.0}),
+        pytest.param(
+            {"rope_type": "linear", "factor": 8.0},
+            {f"{ROPE}.scaling.type": "linear", f"{ROPE}.scaling.factor": 8.0},
+            marks=pytest.mark.slow,
+        ),
         ({"rope_type": "linear", "factor": 4.0}, {f"{ROPE}.scale_linear": 4.0}),
-        ({"rope_type": "default"}, {f"{ROPE}.scaling.type": "none", f"{ROPE}.scaling.factor": 8.0}),
+        pytest.param(
+            {"rope_type": "default"},
+            {f"{ROPE}.scaling.type": "none", f"{ROPE}.scaling.factor": 8.0},
+            marks=pytest.mark.slow,
+        ),
         (LLAMA_3_ROPE, {}),
     ],
 )
@@ -465,7 +473,13 @@ def test_a_gguf_file_with_a_scaled_rotation(
     assert np.abs(logits(written.path, tokens, (397, 2, 1)) - expected).max() < 0.08 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("values", [{}, {f"{ROPE}.scaling.type": "linear", f"{ROPE}.scaling.factor": 2.0}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {f"{ROPE}.scaling.type": "linear", f"{ROPE}.scaling.factor": 2.0},
+    ],
+)
 def test_the_rotation_of_a_gguf_file_in_f16(values: dict[str, Any], tmp_path: Path) -> None:
     """Its frequencies are in float32, else later positions would be turned too far."""
     pytest.importorskip("llama_cpp")
@@ -504,7 +518,7 @@ def test_a_gguf_file_that_openvino_would_compute_as_another(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("pre", [pytest.param("gpt-2", marks=pytest.mark.slow), "llama-bpe", "qwen2"])
 def test_the_tokenizer_of_a_gguf_file(
     pre: str, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def test_where_drafting_takes_a_third_of_a_step_it_goes_on_only_if_it_gains_with
     assert regret(found) < ALLOWED + 0.03 * mean(each.plain for each in found)
 
 
+@pytest.mark.slow
 def test_after_a_useless_part_drafting_begins_again_though_it_takes_a_third_of_a_step() -> None:
     found = [run(Case("right", "buckets", "changing", quick=True), seed) for seed in range(4)]
     saved, plain = (sum(each.parts[-1][which] for each in found) for which in (0, 1))

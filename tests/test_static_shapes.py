@@ -59,6 +59,7 @@ def texts(target: TransformersTarget, number: int = 5) -> list[list[int]]:
     return [handle.tokens for handle in handles]
 
 
+@pytest.mark.slow
 def test_a_batch_captures_few_shapes_and_has_the_same_texts(shapes: list[Shape]) -> None:
     usual = TransformersTarget(BY_NAME["llama"].build())
     expected = texts(usual)
