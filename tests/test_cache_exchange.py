@@ -78,6 +78,14 @@ def test_what_is_learned_is_the_newest(ledger: Ledger, learned: list[tuple[bytes
     assert state(ledger) == known
 
 
+def test_what_is_learned_is_not_dropped_for_what_has_no_room_any_more() -> None:
+    old, again, new = (b"o" * 6, b""), (b"a", b""), (b"n" * 6, b"")
+    ledger = Ledger(CAPACITY)
+    ledger.learn([again, old])
+    ledger.learn([old, again, new])
+    assert ledger.listed() == [again, new]
+
+
 def test_without_a_horizon_a_dropped_entry_would_be_forgotten() -> None:
     """The case that a plain bound gets wrong: y keeps out x, which is older and would fit, whatever the order."""
     a, y, x = Ledger(10), Ledger(10), Ledger(10)

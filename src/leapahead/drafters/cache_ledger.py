@@ -57,8 +57,11 @@ class Ledger:
         Args:
             live: all entries of the section, least recently written first.
         """
-        live = self._that_fit(live)
-        fresh, last = len(live), NOTHING
+        given, live = live, self._that_fit(live)
+        fitting = {key for key, _ in live}
+        # What was written before all that fits, and must be older, since the bound would keep it instead.
+        before = [(self.entries[key][0], key) for key, _ in given if key in self.entries and key not in fitting]
+        fresh, last = len(live), max(before, default=NOTHING)
         for index, (key, value) in enumerate(live):
             stamp, known = self.entries.get(key, NOTHING)
             if not stamp or known != value or (stamp, key) < last:
