@@ -318,6 +318,7 @@ def test_a_client_that_never_reads_is_cancelled() -> None:
         assert 'finished_reason="abort",model_name="tiny"} 1.0' in running.get("/metrics").text
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_slowly_gets_its_whole_text() -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 900, "stream": True, "ignore_eos": True})
     head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"

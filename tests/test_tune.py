@@ -174,6 +174,7 @@ QUICK = ("--seconds", "0.2", "--text-seconds", "1", "--limit", "1", "--max-new-t
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_the_command_prints_the_numbers_that_it_gives_as_json(
     cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
