@@ -28,7 +28,7 @@ from leapahead.planner.acceptance import AcceptanceTable, priors
 from leapahead.planner.compiled import CompiledSearch, CompiledTable, search_class
 from leapahead.planner.draft import SequenceView
 from leapahead.planner.sizing import Ahead, best_sizes
-from leapahead.planner.source import Source
+from leapahead.planner.source import Candidate, Source
 from leapahead.planner.tree_search import TreeSearch
 
 pytestmark = pytest.mark.skipif(not native.available, reason="installed without the compiled module")
@@ -298,6 +298,45 @@ def test_a_feature_that_does_not_fit_into_a_key_is_refused() -> None:
     drafter.make_sources = lambda sequence: [Strange()]  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="feature of the source 'ngram' is not at most four integers from 0 to 31"):
         run(target, drafter, acceptance=CompiledTable())
+
+
+class Merging(Source):
+    """A source during whose calls the adjacency that all texts share is merged, as by another thread."""
+
+    name = "merging"
+
+    def __init__(self, shared: Adjacency) -> None:
+        self.shared, self.others = shared, list[Adjacency]()
+
+    def root(self, sequence: SequenceView) -> int:
+        return 0
+
+    def follow(self, state: int, token: int) -> int:
+        return 0
+
+    def candidates(self, state: int, limit: int) -> list[Candidate]:
+        self.shared.merge(Adjacency().arrays())
+        self.others += [Adjacency() for _ in range(20)]  # which take the memory that the merge gave back
+        for each in self.others:
+            each.put([((0,), top_k([VOCAB + 1] * 8))])
+        return []
+
+
+def top_k(tokens: list[int]) -> tuple[Any, Any]:
+    return np.array(tokens, dtype=np.int32), -np.ones(len(tokens), dtype=np.float32)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_candidates_are_valid_where_the_drafter_cache_changes_while_sources_are_asked(temperature: float) -> None:
+    cache = DrafterCache()
+    shared = cache.section("recycling", Adjacency)
+    shared.put([((5,), top_k(list(range(10, 18))))])
+    sequence = SequenceView(Sampler(SamplingParams(temperature=temperature), [1, 5], VOCAB), cache)
+    recycling = counterpart(SOURCES["recycling"]())
+    recycling.begin(sequence)
+    search = CompiledSearch(sequence, [Merging(shared), recycling], CompiledTable(*priors()), Budget(8, 1, 8))
+    search.take_all(8)
+    assert sorted(search.proposal().tree.token_list[1:]) == list(range(10, 18))
 
 
 def test_only_the_package_s_own_sources_have_counterparts() -> None:

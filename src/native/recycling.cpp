@@ -22,6 +22,7 @@ const ContextTable::Entry *Adjacency::find(const HashedContext &context) const {
 }
 
 void Adjacency::put(const HashedContext &context, int least, TopK top_k) {
+    ++changes_;
     const int32_t row = table_.rows.add(top_k.count);
     std::copy(top_k.begin(), top_k.end(), table_.rows.at(row));
     for (int length = least; length <= std::min(context.context.size, 2); ++length)
@@ -34,6 +35,7 @@ void Adjacency::merge(Adjacency &&others) {
     table_.each([&](const Context &context, TopK top_k) { others.put(HashedContext(context), context.size, top_k); });
     others.drop_oldest();
     table_ = std::move(others.table_);
+    ++changes_;
 }
 
 Recycling::Recycling(int k, int longest, std::shared_ptr<Adjacency> shared)
@@ -131,9 +133,21 @@ void Recycling::prepare(int state, int stage) {
         return prefetch(prepared_);
     }
     if (stage == 1) return prefetch_entries(prepared_);
+    look_up(at);
+    prefetch_all(at.row.begin(), at.row.end());
+}
+
+void Recycling::look_up(State &at) {
     at.feature = Feature();
     at.row = find(prepared_, at.feature);
-    prefetch_all(at.row.begin(), at.row.end());
+    if (shared_) changes_ = shared_->changes();
+}
+
+const Recycling::State &Recycling::prepared(int state) {
+    State &at = states_[state];
+    // While a source in Python was asked, another thread may have changed what several texts share.
+    if (shared_ && shared_->changes() != changes_) look_up(at);
+    return at;
 }
 
 TopK Recycling::find(const HashedContext &context, Feature &feature) const {
@@ -160,13 +174,13 @@ TopK Recycling::find(const HashedContext &context, Feature &feature) const {
 }
 
 void Recycling::candidates(int state, int limit, std::vector<Candidate> &found) {
-    const auto &[context, row, feature] = states_[state];
+    const auto &[context, row, feature] = prepared(state);
     for (int i = 0; i < std::min(row.count, limit); ++i)
         found.push_back({row[i].token, row[i].logp, feature, 0.0, false});
 }
 
 void Recycling::seed_aware_candidates(int state, int limit, const Scoring &score, std::vector<Candidate> &found) {
-    const auto &[context, row, feature] = states_[state];
+    const auto &[context, row, feature] = prepared(state);
     TopScored top(score, limit, scored_);
     top.offer(row.count, [&](int i) { return row[i].token; }, [&](int i) { return row[i].logp; });
     for (const auto &[value, i] : scored_) found.push_back({row[i].token, row[i].logp, feature, value, true});

@@ -34,10 +34,13 @@ class Adjacency {
     void merge(Adjacency &&others);
     const ContextTable &table() const { return table_; }
     size_t capacity() const { return capacity_; }
+    // Grows with every change. What `table` gave before is not valid afterwards.
+    int64_t changes() const { return changes_; }
 
   private:
     size_t capacity_;
     ContextTable table_;
+    int64_t changes_ = 0;
 };
 
 class Recycling : public Source {
@@ -67,9 +70,19 @@ class Recycling : public Source {
   private:
     static constexpr size_t kCapacity = 40000;
 
+    struct State {
+        Context context;
+        TopK row;  // and its feature, once it is prepared
+        Feature feature;
+    };
+
     Context context(const std::vector<int32_t> &last) const;
     // The top-k tokens of the longest context that is known; of equally long ones the text's own.
     TopK find(const HashedContext &context, Feature &feature) const;
+    // Finds the row and the feature of the state that is being prepared.
+    void look_up(State &at);
+    // A state that was prepared, with a row that is valid.
+    const State &prepared(int state);
     // The two stages of reading ahead, see ContextTable.
     void prefetch(const HashedContext &context) const;
     void prefetch_entries(const HashedContext &context) const;
@@ -83,13 +96,9 @@ class Recycling : public Source {
     ContextTable own_;
     int32_t num_steps_ = 0;
     Context end_;
-    struct State {
-        Context context;
-        TopK row;  // and its feature, once it is prepared
-        Feature feature;
-    };
     std::vector<State> states_;
     HashedContext prepared_{Context()};    // of the state that is being prepared
+    int64_t changes_ = 0;                  // those of `shared_` when its row was found
     std::vector<HashedContext> contexts_;  // of one call, as the next: members so that their memory is kept
     std::vector<int32_t> rows_;
     std::vector<double> chances_;
