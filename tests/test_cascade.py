@@ -235,6 +235,7 @@ def test_a_draft_model_of_chains_is_possible_without_guesses() -> None:
     [
         ({"lengths": "4"}, "lengths=4 is not possible with 2 draft models"),
         ({"lengths": "4,x"}, "lengths='x' is not possible"),
+        ({"lengths": "4,²"}, "lengths='²' is not possible"),
         ({"lengths": (4, 0)}, "lengths=0 is not possible"),
         ({"ahead": -1}, "ahead=-1 is not possible"),
         ({"longest": 0}, "longest=0 is not possible"),

@@ -165,6 +165,7 @@ def test_the_stored_result_of_a_search_is_used_and_its_lack_is_reported(
     [
         ("self:skip=99", "99"),
         ("self:first=0", "draft='self:first=0' is not possible: .* layers; give self:first=1 to"),
+        ("self:first=²", "there are self:skip"),
         ("self:sleep", "there are self:skip, self:skip=LAYERS, self:first=N and self:int8"),
         ("self:int8", "float32"),
     ],

@@ -193,6 +193,14 @@ class CountedRows(PromptRows):
         return super().top_k(k)
 
 
+@pytest.mark.parametrize("k", [0, SAMPLED + 1])
+def test_recycling_asks_the_target_for_as_many_tokens_as_it_keeps(k: int) -> None:
+    """Targets that select the likeliest tokens of a prompt at once select no more than were asked for."""
+    drafter = registry.make("recycling", k=k)
+    run(ToyTarget(VOCAB), drafter, [1, 2, 3])
+    assert drafter.capture.top_k == max(k, SAMPLED)
+
+
 @pytest.mark.parametrize(("temperature", "k"), [(0.0, GREEDY), (1.0, SAMPLED)])
 def test_recycling_reads_a_prompt_in_chunks(temperature: float, k: int) -> None:
     """The chunks give what the whole prompt gives, and no more tokens are selected than are kept."""

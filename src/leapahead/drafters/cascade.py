@@ -107,7 +107,7 @@ def _lengths(given: Any, models: int) -> list[int]:
         given = [part.strip() for part in given.split(",") if part.strip()]
     parts = list(given) if isinstance(given, Sequence) else [given]
     found = [
-        whole("lengths", int(part) if isinstance(part, str) and part.isdigit() else part, least=1) for part in parts
+        whole("lengths", int(part) if isinstance(part, str) and part.isdecimal() else part, least=1) for part in parts
     ]
     if found and len(found) != models:
         raise BadParameter(

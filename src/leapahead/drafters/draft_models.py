@@ -315,7 +315,7 @@ def made_of(target: Target | None, draft: str) -> DraftModel:
         from leapahead.models.self_draft.layer_skip import without
 
         view = without(target, _skip(target, draft, value))
-    elif what == "first" and value.isdigit():
+    elif what == "first" and value.isdecimal():
         from leapahead.models.self_draft.early_exit import EarlyExit
 
         view = EarlyExit(target, int(value))

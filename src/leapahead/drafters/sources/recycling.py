@@ -174,6 +174,7 @@ class Recycling(Source):
 
     def __init__(self, k: int = 0, longest: int = 4) -> None:
         self.k, self.longest = whole("k", k), whole("longest", longest, least=1)
+        self.capture = Capture(top_k=max(SAMPLED, k))  # type: ignore[misc]
         self._top_k: dict[Key, tuple[TopK, int]] = {}  # by 1 to `longest` last tokens; and the step of the entry
         self._shared: Adjacency | None = None
         self._num_steps = 0
