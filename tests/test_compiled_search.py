@@ -285,6 +285,17 @@ def test_adjacencies_are_equal(entries: list[tuple[list[int], int]], others: lis
     assert compiled.figures() == reference.figures()
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_tokens_that_the_model_excludes_are_not_kept(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their log-probabilities are not finite, and an adjacency with those would not be read from its file."""
+    monkeypatch.setattr(native, "available", compiled)
+    adjacency, other = Adjacency(), Adjacency()
+    for key, logp in enumerate(([-1.0, -np.inf], [np.nan, np.nan], [-1.0, -2.0])):
+        adjacency.put([((key,), (np.array([5, 6], dtype=np.int32), np.array(logp, dtype=np.float32)))])
+    other.merge(adjacency.arrays())
+    assert [other.arrays()[name].tolist() for name in ("tokens", "counts", "following")] == [[0, 2], [1, 2], [5, 5, 6]]
+
+
 class Strange(SOURCES["ngram"]):  # type: ignore[misc]
     """A source whose features do not fit into a key."""
 

@@ -207,6 +207,7 @@ def test_an_unchanged_header_is_valid(folder: Path) -> None:
         (lambda data: data[:12] + b"\xff\xff\xff\xff" + data[16:], "its header is damaged"),
         (lambda data: data[:16] + b"[" + data[17:], "its header is damaged"),
         (lambda data: data[:20], "its header is damaged"),
+        (lambda data: data[:12] + b"\0\xc0\0\0" + b"[" * 49_152, "its header is damaged"),
         (lambda data: data[:-1], "so it is not complete"),
         (lambda data: data[: len(data) // 2], "so it is not complete"),
         (lambda data: data + b"\0", "so it is not complete"),

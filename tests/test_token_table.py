@@ -249,6 +249,11 @@ def test_a_damaged_file_is_refused_in_one_sentence_and_drafting_goes_on(damage: 
     assert stored(target) is not None
 
 
+def test_a_cache_folder_that_cannot_be_entered_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEAPAHEAD_CACHE", "/" + "n" * 300)  # as for a folder without permission, `stat` fails
+    assert stored(toy()) is None
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(BadParameter, match="cannot be read"):
         TokenTable.load(tmp_path / "nothing")

@@ -22,6 +22,8 @@ const ContextTable::Entry *Adjacency::find(const HashedContext &context) const {
 }
 
 void Adjacency::put(const HashedContext &context, int least, TopK top_k) {
+    while (top_k.count > 0 && !std::isfinite(top_k[top_k.count - 1].logp)) --top_k.count;
+    if (top_k.count == 0) return;
     ++changes_;
     const int32_t row = table_.rows.add(top_k.count);
     std::copy(top_k.begin(), top_k.end(), table_.rows.at(row));

@@ -17,7 +17,8 @@ class Adjacency {
 
     // That of the last two tokens, else of the last one; null where there is neither.
     const ContextTable::Entry *find(const HashedContext &context) const;
-    // Enters a copy of a row for the last tokens of a context, from `least` of them to two.
+    // Enters a copy of a row for the last tokens of a context, from `least` of them to two. Tokens that the model
+    // excludes, whose log-probabilities are not finite, are left out: they are last.
     void put(const HashedContext &context, int least, TopK top_k);
     // As of ContextTable, for the last token and the last two.
     void prefetch(const HashedContext &context) const {

@@ -177,7 +177,7 @@ def stored(target: Target | None) -> TokenTable | None:
     if target is None or not weights:
         return None
     for file in (place(weights), *_bundled()):
-        if not file.is_file():
+        if not os.path.isfile(file):  # nor where the folder of the cache cannot be entered
             continue
         try:
             table = TokenTable.load(file)

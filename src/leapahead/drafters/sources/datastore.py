@@ -321,7 +321,7 @@ def _header(begin: bytes) -> tuple[Header, int]:
             raise ValueError("too long")
         given = json.loads(begin[PREFIX.size : PREFIX.size + length])
         known = {field.name: given[field.name] for field in fields(Header)}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError("its header is damaged") from None
     return Header(**known), _aligned(PREFIX.size + length)
 

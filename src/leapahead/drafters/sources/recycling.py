@@ -63,13 +63,18 @@ class Adjacency(Section):
         return None
 
     def put(self, entries: Iterable[tuple[Key, TopK]]) -> None:
-        """Enters contexts; of equal keys the last one counts."""
+        """Enters contexts; of equal keys the last one counts.
+
+        Tokens that the model excludes, whose log-probabilities are not finite, are left out: they are last.
+        """
         if self.compiled is not None:
             for key, (tokens, logp) in entries:
                 self.compiled.put(key, tokens, logp)
             return
+        finite = ((key, (tokens, logp), int(np.isfinite(logp).sum())) for key, (tokens, logp) in entries)
         with self._lock:
-            _enter(self._top_k, entries, self.capacity)
+            kept = ((key, (tokens[:count], logp[:count])) for key, (tokens, logp), count in finite if count)
+            _enter(self._top_k, kept, self.capacity)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """All contexts, least recently written first.
