@@ -22,7 +22,7 @@ from leapahead.core.stats import Stats  # noqa: E402
 from leapahead.drafters import learning  # noqa: E402
 from leapahead.drafters.learning import Buffer  # noqa: E402
 from leapahead.models import loading  # noqa: E402
-from leapahead.models.transformers import pretrained  # noqa: E402
+from leapahead.models.transformers import linears, pretrained  # noqa: E402
 from leapahead.models.transformers.online import OnlineTraining, Positions  # noqa: E402
 
 PROMPTS = [[1 + (7 * number + place) % 60 for place in range(1 + number % 4)] for number in range(12)]
@@ -249,6 +249,19 @@ def test_requests_of_several_threads_learn_together() -> None:
         for thread in threads:
             thread.join()
         assert [found[number] for number in range(len(PROMPTS))] == expected
+
+
+@pytest.mark.skipif(not linears.can_pack(), reason="this processor's bfloat16 is not oneDNN's")
+def test_a_draft_model_learns_that_was_packed() -> None:
+    """As those that are loaded by name in bfloat16 on a CPU are, and their targets."""
+    target, draft = model_of().bfloat16(), small_model().bfloat16()
+    assert min(linears.pack(target), linears.pack(draft)) > 0
+    before = [each.clone() for each in (linears.weight_of(each) for each in draft.modules()) if each is not None]
+    with LLM(target, drafter="draft_model", drafter_cache=False, draft=draft, depth=3, learn=2, learn_rate=0.1) as llm:
+        results = llm.generate(PROMPTS, max_new_tokens=12)
+        assert max(result.stats.drafter["learning"]["updates"] for result in results) > 0
+    after = [each for each in (linears.weight_of(each) for each in draft.modules()) if each is not None]
+    assert not any(each.equal(other) for each, other in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize(

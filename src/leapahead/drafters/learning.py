@@ -243,6 +243,7 @@ def learner(
         Refused: its weights cannot be trained, or are the target's.
     """
     with needing("a draft model that learns", "transformers", "torch", "transformers"):
+        from leapahead.models.transformers.linears import is_packed, unpack
         from leapahead.models.transformers.model import TransformersTarget
         from leapahead.models.transformers.online import OnlineTraining
     if isinstance(draft, str) and draft.startswith(SELF):
@@ -252,10 +253,18 @@ def learner(
     parameters = list(model.target.model.parameters())
     if any(not each.is_floating_point() for each in parameters):
         raise Refused(f"{model.title} cannot learn, since its weights are quantised; give another one, or learn=0")
-    own = {each.data_ptr() for each in parameters}
-    if isinstance(target, TransformersTarget) and own & {each.data_ptr() for each in target.model.parameters()}:
+    if isinstance(target, TransformersTarget) and _places(model.target.model) & _places(target.model):
         raise Refused(f"{model.title} cannot learn, since it shares weights with the target; load it by itself")
+    if is_packed(model.target.model):  # there are no gradients of packed weights
+        with model.target.lock:
+            unpack(model.target.model)
+            model.target.model.requires_grad_()
     return Learner(model, OnlineTraining(model.target, rate), every, learned)
+
+
+def _places(model: Any) -> set[int]:
+    """Where the weights of a model lie in memory; packed ones are left out, since they do not tell."""
+    return {each.data_ptr() for each in model.parameters() if not each.is_mkldnn}
 
 
 def _groups(examples: list[Positions]) -> list[list[Positions]]:
