@@ -251,6 +251,36 @@ def test_requests_of_several_threads_learn_together() -> None:
         assert [found[number] for number in range(len(PROMPTS))] == expected
 
 
+def failing(texts: Any) -> Any:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nand more")
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (failing, r"a step failed \(DefaultCPUAllocator: can't allocate memory\); give learn=0"),
+        (lambda texts: torch.tensor(torch.nan), "its loss is not a finite number; give a lower learn_rate"),
+    ],
+)
+def test_no_text_is_lost_where_a_step_of_learning_fails(loss: Any, reason: str) -> None:
+    with chain_llm(learn=1, learn_rate=1e-2) as llm:
+        plain = llm.generate(PROMPTS[0], max_new_tokens=24, drafter="plain")
+        llm._drafter.learner.training.loss = loss  # type: ignore[attr-defined]
+        with pytest.warns(UserWarning, match=f"was not trained on 1 texts, since {reason}"):
+            result = llm.generate(PROMPTS[0], max_new_tokens=24)
+        assert result.tokens == plain.tokens
+        assert result.stats.drafter["learning"]["updates"] == 0
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    with chain_llm(learn=1000) as llm:
+        training, before = llm._drafter.learner.training, weights_of(llm)  # type: ignore[attr-defined]
+        weight = next(training._module.parameters())
+        training.loss = lambda texts: (weight.abs().sqrt() * 0.0 + (weight - weight.detach()).abs().sqrt()).sum()
+        assert not np.isfinite(training.step([]))
+        assert all(each.equal(other) for each, other in zip(before, weights_of(llm), strict=True))
+
+
 @pytest.mark.skipif(not linears.can_pack(), reason="this processor's bfloat16 is not oneDNN's")
 def test_a_draft_model_learns_that_was_packed() -> None:
     """As those that are loaded by name in bfloat16 on a CPU are, and their targets."""

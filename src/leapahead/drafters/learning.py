@@ -16,13 +16,14 @@ import os
 import tempfile
 import warnings
 from collections import deque
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from leapahead.core.errors import BadParameter, Refused, needing
+from leapahead.core.errors import BadParameter, Refused, first_line, needing
 from leapahead.core.parameters import file_path
 from leapahead.drafters.draft_models import BUNDLED, SELF, Draft, DraftModel
 from leapahead.models.base import Target
@@ -138,23 +139,26 @@ class Learner:
         self._running.pop(sequence, None)
 
     def update(self) -> None:
-        """Takes gradient steps on the texts of the buffer, and empties it."""
+        """Takes gradient steps on the texts of the buffer, and empties it. After one that fails there are no more."""
         examples = self.buffer.take()
-        if not examples:
-            return
-        for group in _groups(examples) * PASSES:
+        steps = sum(1 for _ in takewhile(self._step, _groups(examples) * PASSES))
+        if steps:
+            self.training.forget()
+            self.updates += 1
+            self.positions += sum(len(example.places) for example in examples)
+
+    def _step(self, group: list[Positions]) -> bool:
+        """One gradient step; false, with a warning, where it failed: no text is to be lost for it."""
+        try:
             self.loss = self.training.step(group)
-            if not math.isfinite(self.loss):
-                warnings.warn(
-                    f"{self.model.title} was not trained on {len(group)} texts, since its loss is not a finite number; "
-                    "give a lower learn_rate",
-                    UserWarning,
-                    stacklevel=2,
-                )
-                return
-        self.training.forget()
-        self.updates += 1
-        self.positions += sum(len(example.places) for example in examples)
+            reason = "" if math.isfinite(self.loss) else "its loss is not a finite number; give a lower learn_rate"
+        except RuntimeError as error:  # PyTorch's, such as a full memory
+            reason = f"a step failed ({first_line(error)}); give learn=0"
+        if reason:
+            warnings.warn(
+                f"{self.model.title} was not trained on {len(group)} texts, since {reason}", UserWarning, stacklevel=2
+            )
+        return not reason
 
     def release(self) -> None:
         """The engine is closed: writes the draft model, if it has changed and a folder was given for it.

@@ -60,8 +60,12 @@ class OnlineTraining:
         self._optimizer = torch.optim.AdamW(self._masters, lr=rate or USUAL_RATE / width, weight_decay=0.0)
 
     def step(self, texts: Sequence[Positions]) -> float:
-        """One step of the optimizer; returns the loss before it. Where that is not a finite number, nothing changes."""
+        """One step of the optimizer; returns the loss before it.
+
+        Where the loss or its gradient is not a finite number, nothing changes, and what is returned is none.
+        """
         with self.target.lock, torch.enable_grad():
+            self._module.zero_grad()  # of a step that failed
             loss = self.loss(texts)
             value: float = loss.item()
             if not np.isfinite(value):
@@ -70,7 +74,8 @@ class OnlineTraining:
             for parameter, master in zip(self._parameters, self._masters, strict=True):
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
-            torch.nn.utils.clip_grad_norm_(self._masters, MOST_GRADIENT)
+            if not np.isfinite(norm := torch.nn.utils.clip_grad_norm_(self._masters, MOST_GRADIENT).item()):
+                return norm
             self._optimizer.step()
             with torch.no_grad():
                 for parameter, master in zip(self._parameters, self._masters, strict=True):
