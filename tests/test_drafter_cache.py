@@ -571,6 +571,20 @@ def test_two_processes_that_save_at_the_same_time_lose_nothing(file: Path, witho
 
 
 @pytest.mark.skipif(cache_file.fcntl is None, reason="locks of the operating system")
+@pytest.mark.skipif(cache_file.fcntl is None, reason="Windows has no such locks")
+def test_no_file_stays_open_where_there_are_no_locks(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(handle: int, how: int) -> None:
+        opened.append(handle)
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    opened: list[int] = []
+    monkeypatch.setattr(cache_file.fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="No locks available"), cache_file.locked(file):
+        pass
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
+
+
 def test_a_lock_is_waited_for_and_that_of_a_dead_process_is_free(file: Path) -> None:
     code = f"""
 import time

@@ -285,12 +285,13 @@ def _try_lock(lock: Path) -> int | None:
             return os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except (FileExistsError, PermissionError):  # the latter while the file is being deleted
             return None
-    handle = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
+    handle, is_held = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600), False
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(handle).st_ino == lock.stat().st_ino:
-            return handle
+        is_held = os.fstat(handle).st_ino == lock.stat().st_ino
     except (BlockingIOError, FileNotFoundError):
         pass
-    os.close(handle)  # another process holds the lock, or has released it and deleted this file
-    return None
+    finally:
+        if not is_held:  # another process holds the lock, or has deleted this file; or locks are not possible here
+            os.close(handle)
+    return handle if is_held else None
