@@ -297,17 +297,29 @@ def test_tokens_that_the_model_excludes_are_not_kept(compiled: bool, monkeypatch
 
 
 class Strange(SOURCES["ngram"]):  # type: ignore[misc]
-    """A source whose features do not fit into a key."""
+    """A source whose features do not fit into a key, or whose candidates are none."""
+
+    found: Any = (1, -0.1, (77,))
 
     def candidates(self, state: Any, limit: int) -> Any:
-        return [(1, -0.1, (77,))]
+        return [self.found]
 
 
-def test_a_feature_that_does_not_fit_into_a_key_is_refused() -> None:
-    target = ToyTarget(VOCAB)
-    drafter = Mixed(())
-    drafter.make_sources = lambda sequence: [Strange()]  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="feature of the source 'ngram' is not at most four integers from 0 to 31"):
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ((1, -0.1, (77,)), "a feature of the source 'ngram' is not at most four integers from 0 to 31"),
+        ((1, -0.1, (1.0,)), "a feature of the source 'ngram' is not at most four integers from 0 to 31"),
+        ((1, None, ()), "a candidate of the source 'ngram' is not a token id with its log-probability"),
+        ((2**40, -0.1, ()), "a candidate of the source 'ngram' is not a token id with its log-probability"),
+        ((1, -0.1), "index out of range"),
+    ],
+)
+def test_a_candidate_that_is_none_is_refused(found: Any, message: str) -> None:
+    target, source = ToyTarget(VOCAB), Strange()
+    drafter, source.found = Mixed(()), found
+    drafter.make_sources = lambda sequence: [source]  # type: ignore[method-assign]
+    with pytest.raises((ValueError, IndexError), match=message):
         run(target, drafter, acceptance=CompiledTable())
 
 

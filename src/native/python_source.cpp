@@ -38,15 +38,19 @@ void PythonSource::seed_aware_candidates(int state, int limit, const Scoring &sc
 }
 
 void PythonSource::read(nb::handle candidates, std::vector<Candidate> &found) const {
+    const auto refuse = [this](const char *what, const char *expected) {
+        const std::string problem = std::string(what) + " of the source '" + name() + "' is not " + expected;
+        throw nb::value_error(problem.c_str());
+    };
     for (nb::handle each : candidates) {
-        Candidate candidate{nb::cast<int32_t>(each[0]), nb::cast<double>(each[1]), {}, 0.0, false};
-        for (nb::handle value : each[2]) {
-            const int number = nb::cast<int>(value);
-            if (candidate.feature.size == 4 || number < 0 || number > 31) {
-                const std::string problem =
-                    "a feature of the source '" + name() + "' is not at most four integers from 0 to 31";
-                throw nb::value_error(problem.c_str());
-            }
+        Candidate candidate{0, 0.0, {}, 0.0, false};
+        const nb::object token = each[0], logp = each[1], feature = each[2];
+        if (!nb::try_cast(token, candidate.token) || !nb::try_cast(logp, candidate.logp))
+            refuse("a candidate", "a token id with its log-probability");
+        for (nb::handle value : feature) {
+            int number = -1;
+            if (!nb::try_cast(value, number) || candidate.feature.size == 4 || number < 0 || number > 31)
+                refuse("a feature", "at most four integers from 0 to 31");
             candidate.feature.append(number);
         }
         found.push_back(candidate);
