@@ -20,7 +20,7 @@ from leapahead import LLM
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.models import loading
 from leapahead.models.openvino import gguf
-from leapahead.models.openvino.compiled import STATEFUL
+from leapahead.models.openvino.compiled import CONTEXT_LENGTH, STATEFUL
 from leapahead.models.openvino.export import Exported, cached_export, export
 from leapahead.models.openvino.options import MODEL, is_openvino
 
@@ -206,7 +206,7 @@ def test_quantised_weights(weights: str, bits: int, tmp_path: Path) -> None:
     assert len(text) > 10
     graph = ov.Core().read_model(written.path / "openvino_model.xml")
     assert graph_module.lacks_paged_attention(graph) == ""
-    assert graph.get_rt_info(graph_module.CONTEXT_LENGTH).astype(str) == "2048"
+    assert graph.get_rt_info(CONTEXT_LENGTH).astype(str) == "2048"
 
 
 # ------------------------------------------------------------------------------------------------------- the graph
@@ -238,7 +238,7 @@ def test_a_graph_that_computes_something_else_is_refused(monkeypatch: pytest.Mon
 def test_windows_are_those_of_paged_attention_too(name: str) -> None:
     model = BY_NAME[name].build()
     graph = graph_module.convert(model)
-    assert graph.get_rt_info(graph_module.CONTEXT_LENGTH).astype(str) == "256"
+    assert graph.get_rt_info(CONTEXT_LENGTH).astype(str) == "256"
     _assert_paged(model, graph, 40)
 
 

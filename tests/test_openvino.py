@@ -17,7 +17,14 @@ import pytest
 import torch
 from helpers import GREEDY
 from test_exact import differing, prompts_of
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from leapahead import LLM, SamplingParams
 from leapahead.core.errors import BadParameter, CacheFull, ContextOverflow, LeapaheadError, Refused
@@ -402,6 +409,45 @@ def test_sliding_windows(window: int, tmp_path: Path) -> None:
     session.close()
 
 
+@pytest.mark.parametrize(
+    ("values", "windows"),
+    [
+        ({}, (8, 8, 8, 8)),
+        ({"use_sliding_window": False}, None),
+        ({"use_sliding_window": True, "max_window_layers": 3}, (0, 0, 0, 8)),
+        ({"sliding_window_pattern": 2}, (8, 0, 8, 0)),
+        ({"sliding_window_pattern": "LLG"}, (8, 8, 0, 8)),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, (0, 8, 0, 8)),
+    ],
+)
+def test_windows_of_older_configurations(
+    values: dict[str, Any], windows: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    config = {"sliding_window": 8, "num_hidden_layers": 4, "max_position_embeddings": 64, **values}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert folder.describe(tmp_path).windows == windows
+
+
+@pytest.mark.slow
+def test_the_graph_tells_which_layers_have_a_window(tmp_path: Path) -> None:
+    """Hub configurations leave out what is the default of their class, as the layers of Gemma 3."""
+    torch.manual_seed(1)
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "head_dim": 8}
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **kinds)).eval()
+    place = saved(model, tmp_path)
+    config = json.loads((place / "config.json").read_text())
+    left_out = ("layer_types", "_sliding_window_pattern", "max_position_embeddings")
+    (place / "config.json").write_text(json.dumps({name: config[name] for name in config if name not in left_out}))
+    target = folder.load(place, OpenVinoOptions(n_threads=1))
+    assert target.info.context_length == SIZES["max_position_embeddings"]
+    tokens = text(60)
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0].numpy()
+    session = opened(target, tokens)
+    close(target.step([session], [TokenTree.root(tokens[-1])])[0].logits, expected[-1:])
+    session.close()
+
+
 # Exact mode
 
 
@@ -513,7 +559,7 @@ def test_broken_folders(exported: Path, tmp_path: Path) -> None:
     (copy() / "config.json").write_text(json.dumps(window))
     refused("has 2 attention layers and its config.json describes 3")
     (copy() / "config.json").write_text("{}")
-    assert LLM(str(broken)).target.info.context_length == folder.USUAL_LENGTH
+    assert LLM(str(broken)).target.info.context_length == SIZES["max_position_embeddings"]  # the graph tells it
     (broken / "config.json").write_text(json.dumps({**config, "max_position_embeddings": -1}))
     refused("a context of -1 tokens in .*config.json' is not possible; correct it")
     (broken / "config.json").unlink()

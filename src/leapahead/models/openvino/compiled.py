@@ -31,7 +31,8 @@ STEPS = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}  # relative steps of
 PIECES, PIECE = 1024, 256  # so many pieces of so many bytes of the weights are part of the digest
 LEAST_WEIGHT = 4096  # numbers of a constant that counts as a weight
 NO_WEIGHTS = ("boolean", "i32", "i64")  # types of masks and tables
-STATEFUL = ["leapahead", "stateful"]  # of a graph's runtime information: why it is decoded by its states
+# Of a graph's runtime information: why it is decoded by its states, and the tokens of the longest sequence.
+STATEFUL, CONTEXT_LENGTH = ["leapahead", "stateful"], ["leapahead", "context_length"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class CompiledModel(ABC):
         bucket: see `TargetInfo.bucket`.
         vocab_size, hidden_size: of the model.
         layers: of those that cache keys and values.
+        context_length: tokens of the longest sequence, where the graph tells them; else 0.
         weights: the type of most of its weights, by OpenVINO's name.
         computed_in, cached_in: the types of the computation and of the cache.
         threads: number of them.
@@ -88,6 +90,8 @@ class CompiledModel(ABC):
         self.file = file
         core = ov.Core()
         graph = read_model(core, file)
+        tells = graph.has_rt_info(CONTEXT_LENGTH)
+        self.context_length = int(graph.get_rt_info(CONTEXT_LENGTH).astype(str)) if tells else 0
         self.weights, count = weight_type(graph)
         self.prepare(graph)
         kind = options.precision or ("f32" if self.weights == "f32" else _usual_precision(core))

@@ -21,6 +21,7 @@ from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused, needing
 from leapahead.core.text import Tokenizer
+from leapahead.core.tree import UNLIMITED
 from leapahead.models import huge_pages
 from leapahead.models.llama_cpp import file as gguf_file
 from leapahead.models.memory import free_host_bytes
@@ -33,7 +34,7 @@ from leapahead.models.openvino.stateful import StatefulModel
 from leapahead.models.openvino.tokenizer import OpenVinoTokenizer
 
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length")
-USUAL_LENGTH = 4096  # of a model whose folder does not say it
+USUAL_LENGTH = 4096  # of a model whose folder does not tell it, not even in the graph
 # Models and pre-tokenizers of GGUF files with which OpenVINO's tokenizer splits texts as llama.cpp does.
 SAME_SPLITS = (("gpt2", "qwen2"), ("gpt2", "smollm"))
 ATTENTION = ("full_attention", "sliding_attention")  # kinds of layers that paged attention computes
@@ -45,7 +46,7 @@ class Description:
     """What a folder says of its model.
 
     Attributes:
-        context_length: greatest number of tokens of a sequence.
+        context_length: greatest number of tokens of a sequence; `UNLIMITED` where config.json does not tell.
         windows: of each layer the number of tokens that it attends to, 0 for all; None where no layer has a window.
         paged: whether paged attention computes all kinds of layers.
         end_token_ids: of the configurations.
@@ -131,10 +132,11 @@ def load(
     options, path = options or OpenVinoOptions(), Path(folder).expanduser()
     described = describe(path)
     model = _model(path / MODEL, options, described)
+    length = described.context_length
     fitting = int(CACHE_SHARE * free_host_bytes()) // model.bytes_per_token
     return OpenVinoTarget(
         model,
-        context_length=described.context_length,
+        context_length=length if length < UNLIMITED else model.context_length or USUAL_LENGTH,
         cache_tokens=options.cache_tokens or fitting,
         name=name or path.resolve().name,
         exact=exact,
@@ -181,7 +183,7 @@ def describe(folder: Path) -> Description:
 
 def _length(text: dict[str, Any]) -> int:
     """The greatest number of tokens of a sequence."""
-    length = next((int(text[name]) for name in LENGTHS if isinstance(text.get(name), int)), USUAL_LENGTH)
+    length = next((int(text[name]) for name in LENGTHS if isinstance(text.get(name), int)), UNLIMITED)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     for parameters in (rope, *rope.values()) if isinstance(rope, dict) else ():  # of all layers, or by their kinds
         if isinstance(parameters, dict) and parameters.get("rope_type", parameters.get("type")) == "longrope":
@@ -195,7 +197,10 @@ def _kinds(text: dict[str, Any]) -> Sequence[str]:
     """The kinds of the layers, one each; none where all attend to everything."""
     window, layers, kinds = text.get("sliding_window"), text.get("num_hidden_layers"), text.get("layer_types")
     if kinds is None and window and text.get("use_sliding_window", True) and isinstance(layers, int):
-        return ["sliding_attention"] * layers
+        # Configurations that are older than `layer_types`: Qwen's first layers and every n-th one attend to everything.
+        first, every = text.get("max_window_layers") or 0, text.get("sliding_window_pattern") or layers + 1
+        every = len(every) if isinstance(every, str) else every  # LLLG is the same as 4
+        return [ATTENTION[at >= first and (at + 1) % every != 0] for at in range(layers)]
     return kinds or ()
 
 

@@ -29,8 +29,8 @@ from torch.nn.utils import parametrize
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from leapahead.core.errors import Refused
-from leapahead.models.openvino.compiled import STATEFUL, cause
-from leapahead.models.openvino.paged import ATTENTION, SLIDING_WINDOW, give_paged_attention
+from leapahead.models.openvino.compiled import CONTEXT_LENGTH, STATEFUL, cause
+from leapahead.models.openvino.paged import give_paged_attention, has_windows
 from leapahead.models.transformers import families
 from leapahead.models.transformers.arguments import cache_name
 from leapahead.models.transformers.families import Pattern
@@ -40,7 +40,6 @@ CHUNKS = (11, 3, 1)  # tokens of each forward of the comparison
 TOLERANCE = 1e-3  # greatest difference of two logits, in parts of the greatest logit
 BATCH, PAST, NEW = 2, 3, 2  # of the traced forward; sizes that differ, since the converter may keep equal ones as one
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-CONTEXT_LENGTH = ["leapahead", "context_length"]  # of a graph's runtime information: tokens of the longest sequence
 EXPERTS = "batched_mm"  # the implementation of experts whose operations do not depend on the routing
 
 
@@ -254,16 +253,9 @@ def lacks_paged_attention(graph: Any, windows: bool = False) -> str:
     copy = graph.clone()
     if why := give_paged_attention(copy):
         return why
-    attention = [node for node in copy.get_ops() if node.get_type_name() == ATTENTION]
-    if windows != any(_has_window(node) for node in attention):
+    if windows != has_windows(copy):
         return "the transformation does not know its sliding windows"
     return ""
-
-
-def _has_window(attention: Any) -> bool:
-    """Whether a node of paged attention has a sliding window: a constant 0 stands for none."""
-    window = attention.input_value(SLIDING_WINDOW).get_node()
-    return window.get_type_name() != "Constant" or bool(window.data.any())
 
 
 # -------------------------------------------------------------------------------------------------- the comparison

@@ -110,7 +110,8 @@ class PagedModel(CompiledModel):
     Args:
         file: openvino_model.xml of an exported model.
         options: how it is compiled.
-        windows: of each layer, the number of tokens that it attends to; 0 for all. None where no layer has a window.
+        windows: of each layer, the number of tokens that it attends to, where its graph does not tell; 0 for all. None
+            where no layer has a window.
 
     Attributes:
         planes: of the cache: keys and values of each layer.
@@ -139,7 +140,7 @@ class PagedModel(CompiledModel):
         why = str(graph.get_rt_info(STATEFUL).astype(str)) if graph.has_rt_info(STATEFUL) else ""
         if why := why or give_paged_attention(graph):
             raise Refused(f"OpenVINO cannot give the model {str(self.file)!r} paged attention ({why})")
-        if self._windows:
+        if self._windows and not has_windows(graph):
             _set_windows(graph, self._windows, self.file)
 
     def measure(self) -> None:
@@ -226,9 +227,19 @@ def give_paged_attention(model: Any) -> str:
     return ""
 
 
+def has_windows(model: Any) -> bool:
+    """Whether the transformation has found a sliding window in some layer: a constant 0 stands for none."""
+    windows = [node.input_value(SLIDING_WINDOW).get_node() for node in _attention(model)]
+    return any(window.get_type_name() != "Constant" or window.data.any() for window in windows)
+
+
+def _attention(model: Any) -> list[Any]:
+    return [node for node in model.get_ordered_ops() if node.get_type_name() == ATTENTION]
+
+
 def _set_windows(model: Any, windows: Sequence[int], file: Path) -> None:
     """Gives every layer its sliding window, which the transformation knows of few families."""
-    layers = [node for node in model.get_ordered_ops() if node.get_type_name() == ATTENTION]
+    layers = _attention(model)
     layers.sort(key=lambda node: _layer_first(node.input_value(3).get_node().get_friendly_name()))
     if len(layers) != len(windows):
         raise BadParameter(
