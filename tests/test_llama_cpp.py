@@ -465,6 +465,17 @@ def test_ids_are_shared_fairly() -> None:
     target.step([one, two], trees)  # the first gives four of its eight ids back
 
 
+def test_ids_beside_those_of_a_tree_are_given_to_another_sequence() -> None:
+    target = load(n_seq_max=8)
+    one = opened(target, PROMPT)
+    target.step([one], [TokenTree.from_paths(319, [[i] for i in range(6)])])
+    one.commit(Verdict((0,), (9,), 0))
+    two = opened(target, PROMPT[1:])  # takes an id that is free
+    assert target.max_leaves == 4
+    trees = [TokenTree.from_paths(token, [[i] for i in range(4)]) for token in (9, 319)]
+    target.step([one, two], trees)  # the first has six ids and needs four
+
+
 def test_what_is_kept_for_later_makes_room() -> None:
     target = load(n_ctx=256)
     for first in range(0, 2000, 100):

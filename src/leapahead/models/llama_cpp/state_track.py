@@ -84,19 +84,11 @@ class StateTrack(Track):
         self.kept, self.tree = [], None
         return True
 
-    def release_ids(self, keep: int = 0) -> list[int]:
-        used = {state for _, state in self.kept if isinstance(state, int)}
-        given = [other for other in self.copies if other not in used][keep:]
-        for other in given:
-            self.context.remove(other)
-            del self.copies[other]
-        return given
-
     def _spare(self) -> int | None:
         """An id that holds no state of the tree; None where all are in use, or cannot hold one."""
         if not self.context.shares_states:
             return None
-        used = {state for _, state in self.kept if isinstance(state, int)}
+        used = self._in_use()
         for each in self.copies:
             if each not in used:
                 return each
@@ -106,6 +98,9 @@ class StateTrack(Track):
             return None
         self.copies[new] = 0
         return new
+
+    def _in_use(self) -> set[int]:
+        return {state for _, state in self.kept if isinstance(state, int)}
 
     def _restore(self, read: int, state: Kept) -> None:
         """Takes the sequence back to a kept state. Later states, of tokens that were rejected, are dropped."""

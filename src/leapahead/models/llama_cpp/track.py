@@ -103,7 +103,7 @@ class Track:
                 placed.append((leaf, id_of.pop(node)))
             else:
                 begun.append((leaf, node))
-        used = {each for _, each in self.leaf_ids}
+        used = self._in_use()
         for (leaf, node), each in zip(begun, self._others(len(begun), used), strict=True):
             self.context.copy(owner[node], each, self.length, self.length + tree.depth_list[node] + 1)
             placed.append((leaf, each))
@@ -123,6 +123,10 @@ class Track:
                 self.context.copy(self.main, other, self.copies[other], self.length)
                 self.copies[other] = self.length
         return others
+
+    def _in_use(self) -> set[int]:
+        """The ids that the last step's tree needs."""
+        return {each for _, each in self.leaf_ids}
 
     def _lost(self, other: int) -> bool:
         """Whether llama.cpp has reused cells, passed by a sliding window, of only one of this id and the main one.
@@ -182,9 +186,10 @@ class Track:
         return done
 
     def release_ids(self, keep: int = 0) -> list[int]:
-        """Gives ids back that no tree uses now, all but `keep` of them; returns them."""
-        used = {each for _, each in self.leaf_ids}
-        given = [other for other in self.copies if other not in used][keep:]
+        """Gives ids back that no tree uses now, until `keep` are left beside the main one; returns them."""
+        used = self._in_use()
+        unused = [other for other in self.copies if other not in used]
+        given = unused[: max(len(self.copies) - keep, 0)]
         for other in given:
             self.context.remove(other)
             del self.copies[other]
