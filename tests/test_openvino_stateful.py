@@ -21,7 +21,8 @@ from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.engine.scheduler import Engine
 from leapahead.models.base import CHAIN, TREE, Capture, read_prompt
-from leapahead.models.openvino import folder
+from leapahead.models.openvino import folder, stateful
+from leapahead.models.openvino.compiled import run
 from leapahead.models.openvino.export import export
 from leapahead.models.openvino.options import OpenVinoOptions
 from leapahead.models.openvino.stateful import StatefulModel
@@ -139,6 +140,32 @@ def test_a_draft_may_grow_and_is_forgotten(target: Any, reference: Reference) ->
     grown = target.step([session], [TokenTree.chain(tokens[39], tokens[40:43])], [2])[0]
     close(grown.logits, expected[41:43])
     close(after(target, session), expected[39])
+    session.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupted_forward_is_repeated(
+    late: bool, target: Any, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt reaches Python before a forward or behind it, when the states have its tokens."""
+
+    def interrupted(request: Any) -> None:
+        if late:
+            run(request)
+        raise KeyboardInterrupt
+
+    tokens = text(20)
+    session = target.open(tokens, GREEDY)
+    for forward in (
+        lambda: read_prompt(target, session),
+        lambda: target.step([session], [TokenTree.chain(tokens[-1], [1, 2])]),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(stateful, "run", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                forward()
+        read_prompt(target, session)
+    close(after(target, session), reference(tokens)[-1])
     session.close()
 
 

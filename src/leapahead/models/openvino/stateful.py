@@ -33,7 +33,8 @@ class Track(tracks.Track):
 
     Attributes:
         request: whose states are those of the sequence.
-        held: tokens whose entries are in the states: the committed ones, and what the last forward wrote.
+        held: greatest number of tokens whose entries are in the states: the committed ones, and what the last forward
+            wrote, or failed to write.
     """
 
     request: Any = None
@@ -75,8 +76,10 @@ class States(tracks.Cache[Track]):
 
     def cut(self, track: Track, length: int) -> None:
         """Discards the entries behind the first `length`."""
-        if track.held > length:
+        if track.held > length > 0:
             self._copy(track, track, length)
+        elif track.held > length:
+            track.request.reset_state()  # states that nothing was written to cannot be read
 
     def _new(self, tokens: list[int], reserve: int, owner: str) -> Track:
         request = self._unused.pop() if self._unused else self._compiled.create_infer_request()
@@ -187,9 +190,9 @@ class StatefulModel(CompiledModel):
             cache.cut(track, part.past)
             for name in (*self._given, "rows"):
                 track.request.set_tensor(name, ov.Tensor(inputs[name]))
+            track.held = part.past + count  # at least so many after an interrupt
             run(track.request)
         except RuntimeError as error:
             raise LeapaheadError(f"OpenVINO could not compute a forward of {count} tokens: {cause(error)}") from None
-        track.held = part.past + count
         logits, hidden = self.outputs(track.request)
         return logits[: len(rows)], hidden
