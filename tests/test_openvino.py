@@ -32,7 +32,7 @@ from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models import huge_pages, loading
 from leapahead.models.base import Capture, read_prompt
-from leapahead.models.openvino import compiled, folder
+from leapahead.models.openvino import blocks, compiled, folder, paged
 from leapahead.models.openvino.blocks import Plane, Pool
 from leapahead.models.openvino.export import export
 from leapahead.models.openvino.model import OpenVinoTarget
@@ -344,6 +344,38 @@ def test_the_pool_shares_whole_blocks_and_copies_the_last() -> None:
     assert cache.take(list(range(12)), 11).length == 10
     cache.forget()
     assert len(cache.open) == 1
+
+
+def test_a_prompt_for_which_memory_ends_takes_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = pool()
+    source = cache.take(list(range(50)), 0)
+    written(cache, source, 50)
+    cache._free.clear()
+    uses = list(cache.uses)
+    monkeypatch.setattr(blocks.np, "zeros", lambda *_: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(LeapaheadError, match="no memory for a KV cache"):
+        cache.take([*range(50), 1], 45)
+    assert (cache.uses, cache.open) == (uses, [source])
+
+
+def test_an_input_that_was_not_set_is_set_the_next_time() -> None:
+    class Request:
+        interrupts = False
+
+        def set_tensor(self, name: str, tensor: Any) -> None:
+            if self.interrupts:
+                raise KeyboardInterrupt
+            self.tensor = tensor
+
+    request = Request()
+    values = paged._Input(request, "input_ids", np.int64)
+    values.put([1, 2])
+    request.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        values.put([3, 4, 5])
+    request.interrupts = False
+    values.put([6, 7, 8])
+    assert request.tensor.data.tolist() == [6, 7, 8]
 
 
 def test_the_pool_grows_and_makes_room() -> None:

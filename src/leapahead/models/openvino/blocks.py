@@ -147,11 +147,11 @@ class Pool(tracks.Cache[Track]):
     def _share(self, track: Track, source: Track, shared: int) -> None:
         """Gives a new track what another one has of its first `shared` tokens."""
         full, rest = divmod(shared, self.size)
-        track.blocks = source.blocks[:full]
-        for block in track.blocks:
+        own = [self._new_block(source)] if rest else []  # first, since there may be no memory for it
+        track.blocks = source.blocks[:full] + own
+        for block in source.blocks[:full]:
             self.uses[block] += 1
-        if rest:
-            track.blocks.append(block := self._new_block(source))
+        for block in own:
             for array in self._arrays:
                 array[:, block, :, :rest] = array[:, source.blocks[full], :, :rest]
         track.length = shared

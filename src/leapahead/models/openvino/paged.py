@@ -44,6 +44,7 @@ class _Input:
     def put(self, values: npt.ArrayLike) -> None:
         found = np.asarray(values)
         if len(found) != len(self._values) or not self._is_set:
+            self._is_set = False  # until it is, also after an interrupt
             self._values = np.zeros(len(found), self._values.dtype)
             self._request.set_tensor(self._name, ov.Tensor(self._values, shared_memory=True))
             self._is_set = True
