@@ -36,6 +36,7 @@ import gguf_models
 import llama_cpp
 
 from leapahead.models.llama_cpp import log, model
+from leapahead.models.llama_cpp.cells import Cells
 from leapahead.models.llama_cpp.context import Context
 from leapahead.models.llama_cpp.model import LlamaCppTarget
 from leapahead.models.llama_cpp.options import LlamaCppOptions
@@ -474,6 +475,43 @@ def test_ids_beside_those_of_a_tree_are_given_to_another_sequence() -> None:
     assert target.max_leaves == 4
     trees = [TokenTree.from_paths(token, [[i] for i in range(4)]) for token in (9, 319)]
     target.step([one, two], trees)  # the first has six ids and needs four
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Context, "save_state"),
+        (Context, "copy"),
+        (Cells, "_reserve"),
+        (Cells, "release"),
+        (LlamaCppSession, "__init__"),
+    ],
+)
+def test_what_an_interrupted_call_leaves_behind_is_freed(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load(n_seq_max=3)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    def work() -> None:  # a text leaves the cells, others enter
+        first = opened(target, range(500, 540))
+        try:
+            target.fork(first, GREEDY).close()
+        finally:
+            first.close()
+
+    opened(target, PROMPT).close()
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            work()
+    sessions = [opened(target, range(start, start + 20)) for start in range(400, 430, 10)]  # all ids
+    held = last_positions(target)
+    assert sum(held.values()) + len(held) == 3 * 19
+    for session in sessions:
+        session.close()
 
 
 def test_what_is_kept_for_later_makes_room() -> None:

@@ -15,7 +15,7 @@ tokens. So the state behind a prompt is kept beside the one at the end of its te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from leapahead.core.errors import CacheFull
 from leapahead.models.llama_cpp.context import Context
@@ -96,6 +96,18 @@ class Cells:
         self.open.append(track)
         self._most_open = max(self._most_open, len(self.open))
         return track
+
+    def reclaim(self, used: Collection[Track]) -> None:
+        """Frees what an interrupted call has left behind: open tracks that are not used, and ids without a track."""
+        self.open = [track for track in self.open if track in used]
+        tracks = [*self.open, *(idle for idle, _ in self._idle)]
+        for track in tracks:
+            if track.parent not in tracks:
+                track.parent, track.shared = None, 0
+        known = {each for track in tracks for each in (track.main, *track.copies)}
+        for lost in sorted(set(range(self.context.n_seq_max)) - known - set(self._free)):
+            self.context.remove(lost)
+            self._free.append(lost)
 
     def fork(self, track: Track) -> Track:
         """A second track over the cells of an open one, whose tree has been committed.

@@ -125,11 +125,12 @@ class LlamaCppTarget:
         self._check(capture)
         tokens = checked_prompt(tokens, self.info)
         sampler = Sampler(params, tokens, self.info.vocab_size)
+        self._cells.reclaim([each.track for each in self._sessions])
         again = capture.top_k > 0 and not self.model.stateful
         reuse = capture.reusable(len(tokens), again)
         session = LlamaCppSession(self, self._cells.acquire(tokens[:-1], reserve, reuse, owner), sampler, capture)
-        self._sessions.append(session)
         self._keep_state(session)
+        self._sessions.append(session)  # last: what is not in this list is reclaimed
         return session
 
     def prefill(self, session: LlamaCppSession, max_tokens: int) -> PromptRows | None:
