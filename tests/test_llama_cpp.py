@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -893,6 +896,42 @@ def test_a_signal_during_a_load_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> 
             load()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     load()
+
+
+@pytest.mark.parametrize("kind", ["model", "context"])
+def test_what_was_loaded_before_an_interrupt_is_freed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, free = {
+        "model": ("llama_model_load_from_file", "llama_model_free"),
+        "context": ("llama_init_from_model", "llama_free"),
+    }[kind]
+    made, freed = list[int](), list[int]()
+    own_make, own_free = getattr(llama_cpp, make), getattr(llama_cpp, free)
+
+    def interrupted(*given: Any) -> Any:
+        made.append(own_make(*given))
+        signal.raise_signal(signal.SIGINT)
+        return made[-1]
+
+    def counted(pointer: int) -> None:
+        freed.append(pointer)
+        own_free(pointer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llama_cpp, make, interrupted)
+        patched.setattr(llama_cpp, free, counted)
+        with pytest.raises(KeyboardInterrupt):
+            load()
+        gc.collect()
+        assert freed == made
+
+
+def test_a_file_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    place = tmp_path / os.fsdecode(b"m\xe9.gguf")
+    try:
+        shutil.copy(gguf_models.llama(), place)
+    except OSError:
+        pytest.skip("this file system has names in UTF-8 only")
+    assert load(place).info.vocab_size == 4096
 
 
 def test_the_log_callback_is_replaced_with_the_first_model_and_not_before() -> None:

@@ -77,13 +77,13 @@ class Model:
         if options.n_gpu_layers is not None:
             params.n_gpu_layers = options.n_gpu_layers
         with log.watched(params):
-            self.pointer = c.llama_model_load_from_file(str(file).encode(), params)
+            self.pointer = c.llama_model_load_from_file(os.fsencode(file), params)
+            self._free = weakref.finalize(self, c.llama_model_free, self.pointer)  # before an interrupt is raised
         if not self.pointer:
             raise BadParameter(
                 f"the GGUF file {self.path!r} cannot be loaded: {log.reason()}; download or copy it again if it is "
                 "damaged, or install a newer llama-cpp-python if the architecture is new"
             )
-        self._free = weakref.finalize(self, c.llama_model_free, self.pointer)
         self.vocab = c.llama_model_get_vocab(self.pointer)
         self.vocab_size: int = c.llama_vocab_n_tokens(self.vocab)
         self.n_ctx_train: int = c.llama_model_n_ctx_train(self.pointer)
@@ -180,12 +180,12 @@ class Context:
             params.n_ctx = (params.n_ctx + beyond) * params.n_seq_max
         with log.watched():
             self.pointer = c.llama_init_from_model(model.pointer, params)
+            self._free = weakref.finalize(self, c.llama_free, self.pointer)
         if not self.pointer:
             raise LeapaheadError(
                 f"llama.cpp cannot make a context of {params.n_ctx} tokens for {model.path!r} ({log.reason()}); "
                 "use a smaller n_ctx"
             )
-        self._free = weakref.finalize(self, c.llama_free, self.pointer)
         self.memory = c.llama_get_memory(self.pointer)
         if not self.memory:
             raise Refused(f"{model.path!r} is a model without a cache; leapahead decodes causal language models")
