@@ -457,6 +457,15 @@ def test_too_many_sequences_are_refused_by_name() -> None:
     target.open(PROMPT, GREEDY)
 
 
+def test_more_cells_than_llama_cpp_has_are_refused() -> None:
+    """It takes their number modulo 2**32."""
+    for options in ({"n_ctx": 2**31 - 1}, {"n_ctx": 2**28, "n_seq_max": 16}):
+        with pytest.raises(
+            BadParameter, match=f"n_ctx={options['n_ctx']} is not possible: .* are more than {2**31 - 1}; give"
+        ):
+            LLM(str(gguf_models.llama()), kv_unified=False, **options)
+
+
 def test_ids_are_shared_fairly() -> None:
     target = load(n_seq_max=8)
     one = opened(target, PROMPT)
@@ -751,6 +760,14 @@ def test_the_tokenizer_is_the_folders() -> None:
         assert ours.encode(text) == ids
         assert ours.decode(ids) == theirs.decode(ids)
         assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "spm"])
+def test_tokens_that_a_file_does_not_have_are_no_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = loading.gguf_tokenizer(str(gguf_models.bundled("f32")))
+    monkeypatch.setattr(tokenizer, "_joins", kind == "bpe")
+    ids = tokenizer.encode("def f(x):")
+    assert tokenizer.decode([-1, *ids, len(tokenizer), 2**40]) == "def f(x):"
 
 
 def test_streams_join_to_the_text() -> None:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refused
 from leapahead.models.llama_cpp import log
 from leapahead.models.llama_cpp.file import check_file, has_tensor
-from leapahead.models.llama_cpp.options import CACHE_TYPES, SMALLEST_CONTEXT, LlamaCppOptions
+from leapahead.models.llama_cpp.options import CACHE_TYPES, MOST, SMALLEST_CONTEXT, LlamaCppOptions
 
 FloatArray = npt.NDArray[np.float32]
 State = npt.NDArray[np.uint8]  # a copy of a recurrent state
@@ -68,11 +68,8 @@ class Model:
         log.install()
         c.llama_backend_init()
         params = c.llama_model_default_params()
-        params.load_mode = (
-            (c.LLAMA_LOAD_MODE_MMAP_MLOCK if options.use_mlock else c.LLAMA_LOAD_MODE_MMAP)
-            if options.use_mmap
-            else (c.LLAMA_LOAD_MODE_MLOCK if options.use_mlock else c.LLAMA_LOAD_MODE_NONE)
-        )
+        mode = "_".join(["MMAP"] * options.use_mmap + ["MLOCK"] * options.use_mlock) or "NONE"
+        params.load_mode = getattr(c, f"LLAMA_LOAD_MODE_{mode}")
         params.use_extra_bufts, params.vocab_only = options.use_extra_bufts, vocab_only
         if options.n_gpu_layers is not None:
             params.n_gpu_layers = options.n_gpu_layers
@@ -99,8 +96,8 @@ class Model:
                 f"{self.layers} layers of {c.llama_model_n_embd(self.pointer)}",
             )
         )
-        self.cells = not c.llama_model_is_recurrent(self.pointer) or bool(c.llama_model_is_hybrid(self.pointer))
-        self.stateful = bool(c.llama_model_is_recurrent(self.pointer) or c.llama_model_is_hybrid(self.pointer))
+        recurrent, hybrid = (bool(ask(self.pointer)) for ask in (c.llama_model_is_recurrent, c.llama_model_is_hybrid))
+        self.cells, self.stateful = hybrid or not recurrent, hybrid or recurrent
         architecture = self.meta("general.architecture")
         self.alone, self.keeps = architecture in ALONE, architecture not in COPIES_ALL
         self._refuse_other_kinds()
@@ -177,7 +174,12 @@ class Context:
         wanted = params.n_ctx
         if beyond:
             params.kv_unified = False
-            params.n_ctx = (params.n_ctx + beyond) * params.n_seq_max
+            if (cells := (wanted + beyond) * params.n_seq_max) > MOST:
+                raise BadParameter(
+                    f"n_ctx={wanted} is not possible: so many cells for each of {params.n_seq_max} sequences are "
+                    f"more than {MOST}; give a smaller one"
+                )
+            params.n_ctx = cells
         with log.watched():
             self.pointer = c.llama_init_from_model(model.pointer, params)
             self._free = weakref.finalize(self, c.llama_free, self.pointer)
@@ -201,9 +203,8 @@ class Context:
         # A context that is longer than what the model was trained with is the user's to choose, as in llama.cpp.
         limited = model.learned_positions or not options.n_ctx
         longest = wanted if beyond else self.n_ctx
-        if limited and model.n_ctx_train:
-            longest = min(longest, model.n_ctx_train - (beyond if model.learned_positions else 0))
-        self.longest = longest
+        trained = model.n_ctx_train - (beyond if model.learned_positions else 0)
+        self.longest = min(longest, trained) if limited and model.n_ctx_train else longest
         self.precision = max(model.precision, *(STEPS[each] for each in types))
         self.fingerprint = (
             f"{params.n_threads} threads {params.n_threads_batch} for batches cache {types[0]} {types[1]} "
@@ -350,8 +351,7 @@ def _context_params(model: Model, options: LlamaCppOptions, types: tuple[str, st
             "a time; leave it out"
         )
     usual = 1 if model.alone else USUAL_STATES if model.stateful else USUAL_SEQUENCES
-    usual_sequences = min(usual, params.n_ubatch)
-    params.n_seq_max = options.n_seq_max or usual_sequences
+    params.n_seq_max = options.n_seq_max or min(usual, params.n_ubatch)
     if params.n_seq_max > params.n_ubatch:
         raise BadParameter(
             f"n_seq_max={params.n_seq_max} sequences do not fit a batch of {params.n_ubatch} tokens; "

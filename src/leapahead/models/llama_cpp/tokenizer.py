@@ -59,10 +59,13 @@ class GgufTokenizer:
             size = -count
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        known = [
+            token for token in map(int, token_ids) if 0 <= token < len(self)
+        ]  # llama.cpp ends the process by others
         if self._joins:
-            pieces = [self._piece(int(token), not skip_special_tokens) for token in token_ids]
+            pieces = [self._piece(token, not skip_special_tokens) for token in known]
             return b"".join(pieces).decode("utf-8", "replace")
-        ids = np.asarray(token_ids, dtype=np.int32)
+        ids = np.asarray(known, dtype=np.int32)
         pointer = ids.ctypes.data_as(ctypes.POINTER(c.llama_token))
         size = 16 * len(ids) + 64
         while True:
