@@ -19,7 +19,7 @@ from architectures import ARCHITECTURES, BY_NAME, Architecture
 from leapahead import LLM
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.models import loading
-from leapahead.models.openvino import gguf
+from leapahead.models.openvino import gguf, store
 from leapahead.models.openvino.compiled import CONTEXT_LENGTH, STATEFUL
 from leapahead.models.openvino.export import Exported, cached_export, export
 from leapahead.models.openvino.options import MODEL, is_openvino
@@ -314,6 +314,22 @@ def test_force_replaces_a_folder(tiny_folder: Path, tmp_path: Path, converted: N
     for force in (False, True):
         export(tiny_folder, tmp_path / "out", "f32", force=force)
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rename(path: Path, goal: Path, own: Any = Path.rename) -> Path:
+        if path.name == "made":
+            raise PermissionError(13, "Permission denied")
+        return Path(own(path, goal))
+
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / MODEL).write_text("old")
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(BadParameter, match=r"out cannot be written \(Permission denied\)"), store.written(out, True):
+        pass
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+    assert (out / MODEL).read_text() == "old"
 
 
 def test_a_full_disk(tiny_folder: Path, tmp_path: Path, converted: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,15 @@ def written(out: Path, force: bool, remedy: str = "name another folder, or make 
             made = Path(work) / "made"
             made.mkdir()
             yield made
-            if out.exists():
-                out.rename(Path(work) / "replaced")
-            made.rename(out)
+            replaced = Path(work) / "replaced"
+            try:
+                if out.exists():
+                    out.rename(replaced)
+                made.rename(out)
+            except BaseException:
+                if replaced.exists():
+                    replaced.rename(out)
+                raise
     except OSError as error:
         raise BadParameter(f"{out} cannot be written ({error.strerror or error}); {remedy}") from error
 
