@@ -16,6 +16,7 @@ from leapahead.core.tree import TokenTree
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
+import llama_cpp
 from gguf_architectures import BY_NAME, VOCABULARY
 from gguf_models import bundled
 
@@ -135,3 +136,16 @@ def test_mutation_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadParameter, match="with branches is not possible in exact mode"):
         differing(target, prompts_of((20,), 4000))
     assert target_of("bf16").max_nodes == STEP_ROWS
+
+
+def test_nothing_goes_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp's own choice is to put all layers there."""
+    asked, own = list[int](), llama_cpp.llama_model_load_from_file
+
+    def loaded(path: bytes, params: Any) -> Any:
+        asked.append(params.n_gpu_layers)
+        return own(path, params)
+
+    monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", loaded)
+    loading.load(bundled("f32"), exact=True, n_ctx=256)
+    assert asked == [0]

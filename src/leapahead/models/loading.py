@@ -307,7 +307,7 @@ def _gguf(
         raise BadParameter(f"dtype={dtype!r} is not possible with a GGUF file, which has its own; export it as another")
     if device not in ("auto", "cpu"):
         raise BadParameter(f"device={device!r} is not possible with a GGUF file; n_gpu_layers says what goes to a GPU")
-    if device == "cpu":
+    if device == "cpu" or exact:
         options = {"n_gpu_layers": 0, **options}
     settings = LlamaCppOptions(**options)
     if exact:
