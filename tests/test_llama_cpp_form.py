@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from leapahead.cli import main
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import TokenTree
 from leapahead.drafters import registry
-from leapahead.models import loading
+from leapahead.models import loading, memory
 from leapahead.models.base import read_prompt
 
 pytest.importorskip("llama_cpp")
@@ -245,3 +247,14 @@ def test_padding_counts() -> None:
     assert target.cost(sessions, trees).rows == 96
     with pytest.raises(BadParameter, match="a step of 96 rows is more than the 64"):
         target.step(sessions, trees)
+
+
+def test_free_memory_under_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernel:
+        def GlobalMemoryStatusEx(self, status: Any) -> None:
+            assert ctypes.sizeof(status) == status[0]
+            status[2] = 5 * 10**9
+
+    monkeypatch.setattr(memory.sys, "platform", "win32")
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=Kernel()), raising=False)
+    assert memory.free_host_bytes() == 5 * 10**9

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from pathlib import Path
 
 
 def free_host_bytes() -> int:
     """Memory that can still be allocated. Where the system does not tell, half of what there is."""
+    if sys.platform == "win32":
+        status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX: its size and the load, all memory, what is free, ...
+        ctypes.windll.kernel32.GlobalMemoryStatusEx(status)
+        return int(status[2])
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
