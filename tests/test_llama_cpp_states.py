@@ -115,6 +115,21 @@ def commit(session: LlamaCppSession, *tokens: int) -> None:
     session.commit(Verdict(tuple(range(len(tokens))), tokens, len(tokens) - 1))
 
 
+def test_tokens_that_are_read_again_take_the_cells_of_earlier_texts() -> None:
+    target = load("jamba", n_ctx=256)
+    first = opened(target, range(1, 21))
+    for start in range(30, 180, 50):
+        opened(target, range(start, start + 50)).close()
+    drafted(target, first, range(1, 21))
+    commit(first, *range(1, 14))  # 13 tokens are to be read again
+    cells = target._cells
+    second = opened(target, range(100, 200))
+    while cells.taken + cells.kept < 256:  # it grows as far as there is room
+        drafted(target, second, [])
+        commit(second, 1)
+    drafted(target, first, [])
+
+
 # ---------------------------------------------------------------------------------------------------- texts
 
 

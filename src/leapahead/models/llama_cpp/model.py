@@ -337,6 +337,7 @@ class LlamaCppTarget:
             return
         while track.length < last:
             tokens = session.tokens[track.length : min(track.length + self._chunk, last)]
+            self._cells.make_room(len(tokens), f"a text of {last + 1} tokens, part of which is read again,")
             self._forward([session], [TokenTree.chain(tokens[0], tokens[1:])], [False] * len(tokens), [0], NOTHING)
             track.commit(range(len(tokens)))
 
@@ -358,9 +359,7 @@ class LlamaCppTarget:
             given.expire()
         self._given = []
         try:
-            tokens: list[int] = []
-            positions: list[int] = []
-            ids: list[list[int]] = []
+            tokens, positions, ids = list[int](), list[int](), list[list[int]]()
             for session, tree, first in zip(sessions, trees, num_computed, strict=True):
                 ids += session.track.place(tree, first)
                 tokens += tree.token_list[first:]
