@@ -461,6 +461,15 @@ def test_windows_of_older_configurations(
 
 
 @pytest.mark.slow
+def test_a_window_that_only_the_graph_tells_rules_out_trees(tmp_path: Path) -> None:
+    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=700)).eval()
+    place = saved(model, tmp_path)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({name: config[name] for name in config if name != "sliding_window"}))
+    assert "tree" not in folder.load(place, OpenVinoOptions(n_threads=1)).info.capabilities
+
+
+@pytest.mark.slow
 def test_the_graph_tells_which_layers_have_a_window(tmp_path: Path) -> None:
     """Hub configurations leave out what is the default of their class, as the layers of Gemma 3."""
     torch.manual_seed(1)

@@ -82,6 +82,7 @@ class CompiledModel(ABC):
     trees: ClassVar[bool]
     bucket: ClassVar[int]
     prepared: int = 0  # see `TargetInfo.prepared`
+    windowed = False  # whether paged attention has sliding windows
     token_axis: ClassVar[int]  # of the hidden states
     bytes_per_token: int
     layers: int

@@ -140,7 +140,8 @@ def load(
         cache_tokens=options.cache_tokens or fitting,
         name=name or path.resolve().name,
         exact=exact,
-        window=min((each for each in described.windows or () if each), default=0),
+        # A window of unknown size is taken for the smallest one.
+        window=min((each for each in described.windows or () if each), default=int(model.windowed)),
     )
 
 

@@ -141,7 +141,8 @@ class PagedModel(CompiledModel):
         why = str(graph.get_rt_info(STATEFUL).astype(str)) if graph.has_rt_info(STATEFUL) else ""
         if why := why or give_paged_attention(graph):
             raise Refused(f"OpenVINO cannot give the model {str(self.file)!r} paged attention ({why})")
-        if self._windows and not has_windows(graph):
+        self.windowed = has_windows(graph)
+        if self._windows and not self.windowed:
             _set_windows(graph, self._windows, self.file)
 
     def measure(self) -> None:
