@@ -54,6 +54,7 @@ CASES: list[tuple[str, StopParams, list[int], str, int | str | None]] = [
     ("string in one token", StopParams(stop_strings=("x",)), [0, 1, 5, 8], "stop", "x"),
     ("string across tokens", StopParams(stop_strings=("bcx",)), [0, 1, 5, 8], "stop", "bcx"),
     ("string ends within a token", StopParams(stop_strings=("xy",)), [0, 1, 5, 8, 9], "stop", "xy"),
+    ("string in a stop token", StopParams(stop_strings=("bc",), stop_token_ids=(5,)), [0, 1, 5], "stop", "bc"),
     ("the earlier of two", StopParams(stop_strings=("x", "bc")), [0, 1, 5], "stop", "bc"),
 ]
 

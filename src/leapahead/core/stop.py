@@ -23,7 +23,8 @@ class StopParams:
         max_new_tokens: >= 1.
         eos_token_ids: end the text; the text's last token is one of them.
         stop_token_ids: the same, chosen by the user.
-        stop_strings: end the text at the token that completes one, wherever in that token it ends.
+        stop_strings: end the text at the token that completes one, wherever in that token it ends; also where this
+            token is one of `stop_token_ids`.
         criteria: called with all tokens (prompt included) after each new one; true ends the text.
 
     Raises:
@@ -111,10 +112,10 @@ class Stopper:
         self.room -= 1
         if token in p.eos_token_ids:
             self.finish_reason = "stop"
-        elif token in p.stop_token_ids:
-            self.finish_reason, self.stop_reason = "stop", token
         elif (found := self._stop_string(token)) is not None:
             self.finish_reason, self.stop_reason = "stop", found
+        elif token in p.stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", token
         elif self._criterion(token) or (self._complete is not None and self._complete(tokens)):
             self.finish_reason = "stop"
         elif self.room <= 0:
