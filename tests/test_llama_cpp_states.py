@@ -169,6 +169,8 @@ def test_text_of_chains_where_ids_are_few(name: str, n_seq_max: int) -> None:
     if windowed and n_seq_max == 1:
         with pytest.warns(UserWarning, match=r"decodes plainly .*lfm2_sliding.gguf does not have chain"):
             assert texts(target, "auto", "greedy", expected, 4) == expected
+        plain = LLM(target, drafter="plain").generate([5, 6], max_new_tokens=3, logprobs=2)
+        assert [entry.top[0][0] for entry in plain.logprobs] == plain.tokens
         with pytest.raises(Refused, match=r"'prompt_lookup' needs chain.*recurrent state cannot discard"):
             LLM(target, drafter="prompt_lookup")
         return

@@ -241,8 +241,10 @@ def test_a_drafter_with_a_rule_of_its_own_and_a_target_without_logits_are_refuse
     with pytest.raises(BadParameter, match="'speculative_sampling', which has an acceptance rule of its own"):
         llm.generate(PROMPT, acceptance="lossy-typical")
     poor = LLM(ToyTarget(capabilities=ALL - {HIDDEN, LOGITS}), drafter="recycling")
-    with pytest.raises(Refused, match="the rule 'lossy-bild' needs logits"):
+    with pytest.raises(Refused, match=r"the rule 'lossy-bild' needs logits.*; leave it out"):
         poor.generate(PROMPT, acceptance="lossy-bild")
+    with pytest.raises(Refused, match=r"logprobs=2 needs logits.*; leave it out"):
+        poor.generate(PROMPT, logprobs=2)
 
 
 def measured(temperature: float) -> list[dict[str, Any]]:

@@ -190,6 +190,17 @@ def test_text_of_registered_drafters(name: str, drafter: str) -> None:
         assert texts == plain_texts(name, mode)
 
 
+def test_a_target_that_takes_no_drafts_has_log_probabilities() -> None:
+    target = target_of("mamba")
+    engine = Engine(target)
+    handle = engine.submit(Request([5, 6, 7], engine.drafter("plain"), stop=StopParams(max_new_tokens=4), logprobs=2))
+    engine.run([handle])
+    for at, entry in enumerate(handle.logprobs):
+        expected = own_logits(target, [5, 6, 7, *handle.tokens[:at]]).log_softmax(-1)
+        assert entry.logprob == pytest.approx(float(expected[entry.token]), abs=1e-2)
+    assert [entry.token for entry in handle.logprobs] == [entry.top[0][0] for entry in handle.logprobs]
+
+
 def test_refusal_of_an_empty_prompt_names_the_remedy() -> None:
     with pytest.raises(BadParameter, match="at least one token"):
         target_of("llama").open([], SamplingParams())

@@ -86,7 +86,12 @@ class Request:
                     f"{self.acceptance.name} is not possible with the drafter {self.drafter.name!r}, which has an "
                     "acceptance rule of its own; use another drafter"
                 )
-            require(self.drafter.host.info, frozenset({LOGITS}), f"the rule {self.acceptance.name!r}")
+            self._require_logits(f"the rule {self.acceptance.name!r}", "leave it out")
+        if self.logprobs is not None:
+            self._require_logits(f"logprobs={self.logprobs}", "leave it out")
+
+    def _require_logits(self, what: str, remedy: str) -> None:
+        require(self.drafter.host.info, frozenset({LOGITS}), what, remedy)
 
     def sampled(self, params: SamplingParams, info: TargetInfo) -> Request:
         """The request with these parameters, and what an encoder-decoder model says of its texts."""

@@ -41,7 +41,7 @@ def capabilities(target: TestedTarget) -> frozenset[str]:
     paths = [[a, b, d, e, g], [a, b, d, f, a]]
     own = [own_logits(target, path) for path in paths]
     if not _can_discard(target, [a, b, d]):
-        return frozenset()
+        return frozenset({LOGITS})
     able = {LOGITS, TOP_K, HIDDEN}
     chained, _ = tree_logits(target, [a, b, d], TokenTree.chain(d, [e, g]), (0,), (f,))
     if differ(chained, own[0][2:]):
@@ -62,7 +62,7 @@ STEPS = (((1, 3), (0, 0), (0, 2)), ((2, 2), (3, 0), (1, 1)), ((1, 0), (0, 3), (2
 def _with_state(target: TestedTarget) -> frozenset[str]:
     """Finds out how states can be kept: shared by two sequence ids, copied out and back, or not at all."""
     if not target.model.keeps:
-        return frozenset()
+        return frozenset({LOGITS})
     context, text = target.context, _ordinary_tokens(target, 16)
     own = own_logits(target, text)
     context.shares_states = True
@@ -71,7 +71,7 @@ def _with_state(target: TestedTarget) -> frozenset[str]:
     context.shares_states, context.saves_states = False, not context.windowed
     context.saves_states = context.saves_states and _drafts_are_right(target, text, own)
     context.shares_states = shares
-    return frozenset({CHAIN, LOGITS, TOP_K, HIDDEN}) if shares or context.saves_states else frozenset()
+    return frozenset({CHAIN, LOGITS, TOP_K, HIDDEN}) if shares or context.saves_states else frozenset({LOGITS})
 
 
 def _drafts_are_right(target: TestedTarget, text: Sequence[int], own: FloatArray) -> bool:

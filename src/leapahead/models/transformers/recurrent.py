@@ -16,6 +16,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from leapahead.core.tree import TokenTree
+from leapahead.models.base import LOGITS
 from leapahead.models.transformers.arguments import accepts, cache_name, returned_cache
 from leapahead.models.transformers.forward import Layers, Outputs, inputs, side_by_side
 
@@ -59,7 +60,7 @@ class NativeExecutor:
             tokens again.
     """
 
-    capabilities: frozenset[str] = frozenset()
+    capabilities = frozenset({LOGITS})
 
     def __init__(self, model: Any, config: Any, shared: bool) -> None:
         self.model = model
