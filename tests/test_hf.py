@@ -549,7 +549,7 @@ def test_stop_strings_in_a_batch_and_in_configs(llama: Any, tokenizer: Any) -> N
 def test_the_context_ends_a_text_with_a_warning() -> None:
     model = tiny("gpt2")
     inputs = padded(120)
-    with pytest.warns(UserWarning, match="context of 128"):
+    with pytest.warns(UserWarning, match="reached 128 tokens"):
         text = ours(model, inputs, "lookahead", max_new_tokens=50)
     assert text.shape[1] == 128
     assert text.tolist() == theirs(model, inputs, max_new_tokens=8).tolist()

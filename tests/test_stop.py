@@ -165,7 +165,7 @@ def test_a_least_length_beyond_the_length_limit_is_refused() -> None:
 
 
 def test_room_is_the_number_of_tokens_still_allowed() -> None:
-    stopper = Stopper(StopParams(max_new_tokens=10), PROMPT, context_length=len(PROMPT) + 7)
+    stopper = Stopper(StopParams(max_new_tokens=10), PROMPT, longest=len(PROMPT) + 7)
     assert stopper.room == 7
     stopper.cut(verdict_of([0, 1, 2]))
     assert stopper.room == 4

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from architectures import BY_NAME, SIZES, VOCABULARY, sharpen
-from helpers import GREEDY, Oracle, RandomTrees, Scattered, mostly_slow, run
+from helpers import GREEDY, Oracle, RandomTrees, Scattered, full_text, mostly_slow, run
 
 from leapahead import LLM
 from leapahead.core.errors import BadLogits, BadParameter, CacheFull, ContextOverflow, LeapaheadError, Refused
@@ -334,11 +334,14 @@ def test_sessions_keep_free_what_they_reserve(model: Any) -> None:
     alone.close()
 
 
-def test_a_text_that_outgrows_the_cache_ends_with_a_clear_error(model: Any) -> None:
+def test_a_text_that_fills_the_cache_ends_there(model: Any) -> None:
+    """With drafts that reach beyond it at the same token."""
     target = TransformersTarget(model, cache_tokens=32)
-    with pytest.raises(CacheFull, match="larger cache_tokens"):
-        run(target, prompt=PROMPT, stop=StopParams(max_new_tokens=100))
-    assert len(run(target, prompt=PROMPT, stop=StopParams(max_new_tokens=12)).tokens) == 12
+    for new in (12, 14, 100):
+        done = run(target, prompt=PROMPT, stop=StopParams(max_new_tokens=new))
+        assert (len(done.tokens), done.finish) == (min(new, 33 - len(PROMPT)), ("length", None))
+    text = full_text(TransformersTarget(model), PROMPT, stop=StopParams(max_new_tokens=40))
+    assert run(target, Oracle(text, depth=9), PROMPT, stop=StopParams(max_new_tokens=40)).tokens == done.tokens
 
 
 def test_closed_sequences_give_way(model: Any) -> None:

@@ -57,12 +57,12 @@ class Stopper:
     Args:
         params: see `StopParams`.
         prompt: the prompt's tokens (for criteria).
-        context_length: greatest number of tokens, prompt included.
+        longest: greatest number of tokens, prompt included.
         text: gives the text that the next token adds; needed for stop strings only.
         complete: given the tokens since the last commit, tells whether a grammar allows nothing after them.
 
     Attributes:
-        room: how many tokens the length limit and the context still allow.
+        room: how many tokens the length limit, the context and the KV cache still allow.
         finish_reason: None while running, then "stop" or "length", as in the OpenAI API.
         stop_reason: which token id or string ended it; None at EOS and at the length limit.
 
@@ -74,7 +74,7 @@ class Stopper:
         self,
         params: StopParams,
         prompt: Sequence[int],
-        context_length: int = UNLIMITED,
+        longest: int = UNLIMITED,
         text: Callable[[int], str] | None = None,
         complete: Callable[[Sequence[int]], bool] | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class Stopper:
                 "pass tokenizer=..., or use stop_token_ids"
             )
         self.params = params
-        self.room = min(params.max_new_tokens, context_length - len(prompt))
+        self.room = min(params.max_new_tokens, longest - len(prompt))
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._ids = frozenset((*params.eos_token_ids, *params.stop_token_ids))

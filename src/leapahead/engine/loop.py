@@ -83,7 +83,10 @@ class Running:
         source = request.tokens if target.info.decoder is not None else ()
         self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction, request.owner, source)
         text = Detokenizer(tokenizer).add if tokenizer is not None else None
-        self.stopper = Stopper(request.stop, session.tokens, target.info.context_length, text, self._complete())
+        longest, cached = target.info.context_length, target.info.cache_tokens
+        if cached:
+            longest = min(longest, cached + 1)  # the last token of a text needs no room in the KV cache
+        self.stopper = Stopper(request.stop, session.tokens, longest, text, self._complete())
         self.error: BaseException | None = None
         self.reading = session.unread > 0
         self._ending = False

@@ -233,7 +233,7 @@ class Batch:
             if row.length is None:
                 row.length = len(row.new)
                 warnings.warn(
-                    f"the text reached the context of {target.info.context_length} tokens of {target.info.name} "
+                    f"the text reached {len(row.prompt) + len(row.new)} tokens, for which {target.info.name} has room, "
                     "and ends there; lower max_new_tokens or shorten the prompt",
                     stacklevel=2,
                 )
