@@ -348,6 +348,18 @@ def test_the_command_is_entered_where_interrupts_end_it() -> None:
     assert 'leapahead = "leapahead.__main__:main"' in project.read_text()
 
 
+def test_interrupted_while_the_process_ends(tmp_path: Path) -> None:
+    """As by a second Ctrl-C: what runs at the end of a process, as torch registers it, shows no traceback."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, os, signal\natexit.register(lambda: [os.kill(os.getpid(), signal.SIGINT), sum(range(1000))])\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(interrupts.__file__).parent.parent)])
+    command = [sys.executable, "-m", "leapahead", "cache", "models"]
+    environment = {**ENVIRONMENT, "PYTHONPATH": path, "LEAPAHEAD_CACHE": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, timeout=60, env=environment, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"There are no converted models.\n", b"interrupted\n")
+
+
 def interrupted_after(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stream is interrupted after so many pieces."""
     original = LLM.stream

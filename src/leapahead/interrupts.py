@@ -1,7 +1,8 @@
-"""What Ctrl-C does while the `leapahead` command is imported. Imports the standard library only.
+"""What Ctrl-C does before and after the `leapahead` command runs. Imports the standard library only.
 
-The imports take some tenths of a second. A KeyboardInterrupt in one of them would end the process with a traceback, or
-become another exception. There is nothing to clean up yet, so the signal ends the process at once.
+The imports take some tenths of a second, and so does the end of a process that has loaded torch. A KeyboardInterrupt in
+either would end the process with a traceback, or become another exception. There is nothing to clean up, so the signal
+ends the process at once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def ends_process() -> None:
         signal.signal(signal.SIGINT, end_process)
 
 
-def raises() -> None:
-    """From here on, Ctrl-C raises KeyboardInterrupt, as it usually does; to be called after `ends_process`."""
-    if signal.getsignal(signal.SIGINT) is end_process:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def raises() -> bool:
+    """From here on, Ctrl-C raises KeyboardInterrupt, as usual. Returns whether it ended the process before."""
+    if signal.getsignal(signal.SIGINT) is not end_process:
+        return False
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return True

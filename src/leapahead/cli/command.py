@@ -214,10 +214,14 @@ class Program(Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         with _outcome():
-            interrupts.raises()
-            _check_working_directory()
-            with _shown_warnings():
-                return super().invoke(ctx)
+            before = interrupts.raises()
+            try:
+                _check_working_directory()
+                with _shown_warnings():
+                    return super().invoke(ctx)
+            finally:
+                if before:  # the process has yet to end, which takes a while
+                    interrupts.ends_process()
 
 
 def _check_working_directory() -> None:
