@@ -6,6 +6,7 @@ import ctypes
 import json
 import logging
 import re
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +110,7 @@ def test_a_text_that_the_context_ends_is_told(more: list[str]) -> None:
 
 def test_a_chat_on_a_terminal_goes_on_after_a_message_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda self: True)
+    monkeypatch.setitem(sys.modules, "readline", None)  # as on Windows
     given = ["chat", "-m", str(gguf_models.llama()), "-c", "256", "--threads", "1", "-d", "plain", "-n", "2"]
     result = CliRunner().invoke(main, given, input="def " * 300 + "\n/help\n")
     assert result.exit_code == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -55,7 +56,8 @@ def chat(system: str | None, quiet: bool, **values: Any) -> None:
     conversation = Conversation(llm, options, system, quiet)
     interactive = sys.stdin.isatty()
     if interactive:
-        import readline  # noqa: F401  (gives `input` line editing and a history)
+        with suppress(ImportError):  # Windows, whose terminal does the same, and some builds of Python
+            import readline  # noqa: F401  (gives `input` line editing and a history)
 
         screen.say(f"{llm.target.info.name}, {llm.drafter_name}. /help lists the commands, /exit leaves.")
     while True:
