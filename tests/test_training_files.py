@@ -75,6 +75,8 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
     [
         ("", "holds no prompts"),
         ("{", "line 1 is not JSON"),
+        ("[" * 200_000, "line 1 is not JSON"),
+        ("9" * 5000, "line 1 is not JSON"),
         ('{"text": "a"}', "has none of the fields prompt, question, turns, messages"),
         ('{"prompt": 1}', "the field 'prompt' holds no text"),
         ('{"messages": []}', "the field 'messages' holds no messages"),

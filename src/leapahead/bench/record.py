@@ -171,7 +171,7 @@ def read(folder: Path) -> dict[str, Any]:
             raise KeyError
     except OSError as error:
         raise BadParameter(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise BadParameter(f"{path} is not the result of a bench; choose another --out") from None
     return found
 

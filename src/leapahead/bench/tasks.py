@@ -276,7 +276,7 @@ def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
             where = f"{path}, line {number}"
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):  # also numbers and nesting beyond what Python reads
                 raise BadParameter(f"{where} is not JSON") from None
             if not isinstance(record, dict):
                 raise BadParameter(f"{where} is not a JSON object")
