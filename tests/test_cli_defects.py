@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import click
 import heads
 import pytest
 from helpers import mostly_slow
@@ -20,6 +21,7 @@ from helpers import mostly_slow
 from leapahead import LLM, interrupts, layer_search
 from leapahead import drafters as registry
 from leapahead.cli import main, screen, text_input
+from leapahead.cli.typed import HomePath
 from leapahead.drafters import saved_skips
 from leapahead.drafters.saved_skips import Found
 from leapahead.models import loading
@@ -519,6 +521,18 @@ def test_a_bug_is_not_a_difference(tiny_folder: Path, monkeypatch: pytest.Monkey
     result = CliRunner().invoke(main, ["generate", PROMPT, "-m", str(tiny_folder)])
     assert result.exit_code == 2
     assert "RuntimeError: a bug" in result.stderr
+
+
+def test_every_path_may_begin_with_the_home_folder(leapahead: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Shells leave `~` as it is after `--out=`; `train-head` created a folder of that name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    commands = [each for one in main.commands.values() for each in getattr(one, "commands", {"": one}).values()]
+    paths = [each.type for command in commands for each in command.params if isinstance(each.type, click.Path)]
+    assert len(paths) > 40
+    assert [each for each in paths if not isinstance(each, HomePath)] == []
+    result = leapahead("train-head", "--kind", "medusa", "--data=~/prompts.txt", "--out=~/new")
+    assert result.stderr == f"error: there is no file {tmp_path / 'prompts.txt'}\n"
+    assert leapahead("train-head", "--kind", "medusa", "--data", "a", "--out=").stderr.startswith("error: --out=''")
 
 
 # ------------------------------------------------------------------------------------------------------------ chat

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from leapahead.cli.command import Command
+from leapahead.cli.typed import HomePath
 from leapahead.core.errors import needing
 
 
@@ -18,8 +19,8 @@ from leapahead.core.errors import needing
         "leapahead convert-head medusa-vicuna-7b-v1.3 heads/medusa-vicuna",
     ),
 )
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("destination", type=click.Path(path_type=Path))
+@click.argument("source", type=HomePath(path_type=Path))
+@click.argument("destination", type=HomePath(path_type=Path))
 def convert_head(source: Path, destination: Path) -> None:
     """Write the head in the folder SOURCE with its weights in safetensors, for --head.
 

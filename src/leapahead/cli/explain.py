@@ -26,6 +26,7 @@ from leapahead.cli.options import (
 )
 from leapahead.cli.screen import Console
 from leapahead.cli.text_input import prompt_text, to_complete, utf8_only
+from leapahead.cli.typed import HomePath
 from leapahead.core.sampling import SamplingParams
 from leapahead.explain import Moment, Node, Recording, page, record
 from leapahead.inputs import check_prediction, check_values
@@ -51,7 +52,7 @@ ACCEPTED, BONUS = "bold green", "bold blue"
 @all_of(SAMPLING, [IGNORE_EOS])
 @option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=HomePath(path_type=Path),
     metavar="FILE",
     show_default=f"{PAGE}; none with --terminal",
     help="Where the page is written.",

@@ -9,6 +9,7 @@ import click
 
 from leapahead.cli import screen
 from leapahead.cli.command import Command, option
+from leapahead.cli.typed import HomePath
 from leapahead.integrations import gguf
 
 
@@ -20,8 +21,8 @@ from leapahead.integrations import gguf
         "leapahead export-gguf models/my-llama my-llama-q8_0.gguf --type q8_0 --force",
     ),
 )
-@click.argument("model_dir", type=click.Path(path_type=Path))
-@click.argument("out", metavar="OUT.gguf", type=click.Path(path_type=Path))
+@click.argument("model_dir", type=HomePath(path_type=Path))
+@click.argument("out", metavar="OUT.gguf", type=HomePath(path_type=Path))
 @option("--type", "kind", type=click.Choice(gguf.KINDS), default="bf16", help="Type of the weights.")
 @option("--force", is_flag=True, help="Replace OUT.gguf if it exists.")
 def export_gguf(model_dir: Path, out: Path, kind: str, force: bool) -> None:

@@ -8,6 +8,7 @@ import click
 
 from leapahead.cli import screen
 from leapahead.cli.command import Command, option
+from leapahead.cli.typed import HomePath
 from leapahead.core.errors import BadParameter
 from leapahead.models.openvino import export, gguf
 
@@ -22,7 +23,7 @@ from leapahead.models.openvino import export, gguf
     ),
 )
 @click.argument("model")
-@click.argument("out_dir", type=click.Path(path_type=Path))
+@click.argument("out_dir", type=HomePath(path_type=Path))
 @option("--weights", type=click.Choice(export.WEIGHTS), show_default="bf16", help="Type of the weights.")
 @option("--force", is_flag=True, help="Replace OUT_DIR if it is such a folder.")
 @option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")

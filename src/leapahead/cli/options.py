@@ -13,7 +13,7 @@ from leapahead.cli.command import Decorated, option
 from leapahead.cli.engine_options import ENGINE, GGUF_GROUP
 from leapahead.cli.engine_options import Option as Option
 from leapahead.cli.text_input import utf8_only
-from leapahead.cli.typed import value_of
+from leapahead.cli.typed import HomePath, value_of
 from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import MOST_BATCH
 from leapahead.inputs import Options
@@ -22,7 +22,7 @@ from leapahead.models.loading import ENGINE_OPTIONS, ENGINES
 SHORTHANDS = ("window", "ngram", "guesses", "preset", "draft", "head")  # drafter options with a flag of their own
 MODEL_GROUP, DRAFTER_GROUP, TEXT_GROUP = "Model options", "Drafter options", "Text options"
 INPUT_GROUP = "Input options"
-EXISTING_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+EXISTING_FILE = HomePath(exists=True, dir_okay=False, path_type=Path)
 FILE_OF_PROMPTS = (
     "JSON lines (.jsonl) with one of the fields prompt, question, turns and messages, or a text file with a prompt on "
     "each line"
@@ -34,7 +34,7 @@ INPUT: tuple[Option, ...] = (
     option(
         "-f",
         "--file",
-        type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
+        type=HomePath(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
         metavar="FILE",
         group=INPUT_GROUP,
         help="Read the prompt from a file; `-` is standard input.",
@@ -310,7 +310,7 @@ def data_option(what: str, **attributes: Any) -> Option:
         "--data",
         "--prompts",
         "data",
-        type=click.Path(path_type=Path),
+        type=HomePath(path_type=Path),
         metavar="PATH",
         show_default="a small built-in set of prompts",
         help=what,

@@ -15,11 +15,11 @@ from click.exceptions import Exit
 
 from leapahead.api import LLM
 from leapahead.bench import plots, tasks
-from leapahead.cli import screen
+from leapahead.cli import screen, typed
 from leapahead.cli.command import INTERRUPTED, option
 from leapahead.cli.options import FILE_OF_PROMPTS, Option
 from leapahead.cli.screen import Console
-from leapahead.cli.typed import Finite
+from leapahead.cli.typed import Finite, HomePath
 from leapahead.core import openmp
 from leapahead.core.errors import BadParameter, needing
 from leapahead.training.settings import CLLM, SCHEDULES, Folder, RunSettings
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from leapahead.training.run import Trained
 
 Result = TypeVar("Result", bound="Trained")
-FILE = click.Path(path_type=Path)
+FILE = HomePath(path_type=Path)
 TEXTS, TRAINING = "Text options", "Training options"
 AT_LEAST_ONE = click.IntRange(min=1)
 ABOVE_0 = Finite(min=0, min_open=True)
@@ -122,7 +122,7 @@ SEED: Option = option(
 OUT: tuple[Option, ...] = (
     option(
         "--out",
-        type=FILE,
+        type=typed.Folder(),
         required=True,
         metavar="FOLDER",
         help="New folder for the texts, the checkpoint and what is trained.",

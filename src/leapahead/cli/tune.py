@@ -18,7 +18,7 @@ from leapahead.cli import screen, tune_forms
 from leapahead.cli.command import Command, option
 from leapahead.cli.options import MODEL, all_of, batch_option, data_option, loading_arguments, model_arguments
 from leapahead.cli.screen import Console
-from leapahead.cli.typed import Finite
+from leapahead.cli.typed import Finite, HomePath
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.storage import replaceable
 from leapahead.drafters.token_table import MOST_K, TokenTable, stored
@@ -78,9 +78,7 @@ WIDTH = 8  # characters of the longest bar
     show_default=str(token_table.K),
     help="Number of tokens that the token table keeps after each one; 8 are enough for greedy decoding.",
 )
-@option(
-    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the latency profile: a .png or .svg file."
-)
+@option("--plot", type=HomePath(path_type=Path), metavar="FILE", help="Draw the latency profile: a .png or .svg file.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def tune(
     forms: tuple[str, ...],
