@@ -854,6 +854,34 @@ def test_what_a_target_cannot_do_is_left_out_by_name(tmp_path: Path) -> None:
     report.write(kept.as_dict(), tmp_path)
 
 
+def test_texts_of_other_prompts_are_not_compared(tmp_path: Path) -> None:
+    """The second form is measured alone at first, with a prompt that does not fit the context of the first one."""
+    task = [tasks.Task("chat", ["x" * 30, "a", "bcd"])]
+    small, large = Model(), Model(options={"dtype": "float32"}, spelled="large")
+
+    def measure(models: list[Model], batches: tuple[int, ...], resume: bool) -> list[dict[str, Any]]:
+        plan = Plan(
+            tasks=task,
+            models=models,
+            configurations=[],
+            batches=batches,
+            temperatures=[0.0],
+            rounds=1,
+            max_new_tokens=8,
+        )
+        kept = record.Record.open(tmp_path, plan.conditions("now"), resume)
+        lengths = {"": 20, "large": 100}
+        targets = {name: ToyTarget(context_length=length) for name, length in lengths.items()}
+        runner.run(plan, kept, load=lambda model, plan: Loaded(targets[model.spelled], Words(), ()))
+        return kept.rows
+
+    measure([small], (1,), resume=False)
+    rows = measure([small, large], (1, 2), resume=True)
+    assert [(row["target"], row["batch"], row["prompts"], row["mismatches"]) for row in rows] == [
+        *(("bundled", 1, 2, 0), ("bundled(large)", 1, 3, 0), ("bundled", 2, 2, 0), ("bundled(large)", 2, 2, 0))
+    ]
+
+
 def test_the_figure_shows_the_greatest_speed_up_of_any_panel() -> None:
     def row(target: str, task: str, speed: float) -> dict[str, Any]:
         speedup = {"median": speed, "low": speed, "high": speed}

@@ -32,6 +32,7 @@ from leapahead.planner.profile import LatencyProfiles
 
 Say = Callable[[str], None]
 Texts = dict[int, list[int]]  # prompt -> plain decoding's tokens
+Known = dict[tuple[str, float, str], Texts]  # by form, temperature and prompts: other forms decide which fit
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def run(
     todo = [_todo(plan, forms, record) for forms in plan.forms]
     bar, say = _Bar(plan, todo, progress), cache(say)  # a line once, though a model may be loaded several times
     for models, cells in zip(plan.forms, todo, strict=True):
-        texts = dict[tuple[str, str, float], Texts]()
+        texts: Known = {}
         for part, some in _parts(plan, models, cells):
             _measure(part, models, some, record, bar, say, load or load_model, texts)  # which releases the models
 
@@ -102,12 +103,12 @@ def _measure(
     bar: _Bar,
     say: Say,
     load: Callable[[Model, Plan], Loaded],
-    texts: dict[tuple[str, str, float], Texts],
+    texts: Known,
 ) -> None:
     """Loads the forms of a model that are to be measured, and measures them.
 
     Args:
-        texts: plain decoding's, by form, task and temperature; those that are missing are added.
+        texts: plain decoding's; those that are missing are added.
     """
     wanted = {label for cell in cells for label in cell.labels}
     with ExitStack() as ending:
@@ -212,9 +213,7 @@ def _entered(
     return contenders, refused
 
 
-def _cell(
-    plan: Plan, forms: Sequence[Form], cell: Todo, bar: _Bar, texts: dict[tuple[str, str, float], Texts]
-) -> list[dict[str, Any]]:
+def _cell(plan: Plan, forms: Sequence[Form], cell: Todo, bar: _Bar, texts: Known) -> list[dict[str, Any]]:
     """The rows of a cell for each form; none if no prompt fits into the context of every form."""
     task = cell.task
     shortest = min(forms, key=lambda form: form.loaded.target.info.context_length)
@@ -234,7 +233,7 @@ def _cell(
             _able(form, prompts, setting, task),
             tie_on(form.loaded.target),
             form.loaded.tokenizer,
-            texts.setdefault((form.label, task.name, cell.temperature), {}),
+            texts.setdefault((form.label, cell.temperature, str(prompts)), {}),
         )
         for form in forms
     ]
