@@ -237,6 +237,7 @@ def test_a_token_table_is_computed_on_request(cache: Path, tiny_folder: Path) ->
         (("--plot", "/nowhere/curve.png"), "there is no folder /nowhere"),
         (("--data", "/nowhere"), "there is no folder or file '/nowhere'"),
         (("--data", "/nowhere", "--text-seconds", "0"), "there is no folder or file '/nowhere'"),
+        (("-n", "99999"), "with --max-new-tokens=99999; give fewer, or shorter prompts"),
         (("--table-k", "8"), "--table-k 8 needs --table"),
         (("model.gguf", "--table-k", "8"), "--table-k 8 needs --table"),
         (("--threads", "2"), "GGUF"),
@@ -322,6 +323,7 @@ def test_files_that_cannot_be_compared_are_refused_before_anything_is_measured(
         ((*files, "-m", "bundled"), "--model is not possible where models are compared"),
         ((*files, "--text-seconds", "0"), "--text-seconds 0 is not possible"),
         ((*files, "--data", "/nowhere"), "there is no folder or file '/nowhere'"),
+        ((*files, "-n", "99999"), "no prompt fits the context of "),
     ):
         result = call(*words)
         assert result.exit_code == 2, result.output

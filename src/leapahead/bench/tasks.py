@@ -147,6 +147,21 @@ def encoded(task: Task, loaded: Loaded, max_new_tokens: int = 0) -> list[list[in
     return [tokens for prompt in task.prompts if (tokens := _tokens(prompt, loaded)) and len(tokens) <= room]
 
 
+def fitting(tasks: Sequence[Task], loaded: Loaded, max_new_tokens: int) -> list[list[int]]:
+    """Token ids of all prompts that fit into the context, see `encoded`.
+
+    Raises:
+        BadParameter: none does.
+    """
+    found = [tokens for task in tasks for tokens in encoded(task, loaded, max_new_tokens)]
+    if not found:
+        raise BadParameter(
+            f"no prompt fits the context of {loaded.target.info.context_length} tokens with "
+            f"max_new_tokens={max_new_tokens}; give fewer, or shorter prompts"
+        )
+    return found
+
+
 def predicted(task: Task, loaded: Loaded) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Token ids of the predictions, by those of their prompts."""
     inputs = Inputs(loaded.target.info, loaded.tokenizer, loaded.eos_token_ids)

@@ -64,7 +64,7 @@ def search_layers(
             f"{target.info.name} cannot leave out layers, because its engine always runs all of them; use a smaller "
             "quantisation of the model as its draft model instead"
         )
-    texts = [tokens for task in sets for tokens in tasks.encoded(task, loaded, max_new_tokens)]
+    texts = tasks.fitting(sets, loaded, max_new_tokens)
     best = None
 
     def report(number: int, so_far: Found) -> None:

@@ -112,12 +112,11 @@ def tune(
         _check(plot)
     sets = tasks.read(data, (), limit)  # also where none is decoded: what is no file is refused
     loaded = screen.load(model_arguments(values), batch)
+    prompts = tasks.fitting(sets, loaded, max_new_tokens) if text_seconds else []
     with screen.progress("tune") as bar:
         target = loaded.target
         seconds_of_table = _make_table(loaded, table_k or token_table.K, bar) if table else None
         found, profiles = tuning.tune(target, batch, seconds, progress=bar)
-        texts = sets if text_seconds else []
-        prompts = [tokens for task in texts for tokens in tasks.encoded(task, loaded, max_new_tokens)]
         largest = max(row["nodes"] for row in found["rows"])
         found["drafters"] = tuning.served(target)
         found["lookahead"] = tuning.lookahead(profiles.profile(1), largest) if batch == 1 and largest > 1 else []

@@ -100,8 +100,8 @@ def compare(
         for text, model in models.items():
             bar(f"loading {Path(text).name}", 0, 1)
             loaded = loading.load(model.path, **{**common, **model.options}, sequences=batch)
+            prompts = tasks.fitting(sets, loaded, max_new_tokens)
             measured, profiles = tuning.tune(loaded.target, batch, seconds, progress=bar)
-            prompts = [tokens for task in sets for tokens in tasks.encoded(task, loaded, max_new_tokens)]
             ends = loaded.eos_token_ids
             measured["auto"] = tuning.practise(
                 loaded.target, profiles, prompts, batch, max_new_tokens, ends, text_seconds, progress=bar
