@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from leapahead.core.errors import CacheFull, ContextOverflow, LeapaheadError
-from leapahead.core.storage import cache_directory
+from leapahead.core.storage import cache_directory, write_json
 from leapahead.models.base import CHAIN, Cost, KeepsPrefixes
+from leapahead.models.memory import UNKNOWN, free_host_bytes
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import Forward
 from leapahead.planner.latency import ASSUMED_SLOPE, LEAST_SLOPE, SIZES, LatencyProfile
@@ -783,6 +784,23 @@ def test_a_cache_directory_that_is_no_absolute_path_is_ignored(given: str | None
     assert cache_directory() == Path("/home/somebody/.cache/leapahead")
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
     assert cache_directory() == Path("/var/cache/leapahead")
+
+
+def test_an_interrupted_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: Any) -> None:
+    def interrupted(*what: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("json.dump", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(tmp_path / "profile.json", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_where_the_system_tells_nothing(monkeypatch: Any) -> None:
+    """As on Windows, where models could not be loaded."""
+    monkeypatch.setattr(Path, "read_text", lambda self: "")
+    monkeypatch.delattr("os.sysconf")
+    assert free_host_bytes() == UNKNOWN
 
 
 def test_without_a_writable_cache_directory_each_process_measures_once(cache: Path, monkeypatch: Any) -> None:

@@ -141,9 +141,8 @@ class Record:
         try:
             part.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
             os.replace(part, path)
-        except OSError:
+        finally:  # also after an interrupt
             part.unlink(missing_ok=True)
-            raise
 
     def _rescue(self) -> str:
         """Writes to the directory of temporary files; says where."""

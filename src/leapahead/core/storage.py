@@ -32,10 +32,12 @@ def write_json(path: Path, content: dict[str, Any]) -> bool:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(content, file)
         os.replace(part, path)
+        part = ""
     except OSError:
+        return False
+    finally:  # also after an interrupt
         if part:
             Path(part).unlink(missing_ok=True)
-        return False
     return True
 
 

@@ -7,9 +7,11 @@ import os
 import sys
 from pathlib import Path
 
+UNKNOWN = 4 << 30  # bytes that are assumed to be free where the system tells nothing
+
 
 def free_host_bytes() -> int:
-    """Memory that can still be allocated. Where the system does not tell, half of what there is."""
+    """Memory that can still be allocated. Where the system does not tell, half of what there is, or `UNKNOWN`."""
     if sys.platform == "win32":
         status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX: its size and the load, all memory, what is free, ...
         ctypes.windll.kernel32.GlobalMemoryStatusEx(status)
@@ -18,4 +20,6 @@ def free_host_bytes() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):
+        if not hasattr(os, "sysconf"):
+            return UNKNOWN
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
