@@ -19,7 +19,7 @@ from leapahead.bench import prompts
 from leapahead.cli import main
 from leapahead.cli.command import Command, Group, name_options
 from leapahead.cli.drafters import arguments
-from leapahead.cli.screen import TextWriter
+from leapahead.cli.screen import TextWriter, show_text
 from leapahead.cli.typed import value_of
 from leapahead.core.errors import BadParameter
 from leapahead.core.tree import Budget, TokenTree
@@ -128,16 +128,22 @@ def test_drafter_options(leapahead: Any, expected: Any, args: list[str], figures
 
 
 @pytest.mark.parametrize(
-    ("env", "shown"),
+    ("env", "terminal", "shown"),
     [
-        ({"FORCE_COLOR": "1"}, "a\x1b[32mbc\x1b[0m\u241b[31m\n"),
-        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, "abc\x1b[31m\n"),
-        ({}, "abc\x1b[31m\n"),
+        ({"FORCE_COLOR": "1"}, False, "a\x1b[32mbc\x1b[0m\u241b[31m\n"),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False, "abc\x1b[31m\n"),
+        ({}, False, "abc\x1b[31m\n"),
+        ({"NO_COLOR": "1"}, True, "abc\u241b[31m\n"),  # a terminal is not controlled by a text
     ],
 )
 def test_drafted_tokens_in_colour(
-    env: dict[str, str], shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    env: dict[str, str],
+    terminal: bool,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
@@ -148,6 +154,8 @@ def test_drafted_tokens_in_colour(
     writer.end()
     writer.end()
     assert capsys.readouterr().out.replace("\x1b[0m\x1b[32m", "") == shown
+    show_text("\x1b[31m")
+    assert capsys.readouterr().out == ("\u241b" if terminal else "\x1b") + "[31m\n"
 
 
 def test_compare(leapahead: Any, expected: Any) -> None:
@@ -319,6 +327,7 @@ def test_search_layers(leapahead: Any, tmp_path: Path) -> None:
     found = json.loads(leapahead(*args, "--json").stdout)
     assert {"skip", "agreement", "cost", "speedup", "length", "trials", "kept"} == set(found)
     assert leapahead(*args).stdout.startswith("bundled")
+    assert leapahead(*args, "-n", "99999").stderr.startswith("error: no prompt fits the context of ")
 
 
 # ----------------------------------------------------------------------------------------------------- bad input

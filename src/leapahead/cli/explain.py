@@ -24,7 +24,7 @@ from leapahead.cli.options import (
     drafter_arguments,
     model_arguments,
 )
-from leapahead.cli.screen import Console
+from leapahead.cli.screen import Console, harmless
 from leapahead.cli.text_input import prompt_text, to_complete, utf8_only
 from leapahead.cli.typed import HomePath
 from leapahead.core.sampling import SamplingParams
@@ -116,7 +116,7 @@ def explain(
 def show(recording: Recording, console: Console) -> None:
     """Prints the prompt, then every step as a tree, with the text so far."""
     texts, written = recording.texts, Text()
-    console.print(Text(_harmless(recording.prompt), style="dim"))
+    console.print(Text(harmless(recording.prompt), style="dim"))
     styles, tokens = _styles(recording), 0
     for number, step in enumerate(recording.steps, start=1):
         tokens += len(step.tokens)
@@ -129,7 +129,7 @@ def show(recording: Recording, console: Console) -> None:
             f"acceptance length {tokens / number:.2f}"
         )
         for text, drafted in step.spans:
-            written.append(_harmless(text), style=ACCEPTED if drafted else "")
+            written.append(harmless(text), style=ACCEPTED if drafted else "")
         console.print(written)
         console.print()
     console.print(_legend(styles))
@@ -177,8 +177,3 @@ def _probability(p: float | None) -> str:
 def _draft_probabilities(node: Node) -> str:
     """The probabilities that the draft models gave to a node's token."""
     return "".join(f" {name} q {q:.3f}" for name, q in node.q.items())
-
-
-def _harmless(text: str) -> str:
-    """The text without the escape characters by which it could control the terminal."""
-    return text.replace("\x1b", "\u241b")

@@ -110,7 +110,7 @@ def generate(
         click.echo(json.dumps(found if comparison is None else {**found, "compare": comparison.as_dict()}))
     else:
         if not streamed:
-            click.echo(result.text, nl=not result.text.endswith("\n"), color=True)
+            screen.show_text(result.text)
         if comparison is not None:
             _show(result, comparison)
         elif not quiet:
@@ -190,7 +190,7 @@ def _whole(llm: LLM, prompt: Any, options: Options, as_json: bool) -> Result:
     except KeyboardInterrupt:
         if not as_json:
             if answer.text:
-                click.echo(answer.text, nl=not answer.text.endswith("\n"), color=True)
+                screen.show_text(answer.text)
             screen.say(answer.figures())
         raise
     assert answer.result is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import click
 from rich import box
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -54,17 +55,23 @@ def coloured() -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and os.environ.get("TERM") != "dumb")
 
 
+def harmless(text: str) -> str:
+    """The text without the escape characters by which it could control the terminal."""
+    return text.replace("\x1b", "\u241b")
+
+
 class TextWriter:
     """Writes the pieces of a text to standard output as they come, unchanged where that is no terminal."""
 
     def __init__(self) -> None:
         self._colour = coloured()
+        self._is_shown = self._colour or sys.stdout.isatty()
         self._ended = True  # with a newline
 
     def write(self, piece: Piece) -> None:
         for text, drafted in piece.spans:
-            if self._colour:
-                text = text.replace("\x1b", "\u241b")  # the model's text must not control the terminal
+            if self._is_shown:
+                text = harmless(text)
             sys.stdout.write(f"{DRAFTED}{text}{PLAIN}" if self._colour and drafted else text)
             self._ended = text.endswith("\n")
         sys.stdout.flush()
@@ -75,6 +82,12 @@ class TextWriter:
             sys.stdout.write("\n")
             sys.stdout.flush()
             self._ended = True
+
+
+def show_text(text: str) -> None:
+    """Writes a whole text to standard output, unchanged where that is no terminal."""
+    shown = harmless(text) if sys.stdout.isatty() else text
+    click.echo(shown, nl=not text.endswith("\n"), color=True)
 
 
 @dataclass
