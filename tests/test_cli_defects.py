@@ -18,7 +18,7 @@ import heads
 import pytest
 from helpers import mostly_slow
 
-from leapahead import LLM, interrupts, layer_search
+from leapahead import LLM, BadLogits, interrupts, layer_search
 from leapahead import drafters as registry
 from leapahead.cli import main, screen, text_input
 from leapahead.cli.typed import HomePath
@@ -552,6 +552,22 @@ def test_an_error_in_a_piped_chat_ends_it(leapahead: Any, stdin: str, sentence: 
     figures, line = result.stderr.splitlines()
     assert figures.startswith("8 tokens, ")
     assert line.startswith(sentence)
+
+
+def test_an_error_on_a_terminal_keeps_the_conversation(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, asked = LLM.stream, []
+
+    def failing_once(self: LLM, messages: Any, **options: Any) -> Any:
+        asked.append([each["content"] for each in messages if each["role"] == "user"])
+        if len(asked) == 2:
+            raise BadLogits("the model's logits are not numbers")
+        return stream(self, messages, **options)
+
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda self: True)
+    monkeypatch.setattr(LLM, "stream", failing_once)
+    result = leapahead("chat", *FEW, "-q", stdin="one\ntwo\nthree\n")
+    assert (result.exit_code, asked) == (0, [["one"], ["one", "two"], ["one", "three"]])
+    assert "error: the model's logits are not numbers\n" in result.stderr
 
 
 def test_commands_of_chat_are_no_messages(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:

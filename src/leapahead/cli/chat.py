@@ -18,7 +18,7 @@ from leapahead.cli.command import Command, Failure, option
 from leapahead.cli.generate import open_llm
 from leapahead.cli.options import DRAFTER, MODEL, TEXT, all_of, text_arguments
 from leapahead.cli.text_input import utf8, utf8_only
-from leapahead.core.errors import BadParameter, ContextOverflow
+from leapahead.core.errors import BadParameter, ContextOverflow, LeapaheadError
 from leapahead.inputs import Options, check_values
 
 COMMANDS = {
@@ -75,7 +75,7 @@ def chat(system: str | None, quiet: bool, **values: Any) -> None:
             return
         try:
             conversation.take(line)
-        except (BadParameter, ContextOverflow) as error:
+        except LeapaheadError as error:
             if not interactive:
                 raise
             Failure.of(error, click.get_current_context().command.params).show()
