@@ -764,6 +764,39 @@ def test_threads_with_cancels_and_failures(threads: int) -> None:
 # ------------------------------------------------------------------------------------------------------- asyncio
 
 
+@pytest.mark.parametrize("where", ["criterion", "forward"])
+def test_what_is_no_exception_ends_asyncio_requests_and_not_their_thread(where: str) -> None:
+    """As of `sys.exit` in a criterion, or of a native module that panics: nothing waits for ever."""
+
+    class Exits(ToyTarget):
+        exits = False
+
+        def step(self, *given: Any, **options: Any) -> Any:
+            if self.exits:
+                self.exits = False
+                raise SystemExit
+            return super().step(*given, **options)
+
+    target = Exits()
+
+    def exits(tokens: Sequence[int]) -> bool:
+        if where == "criterion":
+            raise SystemExit
+        target.exits = True
+        return False
+
+    async def main() -> None:
+        async with AsyncLLM(target, drafter="plain") as llm:
+            one, other = llm.generate([1], max_new_tokens=40, criteria=[exits]), llm.generate([2], max_new_tokens=40)
+            found = await asyncio.wait_for(asyncio.gather(one, other, return_exceptions=True), 10)
+            assert isinstance(found[0], LeapaheadError)
+            assert "SystemExit" in str(found[0])
+            assert where == "forward" or len(found[1].tokens) == 40  # type: ignore[union-attr]
+            assert (await llm.generate([3], max_new_tokens=3)).stats.committed == 3
+
+    asyncio.run(main())
+
+
 def test_asyncio_tasks_share_a_batch() -> None:
     async def main() -> None:
         async with AsyncLLM(ToyTarget(), drafter="prompt_lookup") as llm:

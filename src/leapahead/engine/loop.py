@@ -27,6 +27,7 @@ from leapahead.core.verify import Verdict, checked_verdict, verify
 from leapahead.drafters.base import Drafter
 from leapahead.engine.output import Output, TokenLogprobs
 from leapahead.engine.request import Handle
+from leapahead.engine.turn import of_request
 from leapahead.models.base import CHAIN, TREE, Capture, Cost, ReadsInSteps, Session, Target
 from leapahead.models.choices import Choices, PromptRows
 from leapahead.models.embeddings import AddsEmbeddings
@@ -308,9 +309,9 @@ def step(
                 outputs.append((running, output))
             except Exception as error:
                 running.error = error
-            except BaseException:  # interrupted, perhaps between two changes of the session
-                running.error = LeapaheadError("decoding was interrupted while a step of this request was committed")
-                raise
+            except BaseException as error:  # interrupted, perhaps between two changes of the session
+                running.error = LeapaheadError(f"decoding was interrupted by {error!r} in a step of this request")
+                of_request(error)
     finally:  # of all together: a thread that is woken takes the interpreter's lock from the other sequences
         for running, _ in outputs:
             running.handle.tell()

@@ -29,7 +29,7 @@ from leapahead.engine.attached import AttachedDrafters
 from leapahead.engine.loop import Running, step
 from leapahead.engine.output import Output
 from leapahead.engine.request import Handle, Request
-from leapahead.engine.turn import Turn
+from leapahead.engine.turn import Turn, of_request
 from leapahead.models.base import KeepsPrefixes, Session, Target, checked_prompt
 from leapahead.models.choices import PromptRows
 from leapahead.models.encoder_decoder import opened
@@ -213,9 +213,10 @@ class Engine:
                     return
             try:
                 self._turn.drive(self.step)
-            except Exception as error:  # nobody else would hear of it
+            except BaseException as error:  # nobody else would hear of it
+                ended = of_request(error)
                 for running in self._active:
-                    running.error = running.error or error
+                    running.error = running.error or ended
 
     @property
     def is_stepping(self) -> bool:
@@ -250,9 +251,10 @@ class Engine:
         self._batch_size = max(len(batch), 1)
         try:
             return step(self.target, [*batch, *reads], self.latency.clock, reads)
-        except Exception as error:  # of the forward: it concerns the whole batch
+        except BaseException as error:  # of the forward: it concerns the whole batch
+            ended = of_request(error)
             for running in (*batch, *reads):
-                running.error = running.error or error
+                running.error = running.error or ended
             return []
 
     def _admit(self) -> None:
@@ -327,8 +329,7 @@ class Engine:
                 self._read(first, most if alone else left)
                 left -= unread - first.session.unread
             if unread > chunk and len(self._active) > 1:  # prompts take turns
-                self._active.remove(first)
-                self._active.append(first)
+                self._active = [*(each for each in self._active if each is not first), first]
         return reads
 
     def _read(self, running: Running, max_tokens: int) -> None:
@@ -376,8 +377,7 @@ class Engine:
                 self._active.remove(running)  # last: an interrupted end is repeated
         if self._queue:
             with self._changed:
-                cancelled = [handle for handle in self._queue if handle.cancelled]
-                for each in cancelled:
+                for each in [handle for handle in self._queue if handle.cancelled]:
                     self._end(each)
                     self._queue.remove(each)
         if handle is not None:

@@ -6,7 +6,7 @@ Knows neither requests nor forwards.
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Condition, get_ident
+from threading import Condition, current_thread, get_ident, main_thread
 from typing import Any, NoReturn
 
 from leapahead.core import forks, openmp
@@ -14,6 +14,20 @@ from leapahead.core.errors import LeapaheadError
 from leapahead.models.base import Target
 
 STALLED = 0.01  # seconds between two attempts of an engine that waits for the readers of its streams
+
+
+def of_request(error: BaseException) -> Exception:
+    """What ends a request in which something was raised.
+
+    Raises:
+        BaseException: an interrupt, which is the caller's. Signals go to the main thread; in others, what is no
+            Exception comes from a request, too: a criterion that calls `sys.exit`, or a native module.
+    """
+    if isinstance(error, Exception):
+        return error
+    if current_thread() is main_thread():
+        raise error
+    return LeapaheadError(f"decoding was interrupted by {error!r}")
 
 
 class Lost:
