@@ -391,6 +391,19 @@ def test_a_fault_of_the_engine(running: Running) -> None:
         target.fail = None
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER}), ("/tokenize", {"prompt": "a"})]
+)
+def test_a_fault_of_the_tokenizer_is_in_the_log(path: str, body: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Letters):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            raise RuntimeError("the secret reason")
+
+    with serving(LLM(SlowToy(), tokenizer=Failing(), drafter="plain")) as running, caplog.at_level("ERROR"):
+        check(running.post(path, body), 500, None, "its log")
+    assert ["the secret reason" in str(record.exc_info) for record in caplog.records] == [True]
+
+
 def test_a_model_without_a_chat_template_or_a_tokenizer() -> None:
     class Plain(Letters):
         chat_template = None  # type: ignore[assignment]

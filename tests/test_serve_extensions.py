@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from leapahead import LLM, __version__
-from leapahead.serve.prompts import left_open
+from leapahead.serve.prompts import left_open, marked
 from tests.serving import Letters, Running, SlowToy, check, serving
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -186,13 +186,17 @@ def test_an_empty_message_is_continued(running: Running, content: str | None) ->
 @pytest.mark.parametrize(
     ("text", "final", "expected"),
     [
-        ("<u>a</u><a>b </a>", "b ", "<u>a</u><a>b "),
-        ("<u>b</u><a>b</a>", " b ", "<u>b</u><a>b"),
-        ("<a>b b</a>", "b", "<a>b b"),
+        ("<u>a</u><a>{} </a>", "b ", "<u>a</u><a>b "),
+        ("<u>b</u><a>{}</a>", " b ", "<u>b</u><a> b"),
+        ("<a>b {}</a>", "b", "<a>b b"),
+        ("<|im_start|>{}<|im_end|>", "im", "<|im_start|>im"),
+        ("<a>{}</a>", "a", "<a>a"),
+        ("<a>{} </a>", " ", "<a>"),
     ],
 )
 def test_where_a_message_is_left_open(text: str, final: str, expected: str) -> None:
-    assert left_open(text, final) == expected
+    """Also where the message occurs in what the template writes behind it. A template may trim messages."""
+    assert left_open(text.format(marked(final).rstrip()), final) == expected
 
 
 def test_special_tokens_and_truncation(running: Running, client: openai.OpenAI) -> None:

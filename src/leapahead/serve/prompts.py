@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any, TypeVar, cast
 
 from leapahead.api import LLM
-from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.token_bytes import token_bytes
 from leapahead.inputs import Prompt, chat_text, encode
 from leapahead.serve.errors import ApiError, of
@@ -20,7 +20,7 @@ from leapahead.serve.tokenization import TokenizeMessages
 
 T = TypeVar("T")
 KEPT_TOKENS = 1 << 16  # token ids whose text is kept
-IN_PLACE = "\ue000text\ue000"  # of an empty message that is continued, to see where the template writes it
+END = "\ue000end\ue000"  # of a message that is continued, to see where the template writes it
 NO_CONTENT = re.compile(
     r"content['\"]?\]?\s+is\s+(?:not\s+)?none", re.IGNORECASE
 )  # in a template that has a case for it
@@ -65,14 +65,11 @@ class Texts:
                 tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in body.tools
             ]
         messages, final = list(body.messages), joined(body.messages[-1].content or "")
-        is_empty = body.continue_final_message and not final.strip()
-        if is_empty:
-            messages[-1] = messages[-1].model_copy(update={"content": (final := IN_PLACE)})
+        if body.continue_final_message:
+            messages[-1] = messages[-1].model_copy(update={"content": marked(final)})
         text = _about("messages", lambda: self._chat_text(messages, body.add_generation_prompt, variables))
         if body.continue_final_message:
             text = left_open(text, final)
-        if is_empty:
-            text = text.removesuffix(IN_PLACE)
         return self._limited("messages", self.ids(text, body.add_special_tokens), last)
 
     def _chat_text(self, messages: Sequence[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
@@ -164,24 +161,32 @@ def _about(param: str, work: Callable[[], T]) -> T:
     """The result of the work; what it refuses is about this parameter."""
     try:
         return work()
-    except Exception as error:
+    except LeapaheadError as error:  # others are logged and answered as the server's own
         found = of(error)
         raise ApiError(found.status_code, found.detail, param, found.code) from error
+
+
+def marked(final: str) -> str:
+    """A message that is continued, with `END` before the white space at its end, which templates may leave out."""
+    return final.rstrip() + END + final[len(final.rstrip()) :]
 
 
 def left_open(text: str, final: str) -> str:
     """The text of a chat up to the end of its final message, without what the template writes behind it.
 
+    Args:
+        text: of the chat, with `marked(final)`.
+        final: the message; where it is empty, the text ends where it would begin.
+
     Raises:
         ApiError: the template does not write that message as it is.
     """
-    trimmed = final.strip()
-    begin = text.rfind(trimmed)
-    if begin < 0 or not trimmed:
+    before, found, after = text.rpartition(END)
+    if not found:
         message = "the last message is not possible with continue_final_message: the chat template does not show it"
         raise ApiError(400, message, "messages", "invalid_value")
-    whole = final.lstrip()  # templates may trim messages
-    return text[: begin + len(whole if text.startswith(whole, begin) else trimmed)]
+    space = final[len(final.rstrip()) :]
+    return before + space if final.strip() and after.startswith(space) else before
 
 
 def conversation(
