@@ -222,6 +222,25 @@ def test_text_that_may_begin_a_stop_is_held_back() -> None:
     assert stream.finish(None) == (("b", False),)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("tokens", "stop", "expected"), [("a!b", "ab", "a!b"), ("a!bc!", "!", "a!bc")])
+def test_special_tokens_that_are_shown_lose_no_text(tokens: str, stop: str, expected: str, streamed: bool) -> None:
+    """Texts with tool calls have them; the text in which the engine found the stop string has not."""
+
+    class Characters(SyllableTokenizer):
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+            return "".join(map(chr, token_ids))
+
+        def __len__(self) -> int:
+            return 256
+
+    stream, found = TextStream(Characters(), [stop]), ""
+    for token in map(ord, tokens):
+        stream.add(token, False)
+        found += "".join(text for text, _ in (stream.take() if streamed and token != ord(tokens[-1]) else ()))
+    assert found + "".join(text for text, _ in stream.finish(stop)) == expected
+
+
 def test_eos_stop_tokens_and_minimum(toy: LLM) -> None:
     whole = toy.generate([1, 2, 3], max_new_tokens=40).tokens
     token = whole[10]

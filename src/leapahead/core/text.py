@@ -169,8 +169,10 @@ class TextStream:
             stopped_by: the stop string that ended the text, if one did.
         """
         if isinstance(stopped_by, str):
-            at = "".join(text for text, _ in self._held).find(stopped_by)
-            return self._give(at + len(stopped_by) * self._include_stop)
+            text, last = "".join(text for text, _ in self._held), self._held[-1][0] if self._held else ""
+            # The last token completes it. A marker that the engine's text lacks may stand before it, or divide it.
+            at = text.find(stopped_by, max(0, len(text) - len(last) - len(stopped_by) + 1))
+            return self._give(len(text) if at < 0 else at + len(stopped_by) * self._include_stop)
         if self._detokenizer is not None and (text := self._detokenizer.flush()):
             self._held.append((text, False))
         return self._give(sum(len(text) for text, _ in self._held))
