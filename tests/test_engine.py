@@ -406,6 +406,24 @@ def test_an_interrupt_at_any_moment_loses_nothing_of_the_other_requests(where: s
     assert not target.open_sessions
 
 
+def test_an_interrupted_start_of_another_request_is_repeated() -> None:
+    pending = [KeyboardInterrupt]
+
+    class Begins(Failing):
+        def begin(self, sequence: SequenceView) -> None:
+            if pending:
+                raise pending.pop()
+
+    target = Limited(8)
+    engine = Engine(target)
+    other, mine = engine.submit(request(engine, 0, Begins(""))), engine.submit(request(engine, 1))
+    with pytest.raises(KeyboardInterrupt):
+        engine.run([mine])
+    engine.run([other])
+    assert (other.tokens, mine.finish_reason) == (alone(0), "cancelled")
+    assert not target.open_sessions
+
+
 @pytest.mark.parametrize("when", ["finish", "close"])
 def test_a_stream_may_be_closed_while_another_request_ends(when: str) -> None:
     """As the garbage collector does with one that was abandoned, in any thread and at any moment."""

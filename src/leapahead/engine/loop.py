@@ -98,7 +98,10 @@ class Running:
         return None if grammar is None else lambda new: grammar.ended(len(tokens), new)
 
     def begin(self, rows: Sequence[PromptRows]) -> None:
-        """Shows the drafter the sequence, and those captured rows of its prompt that were read before."""
+        """Shows the drafter the sequence, and those captured rows of its prompt that were read before.
+
+        What it raises ends the request. An interrupt ends this attempt alone, whose session is closed.
+        """
         try:
             self.drafter.begin(self.view)
             for some in rows:
@@ -107,6 +110,7 @@ class Running:
             self.error = error
         except BaseException:
             self.error = LeapaheadError("decoding was interrupted while this request began")
+            self.close()
             raise
 
     @property

@@ -299,12 +299,12 @@ class Engine:
         """A request with its session. What its drafter raises ends it; `rows` of its prompt were captured before."""
         try:
             running = Running(self.target, session, handle, self.tokenizer)
+            handle.open(session.unread)
         except BaseException:
             session.close()
             raise
-        self._active.append(running)
-        handle.open(session.unread)
         running.begin(rows)
+        self._active.append(running)  # last: an interrupted start is repeated
         return running
 
     def _prefill(self) -> dict[Running, int]:
