@@ -317,7 +317,7 @@ def test_interrupted_while_it_is_imported(begin: list[str], delay: float) -> Non
 
 
 def interrupted_in_an_import(
-    module: str, folder: Path, *args: str, stderr: int = subprocess.PIPE
+    module: str, folder: Path, *args: str, stderr: int = subprocess.PIPE, sent: signal.Signals = signal.SIGINT
 ) -> subprocess.CompletedProcess[bytes]:
     """A command to which the signal comes while it imports this module."""
     (folder / "sitecustomize.py").write_text(
@@ -325,7 +325,7 @@ def interrupted_in_an_import(
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name == {module!r}:\n"
-        "            exec('os.kill(os.getpid(), signal.SIGINT)\\nfor _ in range(1000): pass')\n"
+        f"            exec('os.kill(os.getpid(), {int(sent)})\\nfor _ in range(1000): pass')\n"
         "sys.meta_path.insert(0, Finder())\n"
     )
     source = str(Path(interrupts.__file__).parent.parent)
@@ -338,6 +338,13 @@ def interrupted_in_an_import(
 def test_interrupted_in_an_import(module: str, tmp_path: Path) -> None:
     done = interrupted_in_an_import(module, tmp_path, "drafters")
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
+
+
+@pytest.mark.parametrize(("command", "expected"), [("serve", (0, b"ended by SIGTERM\n")), ("drafters", (-15, b""))])
+def test_sigterm_in_an_import(command: str, expected: tuple[int, bytes], tmp_path: Path) -> None:
+    """A server ends in order, also as the first process of a container, which gets signals with handlers only."""
+    done = interrupted_in_an_import("click", tmp_path, command, sent=signal.SIGTERM)
+    assert (done.returncode, done.stderr) == expected
 
 
 def test_interrupted_in_an_import_of_the_command(tmp_path: Path) -> None:
