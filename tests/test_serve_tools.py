@@ -186,6 +186,9 @@ def test_the_messages_of_a_turn_with_a_tool(running: Running, client: openai.Ope
         f"<|user|>\n{MESSAGES[0]['content']}\n<|assistant|>\nhm\n<tool_call>get_weather Paris\n<|tool|>\nSunny\n"
         "<|assistant|>\n"
     )
+    nulls = {"type": "function", "function": {"name": "clock", "description": None, "parameters": None, "strict": None}}
+    text = running.llm.tokenizer.decode(prompt(running, tools=[nulls]))
+    assert text.startswith('{"type": "function", "function": {"name": "clock"}}\n')
     first = answer(client, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False).choices[0].message
     reply = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "Rain"}
     again = answer(client, messages=[*MESSAGES, first.model_dump(), reply], tools=[WEATHER])

@@ -1,7 +1,4 @@
-"""Parameters of OpenAI and vLLM that this server does not have, refused by their names.
-
-A null is what a client sends for a parameter that is not given, so it is left out here.
-"""
+"""Parameters of OpenAI and vLLM that this server does not have, refused by their names. Nulls are left out here."""
 
 from __future__ import annotations
 
@@ -43,13 +40,13 @@ KNOWN = {  # that the others lack
 }
 
 
-def refuse(kind: str, data: Any, known: Set[str]) -> Any:
-    """The members of a JSON object without those that are null and unknown.
+def given(kind: str, data: Any, required: Set[str]) -> Any:
+    """The members of a JSON object without those that are null, but for required ones, which validation refuses.
 
     Args:
         kind: name of the model that it is to become.
         data: the object, or something else, which validation refuses.
-        known: members of the model.
+        required: members of the model without a default.
 
     Raises:
         PydanticCustomError: it has something that is not supported, of the type `UNSUPPORTED`.
@@ -62,7 +59,7 @@ def refuse(kind: str, data: Any, known: Set[str]) -> Any:
     for name, why in refused.items():
         if data.get(name) is not None:
             raise refusal(name, f"{name} {why}")
-    return {name: value for name, value in data.items() if value is not None or name in known}
+    return {name: value for name, value in data.items() if value is not None or name in required}
 
 
 def refusal(param: str, why: str, kind: Literal["unsupported", "invalid"] = UNSUPPORTED) -> PydanticCustomError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -127,7 +128,7 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
     if kind == "missing":
         what = f"the parameter {param!r}" if param else "a body, which must be a JSON object,"
         return ApiError(400, f"{what} is missing", param, "missing_required_parameter")
-    if inner := first.get("ctx", {}).get("param"):
+    if (inner := first.get("ctx", {}).get("param")) is not None:
         code = "unsupported_parameter" if kind == UNSUPPORTED else "invalid_value"
         return ApiError(400, first["msg"], ".".join(part for part in (param, inner) if part), code)
     reason = first["msg"].removeprefix("Value error, ")
@@ -150,5 +151,6 @@ def _param(loc: Sequence[int | str]) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    """A value as the request has written it."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

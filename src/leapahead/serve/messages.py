@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from leapahead.chat.tools import NAME
-from leapahead.serve.constraints import refusal, refuse
+from leapahead.serve.constraints import given, refusal
 
 LIMIT = "x-limit"  # marks what depends on the server, see `bounds`
 MOST_TOOLS = 128  # OpenAI's
@@ -53,19 +53,33 @@ def either(what: str) -> Discriminator:
 
 
 class Strict(BaseModel):
-    """A JSON object without unknown members. A null is what clients send for one that they do not give."""
+    """A JSON object without unknown members. A null is what clients send for one that they do not give.
+
+    So it has its default, is left out where it is unknown, and is refused where it is required.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @classmethod
+    def _required(cls) -> set[str]:
+        return {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
+
     @model_validator(mode="before")
     @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        return refuse(cls.__name__, data, {field.alias or name for name, field in cls.model_fields.items()})
+    def _given(cls, data: Any) -> Any:
+        return given(cls.__name__, data, cls._required())
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         found = handler(core)
-        handler.resolve_ref_schema(found)["additionalProperties"] = {"type": "null"}
+        schema, required = handler.resolve_ref_schema(found), cls._required()
+        schema["additionalProperties"] = {"type": "null"}
+        parts = schema["properties"]
+        for name, part in parts.items():
+            about = {key: part.pop(key) for key in ("default", "title") if key in part}
+            if part and name not in required and {"type": "null"} not in part.get("anyOf", ()):
+                part = {"anyOf": [part, {"type": "null"}]}
+            parts[name] = {**part, **about}
         return found
 
 

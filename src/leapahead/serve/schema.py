@@ -11,12 +11,10 @@ from pydantic import (
     AfterValidator,
     ConfigDict,
     Field,
-    GetJsonSchemaHandler,
     Tag,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import CoreSchema
 
 from leapahead.core.sampling import LEAST_TEMPERATURE
 from leapahead.serve.constraints import refusal
@@ -106,8 +104,8 @@ class StreamOptions(Strict):
         include_obfuscation: whether to pad chunks to equal lengths, which the server does not.
     """
 
-    include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] | None = None
 
 
@@ -120,8 +118,8 @@ class Extension(Strict):
         deadline_seconds: cancel the request if it takes longer, its time in the queue included.
     """
 
-    stats: bool | None = False
-    spans: bool | None = False
+    stats: bool = False
+    spans: bool = False
     deadline_seconds: Annotated[float, Field(ge=0.1, le=86400)] | None = None
 
 
@@ -180,29 +178,7 @@ OF_STREAMS = (
 Label = Annotated[str, Field(max_length=256)]
 
 
-class Request(Strict):
-    """The parameters of a request. A null is what a client sends for one that is not given, so it has its default."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
-        return {name: value for name, value in data.items() if value is not None or name not in optional}
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        found = super().__get_pydantic_json_schema__(core, handler)
-        parts = handler.resolve_ref_schema(found)["properties"]
-        for name, part in parts.items():
-            if not cls.model_fields[name].is_required() and {"type": "null"} not in part.get("anyOf", ()):
-                about = {key: part.pop(key) for key in ("default", "title") if key in part}
-                parts[name] = {"anyOf": [part, {"type": "null"}], **about}
-        return found
-
-
-class Generation(Request):
+class Generation(Strict):
     """What completions and chats have in common.
 
     Attributes:
@@ -258,7 +234,7 @@ class Generation(Request):
     logit_bias: Biases | None = None
     bad_words: Annotated[list[Visible], Field(max_length=MOST_IDS, fail_fast=True)] | None = None
     skip_special_tokens: Literal[True] = True
-    stream: bool | None = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
     response_format: Annotated[ResponseFormat | None, Field(json_schema_extra={LIMIT: "forms"})] = None
@@ -307,7 +283,7 @@ class CompletionRequest(Generation):
     prompt: Prompt
     max_tokens: Annotated[int, _number("length"), INTEGER] | None = None
     logprobs: Annotated[int, _number("logprobs"), INTEGER] | None = None
-    echo: bool | None = False
+    echo: bool = False
     add_special_tokens: bool = True
     best_of: Literal[1] | None = None
 
@@ -340,9 +316,9 @@ class ChatRequest(Generation):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, _number("length", 1), INTEGER] | None = None
     max_completion_tokens: Annotated[int, _number("length", 1), INTEGER] | None = None
-    logprobs: bool | None = False
+    logprobs: bool = False
     top_logprobs: Annotated[int, _number("logprobs", -1), INTEGER] | None = None
-    echo: bool | None = False
+    echo: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False

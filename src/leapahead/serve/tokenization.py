@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from leapahead.serve.messages import LIMIT, SEVERAL, Message, ToolParams
-from leapahead.serve.schema import CONTINUING, Effort, Request, TokenId, Variables, check_continuing
+from leapahead.serve.messages import LIMIT, SEVERAL, Message, Strict, ToolParams
+from leapahead.serve.schema import CONTINUING, Effort, TokenId, Variables, check_continuing
 
 
-class TokenizePrompt(Request):
+class TokenizePrompt(Strict):
     """A request of /tokenize for a text.
 
     Attributes:
@@ -25,7 +25,7 @@ class TokenizePrompt(Request):
     return_token_strs: bool = False
 
 
-class TokenizeMessages(Request):
+class TokenizeMessages(Strict):
     """A request of /tokenize for a chat. See `ChatRequest`."""
 
     model: str | None = None
@@ -55,7 +55,7 @@ TokenizeRequest = Annotated[
 ]
 
 
-class DetokenizeRequest(Request):
+class DetokenizeRequest(Strict):
     """A request of /detokenize."""
 
     model: str | None = None
