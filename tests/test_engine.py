@@ -131,6 +131,29 @@ def test_requests_of_many_threads_have_their_own_texts(max_batch: int) -> None:
     assert not target.open_sessions
 
 
+def test_the_default_drafter_is_kept_until_the_end_whatever_options_requests_have() -> None:
+    """What it has learned is written when the LLM is closed. Of others, a bounded number is kept."""
+    released: list[int] = []
+
+    class Kept(Drafter):
+        name: ClassVar[str] = "kept"
+
+        def __init__(self, number: int = 0) -> None:
+            self.number = number
+
+        def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
+            return [Proposal(TokenTree.root(sequence.root)) for sequence in sequences]
+
+        def release(self) -> None:
+            released.append(self.number)
+
+    with LLM(ToyTarget(), drafter=Kept) as llm:
+        for number in range(1, 40):
+            llm.generate([1], max_new_tokens=1, drafter_options={"number": number})
+        assert released == list(range(1, 9))
+    assert released[8:] == [0, *range(9, 40)]
+
+
 def test_one_forward_serves_all_running_requests() -> None:
     engine = Engine(ToyTarget())
     handles = [engine.submit(request(engine, index, "plain")) for index in range(4)]

@@ -11,7 +11,7 @@ from leapahead.drafters import registry
 from leapahead.drafters.base import Drafter, Host
 from leapahead.models.base import Target
 
-MOST = 32  # drafters that are kept; of more, the one that was made first is released
+MOST = 32  # drafters that are kept; of more, the oldest but the very first, an LLM's own, is released
 
 
 class AttachedDrafters:
@@ -38,7 +38,7 @@ class AttachedDrafters:
             openmp.release()  # of the forwards that test draft models
             found = self._drafters.setdefault(key, found)
             while len(self._drafters) > MOST:
-                oldest = self._drafters.pop(next(iter(self._drafters)))
+                oldest = self._drafters.pop(list(self._drafters)[1])
                 self._prepared.discard(oldest)
                 oldest.release()
             return found
