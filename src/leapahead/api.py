@@ -95,7 +95,7 @@ class LLM:
         **options: Any,
     ) -> None:
         whole("max_batch", max_batch, 1, MOST_BATCH)
-        self._acceptance = rule(acceptance) or EXACT
+        self._chosen, self._acceptance = drafter, rule(acceptance) or EXACT
         backend = {name: options.pop(name) for name in loading.ENGINE_OPTIONS if name in options}
         backend |= {"engine": engine, "dtype": dtype, "device": device}
         self._networks = {} if head is None else {"head": head}
@@ -229,7 +229,7 @@ class LLM:
         check_names(options)
         drafter = self._drafter
         if "drafter" in options or "drafter_options" in options:
-            chosen, given = options.get("drafter", self.drafter_name), drafter_options(options)
+            chosen, given = options.get("drafter", self._chosen), drafter_options(options)
             kind = registry.load(chosen) if isinstance(chosen, str) else chosen
             given = {name: each for name, each in self._networks.items() if name in registry.options(kind)} | given
             drafter = self.engine.drafter(chosen, **given)
