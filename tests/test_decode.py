@@ -396,6 +396,19 @@ def test_a_batched_forward_is_a_step_of_each_and_sums_add_up() -> None:
     assert total.as_dict()["committed"] == 22
 
 
+def test_stats_are_summed_while_a_thread_adds_to_them() -> None:
+    """As a stream with `continuous_usage_stats` does: a new depth or source would end an iteration with an error."""
+
+    class Growing(Tally[int]):
+        def items(self) -> Any:
+            for pair in super().items():
+                self[len(self) + 1] += 1
+                yield pair
+
+    for one, other in ((Growing({1: 2}), Tally()), (Tally(), Growing({1: 2}))):
+        assert (Stats(accepted_at=one) + Stats(accepted_at=other)).accepted_at == {1: 2}
+
+
 def test_no_steps_have_no_rates() -> None:
     stats = Stats()
     assert (stats.acceptance_length, stats.acceptance_rate, stats.nodes_per_step, stats.tokens_per_second) == (0,) * 4

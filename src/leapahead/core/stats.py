@@ -99,8 +99,10 @@ class Stats:
             mine, theirs = getattr(self, name), getattr(other, name)
             if name == "seconds":
                 total.seconds = {phase: mine[phase] + theirs[phase] for phase in PHASES}
+            elif isinstance(mine, Tally):  # copied at once, since the thread that decodes may add keys meanwhile
+                setattr(total, name, Tally(Tally(mine) + Tally(theirs)))
             else:
-                setattr(total, name, type(mine)(mine + theirs))
+                setattr(total, name, mine + theirs)
         return total
 
     def as_dict(self) -> dict[str, Any]:
