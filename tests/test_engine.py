@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -803,6 +805,22 @@ def test_threads_with_cancels_and_failures(threads: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- asyncio
+
+
+def test_the_thread_of_asyncio_ends_before_the_interpreter() -> None:
+    """Which would abort the process where it stops a thread in a native call. Nothing was closed here."""
+    script = (
+        "import asyncio, atexit, threading\n"
+        "from leapahead import AsyncLLM\n"
+        "from leapahead.models.toy import ToyTarget\n"
+        "atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))\n"
+        "llm = AsyncLLM(ToyTarget(), drafter='plain')\n"
+        "async def main():\n"
+        "    await llm.generate([1], max_new_tokens=2)\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "['MainThread']\n", "")
 
 
 @pytest.mark.parametrize("where", ["criterion", "forward"])

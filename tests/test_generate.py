@@ -737,7 +737,7 @@ thread.start(), inside.wait()
 """
 HELD = """
 def hold():
-    with llm.drafter_cache._lock, llm.engine.acceptance._lock, llm.inputs.grammars._lock, other._starting:
+    with llm.drafter_cache._lock, llm.engine.acceptance._lock, llm.inputs.grammars._lock, other._driver._starting:
         wait([])
 thread = threading.Thread(target=hold)
 thread.start(), inside.wait()

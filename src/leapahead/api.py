@@ -6,11 +6,9 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Seque
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from leapahead.core.errors import BadParameter, LeapaheadError
-from leapahead.core.forks import Mutex
 from leapahead.core.parameters import MOST_BATCH, MOST_SAMPLES, whole
 from leapahead.core.relaxed import EXACT, Relaxed, rule
 from leapahead.core.sampling import SamplingParams
@@ -18,6 +16,7 @@ from leapahead.core.text import Tokenizer
 from leapahead.drafters import cache_sections, registry
 from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.draft_models import given, names
+from leapahead.engine.driver import Driver
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.scheduler import Engine
 from leapahead.inputs import Inputs, Options, Prompt, Prompts, check_names, drafter_options, encode, is_single, seeds
@@ -289,6 +288,8 @@ class LLM:
 class AsyncLLM:
     """An `LLM` for asyncio: tasks await their texts, which are decoded together in a thread of its own.
 
+    That thread ends with `close`, and with the interpreter.
+
     Args:
         model: an `LLM`, or what `LLM` takes; `options` are those of `LLM`.
     """
@@ -297,8 +298,7 @@ class AsyncLLM:
         if isinstance(model, LLM) and options:
             raise BadParameter(f"{', '.join(options)} belong to the LLM, which is made already; give them to LLM(...)")
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
-        self._thread: Thread | None = None
-        self._starting = Mutex()
+        self._driver = Driver(self.llm.engine)
 
     async def __aenter__(self) -> Self:
         return self
@@ -309,8 +309,7 @@ class AsyncLLM:
     async def close(self) -> None:
         """Cancels what is running, ends the thread and releases the caches."""
         await _in_thread(self.llm.close)
-        if self._thread is not None:
-            await _in_thread(self._thread.join)
+        await _in_thread(self._driver.join)
 
     @overload
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result: ...
@@ -365,10 +364,7 @@ class AsyncLLM:
             raise LeapaheadError("a criterion, processor or callback cannot wait for a request of its own engine")
         await _in_thread(engine.prepare, request.drafter)  # it may measure; a task cancelled meanwhile is gone
         handles = engine.submit_samples(request, sampling, notify)
-        with self._starting:  # event loops of several threads may share this
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = Thread(target=engine.run_forever, name="leapahead", daemon=True)
-                self._thread.start()
+        self._driver.start()
         return handles
 
 

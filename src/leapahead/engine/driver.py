@@ -1,0 +1,45 @@
+"""A thread that drives an engine, for callers that must not wait in theirs."""
+
+from __future__ import annotations
+
+import atexit
+from threading import Thread
+
+from leapahead.core.forks import Mutex
+from leapahead.engine.scheduler import Engine
+
+
+class Driver:
+    """Drives an engine until that is closed, or the interpreter ends.
+
+    At its end Python stops such a thread wherever it is; in the middle of a forward, that aborts the process. So the
+    engine is closed before.
+
+    Args:
+        engine: to be driven.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._thread: Thread | None = None
+        self._starting = Mutex()
+
+    def start(self) -> None:
+        """Starts the thread, unless it is running. Several threads may call this."""
+        with self._starting:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = Thread(target=self._engine.run_forever, name="leapahead", daemon=True)
+                self._thread.start()
+                atexit.unregister(self._at_exit)
+                atexit.register(self._at_exit)
+
+    def join(self) -> None:
+        """Waits for the end of the thread, after the engine was closed."""
+        atexit.unregister(self._at_exit)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _at_exit(self) -> None:
+        if self._thread is not None and self._thread.is_alive():  # it is not in a forked child
+            self._engine.close()
+            self._thread.join()
