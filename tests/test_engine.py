@@ -6,6 +6,7 @@ import asyncio
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -821,6 +822,25 @@ def test_the_thread_of_asyncio_ends_before_the_interpreter() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "['MainThread']\n", "")
+
+
+def test_a_text_that_fails_is_not_kept_waiting_for_the_others_of_its_call() -> None:
+    lengths: list[int] = []
+
+    def fails(tokens: Sequence[int]) -> bool:
+        if tokens[0] == 1:
+            raise ZeroDivisionError
+        lengths.append(len(tokens))
+        time.sleep(0.001)
+        return False
+
+    async def main() -> None:
+        async with AsyncLLM(ToyTarget(context_length=2000), drafter="plain") as llm:
+            with pytest.raises(ZeroDivisionError):
+                await llm.generate([[2], [1]], max_new_tokens=1500, criteria=[fails])
+            assert max(lengths, default=0) < 1000
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("where", ["criterion", "forward"])

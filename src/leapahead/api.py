@@ -288,8 +288,6 @@ class LLM:
 class AsyncLLM:
     """An `LLM` for asyncio: tasks await their texts, which are decoded together in a thread of its own.
 
-    That thread ends with `close`, and with the interpreter.
-
     Args:
         model: an `LLM`, or what `LLM` takes; `options` are those of `LLM`.
     """
@@ -307,7 +305,7 @@ class AsyncLLM:
         await self.close()
 
     async def close(self) -> None:
-        """Cancels what is running, ends the thread and releases the caches."""
+        """Cancels what is running, ends the thread and releases the caches. The end of the program does the same."""
         await _in_thread(self.llm.close)
         await _in_thread(self._driver.join)
 
@@ -327,7 +325,7 @@ class AsyncLLM:
             for request, sampling in requests:
                 groups.append(await self.submit(request, sampling, notify))
             handles = [handle for group in groups for handle in group]
-            while not all(handle.done for handle in handles):
+            while not over(handles):
                 await changed.wait()
                 changed.clear()
         finally:
@@ -386,6 +384,11 @@ def wake_up() -> tuple[asyncio.Event, Callable[[], None]]:
             loop.call_soon_threadsafe(event.set)
 
     return event, notify
+
+
+def over(handles: Sequence[Handle]) -> bool:
+    """Whether nothing is to be waited for: all of them are over, or one has failed."""
+    return all(handle.done for handle in handles) or any(handle.error is not None for handle in handles)
 
 
 def check(handle: Handle) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
-from leapahead.api import LLM, AsyncLLM, check, wake_up
+from leapahead.api import LLM, AsyncLLM, check, over, wake_up
 from leapahead.core.errors import BadLogits, BadParameter, LeapaheadError
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
@@ -311,8 +311,8 @@ class Worker:
         return self.llm.llm.writer(job.options, job.tokenizer)
 
     async def _ended(self, changed: asyncio.Event, batch: Batch) -> None:
-        """Waits for the ends of all texts."""
-        while not all(handle.done for handle in batch.handles):
+        """Waits for the ends of all texts, or for one that has failed."""
+        while not over(batch.handles):
             await self._wait(changed, batch)
             changed.clear()
         for handle in batch.handles:
