@@ -13,6 +13,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -447,6 +448,29 @@ def test_a_limit_that_is_reached_ends_this_request_only(llm: LLM, monkeypatch: p
 
 
 # Tokenizers
+
+
+def test_a_grammar_that_is_being_compiled_delays_no_other(tokenizer: Any) -> None:
+    """Which may take seconds, within the limits."""
+    begun, other = Event(), Event()
+
+    class Slow(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, kind: object) -> bool:
+            begun.set()
+            return other.wait(10) and str.__eq__(self, kind)
+
+    grammars = Grammars(tokenizer, len(tokenizer), (0,))
+    slow = Thread(target=grammars.compile, args=(Grammar(Slow("regular expression"), "a+"),))
+    slow.start()
+    assert begun.wait(10)
+    done = Thread(target=lambda: (grammars.compile(GRAMMARS["regex"]), other.set()))
+    done.start()
+    done.join(5)
+    assert other.is_set()
+    other.set()
+    slow.join()
 
 
 def test_tokenizers_that_cannot_serve_are_refused_by_name(tokenizer: Any) -> None:

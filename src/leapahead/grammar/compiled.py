@@ -42,7 +42,7 @@ LIMITS = {
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary, each once. Thread-safe.
+    """Compiles grammars for one vocabulary, and keeps the latest. Thread-safe: one that takes long delays no other.
 
     Args:
         tokenizer: of the model; None is refused by `compile`.
@@ -74,9 +74,10 @@ class Grammars:
         if not isinstance(grammar, Grammar):
             raise BadParameter(f"grammar={grammar!r} is not possible: it must be a leapahead.Grammar, or None")
         with self._lock:
-            found = self._compiled.get(grammar)
-            if found is None:
-                found = self._compiled[grammar] = Compiled(grammar, self.vocabulary, self._eos)
+            found, tokens = self._compiled.get(grammar), self.vocabulary
+        found = found or Compiled(grammar, tokens, self._eos)
+        with self._lock:
+            found = self._compiled.setdefault(grammar, found)
             self._compiled.move_to_end(grammar)
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
