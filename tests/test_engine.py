@@ -601,6 +601,7 @@ def test_a_callback_may_cancel_its_own_request() -> None:
         ({"tokens": [1, True]}, "tokens has True, which is no token id"),
         ({"prediction": "x"}, "prediction='x' is not possible"),
         ({"prediction": [1, "x"]}, "prediction has 'x', which is no token id"),
+        ({"stream": True, "ahead": 0}, "ahead=0 is not possible"),
         ({"stream": "false"}, "stream='false' is not possible: it must be true or false"),
     ],
 )

@@ -329,6 +329,17 @@ def test_a_second_request_of_a_connection_must_not_take_long_either(running: Run
     assert time.monotonic() - began < 4
 
 
+def test_a_client_that_leaves_in_the_body(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+    with caplog.at_level("INFO"):
+        connected(running, head + b"{").close()
+        for _ in range(100):
+            if caplog.records:
+                break
+            time.sleep(0.01)
+    assert [record.members["status"] for record in caplog.records] == [499]  # type: ignore[attr-defined]
+
+
 def test_what_is_not_http(running: Running) -> None:
     answer = everything(connected(running, b"\x16\x03\x01 hello\r\n\r\n"))
     assert b" 400 " in answer

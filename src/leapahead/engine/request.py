@@ -9,7 +9,7 @@ from threading import get_ident
 from time import perf_counter
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import check_token_ids, flag, is_whole
+from leapahead.core.parameters import check_token_ids, flag, is_whole, whole
 from leapahead.core.relaxed import Relaxed, rule
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
@@ -74,6 +74,7 @@ class Request:
         check_token_ids("prediction", self.prediction)
         for name in ("stream", "as_configured"):
             flag(name, getattr(self, name))
+        whole("ahead", self.ahead, least=1)
         if self.logprobs is not None and not (is_whole(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS):
             raise BadParameter(
                 f"logprobs={self.logprobs!r} is not possible: give None, or a whole number from 0 to {MAX_LOGPROBS}"

@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -70,6 +70,12 @@ class Application(FastAPI):
 
 class JsonRequest(Request):
     """A request whose body is strict JSON: UTF-8, no NaN, no lone surrogates, at most some 200 levels deep."""
+
+    async def body(self) -> bytes:
+        try:
+            return await super().body()
+        except ClientDisconnect:  # nobody reads this; it is for the log
+            raise ApiError(GONE, "the client has closed the connection") from None
 
     async def json(self) -> Any:
         try:
