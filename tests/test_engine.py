@@ -432,6 +432,21 @@ def test_an_interrupt_at_any_moment_loses_nothing_of_the_other_requests(where: s
     assert not target.open_sessions
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_notification_raises_ends_no_other_request(stream: bool) -> None:
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    target = Limited(8)
+    engine = Engine(target)
+    mine, other = engine.submit(request(engine, 0, stream=stream, ahead=99), fails), engine.submit(request(engine, 1))
+    engine.run([other])
+    assert other.tokens == alone(1)
+    with pytest.raises(ZeroDivisionError):
+        engine.run([mine])
+    assert not target.open_sessions
+
+
 def test_an_interrupted_start_of_another_request_is_repeated() -> None:
     pending = [KeyboardInterrupt]
 

@@ -172,5 +172,13 @@ class Handle:
 
     def tell(self) -> None:
         """Notifies the reader of a stream of what `add` has taken."""
-        if self.request.stream and self.notify is not None:
-            self.notify()
+        if self.request.stream:
+            self.wake()
+
+    def wake(self) -> None:
+        """Calls `notify`. What it raises is an error of this request alone."""
+        if self.notify is not None:
+            try:
+                self.notify()
+            except Exception as error:
+                self.error = self.error or error

@@ -393,8 +393,7 @@ class Engine:
                 self._queue.extendleft(reversed(self._samples.pop(handle, [])))
                 handle.error, handle.done = error, True
             self._changed.notify_all()
-        if handle.notify is not None:
-            handle.notify()
+        handle.wake()
 
     def _has_work(self) -> bool:
         return bool(self._queue) or any(each.handle.cancelled or not each.handle.paused for each in self._active)
