@@ -283,6 +283,19 @@ def test_no_text_changes(
     assert any(text.stats.drafted for some in found for text in some) or "nodes" not in options
 
 
+@pytest.mark.parametrize("kind", FAST)
+def test_a_head_drafts_outside_of_inference_mode_what_was_begun_in_it(
+    kind: str, tiny_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    folder = heads.write(tmp_path, kind, vocabulary(tiny_model))
+    with LLM(tiny_model, tokenizer=tokenizer, drafter="head", head=str(folder), nodes=6) as llm:
+        with torch.inference_mode():
+            stream = llm.stream(PROMPTS[0], max_new_tokens=20)
+            tokens = list(next(stream).tokens)
+        tokens += [token for piece in stream for token in piece.tokens]
+        assert tokens == llm.generate(PROMPTS[0], max_new_tokens=20, drafter="plain").tokens
+
+
 def test_long_prompts_are_read_in_chunks(
     exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,13 @@ def test_defaults_and_config_objects(llama: Any, eos: int) -> None:
     assert llama.generate(**SINGLE, generation_config=config, custom_generate=hf.generate).tolist() == expected.tolist()
     for options in [{"use_cache": False}, {"cache_implementation": "static"}, {"max_new_tokens": 1}]:
         assert ours(llama, BATCH, "lookahead", **options).tolist() == theirs(llama, BATCH, **options).tolist()
+
+
+def test_modes_of_torch_are_those_of_transformers() -> None:
+    model, inputs = tiny("llama"), padded(5)
+    for mode in (nullcontext(), torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), nullcontext()):
+        with mode:
+            assert ours(model, inputs, "suffix").tolist() == theirs(model, inputs).tolist()
 
 
 def test_the_default_is_auto(llama: Any) -> None:

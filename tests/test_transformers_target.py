@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import seq2seq
 import torch
 import transformers
 from architectures import BY_NAME, SIZES, VOCABULARY, sharpen
@@ -1227,6 +1229,26 @@ def test_a_model_that_changed_between_two_texts_gives_its_new_text(change: str) 
     assert _agrees(llm, model) != before
     CHANGES["in-place"](model)  # also to what was changed
     _agrees(llm, model)
+
+
+MODES = {
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next", "t5"])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_the_calling_thread_change_no_text(mode: str, kind: str) -> None:
+    """What one thread leaves in the cache, another one reads and writes."""
+    llm = LLM(BY_NAME[kind].build() if kind in BY_NAME else seq2seq.build(kind))
+    texts = []
+    for context in (nullcontext, MODES[mode], nullcontext):
+        llm.target.forget()  # so that each makes the cache
+        for each in (context, nullcontext, MODES[mode]):
+            with each():
+                texts.append(llm.generate(TEXT, max_new_tokens=8, drafter="suffix").tokens)
+    assert texts == texts[:1] * len(texts)
 
 
 @PEFT

@@ -21,6 +21,7 @@ from leapahead.engine.scheduler import Engine
 from leapahead.engine.turn import LOST
 from leapahead.models.transformers import changes
 from leapahead.models.transformers.encoder_decoder import new_target
+from leapahead.models.transformers.modes import autocast
 
 ALL_ROWS = 1 << 16  # the rows of a call are decoded together, however many they are
 
@@ -129,7 +130,7 @@ def _restore(training: list[torch.nn.Module]) -> None:
 
 
 def _state(model: Any) -> object:
-    """What an engine depends on: device, dtype, attention, configuration, modules and parameters, active adapters.
+    """What an engine depends on: device, dtype, autocast, attention, configuration, modules, parameters, adapters.
 
     The values of weights may change, since drafts that are made of the model ("self:first=8") share them. Other modules
     and other parameter objects would not be shared.
@@ -137,4 +138,5 @@ def _state(model: Any) -> object:
     config = model.config.get_text_config(decoder=True)
     parts = tuple(map(id, (*model.modules(), *model.parameters())))
     layers = changes.adapters(changes.adapter_layers(list(model.modules())))
-    return model.device, model.dtype, config._attn_implementation, config.to_json_string(), parts, layers
+    modes = model.device, model.dtype, autocast(), config._attn_implementation
+    return modes, config.to_json_string(), parts, layers

@@ -15,6 +15,7 @@ from torch import Tensor
 from leapahead.drafters.heads.head import Drafted, Head, HeadText, Key, Path
 from leapahead.drafters.heads.modules import Medusa
 from leapahead.models.choices import Rows
+from leapahead.models.transformers.modes import computing
 
 
 class BlockText(HeadText):
@@ -64,7 +65,7 @@ class BlockHead(Head):
     def open(self, tokens: Sequence[int], owner: str = "") -> BlockText:
         return BlockText(tokens, self.config.depths, self.known(tokens, owner))
 
-    @torch.no_grad()
+    @computing()
     def forward(self, wanted: Sequence[tuple[BlockText, Sequence[Path]]]) -> list[Drafted]:
         states = []
         for text, _ in wanted:

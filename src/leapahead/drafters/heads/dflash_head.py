@@ -27,6 +27,7 @@ from leapahead.drafters.heads.head import Drafted, Key, Path
 from leapahead.drafters.heads.modules import Attend
 from leapahead.drafters.sources.computed import KEPT_SAMPLED
 from leapahead.models.choices import FloatArray, Rows
+from leapahead.models.transformers.modes import computing
 
 FOLLOWED = 16  # of DSpark, tokens of each depth after which there are candidates of the next one
 
@@ -72,7 +73,7 @@ class DFlashHead(CachedHead):
     def new_text(self, tokens: Sequence[int], known: int, planes: Planes) -> DFlashText:
         return DFlashText(self.config.depths, self.config.is_chained, tokens, known, planes)
 
-    @torch.no_grad()
+    @computing()
     def forward(self, wanted: Sequence[tuple[DFlashText, Sequence[Path]]]) -> list[Drafted]:
         texts = [text for text, _ in wanted]
         self._read(texts)
@@ -127,7 +128,7 @@ class DFlashHead(CachedHead):
         mask[:, :hidden] = False
         return mask
 
-    @torch.no_grad()
+    @computing()
     def read(self, text: DFlashText, rows: int) -> None:
         self._read([text], rows)
 

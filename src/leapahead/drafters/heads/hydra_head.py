@@ -15,6 +15,7 @@ from leapahead.drafters.heads.cache import CachedHead, CachedText, Planes, Span,
 from leapahead.drafters.heads.head import Drafted, Key, Path
 from leapahead.drafters.heads.hydra import Hydra
 from leapahead.models.choices import Rows
+from leapahead.models.transformers.modes import computing
 
 
 class HydraText(CachedText):
@@ -51,7 +52,7 @@ class HydraHead(CachedHead):
     def new_text(self, tokens: Sequence[int], known: int, planes: Planes) -> HydraText:
         return HydraText(self.config.depths, tokens, known, planes)
 
-    @torch.no_grad()
+    @computing()
     def forward(self, wanted: Sequence[tuple[HydraText, Sequence[Path]]]) -> list[Drafted]:
         self._read([text for text, _ in wanted])
         rows = [(text, path) for text, paths in wanted for path in paths]
@@ -67,7 +68,7 @@ class HydraHead(CachedHead):
         parts = torch.split(found, [len(paths) for _, paths in wanted])
         return [Drafted(list(paths), Rows(part)) for (_, paths), part in zip(wanted, parts, strict=True)]
 
-    @torch.no_grad()
+    @computing()
     def read(self, text: HydraText, rows: int) -> None:
         self._read([text], rows)
 

@@ -21,6 +21,7 @@ from leapahead.drafters.heads.dflash_head import DFlashText
 from leapahead.drafters.heads.head import Drafted, Path
 from leapahead.drafters.heads.modules import ParallelEagle
 from leapahead.models.choices import Rows
+from leapahead.models.transformers.modes import computing
 
 
 class ParallelText(DFlashText):
@@ -62,7 +63,7 @@ class ParallelHead(CachedHead):
     def new_text(self, tokens: Sequence[int], known: int, planes: Planes) -> ParallelText:
         return ParallelText(self.config.depths, False, tokens, known, planes)
 
-    @torch.no_grad()
+    @computing()
     def forward(self, wanted: Sequence[tuple[ParallelText, Sequence[Path]]]) -> list[Drafted]:
         masks = self.config.depths - 1
         texts = [text for text, _ in wanted]
@@ -75,7 +76,7 @@ class ParallelHead(CachedHead):
         logits = self.module.logits(torch.stack(ends))
         return [Drafted(range(self.config.depths), Rows(each)) for each in logits]
 
-    @torch.no_grad()
+    @computing()
     def read(self, text: ParallelText, rows: int) -> None:
         self._computed([self._part(text, rows, 0)])
 

@@ -19,6 +19,7 @@ from leapahead.drafters.heads.cache import CachedHead, CachedText, Planes, Span,
 from leapahead.drafters.heads.head import Drafted, Key, Path
 from leapahead.drafters.heads.modules import RowModule
 from leapahead.models.choices import Rows
+from leapahead.models.transformers.modes import computing
 
 
 class RowText(CachedText):
@@ -78,7 +79,7 @@ class RowHead(CachedHead):
     def new_text(self, tokens: Sequence[int], known: int, planes: Planes) -> RowText:
         return RowText(tokens, known, planes)
 
-    @torch.no_grad()
+    @computing()
     def forward(self, wanted: Sequence[tuple[RowText, Sequence[Path]]]) -> list[Drafted]:
         parts = [self._part(text, list(paths), text.missing) for text, paths in wanted]
         states = self._computed(parts)
@@ -101,7 +102,7 @@ class RowHead(CachedHead):
         """
         return self.module.logits(states)
 
-    @torch.no_grad()
+    @computing()
     def read(self, text: RowText, rows: int) -> None:
         self._computed([self._part(text, [], rows)])
 

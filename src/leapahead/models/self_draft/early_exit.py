@@ -40,6 +40,7 @@ from leapahead.models.transformers.forward import (
 )
 from leapahead.models.transformers.kv_cache import Row
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
+from leapahead.models.transformers.modes import computing
 
 
 class Begun(NamedTuple):
@@ -277,7 +278,7 @@ class EarlyExit(SharingTarget):
     def _rehearse(self, target: TransformersTarget, halves: Halves) -> None:
         """Tests on the model that the exit and the layers behind it together are the model."""
         rehearsal = Rehearsal(halves.executor, halves)
-        with torch.no_grad():
+        with computing(target.autocast):
             result = selftest.run(rehearsal, target.model, target.ordinary_ids(), target.test_prompts())
         if not result.passed:
             raise Refused(

@@ -30,6 +30,7 @@ from leapahead.models.transformers.families import Pattern
 from leapahead.models.transformers.forward import Batch, CachedState, Executor, Layers, MaskedExecutor, Outputs
 from leapahead.models.transformers.kv_cache import Row
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
+from leapahead.models.transformers.modes import computing
 from leapahead.models.transformers.retrieval import BlockCache, Fill, Retrieval, Retrieved
 from leapahead.models.transformers.twin import twin
 
@@ -150,7 +151,7 @@ class RetrievalDraft(SharingTarget):
         if not (isinstance(self.executor, MaskedExecutor) and self.executor.config is not None):
             return "its attention is not computed by Transformers' attention interface"
         try:
-            with torch.no_grad():
+            with computing(target.autocast):
                 rehearsal = Rehearsal(target, view)
                 prompts = max(REHEARSED, *target.test_prompts()), 1
                 floor = MARGIN * selftest.FLOOR.get(target.model.dtype, selftest.FLOOR[torch.float16])

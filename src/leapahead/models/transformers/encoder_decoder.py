@@ -34,8 +34,8 @@ from leapahead.models.transformers.forward import (
     MaskedExecutor,
     Outputs,
 )
-from leapahead.models.transformers.memory import out_of_memory_in
 from leapahead.models.transformers.model import NODES, TransformersSession, TransformersTarget
+from leapahead.models.transformers.modes import forwards
 
 PLAIN = {"full_attention": families.Pattern()}
 
@@ -168,7 +168,7 @@ class EncoderDecoderTarget(TransformersTarget):
         text = checked_prompt(begin.text or self.model.start, self.info)
         reserve = min(max(0, reserve - len(source)) + len(text), self.info.context_length)
         key = f"{owner} {source}" if begin.states is None else f"{owner} given {next(self._given)}"
-        with torch.no_grad(), out_of_memory_in(f"a text of {len(text)} tokens", 1, self.device):
+        with forwards(f"a text of {len(text)} tokens", 1, self.device, self.autocast):
             known = self.cache.known(key) if begin.states is None else None
             reuse = capture.reusable(len(text), capture.top_k > 0) if known is not None else 0
             state = self.executor.open(text, reuse, reserve, key)
@@ -183,7 +183,7 @@ class EncoderDecoderTarget(TransformersTarget):
         row = session.row
         if row.cross is not None:
             return super().prefill(session, max_tokens)
-        with torch.no_grad(), out_of_memory_in(f"a prompt of {len(row.source)} tokens", 1, self.device):
+        with forwards(f"a prompt of {len(row.source)} tokens", 1, self.device, self.autocast):
             row.cross, row.states = self.model.encode(row.source, row.states), None
         return None
 

@@ -58,7 +58,8 @@ from leapahead.models.transformers.forward import (
     State,
 )
 from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
-from leapahead.models.transformers.memory import free_bytes, out_of_memory_in
+from leapahead.models.transformers.memory import free_bytes
+from leapahead.models.transformers.modes import autocast, computing, forwards
 from leapahead.models.transformers.replay import ReplayExecutor
 from leapahead.models.transformers.static import choice
 from leapahead.models.transformers.static.executor import StaticExecutor
@@ -88,7 +89,7 @@ class TransformersSession:
     def commit(self, verdict: Verdict) -> None:
         # The tokens come first: should the rest be interrupted, they are unread and `prefill` reads them again.
         self.tokens += verdict.tokens
-        with torch.no_grad():
+        with computing():
             self.state.commit(verdict.path)
         self.sampler.committed()
         assert self.unread == 0  # the state holds every committed token but the last
@@ -117,6 +118,7 @@ class TransformersTarget:
     Attributes:
         executor: how the model is run.
         refusals: what the model cannot do, and why.
+        autocast: in which it is run, see `modes`.
 
     Raises:
         BadParameter: `model` is no model of Transformers.
@@ -143,11 +145,12 @@ class TransformersTarget:
             raise BadParameter(f"cache_tokens={cache_tokens!r} is not possible: it must be at least 2, or None")
         self.model = model = self._language_model(model)
         self.config = families.text_config(model)
+        self.autocast = autocast()
         self.lock, self._name = RLock(), name or model.config.name_or_path or type(model).__name__
         if not model._is_stateful:
             families.attention_implementation(model)
         model.eval()
-        with torch.no_grad(), out_of_memory_in("the test of the model", 1, model.device):
+        with forwards("the test of the model", 1, model.device, self.autocast):
             logits = self._first_logits()
             self.device, vocab_size = logits.device, logits.shape[-1]
             self.context_length = families.context_length(self.config)
@@ -218,7 +221,7 @@ class TransformersTarget:
         again = capture.top_k > 0 and not self.info.replays
         self._layers(capture)  # refuses what there is not
         reuse = capture.reusable(len(prompt), again)
-        with torch.no_grad(), out_of_memory_in(f"a prompt of {len(prompt)} tokens", 1, self.device):
+        with forwards(f"a prompt of {len(prompt)} tokens", 1, self.device, self.autocast):
             state = self.executor.open(prompt, reuse, min(reserve, self.info.context_length), owner)
         return TransformersSession(prompt, state, self._sampler(params, prompt), capture)
 
@@ -233,7 +236,7 @@ class TransformersTarget:
         layers = self._layers(capture)
         first = max(start, last - PROMPT_ROWS)
         rows = max(1, end - first) if capture.top_k else 1
-        with torch.no_grad(), out_of_memory_in(f"a prompt of {len(session.tokens)} tokens", 1, self.device):
+        with forwards(f"a prompt of {len(session.tokens)} tokens", 1, self.device, self.autocast):
             logits, hidden = self.executor.prefill(session.state, end - start, rows, layers)
         if layers:
             logits = logits[first - end :] if capture.top_k and first < end else logits[:0]
@@ -252,7 +255,7 @@ class TransformersTarget:
     def fork(self, session: TransformersSession, params: SamplingParams) -> TransformersSession:
         assert session.unread == 0, "a session is forked when its prompt is read"
         tokens = list(session.tokens)
-        with torch.no_grad(), out_of_memory_in(f"a prompt of {len(tokens)} tokens", 1, self.device):
+        with forwards(f"a prompt of {len(tokens)} tokens", 1, self.device, self.autocast):
             state = self.executor.fork(session.state, tokens)
         return self.session_class(tokens, state, self._sampler(params, tokens))
 
@@ -268,7 +271,7 @@ class TransformersTarget:
         if any(session.unread for session in sessions):
             raise LeapaheadError("a session whose prompt is not read cannot be stepped; call target.prefill first")
         context = max(len(session.tokens) for session in sessions)
-        with torch.no_grad(), out_of_memory_in(f"a step at {context} tokens of context", len(sessions), self.device):
+        with forwards(f"a step at {context} tokens of context", len(sessions), self.device, self.autocast):
             states = [session.state for session in sessions]
             rows = [tree.computed for tree in trees]
             computed = self.executor.forward(states, rows, num_computed, self._layers(capture))
@@ -307,7 +310,7 @@ class TransformersTarget:
     def warm_up(self, sequences: int) -> None:
         """See `WarmsUp`."""
         if isinstance(self.executor, StaticExecutor):
-            with self.lock, torch.no_grad(), out_of_memory_in("captured forwards", sequences, self.device):
+            with self.lock, forwards("captured forwards", sequences, self.device, self.autocast):
                 self.executor.warm_up(sequences, int(self._ids[0]))
 
     def weights_digest(self) -> str:

@@ -1,0 +1,43 @@
+"""The modes of torch in which a model is run, whatever those of the calling thread are.
+
+One thread reads and writes what another one's forwards have left in a cache. A tensor of torch's inference mode cannot
+be written outside of it, and autocast leaves entries of another precision. So every forward of a model runs outside of
+inference mode, and with the autocast that there was when its target was made: usually none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from leapahead.models.transformers.devices import KINDS
+from leapahead.models.transformers.memory import out_of_memory_in
+
+Autocast = dict[str, torch.dtype]  # by kind of device
+
+
+def autocast() -> Autocast:
+    """The autocast of this thread; empty for none."""
+    return {kind: torch.get_autocast_dtype(kind) for kind in KINDS if torch.is_autocast_enabled(kind)}
+
+
+@contextmanager
+def computing(wanted: Autocast | None = None) -> Iterator[None]:
+    """Within the block, or as a decorator: no gradients, no inference mode, and this autocast; by default none."""
+    wanted, found = wanted or {}, autocast()
+    with ExitStack() as modes:
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+        for kind in {**found, **wanted} if found != wanted else ():
+            modes.enter_context(torch.autocast(kind, wanted.get(kind), enabled=kind in wanted))
+        modes.enter_context(torch.no_grad())
+        yield
+
+
+@contextmanager
+def forwards(what: str, batch: int, device: torch.device, wanted: Autocast) -> Iterator[None]:
+    """`computing` with this autocast, and `out_of_memory_in`."""
+    with computing(wanted), out_of_memory_in(what, batch, device):
+        yield
