@@ -354,6 +354,16 @@ def test_sampled_text_and_its_scores(llama: Any, options: dict[str, Any]) -> Non
         assert torch.isfinite(picked).all()
 
 
+def test_every_temperature_counts_once(llama: Any) -> None:
+    """Of several among the user's processors."""
+    warmers = [logits_process.TemperatureLogitsWarper(each) for each in (0.5, 0.8)]
+    one, several = (
+        ours(llama, SINGLE, do_sample=True, top_k=0, seed=2, logits_processor=LogitsProcessorList(each))
+        for each in ([logits_process.TemperatureLogitsWarper(0.4)], warmers)
+    )
+    assert one.tolist() == several.tolist()
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS[1:])
 def test_sampled_text_is_the_same_for_every_drafter(llama: Any, drafter: str) -> None:
     options = {"do_sample": True, "eos_token_id": 11, "top_k": 20, "temperature": 0.8, "repetition_penalty": 1.2}

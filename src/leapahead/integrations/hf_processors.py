@@ -72,7 +72,7 @@ def sampling_params(processors: Sequence[Any], pads: Tensor, sampled: bool, seed
             if type(processor) is TemperatureLogitsWarper:
                 temperature = processor.temperature
                 is_last = index == len(processors) - 1
-                called = called[:-1] if is_last else [*processors, _Times(temperature)]
+                called = list(processors[:-1]) if is_last else [*processors, _Times(temperature)]
     calls = ([PrefixFree(_as_float32)] if float64 else []) + _calls(called, pads)
     return SamplingParams(processors=tuple(calls), temperature=temperature, seed=seed)
 
