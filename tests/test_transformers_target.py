@@ -1274,6 +1274,19 @@ def test_adapters_that_are_switched_between_two_texts() -> None:
     assert len({str(text) for text in texts}) == 4
 
 
+@PEFT
+def test_adapters_of_several_kinds_in_one_model() -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    mixed = peft.get_peft_model(
+        BY_NAME["llama"].build(), peft.LoraConfig(init_lora_weights=False, **options), mixed=True
+    )
+    mixed.add_adapter("other", peft.LoHaConfig(init_weights=False, **options))
+    mixed.set_adapter(["default", "other"])
+    _agrees(LLM(mixed), mixed)
+
+
 def test_entries_are_kept_while_a_model_does_not_change() -> None:
     model = BY_NAME["llama"].build()
     llm = LLM(model)

@@ -54,12 +54,13 @@ def language_model(model: Any) -> PreTrainedModel:
         Refused: its adapter adds tokens to the prompt, or it is divided among processes.
     """
     if any(each.__module__.partition(".")[0] == "peft" for each in type(model).__mro__):
-        if model.active_peft_config.is_prompt_learning:
+        active = getattr(model, "active_peft_config", None)  # a model with adapters of several kinds has no such field
+        if active is not None and active.is_prompt_learning:
             raise Refused(
-                f"the PEFT adapter of this model ({model.active_peft_config.peft_type}) adds virtual tokens to the "
+                f"the PEFT adapter of this model ({active.peft_type}) adds virtual tokens to the "
                 "prompt, which leapahead does not support; use an adapter of the layers such as LoRA, or merge it"
             )
-        model = model.get_base_model()
+        model = model.base_model.model
     if not isinstance(model, PreTrainedModel):
         raise BadParameter(
             f"a {type(model).__name__} is not a Transformers model; give what "
@@ -171,7 +172,14 @@ def context_length(config: Any) -> int:
     """Greatest number of tokens of a sequence; `UNLIMITED` where positions are only distances (ALiBi)."""
     if config.model_type == "bloom" or (config.model_type == "falcon" and config.alibi):
         return UNLIMITED
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length")
+    names = (
+        "max_decoder_position_embeddings",
+        "max_position_embeddings",
+        "n_positions",
+        "max_seq_len",
+        "n_ctx",
+        "max_sequence_length",
+    )
     length = next((int(value) for name in names if (value := _get(config, name)) is not None), UNLIMITED)
     rope = _get(config, "rope_parameters") or {}
     for parameters in [rope, *(each for each in rope.values() if isinstance(each, dict))]:
