@@ -13,7 +13,8 @@ import torch
 import transformers
 from architectures import VOCABULARY
 from helpers import Oracle, RandomTrees, Scattered, Scripted, attached
-from seq2seq import MODELS, build, own_text
+from seq2seq import BART, MODELS, build, own_text
+from serving import serving
 
 from leapahead import LLM, Engine, Request, hf
 from leapahead.check import check
@@ -385,13 +386,36 @@ def test_a_wrong_source_is_caught(llms: dict[str, LLM], monkeypatch: pytest.Monk
     _fails_with(monkeypatch, view, DecoderView, "_cross_mask", lambda self, cross: None)
 
 
+def test_a_prompt_may_fill_the_encoder() -> None:
+    llm, prompt = LLM(build("marian")), [3, 4, 5, 6] * 24
+    own = own_text(llm.target.model.model, prompt, 12)
+    assert llm.generate(prompt, max_new_tokens=12).tokens == own
+    assert hf.run(llm.target.model.model, torch.tensor([prompt]), max_new_tokens=12)[0, 1:].tolist() == own
+    with serving(llm) as running:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 12}
+        found = running.post("/v1/completions", body).json()
+    assert found["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.filterwarnings("ignore:Input ids are automatically padded")
+def test_an_encoder_may_read_more_than_its_decoder_writes() -> None:
+    sizes = {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 32, "attention_window": 8}
+    config = transformers.LEDConfig(**{**BART, **sizes}, decoder_start_token_id=2)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
+    llm = LLM(model)
+    assert llm.target.info.decoder.longest_source == 64
+    assert len(llm.generate([5] * 64, max_new_tokens=99, ignore_eos=True).tokens) == 31
+    with pytest.raises(ContextOverflow, match="64"):
+        llm.generate([5] * 65)
+
+
 # ------------------------------------------------------------------------------------------------------- refusals
 
 
 def test_what_is_refused(llms: dict[str, LLM], tmp_path: Path) -> None:
     llm = llms["marian"]
-    with pytest.raises(ContextOverflow, match="96"):
-        llm.generate([3] * 96)
+    with pytest.raises(ContextOverflow, match=r"has 97 tokens and the context of .* 96"):
+        llm.generate([3] * 97)
     with pytest.raises(BadParameter, match="need a tokenizer"):
         llm.generate([{"role": "user", "content": "hello"}])
     with pytest.raises(BadParameter, match="outside the vocabulary"):

@@ -23,6 +23,7 @@ from leapahead.core.text import Tokenizer
 from leapahead.drafters.base import Drafter, SequenceDrafter
 from leapahead.grammar import Grammar, Grammars, validate
 from leapahead.models.base import TargetInfo
+from leapahead.models.decoder import longest_prompt
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
 Prompts = list[str] | list[list[int]] | list[Prompt]
@@ -273,9 +274,9 @@ def encode(
         if not 0 <= token < info.vocab_size:
             belongs = "; the tokenizer is not this model's" if isinstance(prompt, str) else ""
             raise BadParameter(f"the prompt's token id {token} is outside the vocabulary of {info.vocab_size}{belongs}")
-    if len(tokens) >= info.context_length:
+    if len(tokens) > (most := longest_prompt(info.context_length, info.decoder)):
         remedy = "shorten it" + f", or load the model with a larger {info.length_option}" * bool(info.length_option)
-        counts = f"{len(tokens)} tokens and the context of {info.name} {info.context_length}"
+        counts = f"{len(tokens)} tokens and the context of {info.name} {most + (info.decoder is None)}"
         raise ContextOverflow(f"the prompt has {counts}; {remedy}")
     return tokens
 

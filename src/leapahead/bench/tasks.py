@@ -143,7 +143,8 @@ def encoded(task: Task, loaded: Loaded, max_new_tokens: int = 0) -> list[list[in
 
     Conversations go through the chat template; without one, their messages are separated by empty lines.
     """
-    room = loaded.target.info.context_length - max_new_tokens
+    info = loaded.target.info
+    room = info.context_length - max_new_tokens if info.decoder is None else info.decoder.longest_source
     return [tokens for prompt in task.prompts if (tokens := _tokens(prompt, loaded)) and len(tokens) <= room]
 
 

@@ -6,13 +6,12 @@
     choices = target.step([session], [tree])            ONE forward over the draft of every session
     session.commit(verify(tree, choices[0]))            keeps the cache entries of the path, discards the rest
 
-This module imports no backend.
-
 Invariant, asserted by every target after a commit: the cache holds every committed token but the last; the last is the
 root of the next tree. A recurrent state may lag behind: the tokens that it has not read yet ride at the head of the
 next forward.
 
 One thread at a time uses a target: whoever calls `open`, `prefill`, `fork`, `step` or a session holds `Target.lock`.
+This module imports no backend.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.choices import Choices, PromptRows
-from leapahead.models.decoder import Decoder
+from leapahead.models.decoder import Decoder, longest_prompt
 
 # Capabilities of a target.
 CHAIN = "chain"  # several tokens of one path in one forward
@@ -347,8 +346,9 @@ def checked_prompt(tokens: Sequence[int], info: TargetInfo) -> list[int]:
     for token in prompt:
         if not 0 <= token < info.vocab_size:
             raise BadParameter(f"the prompt's token {token} is outside the vocabulary of {info.vocab_size}")
-    if (size := len(prompt)) >= info.context_length:
-        raise ContextOverflow(f"the prompt has {size} tokens and the context {info.context_length}; shorten the prompt")
+    if len(prompt) > (most := longest_prompt(info.context_length, info.decoder)):
+        limit = most + (info.decoder is None)
+        raise ContextOverflow(f"the prompt has {len(prompt)} tokens and the context {limit}; shorten the prompt")
     return prompt
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from leapahead.core.errors import Refused
 from leapahead.core.sampling import SamplingParams
+from leapahead.core.tree import UNLIMITED
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,14 @@ class Decoder:
         forced_bos: `forced_bos_token_id`, the first token that is chosen; None where the model chooses it itself.
         forced_eos: `forced_eos_token_id`, one of which is chosen where the text reaches its greatest length.
         bad_words: `bad_words_ids`, and every one of `suppress_tokens`: sequences that are never written.
+        longest_source: greatest number of tokens that the encoder reads.
     """
 
     start: tuple[int, ...]
     forced_bos: int | None = None
     forced_eos: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    longest_source: int = UNLIMITED
 
     def applied(self, params: SamplingParams, begin: int, max_new_tokens: int) -> SamplingParams:
         """The parameters of a text that is written in this way.
@@ -72,3 +75,8 @@ class DecoderInput:
 
 
 AT_START = DecoderInput()
+
+
+def longest_prompt(context_length: int, decoder: Decoder | None) -> int:
+    """Greatest number of tokens of a prompt, behind which the context of a model without encoder has room for one."""
+    return context_length - 1 if decoder is None else decoder.longest_source

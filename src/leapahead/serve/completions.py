@@ -37,7 +37,8 @@ def _prepare(service: Service, body: CompletionRequest, owner: str) -> tuple[Job
     found["logprobs"] = parameters.completion_logprobs(body, settings)
     found["grammar"] = service.formats.form(body)
     prompts = service.texts.prompts(body.prompt, body.add_special_tokens, body.truncate_prompt_tokens)
-    parameters.set_length(found, parameters.completion_length(body, prompts, settings, info.context_length))
+    texts = prompts if info.decoder is None else [info.decoder.start]  # what stands before the answer in the context
+    parameters.set_length(found, parameters.completion_length(body, texts, settings, info.context_length))
     asked = (parameters.prompt_logprobs(body, settings, info.vocab_size), found["logprobs"] if body.echo else None)
     scored = max((count for count in asked if count is not None), default=None)
     form = None if found["grammar"] is None else service.formats.param(body)

@@ -9,6 +9,7 @@ time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -118,8 +119,11 @@ class EncoderDecoderTarget(TransformersTarget):
             self.max_nodes = self.context_length  # positions that are corrected are counted from 0
 
     def _language_model(self, model: Any) -> Any:
-        embeddings = model.get_decoder().get_input_embeddings()
-        return DecoderView(model, _decoder(model, embeddings.weight.shape[0]).start)
+        if (embeddings := getattr(model.get_decoder(), "get_input_embeddings", None)) is None:
+            raise Refused(
+                f"the decoder of a {type(model).__name__} is not made like those of T5 and BART; use another model"
+            )
+        return DecoderView(model, _decoder(model, embeddings().weight.shape[0]).start)
 
     def _information(self, **known: Any) -> TargetInfo:
         return super()._information(**known, decoder=_decoder(self.model.model, known["vocab_size"]))
@@ -165,7 +169,7 @@ class EncoderDecoderTarget(TransformersTarget):
         require(self.info, capture.needs, "this capture")
         self._changes.look(self)
         source = checked_prompt(tokens, self.info)
-        text = checked_prompt(begin.text or self.model.start, self.info)
+        text = checked_prompt(begin.text or self.model.start, replace(self.info, decoder=None))
         reserve = min(max(0, reserve - len(source)) + len(text), self.info.context_length)
         key = f"{owner} {source}" if begin.states is None else f"{owner} given {next(self._given)}"
         with forwards(f"a text of {len(text)} tokens", 1, self.device, self.autocast):
@@ -261,4 +265,13 @@ def _decoder(model: Any, vocab_size: int) -> Decoder:
             *(tokens("bad_words_ids", word) for word in words),
             *((token,) for token in tokens("suppress_tokens", field("suppress_tokens"))),
         ),
+        _longest_source(model),
     )
+
+
+def _longest_source(model: Any) -> int:
+    """Greatest number of tokens that the encoder reads."""
+    if any(getattr(part, "has_relative_attention_bias", False) for part in model.get_encoder().modules()):
+        return UNLIMITED
+    own = getattr(model.config, "max_encoder_position_embeddings", None)
+    return families.context_length(model.config) if own is None else int(own)
