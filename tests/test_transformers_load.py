@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -437,6 +438,22 @@ def test_a_model_that_was_downloaded_loads_without_a_network(
 
 
 # ------------------------------------------------------------------------------------------------------------ quiet
+
+
+def test_several_threads_restore_the_settings() -> None:
+    verbosity = logging.get_verbosity()
+    try:
+        logging.set_verbosity_info()
+        with ExitStack() as first, ExitStack() as second:
+            first.enter_context(pretrained.quiet())
+            second.enter_context(pretrained.quiet())
+            first.close()
+            assert logging.get_verbosity() == logging.ERROR
+            second.close()
+            assert logging.get_verbosity() == logging.INFO
+            assert logging.is_progress_bar_enabled()
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def test_loading_is_quiet_and_restores_the_settings(

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers.utils import cached_file, logging
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused, check_folder, first_line, trained_in
+from leapahead.core.forks import Mutex
 from leapahead.core.parameters import flag
 from leapahead.models.transformers import checkpoint, packing
 from leapahead.models.transformers.devices import checked_device
@@ -180,23 +181,49 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool) -> Any:
             ) from error
 
 
+class Messages:
+    """Transformers' progress bars and warnings, which are of the whole process: off while a thread wants none."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = Mutex(), 0
+
+    def off(self) -> None:
+        """Turns them off, and keeps the settings if nobody has done so before."""
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            self._verbosity = logging.get_verbosity()
+            self._bars, self._hub_bars = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+            logging.set_verbosity_error()
+            logging.disable_progress_bar()  # disables the hub's too, which show a download
+            if self._hub_bars:
+                enable_progress_bars()
+
+    def on(self) -> None:
+        """Called once for each call of `off`; the last one restores the settings."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            logging.set_verbosity(self._verbosity)
+            if self._bars:
+                logging.enable_progress_bar()
+                if not self._hub_bars:
+                    disable_progress_bars()
+
+
+_messages = Messages()
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without Transformers' progress bars and warnings; its settings are restored at the end."""
-    verbosity = logging.get_verbosity()
-    bars, hub_bars = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()  # disables the hub's too, which show a download
-    if hub_bars:
-        enable_progress_bars()
+    _messages.off()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-            if not hub_bars:
-                disable_progress_bars()
+        _messages.on()
 
 
 def _source(name_or_path: str | Path, file: str, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
