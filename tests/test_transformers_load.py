@@ -441,7 +441,7 @@ def test_a_model_that_was_downloaded_loads_without_a_network(
 
 
 def test_several_threads_restore_the_settings() -> None:
-    verbosity = logging.get_verbosity()
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     try:
         logging.set_verbosity_info()
         with ExitStack() as first, ExitStack() as second:
@@ -451,7 +451,7 @@ def test_several_threads_restore_the_settings() -> None:
             assert logging.get_verbosity() == logging.ERROR
             second.close()
             assert logging.get_verbosity() == logging.INFO
-            assert logging.is_progress_bar_enabled()
+            assert logging.is_progress_bar_enabled() == bars
     finally:
         logging.set_verbosity(verbosity)
 

@@ -1112,11 +1112,9 @@ class Wrapper(torch.nn.Module):
 
     def __init__(self, model: Any, prompt: bool) -> None:
         super().__init__()
-        self.model = model
+        self.base_model = torch.nn.Module()
+        self.base_model.model = model
         self.active_peft_config = type("Config", (), {"is_prompt_learning": prompt, "peft_type": "PREFIX_TUNING"})
-
-    def get_base_model(self) -> Any:
-        return self.model
 
 
 def test_peft_models_work_or_are_refused_by_name(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
