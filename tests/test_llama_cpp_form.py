@@ -170,8 +170,8 @@ def test_commands_that_measure_have_the_form_of_an_llm(command: Any, tmp_path: P
         separate, errors = command(*args)
         assert (separate, errors.count("a KV cache of 256 tokens for each of 9 sequences")) == (True, 1), args
     conditions = json.loads((tmp_path / "out" / "bench.json").read_text())["conditions"]
-    (target,) = conditions["targets"].values()
-    assert target["kv_cache"].startswith("a KV cache of 256 tokens for each")
+    (form,) = conditions["kv_cache"].values()
+    assert form["chosen"].startswith("a KV cache of 256 tokens for each")
     separate, errors = command(*check, "-d", "lookahead")
     assert not separate
     assert errors == "one KV cache for all sequences, since the drafter 'lookahead' drafts branches\n"
