@@ -109,8 +109,8 @@ def read_file(path: Path, limit: int | None = None) -> Task:
 
     Args:
         path: JSON lines (.jsonl, .json, .ndjson) that have one of the fields `prompt`, `question`, `turns`, of which
-            the first is used, and `messages`, those of a chat; beside the first two there may be `prediction`, the text
-            that is expected. Files with another suffix have a prompt in each line.
+            the first is used, and `messages`, those of a chat; beside a prompt that is text there may be `prediction`,
+            the text that is expected. Files with another suffix have a prompt in each line.
         limit: greatest number of prompts, taken at equal distances from the file.
 
     Raises:
