@@ -18,6 +18,7 @@ import pytest
 
 from leapahead.core.errors import CacheFull, ContextOverflow, LeapaheadError
 from leapahead.core.storage import cache_directory, write_json
+from leapahead.models import memory
 from leapahead.models.base import CHAIN, Cost, KeepsPrefixes
 from leapahead.models.memory import UNKNOWN, free_host_bytes
 from leapahead.models.toy import ToyTarget
@@ -801,6 +802,17 @@ def test_memory_where_the_system_tells_nothing(monkeypatch: Any) -> None:
     monkeypatch.setattr(Path, "read_text", lambda self: "")
     monkeypatch.delattr("os.sysconf")
     assert free_host_bytes() == UNKNOWN
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="containers of Linux")
+def test_the_memory_limit_of_a_container(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(memory, "CONTAINER", tmp_path)
+    whole = free_host_bytes()
+    for name, text in (("max", "5000\n"), ("current", "4000\n"), ("stat", "anon 3000\ninactive_file 600\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert free_host_bytes() == 1600 < whole
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_host_bytes() > 1600
 
 
 def test_without_a_writable_cache_directory_each_process_measures_once(cache: Path, monkeypatch: Any) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 UNKNOWN = 4 << 30  # bytes that are assumed to be free where the system tells nothing
+CONTAINER = Path("/sys/fs/cgroup")  # where a container of Linux sees its limits
 
 
 def free_host_bytes() -> int:
@@ -18,8 +19,19 @@ def free_host_bytes() -> int:
         return int(status[2])
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        return min(free, _free_in_container(free))
     except (OSError, StopIteration, ValueError):
         if not hasattr(os, "sysconf"):
             return UNKNOWN
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _free_in_container(unlimited: int) -> int:
+    """What a container's memory limit leaves, which `/proc/meminfo` does not show; `unlimited` where there is none."""
+    try:
+        limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        parts = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+        return max(limit - used + int(parts["inactive_file"]), 0)  # files that are kept in memory make room
+    except (OSError, KeyError, ValueError):  # the limit "max" is none
+        return unlimited
