@@ -554,7 +554,7 @@ def test_what_is_unknown_is_refused_before_a_file_is_written(
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.json", '{"rows": []}')]
 
 
-@pytest.mark.parametrize("steps", ["1", "2"])
+@pytest.mark.parametrize("steps", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_steps_too_few_to_have_all_kinds(lab: Any, monkeypatch: pytest.MonkeyPatch, steps: str) -> None:
     for name in ("overhead", "whole_steps"):
         monkeypatch.setattr(toy_overhead, name, lambda *_, **__: [{}])

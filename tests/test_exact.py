@@ -317,6 +317,7 @@ def test_mutation_chunks_that_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -
 # --------------------------------------------------------------------------------------------------------- check
 
 
+@pytest.mark.slow
 def test_check_finds_no_difference_and_counts_no_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     target = exact("llama", **SMALL)
     prompts = prompts_of((20, 70, 40))

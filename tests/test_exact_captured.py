@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import mostly_slow
 from static_parts import recorded
 from test_exact import SMALL, WIDE, assert_samples_are_those_of_each_alone, differing, exact, prompts_of, texts
 
@@ -34,7 +33,8 @@ def captured(name: str, dtype: torch.dtype = torch.bfloat16, backend: Any = None
     return target
 
 
-@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "llama"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_bits_do_not_depend_on_drafts_and_batches(name: str) -> None:
     """Windows and soft-capped scores among them; texts pass the borders of chunks, of the window, and of blocks."""
     target = captured(name, **LONG)
@@ -137,6 +137,7 @@ def test_what_cannot_be_captured_is_refused_by_name(name: str, static: Any, why:
         exact(name, static=static or Calls(), **SMALL)
 
 
+@pytest.mark.slow
 def test_mutation_attention_over_slots_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed attention adds up in the order of slots, in which the entries of rejected nodes lie as zeros."""
     monkeypatch.setattr(captured_exact.compacted, "NAME", packed.NAME)
@@ -144,6 +145,7 @@ def test_mutation_attention_over_slots_is_refused(monkeypatch: pytest.MonkeyPatc
         captured("llama", torch.float32, **LONG)
 
 
+@pytest.mark.slow
 def test_mutation_rows_that_are_not_padded_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = CapturedExactExecutor._forward
 

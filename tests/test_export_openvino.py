@@ -463,7 +463,7 @@ LLAMA_3_ROPE = {
             {f"{ROPE}.scaling.type": "linear", f"{ROPE}.scaling.factor": 8.0},
             marks=pytest.mark.slow,
         ),
-        ({"rope_type": "linear", "factor": 4.0}, {f"{ROPE}.scale_linear": 4.0}),
+        pytest.param({"rope_type": "linear", "factor": 4.0}, {f"{ROPE}.scale_linear": 4.0}, marks=pytest.mark.slow),
         pytest.param(
             {"rope_type": "default"},
             {f"{ROPE}.scaling.type": "none", f"{ROPE}.scaling.factor": 8.0},
@@ -492,10 +492,11 @@ def test_a_gguf_file_with_a_scaled_rotation(
 @pytest.mark.parametrize(
     "values",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        {},
         {f"{ROPE}.scaling.type": "linear", f"{ROPE}.scaling.factor": 2.0},
     ],
 )
+@pytest.mark.slow
 def test_the_rotation_of_a_gguf_file_in_f16(values: dict[str, Any], tmp_path: Path) -> None:
     """Its frequencies are in float32, else later positions would be turned too far."""
     pytest.importorskip("llama_cpp")
@@ -534,7 +535,9 @@ def test_a_gguf_file_that_openvino_would_compute_as_another(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("pre", [pytest.param("gpt-2", marks=pytest.mark.slow), "llama-bpe", "qwen2"])
+@pytest.mark.parametrize(
+    "pre", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-2", "llama-bpe")), "qwen2"]
+)
 def test_the_tokenizer_of_a_gguf_file(
     pre: str, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,7 +173,8 @@ def test_an_int8_draft_of_a_packed_model() -> None:
     assert linears.is_packed(target.model)
 
 
-@pytest.mark.parametrize("options", [{"exact": True}, pytest.param({"static": "compiled"}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"exact": True}, {"static": "compiled"}])
 def test_other_ways_to_compute_forwards(options: dict[str, Any]) -> None:
     llm = LLM(dtype="bfloat16", **options)
     assert linears.is_packed(llm.target.model)  # type: ignore[attr-defined]

@@ -727,9 +727,12 @@ def test_plain_text_is_transformers_text() -> None:
     ("kind", "temperature"),
     [
         ("f32", 1.0),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("q8_0", 0.0), ("q4_k_m", 0.0), ("q4_k_m", 1.0))),
+        ("q8_0", 0.0),
+        ("q4_k_m", 0.0),
+        ("q4_k_m", 1.0),
     ],
 )
+@pytest.mark.slow
 def test_check_finds_no_mismatch(kind: str, temperature: float) -> None:
     loaded = loading.load(gguf_models.bundled(kind), n_threads=1)
     report = check(

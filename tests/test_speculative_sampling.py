@@ -86,7 +86,7 @@ def deviation(
 @pytest.mark.parametrize(
     "options",
     [
-        {"width": 1, "depth": 2},
+        pytest.param({"width": 1, "depth": 2}, marks=pytest.mark.slow),
         {"rule": "sequoia", "width": 3, "depth": 2},
         pytest.param({"rule": "specinfer", "width": 2, "depth": 2}, marks=pytest.mark.slow),
         pytest.param({"rule": "spectr", "width": 2, "depth": 2}, marks=pytest.mark.slow),

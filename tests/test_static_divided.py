@@ -170,9 +170,8 @@ class Divided:
 FAMILIES = ["llama", "gemma2", "gemma3", "gpt_oss", "qwen3", "phi3", "deepseek_v3", "gpt2"]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str) -> None:
     """More layers than elsewhere, so that they repeat; what is computed by parts is the text of plain decoding."""
     architecture = BY_NAME[name]

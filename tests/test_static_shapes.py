@@ -142,6 +142,7 @@ def test_drafts_that_grow_run_in_shapes_that_hold_what_was_computed(shapes: list
     assert all(shape.own - shape.rows >= 5 for shape in shapes[-1:])
 
 
+@pytest.mark.slow
 def test_a_target_that_is_warm_captures_nothing_when_plain_texts_begin(shapes: list[Shape]) -> None:
     target, executor = made()
     assert isinstance(target, WarmsUp)
@@ -156,6 +157,7 @@ def test_a_target_that_is_warm_captures_nothing_when_plain_texts_begin(shapes: l
     assert list(executor.graphs) == before or set(executor.graphs) == set(before)
 
 
+@pytest.mark.slow
 def test_warming_up_ends_where_the_cache_is_full_or_nothing_is_captured() -> None:
     target, executor = made()
     executor.cache.limit = 2048
