@@ -739,6 +739,11 @@ def test_why_a_model_without_recurrent_layers_takes_no_drafts() -> None:
             require(target.info, frozenset({needs}), "the drafter")
 
 
+def test_why_a_model_with_recurrent_layers_takes_no_drafts() -> None:
+    with pytest.raises(Refused, match=r"which MambaForCausalLM does not have \(drafts fail the test of the model: logits"):
+        require(build("mamba").info, frozenset({CHAIN}), "the drafter")
+
+
 @pytest.mark.parametrize("kind", ["mps", "xpu", "cpu"])
 def test_the_fingerprint_of_any_device(model: Any, kind: str) -> None:
     assert f" {kind}" in families.fingerprint(model, torch.device(kind))

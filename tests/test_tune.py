@@ -276,13 +276,15 @@ def test_the_comparison_names_the_fastest(capsys: pytest.CaptureFixture[str], mo
     target = Timed(line(0.1, 0.002))
     measured, _ = tuning.tune(target, seconds=1.0, clock=target.clock)
     one = {**measured, "busy": False, "model": "a/one.gguf", "bytes": 5_000_000}
-    two = {**one, "model": "a/two.gguf", "auto": {"acceptance_length": 2.0, "expected": {"auto": 90.0, "plain": 60.0}}}
-    one["auto"] = {"acceptance_length": 1.5, "expected": {"auto": 75.0, "plain": 70.0}}
+    auto = {"acceptance_length": 2.0, "expected": {"auto": 90.0, "plain": 60.0}, "tokens": tuning.FEW_TOKENS}
+    two = {**one, "model": "a/two.gguf", "auto": auto}
+    one["auto"] = {"acceptance_length": 1.5, "expected": {"auto": 75.0, "plain": 70.0}, "tokens": 60}
     tune_forms.show({"models": [one, two], "fastest": "a/two.gguf", "fastest_plain": "a/one.gguf"})
     shown = capsys.readouterr().out
     (row,) = [line.split() for line in shown.splitlines() if line.startswith(" two.gguf") or "two.gguf " in line]
     assert row == ["two.gguf", "5", "2", "1.10", "1.30", "1.70", "2.50", "2.00", "60.0", "90.0", "1.50"]
     assert "Fastest with drafting: a/two.gguf. Fastest plainly: a/one.gguf." in shown
+    assert "Few tokens were decoded with one.gguf. With fewer than 200 tokens" in shown
 
 
 @pytest.mark.slow
@@ -298,12 +300,14 @@ def test_engines_are_compared(cache: Path, files: list[str]) -> None:
 def test_a_machine_that_was_busy_while_texts_were_decoded(capsys: pytest.CaptureFixture[str], busy: bool) -> None:
     """Then the ratio of two speeds that were measured one after the other tells nothing."""
     speeds = {"auto": 3.0, "plain": 0.4} if busy else {"auto": 78.0, "plain": 65.0}
-    counts = {"texts": 1, "nodes_per_step": 0.0, "plain_steps": 9, "steps": 9, "acceptance_length": 1.0, "sources": []}
+    counts: dict[str, Any] = {"texts": 1, "tokens": 9, "nodes_per_step": 0.0, "plain_steps": 9, "steps": 9}
+    counts |= {"acceptance_length": 1.0, "sources": []}
     expected = {"auto": 70.0, "plain": 71.0}
     show_auto({**counts, "tokens_per_second": speeds, "expected": expected})
     shown = capsys.readouterr().out
     assert ("The machine was busy" in shown) == busy
     assert ("70.0 tokens/s, plain decoding 71.0: 0.99 times as fast" in shown) == busy
+    assert "With fewer than 200 tokens of auto the gain is uncertain" in shown
 
 
 def test_files_that_cannot_be_compared_are_refused_before_anything_is_measured(

@@ -35,6 +35,7 @@ from leapahead.planner.profile import LatencyProfiles, processor
 
 FREE = 1.1  # T(n) / T(1) up to which nodes are called free
 ALPHA, F = 0.425, 3.106  # of 7B chat on MT-Bench (2402.02057, figure 4)
+FEW_TOKENS = 200  # of texts with auto, below which its gain is uncertain
 BUSY = 1.3  # ratio of the quartiles of a plain step from which the machine counts as busy
 LEAST_TIMES = 3  # forwards of each size for a profile that is stored
 ATTEMPTS = 3  # measurements, each given twice the time of the one before
@@ -218,10 +219,11 @@ def practise(
         seconds: time after which no further text is begun, and the present one is ended.
 
     Returns:
-        texts; sources: name, drafted, accepted, price (None if nothing was drafted), first (how often its first
-        candidate was right, drafted or not), pays (None if nothing was drafted); steps, plain_steps (without a draft),
-        nodes_per_step (drafted), acceptance_length, tokens_per_second of auto and of plain decoding; expected, the same
-        if every forward had taken what the profile says, so that a busy machine does not count.
+        texts; tokens, of them with auto; sources: name, drafted, accepted, price (None if nothing was drafted), first
+        (how often its first candidate was right, drafted or not), pays (None if nothing was drafted); steps,
+        plain_steps (without a draft), nodes_per_step (drafted), acceptance_length, tokens_per_second of auto and of
+        plain decoding; expected, the same if every forward had taken what the profile says, so that a busy machine does
+        not count.
     """
     began = clock()
     engine = Engine(target, max_batch=sequences, latency=latency)
@@ -246,6 +248,7 @@ def practise(
     count.close()
     return {
         "texts": texts,
+        "tokens": total.committed,
         "steps": total.steps,
         "plain_steps": count.plain_steps,
         "nodes_per_step": round(total.drafted / total.steps, 3) if total.steps else None,

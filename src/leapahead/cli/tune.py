@@ -327,6 +327,8 @@ def show_auto(auto: Data) -> None:
                 f"have been {expected['auto']:.1f} tokens/s, plain decoding {expected['plain']:.1f}: "
                 f"{expected['auto'] / expected['plain']:.2f} times as fast"
             )
+    if auto["tokens"] < tuning.FEW_TOKENS:
+        click.echo(tune_forms.FEW_TOKENS)
     table = screen.new_table(("first correct", "drafted", "accepted", "cost", "pays"), head=("source",))
     for row in auto["sources"]:
         table.add_row(

@@ -28,6 +28,7 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 BF16 = "bf16"
 STEPS = {"f32": 2.0**-23, "f16": 2.0**-10, "bf16": 2.0**-7}  # relative steps of these types
+CAPABILITIES = {"bf16": "BF16", "f16": "FP16"}  # of types other than f32: OpenVINO's names of what a processor can do
 PIECES, PIECE = 1024, 256  # so many pieces of so many bytes of the weights are part of the digest
 LEAST_WEIGHT = 4096  # numbers of a constant that counts as a weight
 NO_WEIGHTS = ("boolean", "i32", "i64")  # types of masks and tables
@@ -96,6 +97,7 @@ class CompiledModel(ABC):
         self.weights, count = weight_type(graph)
         self.prepare(graph)
         kind = options.precision or ("f32" if self.weights == "f32" else _usual_precision(core))
+        _check_able(core, kind)
         _choose_rows(graph, file, self.token_axis, kind)
         cache = options.cache_type or kind
         settings: dict[str, Any] = {
@@ -114,7 +116,7 @@ class CompiledModel(ABC):
         try:
             self.copies: list[Any] = [core.compile_model(graph, "CPU", settings) for _ in range(self.count(options))]
         except RuntimeError as error:
-            remedy = "export it as f32"
+            remedy = "export it as f32" if kind == "f32" else "use precision='f32'"
             if cache != kind:
                 remedy = f"leave out cache_type={cache!r}, so that the cache has the type of the computation, {kind}"
             raise LeapaheadError(
@@ -272,8 +274,16 @@ def _usual_precision(core: Any) -> str:
     return str(core.get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name())
 
 
+def _check_able(core: Any, asked: str) -> None:
+    """Refuses a precision that the processor lacks, before anything is compiled."""
+    able = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    if asked != "f32" and CAPABILITIES[asked] not in able:
+        others = " or ".join(["f32", *(name for name, listed in CAPABILITIES.items() if listed in able)])
+        raise Refused(f"precision={asked!r} is not possible on this processor; use {others}")
+
+
 def _check_precision(compiled: Any, asked: str) -> None:
-    """Refuses a precision that OpenVINO replaced by another one, as it does where the processor lacks it."""
+    """Refuses a precision that OpenVINO replaced by another one without an error."""
     found = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
     if found != asked:
         others = " or ".join(dict.fromkeys(("f32", found)))

@@ -205,14 +205,15 @@ def tested_exact(model: Any, name: str, ids: IntArray, usual_length: int) -> Exa
 
 
 def no_drafts(model: Any, executor: Executor, refusals: dict[str, str]) -> str:
-    """Why a model without a recurrent state takes no drafts; "" where it takes some or has such a state.
+    """Why a model takes no drafts; "" where it takes some, or where its recurrent state is why none were tested.
 
     Args:
         refusals: see `tested`.
     """
-    if CHAIN in executor.capabilities or families.is_recurrent(model):
+    tests = [reason for kind, reason in refusals.items() if kind.startswith("chains")]
+    if CHAIN in executor.capabilities or (families.is_recurrent(model) and not tests):
         return ""
-    return refusals.get("drafts", f"drafts fail the test of the model: {refusals.get('chains', 'they are not tested')}")
+    return refusals.get("drafts", f"drafts fail the test of the model: {[*tests, 'they are not tested'][0]}")
 
 
 def manner(executor: Executor) -> str:
