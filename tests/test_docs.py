@@ -35,6 +35,16 @@ def test_a_stale_block_is_noticed(tmp_path: Path) -> None:
     assert docs.renewed(docs.renewed(stale, ROOT), ROOT) == docs.renewed(stale, ROOT)
 
 
+def test_the_conditions_of_several_benches_are_one_line() -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import benches
+    finally:
+        sys.path.pop(0)
+    notes = {"one": "Conditions: a, b 1; commit x.", "two": "Conditions: a, b 2; commit x."}
+    assert benches.together(notes) == "Conditions: a, b 1 (one) and b 2 (two); commit x."
+
+
 def test_the_figures_hold_what_is_promised() -> None:
     """The committed run compared at least 20,000 tokens with every drafter, over all settings, without a mismatch."""
     rows = json.loads((ROOT / "docs/figures.json").read_text(encoding="utf-8"))["check"]

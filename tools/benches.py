@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,24 @@ def _type(told: Row) -> str:
     return OPENVINO_TYPES.get(kind, kind)
 
 
-def conditions(root: Path, name: str, cost: str, batch: str = ", batch 1", tasks: Collection[str] | None = None) -> str:
-    """One line, from the bench's own; `cost` is that of a stand-in, `tasks` those that are shown, by default all."""
+def conditions(
+    root: Path,
+    name: str,
+    cost: str,
+    batch: str = ", batch 1",
+    tasks: Collection[str] | None = None,
+    counted: bool = True,
+) -> str:
+    """One line, from the bench's own.
+
+    Args:
+        root: the checkout.
+        name: of the bench, a folder in docs/bench.
+        cost: of the stand-in; "" for the bundled model itself.
+        batch: what is said of the batch.
+        tasks: those that are shown; by default all.
+        counted: whether the table says how many prompts each target has had.
+    """
     told = read(root / "docs/bench" / name)["conditions"]
     prompts: dict[str, int] = {}
     for task, each in told["tasks"].items():
@@ -76,9 +92,10 @@ def conditions(root: Path, name: str, cost: str, batch: str = ", batch 1", tasks
     versions = ", ".join(f"{package} {number}" for package, number in told["versions"].items() if number)
     versions = "; ".join(filter(None, (versions, ", ".join(dict.fromkeys(told["peers"].values())))))
     model = "the bundled model" + (f" at the cost of {cost} parameters" if cost else "")
+    count = " (the table says how many prompts each target has had)" if counted else ""
     return (
         f"Conditions: {model}{batch}; {given} prompts, "
-        f"up to {told['max_new_tokens']} new tokens each (the table says how many prompts each target has had); "
+        f"up to {told['max_new_tokens']} new tokens each{count}; "
         f"{told['rounds']} round after a warm-up, in which all take turns "
         f"on each prompt; {threads} threads on {told['cpu']}; {versions}; {_commits(told)}."
     )
@@ -257,8 +274,25 @@ def positions(root: Path, table: Table) -> str:
             shares = [f"{100 * row['accepted_at'].get(str(depth), 0) / row['steps']:.1f}" for depth in range(1, 5)]
             lines.append([kind, row["task"], who, *shares, str(row["steps"]), str(row["mismatches"])])
     columns = "head | prompts | program | position 1, % | 2, % | 3, % | 4, % | steps | texts that differ"
-    notes = dict.fromkeys(conditions(root, f"heads-vllm/{kind}", "") for kind in kinds)
-    return "\n\n".join((table(columns, lines), *notes))
+    notes = {kind: conditions(root, f"heads-vllm/{kind}", "", counted=False) for kind in kinds}
+    return table(columns, lines) + "\n\n" + together(notes)
+
+
+def together(notes: Mapping[str, str]) -> str:
+    """The conditions of several benches as one line; where they differ, each with the names of its benches."""
+    parts = [[part.split(", ") for part in note.removesuffix(".").split("; ")] for note in notes.values()]
+    same = (zip(*each, strict=True) for each in zip(*parts, strict=True))
+    return "; ".join(", ".join(_each(notes, items) for items in each) for each in same) + "."
+
+
+def _each(names: Iterable[str], items: Sequence[str]) -> str:
+    """One item of the conditions: once if it is the same everywhere, else with the names to which it applies."""
+    found: dict[str, list[str]] = {}
+    for name, item in zip(names, items, strict=True):
+        found.setdefault(item, []).append(name)
+    if len(found) == 1:
+        return items[0]
+    return " and ".join(f"{item} ({', '.join(of)})" for item, of in found.items())
 
 
 def _samples(rows: Sequence[Row]) -> dict[str, Any]:

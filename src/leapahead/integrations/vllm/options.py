@@ -39,7 +39,8 @@ class Options:
     """The options.
 
     Attributes:
-        sources: where drafts come from, see the drafter `auto`; names divided by commas.
+        sources: where drafts come from, names divided by commas: prediction, suffix, ngram, recycling and siblings, see
+            the drafter `auto`; by default all but ngram.
         datastore: a file of `leapahead datastore build`, as one more source; "" for none.
         drafter_cache: whether requests learn from the texts of earlier ones; or the file that these are loaded from and
             saved to.
