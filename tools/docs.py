@@ -23,6 +23,7 @@ import headline
 import inside_vllm
 import long_contexts
 import reference
+import serving
 import several_devices
 import steps
 import systems
@@ -184,6 +185,30 @@ def regret_table(root: Path) -> str:
     return table(heads + " | time saved from step 60 on, % | with the right profile, % | share of it, %", rows)
 
 
+def regret_worst_table(root: Path) -> str:
+    """The worst row of each start, load or batch, from docs/figures/regret.json."""
+    data = json.loads((root / "docs/figures/regret.json").read_text(encoding="utf-8"))
+    together: dict[str, list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        together.setdefault(row["what"], []).append(row)
+
+    def where(row: dict[str, Any]) -> str:
+        return f"({row['curve']}, {row['acceptance']})"
+
+    rows = []
+    for what, some in together.items():
+        cells = []
+        for name in ("mean_excess", "p95_excess"):
+            worst = max(some, key=lambda row: row[name])
+            cells.append(f"{100 * worst[name]:.1f} {where(worst)}")
+        gained = [row for row in some if row["share"] is not None]
+        least = min(gained, key=lambda row: row["share"])
+        share = f"{100 * least['share']:.0f} of {100 * least['right_gain']:.1f} {where(least)}"
+        rows.append([what, str(len(some)), str(some[0]["seeds"]), *cells, share])
+    heads = "case | rows | runs of each | mean regret - 10 steps, % | 95th percentile - 10 steps, % | least share, %"
+    return table(heads, rows)
+
+
 def _gguf(root: Path, part: str) -> tuple[dict[str, Any], str]:
     """File -> its figures of one part, and the conditions, from docs/llama-cpp.json."""
     data = json.loads((root / "docs/llama-cpp.json").read_text(encoding="utf-8"))
@@ -284,73 +309,6 @@ def switching_table(root: Path) -> str:
     return table(heads, rows) + (
         f"\n\nConditions: chains over {known['context']} tokens, {known['rounds']} rounds, medians; threads: "
         f"{known['threads']}; {known['cpu']}; openvino {known['versions']['openvino']}."
-    )
-
-
-def serving_table(root: Path) -> str:
-    """Our server beside llama.cpp's: a table for each model and options of docs/bench/serving."""
-    found = []
-    heads = "workload | at a time | tokens/s | ratio by round | first token, ms | a token, ms | 95 % | a piece, 95 %"
-    for file in sorted((root / "docs/bench/serving").glob("*.json")):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        known, servers = data["conditions"], list(dict.fromkeys(row["server"] for row in data["rows"]))
-        options, beside = known.get("options", []), known.get("beside", [])
-        kept = [each for each in options if each not in {f"--no-{other[2:]}" for other in beside}]
-        for server, given in zip(servers[:-1], (options, [*kept, *beside]), strict=False):  # the last is llama.cpp's
-            rows = []
-            for ours, theirs in zip(
-                data["rows"][servers.index(server) :: len(servers)],
-                data["rows"][len(servers) - 1 :: len(servers)],
-                strict=True,
-            ):
-                both = [
-                    f"{ours[key][part]:.1f} / {theirs[key][part]:.1f}"
-                    for key, part in (("token_ms", "p50"), ("token_ms", "p95"), ("piece_ms", "p95"))
-                ]
-                speeds = f"{ours['tokens_per_second']:.0f} / {theirs['tokens_per_second']:.0f}"
-                ratios = ", ".join(f"{ratio:.2f}" for ratio in ours["ratios"])
-                first = f"{ours['first_ms']:.0f} / {theirs['first_ms']:.0f}"
-                rows.append([ours["workload"], str(ours["concurrent"]), speeds, ratios, first, *both])
-            words = f" with `{' '.join(given)}`" if given else ""
-            found.append(f"`{known['model']}` (leapahead{words} / llama-server):\n\n{table(heads, rows)}")
-        found[-1] += (
-            f"\n\nConditions: {known['requests']} requests a pass, {known['max_tokens']} tokens each, "
-            f"{known['rounds']} rounds after a warm-up{', both in the same turns' if beside else ''}; "
-            f"{known['threads']} threads; {known['cpu']}; commit {known['commit']}."
-        )
-    return "\n\n".join(found)
-
-
-def stall_table(root: Path) -> str:
-    """What running streams notice of a long prompt, from docs/bench/serving-stall.json."""
-    data = json.loads((root / "docs/bench/serving-stall.json").read_text(encoding="utf-8"))
-    rows = [
-        [
-            row["server"],
-            f"{row['before_ms']['p50']:.0f}, {row['before_ms']['p95']:.0f}",
-            f"{row['meanwhile_ms']['p50']:.0f}, {row['meanwhile_ms']['p95']:.0f}",
-            f"{row['longest_ms']:.0f}",
-            f"{row['first_seconds']:.1f}",
-        ]
-        for row in data["rows"]
-    ]
-    known, row = data["conditions"], data["rows"][0]
-    heads = "server | before: median, 95 %, ms | meanwhile: median, 95 %, ms | longest, ms | its first token, s"
-    return table(heads, rows) + (
-        f"\n\nConditions: `{known['model']}`, {row['running']} streams, a prompt of {row['prompt_tokens']} tokens, "
-        f"rounds after a warm-up: {known['rounds']}; {known['threads']} threads; {known['cpu']}; "
-        f"commit {known['commit']}."
-    )
-
-
-def memory_table(root: Path) -> str:
-    """Resident memory of the server, from docs/bench/serving-memory.json."""
-    data = json.loads((root / "docs/bench/serving-memory.json").read_text(encoding="utf-8"))
-    rows = [[str(row["requests"]), f"{row['resident_mb']:.0f}"] for row in data["rows"]]
-    known = data["conditions"]
-    return table("requests | resident, MB", rows) + (
-        f"\n\nConditions: model {known['model']}, {known['concurrent']} requests at a time, "
-        f"{100 * known['aborts']:.0f} % of the clients leave before the end; commit {known['commit']}."
     )
 
 
@@ -467,6 +425,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "overhead": overhead_table,
     "cost-curve": cost_table,
     "regret": regret_table,
+    "regret-worst": regret_worst_table,
     "families": families_table,
     **exact.blocks(table),
     "gguf-check": gguf_check_table,
@@ -476,14 +435,12 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "gpu": gpu_report,
     "gpu-simulated": gpu_simulated,
     "switching": switching_table,
-    "serving": serving_table,
-    "serving-stall": stall_table,
-    "serving-memory": memory_table,
     "crowded": crowded_table,
     "crowded-loading": loading_table,
     **claims.blocks(table),
     **benches.blocks(table),
     **inside_vllm.blocks(table),
+    **serving.blocks(table),
     **several_devices.blocks(table),
     **steps.blocks(table),
     **long_contexts.blocks(table),
