@@ -370,8 +370,27 @@ def gpu_report(root: Path) -> str:
     if not (folder / "report.md").is_file():
         return NOT_MEASURED
     figures = [f"![{file.stem}](../bench/gpu/{file.name})" for file in sorted(folder.glob("*.svg"))]
-    text = (folder / "report.md").read_text(encoding="utf-8").strip().replace("\n### ", "\n## ")
-    return "\n\n".join([text.removeprefix("#"), *figures])
+    text = (folder / "report.md").read_text(encoding="utf-8").strip()
+    return "\n\n".join([text, *figures])
+
+
+def gpu_summary(root: Path) -> str:
+    """Speed-ups of `auto` on a GPU, by cost, temperature and batch: one task / the other."""
+    cells: dict[tuple[str, float], dict[int, dict[str, float]]] = {}
+    tasks: set[str] = set()
+    for file in sorted((root / "docs/bench/gpu").glob("*/*-t*-b*.json")):
+        cell = json.loads(file.read_text(encoding="utf-8"))
+        (row,) = (row for row in cell["rows"] if row["drafter"] == "auto")
+        at = cells.setdefault((cell["cost"], cell["temperature"]), {}).setdefault(cell["batch"], {})
+        at[cell["task"]] = row["speed_up"]
+        tasks.add(cell["task"])
+    order = sorted(tasks, reverse=True)
+    sizes = sorted({size for each in cells.values() for size in each})
+    rows = []
+    for (cost, temperature), each in sorted(cells.items()):
+        found = [" / ".join(f"{each[size][t]:.2f}" if t in each[size] else "-" for t in order) for size in sizes]
+        rows.append([cost.upper(), "greedy" if temperature == 0 else f"temperature {temperature:g}", *found])
+    return table(f"{' / '.join(order)} | text | " + " | ".join(f"batch of {size}" for size in sizes), rows)
 
 
 def gpu_simulated(root: Path) -> str:
@@ -434,6 +453,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "gguf-every-n": gguf_every_n_table,
     "gpu": gpu_report,
     "gpu-simulated": gpu_simulated,
+    "gpu-summary": gpu_summary,
     "switching": switching_table,
     "crowded": crowded_table,
     "crowded-loading": loading_table,
