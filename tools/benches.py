@@ -336,7 +336,7 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
         "openvino-precisions": lambda root: precisions(root, table),
         "openvino-tasks": lambda root: precisions_by_task(root, table),
         "openvino-vllm": lambda root: "\n\n".join(
-            f"{cost.upper()}:\n\n" + overall(root, f"openvino/vllm-{cost}", 0.0, table) for cost in ("135m", "1b")
+            f"{cost.upper()}:\n\n" + whole(f"openvino/vllm-{cost}", cost.upper())(root) for cost in ("135m", "1b")
         ),
         "openvino-targets": lambda root: engines(root, table),
         "bench-again": lambda root: agreement(root, "135m", "again", table),
