@@ -312,6 +312,17 @@ def switching_table(root: Path) -> str:
     )
 
 
+def _where(known: Sequence[dict[str, Any]]) -> str:
+    """Threads, processor, versions and commits of measurements on one machine."""
+    first = known[0]
+    versions = ", ".join(f"{name} {each}" for name, each in first["versions"].items() if each)
+    commits = sorted({each["commit"][:10] for each in known})
+    return (
+        f"{first['threads']} threads on {first['cpu']}; {versions}; "
+        f"commit{'s' * (len(commits) > 1)} {' and '.join(commits)}"
+    )
+
+
 def crowded_table(root: Path) -> str:
     """Decoding beside busy programs: tokens a second for each model of docs/bench/crowded."""
     rows, known = [], []
@@ -332,7 +343,7 @@ def crowded_table(root: Path) -> str:
     lengths = sorted({each["max_new_tokens"] for each in known})
     return table(heads, rows) + (
         f"\n\nConditions: {known[0]['prompts']}, up to {' or '.join(map(str, lengths))} tokens each, greedy; "
-        f"{known[0]['cpu']}."
+        f"{_where(known)}."
     )
 
 
@@ -357,7 +368,7 @@ def loading_table(root: Path) -> str:
             rows.append([model, str(busy), *cells])
     given = data["conditions"]
     return table("model | busy programs | spins | adapts", rows) + (
-        f"\n\nConditions: {given['rounds']} processes of each kind, without their imports; {given['cpu']}."
+        f"\n\nConditions: {given['rounds']} processes of each kind, without their imports; {_where([given])}."
     )
 
 
