@@ -13,6 +13,8 @@ Row = dict[str, Any]
 Table = Callable[[str, Sequence[Sequence[str]]], str]
 TEMPERATURES = ("0", "1")
 COMPARED = ("tokens", "mismatches", "ties")
+# The first row of each group of the table of figures -> the group.
+GROUPS = {"jacobi": "Without a draft model", "leviathan": "Draft models", "blockwise": "Trained heads and probes"}
 
 
 def _record(root: Path) -> dict[str, Any]:
@@ -47,8 +49,10 @@ def _why(row: Row) -> str:
 def figures(root: Path, table: Table) -> str:
     """Acceptance length and speed-up of every row beside the published ones."""
     found = _record(root)
-    lines = []
-    for row in found["rows"].values():
+    groups: dict[str, list[list[str]]] = {}
+    lines: list[list[str]] = []
+    for key, row in found["rows"].items():
+        lines = groups.setdefault(GROUPS[key], []) if key in GROUPS else lines
         each, published = row.get("measured", {}), row["published"]
         here = [
             _pair(each, lambda figures: f"{figures['acceptance_length']:.2f}"),
@@ -63,7 +67,8 @@ def figures(root: Path, table: Table) -> str:
         "system|rule|acceptance length, greedy / T = 1|speed-up, greedy / T = 1|distinct 4-grams|"
         "published: acceptance length|speed-up|on|source"
     )
-    return table(heads, lines) + "\n\n" + _conditions(found, "measured")
+    tables = [f"### {name}\n\n{table(heads, lines)}" for name, lines in groups.items()]
+    return "\n\n".join([*tables, "### Conditions of the figures", _conditions(found, "measured")])
 
 
 def commands(root: Path, table: Table) -> str:
@@ -105,8 +110,8 @@ def _conditions(found: dict[str, Any], kind: str) -> str:
     )
     return (
         f"Conditions: the bundled model in float32, {tasks} prompts, up to {told['max_new_tokens']} new tokens, {how}; "
-        f"{told['threads']} threads on {told['cpu']}; {versions}; {_origins(found, kind)}. The encoder-decoder "
-        "model has as many damaged pieces of held-out code instead."
+        f"{told['threads']} thread{'s' * (told['threads'] != 1)} on {told['cpu']}; {versions}. The encoder-decoder model has as many damaged pieces "
+        f"of held-out code instead. {_origins(found, kind)}"
     )
 
 
@@ -125,8 +130,11 @@ def _origins(found: dict[str, Any], kind: str) -> str:
             made += [f"with {', '.join(changed)}"] if changed else []
             rows[" ".join(made)].append(row["name"])
     first, *others = sorted(rows, key=lambda origin: -len(rows[origin]))
-    listed = [f"{origin} for the rows {', '.join(dict.fromkeys(rows[origin]))}" for origin in others]
-    return "; ".join((first or "commits as told", *listed))
+    told_first = f"The figures are of {first}" if first else "The table has the commits"
+    if not others:
+        return f"{told_first}."
+    listed = [f"- {origin}: {'; '.join(dict.fromkeys(rows[origin]))}" for origin in others]
+    return "\n".join((f"{told_first}. Other conditions have the rows:", "", *listed))
 
 
 def uncovered(root: Path, table: Table) -> str:
