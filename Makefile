@@ -210,7 +210,7 @@ bench-heads-vllm: $(INSTALLED)
 	$(BIN)/python tools/docs.py
 
 # The report under docs/bench: hours, on a machine that does nothing else. Peers whose place is not said are left out;
-# docs/benchmarks.md tells how they are built. A bench that was interrupted goes on with RESUME=--resume.
+# docs/research/benchmarks.md tells how they are built. A bench that was interrupted goes on with RESUME=--resume.
 LLAMA_BIN ?=
 VLLM_PYTHON ?=
 RESUME ?=
@@ -240,7 +240,7 @@ bench: $(WITH_LLAMA) $(foreach cost,135m 1b,$(STANDINS)/$(cost)-bf16.gguf $(STAN
 	$(BENCH) -m $(STANDINS)/135m-bf16 -t 0 --task gsm8k=10 --max-new-tokens 32 --out docs/bench/again $(RESUME)
 	$(BIN)/python tools/docs.py
 
-# What docs/auto.md and docs/draft-models.md show; a quarter of an hour each, and the same holds.
+# What docs/research/auto.md and docs/research/draft-models.md show; a quarter of an hour each, and the same holds.
 LOOKUP := $(if $(LLAMA_BIN),--peer llama-lookup:path=$(LLAMA_BIN)/llama-lookup)
 LOOKUP += $(if $(VLLM_PYTHON),--peer vllm:python=$(VLLM_PYTHON) --peer vllm-suffix:python=$(VLLM_PYTHON))
 PAIRS := $(BIN)/leapahead bench --rounds 1 --dtype bfloat16 -d plain -d auto

@@ -110,8 +110,8 @@ def _conditions(found: dict[str, Any], kind: str) -> str:
     )
     return (
         f"Conditions: the bundled model in float32, {tasks} prompts, up to {told['max_new_tokens']} new tokens, {how}; "
-        f"{told['threads']} thread{'s' * (told['threads'] != 1)} on {told['cpu']}; {versions}. The encoder-decoder model has as many damaged pieces "
-        f"of held-out code instead. {_origins(found, kind)}"
+        f"{told['threads']} thread{'s' * (told['threads'] != 1)} on {told['cpu']}; {versions}. The encoder-decoder "
+        f"model has as many damaged pieces of held-out code instead. {_origins(found, kind)}"
     )
 
 
