@@ -26,20 +26,28 @@ from research import plots
 
 Number = TypeVar("Number", int, float)
 KINDS = (".json", ".png", ".svg")
-DATA: tuple[Option, ...] = (
-    click.option(
-        "--data",
-        type=click.Path(path_type=Path),
-        metavar="FOLDER",
-        help=f"Folder of prompts: {', '.join((*tasks.FILES, *tasks.CONVERSATIONS))}.  [default: the bundled prompts]",
-    ),
-    click.option("--task", "names", multiple=True, metavar="T", help="Task; may be repeated.  [default: all]"),
-    click.option("--limit", type=click.IntRange(min=1), metavar="K", help="Use only K prompts of each task."),
-)
 SAMPLING: tuple[Option, ...] = (
     click.option("-t", "--temperature", type=float, default=0.0, show_default=True, help="0 is greedy."),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling."),
 )
+
+
+def data_options(default: str) -> tuple[Option, ...]:
+    """The options --data, --task and --limit; `default` tells what is used without --data."""
+    files = ", ".join((*tasks.FILES, *tasks.CONVERSATIONS))
+    return (
+        click.option(
+            "--data",
+            type=click.Path(path_type=Path),
+            metavar="FOLDER",
+            help=f"Folder of prompts: {files}.  [default: {default}]",
+        ),
+        click.option("--task", "names", multiple=True, metavar="T", help="Task; may be repeated.  [default: all]"),
+        click.option("--limit", type=click.IntRange(min=1), metavar="K", help="Use only K prompts of each task."),
+    )
+
+
+DATA = data_options("the bundled prompts")
 
 
 def out_option(name: str) -> Option:

@@ -16,6 +16,7 @@ from research import curves
 from research.command_parts import (
     DATA,
     SAMPLING,
+    data_options,
     length_option,
     loaded_prompts,
     numbers,
@@ -269,7 +270,7 @@ def expected(alpha: str, length: int, cost: float, longest: int, out: Path) -> N
 
 
 @click.command(cls=Command)
-@all_of(MODEL, DATA)
+@all_of(MODEL, data_options("random text, and no model"))
 @click.option(
     "--sizes",
     default=",".join(map(str, SIZES)),

@@ -45,7 +45,7 @@ print(perf_counter() - began)
 
 @click.command(cls=Command)
 @click.option(
-    "-m", "--model", "models", multiple=True, default=("bundled",), show_default=True, help="May be repeated."
+    "-m", "--model", "models", multiple=True, default=("bundled",), show_default=True, help="A model; may be repeated."
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Loadings of each kind.")
 @click.option("--processes", type=click.IntRange(min=1), default=1, show_default=True, help="Busy processes beside it.")

@@ -4,7 +4,7 @@
     each further line                                                   ->   {"milliseconds": {n: [...]}, "prompt"}
     on an error                                                         ->   {"error"}, and the process ends
 
-It knows nothing of builds: it takes the llama_cpp that its search path has.
+It takes the llama_cpp that its search path has, whatever the build.
 """
 
 from __future__ import annotations

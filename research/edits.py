@@ -26,10 +26,12 @@ def simulated(text: str) -> str:
 
 
 @click.command(cls=Command)
-@click.option("-m", "--model", default="bundled", show_default=True, help="Whose texts the predictions are made of.")
+@click.option("-m", "--model", default="bundled", show_default=True, help="Its texts become the predictions.")
 @click.option("--data", required=True, type=click.Path(exists=True, path_type=Path), help="Folder of humaneval.jsonl.")
 @click.option("--count", type=click.IntRange(min=1), default=16, show_default=True, help="Prompts.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of a prediction.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of a prediction."
+)
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The file, such as edits/edits.jsonl.")
 def main(model: str, data: Path, count: int, max_new_tokens: int, out: Path) -> None:
     """Write functions of HumanEval with predictions of how a model completes them."""

@@ -181,7 +181,9 @@ def _figures(reports: Sequence[Report]) -> dict[str, Any]:
 @click.command(cls=Command)
 @click.argument("tests", default="tests", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--texts", type=click.IntRange(min=1), default=16, show_default=True, help="Prompts of a case.")
-@click.option("--max-new-tokens", "new", type=click.IntRange(min=1), default=80, show_default=True, help="Of a text.")
+@click.option(
+    "--max-new-tokens", "new", type=click.IntRange(min=1), default=80, show_default=True, help="Tokens of a text."
+)
 @click.option("--engine", "engines", multiple=True, metavar="NAME", help="Only this engine; may be repeated.")
 @click.option("--resume", is_flag=True, help="Leave out the cases that the file has already.")
 @click.option(

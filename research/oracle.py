@@ -212,7 +212,7 @@ def measured(setting: Setting, nodes: int, bar: screen.Bar) -> list[dict[str, An
 )
 @click.option("--prompts", default=20, show_default=True, help="Prompts of each task.")
 @click.option("--nodes", default=16, show_default=True, help="Drafted nodes of each step.")
-@click.option("-n", "--max-new-tokens", default=128, show_default=True, help="Of each text.")
+@click.option("-n", "--max-new-tokens", default=128, show_default=True, help="Tokens of each text.")
 @click.option("--drafter-cache", is_flag=True, help="Drafters keep what they learned of earlier prompts.")
 @click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="JSON file to write.")
 def main(

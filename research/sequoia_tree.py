@@ -9,14 +9,14 @@
 Two ways to it, `best_shape` by Sequoia's dynamic programme and `greedy_shape` by falling chance, and they always give
 the same value. A node's chance does not depend on what else is in the tree, and no child's is above its parent's; so
 the n likeliest nodes, of all that the limits of depth and width allow, are a tree already, and no other n sum up to
-more. The dynamic programme is needed for no number of nodes, no depth and no width; it stands here as the paper has it,
-and as the judge of the other.
+more. The dynamic programme is needed for no number of nodes, no depth and no width; it is kept as the paper has it, and
+as the reference that tests compare the other with.
 
-They part where depth costs time. Each level of a tree that a draft model drafts is one forward of it, whatever it
-brings. Sequoia weighs that: of the best trees of all (nodes, depth) it takes that of the least time for a token. Who
-takes nodes by falling chance without a limit of depth buys a forward of the draft for the sake of one unlikely node.
+They differ where depth costs time. Each level of a tree that a draft model drafts is one forward of it, whatever it
+brings. Sequoia takes this into account: of the best trees of all (nodes, depth) it takes that of the least time for a
+token. Taking nodes by falling chance without a limit of depth can cost a draft forward for a single unlikely node.
 
-Knows numbers only: neither tokens nor models.
+It computes with numbers only, not with tokens or models.
 """
 
 from __future__ import annotations

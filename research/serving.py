@@ -300,8 +300,10 @@ def compared(files: str) -> Callable[[Callable[..., None]], Callable[..., None]]
         click.argument("model", type=file),
         click.option("--llama-server", required=True, type=file, help="llama.cpp's server."),
         click.option("--data", required=True, type=folder, metavar="FOLDER", help=f"Folder of {files}."),
-        click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Of each server."),
-        click.option("--serve-option", "options", multiple=True, help="Given to `leapahead serve`; may be repeated."),
+        click.option(
+            "--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of a server."
+        ),
+        click.option("--serve-option", "options", multiple=True, help="Option of `leapahead serve`; may be repeated."),
         click.option("--out", type=click.Path(path_type=Path), help="Write the figures as JSON."),
     )
 
@@ -331,7 +333,7 @@ def compared(files: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     type=click.Choice(("gsm8k", "chat", "edit")),
     default=("gsm8k", "chat", "edit"),
     show_default=True,
-    help="What is asked for; may be repeated.",
+    help="A workload; may be repeated.",
 )
 @click.option(
     "--beside",
@@ -339,8 +341,10 @@ def compared(files: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     metavar="OPTION",
     help="Measure another `leapahead serve` in the same turns, with these options more; may be repeated.",
 )
-@click.option("--requests", "count", type=click.IntRange(min=1), default=8, show_default=True, help="Of a pass.")
-@click.option("--max-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Of an answer.")
+@click.option(
+    "--requests", "count", type=click.IntRange(min=1), default=8, show_default=True, help="Requests of a pass."
+)
+@click.option("--max-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Tokens of an answer.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Passes that are counted.")
 def main(
     model: Path,

@@ -137,13 +137,21 @@ async def _usage(server: Server) -> float:
 
 @click.command(cls=Command)
 @click.argument("model", required=False)
-@click.option("--requests", "count", type=click.IntRange(min=1), default=1000, show_default=True, help="Of each part.")
-@click.option("--parts", type=click.IntRange(min=2), default=10, show_default=True, help="Memory is read after each.")
+@click.option(
+    "--requests", "count", type=click.IntRange(min=1), default=1000, show_default=True, help="Requests of a part."
+)
+@click.option(
+    "--parts", type=click.IntRange(min=2), default=10, show_default=True, help="Memory is read after each part."
+)
 @click.option("--concurrent", type=click.IntRange(min=1), default=8, show_default=True, help="Requests at a time.")
 @click.option(
-    "--aborts", type=click.FloatRange(0, 1), default=0.1, show_default=True, help="Part of the clients that leave."
+    "--aborts",
+    type=click.FloatRange(0, 1),
+    default=0.1,
+    show_default=True,
+    help="Share of the clients that leave early.",
 )
-@click.option("--serve-option", "options", multiple=True, help="Given to `leapahead serve`; may be repeated.")
+@click.option("--serve-option", "options", multiple=True, help="Option of `leapahead serve`; may be repeated.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the figures as JSON.")
 def main(
     model: str | None,

@@ -192,10 +192,10 @@ COLUMNS = ("streams", "generate, us", "stream, us", "more, us", "more CPU, us", 
     show_default=True,
     help="Texts at a time; may be repeated.",
 )
-@click.option("--max-tokens", type=click.IntRange(min=2), default=200, show_default=True, help="Of a text.")
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="That are counted.")
-@click.option("--drafter", default="auto", show_default=True, help="Of both.")
-@click.option("--ctx-size", type=click.IntRange(min=256), help="Of a GGUF file: tokens of each cache.")
+@click.option("--max-tokens", type=click.IntRange(min=2), default=200, show_default=True, help="Tokens of a text.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds that are counted.")
+@click.option("--drafter", default="auto", show_default=True, help="Drafter of server and LLM.")
+@click.option("--ctx-size", type=click.IntRange(min=256), help="Tokens of each cache of a GGUF file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the figures as JSON.")
 def main(
     model: str | None,

@@ -101,9 +101,11 @@ def cells(row: dict[str, Any]) -> list[str]:
 @click.option(
     "--prompt", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens of the long prompt."
 )
-@click.option("--max-tokens", type=click.IntRange(min=32), default=400, show_default=True, help="Of each stream.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=32), default=400, show_default=True, help="Tokens of each stream."
+)
 @click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True, help="Passes of each server.")
-@click.option("--llama-option", "llama_options", multiple=True, help="Given to llama.cpp's server; may be repeated.")
+@click.option("--llama-option", "llama_options", multiple=True, help="Option of llama.cpp's server; may be repeated.")
 def main(
     model: Path,
     llama_server: Path,

@@ -103,9 +103,9 @@ def compared(
 @click.command(cls=Command)
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--context", type=click.IntRange(min=800), default=8192, show_default=True, help="Tokens of the prompts.")
-@click.option("--turns", type=click.IntRange(min=2), default=20, show_default=True, help="Of each pair of processes.")
-@click.option("--pairs", type=click.IntRange(min=1), default=3, show_default=True, help="Of processes, of each row.")
-@click.option("--commit", default="", metavar="COMMIT", help="Of the other checkout, to be written.")
+@click.option("--turns", type=click.IntRange(min=2), default=20, show_default=True, help="Turns of each pair.")
+@click.option("--pairs", type=click.IntRange(min=1), default=3, show_default=True, help="Pairs of processes for a row.")
+@click.option("--commit", default="", metavar="COMMIT", help="That of the other checkout, for the record.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Writes the rows and their conditions.")
 def main(folder: Path, context: int, turns: int, pairs: int, commit: str, out: Path | None) -> None:
     """Compare the time of whole steps on the toy target with that of another checkout.

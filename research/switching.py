@@ -50,7 +50,7 @@ def _step(target: Target, session: Session, tokens: list[int], size: int) -> flo
 
 @click.command(cls=Command)
 @click.argument("models", nargs=-1, required=True)
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Of all sizes.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Each measures every size.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the figures as JSON.")
 def main(models: tuple[str, ...], rounds: int, out: Path | None) -> None:
     """Print the milliseconds of steps of several sizes, after steps of the same size and of another.

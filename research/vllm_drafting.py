@@ -81,9 +81,9 @@ def microseconds(sources: str, requests: int, context: int, steps: int, vocab_si
 
 
 @click.command(cls=Command)
-@click.option("--requests", type=click.IntRange(min=1), default=16, show_default=True, help="Of a batch.")
-@click.option("--context", type=click.IntRange(min=2), default=4096, show_default=True, help="Tokens of each.")
-@click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="That are measured.")
+@click.option("--requests", type=click.IntRange(min=1), default=16, show_default=True, help="Requests of a batch.")
+@click.option("--context", type=click.IntRange(min=2), default=4096, show_default=True, help="Tokens of a request.")
+@click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Measured steps.")
 def main(requests: int, context: int, steps: int) -> None:
     """Measure the time of drafting inside vLLM, without vLLM."""
     rows = []

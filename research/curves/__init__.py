@@ -6,7 +6,7 @@
     calibration   predicted against observed acceptance      growth     time and memory of text indexes
     sequoia       the best tree for a draft model
 
-Does not know files, plots or the command line.
+They are independent of files, plots and the command line.
 """
 
 from research.curves.calibration import calibration

@@ -43,7 +43,11 @@ LLAMAS = [name for name, shapes in COSTS.items() if not shapes.recurrent]
     help="Cells that would take longer are left out.",
 )
 @click.option(
-    "--cell", "names", multiple=True, metavar="NAME", help="This cell only, in all of the time; may be repeated."
+    "--cell",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Only this cell, which may take all of the time; may be repeated.",
 )
 @click.option("--resume", is_flag=True, help="Keep the cells that are there.")
 @click.option(
@@ -61,9 +65,17 @@ LLAMAS = [name for name, shapes in COSTS.items() if not shapes.recurrent]
     help="Folder of humaneval.jsonl and gsm8k_test.jsonl.  [default: the bundled prompts]",
 )
 @click.option("--prompts", type=click.IntRange(min=1), default=4, show_default=True, help="Prompts of each task.")
-@click.option("--max-new-tokens", type=click.IntRange(min=4), default=64, show_default=True, help="Of each text.")
-@click.option("--exact-tokens", type=click.IntRange(min=1), default=20_000, show_default=True, help="Of exact mode.")
-@click.option("--rounds", type=click.IntRange(min=1), default=15, show_default=True, help="Of times that are repeated.")
+@click.option("--max-new-tokens", type=click.IntRange(min=4), default=64, show_default=True, help="Tokens of a text.")
+@click.option(
+    "--exact-tokens",
+    type=click.IntRange(min=1),
+    default=20_000,
+    show_default=True,
+    help="Tokens to compare in exact mode.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=15, show_default=True, help="Repetitions of a timed operation."
+)
 @click.option("--vllm-python", metavar="FILE", help="The Python of an environment with vLLM.")
 def main(
     costs: tuple[str, ...], minutes: float, names: tuple[str, ...], resume: bool, out: Path, **values: Any

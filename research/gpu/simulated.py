@@ -171,9 +171,13 @@ def table(rows: Sequence[Data]) -> list[list[str]]:
     metavar="DIR",
     help="What research gpu has written.",
 )
-@click.option("--cost", "costs", multiple=True, metavar="COST", help="May be repeated.  [default: all there are]")
+@click.option("--cost", "costs", multiple=True, metavar="COST", help="A cost; may be repeated.  [default: all]")
 @click.option(
-    "--batch", "batches", type=click.IntRange(1, 64), multiple=True, help="May be repeated.  [default: 1, 4, 16]"
+    "--batch",
+    "batches",
+    type=click.IntRange(1, 64),
+    multiple=True,
+    help="A batch size; may be repeated.  [default: 1, 4, 16]",
 )
 @click.option(
     "--data",
@@ -182,7 +186,7 @@ def table(rows: Sequence[Data]) -> list[list[str]]:
     help="Folder of humaneval.jsonl and gsm8k_test.jsonl.  [default: the bundled prompts]",
 )
 @click.option("--prompts", type=click.IntRange(min=1), default=4, show_default=True, help="Prompts of each task.")
-@click.option("--max-new-tokens", type=click.IntRange(min=4), default=64, show_default=True, help="Of each text.")
+@click.option("--max-new-tokens", type=click.IntRange(min=4), default=64, show_default=True, help="Tokens of a text.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Writes the rows as JSON.")
 def main(
     measured: Path,

@@ -141,14 +141,20 @@ class Bench:
     "--row", "keys", multiple=True, metavar="KEY", help="Only this row, anew; may be repeated.  [default: all]"
 )
 @click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, help="Prompts of each task.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=96, show_default=True, help="Of each text.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=96, show_default=True, help="Tokens of a text.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="Measured rounds.")
 @click.option("--check", "is_check", is_flag=True, help="Compare texts, and measure nothing.")
-@click.option("--tokens", type=click.IntRange(min=1), default=5000, show_default=True, help="Compared of each row.")
+@click.option("--tokens", type=click.IntRange(min=1), default=5000, show_default=True, help="Tokens compared of a row.")
 @click.option("--batch", type=click.IntRange(min=1), default=16, show_default=True, help="Texts compared together.")
-@click.option("--heads", type=FOLDER, default=Path("build/heads"), show_default=True, help="Of `make train-heads`.")
-@click.option("--distilled", type=FOLDER, default=Path("build/distilled"), show_default=True, help="Of its recipes.")
-@click.option("--repair", type=FOLDER, default=Path("build/repair"), show_default=True, help="Of `research repair`.")
+@click.option(
+    "--heads", type=FOLDER, default=Path("build/heads"), show_default=True, help="That of `make train-heads`."
+)
+@click.option(
+    "--distilled", type=FOLDER, default=Path("build/distilled"), show_default=True, help="That of `make train-draft`."
+)
+@click.option(
+    "--repair", type=FOLDER, default=Path("build/repair"), show_default=True, help="That of `research repair`."
+)
 @click.option("--minutes", type=float, metavar="M", help="Begin no row after so many minutes.  [default: no limit]")
 @click.option("--resume", is_flag=True, help="Go on with the record in --out.")
 def main(

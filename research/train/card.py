@@ -113,15 +113,18 @@ def card(name: str, model: TinyLlama, state: State, report: dict[str, Any], data
     shape = model.shape
     is_draft = name.endswith("-draft")
     role = (
-        "The draft model that goes with `tiny`: same tokenizer, a tenth of its size or less, distilled from it."
+        "The draft model that goes with `tiny`: it has the same tokenizer and less than a tenth of the parameters,\n"
+        "and was distilled from it. `leapahead generate --draft bundled` drafts with it."
         if is_draft
         else "A tiny Llama for tests, demos and benchmarks of decoding. It writes text that looks like Python and\n"
-        "answers word problems in sentences; neither the code nor the answers are right except by chance."
+        "answers word problems in sentences; neither the code nor the answers are right except by chance.\n"
+        "`leapahead generate` uses it where no model is named."
     )
     measured_text = (
         "Greedy completions of at most 128 tokens by transformers' `generate`, without penalties, computed in float32\n"
         "from the shipped weights. Distinct 4-grams are unique over all 4-grams of the generated tokens, averaged\n"
-        "over prompts. Where the end of text is ignored, generation goes on after it to the full length.\n"
+        "over prompts; 'below 0.6' is the share of texts that have fewer, and 'ended' the share that ended by\n"
+        "themselves. Where the end of text is ignored, generation goes on after it to the full length.\n"
     )
     parts = [
         HEADER,

@@ -231,7 +231,7 @@ def held_out(count: int, seed: int = 1) -> list[tuple[str, str]]:
 @click.option("--minutes", type=float, default=14.0, show_default=True, help="Processor time of all runs together.")
 @click.option("--rows", type=click.IntRange(min=1), default=32, show_default=True, help="Examples of a batch.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads of torch.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights and the examples.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the weights and the examples.")
 @click.option("--resume", is_flag=True, help="Go on from the checkpoint in OUT/work.")
 def main(out: Path, minutes: float, rows: int, threads: int, seed: int, resume: bool) -> None:
     """Train a small encoder-decoder that repairs damaged lines of Python's standard library."""

@@ -47,7 +47,7 @@ def start_of(model: Any) -> Any:
     help="Folder of `research repair`, which gets what is written, too.",
 )
 @click.option("--count", type=click.IntRange(min=1), default=2000, show_default=True, help="Number of prompts.")
-@click.option("--evaluated", type=click.IntRange(min=1), default=40, show_default=True, help="Of held-out files.")
+@click.option("--evaluated", type=click.IntRange(min=1), default=40, show_default=True, help="Held-out prompts.")
 def main(repair: Path, count: int, evaluated: int) -> None:
     """Write the beginning of a draft model of the text-repair model, and prompts to train it on."""
     if not (repair / "model" / "config.json").is_file():
