@@ -315,6 +315,15 @@ bench-openvino: $(WITH_LLAMA) $(WITH_OPENVINO) $(call SIDES_OF,135m) $(call SIDE
 	$(if $(VLLM_PYTHON),$(foreach cost,135m 1b,$(call BESIDE,vllm-$(cost)) -m $(STANDINS)/$(cost)-bf16 -t 0 \
 		--peer vllm:python=$(VLLM_PYTHON) --task humaneval=2 --task gsm8k=2 --max-new-tokens 48 &&) true)
 	$(BIN)/python tools/docs.py
+
+# What docs/research/openvino.md shows of a processor without AVX-512: a quarter of an hour.
+FORMS_OF_1B = $(foreach kind,q8_0 q4_0,-m $(STANDINS)/1b-$(kind).gguf -m "$(STANDINS)/1b-$(kind).gguf(engine=openvino)")
+.PHONY: bench-avx2
+bench-avx2: $(WITH_LLAMA) $(WITH_OPENVINO) $(foreach kind,q8_0 q4_0,$(STANDINS)/1b-$(kind).gguf) $(STANDINS)/135m-bf16 \
+		$(WITH_EDITS)/edits.jsonl
+	$(PAIRS) --data $(WITH_EDITS) $(FORMS_OF_1B) -m $(STANDINS)/135m-bf16 -t 0 -t 1 --task humaneval=3 --task gsm8k=3 \
+		--task edits=3 --max-new-tokens 32 --out docs/bench/avx2 $(RESUME)
+	$(BIN)/python tools/docs.py
 $(WITH_EDITS)/edits.jsonl: | $(STANDINS)/135m-bf16.gguf
 	@mkdir -p $(WITH_EDITS)
 	ln -sf $(abspath $(DATA))/*.jsonl $(WITH_EDITS)/
