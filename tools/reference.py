@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,23 @@ from leapahead.serve.schema import ChatRequest, CompletionRequest, Extension, Ge
 Table = Callable[[str, list[list[str]]], str]
 Records = dict[str, list[tuple[str, str]]]  # group -> (option, help)
 GENERAL = "Options"
+SHARED = "Options of several drafters"
 BOUNDLESS = 2**31 - 1  # limits from here on say only which numbers are representable
 PACKAGES = (
-    *("core", "grammar", "chat", "models", "planner", "drafters", "engine", "bench", "integrations", "serve", "cli"),
+    *(
+        "core",
+        "grammar",
+        "chat",
+        "models",
+        "planner",
+        "drafters",
+        "engine",
+        "integrations",
+        "bench",
+        "training",
+        "serve",
+    ),
+    "cli",
 )
 
 
@@ -113,18 +128,28 @@ def _prose(text: str) -> str:
 
 
 def drafter_list(table: Table) -> str:
-    """Every built-in drafter with its options, from the docstrings."""
-    parts = []
-    for name in drafters.BUILT_IN:
-        drafter = describe(drafters.load(name))
-        rows = [
-            [f"`{row['name']}`", f"`{row['default']}`" if row["default"] not in ("", None) else "", row["meaning"]]
-            for row in drafter["options"]
-        ]
+    """Every built-in drafter with its options, from the docstrings. Options of several drafters are explained once."""
+    described = [describe(drafters.load(name)) for name in drafters.BUILT_IN]
+    known = Counter((row["name"], row["meaning"]) for drafter in described for row in drafter["options"])
+    shared = [each for each, count in known.items() if count > 1]
+    parts = [
+        f"## {SHARED}",
+        "Every drafter below names those that it has, with their defaults.",
+        table("option | meaning", [[f"`{name}`", meaning] for name, meaning in shared]),
+    ]
+    for drafter in described:
+        own = [row for row in drafter["options"] if (row["name"], row["meaning"]) not in shared]
+        others = ", ".join(f"`{row['name']}={row['default']}`" for row in drafter["options"] if row not in own)
         needs = ", ".join(f"`{each}`" for each in drafter["needs"]) or "nothing"
-        parts += [f"## {name}", f"{drafter['summary']}\n\nNeeds from the target: {needs}."]
+        parts += [f"## {drafter['name']}", f"{drafter['summary']}\n\nNeeds from the target: {needs}."]
+        rows = [[f"`{row['name']}`", _default(row), row["meaning"]] for row in own]
         parts += [table("option | default | meaning", rows)] if rows else []
+        parts += [f"Of the [{SHARED.lower()}](#{_anchor(SHARED)}): {others}."] if others else []
     return "\n\n".join(parts)
+
+
+def _default(row: dict[str, Any]) -> str:
+    return f"`{row['default']}`" if row["default"] not in ("", None) else ""
 
 
 def file_list(root: Path, table: Table) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.parameters import MOST_BATCH, MOST_SAMPLES, whole
@@ -19,17 +19,15 @@ from leapahead.drafters.draft_models import given, names
 from leapahead.engine.driver import Driver
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.scheduler import Engine
+from leapahead.engine.waiting import check, in_thread, over, wake_up
 from leapahead.inputs import Inputs, Options, Prompt, Prompts, check_names, drafter_options, encode, is_single, seeds
 from leapahead.models import loading
 from leapahead.results import Piece, Result, Writer
 
 if TYPE_CHECKING:
-    import asyncio
     from typing import Self
 
     from typing_extensions import Unpack
-
-T = TypeVar("T")
 
 
 class LLM:
@@ -38,39 +36,50 @@ class LLM:
     It may be used from several threads: their requests are decoded together, each with the text that it has alone.
 
     Args:
-        model: a hub name, a folder, a GGUF file, a loaded `torch.nn.Module` or `Target`; None or "bundled" for ours.
-        engine: what computes: "transformers", "llama.cpp", "openvino" or "auto", see `models.loading.load`.
-        tokenizer: instead of the model's own. A loaded model or a target without one takes prompts of token ids.
+        model: a hub name, a folder, a GGUF file, a loaded `torch.nn.Module` or `Target`; None or "bundled" for the one
+            that comes with this package.
+        engine: what computes: "transformers", "llama.cpp", "openvino", or "auto": OpenVINO for its own folders,
+            llama.cpp for GGUF files, Transformers for all others. See `leapahead.models.loading.load`.
+        tokenizer: instead of the model's own: a loaded one, or its name or folder. A loaded model or a target without
+            one takes prompts of token ids.
         drafter: a registered name (`leapahead drafters` lists them), or a subclass of `Drafter` or `SequenceDrafter`.
-        dtype: "auto", "float32", "bfloat16" or "float16"; of a model given by name or folder.
-        device: "auto", "cpu", "cuda", "mps", "xpu"; "balanced" divides the layers among GPUs. Of a name or folder.
+        dtype: "auto" (the type that the model was saved in), "float32", "bfloat16" or "float16"; of a model of
+            Transformers that is given by name or folder.
+        device: "auto" (an accelerator if there is one), "cpu", "cuda", "cuda:1", "mps", "xpu"; "balanced" divides the
+            layers among GPUs. Of a model that is given by name or folder.
         max_batch: greatest number of sequences decoded together; further prompts join as others end.
-        prefill_chunk: see `Engine`.
-        cache_tokens: the most tokens in the KV cache, but for GGUF files; by default what fits in half the memory.
-        exact: compute every token's logits with the same bits, whatever is drafted or decoded beside it.
+        prefill_chunk: greatest number of prompt tokens that are read between two steps of running requests; by default
+            as many as take about four plain steps.
+        cache_tokens: greatest number of tokens in the KV cache, all sequences together; by default as many as fit in
+            half of the free memory, or 70 % of a GPU's. A GGUF file has `n_ctx` instead.
+        exact: compute every token's logits with the same bits, whatever is drafted or decoded beside it; slower.
         trust_remote_code: run Python code that comes with the model.
-        draft: a smaller model that drafts (for `draft_model` and `auto`): a name, a folder, a GGUF file, "bundled" for
-            the bundled one, or a loaded one; or several. It has the target's tokenizer; loaded with the same options.
-        head: a head trained for this model (for `head`, `auto`): its folder, "mtp" for its own checkpoint's modules,
-            "bundled" for the bundled one; or several.
+        draft: a smaller model that drafts (for `auto` and the drafters that take one): a name, a folder, a GGUF file,
+            "bundled" for the bundled one, or a loaded one; or a list of them. It must have the target's tokenizer, and
+            is loaded with the same `dtype`, `device` and engine options.
+        head: a head trained for this model (for `auto` and `head`): its folder, "mtp" for the modules in the model's
+            own checkpoint, "bundled" for that of the bundled model; or a list of them.
         drafter_cache: what drafters learn from one text for the next, which changes speed and never text. True keeps
             it as long as this LLM lives; False keeps nothing; a file is read if it exists, and `save_drafter_cache`
             writes it; a `DrafterCache` is shared with others of the same vocabulary. Full of sampled texts it takes an
             estimated 100 MB. It holds pieces of texts: users who must not learn of each other's get one each, or none.
         acceptance: "exact", or a relaxed rule, whose texts are lossy: see `leapahead.core.relaxed`.
         options: of the drafter, for example `window=7, ngram=5, guesses=7`; and of the engine, for example `n_ctx=8192`
-            or `static="compiled"` (see `LlamaCppOptions`, `OpenVinoOptions` and `models.loading.load`).
+            or `static="compiled"` (see `LlamaCppOptions`, `OpenVinoOptions` and `leapahead.models.loading.load`).
 
     Attributes:
         target: the loaded model.
-        tokenizer, eos_token_ids: its tokenizer, None where there is none, and the ids that end a text.
+        tokenizer: its tokenizer; None where there is none.
+        eos_token_ids: the ids that end a text.
         inputs: turns prompts and options into token ids and parameters, and compiles grammars.
         drafter_name: name of the default drafter.
         engine: the engine that decodes.
         drafter_cache: what drafters keep between texts; None where nothing is kept.
 
     Raises:
-        LeapaheadError: one clear sentence for whatever is wrong.
+        BadParameter: there is no such model, drafter or option, or a value is not possible.
+        Refused: the model cannot be decoded, or lacks what the drafter or `exact` needs.
+        LeapaheadError: a package is not installed.
     """
 
     def __init__(
@@ -146,39 +155,55 @@ class LLM:
     def generate(self, prompt: Prompts, **options: Unpack[Options]) -> list[Result]: ...
 
     def generate(self, prompt: Any, **options: Unpack[Options]) -> Any:
-        """Completes a prompt, or a list of prompts together.
+        """Completes a prompt, or a list of prompts together. All options are keywords and may be left out.
+
+        Logits are processed in the order of `SamplingParams`. An exception, such as Ctrl-C, cancels the requests.
 
         Args:
             prompt: text, token ids, or chat messages ({"role", "content"} each), which go through the tokenizer's chat
                 template; or a list of those, and the results come in its order.
-            max_new_tokens: 128 by default.
-            temperature: 0 (greedy) by default. Above 0 the text is a function of the seed.
-            top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: see `SamplingParams`.
+            max_new_tokens: greatest length of the text in tokens; 128 by default.
+            temperature: 0, the default, is greedy; else at least 1e-6, and the text is a function of the seed.
+            top_k: sample from the k likeliest tokens; 0, the default, for all.
+            top_p: sample from the likeliest tokens whose probabilities add up to p; 1, the default, for all.
+            min_p: sample from tokens at least so many times as likely as the likeliest; 0, the default, for all.
+            repetition_penalty: of tokens in prompt or text, positive logits are divided by it and negative ones
+                multiplied; 1, the default, is off.
+            presence_penalty: subtracted from the logits of tokens that are in the text so far; 0 by default.
+            frequency_penalty: subtracted as often as the token is in the text so far; 0 by default.
             logit_bias: token id -> number that is added to its logits in every step.
-            bad_words: strings or token sequences that must not appear. A string is banned as the tokenizer writes it at
-                the beginning of a text and after a space.
-            min_new_tokens: before so many no EOS and none of `stop_token_ids`.
-            seed: of the Gumbel noise: one for all prompts, or a list; by default one at random for each, in its result.
+            bad_words: strings, token ids or sequences of token ids that must not appear. A string is banned as the
+                tokenizer writes it at the beginning of a text and after a space.
+            min_new_tokens: before so many no EOS and none of `stop_token_ids`; 0 by default.
+            seed: of the Gumbel noise, from 0 to 2**64 - 1: one for all prompts, or a list with one for each; by default
+                one at random for each, which its result holds.
             n: number of samples of each prompt, which is read once. Sample i has the prompt's seed plus i.
-            logprobs: report the log-probability of every token, and of so many likeliest alternatives: log-softmax of
-                the model's unprocessed logits.
-            stop: strings that end the text, which then ends before them.
+            logprobs: report the log-probability of every token, and of so many likeliest alternatives (0 for none):
+                log-softmax of the model's unprocessed logits. None, the default, reports nothing.
+            stop: a string or a list of strings that end the text, which then ends before them.
             stop_token_ids: ids that end the text; like EOS they are the last of its `tokens`.
             ignore_eos: go on after an EOS.
             include_stop: let the text end after the stop string.
-            logits_processors: the user's own, with Transformers' convention; see `LogitsProcessor`.
-            criteria: called with all tokens after each new one; true ends the text.
-            drafter, drafter_options: for this call, instead of the LLM's.
+            logits_processors: functions of your own, with Transformers' convention; see `LogitsProcessor`.
+            criteria: functions of all token ids, prompt included, called after each new one; true ends the text.
+            drafter: for this call, instead of the LLM's. It gets the LLM's `draft` and `head` if it takes them.
+            drafter_options: name -> value: the drafter's options in this call, instead of those given to the LLM.
             prediction: what the text is expected to be: text or token ids, for all prompts, or a list with one (or
                 None) for each. Wrong parts cost time, never text. A drafter that makes no use of it is refused.
             grammar: the form of the text, see `Grammar`; for all prompts, or a list with one (or None) for each.
             acceptance: for this call, instead of the LLM's.
 
         Returns:
-            A `Result`, or a list of them for a list of prompts. With `n`, a list of n results in place of each.
+            A `Result`, or a list of them for a list of prompts. With `n`, also with `n=1`, a list of n results in place
+            of each.
 
         Raises:
-            LeapaheadError: one clear sentence for whatever is wrong.
+            BadParameter: an unknown option, an impossible value, or an empty prompt.
+            ContextOverflow: a prompt that leaves no room in the model's context.
+            CacheFull: a request that does not fit the KV cache.
+            Refused: the model cannot do what the drafter or an option needs.
+            BadLogits: the logits are NaN, or every token is banned.
+            Exception: what a processor, a criterion or a drafter of your own has raised.
         """
         single = is_single(prompt)
         requests = self.requests([prompt] if single else list(prompt), options)
@@ -201,11 +226,13 @@ class LLM:
         return found[0] if single else found
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Generator[Piece, None, None]:
-        """Completes one prompt, piece by piece as the steps go. Arguments as of `generate`, but for `n`.
+        """Completes one prompt, piece by piece as the steps go.
+
+        Arguments and errors are those of `generate`, without lists of prompts and `n`.
 
         Yields:
-            A `Piece` per step. While a piece is not taken, the request is not stepped. Closing the generator ends the
-            text there.
+            A `Piece` per step, the last one with the whole `Result`. While a piece is not taken, the request is not
+            stepped. Closing the generator ends the text there.
         """
         return self._pieces(self._streamed(prompt, options), self.writer(options))
 
@@ -289,7 +316,14 @@ class AsyncLLM:
     """An `LLM` for asyncio: tasks await their texts, which are decoded together in a thread of its own.
 
     Args:
-        model: an `LLM`, or what `LLM` takes; `options` are those of `LLM`.
+        model: an `LLM`, or what `LLM` takes as its model, which is loaded at once.
+        options: of `LLM`, where it is not made yet.
+
+    Attributes:
+        llm: the `LLM`.
+
+    Raises:
+        LeapaheadError: as of `LLM`.
     """
 
     def __init__(self, model: Any = None, **options: Any) -> None:
@@ -306,8 +340,8 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Cancels what is running, ends the thread and releases the caches. The end of the program does the same."""
-        await _in_thread(self.llm.close)
-        await _in_thread(self._driver.join)
+        await in_thread(self.llm.close)
+        await in_thread(self._driver.join)
 
     @overload
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result: ...
@@ -316,9 +350,9 @@ class AsyncLLM:
     async def generate(self, prompt: Prompts, **options: Unpack[Options]) -> list[Result]: ...
 
     async def generate(self, prompt: Any, **options: Unpack[Options]) -> Any:
-        """As `LLM.generate`. Cancelling the task cancels its requests."""
+        """As `LLM.generate`, with its arguments and errors. Cancelling the task cancels its requests."""
         single, llm = is_single(prompt), self.llm
-        requests = await _in_thread(llm.requests, [prompt] if single else list(prompt), options)
+        requests = await in_thread(llm.requests, [prompt] if single else list(prompt), options)
         changed, notify = wake_up()
         groups: list[list[Handle]] = []
         try:
@@ -334,9 +368,9 @@ class AsyncLLM:
         return llm._results(groups, options, single)
 
     async def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Piece, None]:
-        """As `LLM.stream`. Cancelling the task, or closing the generator, cancels the request."""
+        """As `LLM.stream`, asynchronously. Cancelling the task, or closing the generator, cancels the request."""
         llm = self.llm
-        request = await _in_thread(llm._streamed, prompt, options)
+        request = await in_thread(llm._streamed, prompt, options)
         writer, (changed, notify) = llm.writer(options), wake_up()
         (handle,) = await self.submit(request, [request.sampling], notify)
         try:
@@ -360,40 +394,7 @@ class AsyncLLM:
         engine = self.llm.engine
         if engine.is_stepping:
             raise LeapaheadError("a criterion, processor or callback cannot wait for a request of its own engine")
-        await _in_thread(engine.prepare, request.drafter)  # it may measure; a task cancelled meanwhile is gone
+        await in_thread(engine.prepare, request.drafter)  # it may measure; a task cancelled meanwhile is gone
         handles = engine.submit_samples(request, sampling, notify)
         self._driver.start()
         return handles
-
-
-async def _in_thread(function: Callable[..., T], *args: Any) -> T:
-    """Runs the function in a thread, so that the event loop goes on meanwhile."""
-    import asyncio
-
-    return await asyncio.to_thread(function, *args)
-
-
-def wake_up() -> tuple[asyncio.Event, Callable[[], None]]:
-    """An event of the running loop, and a function that sets it from any thread."""
-    import asyncio
-
-    loop, event = asyncio.get_running_loop(), asyncio.Event()
-
-    def notify() -> None:
-        with suppress(RuntimeError):  # the loop was closed, so nobody waits
-            loop.call_soon_threadsafe(event.set)
-
-    return event, notify
-
-
-def over(handles: Sequence[Handle]) -> bool:
-    """Whether nothing is to be waited for: all of them are over, or one has failed."""
-    return all(handle.done for handle in handles) or any(handle.error is not None for handle in handles)
-
-
-def check(handle: Handle) -> None:
-    """Raises what ended a request before its text was complete."""
-    if handle.error is not None:
-        raise handle.error
-    if handle.finish_reason == "cancelled":
-        raise LeapaheadError("the request was cancelled, since the LLM was closed")

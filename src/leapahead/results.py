@@ -15,14 +15,15 @@ class Result:
     """One finished text.
 
     Attributes:
-        text: the new text. It ends before a stop string, and special tokens are left out. "" without a tokenizer.
+        text: the new text. It ends before a stop string (behind it with `include_stop`), and special tokens are left
+            out. "" without a tokenizer.
         tokens: the new token ids, up to and including the one that ended the text.
         prompt_tokens: the token ids of the prompt.
         drafted: for each of `tokens`, whether a drafter had proposed it.
-        finish_reason: "stop" or "length".
-        stop_reason: the stop string or stop token id that ended it; None at EOS and at the length limit.
+        finish_reason: "length" at the limit of `max_new_tokens`, of the context or of the KV cache; else "stop".
+        stop_reason: the stop string or stop token id that ended it; None at EOS, at a criterion and at a limit.
         seed: of the Gumbel noise. Given again with the same parameters it gives the same text.
-        stats: counters, rates and seconds.
+        stats: counters, rates and seconds of this text.
         logprobs: one entry for each of `tokens`, where `logprobs` was given; else empty.
         lossy: the relaxed rule that the text was decoded with, such as "lossy-bild:rollback=5"; "" if it is exact.
     """
@@ -48,8 +49,8 @@ class Piece:
         tokens: the step's new token ids; the first `drafted` of them had been drafted.
         drafted: see `tokens`.
         spans: (text, drafted) parts; together they are `text`.
-        finish_reason: "stop" or "length" on the last piece, else None.
-        result: the whole, on the last piece.
+        finish_reason: see `Result`, on the last piece; else None.
+        result: the whole text with its figures, on the last piece; else None.
         logprobs: one entry for each of `tokens`, where `logprobs` was given; else empty.
     """
 

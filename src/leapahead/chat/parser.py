@@ -29,6 +29,9 @@ class ChatParser:
         parallel: whether several calls are given; else only the first one is.
         forced: whether a grammar makes the answer calls and nothing else, so that the beginning of a call at the end
             of the text is left out. Elsewhere it is content, since it may be none.
+
+    Attributes:
+        called: whether a tool call was found so far.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ def parse(
     functions: Sequence[Tool] = (),
     forced: bool = False,
 ) -> Message:
-    """The message of a whole text. Arguments as of `ChatParser`."""
+    """The message of a whole text, with all of its calls. The other arguments are those of `ChatParser`."""
     parser, found = ChatParser(tools, reasoning, prompt, new_id, functions, forced=forced), Message()
     found.add(parser.add(text))
     found.add(parser.finish())

@@ -28,9 +28,9 @@ from leapahead.integrations import gguf
 def export_gguf(model_dir: Path, out: Path, kind: str, force: bool) -> None:
     """Write the Llama model in MODEL_DIR as a GGUF file, with its tokenizer.
 
-    The types f32 and bf16 keep the weights in that precision; llama.cpp quantises to the others. Which type is fastest
-    with drafting, tells `leapahead tune`. A model that llama.cpp would compute or tokenize differently from
-    Transformers is refused.
+    The types f32 and bf16 keep the weights in that precision; llama.cpp quantises to the others. `leapahead tune` shows
+    which type is fastest with drafting. A model that llama.cpp would compute or tokenize differently from Transformers
+    is refused.
     """
     with screen.progress(f"reading {model_dir}") as bar:
         written = gguf.export_gguf(model_dir, out, kind, force=force, progress=bar)

@@ -40,13 +40,20 @@ def _parser(name: str, what: str, formats: Iterable[str]) -> Any:
         type=click.Choice([*formats, "none"]),
         group=SERVER,
         show_default="found by the chat template",
-        help=f"Format of {what} in the model's texts. With `none`, they are not looked for.",
+        help=f"Format of {what} in the model's texts. With `none`, all of a text is content.",
     )
 
 
 ADDRESS = (
     option("--host", default="127.0.0.1", metavar="HOST", group=SERVER, help="Address to listen at."),
-    option("--port", type=click.IntRange(0, 65535), default=8000, metavar="N", group=SERVER, help="0 is any free one."),
+    option(
+        "--port",
+        type=click.IntRange(0, 65535),
+        default=8000,
+        metavar="N",
+        group=SERVER,
+        help="Port to listen at; 0 takes any free one.",
+    ),
     option(
         "--served-model-name",
         "names",
@@ -62,7 +69,7 @@ ADDRESS = (
         default=8,
         metavar="N",
         group=SERVER,
-        help="Most texts that are decoded together.",
+        help="Greatest number of texts decoded together; further ones wait.",
     ),
     option(
         "--prefill-chunk",
@@ -70,7 +77,7 @@ ADDRESS = (
         metavar="N",
         group=SERVER,
         show_default="as many as take about four plain steps",
-        help="Most tokens of a prompt that are read between two steps of running requests.",
+        help="Greatest number of prompt tokens that are read between two steps of running requests.",
     ),
     option(
         "--generation-config",
@@ -128,19 +135,22 @@ def _seconds(name: str, help_text: str, default: float | None = None, zero: bool
 
 
 BOUNDS = (
-    _count("--max-queue", "Most texts that wait beside those that are decoded; more are answered with 429.", 256, 0),
-    _count("--max-samples", "Greatest `n`: texts of a prompt.", 16),
-    _count("--max-prompts", "Most prompts of a request.", 64),
-    _count("--max-prompt-tokens", "Greatest length of a prompt."),
-    _count("--max-tokens", "Greatest length of a text."),
-    _count("--default-max-tokens", "Length of answers in chats where a request names none; by default the context's."),
-    _count("--max-logprobs", "Most alternatives that are reported for each token.", 20, 0),
-    _count("--max-stops", "Most stop strings of a request.", 16, 0),
-    _count("--max-body-bytes", "Greatest size of a request's body.", 4 * 2**20),
+    _count("--max-queue", "Greatest number of texts that wait to be decoded; more are answered with 429.", 256, 0),
+    _count("--max-samples", "Greatest `n`, the number of texts of a prompt.", 16),
+    _count("--max-prompts", "Greatest number of prompts of a request.", 64),
+    _count("--max-prompt-tokens", "Greatest length of a prompt in tokens; by default the context's."),
+    _count("--max-tokens", "Greatest length of a text in tokens; by default the context's."),
+    _count(
+        "--default-max-tokens",
+        "Length in tokens of answers in chats where a request names none; by default the context's.",
+    ),
+    _count("--max-logprobs", "Greatest number of alternatives that are reported for each token.", 20, 0),
+    _count("--max-stops", "Greatest number of stop strings of a request.", 16, 0),
+    _count("--max-body-bytes", "Greatest size of a request's body in bytes.", 4 * 2**20),
     _seconds("--header-seconds", "Longest time for the headers of a request.", 10.0),
     _seconds("--body-seconds", "Longest time for the body of a request.", 60.0),
     _seconds("--send-seconds", "A client that reads nothing of its answer for so long is cancelled.", 60.0),
-    _seconds("--request-seconds", "Longest time for a request, in the queue too."),
+    _seconds("--request-seconds", "Longest time for a request, the queue included; by default not limited."),
     _seconds("--shutdown-seconds", "How long running requests may go on after SIGTERM.", 30.0, zero=True),
 )
 NAMES = {

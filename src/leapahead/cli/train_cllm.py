@@ -64,10 +64,10 @@ TUNING = "Tuning options"
 def train_cllm(out: Path, resume: bool, as_json: bool, text_batch: int, **values: Any) -> None:
     """Tune a copy of a model of Transformers for Jacobi decoding (CLLM, 2403.00835).
 
-    The model first answers the prompts greedily, and Jacobi decoding shows which states it goes through on the way;
-    the copy learns to predict the text from these states. Its texts are others than the model's: Jacobi decoding is
-    lossless with respect to the tuned model. Ctrl-C ends the run such that --resume goes on with it. The folder
-    OUT/tuned holds the result, an ordinary model of Transformers.
+    The model first answers the prompts greedily, and Jacobi decoding shows which states it goes through on the way; the
+    copy learns to predict the text from these states. Its texts are others than the model's: Jacobi decoding is
+    lossless with respect to the tuned model. After Ctrl-C, --resume continues the run. The folder OUT/tuned holds the
+    result, an ordinary model of Transformers.
     """
     command = training.command_line()
     model = model_arguments(values)

@@ -91,8 +91,8 @@ def train_draft(out: Path, resume: bool, as_json: bool, text_batch: int, **value
     The model first answers the prompts; the draft model learns to have the same distribution after every token. With
     `--kind pard` it also learns to predict the next tokens from mask tokens behind a text, so that one forward drafts
     eight tokens; of encoder-decoder models this is the Spec-Drafter of SpecDec (2203.16487). The model itself does not
-    change, so texts stay its own. Ctrl-C ends the run such that --resume goes on with it. The folder OUT/draft holds
-    the result, an ordinary model of Transformers; `--draft OUT/draft` drafts with it.
+    change, so texts stay its own. After Ctrl-C, --resume continues the run. The folder OUT/draft holds the result, an
+    ordinary model of Transformers; `--draft OUT/draft` drafts with it.
     """
     command = training.command_line()
     model = model_arguments(values)

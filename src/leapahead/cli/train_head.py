@@ -58,7 +58,7 @@ def _usual_rates() -> str:
 @option("--kind", type=click.Choice(TRAINED), required=True, group=HEAD, help="Kind of the head.")
 @all_of(training.PROMPTS, (training.SAMPLED,), training.EVALUATED)
 @option("--ttt", type=AT_LEAST_ONE, metavar="N", group=HEAD, show_default="4; 1 for eagle",
-        help="EAGLE: steps that the head is trained on its own states.")  # fmt: skip
+        help="EAGLE: steps for which the head is trained on its own states.")  # fmt: skip
 @option(
     "--heads",
     type=AT_LEAST_ONE,
@@ -87,7 +87,7 @@ def _usual_rates() -> str:
     type=click.Choice(LOSSES),
     group=HEAD,
     show_default="ce for hydra; else soft_ce",
-    help="Loss of a token.",
+    help="Loss of each token.",
 )
 @all_of(training.LENGTH)
 @option(
@@ -127,8 +127,8 @@ def train_head(out: Path, resume: bool, as_json: bool, text_batch: int, **values
     or DFlash 2.
 
     The model first answers the prompts; the head learns to predict these answers from the model's hidden states. The
-    model itself does not change. Ctrl-C ends the run such that --resume goes on with it. The folder OUT/head holds the
-    result, with a model card; `--head OUT/head` drafts with it.
+    model itself does not change. After Ctrl-C, --resume continues the run. The folder OUT/head holds the result, with a
+    model card; `--head OUT/head` drafts with it.
     """
     command = training.command_line()
     model = model_arguments(values)

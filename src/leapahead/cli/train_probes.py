@@ -42,7 +42,14 @@ GROUP = "Probe options"
     group=GROUP,
     help="pass: only the embeddings of the probes are trained; space: a copy of the model is tuned with them.",
 )
-@option("--depths", type=AT_LEAST_ONE, default=4, metavar="N", group=GROUP, help="Probes of a group: tokens ahead.")
+@option(
+    "--depths",
+    type=AT_LEAST_ONE,
+    default=4,
+    metavar="N",
+    group=GROUP,
+    help="Probes of a group: tokens that it predicts.",
+)
 @option(
     "--groups",
     type=AT_LEAST_ONE,
@@ -51,7 +58,7 @@ GROUP = "Probe options"
     group=GROUP,
     help="Places of each text that have a group in a step of the training.",
 )
-@option("--loss", type=click.Choice(LOSSES), default="soft_ce", group=GROUP, help="Loss of a probe.")
+@option("--loss", type=click.Choice(LOSSES), default="soft_ce", group=GROUP, help="Loss of each probe.")
 @option(
     "--ar-weight",
     type=float,
@@ -70,7 +77,7 @@ def train_probes(out: Path, resume: bool, as_json: bool, text_batch: int, **valu
     The model first answers the prompts; the probes learn to predict these answers. With PaSS (2311.13581) the model
     itself does not change, and the folder OUT/head holds the probes. With SPACE (2402.11809) a copy of the model is
     tuned: its texts are others than the model's, and decoding is lossless with respect to the tuned model, which the
-    folder OUT/tuned holds, and OUT/tuned/probes its probes. Ctrl-C ends the run such that --resume goes on with it.
+    folder OUT/tuned holds, and OUT/tuned/probes its probes. After Ctrl-C, --resume continues the run.
     """
     command = training.command_line()
     model = model_arguments(values)

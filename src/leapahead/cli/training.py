@@ -71,7 +71,14 @@ SAMPLED: Option = option(
     help="Share of the texts that are sampled at temperature 1; the others are greedy.",
 )
 EVALUATED: tuple[Option, ...] = (
-    option("--text-batch", type=AT_LEAST_ONE, default=16, metavar="N", group=TEXTS, help="Texts decoded together."),
+    option(
+        "--text-batch",
+        type=AT_LEAST_ONE,
+        default=16,
+        metavar="N",
+        group=TEXTS,
+        help="Number of texts decoded together.",
+    ),
     option(
         "--held-out",
         type=float,
@@ -94,14 +101,21 @@ EVALUATED: tuple[Option, ...] = (
         default=40,
         metavar="N",
         group=TEXTS,
-        help="The most prompts of each such file.",
+        help="Greatest number of prompts of each such file.",
     ),
 )
 LENGTH: tuple[Option, ...] = (
     option(
-        "--minutes", type=ABOVE_0, metavar="N", group=TRAINING, show_default="30", help="Length, without the texts."
+        "--minutes",
+        type=ABOVE_0,
+        metavar="N",
+        group=TRAINING,
+        show_default="30",
+        help="Length in minutes, without decoding the texts.",
     ),
-    option("--steps", type=AT_LEAST_ONE, metavar="N", group=TRAINING, help="Length in optimizer steps instead."),
+    option(
+        "--steps", type=AT_LEAST_ONE, metavar="N", group=TRAINING, help="Length in optimizer steps, instead of minutes."
+    ),
 )
 TUNING_RATE: Option = option(
     "--lr",
@@ -112,9 +126,22 @@ TUNING_RATE: Option = option(
     help="Greatest learning rate.",
 )
 STEPS: tuple[Option, ...] = (
-    option("--schedule", type=click.Choice(SCHEDULES), default="cosine", group=TRAINING, help="How the rate falls."),
-    option("--batch", type=AT_LEAST_ONE, default=16, metavar="N", group=TRAINING, help="Texts of a forward."),
-    option("--accumulate", type=AT_LEAST_ONE, default=1, metavar="N", group=TRAINING, help="Forwards of a step."),
+    option(
+        "--schedule",
+        type=click.Choice(SCHEDULES),
+        default="cosine",
+        group=TRAINING,
+        help="How the learning rate falls.",
+    ),
+    option("--batch", type=AT_LEAST_ONE, default=16, metavar="N", group=TRAINING, help="Number of texts in a forward."),
+    option(
+        "--accumulate",
+        type=AT_LEAST_ONE,
+        default=1,
+        metavar="N",
+        group=TRAINING,
+        help="Number of forwards in an optimizer step.",
+    ),
 )
 SEED: Option = option(
     "--seed", type=int, default=0, group=TRAINING, help="Seed of the weights, the order and the sampled texts."
@@ -127,7 +154,7 @@ OUT: tuple[Option, ...] = (
         metavar="FOLDER",
         help="New folder for the texts, the checkpoint and what is trained.",
     ),
-    option("--resume", is_flag=True, help="Go on with the run in the folder --out, which was interrupted."),
+    option("--resume", is_flag=True, help="Continue the interrupted run in the folder --out."),
     option("--json", "as_json", is_flag=True, help="Print one JSON object."),
 )
 

@@ -45,14 +45,14 @@ class Auto(Planned):
     """Drafts as many nodes as pay, from every source that the target can serve; decodes plainly where nothing pays.
 
     Args:
-        sources: their names, in a list or divided by commas; by default prediction, grammar, suffix, recycling,
-            siblings and table, which is left out where no token table is stored for the target.
+        sources: names of the sources that need no option of their own, in a list or divided by commas: prediction,
+            grammar, ngram, suffix, recycling, siblings, table. By default all but ngram, and without table where no
+            token table is stored for the target.
         datastore: a file that `leapahead datastore build` has written, as one more source.
         draft: a draft model, as one more source; or several, see `draft_model`.
         head: a trained head, as one more source; or several, see `head`.
-        nodes: draft exactly so many nodes in every step, as far as there are candidates, whatever they cost; 0 for as
-            many as pay.
-        max_nodes: never more than so many per sequence; by default 128, or `nodes`.
+        nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
+        max_nodes: never draft more nodes of one sequence in a step; by default 128, or `nodes` if that is more.
         seed_aware: rank candidates with the Gumbel noise when sampling; false for comparison.
         draft_window: newest tokens that the draft model sees, see `draft_model`; 0 for all.
     """

@@ -36,11 +36,11 @@ class Cascade(Planned):
     """Cascade speculative drafting (2312.11462): a draft model is itself decoded with cheaper drafts.
 
     Args:
-        draft: the draft models, largest first: see `draft_model`; several in a list, or divided by commas; by default
-            the bundled model's, for that model. Each one's draft forwards verify tokens that the next one guesses;
-            those of the last one are guessed by what it chose after the same tokens before.
-        lengths: how many positions of the draft each model drafts, divided by commas, and those behind them are drafted
-            by n-grams (suffix and recycling), as in 4,2 for two models; "" if the first model drafts all positions.
+        draft: the draft models, largest first, in a list or divided by commas, see `draft_model`; for the bundled
+            model, by default its own. Each one's draft forwards verify tokens that the next one guesses; those of the
+            last one are guessed by what it chose after the same tokens before.
+        lengths: how many positions of the draft each model drafts, in a list or divided by commas, as in 4,2 for two
+            models; n-grams (suffix and recycling) draft those behind them. "" if the first model drafts all positions.
         ahead: guess never more than so many tokens for one draft forward; exactly so many where `nodes` is fixed; 0 for
             no guesses.
         longest: never compare more than so many tokens of a context for those guesses; 1 for a bigram, as published.

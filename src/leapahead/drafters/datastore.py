@@ -15,10 +15,10 @@ from leapahead.planner.source import Source
 
 
 class DatastoreDrafter(Planned):
-    """REST: what followed the last tokens in a corpus of yours, see `leapahead datastore build`.
+    """REST (2311.08252): what followed the last tokens in a corpus of yours.
 
     Args:
-        file: the datastore.
+        file: the datastore, which `leapahead datastore build` writes; required.
         nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
     """
 

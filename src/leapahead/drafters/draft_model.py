@@ -24,17 +24,17 @@ class DraftModelDrafter(Planned):
     """A smaller model drafts and the target verifies by exact matching: the text is plain decoding's.
 
     Args:
-        draft: the model that drafts: a name, a folder, a GGUF file, "bundled", or a loaded one; several in a list, or
-            divided by commas; or the target itself, with less to compute: "self:skip", "self:skip=LAYERS",
+        draft: the model that drafts, required: a name, a folder, a GGUF file, "bundled", or a loaded one; several in a
+            list, or divided by commas; or the target itself, with less to compute: "self:skip", "self:skip=LAYERS",
             "self:first=N", "self:int8".
         nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
         depth: run exactly so many draft forwards in every step, each over up to 16 paths; 0 for as many as `nodes`
             needs, or as pay where that is 0 too.
-        chain: no branches, so never more nodes than draft forwards.
+        chain: no branches.
         seed_aware: rank candidates with the Gumbel noise when sampling; false for comparison.
         learn: train the draft model where its drafts are rejected, after every so many texts (online speculative
             decoding, 2310.07177); 0 for never. It must be one model of Transformers, loaded by itself.
-        learn_rate: learning rate of that; 0 for the usual one, 0.05 divided by the hidden size.
+        learn_rate: learning rate of `learn`; 0 for 0.05 divided by the hidden size of the draft model.
         learned: folder that the trained draft model is written to when the engine is closed; "" for nowhere. It must
             be new, the draft model's own, or one that was written in this way before.
         unsure: draft nothing after a path where the draft model's likeliest token has less probability; 0 for never.

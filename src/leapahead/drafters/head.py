@@ -24,7 +24,8 @@ class HeadDrafter(Planned):
 
     Args:
         head: the folder of the head; several in a list, or divided by commas; "mtp" for the MTP modules in the model's
-            own checkpoint; "bundled" for the bundled model's head, which is the default for that model.
+            own checkpoint; "bundled" for the bundled model's head. Required, but for the bundled model, whose own head
+            is the default.
         nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
         depth: run exactly so many forwards of the head in every step; 0 for as many as `nodes` needs, or as pay where
             that is 0 too. One forward of EAGLE or Hydra is one level of the tree; one of Medusa, P-EAGLE or DFlash

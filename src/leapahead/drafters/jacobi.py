@@ -31,15 +31,16 @@ SLIDING, PJ, PGJ, HGJ = VARIANTS = ("sliding", "pj", "pgj", "hgj")
 
 
 class Jacobi(SequenceDrafter):
-    """Jacobi decoding: a block of guesses that the target corrects in parallel, step after step.
+    """Jacobi decoding (2305.10427): a block of guesses that the target corrects in parallel, step after step.
 
     Args:
         block: guess exactly so many positions after the root in every step; with fixed blocks, their length.
-        seed: of the random prompt tokens that are the first guess where no better one is known.
-        variant: sliding, or as published (2305.10427): pj (the whole text at once), pgj (fixed blocks) or hgj (fixed
-            blocks up to `length`). These start from the first token of the text, which T5 and Marian pad with.
-        length: of hgj, the number of new tokens from which on nothing is guessed; 0 for as many as the encoder's input
-            has, and without an encoder for the whole text.
+        seed: seed of the random choice of prompt tokens, which are the first guess where no better one is known.
+        variant: "sliding", or one of those of the paper: "pj" (the whole text at once), "pgj" (fixed blocks) or "hgj"
+            (fixed blocks up to `length`). Their first guess is the first token of the text, with which T5 and Marian
+            pad.
+        length: of hgj: nothing is guessed after so many new tokens; 0 for as many as the encoder's input has, and
+            without an encoder for the whole text.
     """
 
     name: ClassVar[str] = "jacobi"

@@ -36,18 +36,18 @@ PRESETS = {
 
 
 class Lookahead(SequenceDrafter):
-    """Lookahead decoding: n-grams from a window of parallel Jacobi iterations, verified in the same forward.
+    """Lookahead decoding (2402.02057): n-grams of a window of Jacobi iterations, verified in the same forward.
 
     Args:
         window: W; the window covers exactly so many positions in every step. By default the preset's.
         ngram: N, the length of the n-grams, key included; 2 is Jacobi decoding with a pool. By default the preset's.
         guesses: G; never keep more than so many n-grams of one key, nor verify more in a step. By default the preset's.
-        preset: (W, N, G) of code (8, 6, 15), text (7, 5, 10), creative (5, 4, 8), or as published for model sizes:
-            7b (15, 5, 15), 13b (10, 5, 10), 34b (7, 5, 7).
+        preset: (W, N, G) by name: code (8, 6, 15), text (7, 5, 10), creative (5, 4, 8), or as published for model
+            sizes: 7b (15, 5, 15), 13b (10, 5, 10), 34b (7, 5, 7).
         prompt_ngrams: enter the prompt's n-grams into the pool.
         start_from_pool: fill the first window with n-grams of the pool instead of random prompt tokens.
         pool_capacity: never keep more than so many n-grams in the pool.
-        seed: of the random prompt tokens that fill the window.
+        seed: seed of the random choice of prompt tokens that fill the window.
     """
 
     name: ClassVar[str] = "lookahead"

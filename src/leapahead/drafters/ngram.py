@@ -11,10 +11,10 @@ from leapahead.planner.source import Source
 
 
 class NgramDrafter(Planned):
-    """Multi-level n-grams: what followed the last 1, 2, ... tokens earlier in the text, the longest match first.
+    """Multi-level n-grams (2404.08698): what followed the last 1, 2, ... tokens before, the longest match first.
 
     Args:
-        longest: never compare more than so many tokens.
+        longest: never compare more than so many of the last tokens.
         nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
     """
 

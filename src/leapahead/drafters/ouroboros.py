@@ -27,7 +27,7 @@ class Ouroboros(Planned):
     """Ouroboros (2402.13720): the draft model decodes with lookahead, and phrases of its pool lengthen the drafts.
 
     Args:
-        draft: the model that drafts, see `draft_model`; one. By default the bundled model's, for that model.
+        draft: the model that drafts, see `draft_model`; one. For the bundled model, by default its own.
         length: the draft model drafts never more than so many tokens of a path; where `nodes` is fixed, phrases go on
             behind so many only; 0 for as many as `nodes` needs, or as pay.
         phrases: K; verify never more than so many phrases after one token.
@@ -37,7 +37,7 @@ class Ouroboros(Planned):
         nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
         chain: the draft model drafts one path; phrases branch behind it all the same.
         seed_aware: rank candidates with the Gumbel noise when sampling; false for comparison.
-        seed: of the random prompt tokens that fill the window.
+        seed: seed of the random choice of prompt tokens that fill the window.
     """
 
     name: ClassVar[str] = "ouroboros"

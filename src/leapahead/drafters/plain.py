@@ -10,7 +10,7 @@ from leapahead.planner.draft import Proposal, SequenceView
 
 
 class Plain(SequenceDrafter):
-    """Plain decoding: one token per step. Every other drafter must give the same text."""
+    """Plain decoding: nothing is drafted, one token per step. It is the reference for every other drafter."""
 
     name: ClassVar[str] = "plain"
 

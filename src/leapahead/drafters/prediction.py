@@ -11,7 +11,7 @@ from leapahead.planner.source import Source
 
 
 class PredictionDrafter(Planned):
-    """The output that the user expects, given as prediction=..., for edits and templates.
+    """The text that the user expects, given as prediction=..., for edits and templates.
 
     Args:
         nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.

@@ -22,12 +22,12 @@ from leapahead.planner.draft import Proposal, SequenceView, Step
 
 
 class PromptLookup(SequenceDrafter):
-    """Prompt lookup: drafts what followed the same last tokens earlier in the prompt or the output.
+    """Prompt lookup (Saxena, 2023): drafts what followed the same last tokens earlier in prompt or output.
 
     Args:
         num_tokens: draft exactly so many tokens in every step in which there is a match.
-        max_ngram: the longest match, tried first.
-        min_ngram: the shortest match.
+        max_ngram: tokens of the longest match, which is tried first.
+        min_ngram: tokens of the shortest match.
         max_matches: never keep more than so many occurrences of one n-gram, the latest ones.
     """
 

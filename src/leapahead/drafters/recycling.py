@@ -11,10 +11,10 @@ from leapahead.planner.source import Source
 
 
 class TokenRecycling(Planned):
-    """Token Recycling: the target's own top-k tokens after each context, from when it was last computed.
+    """Token Recycling (2408.08696): the target's own top-k tokens after each context, as last computed.
 
     Args:
-        k: keep exactly so many tokens of a context; 0 for 8 when greedy and 128 when sampling.
+        k: keep exactly so many of the likeliest tokens after a context; 0 for 8 when greedy and 128 when sampling.
         longest: never compare more than so many tokens of a context; 1 as published.
         nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.
     """

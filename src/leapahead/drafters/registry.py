@@ -1,7 +1,7 @@
 """The registered drafters. A drafter's module is imported when the drafter is asked for by name.
 
-Other packages register theirs through the entry-point group `leapahead.drafters` (docs/write-a-drafter.md). A built-in
-name cannot be replaced.
+Other packages register theirs through the entry-point group `leapahead.drafters`, see
+docs/contributing/write-a-drafter.md. A built-in name cannot be replaced.
 """
 
 from __future__ import annotations

@@ -63,10 +63,10 @@ class SpeculativeSampling(Drafter):
     """Speculative sampling (2211.17192, 2302.01318) and its trees: exact in distribution, another text than plain.
 
     Args:
-        draft: the model that drafts, see `draft_model`.
+        draft: the model that drafts, see `draft_model`; one, required.
         rule: for trees: "sequoia" (2402.12374, no token twice), "specinfer" (2305.09781) or "spectr" (2310.15141).
         depth: run never more than so many draft forwards in a step, which is the greatest length of a path.
-        width: draw exactly so many times at every node; 1 makes chains, and the three rules equal.
+        width: draw exactly so many tokens after every node; with 1, drafts are chains and the three rules are equal.
         nodes: never draft more than so many nodes in a step.
         unsure: draw nothing after a path where the draft model's likeliest token has less probability; 0 for never.
         draft_window: newest tokens that the draft model sees, see `draft_model`; 0 for all.

@@ -11,7 +11,7 @@ from leapahead.planner.source import Source
 
 
 class SuffixDrafter(Planned):
-    """A suffix automaton over prompt and output: the longest earlier match, whatever its length.
+    """A suffix automaton over prompt and output (2411.10666): the longest earlier match, whatever its length.
 
     Args:
         nodes: draft exactly so many nodes in every step, as far as there are candidates; 0 for as many as pay.

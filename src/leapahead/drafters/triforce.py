@@ -52,8 +52,8 @@ class TriForce(Drafter):
     one over all of them. Drafts are chains.
 
     Args:
-        budget: entries of the target's cache that the middle level attends to when they are chosen, its newest ones
-            among them; those of tokens committed since come on top.
+        budget: cache entries (one per token, of each layer and key head) that the middle level attends to, the newest
+            ones among them; those of tokens committed since they were chosen come on top.
         chunk: entries are chosen in chunks of so many, by their mean key; the first chunk is always chosen.
         refresh: choose again after so many committed tokens.
         depth: draft exactly so many tokens in every step, fewer only at the end of a text.

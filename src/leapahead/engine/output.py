@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: log-softmax of the target's unprocessed logits.
+    """Log-probabilities at one position, natural logarithms: log-softmax of the target's unprocessed logits.
 
     Attributes:
         token: the committed token.

@@ -50,7 +50,8 @@ class Engine:
         max_batch: greatest number of requests stepped together.
         prefill_chunk: greatest number of prompt tokens read between two steps of running requests. By default as many
             as take about four plain steps, by the latency profile.
-        latency, acceptance: what is known already of forwards and drafts, to be shared with other engines.
+        latency, acceptance: the times of forwards and the counts of accepted drafts, shared with other engines; by
+            default the profile that is stored for the target, and the priors of this package.
     """
 
     def __init__(

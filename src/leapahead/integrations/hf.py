@@ -95,9 +95,9 @@ def generate(
             drafters copy.
 
     Returns:
-        int64 [batch, length + new], or, with `return_dict_in_generate`, a `GenerateDecoderOnlyOutput` or a
-        `GenerateEncoderDecoderOutput`. Its `scores` and
-        `logits` are those of Transformers; those behind the end of a row are computed by forwards of their own.
+        int64 [batch, length + new], rows that end early filled up with `pad_token_id`. With `return_dict_in_generate`,
+        a `GenerateDecoderOnlyOutput` or a `GenerateEncoderDecoderOutput`: its `scores` and `logits` are those of
+        Transformers, for which the positions behind the end of a row take forwards of their own; its
         `past_key_values` (`cache` in Transformers 5.24) is None, since the KV cache is leapahead's.
 
     Raises:

@@ -16,12 +16,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from leapahead.api import LLM, check
+from leapahead.api import LLM
 from leapahead.core.errors import BadParameter, LeapaheadError, first_line, needing
 from leapahead.core.parameters import whole
 from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.request import Handle
+from leapahead.engine.waiting import check
 from leapahead.inputs import Options, check_names
 from leapahead.integrations.ray_rows import OUTPUTS, Columns, Row, as_lists, row_seed, rows
 from leapahead.results import Result

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
-from leapahead.api import LLM, AsyncLLM, check, over, wake_up
+from leapahead.api import LLM, AsyncLLM
 from leapahead.core.errors import BadLogits, BadParameter, LeapaheadError
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
@@ -23,6 +23,7 @@ from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.output import TokenLogprobs
 from leapahead.engine.request import Handle, Request
+from leapahead.engine.waiting import check, over, wake_up
 from leapahead.inputs import Options
 from leapahead.results import Piece, Result, Writer
 from leapahead.serve import logs

@@ -18,10 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from leapahead.api import LLM, check
+from leapahead.api import LLM
 from leapahead.bench import tasks
 from leapahead.core.errors import BadParameter
 from leapahead.engine.request import Handle, Request
+from leapahead.engine.waiting import check
 from leapahead.inputs import Options
 from leapahead.models.loading import Loaded
 from leapahead.models.transformers.model import TransformersTarget

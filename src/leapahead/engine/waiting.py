@@ -1,0 +1,48 @@
+"""Waiting for requests: what ended them, whether they are over, and waking a task of asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from leapahead.core.errors import LeapaheadError
+from leapahead.engine.request import Handle
+
+if TYPE_CHECKING:
+    import asyncio
+
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Runs the function in a thread, so that the event loop goes on meanwhile."""
+    import asyncio
+
+    return await asyncio.to_thread(function, *args)
+
+
+def wake_up() -> tuple[asyncio.Event, Callable[[], None]]:
+    """An event of the running loop, and a function that sets it from any thread."""
+    import asyncio
+
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+    def notify() -> None:
+        with suppress(RuntimeError):  # the loop was closed, so nobody waits
+            loop.call_soon_threadsafe(event.set)
+
+    return event, notify
+
+
+def over(handles: Sequence[Handle]) -> bool:
+    """Whether nothing is to be waited for: all of them are over, or one has failed."""
+    return all(handle.done for handle in handles) or any(handle.error is not None for handle in handles)
+
+
+def check(handle: Handle) -> None:
+    """Raises what ended a request before its text was complete."""
+    if handle.error is not None:
+        raise handle.error
+    if handle.finish_reason == "cancelled":
+        raise LeapaheadError("the request was cancelled, since the LLM was closed")
