@@ -545,6 +545,12 @@ def test_a_batch_drafter_that_fails_for_one_sequence_leaves_the_others_as_they_a
     assert not held
 
 
+def test_no_samples_are_no_requests() -> None:
+    engine = Engine(Limited(8))
+    assert engine.submit_samples(request(engine, 0), []) == []
+    assert engine.step() == []
+
+
 def test_a_sample_can_be_cancelled_before_its_prompt_is_read() -> None:
     engine = Engine(Limited(8))
     first, second = engine.submit_samples(request(engine, 0), [GREEDY, SAMPLED])

@@ -119,7 +119,7 @@ class Engine:
         with self._changed:
             if self._closed:
                 raise LeapaheadError("this engine, or the LLM that it belongs to, is closed; make another one")
-            self._queue.append(handles[0])
+            self._queue.extend(handles[:1])  # none of no samples
             if len(handles) > 1:
                 self._samples[handles[0]] = handles[1:]
             self._changed.notify_all()
