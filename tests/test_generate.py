@@ -502,7 +502,7 @@ class Silent(SequenceDrafter):
         ("ab", {"drafter": "lookahead", "drafter_options": {"window": "a"}}, "window='a' is not possible"),
         ("\ud800", {}, "the prompt holds a lone surrogate"),
         ("ab", {"min_new_tokens": 10, "max_new_tokens": 4}, "min_new_tokens=10 is not possible with max_new_tokens=4"),
-        ("ab", {"temperature": 1.0, "seed": 2**64 - 1, "n": 2}, "seed=18446744073709551616 is not possible"),
+        ("ab", {"temperature": 1.0, "seed": 2**64, "n": 2}, "seed=18446744073709551616 is not possible"),
         ("ab", {"drafter": Chains}, "needs telepathy"),
         ("ab", {"drafter": "jacobi", "drafter_options": {"blocks": 2}}, r"did you mean 'block'\?"),
         ("ab", {"prediction": "\udc80"}, "the prediction holds a lone surrogate"),
@@ -564,6 +564,7 @@ def test_samples_and_log_probabilities(toy: LLM) -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0}
     samples = toy.generate("ab", seed=5, n=3, logprobs=2, **options)
     assert [each.seed for each in samples] == [5, 6, 7]
+    assert [each.seed for each in toy.generate("ab", seed=2**64 - 1, n=2, **options)] == [2**64 - 1, 0]
     for each in samples:
         alone = toy.generate("ab", seed=each.seed, logprobs=2, drafter="plain", **options)
         assert (alone.tokens, alone.logprobs) == (each.tokens, each.logprobs)

@@ -338,7 +338,7 @@ def _plain(prompt: Any) -> Any:
 
 
 def seeds(seed: Any, prompts: int, samples: int, sampled: bool) -> list[list[int]]:
-    """The seeds of each prompt's samples: the prompt's own seed, then the numbers that follow it.
+    """The seeds of each prompt's samples: the prompt's own seed, then the numbers that follow it, modulo 2**64.
 
     Args:
         seed: one for all prompts, or a list with one for each; None draws them at random.
@@ -355,7 +355,7 @@ def seeds(seed: Any, prompts: int, samples: int, sampled: bool) -> list[list[int
         raise BadParameter(
             f"seed={seed!r} is not possible: one whole number, or a list of {prompts}, one for each prompt"
         )
-    return [[first + index for index in range(samples)] for first in firsts]
+    return [[first, *((first + index) % 2**64 for index in range(1, samples))] for first in firsts]
 
 
 def _numbers(options: Options) -> dict[str, Any]:
