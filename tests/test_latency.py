@@ -8,6 +8,7 @@ import platform
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import exp
@@ -785,6 +786,12 @@ def test_a_cache_directory_that_is_no_absolute_path_is_ignored(given: str | None
     assert cache_directory() == Path("/home/somebody/.cache/leapahead")
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
     assert cache_directory() == Path("/var/cache/leapahead")
+
+
+def test_a_cache_directory_of_an_unknown_user_is_told(monkeypatch: Any) -> None:
+    monkeypatch.setenv("LEAPAHEAD_CACHE", "~nobody-of-that-name/x")
+    with pytest.warns(UserWarning, match="LEAPAHEAD_CACHE=~nobody-of-that-name/x is not possible"):
+        assert cache_directory() == Path(tempfile.gettempdir()) / "leapahead"
 
 
 def test_an_interrupted_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: Any) -> None:

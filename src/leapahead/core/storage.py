@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -49,5 +50,13 @@ def cache_directory() -> Path:
     folder = os.environ.get("LEAPAHEAD_CACHE") or Path(common) / "leapahead"
     try:
         return Path(folder).expanduser()
-    except RuntimeError:  # the user has no home directory
-        return Path(tempfile.gettempdir()) / "leapahead"
+    except RuntimeError:  # there is no such user, or no home directory
+        usual = Path(tempfile.gettempdir()) / "leapahead"
+        if os.environ.get("LEAPAHEAD_CACHE"):
+            warnings.warn(
+                f"LEAPAHEAD_CACHE={folder} is not possible, since there is no such home folder; {usual} is used; "
+                "set it to another folder",
+                UserWarning,
+                stacklevel=1,  # here, so that it is told once
+            )
+        return usual
