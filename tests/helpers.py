@@ -5,8 +5,11 @@ The one question of most tests is `assert_same_text`: does a drafter give, token
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,6 +50,22 @@ def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
         )
         for value in values
     ]
+
+
+def close_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Lets a folder be one that may not be entered. For root, who may enter all, permissions do not."""
+
+    def refusing(real: Callable[..., bool]) -> Callable[..., bool]:
+        def refuse(path: Path, **options: Any) -> bool:
+            if folder in path.parents:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return real(path, **options)
+
+        return refuse
+
+    for name in ("exists", "is_dir", "is_file"):
+        monkeypatch.setattr(Path, name, refusing(getattr(Path, name)))
+    monkeypatch.setattr(os, "access", lambda path, mode: folder not in (Path(path), *Path(path).parents))
 
 
 # ---------------------------------------------------------------------------------------------------------- runs

@@ -13,6 +13,7 @@ import gguf_models
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from helpers import close_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -422,6 +423,18 @@ def test_a_file_of_the_corpus_is_not_replaced(tmp_path: Path, tokenizer: Any) ->
     (tmp_path / "link").unlink()
     for _ in range(2):  # a datastore is no text, and a folder may hold it
         assert build(Corpus([tmp_path]), tmp_path / "out", tokenizer, force=True).documents == 1
+
+
+def test_folders_that_may_not_be_entered(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, {"a.txt": "some text", "closed/b.txt": "more"})
+    close_folder(monkeypatch, tmp_path / "closed")
+    for corpus in (tmp_path / "closed", tmp_path / "closed" / "b.txt"):
+        with pytest.raises(BadParameter, match=rf"'{corpus}' cannot be read: Permission denied"):
+            build(Corpus([corpus]), tmp_path / "out", tokenizer)
+    with pytest.raises(BadParameter, match=r"the folder .*closed is not writable; name another file"):
+        build(Corpus([tmp_path / "a.txt"]), tmp_path / "closed" / "out", tokenizer)
+    with pytest.raises(BadParameter, match=r"there is no folder .*a\.txt' to write 'out' to"):
+        build(Corpus([tmp_path / "a.txt"]), tmp_path / "a.txt" / "out", tokenizer)
 
 
 def test_two_builds_of_one_file_at_once(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -850,6 +850,11 @@ def test_a_header_by_which_llama_cpp_cannot_load_it(tmp_path: Path, values: dict
         assert str(path) in str(caught.value)
 
 
+def test_a_number_of_a_part_that_is_text_is_ignored(tmp_path: Path) -> None:
+    path = gguf_models.rewritten(gguf_models.llama(), tmp_path / "m.gguf", {"split.no": "1"})
+    assert loading.gguf_tokenizer(str(path)).encode("A")
+
+
 def test_a_byte_may_be_a_token_by_itself(tmp_path: Path) -> None:
     tokens = ["A" if token == "<byte>" else token for token in WITHOUT_41]
     types = [1 if token == "A" else 6 for token in tokens[:256]] + [1] * 3840

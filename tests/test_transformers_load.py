@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from architectures import BY_NAME, SIZES, VOCABULARY, sharpen
-from helpers import Scattered, run
+from helpers import Scattered, close_folder, run
 from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
@@ -66,6 +66,16 @@ def test_a_cache_of_its_own_size(tiny_folder: Path, tmp_path: Path) -> None:
 def test_options_that_cannot_be(tiny_folder: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(BadParameter, match=words):
         load(tiny_folder, **options)
+
+
+@pytest.mark.parametrize("engine", ["auto", "openvino"])
+def test_a_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    close_folder(monkeypatch, tmp_path)
+    for name in (tmp_path, tmp_path / "model"):
+        with pytest.raises(BadParameter, match=rf"'{name}' cannot be looked into \(Permission denied\)"):
+            loading.load(name, engine=engine)
+    with pytest.raises(BadParameter, match="there is no file"):
+        loading.load(tmp_path / "m.gguf")
 
 
 def test_paths_that_cannot_be(tmp_path: Path) -> None:

@@ -62,18 +62,22 @@ class Corpus:
         """Every file once, in order, and whether it was given by name. Hidden files must be.
 
         Raises:
-            BadParameter: a path does not exist.
+            BadParameter: a path does not exist, or may not be entered.
         """
         found: dict[Path, bool] = {}
         for path in self.paths:
-            if path.is_dir():
-                inside = sorted(each for each in path.rglob("*") if each.is_file())
-                visible = [each for each in inside if not any(p.startswith(".") for p in each.relative_to(path).parts)]
-                found.update((each, found.get(each, False)) for each in visible)
-            elif path.exists():
-                found[path] = True
-            else:
-                raise BadParameter(f"there is no file or folder {str(path)!r}")
+            try:
+                if path.is_dir():
+                    inside = sorted(each for each in path.rglob("*") if each.is_file())
+                elif path.exists():
+                    found[path] = True
+                    continue
+                else:
+                    raise BadParameter(f"there is no file or folder {str(path)!r}")
+            except OSError as error:
+                raise BadParameter(f"{str(path)!r} cannot be read: {error.strerror}") from None
+            visible = [each for each in inside if not any(p.startswith(".") for p in each.relative_to(path).parts)]
+            found.update((each, found.get(each, False)) for each in visible)
         return list(found.items())
 
     def documents(self, progress: Progress = silent) -> Iterator[str]:
@@ -180,12 +184,14 @@ def build(
     """
     out = file_path("out", out)
     place = replaceable(out)
+    if not os.path.isdir(place.parent):
+        raise BadParameter(f"there is no folder {str(place.parent)!r} to write {place.name!r} to; create it first")
+    if not os.access(place.parent, os.W_OK | os.X_OK):
+        raise BadParameter(f"{out} cannot be written: the folder {place.parent} is not writable; name another file")
     if out.exists() and not flag("force", force):
         raise BadParameter(f"{out} exists; name another file, or replace it with the option 'force'")
     if out.exists() and not _is_datastore(out) and any(path.samefile(out) for path, _ in corpus.files()):
         raise BadParameter(f"{out} cannot be replaced, because it is a file of the corpus; name another file")
-    if not place.parent.is_dir():
-        raise BadParameter(f"there is no folder {str(place.parent)!r} to write {place.name!r} to; create it first")
     ids = [found for text in corpus.documents(progress) if len(found := _encoded(text, tokenizer, progress))]
     if not ids:
         raise BadParameter(f"there is no text in {', '.join(repr(str(path)) for path in corpus.paths)}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import re
 import struct
 from collections.abc import Callable, Iterator
@@ -64,7 +65,7 @@ def check_file(path: Path) -> None:
     Raises:
         BadParameter: no such file, not a GGUF file, not one of a model, or an incomplete one.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path raises an error where a folder may not be entered
         raise BadParameter(f"there is no file {str(path)!r}; give the path of a GGUF file")
     for part in _parts(path):
         with part.open("rb") as opened:
@@ -156,7 +157,7 @@ def _check_header(path: Path, data: mmap.mmap) -> None:
         raise BadParameter(f"{str(path)!r} is an adapter and no model; merge it into its model, and give that file")
     if family == "clip" or values.get("general.type") == "mmproj":
         raise BadParameter(f"{str(path)!r} is a projector of images or sounds; give the file of its language model")
-    if number := values.get("split.no"):
+    if isinstance(number := values.get("split.no"), int) and number:
         raise BadParameter(
             f"{str(path)!r} is part {number + 1} of a model in several files; give the first "
             f"of them, {re.sub('-[0-9]{5}-of-', '-00001-of-', path.name)!r}"

@@ -53,5 +53,14 @@ class OpenVinoOptions:
 
 
 def is_openvino(path: Any) -> bool:
-    """Whether this names a folder with an OpenVINO model."""
-    return isinstance(path, (str, os.PathLike)) and (Path(path).expanduser() / MODEL).is_file()
+    """Whether this names a folder with an OpenVINO model.
+
+    Raises:
+        BadParameter: it names a place that may not be entered, or cannot be.
+    """
+    try:
+        return isinstance(path, (str, os.PathLike)) and (Path(path).expanduser() / MODEL).is_file()
+    except OSError as error:
+        raise BadParameter(
+            f"{str(path)!r} cannot be looked into ({error.strerror}); give the folder of a model that you may read"
+        ) from None
